@@ -20,7 +20,7 @@ from absl import flags, logging
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
-from diloco_jax.storage import files, wal_format
+from diloco_jax.storage import files, wal
 
 _WITHOUT = flags.DEFINE_list(
   'without', [], 'Learners whose parts of the snapshot are not restored, for example l2,l3.'
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         restore.Asked(_TO.value, tuple(_WITHOUT.value), cli.seal_key(workdir), trust=_TRUST.value),
         lambda text: print(text, flush=True),
       )
-  except (OSError, wal_format.WalFull, wal_format.WalBroken) as error:
+  except (OSError, wal.WalFull, wal.WalBroken) as error:
     raise cli.DiskFailed(
       f'the disk failed: {cli.one_line(error)}. Nothing is lost; restore again, with the same --to'
     ) from error

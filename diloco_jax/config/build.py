@@ -27,7 +27,6 @@ from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.train import decoder, optimizer
-from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
@@ -43,7 +42,6 @@ class Assembly:
   protocol: protocol_config.ProtocolConfig
   init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
-  moments: Any  # the inner optimizer's state as ShapeDtypeStructs
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_down: codecs.Codec
@@ -75,11 +73,6 @@ class Assembly:
     sizes = [self.layout.size(p) for p in range(self.layout.num_fragments)]
     return tuple(max(4 * size, self.codec_down.encoded_size(size)) for size in sizes)
 
-  @property
-  def moments_bytes(self) -> int:
-    """Size of a donation: the inner optimizer's state."""
-    return moments_lib.size_bytes(self.moments)
-
 
 def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   """Builds the objects of a validated config.
@@ -100,14 +93,12 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     shapes = jax.eval_shape(init)
   except jax.errors.JAXTypeError:  # it computes with values, on the host
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
-  tx = optimizer.make_optimizer(config.optimizer, task)
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   return _assemble(
     config,
     init,
     shapes,
     task.label,
-    jax.eval_shape(tx.init, shapes),
     {**config.agreement(), **({'data': task.data_digest()} if data else {})},
     task,
   )
@@ -118,7 +109,6 @@ def assemble_own_loop(
   init: Callable[[], Any],
   shapes: Any,
   labels: Mapping[str, str],
-  moments: Any,
 ) -> Assembly:
   """The same for a loop of the user's own, whose parameters are a dict of named arrays.
 
@@ -127,12 +117,10 @@ def assemble_own_loop(
     init: returns version 0.
     shapes: name -> shape of each parameter, a ShapeDtypeStruct.
     labels: name -> label of its merge rule.
-    moments: shapes of the inner optimizer's state; {} if it is not donated.
   """
-  moments_bytes = moments_lib.size_bytes(moments)
-  shared = {**config.agreement(), **_arrays(shapes, labels), 'moments_bytes': moments_bytes}
+  shared = {**config.agreement(), **_arrays(shapes, labels)}
   label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
-  return _assemble(config, init, shapes, label, moments, shared, None)
+  return _assemble(config, init, shapes, label, shared, None)
 
 
 def _arrays(shapes: Any, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -152,7 +140,6 @@ def _assemble(
   init: Callable[[], Any],
   shapes: Any,
   label: Callable[[str], str],
-  moments: Any,
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
@@ -177,7 +164,6 @@ def _assemble(
     protocol=protocol,
     init=init,
     shapes=shapes,
-    moments=moments,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_down=_make(config, 'codec_down', codecs.get),

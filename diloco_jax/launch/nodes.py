@@ -250,10 +250,8 @@ def limits(assembled: build.Assembly) -> link.Limits:
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    donation_bytes=assembled.moments_bytes,
     max_queued_bytes=max(link.Limits.max_queued_bytes, 2 * sum(assembled.publish_bytes)),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
-    donation_bytes_per_s=sync.donor_rate_mib_s << 20,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
     max_strangers=sync.learners + 2 * SPARE_SESSIONS,

@@ -2,7 +2,7 @@
 
 CRCs, digests and the chain of the log find accidents: a writer who computes them again is believed.
 With a key (`--seal_key=FILE`, one per run, kept outside its folder) the chain of the log is an HMAC
-(wal_format.py), and so are the seals of manifests, of the note of a restore, and of checkpoints,
+(wal.py), and so are the seals of manifests, of the note of a restore, and of checkpoints,
 whose seal covers every byte of every file. A file that a process without the key has written is
 then refused.
 

@@ -93,7 +93,7 @@ class Session:
     self._outgoing, self._incoming = directions if dialed else reversed(directions)
     self._dialed = dialed
     self._send_queue = link.SendQueue(
-      self._split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
+      self._split, limits.max_queued_bytes, limits.max_queued_messages
     )
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
     self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
@@ -329,11 +329,7 @@ class Session:
         now_s = time.monotonic()
         if (received := self._receipts.due(now_s)) is not None:
           return chunks.acknowledgement(received)
-        if (frames := self._send_queue.next_donated(now_s)) is not None:
-          self._changed.notify_all()
-          return frames
-        waits_s = (self._send_queue.donation_wait_s(now_s), self._receipts.wait_s(now_s))
-        self._bulk_changed.wait(min((one for one in waits_s if one is not None), default=None))
+        self._bulk_changed.wait(self._receipts.wait_s(now_s))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------

@@ -28,7 +28,6 @@ from diloco_jax.storage import (
   seals,
   tapes,
   wal,
-  wal_format,
 )
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
@@ -297,10 +296,10 @@ def test_a_link_in_the_log_is_not_followed(tmp_path):
   """Neither to read nor to write."""
   target = tmp_path / 'target'
   target.write_bytes(b'of another program')
-  for name in (wal_format.segment_name(1), wal_format.segment_name(1) + wal_format.NEW, 'lock'):
+  for name in (wal.name_of(0), wal.NEW, 'lock'):
     files = files_lib.Files(tmp_path / name)
     (tmp_path / name / name).symlink_to(target)
-    with pytest.raises((wal_format.WalBroken, files_lib.DirectoryError)):
+    with pytest.raises((wal.WalBroken, files_lib.DirectoryError)):
       files.lock()
       wal.open_log(files, 'run')
     files.close()
@@ -424,11 +423,11 @@ def _written(
   files = files_lib.Files(folder)
   log = wal.begin(files, outer_log.run_of(assembled.agreement), key=key)
   for record in records:
-    header, data = wal_format.unpack(record.payload)
+    header, data = outer_log.unpack(record.payload)
     if change and record is records[-1]:
       change(header)
-    log.append(record.kind, *wal_format.pack(header, data))
-  log.commit()
+    log.append(record.kind, *outer_log.pack(header, data))
+    log.commit()
   files.close()
   return files_lib.Files(folder)
 
@@ -446,7 +445,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     try:
       syncer_process.recover(assembled, theta, checkpoints, log, durability.Records(), 'r0')
       accepted.append(name)
-    except wal_format.WalError as error:
+    except wal.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)
       kept = {name: one for name, one in _tree(folder / 'wal').items() if name != commit.AGREEMENT}
       assert kept == before, name
@@ -461,13 +460,13 @@ def test_with_a_key_every_rewritten_log_is_refused(assembled, records, keys, tmp
   ours, theirs = keys
   run = outer_log.run_of(assembled.agreement)
   whole = _written(tmp_path / 'whole', assembled, records, key=ours.of_log)
-  assert wal.open_log(whole, run, key=ours.of_log).last == len(records)
+  assert wal.open_log(whole, run, key=ours.of_log).committed == len(records)
   whole.close()
   wrong = theirs.of_log if forged == 'with another key' else b''
   for name, change in {'as it was': None, **REWRITES}.items():
     files = _written(tmp_path / name, assembled, records, change, key=wrong)
     before = _tree(tmp_path / name)
-    with pytest.raises(wal_format.WalDamaged, match='does not follow.*under this seal key|history'):
+    with pytest.raises(wal.WalDamaged, match='does not follow.*under this seal key'):
       wal.open_log(files, run, key=ours.of_log)
     assert _tree(tmp_path / name) == before
     files.close()
@@ -478,12 +477,10 @@ def test_records_may_not_be_forged_behind_those_that_are_sealed(assembled, recor
   run = outer_log.run_of(assembled.agreement)
   files = _written(tmp_path, assembled, records[:3], key=keys[0].of_log)
   log = wal.open_log(files, run, key=keys[0].of_log)
-  forger = wal.Wal(
-    files, run, log._segments, log.last, log.chain, wal.SEGMENT_BYTES, log.recovered, b''
-  )
+  forger = wal.Wal(files, run, b'', log.first, log.committed, log.chain)
   forger.append(1, b'forged')
   forger.commit()
-  with pytest.raises(wal_format.WalDamaged, match='record 4 does not follow'):
+  with pytest.raises(wal.WalDamaged, match='0004.rec is damaged.*does not follow'):
     wal.open_log(files, run, key=keys[0].of_log)
   files.close()
 
@@ -571,7 +568,7 @@ def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
     checkpoint.verify(tmp_path / 'run' / folder, key=keys[0])
   files = files_lib.Files(tmp_path / 'run' / 'syncer' / 'wal')
   run = outer_log.run_of(agreement)
-  assert wal.open_log(files, run, 10, restores.CHAIN, key=keys[0].of_log).last == 10
+  assert wal.open_log(files, run, 10, restores.CHAIN, key=keys[0].of_log).committed == 10
   files.close()
 
 

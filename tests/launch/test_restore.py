@@ -23,7 +23,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, own_model, restore, run_folder
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal, wal_format
+from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import snapshot_work
 from diloco_jax.transport import addresses
@@ -307,7 +307,7 @@ def test_its_log_begins_behind_the_snapshot(config, agreement, workdir):
   _restore(config, workdir)
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   log = wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN)
-  assert (log.last, list(log.records(20))) == (20, [])
+  assert (log.committed, list(log.records(20))) == (20, [])
   files.close()
 
 
@@ -464,7 +464,7 @@ def test_a_run_of_own_loops_goes_back_too(tmp_path, which):
   said = _restore(config, workdir, which)
   assert said[1].startswith('the run continues from')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
-  assert wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN).last == 20
+  assert wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN).committed == 20
   files.close()
   assert load.read(workdir) == config
 
@@ -490,13 +490,9 @@ def _past(assembled, tmp_path_factory) -> pathlib.Path:
 def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   """A copy of it in which a byte of record 6 has rotted: the syncer refuses it."""
   workdir = shutil.copytree(past, tmp_path / 'run')
-  log = max((workdir / 'syncer' / 'wal').glob('*.wal'))
-  entries = wal_format.entries_in(log.read_bytes())
-  place = next(place for place, entry in entries if entry.kind and entry.number == 6)
-  _flip(log, place + wal_format.ENTRY_HEADER_BYTES + 100, 0)
-  with pytest.raises(
-    cli.NeverRetry, match='is damaged at byte.*restore --to=checkpoint'
-  ) as refused:
+  log = workdir / 'syncer' / 'wal' / wal.name_of(6)
+  _flip(log, wal.HEADER_BYTES + 100, 0)
+  with pytest.raises(cli.NeverRetry, match='is damaged.*restore --to=checkpoint') as refused:
     with cli.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
@@ -522,7 +518,7 @@ def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, dama
   )
   after = list(_contents(damaged).values())
   assert all(data in after for data in before.values()), 'something was deleted'
-  assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.wal'))
+  assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.rec'))
   _goes_on(assembled, damaged, expected, 5)
 
 

@@ -107,8 +107,6 @@ class _Learner(processes.Learner):
         self.island.encode_ns = self.world.took('encode', self.learner)
       case actions.Adopt():
         self.island.adopt_ns = self.world.took('adopt', self.learner)
-      case actions.ReadMoments():
-        self.island.donate_ns = self.world.took('donate', self.learner)
     super().work(action)
 
   def begin_step(self) -> None:
@@ -149,8 +147,7 @@ class _Link(network.Link):
   def transfer_ns(self, lane: str, payloads: int) -> int:
     if not payloads:
       return 0
-    kind = 'donation' if payloads == network.DONATION else 'payload'
-    return self._world.took(f'{kind} {lane}', self._name)
+    return self._world.took(f'payload {lane}', self._name)
 
 
 class Turns(observers.Observer):

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.storage import outer_log
-from diloco_jax.verification import random_streams
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.sim import network
 
@@ -113,15 +112,6 @@ class Published:
       merged,
       after,
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moments:
-  """The bytes of a donation: the donor, the number of its steps, and the value of its moments."""
-
-  learner: str
-  steps: int
-  value: int
 
 
 class Merged(NamedTuple):
@@ -350,10 +340,6 @@ class Learner:
         if rewind:  # its parameters are the anchors
           self._contains = [self._now] * len(self._contains)
           self._captured.clear()
-      case actions.ReadMoments(transfer=transfer):
-        return [self._read_moments(transfer)]
-      case actions.TakeMoments():
-        return [(self._take_moments(action), None)]
     return []
 
   def _encode(self, fragment: int) -> Gradient | None:
@@ -401,24 +387,6 @@ class Learner:
     elif not (adopt.keep and process.world.config.rebases):
       self._contains[fragment] = self._now
     published.claim_conserved(process.nonce, before, self._contains[fragment][0], adopt)
-
-  def _read_moments(self, transfer: int) -> tuple[events.MomentsRead, Moments | None]:
-    process = self._process
-    content = None if process.nan else Moments(process.learner, process.steps, process.moments)
-    event = events.MomentsRead(
-      transfer=transfer, payload_id=None, payload=content and PAYLOAD, digest=process.moments
-    )
-    return event, content
-
-  def _take_moments(self, take: actions.TakeMoments) -> events.MomentsTaken:
-    process = self._process
-    claim(not process.steps, 'A learner takes moments before its first step.', process.name)
-    moments = process.contents.pop(take.payload_id)
-    garbled = random_streams.chance(process.island.draw, process.island.garble)
-    matched = moments.value == take.digest and not garbled
-    if matched:
-      process.moments = moments.value
-    return events.MomentsTaken(transfer=take.transfer, matched=matched)
 
 
 class Syncer:

@@ -15,7 +15,7 @@ Answers = list[tuple[events.Event, Any]]
 
 class Model:
   """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, each by
-  fragment, and of the moments."""
+  fragment."""
 
   durable = False
 
@@ -25,12 +25,10 @@ class Model:
     payload_bytes: tuple[int, ...],
     delta_bytes: tuple[int, ...],
     whole_bytes: tuple[int, ...],
-    moments_bytes: int,
   ):
     self.agreement, self.payload_bytes = agreement, payload_bytes
     self.digests = (_DIGEST,) * len(payload_bytes)
     self.delta_bytes, self.whole_bytes = delta_bytes, whole_bytes
-    self.moments_bytes = moments_bytes
 
   def syncer(self, process: Any) -> 'Syncer':
     return Syncer(self, process)
@@ -45,7 +43,7 @@ class Model:
 def equal(fragments: int, size_bytes: int = 64) -> Model:
   """The model of a run whose payloads all have the same size."""
   sizes = (size_bytes,) * fragments
-  return Model('{}', sizes, sizes, sizes, size_bytes)
+  return Model('{}', sizes, sizes, sizes)
 
 
 class Syncer:
@@ -86,12 +84,6 @@ class Learner:
       case actions.Adopt(fragment=p, version=version, payload_id=payload_id):
         del self._contents[payload_id]
         return [(events.AdoptDone(fragment=p, version=version, digest=_DIGEST), None)]
-      case actions.ReadMoments(transfer=transfer):
-        size = _sized(self._model.moments_bytes)
-        return [(events.MomentsRead(transfer=transfer, digest=_DIGEST, **size), b'')]
-      case actions.TakeMoments(transfer=transfer, payload_id=payload_id):
-        del self._contents[payload_id]
-        return [(events.MomentsTaken(transfer=transfer, matched=True), None)]
     return []
 
 

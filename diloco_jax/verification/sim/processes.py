@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.storage import outer_log, wal_format
+from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.sim import arrays, snapshots
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
@@ -218,7 +218,6 @@ class Learner(Process):
     self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and how many captures more
     self.flips: set[int] = set()  # fragments whose next adoption has a wrong bit
     self.steps = self.tokens = 0
-    self.moments = arrays.value('moments', self.nonce)
     self.exact = True  # it has had one incarnation only
     self._training = False
     self._incarnation = 0
@@ -239,13 +238,6 @@ class Learner(Process):
           self.answer(self.island.encode_ns, event, content, lane='egress')
         case events.AdoptDone():
           self.answer(self.island.adopt_ns, event, lane='egress')
-        case events.MomentsTaken():
-          self.answer(self.island.adopt_ns, event)
-        case events.MomentsRead():
-          self._after(self.island.donate_ns, event, content)
-
-  def _after(self, delay_ns: int, event: events.Event, content: Any) -> None:
-    self.world.engine.after(delay_ns, lambda: self.post(event, content))
 
   def begin_step(self) -> None:
     self._training = True
@@ -280,7 +272,6 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
-      self.moments = arrays.value('moments', self.moments, event.tokens)
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
       self.exact = self.exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
@@ -298,12 +289,12 @@ class Syncer(Process):
     self,
     world: Any,
     life: observers.ObservedProcess,
-    journal: simulated_log_lib.Journal | None,
+    log: wal.Wal | None,
     theta: arrays.Theta | None,
   ):
     super().__init__(world, 'syncer', life)
-    self.theta, self.journal = theta, journal
-    self.merge_ns, self.read_ns, self.save_ns = (10 * MS, 5 * MS, 20 * MS) if journal else (0, 0, 0)
+    self.theta, self.log = theta, log
+    self.merge_ns, self.read_ns, self.save_ns = (10 * MS, 5 * MS, 20 * MS) if log else (0, 0, 0)
     self.fsync_ns = world.fsync_ns
     self.not_finite = False  # whether the next outer step is not finite
     self.ambush: Callable[[int], None] | None = None  # called during the next commit
@@ -327,7 +318,9 @@ class Syncer(Process):
 
   def report_durable(self) -> None:
     """Tells observers which records have become durable."""
-    durable = self.journal.durable() if self.journal else self.durable
+    if self.log is None:
+      return
+    durable = simulated_log_lib.durable(self.disk, max(self.durable, self.log.first))
     if durable != self.durable:
       self.durable = durable
       self.world.logged('durable', durable)
@@ -355,7 +348,7 @@ class Syncer(Process):
         delay_ns = next(self._jobs[0])
       except StopIteration:
         self._jobs.popleft()
-      except wal_format.WalBroken as broken:
+      except wal.WalBroken as broken:
         self.world.lose_syncer(self, str(broken))
       except disk_lib.Cut:
         self.world.lose_syncer(self)
@@ -378,9 +371,9 @@ class Syncer(Process):
     """Appends the record and makes it durable."""
     while True:
       try:
-        number = self.journal.append(step)
+        number = self.log.append(outer_log.OUTER_STEP, *outer_log.encode(step))
         break
-      except wal_format.WalFull:
+      except wal.WalFull:
         self.world.logged('full')
       yield RETRY_NS
     self.world.logged(
@@ -394,7 +387,7 @@ class Syncer(Process):
     if self.ambush is not None:
       self.ambush(self.fsync_ns)
     yield self.fsync_ns
-    self.journal.commit()
+    self.log.commit()
 
   def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
     manifest = {
@@ -416,7 +409,7 @@ class Syncer(Process):
   def _checkpoint(self, save: actions.Save) -> Iterator[int]:
     """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
     yield self.takes_ns(save)  # the actions of the same turn are carried out before it can fail
-    if self.journal is None:
+    if self.log is None:
       self.post(events.SaveDone(clock=save.clock, checkpoint=save.clock, record_sha256=NO_RECORD))
       return
     theta = self.theta
@@ -426,16 +419,13 @@ class Syncer(Process):
       save.machine_state['versions'],
       theta.versions,
     )
-    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **self.journal.position}
+    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **outer_log.position(self.log)}
     done = yield from self.save(save, state)
     self.post(done)
     if done.error:
       return
     yield MS
-    try:
-      kept = self.checkpoints.last_two()
-      if kept[0] is not None:
-        self.journal.compact(kept)
-    except wal_format.WalFull:
-      self.world.logged('full')  # the next save tries again
-    self.world.logged('compacted', self.journal.first)
+    kept = self.checkpoints.last_two()
+    if kept[0] is not None:
+      outer_log.compact(self.log, kept)
+    self.world.logged('compacted', self.log.first + 1)

@@ -16,8 +16,7 @@ _MANIFEST, _NEW = 'manifest-', 'manifest.new'
 def write(disk: disk_lib.Disk, manifest: dict[str, Any]) -> Iterator[None]:
   """Writes the manifest of a run snapshot, and drops superfluous ones. Raises OSError."""
   data = json.dumps(manifest).encode()
-  disk.create(_NEW)
-  disk.append(_NEW, hashlib.sha256(data).digest() + data)
+  disk.write(_NEW, hashlib.sha256(data).digest() + data)
   yield
   disk.fsync(_NEW)
   yield

@@ -7,6 +7,7 @@ All learners have the same compiled functions, and so have all runs of a process
 is compiled. So the second run of a study compiles nothing that the first one has compiled.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import moments_work, on_device
+from diloco_jax.learner import on_device
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, events
 from diloco_jax.syncer import global_model
@@ -63,6 +64,10 @@ class Model:
     on_evaluation: called with a sync after which the global model is to be evaluated.
     keep_moments: whether saves keep a copy of the arrays, for learners that return.
     lies: by learner, what becomes of the values of each pseudo-gradient that it sends.
+    shared: whether a learner without a checkpoint reads the moments in another's newest one.
+
+  Attributes:
+    origins: how many processes that began in a run in progress had their moments from where.
   """
 
   def __init__(
@@ -71,16 +76,19 @@ class Model:
     on_evaluation: Evaluate,
     keep_moments: bool,
     lies: Mapping[str, Lie],
+    shared: bool = True,
   ):
     self.durable = False
     self._assembled = assembled
+    self._shared = shared
+    self.origins: collections.Counter[str] = collections.Counter()
     self._lies = lies
     self._on_evaluation = on_evaluation
     self._keep_moments = keep_moments
     self._template = fresh_island(assembled)
     self._compiled = _compiled_exchange(_exchange_key(assembled))
     self.theta = fresh_theta(assembled)
-    self._saved: dict[str, island_lib.Island] = {}
+    self._saved: dict[str, tuple[int, island_lib.Island]] = {}  # with the clock
     self.agreement, self.payload_bytes = assembled.agreement, assembled.payload_bytes
     self.digests = tuple(map(self.theta.digest, range(assembled.layout.num_fragments)))
 
@@ -88,19 +96,23 @@ class Model:
     return Syncer(self._assembled, self.theta, _Payloads(process.contents), self._on_evaluation)
 
   def learner(self, process: Any) -> 'Learner':
-    name = process.name
-    restored = process.life.start.state is not None
-    island = (restored and self._saved.get(name) or self._template).twin()
+    name, restored = process.name, process.life.start.state is not None
+    _, island = self._saved.get(name, (0, None)) if restored else (0, None)
+    others = self._saved.values() if self._shared else ()
+    origin = 'own' if restored else 'other' if others else 'fresh'
+    self.origins[origin] += any(self.theta.versions)
+    island = (island or self._template).twin()
+    if origin == 'other':
+      _, newest = max(others, key=lambda saved: saved[0])
+      island.moments = newest.twin().moments
     exchange = on_device.Exchange(self._assembled, island, self._compiled)
-    arguments = self._assembled, island, exchange, _Payloads(process.contents)
     save = functools.partial(self._save, name, island)
-    return (
-      Liar(*arguments, save, self._lies[name]) if name in self._lies else Learner(*arguments, save)
-    )
+    arguments = self._assembled, island, exchange, _Payloads(process.contents), save
+    return Liar(*arguments, self._lies[name]) if name in self._lies else Learner(*arguments)
 
-  def _save(self, name: str, island: island_lib.Island) -> None:
+  def _save(self, name: str, island: island_lib.Island, clock: int) -> None:
     if self._keep_moments:
-      self._saved[name] = island.twin()
+      self._saved[name] = clock, island.twin()
 
   def forget(self, name: str) -> None:
     self._saved.pop(name, None)
@@ -130,11 +142,10 @@ class Learner(learner_work.LearnerWork):
     island: island_lib.Island,
     exchange: on_device.Exchange,
     payloads: _Payloads,
-    save: Callable[[], None],
+    save: Callable[[int], None],
   ):
     self._posted: list[events.Event] = []
     super().__init__(assembled, island, self._posted.append, None, payloads, _Silence(), exchange)
-    self._moments = _Moments(island, self._posted.append, None, payloads, _Silence())
     self._keep = save
 
   def perform(self, action: actions.Work) -> list[tuple[events.Event, Any]]:
@@ -147,7 +158,7 @@ class Learner(learner_work.LearnerWork):
     return self._payloads.answers(self._posted)
 
   def _save(self, save: actions.Save) -> None:
-    self._keep()
+    self._keep(save.clock)
 
 
 class Liar(Learner):
@@ -174,11 +185,6 @@ def noise(rng: np.random.Generator) -> Lie:
     return drawn_n * (np.linalg.norm(values_n) / np.linalg.norm(drawn_n))
 
   return lie
-
-
-class _Moments(moments_work.Moments):
-  def read(self, transfer: int) -> None:
-    self._post_read(transfer, self._snapshot(self._island.moments))
 
 
 class Syncer(syncer_work.SyncerWork):
