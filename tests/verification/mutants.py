@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from diloco_jax.protocol import actions, events, messages, states
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection
@@ -42,7 +42,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.checks.invariants import data
 from diloco_jax.verification.checks.invariants import tokens as tokens_invariants
-from diloco_jax.verification.sim import faults, network, processes
+from diloco_jax.verification.sim import arrays, faults, network, processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -92,7 +92,6 @@ def _never_refuses(original: Any) -> Callable:
 
 
 SETTLES = (ledger.Account, 'settle', _never_refuses)
-MOVES = (states, 'move', lambda original: lambda table, source, target: target)  # any move is drawn
 
 
 # --- Contributions --------------------------------------------------------------------------------
@@ -1473,8 +1472,7 @@ def pull_is_forgotten(original):
   'A sync that has no quorum is tried once more after it was cancelled.',
   gathering.Gathering,
   'cancel',
-  'I24 P1',
-  also=(MOVES,),
+  'crash',
 )
 def cancelled_sync_gathers_again(original):
   def cancel(self, gather, why):
@@ -1493,8 +1491,7 @@ def cancelled_sync_gathers_again(original):
   'A learner that hears nothing while it joins dials at once, over the session that it has.',
   connection.Connection,
   'keep',
-  'I24',
-  also=(MOVES,),
+  'crash',
 )
 def dials_while_joining(original):
   def keep(self, now_ns, ending):
@@ -1509,8 +1506,7 @@ def dials_while_joining(original):
   'A learner whose clock has reached T goes on training while it is not told to end.',
   LearnerMachine,
   '_may_step',
-  'I24 L1',
-  also=(MOVES,),
+  'crash',
 )
 def trains_after_the_last_step(original):
   def _may_step(self):
@@ -1819,10 +1815,10 @@ def save_within_a_step(original):
   return _receive
 
 
-@mutant('No outer step of fragment 0 is finite any more.', processes.Syncer, '_merge', 'L2')
+@mutant('No outer step of fragment 0 is finite any more.', arrays.Syncer, '_merge', 'L2')
 def fragment_is_never_merged(original):
   def _merge(self, merge):
-    self.not_finite = self.not_finite or merge.fragment == 0
+    self._process.not_finite |= merge.fragment == 0
     return original(self, merge)
 
   return _merge
