@@ -36,7 +36,6 @@ from diloco_jax.verification.checks.invariants import (
   pace,
   screening,
   snapshots,
-  states,
   tokens,
 )
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -96,7 +95,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   snapshots.PartsAreACut,
   snapshots.PinsStay,
   snapshots.SnapshotsEnd,
-  states.AsDrawn,
 )
 
 # The updates of the model, by kind of record.
