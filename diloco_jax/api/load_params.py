@@ -78,7 +78,7 @@ def _of_baseline(workdir: pathlib.Path, most_bytes: int) -> Any:
   for node in sorted(workdir.glob('islands/*')):
     folder = _verified(_checkpoints(node), most_bytes)
     if folder is not None:
-      protocol, saved = checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
+      protocol, saved = checkpoint.verify(folder, most_bytes=most_bytes)
       if not protocol['protocol']:  # else of a learner whose syncer has another folder
         return saved['state']['params']
   return None
@@ -93,7 +93,7 @@ def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | No
   failed = None
   for folder in reversed(folders):
     try:
-      checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
+      checkpoint.verify(folder, most_bytes=most_bytes)
       return folder
     except checkpoint.CheckpointError as error:
       warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)

@@ -5,7 +5,6 @@
     diloco restore --workdir=runs/x --to=checkpoint    # the syncer's newest checkpoint
     diloco restore --workdir=runs/x --to=latest --config.sync.learners=3 --config.mesh.data=1
     diloco restore --workdir=runs/x --to=latest --without=l3   # its part is damaged or elsewhere
-    diloco restore --workdir=runs/x --to=latest --trust        # whatever its seal says
 
 `diloco train --resume --workdir=runs/x` then continues the run, `diloco syncer --workdir=runs/x`
 one of loops of your own. `--to=checkpoint` repairs a damaged log: it sets the log aside. The number
@@ -24,9 +23,6 @@ from diloco_jax.storage import files, wal_format
 
 _WITHOUT = flags.DEFINE_list(
   'without', [], 'Learners whose parts of the snapshot are not restored, for example l2,l3.'
-)
-_TRUST = flags.DEFINE_bool(
-  'trust', False, 'Take what no seal proves: of another folder, of another key, or of none.'
 )
 cli.define_config()
 cli.define_files()
@@ -55,7 +51,7 @@ def main(argv: list[str]) -> int:
       restore.restore(
         config,
         workdir,
-        restore.Asked(_TO.value, tuple(_WITHOUT.value), cli.seal_key(workdir), trust=_TRUST.value),
+        restore.Asked(_TO.value, tuple(_WITHOUT.value)),
         lambda text: print(text, flush=True),
       )
   except (OSError, wal_format.WalFull, wal_format.WalBroken) as error:

@@ -158,10 +158,7 @@ def _serve(
     cli.never_retry(ValueError, files.DirectoryError),
     _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    key = cli.seal_key(folder, make=True)
-    result = syncer_process.run(
-      assembled, theta, folder, event_queue, listen, records, key, finished
-    )
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, finished)
   return _end(result, records)
 
 
@@ -186,8 +183,7 @@ def learner(
   with cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    key = cli.seal_key(folder)
-    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+    island = learner_process.make_island(assembled, folder, learner_id, devices)
   records_lib.report_startup(records, 'built')
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):

@@ -19,9 +19,7 @@ to WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind th
 syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
 syncer of the run starts (manifests.RESTORING).
 
-No file is believed: names and numbers are typed before they become paths, links are not followed,
-and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. What is
-trusted is then sealed with the key of the run, or has no seal any more if there is no key.
+Names and numbers are typed before they become paths, and links are not followed.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model, run_folder
 from diloco_jax.protocol import agreement, ids, safe_json
-from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals, tree_digest
+from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, tree_digest
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -55,15 +53,11 @@ class Asked:
   Attributes:
     which: the number of a snapshot, LATEST or CHECKPOINT.
     without: learners whose parts are not restored.
-    key: proves and makes seals; None: what has a seal is refused.
-    trust: take what cannot be proved.
     most_bytes: says how many the arrays of one checkpoint may have; None: any number.
   """
 
   which: str
   without: Collection[str] = ()
-  key: seals.Key | None = None
-  trust: bool = False
   most_bytes: Callable[[], int] | None = None
 
 
@@ -89,8 +83,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   """Brings the run in `workdir` back to what is asked for.
 
   Raises:
-    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, a
-      seal cannot be proved, or the config cannot work; nothing was changed.
+    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing,
+      or the config cannot work; nothing was changed.
     DirectoryError: a syncer or a learner runs there, or the folder cannot be written.
     OSError, WalFull, WalBroken: the disk is full or failed; repeat the restore.
   """
@@ -115,7 +109,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
     else:
       goal = choose(own.config if own else config, workdir, asked, say)
     agreed = assembly().agreement  # it may refuse: before anything moves
-    _go_back(config, agreed, workdir, goal, log_files, asked, say)
+    _go_back(config, agreed, workdir, goal, log_files, say)
 
 
 def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:
@@ -158,11 +152,9 @@ def choose(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say: 
     )
   for number in reversed(known) if which == LATEST else [int(which)]:
     try:
-      manifest = manifests.read(workdir, number, asked.key, asked.trust)
+      manifest = manifests.read(workdir, number)
       before = safe_json.parse_object(manifest.agreement)
       goal = verify(workdir, manifest, asked)
-    except seals.Unproved as error:
-      raise _untrusted(f'snapshot {number}', error) from None
     except PartsMissing as error:
       raise ValueError(f'{error}; snapshots: {_there_are(known)}') from None
     except (manifests.Unfit, safe_json.Unreadable, checkpoint.CheckpointError) as error:
@@ -188,7 +180,6 @@ def verify(workdir: pathlib.Path, manifest: manifests.Manifest, asked: Asked) ->
   Raises:
     CheckpointError: the syncer's part is missing or damaged.
     PartsMissing: other parts are, of learners that are not in `asked.without`.
-    Unproved: a seal cannot be proved.
     ValueError: `asked.without` names a learner that has no part.
   """
   number, parts = manifest.snapshot, manifest.learners
@@ -243,8 +234,6 @@ def newest_checkpoint(
   for number in reversed(found):
     try:
       machine_state = _verify(workdir, syncer, number, asked)
-    except seals.Unproved as error:
-      raise _untrusted(f'checkpoint {number}', error) from None
     except checkpoint.CheckpointError as error:
       say(f'checkpoint {number} is damaged and is skipped: {error}')
     else:
@@ -261,8 +250,7 @@ def newest_checkpoint(
 def _verify(
   workdir: pathlib.Path, node: pathlib.Path, number: int, asked: Asked, record_sha256: str = ''
 ) -> dict[str, Any]:
-  """The machine's state in a checkpoint that is whole and proved. Raises CheckpointError, Unproved;
-  only reads."""
+  """The machine's state in a checkpoint that is whole. Raises CheckpointError; only reads."""
   folder = node / manifests.CHECKPOINTS / str(number)
   if not folder.is_dir():
     raise checkpoint.CheckpointError(f'checkpoint {folder} is missing')
@@ -271,7 +259,7 @@ def _verify(
   except (OSError, safe_json.Unreadable) as error:
     raise checkpoint.CheckpointError(str(error)) from None
   machine_state, _ = checkpoint.verify(
-    folder, record_sha256, asked.key, asked.trust, asked.most_bytes and asked.most_bytes()
+    folder, record_sha256, asked.most_bytes and asked.most_bytes()
   )
   if node == manifests.syncer_folder(workdir):
     _require_books(machine_state, folder)
@@ -289,13 +277,6 @@ def _require_books(machine_state: dict[str, Any], folder: pathlib.Path) -> None:
         raise ValueError('a member has left, or has not')
   except (KeyError, TypeError, ValueError) as error:
     raise checkpoint.CheckpointError(f'{folder} is not that of a syncer: {error}') from None
-
-
-def _untrusted(what: str, error: seals.Unproved) -> ValueError:
-  return ValueError(
-    f'{what} cannot be proved: {error}. Nothing was changed. If you know where it is from, '
-    '--trust takes it as it is'
-  )
 
 
 def shown(text: str) -> str:
@@ -333,19 +314,16 @@ def _go_back(
   workdir: pathlib.Path,
   goal: Goal,
   log_files: files_lib.Files,
-  asked: Asked,
   say: Say,
 ) -> None:
   syncer = manifests.syncer_folder(workdir)
   json_files.write(syncer / manifests.RESTORING, {'goal': goal.text})
   aside = _set_aside(workdir, goal)
   say(f'all later files have been moved to {aside}; nothing was deleted')
-  if asked.trust:
-    _seal(workdir, goal, asked.key)
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
   if goal.machine_state is not None:
-    outer_log.begin(log_files, agreement_of_run, goal.machine_state, asked.key)
+    outer_log.begin(log_files, agreement_of_run, goal.machine_state)
     members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
     gone = sorted(members - set(learners))
     parts = goal.manifest.learners if goal.manifest else {}
@@ -354,7 +332,7 @@ def _go_back(
       gone=tuple(gone),
       back=tuple(sorted(parts.keys() & set(learners))),
     )
-    manifests.write_restored(workdir, note, asked.key)
+    manifests.write_restored(workdir, note)
   load.write(workdir, config)
   (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
   (syncer / manifests.RESTORING).unlink()
@@ -369,18 +347,6 @@ def _go_back(
       )
   for learner in gone:
     say(f'{learner} is not in this config: it counts as having left')
-
-
-def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key | None) -> None:
-  """Seals the checkpoints from which processes now start: the operator trusts them. Without a key
-  it takes their seals away, since processes without one start from no sealed checkpoint."""
-  newest = goal.newest
-  if goal.manifest is None:  # learners keep theirs
-    found = {node: manifests.checkpoints(node) for node in _islands(workdir)}
-    newest = {node: numbers[-1] for node, numbers in found.items() if numbers} | newest
-  for node, number in newest.items():
-    with contextlib.suppress(ValueError):  # damaged: its learner sets it aside
-      checkpoint.seal(node / manifests.CHECKPOINTS / str(number), key)
 
 
 def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:

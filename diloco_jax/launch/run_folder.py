@@ -56,7 +56,6 @@ def open_workdir(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
       'connects to `diloco syncer --config=own_loop`'
     )
-  cli.seal_key(workdir, make=True)  # before a child needs it
   try:
     if named:
       claim(workdir)

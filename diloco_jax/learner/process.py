@@ -24,7 +24,7 @@ from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import seals, tapes
+from diloco_jax.storage import tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -53,10 +53,8 @@ def make_island(
   workdir: pathlib.Path,
   learner_id: str,
   devices: Sequence[jax.Device],
-  key: seals.Key | None = None,
 ) -> island_lib.Island:
-  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID, sealed with the
-  key if there is one."""
+  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
   config = assembled.config
   return island_lib.Island(
     task=assembled.task,
@@ -66,7 +64,6 @@ def make_island(
     devices=devices,
     seed=config.train.seed,
     checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
-    seal_key=key,
   )
 
 

@@ -9,12 +9,7 @@ for a while.
 
   <root>/<number>/state   parameters and optimizer state
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
-                          snapshot that pins it, and the SHA-256 of all these; with a key
-                          (seals.py) a proof of the record
-  <root>/<number>/seal    with a key: it proves every byte of every file
-
-The seal is written last. A checkpoint with a proved record and no seal was cut short by a kill: it
-is set aside, in the place of the last such one, and a process starts without it.
+                          snapshot that pins it, and the SHA-256 of all these
 
 The first save of a process is read back before it counts: what was never read may be no checkpoint.
 
@@ -47,18 +42,13 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.protocol import rate_limited_log
-from diloco_jax.storage import files, json_files, manifests, orbax_context, seals, tree_digest
+from diloco_jax.storage import files, json_files, manifests, orbax_context, tree_digest
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
-SEAL = 'seal'
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
 _UNREADABLE = 0  # no snapshot has this number
-_UNCHANGED = (
-  'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
-  '--trust'
-)
 # Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
 # one process (single-controller mode), saves finalised each other's folders half written, and a
 # save beside a load waited for ever.
@@ -86,26 +76,19 @@ class Saved(NamedTuple):
   record_sha256: str
 
 
-class _CutShort(ValueError):
-  """A save ended before it had written the seal."""
-
-
 class Checkpoints:
   """The checkpoints of one node; keeps the newest two and those that a run snapshot pins.
 
   Args:
     root: a folder of this node alone; created if it does not exist.
-    key: seals every save, and must have sealed what is restored; None: no seals, and what has one
-      is not restored.
 
   Raises:
     ValueError: the folder cannot be written, or `files.require_name` refuses its path.
   """
 
-  def __init__(self, root: str, key: seals.Key | None = None):
+  def __init__(self, root: str):
     files.require_name(pathlib.Path(root))
     self._root = pathlib.Path(root).resolve()
-    self._key = key
     self._reads_back = False  # a save of this process has been read
     manifests.require_writable(self._root)
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
@@ -135,7 +118,7 @@ class Checkpoints:
       CheckpointError: the record does not read back.
     """
     try:
-      return _record(self._root / str(number), self._key)['protocol']
+      return _read_record(self._root / str(number))['protocol']
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
@@ -188,8 +171,7 @@ class Checkpoints:
       for pinned in [one for one, pin in self._pins.items() if pin not in keep]:
         del self._pins[pinned]
       self._pins[number] = snapshot
-    proof = self._key.seal(*_named(self._root / str(number), record)) if self._key else ''
-    record |= {'sha256': sha256, 'proof': proof}
+    record |= {'sha256': sha256}
     _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
@@ -216,8 +198,7 @@ class Checkpoints:
     return result
 
   def restore(self, shardings: Any, like: Any) -> Restored | None:
-    """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint whose
-    save was not cut short.
+    """Returns the newest checkpoint that verifies, or None if there is no checkpoint.
 
     Args:
       shardings: tree of Shardings for the state; the mesh may differ from the one that saved.
@@ -225,16 +206,11 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
-      Unproved: there is a key, and it proves no checkpoint, or none, and a checkpoint has a seal;
-        nothing was changed.
       CheckpointError: there are checkpoints but none can be read; nothing was changed.
     """
     self._wait_or_warn()
     numbers = self.numbers
-    if numbers and self._key:
-      _require_any_proved([self._root / str(number) for number in numbers], self._key)
     unread: dict[int, Exception] = {}
-    cause = ''  # why the newest whose save was not cut short cannot be read
     restored = None
     for number in reversed(numbers):
       try:
@@ -247,14 +223,12 @@ class Checkpoints:
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # of any kind: the previous checkpoint may be whole
-        if not self._key and isinstance(error, seals.Unproved):
-          raise seals.Unproved(f'{error}. {_UNCHANGED}') from None
         unread[number] = error
-        if not isinstance(error, _CutShort):
-          cause = cause or f'{number}: {_one_line(error)}'
-    if restored is None and cause:
+    if unread and restored is None:
+      number, error = next(iter(unread.items()))
       raise CheckpointError(
-        f'none of the checkpoints {numbers} under {self._root} can be read ({cause}). Nothing was '
+        f'none of the checkpoints {numbers} under {self._root} can be read '
+        f'({number}: {_one_line(error)}). Nothing was '
         'changed: if memory, the disk or its permissions have failed, start again once that is '
         'mended; if they are damaged, remove the folder to start without them'
       )
@@ -303,8 +277,6 @@ class Checkpoints:
           load = lambda part: ocp.load_checkpointables(folder, part)
           tree_digest.require_reads_back(like, digests, load)
         self._reads_back = True
-      if self._key:
-        seal(folder, self._key)
       self._remove_old()
       done.set_result(saved)
     except Exception as error:
@@ -341,9 +313,7 @@ class Checkpoints:
   def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
     json_files.files_in(folder)  # no links, before anything is opened
-    record, proof = _read_record(folder)
-    if self._key or proof or (folder / SEAL).exists():
-      _require_seal(folder, self._key)
+    record = _read_record(folder)
     arrays = {'state': tree_digest.abstract(like, shardings)}
     tree_digest.require_same_shapes(record['shapes'], tree_digest.shapes(arrays))
     arrays = self._checkpointer.load_checkpointables(number, arrays)
@@ -355,13 +325,12 @@ class Checkpoints:
     if not (self._root / str(number) / _RECORD).exists():
       return None  # a killed process was deleting it: the next save completes that
     try:
-      return _record(self._root / str(number), self._key)['snapshot']
+      return _read_record(self._root / str(number))['snapshot']
     except (OSError, ValueError):
       return _UNREADABLE
 
   def _set_aside(self, number: int, error: Exception) -> None:
-    aside = 'cut-short' if isinstance(error, _CutShort) else f'unreadable-{number}'
-    aside = self._root / aside
+    aside = self._root / f'unreadable-{number}'
     _LOG.warning(
       'checkpoint %s does not read back (%s): moved to %s',
       self._root / str(number),
@@ -377,7 +346,7 @@ class Checkpoints:
     for partial in (
       # Also of earlier saves: threads of Orbax may write on for a while after it has raised.
       *self._root.glob('*.orbax-checkpoint-tmp*'),
-      self._root / str(number),  # only its seal is missing
+      self._root / str(number),  # it did not read back
     ):
       with contextlib.suppress(OSError):
         shutil.rmtree(partial)
@@ -392,8 +361,6 @@ class Checkpoints:
 def verify(
   folder: pathlib.Path,
   record_sha256: str = '',
-  key: seals.Key | None = None,
-  trust: bool = False,
   most_bytes: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
@@ -402,29 +369,22 @@ def verify(
   Args:
     folder: of the checkpoint, <root>/<number>.
     record_sha256: as `save` returned it.
-    key: must have sealed it; None: it must have no seal.
-    trust: whether to take it with any seal.
     most_bytes: of its arrays in memory; None: it is of this process's own folder.
 
   Returns:
     The machine's state, and the arrays by the name of their tree, on the first device.
 
   Raises:
-    Unproved: its seal is missing or not of this key.
     CheckpointError: it is not what was saved; the text names the leaf or the record.
   """
   try:
     json_files.files_in(folder)  # no links, before anything is opened
-    record, proof = _read_record(folder)
-    if not trust and (key or proof or (folder / SEAL).exists()):
-      _require_seal(folder, key)
+    record = _read_record(folder)
     with _ONE_OPERATION, orbax_context.context():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
       tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
-  except seals.Unproved:
-    raise
   except Exception as error:  # of any kind: the checkpoint does not read back
     raise CheckpointError(
       f'{folder} does not read back as it was written: {_one_line(error)}'
@@ -435,74 +395,14 @@ def verify(
 def has(folder: pathlib.Path, record_sha256: str) -> bool:
   """Whether there is a checkpoint with this record; its arrays are not read."""
   try:
-    return manifests.sha256(_record(folder, None)) == record_sha256
+    return manifests.sha256(_read_record(folder)) == record_sha256
   except (OSError, ValueError):
     return False
 
 
-def seal(folder: pathlib.Path, key: seals.Key | None) -> None:
-  """Seals a checkpoint as it is on the disk, or takes its seal away if there is no key; durably.
-  Raises OSError, ValueError."""
-  record, proof = _read_record(folder)
-  made = key.seal(*_named(folder, record)) if key else ''
-  if proof != made:
-    record |= {'sha256': manifests.sha256(record), 'proof': made}
-    json_files.write(folder / _RECORD, record)
-  if key:
-    json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
-  else:
-    (folder / SEAL).unlink(missing_ok=True)
-    json_files.fsync(folder)
-
-
-def _named(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
-  """What the proof of a record says: the node, the number and the record."""
-  return 'record', folder.parents[1].name, folder.name, manifests.sha256(record)
-
-
-def _whole(folder: pathlib.Path) -> tuple[str, ...]:
-  """What a seal says: the node, the number and every byte of every file."""
-  return 'checkpoint', folder.parents[1].name, folder.name, seals.digest_of(folder, but=SEAL)
-
-
-def _require_seal(folder: pathlib.Path, key: seals.Key | None) -> None:
-  """Raises Unproved unless the key has proved the record and sealed every file, and _CutShort if
-  only the seal is missing."""
-  record, proof = _read_record(folder)
-  seals.require(key, proof, str(folder), *_named(folder, record))
-  if not (folder / SEAL).exists():
-    raise _CutShort('its save was cut short: its record is proved, but it has no seal')
-  seals.require(key, json_files.read(folder / SEAL).get('whole'), str(folder), *_whole(folder))
-
-
-def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
-  """Raises Unproved if no record is proved: then the key is another one, or is new in this run, and
-  no checkpoint is set aside for that."""
-  refused = None
-  for folder in folders:
-    try:
-      _record(folder, key)
-      return
-    except (ValueError, FileNotFoundError) as error:
-      refused = error
-    except OSError:  # this one is not read, which is not refused: the restore says why
-      return
-  raise seals.Unproved(f'no checkpoint can be proved: {_one_line(refused)}. {_UNCHANGED}')
-
-
-def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:
-  """Reads the record of a checkpoint; `key`: must have proved it. Raises ValueError if it is not
-  what was saved, and OSError."""
-  record, proof = _read_record(folder)
-  if key:
-    seals.require(key, proof, str(folder), *_named(folder, record))
-  return record
-
-
-def _read_record(folder: pathlib.Path) -> tuple[dict[str, Any], object]:
-  """The record of a checkpoint and its proof, '' if there is none. Raises as `_record`."""
+def _read_record(folder: pathlib.Path) -> dict[str, Any]:
+  """Reads a checkpoint's record. Raises ValueError if it is not what was saved, and OSError."""
   record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
-  proof = record.pop('proof', '')
   if record.pop('sha256', None) != manifests.sha256(record):
     raise ValueError('its record is not the one that was saved')
   try:
@@ -519,7 +419,7 @@ def _read_record(folder: pathlib.Path) -> tuple[dict[str, Any], object]:
         raise ValueError('its record names no shapes')
   except (KeyError, TypeError) as error:
     raise ValueError(f'its record is none: {error}') from None
-  return record, proof
+  return record
 
 
 def _abstract_of(

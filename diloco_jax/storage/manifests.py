@@ -6,9 +6,8 @@
 
 A manifest is JSON and names the checkpoints that it pins, each with the SHA-256 of its record,
 which in turn holds a digest of every leaf: so the manifest detects every later change. Its own
-`digest` is the SHA-256 of all its other fields, and its `seal` proves it, if there is a key
-(seals.py). Without a manifest a snapshot does not exist: checkpoints that were saved for it are
-ordinary ones.
+`digest` is the SHA-256 of all its other fields. Without a manifest there is no snapshot: what
+was saved for it are ordinary checkpoints.
 
 The file `RESTORING` exists while a restore (restore.py) runs: no syncer may start from a folder
 that is half restored. The file `RESTORED` tells the syncer of it.
@@ -28,7 +27,7 @@ from typing import Any
 from diloco_jax.protocol import actions, ids
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import json_files, seals
+from diloco_jax.storage import json_files
 
 FORMAT = 1
 FOLDER = 'snapshots'
@@ -157,76 +156,61 @@ def numbers(workdir: pathlib.Path) -> list[int]:
   return json_files.numbers(path.stem for path in (workdir / FOLDER).glob('*' + _SUFFIX))
 
 
-def read(
-  workdir: pathlib.Path, number: int, key: seals.Key | None = None, trust: bool = False
-) -> Manifest:
+def read(workdir: pathlib.Path, number: int) -> Manifest:
   """Reads and verifies the manifest of a snapshot.
 
   Raises:
     Unfit: it is not one, or not what was written.
-    Unproved: its seal is missing or not of this key, or it was taken in another folder and no key
-      proves it. Not with `trust`.
   """
   path = workdir / FOLDER / f'{number}{_SUFFIX}'
   try:
-    manifest = _open(path, Manifest, key, trust)
-  except seals.Unproved:
-    raise
+    manifest = _open(path, Manifest)
   except (OSError, ValueError) as error:
     raise Unfit(f'its manifest {path} does not read back: {error}') from None
   if manifest.snapshot != number:
     raise Unfit(f'its manifest {path} is that of snapshot {manifest.snapshot}')
-  if not key and not trust and manifest.place != str(workdir.resolve()):
-    raise seals.Unproved(f'{path} was written in another folder ({manifest.place!r})')
   return manifest
 
 
-def write(workdir: pathlib.Path, manifest: Manifest, key: seals.Key | None = None) -> None:
+def write(workdir: pathlib.Path, manifest: Manifest) -> None:
   """Writes the manifest of a snapshot, durable on return. Raises OSError."""
-  _close(workdir / FOLDER / f'{manifest.snapshot}{_SUFFIX}', manifest, key)
+  _close(workdir / FOLDER / f'{manifest.snapshot}{_SUFFIX}', manifest)
 
 
-def read_restored(workdir: pathlib.Path, key: seals.Key | None = None) -> Restored | None:
-  """The last restore's message to the syncer, if there was a restore. Raises ValueError, and
-  Unproved, which is one."""
+def read_restored(workdir: pathlib.Path) -> Restored | None:
+  """The last restore's message to the syncer, if there was a restore. Raises ValueError."""
   path = syncer_folder(workdir) / RESTORED
   try:
-    return _open(path, Restored, key)
+    return _open(path, Restored)
   except FileNotFoundError:
     return None
-  except seals.Unproved:
-    raise
   except (OSError, ValueError) as error:
     raise ValueError(
       f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
     ) from error
 
 
-def write_restored(workdir: pathlib.Path, note: Restored, key: seals.Key | None = None) -> None:
+def write_restored(workdir: pathlib.Path, note: Restored) -> None:
   """Raises OSError."""
-  _close(syncer_folder(workdir) / RESTORED, note, key)
+  _close(syncer_folder(workdir) / RESTORED, note)
 
 
-def _open(path: pathlib.Path, kind: type, key: seals.Key | None, trust: bool = False) -> Any:
-  """Reads a sealed file. Raises OSError, ValueError, and Unproved, which is one."""
+def _open(path: pathlib.Path, kind: type) -> Any:
+  """Reads a file with its digest. Raises OSError, ValueError."""
   values = json_files.read(path)
-  digest, seal = values.pop('digest', None), values.pop('seal', None)
+  digest = values.pop('digest', None)
   if digest != sha256(values):
     raise ValueError('it is not what was written')
-  if not trust and (key or seal):
-    seals.require(key, seal, str(path), kind.__name__, digest)
   try:
     return codec.decode(kind, values, 'it')
   except codec.TapeError as error:
     raise ValueError(str(error)) from None
 
 
-def _close(path: pathlib.Path, value: Any, key: seals.Key | None) -> None:
-  """Writes a sealed file. Raises OSError."""
+def _close(path: pathlib.Path, value: Any) -> None:
+  """Writes a file with its digest. Raises OSError."""
   values = json.loads(codec.encode(value))
-  digest = sha256(values)
-  seal = key.seal(type(value).__name__, digest) if key else ''
-  json_files.write(path, {**values, 'digest': digest, 'seal': seal})
+  json_files.write(path, {**values, 'digest': sha256(values)})
 
 
 def remove_all_but(workdir: pathlib.Path, keep: Collection[int]) -> None:

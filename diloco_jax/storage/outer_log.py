@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import files_port, seals, wal, wal_format
+from diloco_jax.storage import files_port, wal, wal_format
 
 OUTER_STEP = 1  # the kind of its records
 CHECKPOINTS = 2  # the number that a syncer keeps
@@ -205,7 +205,6 @@ def begin(
   files: files_port.Files,
   agreement: str,
   position: dict[str, Any],
-  key: seals.Key | None = None,
 ) -> None:
   """Begins a log in a folder without one, behind the position of a checkpoint that a restore went
   back to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
@@ -214,7 +213,6 @@ def begin(
     run_of(agreement),
     position[POSITION],
     bytes.fromhex(position[CHAIN]),
-    key=key.of_log if key else b'',
   )
 
 
@@ -227,7 +225,6 @@ class OuterLog:
     agreement: str,
     say: Callable[[str], None],
     segment_bytes: int = wal.SEGMENT_BYTES,
-    key: seals.Key | None = None,
   ):
     """The log in a directory whose lock the caller holds.
 
@@ -236,13 +233,11 @@ class OuterLog:
       agreement: of the run (protocol/agreement.py): the log of another run is refused.
       say: prints a line for people.
       segment_bytes: as for wal.open_log.
-      key: seals the chain; None: it has no seal.
     """
     self._files = files
     self._run = run_of(agreement)
     self._say = say
     self._segment_bytes = segment_bytes
-    self._key = key.of_log if key else b''
     self._wal: wal.Wal | None = None
 
   @property
@@ -276,7 +271,7 @@ class OuterLog:
       raise NotReproduced(
         f'The checkpoint names no position in the log of {self.place}. Nothing was changed'
       )
-    self._wal = wal.open_log(self._files, self._run, after, chain, self._segment_bytes, self._key)
+    self._wal = wal.open_log(self._files, self._run, after, chain, self._segment_bytes)
     for line in self._wal.recovered.words:
       self._say(line)
     ended: list[Ended] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.storage import checkpoint, json_files, outer_log, seals, wal_format
+from diloco_jax.storage import checkpoint, json_files, outer_log, wal_format
 from diloco_jax.storage import files as files_lib
 
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
@@ -37,21 +37,20 @@ class CommitLog(outer_log.OuterLog):
     agreement: str,
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
-    key: seals.Key | None = None,
     full_s: float = FULL_S,
   ):
     """Locks the folder for this process.
 
     Args:
       files: the folder; closed by `close`, and by an error.
-      agreement, say, key: as for OuterLog.
+      agreement, say: as for OuterLog.
       retry_s: pause before another write to a full disk.
       full_s: how long an outer step waits for space.
 
     Raises:
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
-    super().__init__(files, agreement, say, key=key)
+    super().__init__(files, agreement, say)
     self._agreement = agreement
     self._retry_s, self._full_s = retry_s, full_s
     self._closed = threading.Event()

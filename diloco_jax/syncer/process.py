@@ -29,7 +29,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
+from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, tapes
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -111,7 +111,6 @@ def run(
   event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
-  key: seals.Key | None = None,
   finished: Callable[[], None] = lambda: None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
@@ -124,7 +123,6 @@ def run(
     make_transport: called before the recovery, so that learners can connect; their messages wait in
       the event queue until the machine exists.
     records: where facts go.
-    key: seals what the process writes, and must have sealed what it reads; None: no seals.
     finished: called once the run is over and no learner is waited for, before the last evaluation.
 
   Returns:
@@ -134,11 +132,11 @@ def run(
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
       ended.
     WalError: the log cannot be recovered, or the disk failed.
-    ValueError: a file of the run is not what was written, or its seal cannot be proved.
+    ValueError: a file of the run is not what was written.
   """
   with contextlib.ExitStack() as cleanup:
     log = commit.CommitLog(
-      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say, key=key
+      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
     )
     cleanup.callback(log.close)
     manifests.require_no_restore(workdir)  # behind the lock: now none begins
@@ -153,7 +151,7 @@ def run(
     transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)
+    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
     cleanup.callback(checkpoints.close)
     start = recover(
       assembled,
@@ -163,7 +161,7 @@ def run(
       records,
       run_name(workdir),
       manifests.numbers(workdir),
-      manifests.read_restored(workdir, key),
+      manifests.read_restored(workdir),
     )
     # A process that was killed before it had removed the oldest manifest leaves one too many, of
     # which the machine does not know: the next snapshot would delete its checkpoints.
@@ -197,7 +195,6 @@ def run(
       log,
       evaluation,
       workdir,
-      key,
     )
     work.start()
     cleanup.callback(work.stop)

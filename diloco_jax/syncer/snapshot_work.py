@@ -9,7 +9,7 @@ import time
 
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import checkpoints
-from diloco_jax.storage import checkpoint, manifests, seals, tapes
+from diloco_jax.storage import checkpoint, manifests, tapes
 
 _REASON_CHARS = 200
 
@@ -18,7 +18,6 @@ def write(
   workdir: pathlib.Path,
   agreement: str,
   write: actions.WriteManifest,
-  key: seals.Key | None = None,
 ) -> events.ManifestWritten:
   """Writes the manifest, then removes the oldest ones beyond SNAPSHOTS_KEPT. The answer names the
   learners whose parts are not under this folder: on another machine, or nowhere. A part that no
@@ -42,7 +41,7 @@ def write(
     time=time.strftime('%Y-%m-%d %H:%M:%S'),
   )
   try:
-    manifests.write(workdir, manifest, key)
+    manifests.write(workdir, manifest)
   except OSError as error:
     if write.snapshot not in manifests.numbers(workdir):
       return events.ManifestWritten(snapshot=write.snapshot, error=str(error))

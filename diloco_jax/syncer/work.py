@@ -21,7 +21,7 @@ from diloco_jax.node import failpoints, ports
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, outer_log, seals
+from diloco_jax.storage import checkpoint, outer_log
 from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
@@ -45,10 +45,8 @@ class SyncerWork:
     log: commit.CommitLog,
     evaluation: evaluation_lib.Evaluation,
     workdir: pathlib.Path,
-    key: seals.Key | None = None,
   ):
-    """`fail` ends the node: without the work thread nothing is merged or saved. `key` seals
-    manifests."""
+    """`fail` ends the node: without the work thread nothing is merged or saved."""
     self._assembled = assembled
     self._theta = theta
     self._post = post
@@ -59,7 +57,6 @@ class SyncerWork:
     self._log = log
     self._evaluation = evaluation
     self._workdir = workdir
-    self._key = key
     self._evaluated = 0
     self._queue: queue.SimpleQueue[actions.Work | events.Received | None] = queue.SimpleQueue()
     # By payload id: the length of each tensor, float64[T].
@@ -104,7 +101,7 @@ class SyncerWork:
       case actions.Save():
         self._save(action)
       case actions.WriteManifest():
-        self._post(snapshot_work.write(self._workdir, self._assembled.agreement, action, self._key))
+        self._post(snapshot_work.write(self._workdir, self._assembled.agreement, action))
       case _:
         raise TypeError(f'the syncer has no such work: {action}')
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.storage import checkpoint, seals
+from diloco_jax.storage import checkpoint
 from diloco_jax.storage import files as files_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import evaluate as evaluate_lib
@@ -60,7 +60,6 @@ class Island:
     shard: the shard to start on, of the task's data.
     checkpoint_dir: this island's own folder, locked until `close`; None = `save` and `restore` are
       refused.
-    seal_key: of its checkpoints; None: they have no seals.
 
   Raises:
     DirectoryError: another process has the folder of checkpoints. Two that save in one folder would
@@ -78,7 +77,6 @@ class Island:
     seed: int = 0,
     shard: int = 0,
     checkpoint_dir: str | None = None,
-    seal_key: seals.Key | None = None,
   ):
     self._task = task
     self.read_from(shard)
@@ -96,7 +94,7 @@ class Island:
       self._folder = files_lib.Files(checkpoint_dir)
       try:
         self._folder.lock('learner')
-        self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
+        self._checkpoints = checkpoint.Checkpoints(checkpoint_dir)
       except BaseException:
         self._folder.close()
         raise

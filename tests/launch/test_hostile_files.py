@@ -1,7 +1,7 @@
 """Files of a run that a stranger wrote: refused in one line, and nothing is changed anywhere.
 
-The digests, CRCs and chains of what is written here are right: the stranger knows the formats, and
-lacks only the key of the seals. `outside` lies beside the run's folder.
+The digests, CRCs and chains of what is written here are right. `outside` lies beside the run's
+folder.
 """
 
 import gc
@@ -10,10 +10,8 @@ import math
 import os
 import pathlib
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 
-import jax
 import pytest
 
 from diloco_jax.config import load
@@ -25,7 +23,6 @@ from diloco_jax.storage import (
   json_files,
   manifests,
   outer_log,
-  seals,
   tapes,
   wal,
   wal_format,
@@ -43,19 +40,11 @@ agreement = restores._agreement
 assembled = durability._assembled
 
 
-@pytest.fixture(scope='module', name='keys')
-def _keys(tmp_path_factory) -> tuple[seals.Key, seals.Key]:
-  """The key of the run, and another one."""
-  folder = tmp_path_factory.mktemp('keys')
-  run = folder / 'run'
-  return tuple(seals.load(folder / name, run, make=True) for name in ('ours', 'theirs'))
-
-
 @pytest.fixture(scope='module', name='whole')
 def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
   """A run with snapshot 1, and a folder beside it that looks like an island."""
   base = tmp_path_factory.mktemp('whole')
-  _make_run(config, agreement, base / 'run', None)
+  _make_run(config, agreement, base / 'run')
   half = base / 'outside' / 'ckpt' / '99.orbax-checkpoint-tmp'
   half.mkdir(parents=True)
   (half / 'file').write_text('of another program')
@@ -63,9 +52,9 @@ def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
   return base
 
 
-def _make_run(config, agreement: str, workdir: pathlib.Path, key: seals.Key | None) -> None:
+def _make_run(config, agreement: str, workdir: pathlib.Path) -> None:
   run_folder.open_workdir(config, workdir, resume=False)
-  restores._take(workdir, 1, agreement, key=key)
+  restores._take(workdir, 1, agreement)
   for node in ('l0', 'l1'):
     (workdir / 'islands' / node / 'ckpt' / files_lib.LOCK).write_text('')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
@@ -107,8 +96,8 @@ def _manifest(base: pathlib.Path) -> pathlib.Path:
 
 def _signed(values: dict) -> bytes:
   """A manifest with a right digest."""
-  values = {name: value for name, value in values.items() if name not in ('digest', 'seal')}
-  return json.dumps({**values, 'digest': manifests.sha256(values), 'seal': ''}).encode()
+  values = {name: value for name, value in values.items() if name != 'digest'}
+  return json.dumps({**values, 'digest': manifests.sha256(values)}).encode()
 
 
 def _replaced(path: pathlib.Path, data: bytes) -> Callable[[], None]:
@@ -215,14 +204,14 @@ TEXTS = {
   'nul': b'\0' * 4096,
   'large': b' ' * (json_files.MAX_BYTES + 1),
   'no digest': b'{"kind": "Manifest", "snapshot": 1}',
-  'a wrong digest': b'{"kind": "Manifest", "snapshot": 1, "digest": "00", "seal": ""}',
+  'a wrong digest': b'{"kind": "Manifest", "snapshot": 1, "digest": "00"}',
 }
 
 
 def test_hostile_manifests(config, base):
   values = json.loads(_manifest(base).read_bytes())
   files = {name: _replaced(_manifest(base), text) for name, text in TEXTS.items()}
-  for name in sorted(values.keys() - {'digest', 'seal'}):
+  for name in sorted(values.keys() - {'digest'}):
     for what, wrong in (('gone', None), ('a number', -1), ('nested', [[{'kind': 'Part'}]])):
       changed = {**values, name: wrong}
       if what == 'gone':
@@ -236,25 +225,12 @@ def test_hostile_manifests(config, base):
     assert 'no snapshot in' in said, name
 
 
-def test_a_manifest_of_another_folder_needs_trust(config, base):
-  """As of another machine: no key proves it."""
-  values = json.loads(_manifest(base).read_bytes())
-  foreign = _signed({**values, 'place': '/elsewhere'})
-  said = _refusals(base, config, {'foreign': _replaced(_manifest(base), foreign)})
-  assert "in another folder ('/elsewhere')" in said['foreign'] and '--trust' in said['foreign']
-  asked = restore.Asked('latest', trust=True)
-  assert restore.choose(config, base / 'run', asked, print).manifest.snapshot == 1
-
-
 # --- Links and other special files ----------------------------------------------------------------
 
 
 @pytest.fixture(name='copy')
 def _copy(whole, tmp_path) -> pathlib.Path:
-  base = shutil.copytree(whole, tmp_path / 'base')
-  values = json.loads(_manifest(base).read_bytes())
-  _manifest(base).write_bytes(_signed({**values, 'place': str((base / 'run').resolve())}))
-  return base
+  return shutil.copytree(whole, tmp_path / 'base')
 
 
 @pytest.mark.parametrize(
@@ -418,11 +394,10 @@ def _written(
   assembled,
   records: list[wal.Record],
   change: Books | None = None,
-  key: bytes = b'',
 ) -> files_lib.Files:
   """A log of these records, the last of them changed; CRCs and chain are right."""
   files = files_lib.Files(folder)
-  log = wal.begin(files, outer_log.run_of(assembled.agreement), key=key)
+  log = wal.begin(files, outer_log.run_of(assembled.agreement))
   for record in records:
     header, data = wal_format.unpack(record.payload)
     if change and record is records[-1]:
@@ -453,168 +428,4 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     finally:
       log.close()
       checkpoints.close()
-  assert accepted == ['as it was'], 'without a key these books are believed'
-
-
-@pytest.mark.parametrize('forged', ['without a key', 'with another key'])
-def test_with_a_key_every_rewritten_log_is_refused(assembled, records, keys, tmp_path, forged):
-  ours, theirs = keys
-  run = outer_log.run_of(assembled.agreement)
-  whole = _written(tmp_path / 'whole', assembled, records, key=ours.of_log)
-  assert wal.open_log(whole, run, key=ours.of_log).last == len(records)
-  whole.close()
-  wrong = theirs.of_log if forged == 'with another key' else b''
-  for name, change in {'as it was': None, **REWRITES}.items():
-    files = _written(tmp_path / name, assembled, records, change, key=wrong)
-    before = _tree(tmp_path / name)
-    with pytest.raises(wal_format.WalDamaged, match='does not follow.*under this seal key|history'):
-      wal.open_log(files, run, key=ours.of_log)
-    assert _tree(tmp_path / name) == before
-    files.close()
-
-
-def test_records_may_not_be_forged_behind_those_that_are_sealed(assembled, records, keys, tmp_path):
-  """The chain before them is known, the key is not."""
-  run = outer_log.run_of(assembled.agreement)
-  files = _written(tmp_path, assembled, records[:3], key=keys[0].of_log)
-  log = wal.open_log(files, run, key=keys[0].of_log)
-  forger = wal.Wal(
-    files, run, log._segments, log.last, log.chain, wal.SEGMENT_BYTES, log.recovered, b''
-  )
-  forger.append(1, b'forged')
-  forger.commit()
-  with pytest.raises(wal_format.WalDamaged, match='record 4 does not follow'):
-    wal.open_log(files, run, key=keys[0].of_log)
-  files.close()
-
-
-# --- Seals of snapshots and checkpoints -----------------------------------------------------------
-
-
-@pytest.fixture(name='sealed')
-def _sealed(config, agreement, keys, tmp_path) -> pathlib.Path:
-  """As `whole`, sealed."""
-  _make_run(config, agreement, tmp_path / 'run', keys[0])
-  (tmp_path / 'outside').mkdir()
-  return tmp_path
-
-
-def test_a_sealed_run_comes_back_with_its_key_and_only_with_it(config, sealed, keys):
-  workdir = sealed / 'run'
-  for key in (None, keys[1]):
-    (said,) = _refusals(sealed, config, {'wrong key': lambda: None}, key=key).values()
-    assert 'cannot be proved' in said and '--trust' in said
-  restores._restore(config, workdir, key=keys[0])
-  assert manifests.read_restored(workdir, keys[0]).back == ('l0', 'l1')
-  with pytest.raises(seals.Unproved):
-    manifests.read_restored(workdir, keys[1])
-
-
-@pytest.mark.parametrize('node', ['syncer', 'islands/l0'])
-def test_with_a_key_what_was_rewritten_is_refused(config, agreement, sealed, keys, node, tmp_path):
-  """A stranger's checkpoint, whole in itself, under a manifest that names it."""
-  other = tmp_path / 'other'
-  _make_run(config, agreement, other, None)
-  number = '100' if node == 'syncer' else '105'
-  here, there = (run / node / 'ckpt' / number for run in (sealed / 'run', other))
-  seal = (here / checkpoint.SEAL).read_bytes()
-  shutil.rmtree(here)
-  shutil.copytree(there, here)
-  for stolen in (None, seal):
-    if stolen:
-      (here / checkpoint.SEAL).write_bytes(stolen)
-    (said,) = _refusals(sealed, config, {'swapped': lambda: None}, key=keys[0]).values()
-    assert f'{here} has no seal of the key' in said
-
-
-def test_every_byte_of_a_sealed_checkpoint_is_sealed(sealed, keys):
-  folder = sealed / 'run' / 'islands' / 'l0' / 'ckpt' / '105'
-  for path in json_files.files_in(folder):
-    if path.name == checkpoint.SEAL:
-      continue
-    whole = path.read_bytes()
-    path.write_bytes(whole + b' ')
-    with pytest.raises((seals.Unproved, checkpoint.CheckpointError)):
-      checkpoint.verify(folder, key=keys[0])
-    path.write_bytes(whole)
-  (folder / 'more').write_bytes(b'')
-  with pytest.raises(seals.Unproved):
-    checkpoint.verify(folder, key=keys[0])
-  (folder / 'more').unlink()
-  assert checkpoint.verify(folder, key=keys[0])[0] == {}
-  gc.collect()
-
-
-def test_a_wrong_key_or_none_sets_no_checkpoint_aside(sealed, keys):
-  root = sealed / 'run' / 'islands' / 'l0' / 'ckpt'
-  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  like = restores._state(0)
-  for key in (None, keys[1], keys[0]):
-    checkpoints = checkpoint.Checkpoints(str(root), key)
-    if key == keys[0]:
-      assert checkpoints.restore(jax.tree.map(lambda _: place, like), like).step == 105
-    else:
-      why = 'no checkpoint can be proved' if key else 'has a seal, and there is no --seal_key'
-      with pytest.raises(seals.Unproved, match=f'{why}.*Nothing was changed.*--trust'):
-        checkpoints.restore(jax.tree.map(lambda _: place, like), like)
-    checkpoints.close()
-  assert {path.name for path in root.iterdir()} == {'105', files_lib.LOCK}
-
-
-def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
-  """A run that began without a key goes on with one."""
-  _make_run(config, agreement, tmp_path / 'run', None)
-  (said,) = _refusals(tmp_path, config, {'unsealed': lambda: None}, key=keys[0]).values()
-  assert 'has no seal of the key' in said and '--trust takes it' in said
-  restores._restore(config, tmp_path / 'run', key=keys[0], trust=True)
-  for folder in ('syncer/ckpt/100', 'islands/l0/ckpt/105', 'islands/l1/ckpt/105'):
-    checkpoint.verify(tmp_path / 'run' / folder, key=keys[0])
-  files = files_lib.Files(tmp_path / 'run' / 'syncer' / 'wal')
-  run = outer_log.run_of(agreement)
-  assert wal.open_log(files, run, 10, restores.CHAIN, key=keys[0].of_log).last == 10
-  files.close()
-
-
-@pytest.mark.parametrize('which', ['1', 'checkpoint'])
-def test_what_is_trusted_without_a_key_has_no_seal_any_more(config, sealed, which):
-  """A run whose key is lost can continue, without seals."""
-  restores._restore(config, sealed / 'run', which, trust=True)
-  for folder, number in (('syncer', 100), ('islands/l0', 105), ('islands/l1', 105)):
-    assert restores._held(sealed / 'run' / folder / 'ckpt').step == number
-
-
-# --- The key --------------------------------------------------------------------------------------
-
-
-def test_a_key_is_made_once_and_for_its_owner(tmp_path):
-  path = tmp_path / 'keys' / 'run.key'
-  with pytest.raises(ValueError, match='does not exist'):
-    seals.load(path, tmp_path / 'run')
-  made = seals.load(path, tmp_path / 'run', make=True)
-  assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(made.secret) == seals.KEY_BYTES
-  assert made.secret.hex() not in repr(made)
-  assert seals.load(path, tmp_path / 'run', make=True) == made
-
-
-@pytest.mark.parametrize('what', ['shared', 'short', 'a link', 'empty', 'inside', 'a folder'])
-def test_a_key_that_others_may_have_is_refused(tmp_path, what):
-  path, workdir = tmp_path / 'key', tmp_path / 'run'
-  workdir.mkdir()
-  if what == 'inside':
-    path = workdir / 'key'
-  seals.load(path, tmp_path / 'elsewhere', make=True)
-  match what:
-    case 'shared':
-      path.chmod(0o640)
-    case 'short':
-      path.write_bytes(b'00\n')
-    case 'empty':
-      path.write_bytes(b'')
-    case 'a link':
-      path.rename(tmp_path / 'target')
-      path.symlink_to(tmp_path / 'target')
-    case 'a folder':
-      path.unlink()
-      path.mkdir(mode=0o700)
-  with pytest.raises(ValueError, match='--seal_key='):
-    seals.load(path, workdir)
+  assert accepted == ['as it was'], 'these books are believed'

@@ -23,7 +23,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, own_model, restore, run_folder
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal, wal_format
+from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import snapshot_work
 from diloco_jax.transport import addresses
@@ -68,25 +68,23 @@ def _ckpt(node: pathlib.Path) -> pathlib.Path:
 
 
 def _pin(
-  node: pathlib.Path, snapshot: int, step: int, seed: int, protocol: dict, key=None
+  node: pathlib.Path, snapshot: int, step: int, seed: int, protocol: dict
 ) -> checkpoint.Saved:
   """Saves for a snapshot."""
-  checkpoints = checkpoint.Checkpoints(str(_ckpt(node)), key)
+  checkpoints = checkpoint.Checkpoints(str(_ckpt(node)))
   saved = checkpoints.save(step, _state(seed), seed, protocol, snapshot, range(snapshot))()
   checkpoints.close()
   return saved
 
 
-def _take(
-  workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2], key=None
-) -> None:
+def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2]) -> None:
   """A snapshot of the syncer and two of its three learners."""
   islands = {name: manifests.island_folder(workdir, name) for name in learners}
   step = 100 * number
-  own = _pin(manifests.syncer_folder(workdir), number, step, number, _books(number), key)
+  own = _pin(manifests.syncer_folder(workdir), number, step, number, _books(number))
   parts = []
   for seed, (name, folder) in enumerate(islands.items(), 10 * number):
-    saved = _pin(folder, number, step + 5, seed, {}, key)
+    saved = _pin(folder, number, step + 5, seed, {})
     parts.append(
       actions.Part(
         learner=name,
@@ -103,9 +101,7 @@ def _take(
     parts=tuple(parts),
     missing=(('l2', 'it disconnected before it had saved'),),
   )
-  assert snapshot_work.write(workdir, agreement, write, key) == events.ManifestWritten(
-    snapshot=number
-  )
+  assert snapshot_work.write(workdir, agreement, write) == events.ManifestWritten(snapshot=number)
 
 
 @pytest.fixture(name='workdir')
@@ -372,7 +368,7 @@ def test_not_under_a_process_that_runs(config, workdir, role, folder):
   _restore(config, workdir)
 
 
-def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tmp_path_factory):
+def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   """Without --config it takes that of the run."""
 
   def diloco(*words: str) -> subprocess.CompletedProcess:
@@ -393,15 +389,12 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
   words = (f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
   done = diloco(*words)
   assert done.returncode == cli.NEVER_RETRY and '--without=l1 ' in done.stderr
-  key = tmp_path_factory.mktemp('key') / 'run.key'
-  key.write_text('0' * 64 + '\n')
-  key.chmod(0o600)
-  done = diloco(*words, '--without=l1', '--trust', f'--seal_key={key}')
+  done = diloco(*words, '--without=l1')
   assert done.returncode == 0, done.stderr
   assert 'the run continues from snapshot 1' in done.stdout
-  again = f'diloco_jax train --resume --workdir={workdir} --seal_key={key}'
+  again = f'diloco_jax train --resume --workdir={workdir}'
   assert done.stdout.splitlines()[-1].endswith(again)
-  assert manifests.read_restored(workdir, seals.load(key, workdir)).log == 10
+  assert manifests.read_restored(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == cli.NEVER_RETRY and 'there is no run in' in done.stderr

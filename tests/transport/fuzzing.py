@@ -355,7 +355,7 @@ class _Manifests:
     folder = self._workdir / manifests.FOLDER
     folder.mkdir(exist_ok=True)
     (folder / '1.json').write_bytes(data)
-    manifests.read(self._workdir, 1, trust=True)
+    manifests.read(self._workdir, 1)
 
 
 _ALLOWLIST = {
