@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,6 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -79,18 +78,10 @@ class _Arrays:
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
 
-  def save(
-    self,
-    clock: int,
-    protocol: dict[str, Any],
-    snapshot: int | None,
-    keep: Sequence[int],
-  ) -> Callable[[], checkpoint.Saved]:
+  def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
     """The user's program keeps the checkpoints, so there is nothing to write."""
-    del protocol, keep
-    if snapshot is not None:
-      raise checkpoint.CheckpointError('the checkpoints of this learner belong to its own program')
-    return lambda: checkpoint.Saved(clock, '')
+    del protocol
+    return lambda: clock
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:

@@ -64,6 +64,7 @@ def make_island(
     devices=devices,
     seed=config.train.seed,
     checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
+    keep_every=config.sync.keep_every,
   )
 
 

@@ -170,17 +170,6 @@ class Heartbeat:
 
 
 @_message
-class SnapshotSaved:
-  """Answers a SnapshotNow: the learner has saved its checkpoint number `checkpoint` for it, whose
-  record has this SHA-256 (storage/checkpoint.py). `error` in words if it could not be saved."""
-
-  snapshot: int
-  checkpoint: int
-  record_sha256: str
-  error: str
-
-
-@_message
 class Donation:
   """A donor's inner optimizer state (payload) at a step boundary, for the joiner of `transfer`.
 
@@ -314,15 +303,6 @@ class Settled:
 
 
 @_message
-class SnapshotNow:
-  """Snapshot number `snapshot` of the whole run: save a checkpoint for it at the next boundary.
-  Those of other snapshots than this and `keep` are pinned no more."""
-
-  snapshot: int
-  keep: tuple[int, ...]
-
-
-@_message
 class Finish:
   """The run is over; every fragment is closed."""
 
@@ -378,7 +358,6 @@ FromLearner = (
   | Donation
   | NoDonation
   | Recovered
-  | SnapshotSaved
   | Leave
 )
 FromSyncer = (
@@ -391,7 +370,6 @@ FromSyncer = (
   | Donate
   | Donation
   | NoDonation
-  | SnapshotNow
   | Finish
   | Heartbeat
 )

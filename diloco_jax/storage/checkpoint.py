@@ -8,17 +8,16 @@ previous one has been read. If none can be read nothing is moved: memory or the 
 for a while.
 
   <root>/<number>/state   parameters and optimizer state
-  <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
-                          snapshot that pins it, and the SHA-256 of all these
+  <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, and the
+                          SHA-256 of all these
 
 The first save of a process is read back before it counts: what was never read may be no checkpoint.
 
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
 The number is the clock or, if that is taken, the next one after the newest: no save replaces
-another. The newest two are kept, and those that a run snapshot pins. A save returns the number and
-the SHA-256 of the record. Where this SHA-256 is stored elsewhere (in the manifest of a snapshot,
-storage/manifests.py), `verify` does not depend on what the folder says about itself.
+another. The newest two are kept and, of every `keep_every` numbers, the first one: a run goes back
+to these (launch/restore.py).
 
 A process grows by 40 to 90 KB per save (measured over 400), with Orbax alone as with this file: no
 Python objects are kept, it is the native memory of Orbax's threads and of TensorStore.
@@ -34,7 +33,7 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -42,13 +41,12 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.protocol import rate_limited_log
-from diloco_jax.storage import files, json_files, manifests, orbax_context, tree_digest
+from diloco_jax.storage import files, folders, json_files, orbax_context, tree_digest
 
-CHECKPOINTS_KEPT = 2  # beside the pinned ones
+CHECKPOINTS_KEPT = 2  # the newest
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
-_UNREADABLE = 0  # no snapshot has this number
 # Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
 # one process (single-controller mode), saves finalised each other's folders half written, and a
 # save beside a load waited for ever.
@@ -69,42 +67,32 @@ class Restored(NamedTuple):
   protocol: dict[str, Any]
 
 
-class Saved(NamedTuple):
-  """A complete checkpoint, as the manifest of a run snapshot names it."""
-
-  number: int
-  record_sha256: str
-
-
 class Checkpoints:
-  """The checkpoints of one node; keeps the newest two and those that a run snapshot pins.
+  """The checkpoints of one node.
 
   Args:
     root: a folder of this node alone; created if it does not exist.
+    keep_every: the first of every so many numbers is kept; 0: only the newest are.
 
   Raises:
     ValueError: the folder cannot be written, or `files.require_name` refuses its path.
   """
 
-  def __init__(self, root: str):
+  def __init__(self, root: str, keep_every: int = 0):
     files.require_name(pathlib.Path(root))
     self._root = pathlib.Path(root).resolve()
     self._reads_back = False  # a save of this process has been read
-    manifests.require_writable(self._root)
-    self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
+    self._keep_every = keep_every
+    _require_writable(self._root)
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
       context=orbax_context.context(),
-      preservation_policy=orbax_context.KeepAll(),
+      preservation_policy=orbax_context.KEEP_ALL,
       cleanup_tmp_directories=True,
     )
-    self._under_way: futures.Future[Saved] | None = None
-    self._awaited: futures.Future[Saved] | None = None  # its caller hears how it ended
+    self._under_way: futures.Future[int] | None = None
+    self._awaited: futures.Future[int] | None = None  # its caller hears how it ended
     self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
-    for number in self.numbers:
-      snapshot = self._snapshot_of(number)
-      if snapshot is not None:
-        self._pins[number] = snapshot
 
   @property
   def numbers(self) -> list[int]:
@@ -134,17 +122,14 @@ class Checkpoints:
     state: Any,
     data_state: int,
     protocol: dict[str, Any] | None = None,
-    snapshot: int | None = None,
-    keep: Collection[int] = (),
-  ) -> Callable[[], Saved]:
+  ) -> Callable[[], int]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 
-    Waits first for a save that is still running. `snapshot`: the run snapshot that pins this
-    checkpoint; checkpoints of other snapshots that are not in `keep` lose their pins. With None
-    all pins stay.
+    Waits first for a save that is still running.
 
     Returns:
-      A function that blocks until this save is complete, and raises CheckpointError if it failed.
+      A function that blocks until this save is complete, returns its number, and raises
+      CheckpointError if it failed.
       It may be called from another thread, or not at all: `wait` and `close` wait as well, and
       `close` only warns.
 
@@ -157,21 +142,15 @@ class Checkpoints:
       'data_state': int(data_state),
       'step': int(step),
       'protocol': protocol or {},
-      'snapshot': snapshot,
       'shapes': tree_digest.shapes(arrays),
       'digests': tree_digest.digests(arrays),
     }
     record = json.loads(
       json.dumps(record)
     )  # other values than JSON fail here, not in the background
-    sha256 = manifests.sha256(record)
     self._wait_or_warn()
     number = max([int(step), *(saved + 1 for saved in self.numbers)])
-    if snapshot is not None:
-      for pinned in [one for one, pin in self._pins.items() if pin not in keep]:
-        del self._pins[pinned]
-      self._pins[number] = snapshot
-    record |= {'sha256': sha256}
+    record |= {'sha256': json_files.sha256(record)}
     _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
@@ -182,16 +161,15 @@ class Checkpoints:
       _ONE_OPERATION.release()
       raise self._failed(number, error) from error
     done = self._under_way = futures.Future()
-    saved = Saved(number, sha256)
     like = None if self._reads_back else tree_digest.abstract(arrays)
     threading.Thread(
       target=self._complete,
-      args=(saved, response, done, like, record['digests']),
+      args=(number, response, done, like, record['digests']),
       name='save',
       daemon=True,
     ).start()
 
-    def result() -> Saved:
+    def result() -> int:
       self._awaited = done
       return done.result()
 
@@ -260,15 +238,15 @@ class Checkpoints:
 
   def _complete(
     self,
-    saved: Saved,
+    number: int,
     response: Any,
-    done: futures.Future[Saved],
+    done: futures.Future[int],
     like: Any,
     digests: dict[str, int],
   ) -> None:
     """Runs in a separate thread, so that the next save can start even if no caller waits. `like`:
     the shapes of the arrays, of a save that is to be read back."""
-    folder = self._root / str(saved.number)
+    folder = self._root / str(number)
     try:
       response.result()
       json_files.fsync_tree(folder)
@@ -278,9 +256,9 @@ class Checkpoints:
           tree_digest.require_reads_back(like, digests, load)
         self._reads_back = True
       self._remove_old()
-      done.set_result(saved)
+      done.set_result(number)
     except Exception as error:
-      failed = self._failed(saved.number, error)
+      failed = self._failed(number, error)
       with contextlib.suppress(Exception):
         self._checkpointer.reload()  # it counted the checkpoint that was removed
       done.set_exception(failed)
@@ -289,7 +267,9 @@ class Checkpoints:
 
   def _remove_old(self) -> None:
     """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
-    old = [number for number in self.numbers[:-CHECKPOINTS_KEPT] if number not in self._pins]
+    numbers = self.numbers
+    kept = orbax_context.kept(numbers, CHECKPOINTS_KEPT, self._keep_every)
+    old = sorted(set(numbers) - set(kept))
     for number in old:
       try:
         shutil.rmtree(self._root / str(number))
@@ -319,15 +299,6 @@ class Checkpoints:
     arrays = self._checkpointer.load_checkpointables(number, arrays)
     tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
     return Restored(record['step'], arrays['state'], record['data_state'], record['protocol'])
-
-  def _snapshot_of(self, number: int) -> int | None:
-    """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
-    if not (self._root / str(number) / _RECORD).exists():
-      return None  # a killed process was deleting it: the next save completes that
-    try:
-      return _read_record(self._root / str(number))['snapshot']
-    except (OSError, ValueError):
-      return _UNREADABLE
 
   def _set_aside(self, number: int, error: Exception) -> None:
     aside = self._root / f'unreadable-{number}'
@@ -360,15 +331,13 @@ class Checkpoints:
 
 def verify(
   folder: pathlib.Path,
-  record_sha256: str = '',
   most_bytes: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
-  the SHA-256 that it had, if the caller knows it. Writes nothing.
+  its SHA-256. Writes nothing.
 
   Args:
     folder: of the checkpoint, <root>/<number>.
-    record_sha256: as `save` returned it.
     most_bytes: of its arrays in memory; None: it is of this process's own folder.
 
   Returns:
@@ -381,8 +350,6 @@ def verify(
     json_files.files_in(folder)  # no links, before anything is opened
     record = _read_record(folder)
     with _ONE_OPERATION, orbax_context.context():
-      if record_sha256 not in ('', manifests.sha256(record)):
-        raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
       tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
   except Exception as error:  # of any kind: the checkpoint does not read back
@@ -392,29 +359,25 @@ def verify(
   return record['protocol'], arrays
 
 
-def has(folder: pathlib.Path, record_sha256: str) -> bool:
-  """Whether there is a checkpoint with this record; its arrays are not read."""
-  try:
-    return manifests.sha256(_read_record(folder)) == record_sha256
-  except (OSError, ValueError):
-    return False
+def clock(folder: pathlib.Path) -> int:
+  """The clock at which a checkpoint was saved; its arrays are not read. Raises ValueError,
+  OSError."""
+  return _read_record(folder)['step']
 
 
 def _read_record(folder: pathlib.Path) -> dict[str, Any]:
   """Reads a checkpoint's record. Raises ValueError if it is not what was saved, and OSError."""
   record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
-  if record.pop('sha256', None) != manifests.sha256(record):
+  if record.pop('sha256', None) != json_files.sha256(record):
     raise ValueError('its record is not the one that was saved')
   try:
     for name in ('data_state', 'step'):
-      manifests.require_number(name, record[name])
-    if record['snapshot'] is not None:
-      manifests.require_number('snapshot', record['snapshot'])
+      folders.require_number(name, record[name])
     for name in ('protocol', 'shapes', 'digests'):
       if type(record[name]) is not dict:
         raise ValueError(f'{name} of its record is no object')
     for shape, kind in record['shapes'].values():
-      sizes = [manifests.require_number('a size', one) for one in shape]
+      sizes = [folders.require_number('a size', one) for one in shape]
       if type(kind) is not str or sizes != shape:
         raise ValueError('its record names no shapes')
   except (KeyError, TypeError) as error:
@@ -439,6 +402,20 @@ def _abstract_of(
   del described['record']
   tree_digest.require_size(described, most_bytes)
   return arrays
+
+
+def _require_writable(root: pathlib.Path) -> None:
+  """Makes a folder for checkpoints. Raises ValueError if this process may not write there."""
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / '.writable'
+    probe.write_text('')
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(
+      f'cannot write checkpoints under {root}: {error}; choose a folder that this process may '
+      'write to'
+    ) from error
 
 
 def _one_line(error: Exception) -> str:

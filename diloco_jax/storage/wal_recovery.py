@@ -26,7 +26,7 @@ from diloco_jax.storage import wal_format as fmt
 
 # The command that repairs a damaged log: it moves the log aside and begins a new one behind the
 # newest checkpoint.
-RESTORE = 'diloco restore --to=checkpoint'
+RESTORE = 'diloco restore --to=latest'
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,9 +29,9 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, tapes
+from diloco_jax.storage import arrays, checkpoint, json_files, outer_log, restore_note, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit, snapshot_work
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -139,7 +139,7 @@ def run(
       files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
     )
     cleanup.callback(log.close)
-    manifests.require_no_restore(workdir)  # behind the lock: now none begins
+    restored = restore_note.read(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
     work: syncer_work.SyncerWork | None = None
 
@@ -151,7 +151,9 @@ def run(
     transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
+    checkpoints = checkpoint.Checkpoints(
+      str(workdir / 'syncer' / 'ckpt'), assembled.protocol.keep_every
+    )
     cleanup.callback(checkpoints.close)
     start = recover(
       assembled,
@@ -160,12 +162,8 @@ def run(
       log,
       records,
       run_name(workdir),
-      manifests.numbers(workdir),
-      manifests.read_restored(workdir),
+      restored,
     )
-    # A process that was killed before it had removed the oldest manifest leaves one too many, of
-    # which the machine does not know: the next snapshot would delete its checkpoints.
-    snapshot_work.remove_old(workdir)
     tape = tapes.Tape(
       workdir,
       start,
@@ -194,7 +192,6 @@ def run(
       checkpoints,
       log,
       evaluation,
-      workdir,
     )
     work.start()
     cleanup.callback(work.stop)
@@ -268,13 +265,12 @@ def recover(
   log: commit.CommitLog,
   records: records_lib.Recorder,
   name: str,
-  kept: Sequence[int] = (),
-  brought_back: manifests.Restored | None = None,
+  brought_back: restore_note.Note | None = None,
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
 
-  `name`: of the run, if it is at version 0; `kept`: the run snapshots that have a manifest;
-  `brought_back`: the last restore's message to the syncer (restore.py).
+  `name`: of the run, if it is at version 0; `brought_back`: the last restore's message to the
+  syncer (launch/restore.py).
   """
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
@@ -302,7 +298,7 @@ def recover(
     machine_state = recovery.brought_back(machine_state, brought_back.gone, brought_back.back)
   replayed = log.recover(theta, machine_state)
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
-  if restored is None and not replayed and not kept:
+  if restored is None and not replayed:
     return start
   with _believing_no_books(log):
     machine_state = recovery.replay_log(load, machine_state, replayed)
@@ -319,7 +315,6 @@ def recover(
       versions=machine_state['versions'],
     )
   )
-  machine_state = {**machine_state, syncer_machine.MANIFESTS: list(kept)}
   return dataclasses.replace(start, digests=None, state=machine_state)
 
 
@@ -354,5 +349,5 @@ def _believing_no_books(log: commit.CommitLog) -> Iterator[None]:
     raise outer_log.NotReproduced(
       f'The books in the checkpoint or in the log of {log.place} are none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
-      'to a snapshot: diloco restore --to=latest'
+      'to a checkpoint: diloco restore --to=latest'
     ) from error

@@ -11,7 +11,7 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "snapshot_saved", "donation", "no_donation", "recovered")
+    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "donation", "no_donation", "recovered")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -22,7 +22,6 @@ class ControlRequest(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
     DONATION_FIELD_NUMBER: _ClassVar[int]
     NO_DONATION_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_FIELD_NUMBER: _ClassVar[int]
@@ -36,14 +35,13 @@ class ControlRequest(_message.Message):
     adopted: Adopted
     heartbeat: Heartbeat
     leave: Leave
-    snapshot_saved: SnapshotSaved
     donation: Donation
     no_donation: NoDonation
     recovered: Recovered
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., snapshot_saved: _Optional[_Union[SnapshotSaved, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ..., recovered: _Optional[_Union[Recovered, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ..., recovered: _Optional[_Union[Recovered, _Mapping]] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "snapshot_now", "donate", "donation", "no_donation")
+    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "donate", "donation", "no_donation")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -54,7 +52,6 @@ class ControlResponse(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_NOW_FIELD_NUMBER: _ClassVar[int]
     DONATE_FIELD_NUMBER: _ClassVar[int]
     DONATION_FIELD_NUMBER: _ClassVar[int]
     NO_DONATION_FIELD_NUMBER: _ClassVar[int]
@@ -68,11 +65,10 @@ class ControlResponse(_message.Message):
     settled: Settled
     finish: Finish
     heartbeat: Heartbeat
-    snapshot_now: SnapshotNow
     donate: Donate
     donation: Donation
     no_donation: NoDonation
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., snapshot_now: _Optional[_Union[SnapshotNow, _Mapping]] = ..., donate: _Optional[_Union[Donate, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., donate: _Optional[_Union[Donate, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ...) -> None: ...
 
 class Payload(_message.Message):
     __slots__ = ("size_bytes", "crc32")
@@ -195,18 +191,6 @@ class Adopted(_message.Message):
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class SnapshotSaved(_message.Message):
-    __slots__ = ("snapshot", "checkpoint", "record_sha256", "error")
-    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    RECORD_SHA256_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    snapshot: int
-    checkpoint: int
-    record_sha256: str
-    error: str
-    def __init__(self, snapshot: _Optional[int] = ..., checkpoint: _Optional[int] = ..., record_sha256: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason",)
@@ -333,14 +317,6 @@ class Settled(_message.Message):
     merged: bool
     reason: str
     def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., merged: bool = ..., reason: _Optional[str] = ...) -> None: ...
-
-class SnapshotNow(_message.Message):
-    __slots__ = ("snapshot", "keep")
-    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    KEEP_FIELD_NUMBER: _ClassVar[int]
-    snapshot: int
-    keep: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, snapshot: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ()

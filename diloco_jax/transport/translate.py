@@ -38,7 +38,6 @@ MAX_STRING_BYTES = {
   'donor': 63,
   'way': 63,
   'reason': 255,
-  'record_sha256': 64,
   'error': 1 << 10,
   'host': 255,
   'agreement': 3 << 10,

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -21,8 +21,8 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import (
   checkpoint,
   json_files,
-  manifests,
   outer_log,
+  restore_note,
   tapes,
   wal,
   wal_format,
@@ -36,31 +36,18 @@ from tests.syncer import test_durability as durability
 
 pytestmark = restores.pytestmark
 config = restores._config
-agreement = restores._agreement
 assembled = durability._assembled
 
 
 @pytest.fixture(scope='module', name='whole')
-def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
-  """A run with snapshot 1, and a folder beside it that looks like an island."""
+def _whole(config, tmp_path_factory) -> pathlib.Path:
+  """A run that can be restored, and a folder beside it that looks like an island."""
   base = tmp_path_factory.mktemp('whole')
-  _make_run(config, agreement, base / 'run')
+  restores.make_run(config, base / 'run')
   half = base / 'outside' / 'ckpt' / '99.orbax-checkpoint-tmp'
   half.mkdir(parents=True)
   (half / 'file').write_text('of another program')
-  shutil.copytree(base / 'run' / 'islands' / 'l0' / 'ckpt' / '105', base / 'outside/ckpt/105')
   return base
-
-
-def _make_run(config, agreement: str, workdir: pathlib.Path) -> None:
-  run_folder.open_workdir(config, workdir, resume=False)
-  restores._take(workdir, 1, agreement)
-  for node in ('l0', 'l1'):
-    (workdir / 'islands' / node / 'ckpt' / files_lib.LOCK).write_text('')
-  files = files_lib.Files(workdir / 'syncer' / 'wal')
-  files.lock()
-  wal.begin(files, 'the run', 10, restores.CHAIN).append(1, b'an outer step')
-  files.close()
 
 
 def _tree(base: pathlib.Path) -> dict[str, tuple]:
@@ -73,45 +60,6 @@ def _tree(base: pathlib.Path) -> dict[str, tuple]:
       now = os.lstat(path)
       found[os.path.relpath(path, base)] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
   return found
-
-
-def _refusals(base: pathlib.Path, config, files: dict[str, Callable[[], None]], **asked) -> dict:
-  """What a restore says to each file, which `files` writes; nothing else changes."""
-  said = {}
-  for name, write in files.items():
-    write()
-    before = _tree(base)
-    with pytest.raises(ValueError) as refused:
-      restore.restore(config, base / 'run', restore.Asked('latest', **asked), lambda text: None)
-    said[name] = str(refused.value)
-    assert said[name].isprintable() and len(said[name]) < 1000, (name, said[name])
-    assert _tree(base) == before, name
-  gc.collect()
-  return said
-
-
-def _manifest(base: pathlib.Path) -> pathlib.Path:
-  return base / 'run' / manifests.FOLDER / '1.json'
-
-
-def _signed(values: dict) -> bytes:
-  """A manifest with a right digest."""
-  values = {name: value for name, value in values.items() if name != 'digest'}
-  return json.dumps({**values, 'digest': manifests.sha256(values)}).encode()
-
-
-def _replaced(path: pathlib.Path, data: bytes) -> Callable[[], None]:
-  return lambda: path.write_bytes(data)
-
-
-@pytest.fixture(name='base')
-def _base(whole) -> Iterator[pathlib.Path]:
-  """The run and what is beside it; put back as it was after the test."""
-  path = _manifest(whole)
-  data = path.read_bytes()
-  yield whole
-  path.unlink()
-  path.write_bytes(data)
 
 
 # --- Names and numbers ----------------------------------------------------------------------------
@@ -137,136 +85,106 @@ NUMBERS = (
 )
 
 
-@pytest.mark.parametrize('place', ['part', 'missing', 'unverified'])
-def test_names_that_are_no_ids_never_become_paths(config, base, place):
+def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
+  """Changes the record of a checkpoint, or the note of a restore; its digest is right."""
+  values = json.loads(path.read_bytes())
+  name = 'sha256' if 'sha256' in values else 'digest'
+  del values[name]
+  change(values)
+  path.write_text(json.dumps({**values, name: json_files.sha256(values)}))
+
+
+def test_names_that_are_no_ids_never_become_paths(whole, tmp_path):
+  """In the books of a checkpoint, and in the note of a restore."""
   assert len(NAMES) >= 60
-  values = json.loads(_manifest(base).read_bytes())
-  files = {}
+  place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
+  before = place.read_bytes()
+  restore_note.write(tmp_path, restore_note.Note(done=True, gone=('l0',)))
+  note = tmp_path / 'syncer' / restore_note.FILE
   for name in NAMES:
-    changed = json.loads(json.dumps(values))
-    match place:
-      case 'part':
-        changed['parts'][0]['learner'] = name
-      case 'missing':
-        changed['missing'] = [[name, 'why']]
-      case 'unverified':
-        changed['unverified'] = [name]
-    files[f'{name!r:.40}{len(files)}'] = _replaced(_manifest(base), _signed(changed))
-  for said in _refusals(base, config, files).values():
-    assert 'no snapshot in' in said
+    _resaved(place, _set('protocol', 'members', 0, 'learner', to=name))
+    assert restores._choose(whole / 'run').clock == 105, name
+    place.write_bytes(before)
+    for where in ('gone', 'back'):
+      _resaved(note, _set(where, to=[name]))
+      with pytest.raises(ValueError, match='does not read back'):
+        restore_note.read(tmp_path)
+      _resaved(note, _set(where, to=[]))
+  gc.collect()
 
 
-@pytest.mark.parametrize(
-  'path', [('snapshot',), ('step',), ('checkpoint',), ('parts', 0, 'checkpoint')]
-)
-def test_numbers_out_of_range_never_become_paths(config, base, path):
-  files = {}
+@pytest.mark.parametrize('way', [('step',), ('data_state',), ('protocol', 'log')])
+def test_numbers_out_of_range_are_refused(whole, way):
+  place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
+  before = place.read_bytes()
   for number in NUMBERS:
-    values = json.loads(_manifest(base).read_bytes())
-    *way, last = path
-    inner = values
-    for step in way:
-      inner = inner[step]
-    inner[last] = number
-    files[repr(number)] = _replaced(_manifest(base), _signed(values))
-  _refusals(base, config, files)
+    _resaved(place, _set(*way, to=number))
+    try:
+      assert restores._choose(whole / 'run').clock == 105, number
+    finally:
+      place.write_bytes(before)
+  gc.collect()
 
 
-def test_the_operators_words_are_typed_too(config, base):
-  before = _tree(base)
+def test_the_operators_words_are_typed_too(config, whole):
+  before = _tree(whole)
   for name in WORDS + PATHS:
-    for asked in (restore.Asked(name), restore.Asked('latest', without=(name,))):
-      with pytest.raises(ValueError) as refused:
-        restore.restore(config, base / 'run', asked, print)
-      assert len(str(refused.value)) < 20_000
-  assert _tree(base) == before
-
-
-# --- Manifests ------------------------------------------------------------------------------------
-
-TEXTS = {
-  'lists without an end': b'[' * 200_000,
-  'objects without an end': b'{"a":' * 200_000,
-  'deep': b'{"a":' + b'[' * 5000 + b']' * 5000 + b'}',
-  'nothing': b'',
-  'a list': b'[]',
-  'a number': b'1',
-  'null': b'null',
-  'a text': b'"snapshot"',
-  'an empty object': b'{}',
-  'cut': b'{"snapshot": 1, "dig',
-  'NaN': b'{"snapshot": NaN}',
-  'infinite': b'{"snapshot": 1e999}',
-  'digits': b'{"snapshot": ' + b'9' * 10_000 + b'}',
-  'binary': bytes(range(256)),
-  'UTF-16': '{"snapshot": 1}'.encode('utf-16'),
-  'half of a pair': b'{"snapshot": "\\ud800"}',
-  'nul': b'\0' * 4096,
-  'large': b' ' * (json_files.MAX_BYTES + 1),
-  'no digest': b'{"kind": "Manifest", "snapshot": 1}',
-  'a wrong digest': b'{"kind": "Manifest", "snapshot": 1, "digest": "00"}',
-}
-
-
-def test_hostile_manifests(config, base):
-  values = json.loads(_manifest(base).read_bytes())
-  files = {name: _replaced(_manifest(base), text) for name, text in TEXTS.items()}
-  for name in sorted(values.keys() - {'digest'}):
-    for what, wrong in (('gone', None), ('a number', -1), ('nested', [[{'kind': 'Part'}]])):
-      changed = {**values, name: wrong}
-      if what == 'gone':
-        del changed[name]
-      files[f'{name} {what}'] = _replaced(_manifest(base), _signed(changed))
-  twice = {**values, 'parts': [*values['parts'], values['parts'][0]]}
-  files['a learner twice'] = _replaced(_manifest(base), _signed(twice))
-  files['one field more'] = _replaced(_manifest(base), _signed({**values, 'more': 1}))
-  assert len(files) >= 40
-  for name, said in _refusals(base, config, files).items():
-    assert 'no snapshot in' in said, name
+    with pytest.raises(ValueError, match='--to is a clock') as refused:
+      restore.restore(config, whole / 'run', name, print)
+    assert len(str(refused.value)) < 20_000
+  assert _tree(whole) == before
 
 
 # --- Links and other special files ----------------------------------------------------------------
 
 
-@pytest.fixture(name='copy')
-def _copy(whole, tmp_path) -> pathlib.Path:
-  return shutil.copytree(whole, tmp_path / 'base')
-
-
 @pytest.mark.parametrize(
   'path',
   [
-    'snapshots/1.json',
-    'snapshots',
     'islands',
     'islands/l0',
     'islands/l0/ckpt',
-    'islands/l0/ckpt/105',
-    'islands/l0/ckpt/105/record',
-    'islands/l0/ckpt/105/record/data.json',
-    'islands/l0/ckpt/105/state/_METADATA',
+    'islands/l0/ckpt/200',
+    'islands/l0/ckpt/200/record',
+    'islands/l0/ckpt/200/record/data.json',
+    'islands/l0/ckpt/200/state/_METADATA',
     'syncer',
-    'syncer/ckpt/100',
+    'syncer/ckpt/205',
     'syncer/wal',
     'tapes',
   ],
 )
-def test_links_are_not_followed(config, copy, path):
-  place = copy / 'run' / path
-  if path == 'tapes':
-    place.mkdir()
-  place.rename(copy / 'outside' / 'moved')
-  place.symlink_to(copy / 'outside' / 'moved')
-  (said,) = _refusals(copy, config, {path: lambda: None}).values()
-  assert 'symbolic link' in said or 'no snapshot in' in said, said
+def test_links_are_not_followed(config, whole, tmp_path, path):
+  """A folder that is one is refused, a checkpoint with one is passed over."""
+  base = shutil.copytree(whole, tmp_path / 'base')
+  place = base / 'run' / path
+  place.rename(base / 'outside' / 'moved')
+  place.symlink_to(base / 'outside' / 'moved')
+  before, outside, said = _tree(base), _tree(base / 'outside'), []
+  if '/ckpt/' in path:
+    restore.restore(config, base / 'run', 'latest', said.append)
+    assert 'symbolic link' in said[0] and 'passed over' in said[0], said
+  else:
+    with pytest.raises(ValueError, match='symbolic link'):
+      restore.restore(config, base / 'run', 'latest', said.append)
+    assert _tree(base) == before
+  assert _tree(base / 'outside') == outside
+  gc.collect()
 
 
-def test_neither_are_pipes_and_folders(config, copy):
-  path = _manifest(copy)
+def test_neither_are_pipes_and_folders(tmp_path, whole):
+  workdir = shutil.copytree(whole / 'run', tmp_path / 'run')
+  path = workdir / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
   for make in (os.mkfifo, os.mkdir):
-    path.unlink() if path.is_file() or path.is_fifo() else None
+    path.unlink()
     make(path)
-    _refusals(copy, config, {'special': lambda: None})
+    assert restores._choose(workdir).clock == 105
+    path = workdir / 'syncer' / restore_note.FILE
+    make(path)
+    with pytest.raises(ValueError, match='does not read back'):
+      restore_note.read(workdir)
+    path.rmdir() if path.is_dir() else path.unlink()
+    path = workdir / 'islands' / 'l0' / 'ckpt' / '200' / 'record' / 'data.json'
 
 
 def test_a_link_in_the_log_is_not_followed(tmp_path):
@@ -297,7 +215,30 @@ def test_a_config_that_is_a_link_is_neither_read_nor_written_through(config, tmp
   assert target.read_bytes() == before and load.read(workdir).train.steps == 7
 
 
-# --- Other JSON -----------------------------------------------------------------------------------
+# --- JSON ----------------------------------------------------------------------------------------
+
+TEXTS = {
+  'lists without an end': b'[' * 200_000,
+  'objects without an end': b'{"a":' * 200_000,
+  'deep': b'{"a":' + b'[' * 5000 + b']' * 5000 + b'}',
+  'nothing': b'',
+  'a list': b'[]',
+  'a number': b'1',
+  'null': b'null',
+  'a text': b'"log"',
+  'an empty object': b'{}',
+  'cut': b'{"log": 1, "dig',
+  'NaN': b'{"log": NaN}',
+  'infinite': b'{"log": 1e999}',
+  'digits': b'{"log": ' + b'9' * 10_000 + b'}',
+  'binary': bytes(range(256)),
+  'UTF-16': '{"log": 1}'.encode('utf-16'),
+  'half of a pair': b'{"log": "\\ud800"}',
+  'nul': b'\0' * 4096,
+  'large': b' ' * (json_files.MAX_BYTES + 1),
+  'no digest': b'{"kind": "Note", "log": 1}',
+  'a wrong digest': b'{"kind": "Note", "log": 1, "digest": "00"}',
+}
 
 
 def _read_tape(workdir: pathlib.Path) -> None:
@@ -311,7 +252,7 @@ def _read_tape(workdir: pathlib.Path) -> None:
 READERS = {
   load.FILE: load.read,
   'syncer/model/model.json': own_model.read,
-  f'syncer/{manifests.RESTORED}': manifests.read_restored,
+  f'syncer/{restore_note.FILE}': restore_note.read,
   'tapes/l0.1.0.jsonl': _read_tape,
 }
 

@@ -159,34 +159,30 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path, mon
 
   monkeypatch.setattr(shutil, 'rmtree', fails)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.save(3, _state(3), 30)().number == 3
+  assert checkpoints.save(3, _state(3), 30)() == 3
   assert 'an old checkpoint cannot be removed' in caplog.text
   with monkeypatch.context() as patch:
     patch.setattr(checkpoints._checkpointer, 'reload', lambda: 1 / 0)
-    assert checkpoints.save(4, _state(4), 40)().number == 4
+    assert checkpoints.save(4, _state(4), 40)() == 4
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 4)
 
 
-def test_what_a_kept_snapshot_pins_is_never_removed(tmp_path):
-  """By a later process neither, nor by ordinary saves, however many."""
-  _save(tmp_path, 1)
-  for snapshot, keep in ((1, ()), (2, (1,)), (3, (2,))):
-    checkpoints = checkpoint.Checkpoints(str(tmp_path))
-    pinned = checkpoints.save(10 * snapshot, _state(0), 0, snapshot=snapshot, keep=keep)()
-    assert pinned.number == 10 * snapshot
+def test_the_first_of_every_interval_is_kept_also_by_a_later_process(tmp_path):
+  for steps in ((3, 8, 10), (11, 19, 20, 21), (24, 29, 41)):
+    checkpoints = checkpoint.Checkpoints(str(tmp_path), keep_every=10)
+    for step in steps:
+      checkpoints.save(step, _state(step), 0)()
     checkpoints.close()
-    _save(tmp_path, *range(10 * snapshot + 1, 10 * snapshot + 5))
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.numbers == [20, 30, 33, 34]
-  checkpoints.close()
+  assert checkpoint.Checkpoints(str(tmp_path)).numbers == [3, 10, 20, 29, 41]
+  assert [checkpoint.clock(tmp_path / str(number)) for number in (3, 41)] == [3, 41]
 
 
 def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.save(5, _state(1), 1)().number == 5
-  assert checkpoints.save(5, _state(5), 50)().number == 6
-  assert checkpoints.save(4, _state(4), 40)().number == 7
+  assert checkpoints.save(5, _state(1), 1)() == 5
+  assert checkpoints.save(5, _state(5), 50)() == 6
+  assert checkpoints.save(4, _state(4), 40)() == 7
   assert checkpoints.numbers == [6, 7]
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 4)
@@ -370,7 +366,7 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with futures.ThreadPoolExecutor(4) as pool:
     ends = [pool.submit(checkpoints.save(step, _state(step), 10 * step)) for step in range(1, 5)]
-    assert len({end.result().record_sha256 for end in ends}) == 4
+    assert len({end.result() for end in ends}) == 4
   assert checkpoints.numbers == [3, 4]
   checkpoints.close()
 

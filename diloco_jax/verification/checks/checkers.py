@@ -36,7 +36,6 @@ from diloco_jax.verification.checks.invariants import (
   liveness,
   pace,
   screening,
-  snapshots,
   states,
   tokens,
 )
@@ -94,10 +93,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.QueuesDrain,
   liveness.Heard,
   durability.FinishIsKnown,
-  snapshots.ManifestIsTrue,
-  snapshots.PartsAreACut,
-  snapshots.PinsStay,
-  snapshots.SnapshotsEnd,
   donation.Donated,
   donation.DonationEnds,
   states.AsDrawn,

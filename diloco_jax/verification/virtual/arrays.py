@@ -178,12 +178,9 @@ class Syncer(syncer_work.SyncerWork):
       checkpoints=None,
       log=_NoLog(),
       evaluation=_Evaluation(on_evaluation),
-      workdir=None,
     )
 
   def perform(self, action: actions.Work) -> list[events.Event]:
-    if isinstance(action, actions.WriteManifest):
-      return [events.ManifestWritten(snapshot=action.snapshot)]
     self._perform(action)
     return _taken(self._posted)
 

@@ -12,7 +12,6 @@ from diloco_jax.protocol.syncer import screening
 from diloco_jax.verification.virtual import world
 
 _DIGEST = 1
-_RECORD = '0' * 64
 
 
 class Model:
@@ -77,8 +76,6 @@ class Syncer:
         return [events.FragmentRead(fragment=p, version=version, digest=_DIGEST, **content)]
       case actions.Save():
         return [saved(action)]
-      case actions.WriteManifest():
-        return [events.ManifestWritten(snapshot=action.snapshot, error='')]
     raise TypeError(f'the syncer has no such work: {action}')
 
   def _content(self, size_bytes: int) -> dict[str, Any]:
@@ -135,4 +132,4 @@ def content(payloads: world.Contents, size_bytes: int) -> dict[str, Any]:
 
 def saved(save: actions.Save) -> events.SaveDone:
   """The answer to a save in memory."""
-  return events.SaveDone(clock=save.clock, checkpoint=save.clock, record_sha256=_RECORD)
+  return events.SaveDone(clock=save.clock)
