@@ -111,7 +111,7 @@ def sentence(name: str) -> str:
 def room_table() -> str:
   names = sorted(set(imports()) | set(SHELVES))
   return '\n'.join(
-    ['| room | holds |', '|---|---|', *(f'| `{n}/` | {sentence(n)} |' for n in names)]
+    ['| package | holds |', '|---|---|', *(f'| `{n}/` | {sentence(n)} |' for n in names)]
   )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates sync_pb2.py and sync_pb2.pyi in diloco_jax/transport from diloco/v1/sync.proto there.
+# Generates sync_pb2.py in diloco_jax/transport from diloco/v1/sync.proto there.
 #
 # It uses an OLD grpcio-tools on purpose: generated code needs at least the protobuf that made it.
 # Stubs of 1.73 (protobuf 6.31) import with protobuf 6.31 to 7.x; newer stubs need a newer protobuf.
@@ -13,6 +13,6 @@ trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet 'grpcio-tools==1.73.1'
 "$work/venv/bin/python" -m grpc_tools.protoc \
-  --proto_path="$root/diloco_jax/transport" --python_out="$work" --pyi_out="$work" \
+  --proto_path="$root/diloco_jax/transport" --python_out="$work" \
   diloco/v1/sync.proto
-cp "$work/diloco/v1/sync_pb2.py" "$work/diloco/v1/sync_pb2.pyi" "$root/diloco_jax/transport/"
+cp "$work/diloco/v1/sync_pb2.py" "$root/diloco_jax/transport/"

@@ -6,7 +6,7 @@
         params, loss = my_step(params, next(batches))
         params = peer.sync(params, tokens=4096)
 
-The loop keeps its model, optimizer, data and checkpoints. `sync` is the boundary between two inner
+The loop keeps its model, optimizer and data. `sync` is the boundary between two inner
 steps: it gives the parameters to the protocol and returns those to go on with, the same tree with
 the same dtypes and shardings; a fragment that has arrived is adopted in it. `sync` never waits for
 the network, except after the last step, when the learner waits for the end of the run, and with
@@ -30,11 +30,13 @@ import numpy as np
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli, nodes, own_model, run_folder
+from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint, files
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -54,6 +56,7 @@ class _Arrays:
   device stay so, since a jitted step is compiled anew for committed ones."""
 
   def __init__(self, params: dict[str, jax.Array], moments: Any):
+    self.checkpoints: checkpoint.Checkpoints | None = None
     self.replicated = _replicated(params)
     self.shardings = _Shardings(
       {name: self.replicated and leaf.sharding for name, leaf in params.items()},
@@ -79,9 +82,11 @@ class _Arrays:
     self.shard, self.next_index = shard, next_index
 
   def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
-    """The user's program keeps the checkpoints, so there is nothing to write."""
-    del protocol
-    return lambda: clock
+    """Saves the moments, if there are any: a process takes the parameters from the syncer."""
+    if self.checkpoints is None:
+      return lambda: clock
+    record = {'shard': self.shard, 'protocol': protocol}
+    return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
@@ -159,7 +164,6 @@ class Peer:
     self._replaced: dict[str, weakref.ref] = {}
     self._told = False
     self._boundary_ns = self._data_ns = 0
-    self._steps = self._tokens = self._reached = 0
     self.clock: int | None = None
 
   @property
@@ -170,7 +174,7 @@ class Peer:
 
   @property
   def opt_state(self) -> Any:
-    """The inner optimizer's state to begin with: a donor's, or else the one given."""
+    """The inner optimizer's state to begin with: of a checkpoint, or else the one given."""
     return self._arrays.moments
 
   @property
@@ -202,8 +206,7 @@ class Peer:
       params: after the step, a tree like the one given to `join`. Consumed, as by donation: go on
         with what is returned.
       tokens: trained on in this step, more than 0: the weight of this learner in merges.
-      opt_state: the inner optimizer's state after the step, if `join` was given one: this learner
-        may be asked to donate it.
+      opt_state: the inner optimizer's state after the step, if `join` was given one.
 
     Returns:
       The parameters to go on with: the same tree, dtypes and shardings.
@@ -225,8 +228,6 @@ class Peer:
     trained = self._arrays.params
     step_ns = time.monotonic_ns() - self._boundary_ns
     self._arrays.next_index += 1
-    self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-    self._reached = self.clock + 1
     self._synced = True
     saving_ns, _ = self._work.take_between()
     self._post(
@@ -259,11 +260,6 @@ class Peer:
         'have learned, on arrays that may be deleted. Nothing else is lost. Write `params = '
         'peer.sync(params, ...)`, or put the result where the step reads its parameters.'
       )
-
-  def state_dict(self) -> dict[str, int]:
-    """Plain integers for the user's own checkpoint, for `join(..., state=...)` after a restart."""
-    clock = self._reached if self.clock is None else self.clock
-    return {'clock': clock, 'steps': self._steps, 'tokens': self._tokens}
 
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
@@ -329,7 +325,7 @@ def join(
   label: Callable[[str], str] | None = None,
   shards: int = 16,
   workdir: str | pathlib.Path | None = None,
-  state: dict[str, int] | None = None,
+  checkpoint_every_steps: int = 60,
   wait_s: float = WAIT_S,
   tls: str | pathlib.Path | None = None,
   plaintext_loopback: bool = False,
@@ -350,16 +346,16 @@ def join(
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     total_steps: T, the clock at which the run ends; as for the syncer.
     sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
-    opt_state: the inner optimizer's state, a tree of arrays; on all learners of a run or on
-      none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
+    opt_state: the inner optimizer's state, a tree of arrays. It is saved under `workdir`, and a
+      process that joins a run begins with the newest saved one, of this learner or else of any
+      other under `workdir`: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
       'statistic' for a BatchStat of flax.nnx.
     shards: how many shards `Peer.steps` deals out; as for the syncer.
-    workdir: a folder for the tape and the records of this learner; None: a temporary one.
-    state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then
-      are. The values of the parameters come from the syncer in any case, as the run has gone on;
-      the inner optimizer's state is kept unless a donor gives a newer one.
+    workdir: a folder for the tape, the records and the checkpoints of this learner, or of all
+      learners of this run; None: a temporary one, and no checkpoints.
+    checkpoint_every_steps: after how many inner steps `opt_state` is saved; 0: at the end only.
     wait_s: how long to wait for a syncer that listens, and then for it to admit this learner. From
       there on the learner waits for the run to begin.
     tls: the folder with this learner's certificate (`diloco certs`), for every address that is not
@@ -377,8 +373,10 @@ def join(
   params, opt_state = (
     own_model.as_arrays(tree, name) for tree, name in ((params, 'params'), (opt_state, 'opt_state'))
   )
-  model = own_model.describe(params, label, opt_state)
-  assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
+  model = own_model.describe(params, label)
+  config = own_model.config(total_steps, sync, shards)
+  config.train.checkpoint_every_steps = checkpoint_every_steps
+  assembled = own_model.complete(model, config)
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
   unlabelled = sorted(
@@ -394,6 +392,13 @@ def join(
   event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
   with contextlib.ExitStack() as cleanup:
     place = folder(workdir, cleanup)
+    found = None
+    if workdir is not None and peer.opt_state is not None:
+      found = cleanup.enter_context(
+        _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
+      )
+    own = found is not None and found.learner == learner
+    origin = found, moments_lib.told(found, place, 'the opt_state that join was given')
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
     )
@@ -417,11 +422,12 @@ def join(
         work,
         place,
         learner,
-        None if state is None else {'learner': learner, 'run': '', **state},
+        found.protocol if own else None,
         event_queue,
         lambda post, payloads: connect(admission.begin(post), payloads),
         payloads,
         records,
+        None if own or peer.opt_state is None else origin,
       )
     )
     peer._work, peer._post, peer._say = work, event_queue.post, records.say
@@ -442,6 +448,23 @@ def join(
     if not lost:
       _require_well(peer, ended)
       records.say(ended.result().text)
+
+
+@contextlib.contextmanager
+def _checkpoints(
+  workdir: pathlib.Path, learner: str, arrays: _Arrays, keep_every: int
+) -> Iterator[moments_lib.Found | None]:
+  """Gives the arrays the moments that are found, and a place to save theirs. Raises DirectoryError
+  if another process has it."""
+  root = moments_lib.folder(workdir, learner)
+  with contextlib.closing(files.Files(root)) as locked:
+    locked.lock('learner')
+    found = moments_lib.find(workdir, learner, arrays.moments)
+    if found is not None:
+      arrays.take(arrays.params, found.moments)
+      found = found._replace(moments=None)
+    with contextlib.closing(checkpoint.Checkpoints(str(root), keep_every)) as arrays.checkpoints:
+      yield found
 
 
 def _require_well(peer: Peer, ended: Any) -> None:

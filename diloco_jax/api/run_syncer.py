@@ -122,7 +122,6 @@ def run_syncer(
   *,
   total_steps: int,
   sync: run_config.SyncConfig | None = None,
-  opt_state: Any = None,
   label: Callable[[str], str] | None = None,
   shards: int = 16,
   listen: str = '',
@@ -136,7 +135,6 @@ def run_syncer(
     init: version 0: a tree of arrays, a function that returns one, or the path of one that Orbax
       wrote. None: the first learner brings it.
     total_steps, sync, label, shards: as for `join`.
-    opt_state: with `init`, and if the learners give theirs: a tree of the same shapes.
     listen: 'HOST:PORT' to listen on, with `tls`; '': a Unix socket of this user alone.
     tls: the folder with the syncer's certificate (`diloco certs`).
     plaintext_loopback: plain TCP on a loopback address, for debugging.
@@ -156,9 +154,7 @@ def run_syncer(
   if init is not None:
     tree = init() if callable(init) else init
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
-    model = own_model.describe(
-      own_model.as_arrays(tree, 'init'), label, own_model.as_arrays(opt_state, 'opt_state')
-    )
+    model = own_model.describe(own_model.as_arrays(tree, 'init'), label)
   with contextlib.ExitStack() as cleanup:
     folder = peer.folder(workdir, cleanup)
     records = cleanup.enter_context(

@@ -63,7 +63,7 @@ def _rebuild(workdir: pathlib.Path) -> bool:
   """Prints the result for the arrays of a run; returns whether they are identical."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
   from diloco_jax.api import load_params
-  from diloco_jax.storage import wal_format  # a replay without --arrays does not import jax
+  from diloco_jax.storage import wal  # a replay without --arrays does not import jax
   from diloco_jax.syncer import rebuild
 
   try:
@@ -72,6 +72,6 @@ def _rebuild(workdir: pathlib.Path) -> bool:
     return True
   except rebuild.Differs as error:
     print(f'arrays of {workdir}: different: {error}')
-  except (ValueError, tape.TapeError, wal_format.WalError, OSError) as error:
+  except (ValueError, tape.TapeError, wal.WalError, OSError) as error:
     print(f'arrays of {workdir}: {cli.one_line(error)}')
   return False

@@ -18,7 +18,7 @@ from absl import flags, logging
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
-from diloco_jax.storage import files, wal_format
+from diloco_jax.storage import files, wal
 
 cli.define_config()
 cli.define_files()
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         _TO.value,
         lambda text: print(text, flush=True),
       )
-  except (OSError, wal_format.WalFull, wal_format.WalBroken) as error:
+  except (OSError, wal.WalFull, wal.WalBroken) as error:
     raise cli.DiskFailed(
       f'the disk failed: {cli.one_line(error)}. Nothing is lost; restore again, with the same --to'
     ) from error

@@ -46,7 +46,7 @@ _INIT = flags.DEFINE_string(
   'init',
   '',
   'With --config=own_loop: a folder that Orbax wrote, a tree of named arrays: version 0 of the '
-  'model. Else the first learner brings it. Learners then join without label= and opt_state=.',
+  'model. Else the first learner brings it. Learners then join without label=.',
 )
 cli.define_access()
 cli.define_config()

@@ -5,9 +5,9 @@ the model alone, so processes do not exchange them. The agreement text holds the
 follow from, and digests of the layout and of the data, which prove that learner and syncer built
 the same ones.
 
-`config.task` names what is trained (train/task.py): 'decoder' is the reference and 'vision' its
-variant that reads images; an own model is 'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with
-arguments, 'mlp.py:task(width=64)'. The function is called with the config and returns a Task.
+`config.task` names what is trained (train/task.py): 'decoder' is the reference; an own model is
+'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with arguments, 'mlp.py:task(width=64)'. The
+function is called with the config and returns a Task.
 """
 
 import dataclasses
@@ -26,8 +26,7 @@ from diloco_jax.config import load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.train import decoder, optimizer, vision
-from diloco_jax.train import moments as moments_lib
+from diloco_jax.train import decoder, optimizer
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
@@ -43,7 +42,6 @@ class Assembly:
   protocol: protocol_config.ProtocolConfig
   init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
-  moments: Any  # the inner optimizer's state as ShapeDtypeStructs
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_down: codecs.Codec
@@ -75,11 +73,6 @@ class Assembly:
     sizes = [self.layout.size(p) for p in range(self.layout.num_fragments)]
     return tuple(max(4 * size, self.codec_down.encoded_size(size)) for size in sizes)
 
-  @property
-  def moments_bytes(self) -> int:
-    """Size of a donation: the inner optimizer's state."""
-    return moments_lib.size_bytes(self.moments)
-
 
 def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   """Builds the objects of a validated config.
@@ -100,14 +93,12 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     shapes = jax.eval_shape(init)
   except jax.errors.JAXTypeError:  # it computes with values, on the host
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
-  tx = optimizer.make_optimizer(config.optimizer, task)
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   return _assemble(
     config,
     init,
     shapes,
     task.label,
-    jax.eval_shape(tx.init, shapes),
     {**config.agreement(), **({'data': task.data_digest()} if data else {})},
     task,
   )
@@ -118,7 +109,6 @@ def assemble_own_loop(
   init: Callable[[], Any],
   shapes: Any,
   labels: Mapping[str, str],
-  moments: Any,
 ) -> Assembly:
   """The same for a loop of the user's own, whose parameters are a dict of named arrays.
 
@@ -127,12 +117,10 @@ def assemble_own_loop(
     init: returns version 0.
     shapes: name -> shape of each parameter, a ShapeDtypeStruct.
     labels: name -> label of its merge rule.
-    moments: shapes of the inner optimizer's state; {} if it is not donated.
   """
-  moments_bytes = moments_lib.size_bytes(moments)
-  shared = {**config.agreement(), **_arrays(shapes, labels), 'moments_bytes': moments_bytes}
+  shared = {**config.agreement(), **_arrays(shapes, labels)}
   label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
-  return _assemble(config, init, shapes, label, moments, shared, None)
+  return _assemble(config, init, shapes, label, shared, None)
 
 
 def _arrays(shapes: Any, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -152,7 +140,6 @@ def _assemble(
   init: Callable[[], Any],
   shapes: Any,
   label: Callable[[str], str],
-  moments: Any,
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
@@ -177,7 +164,6 @@ def _assemble(
     protocol=protocol,
     init=init,
     shapes=shapes,
-    moments=moments,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_down=_make(config, 'codec_down', codecs.get),
@@ -190,13 +176,12 @@ def _assemble(
 
 def make_task(config: run_config.Config) -> task_lib.Task:
   """The task that `config.task` names. Raises ValueError."""
-  ours = {run_config.DECODER: decoder.task, run_config.VISION: vision.task}
-  if config.task in ours:
-    return ours[config.task](config.model, config.data)
+  if config.task == run_config.DECODER:
+    return decoder.task(config.model, config.data)
   named = _NAMED.fullmatch(config.task)
   if not named:
     raise ValueError(
-      f'task is {config.task!r}; use {", ".join(map(repr, ours))}, '
+      f'task is {config.task!r}; use {run_config.DECODER!r}, '
       "or 'FILE.py:FUNCTION' for an own model; loops of one's own are no task: "
       '`diloco syncer --config=own_loop` and diloco_jax.join'
     )

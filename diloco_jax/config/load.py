@@ -59,7 +59,7 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if dot_py:
     values['task'] = os.path.abspath(file) + dot_py + call
   corpus = config.data.corpus
-  if corpus != _STDLIB and config.task != run_config.VISION and glob.glob(corpus, recursive=True):
+  if corpus != _STDLIB and glob.glob(corpus, recursive=True):
     values['data']['corpus'] = os.path.abspath(corpus)
   json_files.write(workdir / FILE, values)
 

@@ -22,7 +22,6 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
 
 DECODER = 'decoder'  # the reference task
-VISION = 'vision'  # captions of images (train/vision.py)
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
@@ -67,18 +66,15 @@ class SyncConfig(_Sync):
     embedding_merge: the same for the embedding and an untied head.
     router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
-      (docs/log.md).
+      (docs/log/2026-11.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
       default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
     alpha: the share of a learner's own value that survives an adoption with adopt='blend'
       (Streaming DiLoCo, arXiv 2501.18512).
-    donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
-      second. A donation must arrive at most H steps old, so it has to cross both within that time:
-      2 * moments / rate < H * step time.
     uplink_mbit_s: bandwidth that the payloads of a learner may use, in 10^6 bits per second; 0: all
       that there is. A learner says when it starts which steps they fit. With 4/3 of their mean rate
-      all steps are merged (docs/log.md).
+      all steps are merged (docs/log/2026-11.md).
     places: how many learners may be connected at the same time; 0: twice sync.learners, and 16
       more.
     keep_log: keep every outer step in the log, with the payloads of its participants, so that the
@@ -95,7 +91,6 @@ class SyncConfig(_Sync):
   router_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.5, momentum=0.3)'
   alpha: float = 0.5
-  donor_rate_mib_s: int = 256
   uplink_mbit_s: int = 0
   places: int = 0
   keep_log: bool = False
@@ -106,7 +101,6 @@ class SyncConfig(_Sync):
     _within('sync.alpha', self.alpha, 0.0, 0.999, '0 overwrites, 1 would ignore the syncer')
     _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')
-    _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
 
 
 SyncConfig.__doc__ = protocol_config.described(SyncConfig.__doc__, _SYNC)
@@ -212,7 +206,7 @@ class Config:
     _require_types('', self)
     self.optimizer.validate()
     self.mesh.validate()
-    if self.task in (DECODER, VISION):
+    if self.task == DECODER:
       train_config.validate_decoder(self.model, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()
@@ -249,7 +243,7 @@ class Config:
     restart may change. The paths of the task and of the corpus may differ, too, but batch i of
     shard v must be the same for all: build.py adds a digest of the data."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
-    own |= {'sync.donor_rate_mib_s', 'sync.uplink_mbit_s', 'sync.places', 'sync.keep_log'}
+    own |= {'sync.uplink_mbit_s', 'sync.places', 'sync.keep_log'}
     shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards')
     if self.task != OWN_LOOP:
       shared += (

@@ -38,7 +38,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, run_config
-from diloco_jax.storage import files_port, wal_format
+from diloco_jax.storage import files_port, wal
 from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
@@ -247,9 +247,9 @@ def log_failures() -> Iterator[None]:
   disk into 74."""
   try:
     yield
-  except (wal_format.WalBroken, wal_format.WalFull) as error:
+  except (wal.WalBroken, wal.WalFull) as error:
     raise DiskFailed(one_line(error)) from error
-  except wal_format.WalError as error:
+  except wal.WalError as error:
     raise NeverRetry(one_line(error)) from error
   except OSError as error:
     if refusal(error) is NeverRetry:

@@ -1,9 +1,9 @@
 """Entry points of the syncer and learner processes: they build a node on gRPC from the flags and
 turn its end into an exit code.
 
-Errors that a retry cannot fix raise program.NeverRetry (exit 42): a refused join, a port in use, a
+Errors that a retry cannot fix raise cli.NeverRetry (exit 42): a refused join, a port in use, a
 folder that is not writable or is locked by another syncer, a config that does not fit the model, a
-checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (program.py), and
+checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (cli.py), and
 so do checkpoints that cannot be read: the cause may pass.
 """
 
@@ -243,10 +243,8 @@ def limits(assembled: build.Assembly) -> link.Limits:
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    donation_bytes=assembled.moments_bytes,
     max_queued_bytes=max(link.Limits.max_queued_bytes, 2 * sum(assembled.publish_bytes)),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
-    donation_bytes_per_s=sync.donor_rate_mib_s << 20,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
     max_strangers=sync.learners + 2 * SPARE_SESSIONS,

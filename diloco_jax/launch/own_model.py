@@ -55,13 +55,11 @@ class Model:
   Attributes:
     shapes: name -> ShapeDtypeStruct of each parameter.
     labels: name -> the label of its merge rule (train/task.py).
-    moments: the leaves of the inner optimizer's state, ShapeDtypeStructs; () if not donated.
     values: returns version 0, name -> float32 array.
   """
 
   shapes: Mapping[str, jax.ShapeDtypeStruct]
   labels: Mapping[str, str]
-  moments: tuple[jax.ShapeDtypeStruct, ...]
   values: Callable[[], dict[str, Any]]
 
   def header(self) -> str:
@@ -70,7 +68,6 @@ class Model:
       {
         'shapes': {name: [leaf.shape, str(leaf.dtype)] for name, leaf in self.shapes.items()},
         'labels': dict(self.labels),
-        'moments': [[leaf.shape, str(leaf.dtype)] for leaf in self.moments],
       }
     )
 
@@ -83,11 +80,10 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
       name: jax.ShapeDtypeStruct(tuple(shape), dtype)
       for name, (shape, dtype) in given['shapes'].items()
     }
-    moments = tuple(jax.ShapeDtypeStruct(tuple(shape), kind) for shape, kind in given['moments'])
-    sizes = [size for leaf in (*shapes.values(), *moments) for size in leaf.shape]
+    sizes = [size for leaf in shapes.values() for size in leaf.shape]
     if not all(type(size) is int and size >= 0 for size in sizes):
       raise ValueError('a size is no whole number, or negative')
-    return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
+    return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, values)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 
@@ -127,7 +123,7 @@ def as_arrays(tree: Any, what: str) -> Any:
   return made
 
 
-def describe(params: Any, label: Callable[[str], str] | None, opt_state: Any = None) -> Model:
+def describe(params: Any, label: Callable[[str], str] | None) -> Model:
   """The model of a tree of parameters; `label` maps a name to a label, None: the usual ones."""
   named = by_name(params)
   if label is None:
@@ -137,7 +133,6 @@ def describe(params: Any, label: Callable[[str], str] | None, opt_state: Any = N
   return Model(
     shapes={name: shape(leaf) for name, leaf in named.items()},
     labels={name: label(name) for name in named},
-    moments=tuple(map(shape, jax.tree.leaves(opt_state))),
     values=lambda: {name: np.asarray(leaf, np.float32) for name, leaf in named.items()},
   )
 
@@ -191,23 +186,14 @@ def _plain(number: Any) -> Any:
 
 
 def complete(model: Model, config: run_config.Config) -> build.Assembly:
-  """The objects of a config without a task, and a model. Without `moments` nothing is donated.
-  Raises ValueError."""
+  """The objects of a config without a task, and a model. Raises ValueError."""
   for name in model.shapes:
     if repr(name) != f"'{name}'":
       raise ValueError(
         f'the parameter name {name!r} has quotes or unprintable characters: rename it'
       )
-  donates = bool(model.moments)
-  config = dataclasses.replace(
-    config,
-    train=dataclasses.replace(config.train, checkpoint_every_steps=0),
-    sync=config.sync if donates else dataclasses.replace(config.sync, donor_wait_s=0.0),
-  )
   config.validate()
-  return build.assemble_own_loop(
-    config, model.values, dict(model.shapes), model.labels, model.moments
-  )
+  return build.assemble_own_loop(config, model.values, dict(model.shapes), model.labels)
 
 
 # --- On disk --------------------------------------------------------------------------------------

@@ -2,11 +2,10 @@
 
 A run goes back to a checkpoint of the syncer: the newest that verifies (`latest`), or the newest
 that verifies of those at or before a clock. Parameters, clock, ledger and data cursors come from
-it. Each learner adds the moments of its own newest checkpoint at or before that clock; one without
-any, or whose are in another folder, takes the fragments of the syncer. Checkpoints that do not
-verify are passed over with a line that says what differs. So a log that is refused because it is
-damaged is mended, too: the run repeats the outer steps behind the checkpoint. Without a checkpoint
-the run starts over. Learners without a place in the config count as having left.
+it. Each learner adds the moments of its own newest checkpoint at or before that clock. Checkpoints
+that do not verify are passed over with a line that says what differs. So a log that is refused
+because it is damaged is mended, too: the run repeats the outer steps behind the checkpoint. Without
+a checkpoint the run starts over. Learners without a place in the config count as having left.
 
 Until the verification has ended nothing is changed, and only the locks are opened for writing. Then
 everything later than the goal (checkpoints, log, tapes, the trained model) moves to
@@ -231,7 +230,6 @@ def _go_back(
       done=True,
       log=goal.machine_state[outer_log.POSITION],
       gone=tuple(sorted(members - set(learners))),
-      back=tuple(sorted({node.name for node in goal.newest} & set(learners))),
     )
   load.write(workdir, config)
   (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
@@ -240,9 +238,9 @@ def _go_back(
     say('the run starts over: its syncer has saved no checkpoint')
   else:
     say(f'the run continues from the checkpoint of clock {goal.clock}')
-  for learner in sorted(set(learners) - set(note.back)):
+  for learner in sorted(set(learners) - {node.name for node in goal.newest}):
     say(
-      f'{learner} starts from the fragments of the syncer, with the moments of a peer or fresh '
+      f'{learner} starts from the fragments of the syncer, with the moments of another or fresh '
       'ones: this folder has no checkpoint of it at that clock or before'
     )
   for learner in note.gone:

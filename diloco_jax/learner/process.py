@@ -18,26 +18,39 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build
+from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports, threads
 from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
+Origin = tuple[moments_lib.Found | None, str]  # of moments that are not of an own checkpoint
+
 
 class LearnerRecords:
-  """The learner's records, with curves of its adoptions (node.ports.Records)."""
+  """The learner's records, with curves of its adoptions (node.ports.Records). They tell from
+  where a process without a checkpoint has its moments, once it joins a run in progress."""
 
-  def __init__(self, records: records_lib.Recorder):
+  def __init__(self, records: records_lib.Recorder, origin: Origin | None):
     self._records = records
+    self._origin = origin
     self.say = records.say
 
   def report(self, fact: facts.Fact) -> None:
     self._records.report(fact)
+    if isinstance(fact, facts.State) and fact.state == 'joined':
+      origin, self._origin = self._origin, None
+      if origin and fact.clock:
+        found, text = origin
+        of, step = (found.learner, found.step) if found else ('', 0)
+        self._records.report(report_facts.Moments(clock=fact.clock, of=of, step=step))
+        self._records.say(text)
     if isinstance(fact, facts.Adopted) and not fact.whole:
       self._records.scalars(
         fact.clock,
@@ -63,7 +76,7 @@ def make_island(
     total_steps=config.train.steps,
     devices=devices,
     seed=config.train.seed,
-    checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
+    checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
     keep_every=config.sync.keep_every,
   )
 
@@ -82,8 +95,8 @@ def run(
   """Runs a learner until the run is over or a Stop arrives; steps run on this thread.
 
   A learner that comes back takes fragments, clock and data shard from the syncer, and the moments
-  of its inner optimizer from a donor, else from the island's newest checkpoint. Its tape is
-  written to `workdir`. `own_process`: no other island shares this process.
+  of its inner optimizer from a checkpoint (moments.py). Its tape is written to `workdir`.
+  `own_process`: no other island shares this process.
   """
   with contextlib.closing(island):
     restored = island.restore()
@@ -92,6 +105,12 @@ def run(
         'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
         'continue it with --syncer=none, or choose another folder'
       )
+    origin = None
+    if restored is None:
+      found = moments_lib.find(workdir, learner_id, island.moments)
+      if found is not None:
+        island.moments, found = found.moments, found._replace(moments=None)
+      origin = found, moments_lib.told(found, workdir, 'fresh moments')
     records_lib.report_startup(records, 'restored')
     payloads = payloads_lib.PayloadStore()
     work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
@@ -107,7 +126,16 @@ def run(
     records_lib.report_startup(records, 'compiled')
     state = None if restored is None else restored.protocol
     with running_node(
-      assembled, work, workdir, learner_id, state, event_queue, make_transport, payloads, records
+      assembled,
+      work,
+      workdir,
+      learner_id,
+      state,
+      event_queue,
+      make_transport,
+      payloads,
+      records,
+      origin,
     ) as ended:
       work.run()
   return ended.result()
@@ -124,6 +152,7 @@ def running_node(
   make_transport: ports.MakeTransport,
   payloads: payloads_lib.PayloadStore,
   records: records_lib.Recorder,
+  origin: Origin | None,
 ) -> Iterator[futures.Future[actions.Exit]]:
   """Runs the machine on its own thread; the body of the `with` carries out the work until the
   machine has exited. `state`: the machine state of a checkpoint, None for version 0."""
@@ -158,7 +187,7 @@ def running_node(
     transport,
     work,
     payloads,
-    LearnerRecords(records),
+    LearnerRecords(records, origin),
     tape,
   )
   ended: futures.Future[actions.Exit] = futures.Future()

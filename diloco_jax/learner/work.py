@@ -5,7 +5,7 @@ takes work first in, first out and is the only one that touches the island: betw
 only dispatches encodings and adoptions, all on the device and inside jit. The *egress thread* waits
 for the few results that must reach the host (encoded bytes, digests), announces them and posts
 their events, so the next step does not wait for a copy, a checksum or the network. Compilation
-ahead of use, the wait for a save and the copy of a donation have threads while they last.
+ahead of use and the wait for a save have threads while they last.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import island_port, moments_work, on_device
+from diloco_jax.learner import island_port, on_device
 from diloco_jax.node import ports
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import exchange
@@ -53,18 +53,12 @@ class LearnerWork:
     self._payloads = payloads
     self._records = records
     self.exchange = exchange or on_device.Exchange(assembled, island)
-    self._moments = moments_work.Moments(island, post, fail, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
     self._tokens = 0
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
-
-  def compile_all(self) -> None:
-    """Compiles the functions of every exchange, ahead of use; does nothing twice."""
-    self.exchange.compile_all()
-    self._moments.compile()
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
@@ -88,15 +82,12 @@ class LearnerWork:
     finally:
       ended.set()
       stepped.set()
-      # A process that ends while it compiles or copies arrays may crash.
-      compiling.join()
-      self._moments.close()
+      compiling.join()  # a process that ends while it compiles may crash
 
   def _compile_meanwhile(self, stepped: threading.Event, ended: threading.Event) -> None:
-    """Compiles what is not compiled yet. A joiner waits for a donor's moments and then for their
-    function; the others would only delay its first step before it, as tracing holds the GIL."""
+    """Compiles what is not compiled yet, after the first step, which it would delay: tracing holds
+    the GIL."""
     try:
-      self._moments.compile()
       stepped.wait()
       self.exchange.compile_all(ended.is_set)
     except Exception as error:
@@ -147,10 +138,6 @@ class LearnerWork:
         self._adopt(action)
       case actions.UseShard():
         self._use_shard(action)
-      case actions.ReadMoments(transfer=transfer):
-        self._moments.read(transfer)
-      case actions.TakeMoments():
-        self._moments.take(action)
       case actions.Save():
         self._save(action)
       case _:

@@ -97,24 +97,6 @@ class UseShard:
   rewind: bool
 
 
-@_action
-class ReadMoments:
-  """Copy the inner optimizer's state between two steps, and transfer it to the host while the next
-  steps run; answered by MomentsRead."""
-
-  transfer: int
-
-
-@_action
-class TakeMoments:
-  """Replace the inner optimizer's state by that of `payload_id` if its digest is `digest`, else
-  leave it unchanged; answered by MomentsTaken. The shell drops the id afterwards."""
-
-  transfer: int
-  payload_id: int
-  digest: int
-
-
 # --- Work of the syncer ---------------------------------------------------------------------------
 
 
@@ -197,5 +179,5 @@ class Exit:
 
 
 Transport = Dial | Send | Close | Drop
-Work = Step | Encode | Adopt | UseShard | ReadMoments | TakeMoments | Merge | ReadFragment | Save
+Work = Step | Encode | Adopt | UseShard | Merge | ReadFragment | Save
 Action = Transport | Work | Report | Say | Exit

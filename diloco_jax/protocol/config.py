@@ -244,12 +244,6 @@ class ProtocolConfig:
     'data.shards >= sync.learners',
     name='data.shards',
   )
-  donor_wait_ns: int = setting(
-    60 * SECOND_NS,
-    "how long a joiner may wait for a donor's moments before it trains with its own; 0: the syncer "
-    'asks no donor',
-    high=86_400 * SECOND_NS,
-  )
   drain_ns: int = setting(
     7 * SECOND_NS // 2,
     'how long a process may take to end in order after SIGTERM; then it ends anyway. A learner '

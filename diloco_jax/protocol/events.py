@@ -89,25 +89,6 @@ class AdoptDone:
   digest: int
 
 
-@_event
-class MomentsRead:
-  """The copy of a ReadMoments, with the digest of its arrays; `payload_id` None: it holds NaN or
-  Inf and cannot be donated."""
-
-  transfer: int
-  payload_id: int | None
-  payload: messages.Payload | None
-  digest: int
-
-
-@_event
-class MomentsTaken:
-  """`matched`: the inner optimizer now has the donated state; else its state is unchanged."""
-
-  transfer: int
-  matched: bool
-
-
 # --- Answers to the syncer's work -----------------------------------------------------------------
 
 
@@ -158,8 +139,6 @@ Event = (
   | StepDone
   | Encoded
   | AdoptDone
-  | MomentsRead
-  | MomentsTaken
   | MergeDone
   | FragmentRead
   | SaveDone

@@ -112,14 +112,12 @@ class Ledger:
 
 @fact
 class Member:
-  """The new state of a learner: waits (for a shard), joined, recovered or lost. `reason`: of the
-  loss; `by`: the source of its moments (protocol/messages.py, Way)."""
+  """The new state of a learner: waits (for a shard), joined or lost. `reason`: of the loss."""
 
   learner: str
   state: str
   incarnation: int
   reason: str = ''
-  by: str = ''
 
 
 # --- Of a learner ---------------------------------------------------------------------------------
@@ -151,17 +149,5 @@ class Adopted:
   reason: str
 
 
-@fact
-class Moments:
-  """The source of a process's moments (protocol/messages.py, Way): a donor and its step, or the
-  reason why there was no donation."""
-
-  by: str
-  clock: int
-  donor: str
-  donor_step: int
-  reason: str
-
-
 _SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member
-Fact = _SyncerFact | State | Adopted | Moments
+Fact = _SyncerFact | State | Adopted

@@ -1,7 +1,7 @@
 """The messages between a learner and the syncer.
 
 Every message is an immutable tuple of integers and short strings. Array bytes never enter a
-message: `Contribution`, `Publish` and `Donation` announce a *payload* by size and checksum, and the
+message: `Contribution` and `Publish` announce a *payload* by size and checksum, and the
 transport delivers the message only once the payload is complete (see `transport/` and
 `docs/wire_format.md`).
 
@@ -13,8 +13,6 @@ The messages of one learner's process::
       Confirm(held)        ->                                the process now holds the id
                            <-  Joined(clock, shard, cursor, due)
                            <-  Publish(full) for each due fragment
-                           <-  Donation(transfer)            a peer's moments, if promised
-      Recovered(way)       ->
       Progress(clock)       ->                                after every inner step
                            <-  Pull(sync, fragment)          sync t will open soon, or has opened
       Contribution(...)    ->                                at the step boundary where it is due
@@ -59,21 +57,6 @@ class ShardPosition(NamedTuple):
 
   shard: int
   cursor: int
-
-
-def dominates(
-  clock: int, versions: tuple[int, ...], given_clock: int, given_versions: tuple[int, ...]
-) -> bool:
-  """Whether a vector clock is at least another one in every component.
-
-  >>> dominates(7, (2, 3), 7, (2, 2)), dominates(7, (2, 1), 6, (2, 2))
-  (True, False)
-  """
-  return (
-    clock >= given_clock
-    and len(versions) == len(given_versions)
-    and all(ours >= theirs for ours, theirs in zip(versions, given_versions))
-  )
 
 
 # --- From a learner -------------------------------------------------------------------------------
@@ -170,40 +153,6 @@ class Heartbeat:
 
 
 @_message
-class Donation:
-  """A donor's inner optimizer state (payload) at a step boundary, for the joiner of `transfer`.
-
-  The syncer relays it unchanged. `clock` and `versions` are the donor's vector clock at the copy:
-  its clock and the version of each fragment that it held; `digest` is of the arrays.
-  """
-
-  transfer: int
-  donor: str
-  clock: int
-  versions: tuple[int, ...]
-  digest: int
-  payload: Payload
-
-
-@_message
-class NoDonation:
-  """From a donor: it cannot give. From the syncer: no donor gives, the joiner uses other
-  moments."""
-
-  transfer: int
-  reason: str
-
-
-@_message
-class Recovered:
-  """The joiner has its moments from a source in `Way`; it trains once it holds all due
-  fragments."""
-
-  transfer: int
-  way: str
-
-
-@_message
 class Leave:
   """The learner leaves the run (`done`, `preempted`, ...) and contributes nothing more."""
 
@@ -240,8 +189,7 @@ class Joined:
   """The learner is a member. It sets its clock to `clock`; the `due` fragments follow before it may
   train. It reads data shard `shard` from batch `cursor` on; if it claimed exactly that position, it
   continues there. `settled`: for each fragment, the token count of this incarnation up to which the
-  ledger has merged or discarded. `donation`: the transfer that brings a peer's moments before it
-  may train; 0: no transfer."""
+  ledger has merged or discarded."""
 
   incarnation: int
   clock: int
@@ -249,17 +197,6 @@ class Joined:
   cursor: int
   due: tuple[int, ...]
   settled: tuple[int, ...]
-  donation: int = 0
-
-
-@_message
-class Donate:
-  """Asks a donor for its moments for `transfer`, at its first step boundary that has reached this
-  vector clock: its clock is at least `clock`, its anchors are at least `versions`."""
-
-  transfer: int
-  clock: int
-  versions: tuple[int, ...]
 
 
 @_message
@@ -338,39 +275,6 @@ class Reason:
   )
 
 
-class Way:
-  """The source of a process's inner-optimizer moments when it begins to train."""
-
-  DONOR = 'donor'  # a peer
-  CHECKPOINT = 'checkpoint'  # its own checkpoint
-  FRAGMENTS = 'fragments'  # fresh moments: it has only the published fragments
-  START = 'start'  # fresh moments like every learner: the run begins
-
-
-FromLearner = (
-  Join
-  | Confirm
-  | Progress
-  | Contribution
-  | Decline
-  | Adopted
-  | Heartbeat
-  | Donation
-  | NoDonation
-  | Recovered
-  | Leave
-)
-FromSyncer = (
-  Offer
-  | Refused
-  | Joined
-  | Pull
-  | Publish
-  | Settled
-  | Donate
-  | Donation
-  | NoDonation
-  | Finish
-  | Heartbeat
-)
+FromLearner = Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Leave
+FromSyncer = Offer | Refused | Joined | Pull | Publish | Settled | Finish | Heartbeat
 Message = FromLearner | FromSyncer

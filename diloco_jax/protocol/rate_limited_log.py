@@ -1,4 +1,4 @@
-"""Lines for people about what happens again and again: one for each subject and pause."""
+"""Rate-limited log lines: one per subject and interval."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ SUBJECTS_KEPT = 1_000  # peers may invent subjects
 
 
 class Notices:
-  """Says a line about a subject, and counts those that follow within the pause."""
+  """Prints a line about a subject, and counts those that follow within the interval."""
 
   def __init__(self, pause_ns: int, out: Callable[[str], None]):
     self._pause_ns = pause_ns

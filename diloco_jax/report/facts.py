@@ -52,6 +52,16 @@ class Startup:
 
 
 @protocol_facts.fact
+class Moments:
+  """A process without a checkpoint joins a run in progress: it begins with the moments of the
+  learner `of`, from its checkpoint of `step`, or ('') with fresh ones."""
+
+  clock: int
+  of: str
+  step: int
+
+
+@protocol_facts.fact
 class Missing:
   """So many facts of this process, right before this one, could not be written; `error`: why."""
 
@@ -128,7 +138,7 @@ class Exit:
 
 
 _OfSyncer = Goodput | Outer | Traffic | Recovered
-Fact = protocol_facts.Fact | Step | Eval | Startup | Missing | _OfSyncer | Process | Exit
+Fact = protocol_facts.Fact | Step | Eval | Startup | Moments | Missing | _OfSyncer | Process | Exit
 
 name = protocol_facts.name
 _KINDS = {

@@ -97,6 +97,7 @@ class Learner:
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
+    fresh: how many of its processes joined a run in progress with fresh moments.
   """
 
   state: str = 'waiting'
@@ -106,6 +107,7 @@ class Learner:
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
+  fresh: int = 0
   processes: list[Process] = dataclasses.field(default_factory=list)
   merged_s: array.array = dataclasses.field(default_factory=_times)
   steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
@@ -317,6 +319,8 @@ class RunFacts:
         learner.staleness = fact.staleness
         if not fact.whole:
           learner.steps_between.append(fact.steps_between)
+      case facts.Moments(of=''):
+        learner.fresh += 1
       case protocol_facts.State():
         learner.state = _SAID.get(fact.state, fact.state)
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)

@@ -162,6 +162,7 @@ def _learner(
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
+    'fresh_moments': learner.fresh,
     'status': status.state,
     'error': status.last_error,
     'step_seconds_median': _median([step.seconds for step in learner.steps]),
@@ -328,6 +329,8 @@ def _describe_status(row: Mapping[str, Any]) -> str:
     text = f'; killed {times}, down for {row["seconds_down"]:.1f} s'
   elif row['seconds_down']:
     text = f'; down for {row["seconds_down"]:.1f} s'
+  if row['fresh_moments']:
+    text += f'; began {row["fresh_moments"]} times with fresh moments'
   if row['status'] != 'done':
     text += f'; {row["status"]}' + (f': {row["error"]}' if row['error'] else '')
   return text

@@ -1,10 +1,10 @@
 """A directory on a real disk (the port storage/files_port.py), its lock, and a write test at start.
 
-A descriptor stays open from the first use of a file to its removal, so the kernel reports a failed
-fsync to the process that wrote. Writes are split into pieces of at most 1 MiB, each without the
-interpreter lock, so no step waits for the disk. A large append goes around the page cache where the
-file system allows it (O_DIRECT). The cache needs a new page for each 4 KiB, and the first touch of
-these pages can cost more than the write itself. Only a recovery reads the bytes again.
+The descriptor of a written file stays open until it is renamed or removed, so the kernel reports a
+failed fsync to the process that wrote. Writes are split into pieces of at most 1 MiB, each without
+the interpreter lock, so no step waits for the disk. A large file is written around the page cache
+where the file system allows it (O_DIRECT). The cache needs a new page for each 4 KiB, and the first
+touch of these pages can cost more than the write itself. Only a recovery reads the bytes again.
 
 The lock is flock(2) on the file `lock`; the kernel releases it at any end of the process. It works
 between processes of one host, and between two hosts only on a shared file system that supports it
@@ -25,8 +25,8 @@ from diloco_jax.protocol import safe_json
 
 PIECE_BYTES = 1 << 20
 PIECES = 64  # most buffers in one write
-DIRECT_BYTES = 4 << 20  # of an append that goes around the page cache
-BLOCK = 4096  # bytes; such a write begins and ends with a block, in the file and in memory
+DIRECT_BYTES = 4 << 20  # of a file that is written around the page cache
+BLOCK = 4096  # bytes; such a write has whole blocks, in the file and in memory
 _DIRECT = getattr(os, 'O_DIRECT', 0)  # 0 on a system that has no such writes
 _NOT_DIRECT = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS  # a file system that refuses them
 _PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC  # a symbolic link is no file of a run
@@ -57,7 +57,7 @@ class Files:
   def __init__(self, path: str | os.PathLike):
     """Raises DirectoryError."""
     self._path = pathlib.Path(path)
-    self._open: dict[str, int] = {}  # file descriptors
+    self._open: dict[str, int] = {}  # descriptors of written files
     self._piece: memoryview | None = None  # aligned memory for direct writes
     self._lock = -1
     self.place = str(self._path)
@@ -74,48 +74,41 @@ class Files:
     return sorted(os.listdir(self._path))
 
   def size(self, name: str) -> int:
-    return os.fstat(self._descriptor(name)).st_size
+    self._require_open()
+    return os.lstat(self._path / name).st_size
 
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
-    count = max(self.size(name) - offset, 0) if count is None else count
-    found = os.pread(self._descriptor(name), count, offset)
-    if len(found) == count:
-      return found
-    pieces = [found]
-    while found and (count := count - len(found)):  # short read: a signal, or the end of the file
-      offset += len(found)
-      found = os.pread(self._descriptor(name), count, offset)
-      pieces.append(found)
-    return b''.join(pieces)
+    self._require_open()
+    with open(self._path / name, 'rb', buffering=0, opener=_plain) as file:
+      file.seek(offset)
+      if count is None:
+        return file.readall()
+      pieces = []
+      while count and (found := file.read(count)):  # short: a signal, or the end of the file
+        pieces.append(found)
+        count -= len(found)
+    return pieces[0] if len(pieces) == 1 else b''.join(pieces)
 
-  def create(self, name: str) -> None:
+  def write(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
     self._require_open()
     self._close(name)
-    self._open[name] = os.open(
-      self._path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | _PLAIN, 0o644
+    descriptor = self._open[name] = os.open(
+      self._path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _PLAIN, 0o644
     )
-
-  def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
-    descriptor = self._descriptor(name)
     views = [memoryview(piece) for piece in pieces]
     if _DIRECT and sum(map(len, views)) >= DIRECT_BYTES:
-      first, views = _cut(views, -self.size(name) % BLOCK)
-      _write(descriptor, first)
       views = self._write_direct(descriptor, views)
     _write(descriptor, views)
 
-  def truncate(self, name: str, size: int) -> None:
-    os.ftruncate(self._descriptor(name), size)
-
   def fsync(self, name: str) -> None:
-    os.fsync(self._descriptor(name))
+    self._require_open()
+    os.fsync(self._open[name])
 
   def rename(self, old: str, new: str) -> None:
     self._require_open()
     os.rename(self._path / old, self._path / new)
     self._close(new)
-    if old in self._open:
-      self._open[new] = self._open.pop(old)
+    self._close(old)
 
   def remove(self, name: str) -> None:
     self._require_open()
@@ -155,8 +148,7 @@ class Files:
   def probe(self) -> None:
     """Writes, fsyncs and removes a file. Raises DirectoryError: read-only, wrong owner, full."""
     try:
-      self.create(PROBE)
-      self.append(PROBE, b'probe')
+      self.write(PROBE, b'probe')
       self.fsync(PROBE)
       self.remove(PROBE)
       self.fsync_names()
@@ -173,8 +165,8 @@ class Files:
     self._directory = self._lock = -1
 
   def _write_direct(self, descriptor: int, views: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Writes whole blocks to the end of a file, which is the end of a block. Returns what is left:
-    all of it on a file system that has no such writes, the end if the disk becomes full."""
+    """Writes whole blocks to a new file. Returns what is left: all of it on a file system that has
+    no such writes, the end if the disk becomes full."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
       fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
@@ -196,12 +188,6 @@ class Files:
       fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return views
 
-  def _descriptor(self, name: str) -> int:
-    if name not in self._open:
-      self._require_open()
-      self._open[name] = os.open(self._path / name, os.O_RDWR | os.O_APPEND | _PLAIN)
-    return self._open[name]
-
   def _require_open(self) -> None:
     """Raises OSError after `close`: another process may have the lock by then."""
     if self._directory < 0:
@@ -216,6 +202,10 @@ class Files:
       f'{self.place} is not writable: {error}. Not started. Check its owner, its mode and the '
       f'space on its disk (this process is user {os.geteuid()}).'
     )
+
+
+def _plain(path: str, flags: int) -> int:
+  return os.open(path, flags | _PLAIN)
 
 
 def _write(descriptor: int, views: Sequence[memoryview]) -> None:

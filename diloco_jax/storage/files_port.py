@@ -1,12 +1,12 @@
-"""The port Files: one directory of append-only files, and the effect of a crash on them.
+"""The port Files: one directory of files, each written once, and the effect of a crash on them.
 
 The write-ahead log (storage/wal.py) uses this port, so the production log runs on a real directory
 (storage/files.py) and on the simulated disk, which loses and tears writes
 (verification/sim/disk.py).
 
 Every reader sees written bytes at once, and they survive the death of the process. Each call states
-what survives the death of the *host*. Between two fsyncs of a file its written bytes may reach the
-disk in any order, or not at all: a lost part reads as zeros, as garbage, or the file is shorter.
+what survives the death of the *host*. Until the fsync of a file its bytes may reach the disk in any
+order, or not at all: a lost part reads as zeros, as garbage, or the file is shorter.
 """
 
 import errno
@@ -30,25 +30,16 @@ class Files(Protocol):
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
     """`count` bytes from `offset` (None: all), fewer only where the file ends."""
 
-  def create(self, name: str) -> None:
-    """Makes an empty file; replaces an existing one. Durable by fsync and fsync_names."""
-
-  def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
-    """Writes all pieces (flat buffers, never copied whole) in order at the end of the file.
-
-    If the call raises, any part of the bytes may be written (a full disk takes a part, then raises
-    ENOSPC); the file's size tells how much.
+  def write(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
+    """Makes a file of all pieces (flat buffers, never copied whole), or replaces one. Durable by
+    fsync and fsync_names. If the call raises, the file may be missing or have a part of the bytes.
     """
 
-  def truncate(self, name: str, size: int) -> None:
-    """Cuts a file back to its first `size` bytes. Durable by fsync."""
-
   def fsync(self, name: str) -> None:
-    """On return, the whole file is durable.
+    """On return, the bytes of a file that this process has written are durable.
 
-    If the call raises, the state of the bytes since the last successful fsync is unknown, and a
-    later fsync does not help: the kernel drops the pages that it could not write. They stay
-    readable until the host restarts, so only writing them again makes them durable.
+    If the call raises, the state of the bytes is unknown, and a later fsync does not help: the
+    kernel drops the pages that it could not write. They stay readable until the host restarts.
     """
 
   def rename(self, old: str, new: str) -> None:

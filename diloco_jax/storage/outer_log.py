@@ -25,21 +25,23 @@ and arrays.
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, safe_json
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import files_port, wal, wal_format
+from diloco_jax.storage import files_port, wal
 
 OUTER_STEP = 1  # the kind of its records
 CHECKPOINTS = 2  # the number that a syncer keeps
 POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it stands in the log
 MAX_COUNT = 1 << 53
+_SIZE = struct.Struct('<I')  # of the JSON header of a record
 
 
-class NotReproduced(wal_format.WalError):
+class NotReproduced(wal.WalError):
   """A record of the log cannot be repeated: unreadable, misplaced, or with another result than
   before. The log is unchanged."""
 
@@ -100,10 +102,29 @@ def run_of(agreement: str) -> str:
   return hashlib.sha256(agreement_lib.of_run(agreement).encode()).hexdigest()[:32]
 
 
+def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
+  """Buffers for Wal.append: u32 JSON size, JSON padded with spaces to 8 bytes, the arrays' bytes.
+
+  Equal headers (same keys in the same order) have equal bytes; NaN raises ValueError.
+  """
+  text = codec.encode(header).encode()
+  text += b' ' * (-(_SIZE.size + len(text)) % 8)  # aligns the arrays for reading
+  return [_SIZE.pack(len(text)) + text, *arrays]
+
+
+def unpack(payload: memoryview | bytes) -> tuple[dict[str, Any], memoryview]:
+  """Returns the header and the arrays' bytes, not copied. Raises ValueError."""
+  view = memoryview(payload)
+  if len(view) < _SIZE.size:
+    raise ValueError('it has no header')
+  (count,) = _SIZE.unpack_from(view)
+  return safe_json.parse_object(bytes(view[4 : 4 + count])), view[4 + count :]
+
+
 def encode(step: OuterStep) -> list[Any]:
   """Makes the buffers for Wal.append; copies neither gradient nor payloads."""
   parts = [step.gradient, *step.payloads]
-  return wal_format.pack(
+  return pack(
     {
       'merge': step.merge,
       'done': step.done,
@@ -116,7 +137,7 @@ def encode(step: OuterStep) -> list[Any]:
 def decode(payload: memoryview) -> OuterStep:
   """The inverse of `encode`; gradient and payloads are views. Raises ValueError, KeyError,
   TypeError or TapeError."""
-  header, data = wal_format.unpack(payload)
+  header, data = unpack(payload)
   merge = codec.decode(actions.Merge, header['merge'])
   done = codec.decode(events.MergeDone, header['done'])
   sizes = header['sizes']
@@ -216,100 +237,60 @@ def begin(
   )
 
 
-class OuterLog:
-  """The log of one run. Call `recover` first, and use it from one thread at a time."""
+def recover(
+  files: files_port.Files,
+  agreement: str,
+  theta: Theta,
+  position: dict[str, Any],
+) -> tuple[wal.Wal, list[Ended]]:
+  """Opens the log of a directory whose lock the caller holds, and repeats the outer steps behind a
+  checkpoint, or behind version 0; returns both, the steps without their machine states but the
+  last.
 
-  def __init__(
-    self,
-    files: files_port.Files,
-    agreement: str,
-    say: Callable[[str], None],
-    segment_bytes: int = wal.SEGMENT_BYTES,
-  ):
-    """The log in a directory whose lock the caller holds.
+  Args:
+    files: the directory.
+    agreement: of the run (protocol/agreement.py): the log of another run is refused.
+    theta: as in the checkpoint; moved to the end of the log.
+    position: of the checkpoint; empty: there is none.
 
-    Args:
-      files: the directory.
-      agreement: of the run (protocol/agreement.py): the log of another run is refused.
-      say: prints a line for people.
-      segment_bytes: as for wal.open_log.
-    """
-    self._files = files
-    self._run = run_of(agreement)
-    self._say = say
-    self._segment_bytes = segment_bytes
-    self._wal: wal.Wal | None = None
+  Raises:
+    NotReproduced, WalDamaged, WalUnsupported: the syncer must not start; nothing was changed.
+    WalFull, WalBroken: the disk is full or failed.
+  """
+  after, chain = position.get(POSITION, 0), position.get(CHAIN)
+  try:
+    chain = chain and bytes.fromhex(chain)
+  except (TypeError, ValueError):
+    chain = b'?'
+  if type(after) is not int or after < 0 or chain == b'?':
+    raise NotReproduced(
+      f'The checkpoint names no position in the log of {files.place}. Nothing was changed'
+    )
+  log = wal.open_log(files, run_of(agreement), after, chain)
+  ended: list[Ended] = []
+  for record in log.records(after):
+    step = redo(theta, record, files.place)
+    if ended:  # only the last machine state is needed, and there may be 100,000
+      merge, done = ended[-1]
+      ended[-1] = dataclasses.replace(merge, machine_state={}), done
+    ended.append((step.merge, step.done))
+  return log, ended
 
-  @property
-  def place(self) -> str:
-    """The folder, for messages."""
-    return self._files.place
 
-  @property
-  def position(self) -> dict[str, Any]:
-    """The position for a checkpoint that holds every outer step committed so far."""
-    return {POSITION: self._wal.committed, CHAIN: self._wal.chain.hex()}
+def position(log: wal.Wal) -> dict[str, Any]:
+  """The position for a checkpoint that holds every outer step committed so far."""
+  return {POSITION: log.committed, CHAIN: log.chain.hex()}
 
-  def recover(self, theta: Theta, position: dict[str, Any]) -> list[Ended]:
-    """Opens the log and repeats the outer steps behind a checkpoint, or behind version 0; returns
-    them, all but the last without their machine states.
 
-    Args:
-      theta: as in the checkpoint; moved to the end of the log.
-      position: of the checkpoint; empty: there is none.
+def compact(log: wal.Wal, kept: Sequence[dict[str, Any]]) -> None:
+  """Drops the records that every kept checkpoint holds; call it after a save has succeeded.
 
-    Raises:
-      NotReproduced, WalDamaged, WalUnsupported: the syncer must not start; nothing was changed.
-      WalFull, WalBroken: the disk is full or failed.
-    """
-    after, chain = position.get(POSITION, 0), position.get(CHAIN)
-    try:
-      chain = chain and bytes.fromhex(chain)
-    except (TypeError, ValueError):
-      chain = b'?'
-    if type(after) is not int or after < 0 or chain == b'?':
-      raise NotReproduced(
-        f'The checkpoint names no position in the log of {self.place}. Nothing was changed'
-      )
-    self._wal = wal.open_log(self._files, self._run, after, chain, self._segment_bytes)
-    for line in self._wal.recovered.words:
-      self._say(line)
-    ended: list[Ended] = []
-    for record in self._wal.records(after):
-      step = redo(theta, record, self._files.place)
-      if ended:  # only the last machine state is needed, and there may be 100,000
-        merge, done = ended[-1]
-        ended[-1] = dataclasses.replace(merge, machine_state={}), done
-      ended.append((step.merge, step.done))
-    return ended
+  Args:
+    log: the open log.
+    kept: the records of the kept checkpoints, with their positions, oldest first.
 
-  def append(self, step: OuterStep) -> int:
-    """Gives an outer step to the operating system; returns its number. `commit` makes it durable.
-
-    Raises:
-      WalFull: there is no space; append the same step again later.
-      WalBroken: the disk failed.
-    """
-    return self._wal.append(OUTER_STEP, *encode(step))
-
-  def commit(self) -> None:
-    """Returns once all appended outer steps are durable.
-
-    Raises:
-      WalBroken: the disk failed; nothing about this outer step may leave the process.
-    """
-    self._wal.commit()
-
-  def compact(self, kept: Sequence[dict[str, Any]]) -> None:
-    """Drops the records that every kept checkpoint holds; call it after a save has succeeded.
-
-    Args:
-      kept: the records of the kept checkpoints, with their positions, oldest first.
-
-    Raises:
-      WalFull: there is no space to begin a new segment.
-      WalBroken: the disk failed.
-    """
-    if len(kept) >= CHECKPOINTS:
-      self._wal.drop_before(kept[0][POSITION] + 1)  # first: it makes space for the next segment
-    self._wal.roll()
+  Raises:
+    WalBroken: the disk failed.
+  """
+  if len(kept) >= CHECKPOINTS:
+    log.drop_before(kept[0][POSITION])

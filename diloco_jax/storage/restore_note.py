@@ -20,18 +20,16 @@ class Note:
     done: whether it has ended.
     log: the position in the log of the checkpoint that the run went back to.
     gone: learners that count as having left.
-    back: learners that were restored with moments of their own.
   """
 
   done: bool
   log: int = 0
   gone: tuple[str, ...] = ()
-  back: tuple[str, ...] = ()
 
   def __post_init__(self):
     """Raises ValueError if a value is out of its range."""
     folders.require_number('log', self.log)
-    for name in (*self.gone, *self.back):
+    for name in self.gone:
       folders.require_learner(name)
 
 

@@ -83,6 +83,31 @@ def require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
       raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
 
 
+def read_part(
+  within: str, like: Any, record: dict[str, Any], described: Any, load: Callable[[Any], Any]
+) -> Any:
+  """Reads a part of a tree, as numpy arrays, and verifies it.
+
+  Args:
+    within: the path of the part, with a '/' at its end.
+    like: a tree of arrays or shapes, the part that is wanted.
+    record: `shapes` and `digests` of the whole tree, as it was saved.
+    described: the whole tree, with any leaves.
+    load: as for `require_reads_back`.
+
+  Raises:
+    Mismatch: the part is of another model or optimizer.
+    ValueError: it does not read back; and whatever `load` raises.
+  """
+  of_part = lambda rows: {path: row for path, row in rows.items() if path.startswith(within)}
+  wanted = {within + path: row for path, row in shapes(like).items()}
+  require_same_shapes(of_part(record['shapes']), wanted)
+  tree = [np.ndarray if path in wanted else _LEFT_OUT for path in _by_path(described)]
+  found = of_part(_by_path(load(jax.tree.unflatten(jax.tree.structure(described), tree))))
+  require_same_digests(of_part(record['digests']), digests_of_host(found))
+  return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
+
+
 def digests_of_host(tree: Any) -> dict[str, int]:
   """As `digests`, of numpy arrays, on the host."""
   return {path: _digest_of_host(leaf) for path, leaf in _by_path(tree).items()}

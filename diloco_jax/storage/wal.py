@@ -1,40 +1,91 @@
-"""The write-ahead log of the syncer: committed records survive every crash.
+"""The write-ahead log of the syncer, a file for each record: committed records survive every crash.
 
-A record holds all data that is needed to repeat one outer step, bit for bit. `append` gives it to
-the operating system; `commit` makes all records appended since the last commit durable with one
-fsync. No consequence of a record (an acknowledgement, a publication, a metric) may leave the
-process before the commit that covers it has returned.
+A record holds all data that is needed to repeat one outer step, bit for bit. `append` writes it to
+the file `record.new`; `commit` makes its bytes durable, gives it its name, NUMBER.rec, and makes
+the name durable. No consequence of a record (an acknowledgement, a publication, a metric) may leave
+the process before its commit has returned. So every file with a name was whole and durable:
+recovery removes `record.new`, verifies all other files, and refuses a log of which any byte
+differs. No file is ever changed, so a store of whole objects could hold a log, too.
 
-The log is a sequence of segments, files named by the number of their first record (bytes:
-wal_format.py). Records are numbered 1, 2, 3 ... and chained by their hashes. Recovery verifies the
-whole log: it cuts a tail torn by a crash and reports this; it refuses any other damage
-(wal_recovery.py, which also defines the difference).
+Records are numbered 1, 2, 3 ... and chained by their hashes. The oldest file is the base of those
+behind it: they follow from its hash, its payload is not read. A new log begins with a base of kind
+BASE: number 0, or that of the checkpoint behind which it begins. Compaction removes the oldest
+files without an fsync, and a crash may bring some of them back. So files before a gap do not count;
+a gap behind the checkpoint is refused.
 
-Failures. When the disk is full, the log cuts off the partly written record, and the caller may
-append the same record later. Any other failure breaks the log: after a failed fsync it is unknown
-which records are durable, and a second fsync would not tell. So the log writes nothing more, and
-the process has to end and recover. Recovery may then read pages that never reached the disk; it
-therefore writes whole records without a proven commit once more, to a new file, before use.
+When the disk is full, `record.new` is removed, and the caller may append the same record later. Any
+other failure breaks the log: it writes nothing more, and the process has to end and recover.
 
-The order of I/O calls keeps these statements true at every moment of a crash:
-  a segment gets its name only after its header and all earlier records are durable;
-  the log removes the oldest segment first, durably, before the next;
-  only a whole, durable file replaces another.
+A file has a header of 136 bytes, then the payload. All numbers are little-endian:
+
+| bytes | what |
+|---|---|
+| 0-7 | `DJAXREC\\n` |
+| 8-11 | format version, 3 |
+| 12-15 | kind: 0 is BASE, all others belong to the caller |
+| 16-23 | number of the record |
+| 24-31 | payload bytes |
+| 32-63 | chain hash |
+| 64-127 | the run, UTF-8, filled up with zeros |
+| 128-131 | zeros |
+| 132-135 | CRC-32 of bytes 0-131 |
+
+Chain hash of a record = SHA-256(chain hash before, bytes 12-31, the SHA-256 of each MiB of the
+payload). So several cores can compute it, and one hash names a whole history. The first one, of
+number 0, is the SHA-256 of the run's name.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import hashlib
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from typing import Any, NamedTuple
 
 from diloco_jax.storage import files_port as files_port_lib
-from diloco_jax.storage import wal_format as fmt
-from diloco_jax.storage import wal_recovery
 
-SEGMENT_BYTES = 256 << 20
+VERSION = 3
+BASE = 0
+NEW = 'record.new'
+PIECE_BYTES = 1 << 20  # of a payload, hashed together
+RUN_BYTES = 64
+# The command that repairs a damaged log: it moves the log aside and begins a new one behind the
+# newest checkpoint.
+RESTORE = 'diloco restore --to=latest'
+
+_MAGIC = b'DJAXREC\n'
+_HEADER = struct.Struct('<8sIIQQ32s64s4x')
+_CHAINED = struct.Struct('<IQQ')
+_UNCHAINED = 'its bytes have changed, or its hash does not follow from the records before it'
+_CRC = struct.Struct('<I')
+HEADER_BYTES = _HEADER.size + _CRC.size
+_NAME = re.compile(r'(\d{20})\.rec')
+
+
+class WalError(Exception):
+  """What happened, what is safe, what to do."""
+
+
+class WalFull(WalError):
+  """The disk has no space for this record. The log is whole: append the record again later."""
+
+
+class WalDamaged(WalError):
+  """The log differs from the committed one. Nothing was changed."""
+
+
+class WalBroken(WalError):
+  """The disk failed. The log writes nothing more: end the process (exit code 74)."""
+
+
+class WalUnsupported(WalError):
+  """A whole log, but of another format version or of another run. Nothing was changed."""
 
 
 class Record(NamedTuple):
-  """An appended record."""
+  """A committed record."""
 
   number: int
   kind: int
@@ -42,12 +93,154 @@ class Record(NamedTuple):
   payload: memoryview
 
 
-@dataclasses.dataclass(frozen=True)
-class Recovered:
-  """The findings and changes of a recovery."""
+def name_of(number: int) -> str:
+  return f'{number:020}.rec'
 
-  cut_bytes: int  # of the torn tail
-  words: tuple[str, ...]  # console lines; empty if recovery changed nothing
+
+def numbers(files: files_port_lib.Files) -> list[int]:
+  """The numbers that have a file, ascending."""
+  return [int(match[1]) for match in map(_NAME.fullmatch, files.names()) if match]
+
+
+# --- Hashes ---------------------------------------------------------------------------------------
+
+
+def first_chain(run: str) -> bytes:
+  """The chain hash before record 1."""
+  return hashlib.sha256(run.encode()).digest()
+
+
+def chain_of(before: bytes, kind: int, number: int, length: int, hashes: bytes) -> bytes:
+  """The chain hash of a record, from the hashes of its payload."""
+  return hashlib.sha256(before + _CHAINED.pack(kind, number, length) + hashes).digest()
+
+
+def hashes_of(buffers: Iterable[memoryview]) -> bytes:
+  """A payload's hashes; those of a large one are computed on several cores."""
+  pieces = list(_pieces(buffers))
+  if len(pieces) < 2:
+    return b''.join(map(_hash_of, pieces))
+  return b''.join(_threads().map(_hash_of, pieces))
+
+
+def _hash_of(piece: Iterable[memoryview]) -> bytes:
+  total = hashlib.sha256()
+  for view in piece:
+    total.update(view)  # releases the interpreter lock
+  return total.digest()
+
+
+def _pieces(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+  """The MiBs of the joined buffers, not copied."""
+  piece, room = [], PIECE_BYTES
+  for view in buffers:
+    while view:
+      piece.append(view[:room])
+      view, room = view[room:], room - len(piece[-1])
+      if not room:
+        yield piece
+        piece, room = [], PIECE_BYTES
+  if piece:
+    yield piece
+
+
+@functools.cache
+def _threads() -> futures.ThreadPoolExecutor:
+  return futures.ThreadPoolExecutor(4, thread_name_prefix='hashes')
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def _header(files: files_port_lib.Files, run: str, number: int, first: int) -> tuple:
+  """Kind, payload size and chain hash of a file. Raises WalDamaged, WalUnsupported, OSError."""
+  name = name_of(number)
+  header = files.read(name, 0, HEADER_BYTES)
+  body, crc = header[: -_CRC.size], header[-_CRC.size :]
+  if len(header) < HEADER_BYTES or body[:8] != _MAGIC or _CRC.pack(zlib.crc32(body)) != crc:
+    raise _damaged(files, number, first, 'its header is damaged or cut off')
+  _, version, kind, own, size, chain, found = _HEADER.unpack(body)
+  if version != VERSION:
+    raise WalUnsupported(
+      f'WAL {files.place}/{name} has format version {version}, this package reads {VERSION}. '
+      'Nothing was changed. Use the release of diloco_jax that wrote it, or another folder.'
+    )
+  if (found := found.rstrip(b'\0').decode(errors='backslashreplace')) != run:
+    shown = found.encode('unicode_escape').decode()
+    raise WalUnsupported(
+      f'WAL {files.place}/{name} belongs to the run "{shown}", not to "{run}". Nothing was '
+      'changed. Use another folder.'
+    )
+  if own != number:
+    raise _damaged(files, number, first, f'it is record {own}')
+  if (bytes_ := files.size(name)) != HEADER_BYTES + size:
+    raise _damaged(files, number, first, f'it has {bytes_} bytes of {HEADER_BYTES + size}')
+  return kind, size, chain
+
+
+def _records(files: files_port_lib.Files, run: str, base: int, last: int) -> Iterator[Record]:
+  """Yields the records behind `base`, verified. Raises WalDamaged, WalUnsupported, OSError."""
+  *_, before = _header(files, run, base, base)
+  for number in range(base + 1, last + 1):
+    kind, size, chain = _header(files, run, number, base)
+    payload = memoryview(files.read(name_of(number), HEADER_BYTES, size))
+    if chain_of(before, kind, number, size, hashes_of([payload])) != chain:
+      raise _damaged(files, number, base, _UNCHAINED)
+    yield Record(number, kind, chain, payload)
+    before = chain
+
+
+def _verify(files: files_port_lib.Files, run: str, after: int | None, chain: bytes | None) -> 'Wal':
+  """The log of a directory that has one; every record that counts is whole. `after`, `chain`: as
+  for open_log; None: any."""
+  present = set(numbers(files))
+  if not present:
+    raise _misfit(files, after, 'there is no log')
+  first = last = max(present)
+  while first - 1 in present:
+    first -= 1
+  if after is not None and not first <= after <= last:
+    end = f'ends with record {last}' if after > last else f'begins with record {first + 1}'
+    raise _misfit(files, after, f'the log {end}')
+  *_, end = _header(files, run, first, first)
+  if first == 0 and end != first_chain(run):
+    raise _damaged(files, 0, 0, _UNCHAINED)
+  chains = {first: end}
+  for record in _records(files, run, first, last):
+    end = record.chain
+    if record.number == after:
+      chains[after] = end
+  if chain is not None and chains[after] != chain:
+    raise _misfit(files, after, 'the log has another history up to there (another hash)')
+  words = ()
+  if min(present) < first:
+    words = (
+      f'WAL {files.place}: record {first - 1} is missing, the files before it do not count; the '
+      'checkpoint holds these records.',
+    )
+  return Wal(files, run, first, last, end, words)
+
+
+def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> WalDamaged:
+  some = number > base + 1
+  whole = f'records {base + 1} to {number - 1} are whole' if some else 'no record is whole'
+  return WalDamaged(
+    f'WAL {files.place}/{name_of(number)} is damaged: {why}. Nothing was changed; {whole}. Put the '
+    f'file back, or go back to the newest checkpoint with {RESTORE}: it moves the log aside, and '
+    'the run repeats the outer steps behind that checkpoint.'
+  )
+
+
+def _misfit(files: files_port_lib.Files, after: int | None, why: str) -> WalDamaged:
+  """The error for a whole log that does not fit the checkpoint."""
+  return WalDamaged(
+    f'The checkpoint holds all records up to {after or 0}, but {why}, in {files.place}. Not '
+    'started, nothing changed. Restore the missing files of the log, or a checkpoint that fits, or '
+    f'set the log aside and continue from the newest checkpoint: {RESTORE}'
+  )
+
+
+# --- The log --------------------------------------------------------------------------------------
 
 
 def open_log(
@@ -55,8 +248,6 @@ def open_log(
   run: str,
   after: int = 0,
   chain: bytes | None = None,
-  segment_bytes: int = SEGMENT_BYTES,
-  key: bytes = b'',
 ) -> 'Wal':
   """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
@@ -66,10 +257,8 @@ def open_log(
     files: the directory of the log; its other files are not touched.
     run: the run of the log, 1 to 64 bytes.
     after: the last record in the caller's checkpoint; 0: no checkpoint. The log must hold this
-      record or begin with the next one.
+      record, or be based on it.
     chain: the hash of the history up to `after`, if the checkpoint has it.
-    segment_bytes: the log closes a segment once it is larger.
-    key: of its chain (seals.py); empty: none.
 
   Raises:
     WalDamaged: the log differs from the committed one; nothing was changed.
@@ -77,36 +266,27 @@ def open_log(
     WalFull, WalBroken: the disk is full, or failed.
   """
   try:
-    found = wal_recovery.scan(files, run, key)
-    if found.damage:
-      raise found.damaged(files, found.damage)
-    if not found.segments and not after:
-      return begin(files, run, segment_bytes=segment_bytes, key=key)
-    if not after:
-      chain = fmt.first_chain(run, key)
-    _check_snapshot(files, found, after, chain)
-    words = _recover(files, found)
+    if not after and not numbers(files):
+      return begin(files, run)
+    log = _verify(files, run, after, chain)
+    if NEW in files.names():
+      files.remove(NEW)
+      log.words += (
+        f'WAL {files.place}: an unfinished record was removed, it was never acknowledged. The log '
+        f'ends with record {log.committed}, hash {log.chain.hex()[:16]}.',
+      )
+    files.fsync_names()  # the previous process may have ended between a rename and this call
   except OSError as error:
-    raise _recovery_failed(files, error) from error
-  recovered = Recovered(found.torn_bytes, tuple(words))
-  log = Wal(files, run, found.segments, found.last, found.chain, segment_bytes, recovered, key)
-  if found.proven < found.last:
-    log._mark()
+    raise WalBroken(
+      f'Recovery of the log in {files.place} failed: {error}. Not started, no committed record was '
+      'dropped. Check the disk, then start again.'
+    ) from error
   return log
 
 
-def read_log(files: files_port_lib.Files, run: str, key: bytes = b'') -> 'Wal':
-  """Opens a log for reading only: the records that recovery would keep. Changes nothing.
-
-  Raises:
-    WalDamaged, WalUnsupported: as open_log.
-    OSError: the log is not readable.
-  """
-  found = wal_recovery.scan(files, run, key)
-  if found.damage:
-    raise found.damaged(files, found.damage)
-  recovered = Recovered(found.torn_bytes, ())
-  log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered, key)
+def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
+  """Opens a log for reading only. Changes nothing. Raises WalDamaged, WalUnsupported, OSError."""
+  log = _verify(files, run, None, None)
   log._broken = 'The log is open for reading only.'
   return log
 
@@ -116,137 +296,42 @@ def begin(
   run: str,
   after: int = 0,
   chain: bytes | None = None,
-  segment_bytes: int = SEGMENT_BYTES,
-  key: bytes = b'',
 ) -> 'Wal':
-  """Begins a log after a checkpoint, in a directory without a log.
+  """Begins a log behind a checkpoint, in a directory without a log.
 
-  Call it on purpose only: it abandons committed records that another log has after the checkpoint.
+  Call it on purpose only: it abandons committed records that another log has behind the checkpoint.
   """
-  if wal_recovery.segment_names(files):
+  if numbers(files):
     raise ValueError(f'there is a log in {files.place} already; use open_log')
-  chain = chain or fmt.first_chain(run, key)
-  log = Wal(files, run, [], after, chain, segment_bytes, Recovered(0, ()), key)
-  log._begin_segment()
+  log = Wal(files, run, after, after, chain or first_chain(run))
+  log._write(after, BASE, log.chain, [])
+  log.commit()
   return log
 
 
-def _check_snapshot(
-  files: files_port_lib.Files, found: wal_recovery.Found, after: int, chain: bytes | None
-) -> None:
-  """Refuses a log and a checkpoint of different histories, or with a gap between them."""
-  if not found.segments:
-    raise _misfit(files, found, 'there is no log', after)
-  if after > found.last:
-    raise _misfit(files, found, f'the log ends with record {found.last}', after)
-  if after < found.first - 1:
-    raise _misfit(files, found, f'the log begins with record {found.first}', after)
-  if chain is not None and chain_at(files, found.segments, after) != chain:
-    raise _misfit(files, found, 'the log has another history up to there (another hash)', after)
-
-
-def _misfit(
-  files: files_port_lib.Files, found: wal_recovery.Found, why: str, after: int
-) -> fmt.WalDamaged:
-  """The error for a whole log that does not fit the checkpoint."""
-  return fmt.WalDamaged(
-    f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not started, '
-    'nothing changed. Restore the missing files of the log, or a checkpoint that fits, or set the '
-    f'log aside and continue from the newest checkpoint: {wal_recovery.RESTORE}'
-  )
-
-
-def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str]:
-  """Makes all found records durable and cuts the torn tail; returns the console lines."""
-  for name in files.names():
-    if name.endswith(fmt.NEW) and fmt.first_of(name[: -len(fmt.NEW)]) is not None:
-      files.remove(name)  # an unused segment
-  files.fsync_names()  # the previous process may have ended between a rename and this call
-  last = found.segments[-1]
-  if found.proven < found.last:  # perhaps never on the disk, only in memory: see above
-    wal_recovery.copy(files, last.name, 0, last.size, last.name)
-  elif found.torn_bytes:
-    files.truncate(last.name, last.size)  # durable with the next fsync; until then repeatable
-  words = [
-    f'WAL {files.place}/{name}: the mark at byte {offset} is damaged; every record is whole.'
-    for name, offset in found.passed
-  ]
-  if found.torn_bytes:
-    words.append(
-      f'WAL {files.place}/{last.name} ended in an unfinished record ({found.torn_bytes} '
-      f'bytes dropped, it was never acknowledged). The log ends with record {found.last}, hash '
-      f'{fmt.short(found.chain)}.'
-    )
-  return words
-
-
-def chain_at(
-  files: files_port_lib.Files, segments: list[wal_recovery.Segment], number: int
-) -> bytes | None:
-  """The hash after a record, or before the first one; None if the log does not hold it."""
-  for segment in segments:
-    if segment.first == number + 1:
-      header = files.read(segment.name, 0, fmt.SEGMENT_HEADER_BYTES)
-      return fmt.parse_segment(segment.name, header).chain
-  for segment in reversed(segments):
-    if segment.first <= number:
-      found = (e.chain for _, e in wal_recovery.entries(files, segment) if e.number == number)
-      return next(found, None)
-  return None
-
-
-def _recovery_failed(files: files_port_lib.Files, error: OSError) -> fmt.WalError:
-  """The error for a disk that failed before the log was open."""
-  if error.errno in files_port_lib.FULL:
-    return fmt.WalFull(
-      f'No space on {files.place} to recover the log. Not started, no record is lost. Make space '
-      'and start again.'
-    )
-  return fmt.WalBroken(
-    f'Recovery of the log in {files.place} failed: {error}. Not started, no committed record was '
-    'dropped. Check the disk, then start again.'
-  )
-
-
 class Wal:
-  """An open log (open_log, begin). One thread at a time.
+  """An open log (open_log, begin). One thread at a time, one record between two commits.
 
   Attributes:
-    last: number of the newest appended record.
+    first: number of the oldest file, the base of the records behind it.
     committed: number of the newest durable record; after a failure all records up to it are safe.
-    recovered: the findings of open_log.
+    chain: hash of the history up to that record, for a checkpoint.
+    words: console lines about what recovery found; empty if all was as it should be.
   """
 
   def __init__(
     self,
     files: files_port_lib.Files,
     run: str,
-    segments: list[wal_recovery.Segment],
-    last: int,
+    first: int,
+    committed: int,
     chain: bytes,
-    segment_bytes: int,
-    recovered: Recovered,
-    key: bytes = b'',
+    words: tuple[str, ...] = (),
   ):
-    self._files = files
-    self._run = run
-    self._segments = segments
-    self._segment_bytes = segment_bytes
-    self._key = key
-    self._chain = self._committed_chain = chain
+    self._files, self._run = files, run
+    self.first, self.committed, self.chain, self.words = first, committed, chain, words
+    self._appended: tuple[int, bytes, int] | None = None  # its number, hash and bytes
     self._broken = ''  # why the log writes nothing more
-    self.last = self.committed = last
-    self.recovered = recovered
-
-  @property
-  def first(self) -> int:
-    """Number of the oldest record in the log."""
-    return self._segments[0].first
-
-  @property
-  def chain(self) -> bytes:
-    """Hash of the history up to the newest durable record, for a checkpoint."""
-    return self._committed_chain
 
   def append(self, kind: int, *buffers: Any) -> int:
     """Gives a record to the operating system; `commit` makes it durable.
@@ -263,185 +348,105 @@ class Wal:
       WalFull: there is no space; append the same record later.
       WalBroken: the disk failed; the log writes nothing more.
     """
-    if not 1 <= kind < 1 << 32:
+    if not BASE < kind < 1 << 32:
       raise ValueError(f'kind {kind} of a record is not from 1 to 2**32 - 1')
     self._require_whole()
+    if self._appended:
+      raise ValueError(f'record {self._appended[0]} is not committed')
     views = [view.cast('B') for view in map(memoryview, buffers) if view.nbytes]
-    if self._segments[-1].size >= self._segment_bytes and self.committed == self.last:
-      self.roll()
-    number, length = self.last + 1, sum(len(view) for view in views)
-    hashes = fmt.hashes_of(views)
-    chain = fmt.chain_of(self._chain, kind, number, length, hashes, self._key)
-    entry = fmt.Entry(kind, number, self.committed, length, chain, fmt.crc_of(hashes))
-    self._write(entry, views)
-    self.last, self._chain = number, chain
+    number, size = self.committed + 1, sum(len(view) for view in views)
+    chain = chain_of(self.chain, kind, number, size, hashes_of(views))
+    self._write(number, kind, chain, views)
     return number
 
   def commit(self) -> int:
-    """Makes all appended records durable; after it their consequences may leave the process.
+    """Makes the appended record durable; after it its consequences may leave the process.
 
     Returns:
-      The number of the last record.
+      The number of the newest durable record.
 
     Raises:
-      WalBroken: the fsync failed; no consequence of records since the last commit may leave the
-        process.
+      WalFull: there is no space; append the same record later.
+      WalBroken: the disk failed; no consequence of the record may leave the process.
     """
     self._require_whole()
-    if self.committed < self.last:
-      self._do('fsync of', self._files.fsync, self._segments[-1].name)
-      self.committed, self._committed_chain = self.last, self._chain
-      self._mark()
+    if self._appended:
+      number, chain, size = self._appended
+      self._do('fsync of a record', self._files.fsync, NEW, needed=size)
+      self._do('naming a record', self._files.rename, NEW, name_of(number), needed=size)
+      self._do('fsync of the directory', self._files.fsync_names)
+      self.committed, self.chain, self._appended = number, chain, None
     return self.committed
 
   def records(self, after: int = 0) -> Iterator[Record]:
-    """Yields the present records after number `after`, one at a time in memory.
+    """Yields the committed records behind number `after`, one at a time in memory.
 
     Raises:
-      WalDamaged: a payload has changed since the log was opened.
+      WalDamaged: a file has changed since the log was opened.
       WalBroken: the disk is not readable.
     """
-    due, last = max(after + 1, self.first), self.last
+    base = min(max(after, self.first), self.committed)
     try:
-      for segment in self._from(due):
-        for offset, entry in wal_recovery.entries(self._files, segment):
-          if due <= entry.number <= last:
-            if entry.number > due:
-              raise self._changed(segment, due)
-            yield self._record(segment, offset, entry)
-            due += 1
+      yield from _records(self._files, self._run, base, self.committed)
     except OSError as error:
       raise self._fail('Reading back', error) from error
-    if due <= last:
-      raise self._changed(self._segments[-1], due)
 
-  def roll(self) -> None:
-    """Begins a new segment, so that the previous one can be dropped. Commit all records first."""
-    if self.committed < self.last:
-      raise ValueError(f'records {self.committed + 1} to {self.last} are not committed')
-    self._require_whole()
-    if self._segments[-1].first <= self.last:
-      self._begin_segment()
+  def drop_before(self, number: int) -> None:
+    """Removes the files before record `number`, which becomes the base; never the newest.
 
-  def drop_before(self, number: int) -> list[str]:
-    """Removes the segments whose records are all < `number`; never the newest.
-
-    The caller must have a *verified* checkpoint that holds every record before `number`.
-
-    Returns:
-      The removed files.
+    The caller must have a *verified* checkpoint that holds every record up to `number`.
     """
-    self._require_whole()
-    dropped = []
-    while len(self._segments) > 1 and self._segments[1].first <= number:
-      name = self._segments[0].name
-      self._do('removing', self._files.remove, name)
-      self._do('fsync of the directory after removing', self._fsync_names, name)
-      dropped.append(self._segments.pop(0).name)
-    return dropped
+    number = min(number, self.committed)
+    for older in self._do('listing the records', numbers, self._files):  # the oldest first
+      if older < number:
+        self._do('removing a record', self._files.remove, name_of(older))
+    self.first = max(self.first, number)
 
-  def _write(self, entry: fmt.Entry, views: list[memoryview]) -> None:
-    """Writes a whole entry at the end, or, if the disk allows it, nothing."""
-    segment = self._segments[-1]
-    broken, self._broken = self._broken, 'A write was interrupted.'  # unless it returns
-    try:
-      self._files.append(segment.name, fmt.pack_entry(entry), *views)
-    except OSError as error:
-      if self._cut_back(segment) and error.errno in files_port_lib.FULL:
-        self._broken = broken
-        raise self._full(fmt.ENTRY_HEADER_BYTES + entry.length) from error
-      raise self._fail(f'Writing to {segment.name}', error) from error
-    self._broken = broken
-    segment.size += fmt.ENTRY_HEADER_BYTES + entry.length
-
-  def _cut_back(self, segment: wal_recovery.Segment) -> bool:
-    """Cuts off a partly written entry; False: the disk failed, and recovery will cut it."""
-    try:
-      self._files.truncate(segment.name, segment.size)
-      return True
-    except OSError:
-      return False
-
-  def _mark(self) -> None:
-    """Writes the commit to the log, so that recovery does not take damage for a torn tail."""
-    try:
-      self._write(fmt.Entry(fmt.COMMIT_MARK, self.last, self.last, 0, self._chain, 0), [])
-    except fmt.WalError:
-      pass  # the commit is valid; if the disk failed, the next append raises
-
-  def _begin_segment(self) -> None:
-    """Begins a segment; the file gets its name once its header is durable, and the end of the one
-    before: a torn tail that recovery has cut must not come back in a segment that is not the
-    last."""
-    if self._segments:
-      self._do('fsync of', self._files.fsync, self._segments[-1].name)
-    first = self.last + 1
-    name, new = fmt.segment_name(first), fmt.segment_name(first) + fmt.NEW
-    header = fmt.pack_segment(fmt.Header(first, self._chain, self._run))
-    self._do('creating', self._files.create, new, needed=len(header))
-    self._do('writing to', self._files.append, new, header, needed=len(header))
-    self._do('fsync of', self._files.fsync, new)
-    self._do('renaming', self._files.rename, new, name, needed=len(header))
-    self._do('fsync of the directory after renaming', self._fsync_names, new)
-    self._segments.append(wal_recovery.Segment(name, first))
-
-  def _fsync_names(self, name: str) -> None:
-    del name  # for the error text
-    self._files.fsync_names()
-
-  def _from(self, number: int) -> list[wal_recovery.Segment]:
-    """The segment that holds record `number`, and all later ones."""
-    older = sum(segment.first <= number for segment in self._segments)
-    return self._segments[max(older - 1, 0) :]
-
-  def _record(self, segment: wal_recovery.Segment, offset: int, entry: fmt.Entry) -> Record:
-    """Reads a record and checks its payload again."""
-    payload, done = memoryview(bytearray(entry.length)), 0
-    start = offset + fmt.ENTRY_HEADER_BYTES
-    for data in wal_recovery.read_pieces(self._files, segment.name, start, start + entry.length):
-      payload[done : done + len(data)] = data
-      done += len(data)
-    if fmt.crc_of(fmt.hashes_of([payload])) != entry.crc:
-      raise self._changed(segment, entry.number)
-    return Record(entry.number, entry.kind, entry.chain, payload.toreadonly())
-
-  def _changed(self, segment: wal_recovery.Segment, number: int) -> fmt.WalDamaged:
-    return fmt.WalDamaged(
-      f'WAL {self._files.place}/{segment.name} has changed since it was opened: record {number} '
-      'differs. Check the disk and the memory of this host, then start again.'
-    )
-
-  # --- Failures -----------------------------------------------------------------------------------
+  def _write(self, number: int, kind: int, chain: bytes, views: list[memoryview]) -> None:
+    run = self._run.encode()
+    if not 1 <= len(run) <= RUN_BYTES:
+      raise ValueError(f'the run {self._run!r} needs 1 to {RUN_BYTES} bytes, has {len(run)}')
+    size = sum(len(view) for view in views)
+    header = _HEADER.pack(_MAGIC, VERSION, kind, number, size, chain, run)
+    header += _CRC.pack(zlib.crc32(header))
+    self._do('writing a record', self._files.write, NEW, header, *views, needed=len(header) + size)
+    self._appended = number, chain, len(header) + size
 
   def _require_whole(self) -> None:
     if self._broken:
-      raise fmt.WalBroken(self._broken)
+      raise WalBroken(self._broken)
 
-  def _do(
-    self, doing: str, call: Callable[..., Any], name: str, *args: Any, needed: int = 0
-  ) -> None:
-    """Calls the port; if `needed` is set, a full disk does not break the log."""
-    broken, self._broken = self._broken, f'Interrupted: {doing} {name}.'  # unless it returns
+  def _do(self, doing: str, call: Callable[..., Any], *args: Any, needed: int = 0) -> Any:
+    """Calls the port; if `needed` (bytes) is set, a full disk does not break the log."""
+    self._require_whole()
+    self._broken = f'Interrupted: {doing}.'  # unless it returns
     try:
-      call(name, *args)
+      result = call(*args)
     except OSError as error:
-      if needed and error.errno in files_port_lib.FULL:
-        self._broken = broken
-        raise self._full(needed) from error
-      raise self._fail(f'{doing} {name}', error) from error
-    self._broken = broken
+      if not needed or error.errno not in files_port_lib.FULL:
+        raise self._fail(doing, error) from error
+      self._discard()
+      raise WalFull(
+        f'No space on {self._files.place} ({needed} bytes needed). The syncer commits no outer '
+        f'step until there is space; the last committed record {self.committed} is safe.'
+      ) from error
+    self._broken = ''
+    return result
 
-  def _full(self, needed: int) -> fmt.WalFull:
-    return fmt.WalFull(
-      f'No space on {self._files.place} ({needed} bytes needed). The syncer commits no outer step '
-      f'until there is space; the last committed record {self.committed} is safe.'
-    )
+  def _discard(self) -> None:
+    """Removes the unfinished record: it takes no space, and the next one may be another."""
+    self._appended = None
+    try:
+      self._files.remove(NEW)
+    except OSError:
+      pass  # it has not been created, or the next record replaces it
+    self._broken = ''
 
-  def _fail(self, doing: str, error: OSError) -> fmt.WalBroken:
+  def _fail(self, doing: str, error: OSError) -> WalBroken:
     """Breaks the log: it writes nothing more."""
     self._broken = (
       f'{doing} failed in {self._files.place}: {error}. The syncer stops before it acknowledges an '
       f'outer step that is not durable. Safe up to record {self.committed}, hash '
-      f'{fmt.short(self._committed_chain)}. Check the disk, then start again.'
+      f'{self.chain.hex()[:16]}. Check the disk, then start again.'
     )
-    return fmt.WalBroken(self._broken)
+    return WalBroken(self._broken)

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.storage import checkpoint, json_files, outer_log, wal_format
+from diloco_jax.storage import checkpoint, json_files, outer_log, wal
 from diloco_jax.storage import files as files_lib
 
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
@@ -28,8 +28,8 @@ class Closed(Exception):
   """The log takes no outer step any more."""
 
 
-class CommitLog(outer_log.OuterLog):
-  """The log of one run. Call it from one thread at a time; `stop` may be called from any."""
+class CommitLog:
+  """The log of one run. Call `recover` first, and all but `stop` from one thread at a time."""
 
   def __init__(
     self,
@@ -43,15 +43,16 @@ class CommitLog(outer_log.OuterLog):
 
     Args:
       files: the folder; closed by `close`, and by an error.
-      agreement, say: as for OuterLog.
+      agreement: as for outer_log.recover.
+      say: prints a line for people.
       retry_s: pause before another write to a full disk.
       full_s: how long an outer step waits for space.
 
     Raises:
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
-    super().__init__(files, agreement, say)
-    self._agreement = agreement
+    self._files, self._agreement, self._say = files, agreement, say
+    self._wal: wal.Wal | None = None
     self._retry_s, self._full_s = retry_s, full_s
     self._closed = threading.Event()
     try:
@@ -61,15 +62,27 @@ class CommitLog(outer_log.OuterLog):
       files.close()
       raise
 
+  @property
+  def place(self) -> str:
+    """The folder, for messages."""
+    return self._files.place
+
+  @property
+  def position(self) -> dict[str, Any]:
+    """The position for a checkpoint that holds every outer step committed so far."""
+    return outer_log.position(self._wal)
+
   def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
-    """As OuterLog.recover; the refusal of another run's log names the settings that differ."""
+    """As outer_log.recover; the refusal of another run's log names the settings that differ."""
     path = pathlib.Path(self._files.place) / AGREEMENT
     before = _read_agreement(path)
     try:
-      ended = super().recover(theta, position)
-    except wal_format.WalUnsupported as error:
+      self._wal, ended = outer_log.recover(self._files, self._agreement, theta, position)
+    except wal.WalUnsupported as error:
       found = agreement_lib.differences(self._agreement, before or self._agreement)
-      raise wal_format.WalUnsupported(' '.join([str(error), '; '.join(found)])) from error
+      raise wal.WalUnsupported(' '.join([str(error), '; '.join(found)])) from error
+    for line in self._wal.words:
+      self._say(line)
     if before != self._agreement:
       with contextlib.suppress(OSError):  # a full disk; the refusal would be shorter
         json_files.replace(path, self._agreement.encode())
@@ -84,22 +97,19 @@ class CommitLog(outer_log.OuterLog):
       WalBroken: the disk failed; nothing about this outer step may leave the process.
     """
     failpoints.reached('wal.before_append')
-    self._append(step)
-    failpoints.reached('wal.after_append')
-    self.commit()
-    failpoints.reached('wal.after_commit')
-
-  def _append(self, step: outer_log.OuterStep) -> None:
+    buffers = outer_log.encode(step)
     said_s = full_s = None  # times of the last line, and of the first refusal
     while not self._closed.is_set():
       try:
-        self.append(step)
+        self._wal.append(outer_log.OUTER_STEP, *buffers)
+        failpoints.reached('wal.after_append')
+        self._wal.commit()
         break
-      except wal_format.WalFull as full:
+      except wal.WalFull as full:
         now_s = time.monotonic()
         full_s = now_s if full_s is None else full_s
         if now_s - full_s >= self._full_s:
-          raise wal_format.WalFull(
+          raise wal.WalFull(
             f'{full} There was none for {self._full_s / 60:g} minutes, so the process ends: make '
             'space and start it again; it continues from there.'
           ) from full
@@ -109,6 +119,7 @@ class CommitLog(outer_log.OuterLog):
       self._closed.wait(self._retry_s)
     else:
       raise Closed
+    failpoints.reached('wal.after_commit')
     if said_s is not None:
       self._say(f'{self._files.place} has space again: outer steps are committed.')
 
@@ -116,11 +127,9 @@ class CommitLog(outer_log.OuterLog):
     """Drops the records that the checkpoints make superfluous. Raises WalBroken."""
     try:
       newest = checkpoints.numbers[-checkpoint.CHECKPOINTS_KEPT :]
-      self.compact([checkpoints.protocol(number) for number in newest])
+      outer_log.compact(self._wal, [checkpoints.protocol(number) for number in newest])
     except checkpoint.CheckpointError as error:
       self._say(f'the log keeps all its records: {error}')
-    except wal_format.WalFull:
-      pass  # the next outer step reports it; the next save compacts again
 
   def stop(self) -> None:
     """From now on no outer step is written: one that waits for space, and later ones, raise

@@ -295,7 +295,7 @@ def recover(
     origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
   if brought_back and machine_state.get(outer_log.POSITION) == brought_back.log:
-    machine_state = recovery.brought_back(machine_state, brought_back.gone, brought_back.back)
+    machine_state = recovery.without(machine_state, brought_back.gone)
   replayed = log.recover(theta, machine_state)
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
   if restored is None and not replayed:

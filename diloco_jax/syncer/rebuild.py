@@ -68,9 +68,9 @@ def rebuild(assembled: build.Assembly, workdir: pathlib.Path) -> Rebuilt:
   files = files_lib.Files(folder)
   run = outer_log.run_of(assembled.agreement)
   log = wal.read_log(files, run)
-  if log.first > 1:
+  if log.first > 0:
     raise ValueError(
-      f'the log in {files.place} begins with record {log.first}: earlier records were dropped '
+      f'the log in {files.place} begins with record {log.first + 1}: earlier records were dropped '
       'after checkpoints (start runs with --config.sync.keep_log=true to keep them) or set aside '
       'by a restore'
     )
@@ -84,7 +84,7 @@ def rebuild(assembled: build.Assembly, workdir: pathlib.Path) -> Rebuilt:
       made[merge.fragment, merge.version] = done.digest
   _compare(made, on_tape)
   digests = tuple(made[p, version] for p, version in enumerate(theta.versions))
-  return Rebuilt(log.last, refused, len(on_tape), digests)
+  return Rebuilt(log.committed, refused, len(on_tape), digests)
 
 
 def _digests_on_tape(workdir: pathlib.Path) -> Versions:

@@ -48,7 +48,6 @@ class ModelConfig:
     rope_theta: wavelengths run from 2 pi to 2 pi rope_theta positions.
     logit_softcap: c of logits <- c tanh(logits / c); 0 = off.
     dtype: of activations, 'float32' or 'bfloat16'; parameters are always float32.
-    patch_size: side of an image's patches in pixels, for the task 'vision' (vision.py).
   """
 
   vocab_size: int = 256
@@ -65,7 +64,6 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   logit_softcap: float = 30.0
   dtype: str = 'float32'
-  patch_size: int = 2
 
   def _least_parameters(self) -> int:
     """Of the embedding, the projections of attention, and the feed-forward blocks."""
@@ -85,7 +83,6 @@ class ModelConfig:
       'hidden_dim',
       'experts_per_token',
       'rope_theta',
-      'patch_size',
     )
     if self.num_layers > MAX_LAYERS:
       raise ValueError(f'num_layers is {self.num_layers}: at most {MAX_LAYERS}')
@@ -165,8 +162,7 @@ class DataConfig:
   """Bytes of text, cut into windows, read by shards (data.py).
 
   Attributes:
-    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files; for the task
-      'vision' it is 'digits' (digits.py).
+    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files.
     seq_len: L, tokens predicted per sequence.
     batch_size: B, sequences per inner step of one learner.
     shards: V, the number of shards; at least the largest number of learners.

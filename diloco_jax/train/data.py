@@ -12,7 +12,7 @@ one slice after the other, each in an order drawn for that pass. Batch i is a pu
 windows that do not fill a batch, different ones each time. The shards start at evenly spread
 slices, so that M learners, which lease the first M shards, read all slices once before any slice
 twice (if M is a power of two, else about evenly): an epoch is V / M passes. Shards need no more of
-a window than random access, so images with captions (digits.py) have them too.
+a window than random access, so images with captions have them too.
 """
 
 import dataclasses

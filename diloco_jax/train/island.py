@@ -234,7 +234,7 @@ class Island:
 
   @moments.setter
   def moments(self, moments: Any) -> None:
-    """Replaces the optimizer's state and keeps the parameters (a donor's moments)."""
+    """Replaces the optimizer's state and keeps the parameters."""
     self._state = self._state._replace(
       opt_state=_place(moments, self._state.opt_state, self.shardings.opt_state)
     )

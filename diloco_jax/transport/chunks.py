@@ -25,8 +25,8 @@ bit with the chunk that has it, and ends with the value in the announcing messag
 (`protocol.messages.Payload`; compared in link.py). `check` detects a chunk with a wrong header.
 
 A frame with transfer 0 and without data is an *acknowledgement*: `total` counts the bytes of all
-frames of chunks, headers too, that its sender has received in this session (flow.py); the other
-numbers are 0.
+frames of chunks, headers too, that its sender has received in this session (flow_control.py); the
+other numbers are 0.
 
 This module checks neither the sender (see the session token) nor the meaning of the bytes (see the
 codecs). CRC-32 guards against accidents, not against an attacker.

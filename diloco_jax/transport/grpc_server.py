@@ -1,4 +1,4 @@
-"""The syncer's end of the wire: a gRPC server behind a door (doors.py).
+"""The syncer's end of the wire: a gRPC server behind a listener (listen.py).
 
 Both streams of a session arrive as calls of their own. Control comes first: the server answers
 with a random token in its initial metadata; Bulk must bring it back. When it does (and gets the
@@ -8,13 +8,13 @@ synchronous API is used throughout: for bulk, threads are a little faster than a
 large copy and checksum runs without the GIL.
 
 Places. A session is a *stranger's* until the machine has answered it as it answers members only
-(rules.py), and must become a member's in time. There is a number of places for members, and another
-one for strangers. If all of those are taken, a newcomer displaces a stranger that has had `stay_s`
-to join: of those that have come least far with joining the oldest. Newcomers wait in line for that,
-and come at no higher rate. A learner that has proved its name needs no place among the strangers,
-but its newest session displaces another one of it that has not joined. So processes that occupy
-sessions keep neither a member nor a restarted learner out, which needs less time to join, and
-connections that do not speak end after seconds.
+(peer_limits.py), and must become a member's in time. There is a number of places for members, and
+another one for strangers. If all of those are taken, a newcomer displaces a stranger that has had
+`stay_s` to join: of those that have come least far with joining the oldest. Newcomers wait in line
+for that, and come at no higher rate. A learner that has proved its name needs no place among the
+strangers, but its newest session displaces another one of it that has not joined. So processes that
+occupy sessions keep neither a member nor a restarted learner out, which needs less time to join,
+and connections that do not speak end after seconds.
 """
 
 import collections

@@ -15,7 +15,7 @@ runs two writers (the generators `control_frames`, `bulk_frames`), the session t
 A syncer reads no further from a peer that sends more messages than it may (`link.Limits`), and both
 ends read no further while the machine has not handled MAX_UNHANDLED messages of the session: gRPC's
 flow control then makes the peer wait. A learner keeps to the rate by itself. What a peer may send
-at all is in rules.py.
+at all is in peer_limits.py.
 
 A session never retries: a retried stream can lose messages silently. The machines recover the
 messages that a broken session loses.
@@ -93,7 +93,7 @@ class Session:
     self._outgoing, self._incoming = directions if dialed else reversed(directions)
     self._dialed = dialed
     self._send_queue = link.SendQueue(
-      self._split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
+      self._split, limits.max_queued_bytes, limits.max_queued_messages
     )
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
     self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
@@ -232,7 +232,7 @@ class Session:
 
   @property
   def stage(self) -> int:
-    """How far it has come with joining (rules.py)."""
+    """How far it has come with joining (peer_limits.py)."""
     return self._rules.stage
 
   # --- Writers: gRPC's threads iterate over these ------------------------------------------------
@@ -329,11 +329,7 @@ class Session:
         now_s = time.monotonic()
         if (received := self._receipts.due(now_s)) is not None:
           return chunks.acknowledgement(received)
-        if (frames := self._send_queue.next_donated(now_s)) is not None:
-          self._changed.notify_all()
-          return frames
-        waits_s = (self._send_queue.donation_wait_s(now_s), self._receipts.wait_s(now_s))
-        self._bulk_changed.wait(min((one for one in waits_s if one is not None), default=None))
+        self._bulk_changed.wait(self._receipts.wait_s(now_s))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------

@@ -5,16 +5,11 @@ A link has two lanes. *Control* carries messages in the order of sending and nev
 *Bulk* carries payloads, one *transfer* after the other, each cut into chunks on demand. A message
 with a payload is an *announcement*: it enters the control lane when its transfer begins. So a
 heartbeat never waits behind a gigabyte, and the link can still replace a transfer that has not
-begun. A *donation* (a donor's moments: the largest payload, awaited by one joiner only) uses the
-bulk lane in the background: one chunk at a time when no other payload waits, at no more than its
-granted rate.
+begun.
 
 Rules of the outgoing half (`SendQueue`):
 
-* transfers leave in the order of sending, except that every other payload overtakes donations;
-  transfer numbers grow and are never reused;
-* donations leave one after the other; at most MAX_DONATIONS wait, and a closing link does not
-  finish them;
+* transfers leave in the order of sending; transfer numbers grow and are never reused;
 * a whole Publish (`base_version` None) of a fragment replaces the older Publishes of that fragment
   whose transfer has not begun: the learner would overwrite them on arrival. A delta replaces
   nothing, since its base may be a version that still waits;
@@ -39,8 +34,6 @@ Buffer = memoryview | bytes
 Split = Callable[[int, Buffer], Iterator[bytes]]
 """Cuts the payload of a transfer into frames, lazily."""
 
-MAX_DONATIONS = 2  # machines send one at a time; the one before may still be ending
-OPEN_TRANSFERS = 2  # that may be incomplete: a payload, and a donation in its gaps
 NO_TRANSFER = 0  # the transfer number of a message without payload
 
 
@@ -54,10 +47,8 @@ class Limits:
 
   contribution_bytes: tuple[int, ...]  # by fragment: an encoded pseudo-gradient
   publish_bytes: tuple[int, ...]  # by fragment: the largest published value
-  donation_bytes: int = 0  # a donor's moments
   max_queued_bytes: int = 8 << 30  # payloads that wait to be sent (by reference, often shared)
   max_queued_messages: int = 1 << 14  # control messages that wait to be sent
-  donation_bytes_per_s: int = 0  # of outgoing donations; 0: no limit
   uplink_bytes_per_s: int = 0  # of all payloads that leave a learner; 0: no limit
   max_announced: int = 64  # incoming payloads whose announcement is ahead of their bytes
   max_members: int = 64  # sessions of members at the same time (syncer)
@@ -71,7 +62,7 @@ class Limits:
 
   @property
   def max_payload_bytes(self) -> int:
-    return max(*self.contribution_bytes, *self.publish_bytes, self.donation_bytes)
+    return max(*self.contribution_bytes, *self.publish_bytes)
 
 
 def size_bytes(payload: Buffer) -> int:
@@ -98,34 +89,22 @@ def _describe(payload: Buffer | None) -> str:
   return 'no payload' if payload is None else f'{size_bytes(payload)} bytes'
 
 
-@dataclasses.dataclass
-class _Background:
-  """An outgoing donation: its frames (None before the first), and the time of the next frame."""
-
-  message: messages.Message
-  payload: Buffer
-  frames: Iterator[bytes] | None = None
-  next_s: float = 0.0
-
-
 class SendQueue:
   """The messages and payloads to send to one peer. Not thread-safe: the owner holds a lock. One
   thread makes the frames, outside the lock."""
 
-  def __init__(self, split: Split, max_bytes: int, max_messages: int, bytes_per_s: int = 0):
+  def __init__(self, split: Split, max_bytes: int, max_messages: int):
     self._split = split
     self._max_bytes = max_bytes
     self._max_messages = max_messages
     self._control: collections.deque[tuple[messages.Message, int]] = collections.deque()
     self._bulk: collections.deque[tuple[messages.Message, Buffer]] = collections.deque()
-    self._bytes_per_s = bytes_per_s
-    self._donations: collections.deque[_Background] = collections.deque()
     self._under_way_bytes = 0
     self._last_transfer = NO_TRANSFER
 
   @property
   def queued_bytes(self) -> int:
-    """Waiting payload bytes, with those of the current transfer, without donations."""
+    """Waiting payload bytes, with those of the current transfer."""
     return self._under_way_bytes + sum(size_bytes(payload) for _, payload in self._bulk)
 
   def push(self, message: messages.Message, payload: Buffer | None = None) -> None:
@@ -133,8 +112,6 @@ class SendQueue:
     check_payload(message, payload)
     if payload is None:
       self._push_control(message, NO_TRANSFER)
-    elif isinstance(message, messages.Donation):
-      self._push_background(message, payload)
     else:
       self._supersede(message)
       self._push_bulk(message, payload)
@@ -153,42 +130,14 @@ class SendQueue:
       return None
     message, payload = self._bulk.popleft()
     self._under_way_bytes = size_bytes(payload)
-    return self._begin(message, payload)
-
-  def next_donated(self, now_s: float) -> Iterator[bytes] | None:
-    """Returns the next frame of the donation, lazily, if there is one and it is due. Call it only
-    if there is no other transfer; the first frame queues the announcement."""
-    if not self._donations or now_s < self._donations[0].next_s:
-      return None
-    background = self._donations[0]
-    if background.frames is None:
-      background.frames = self._begin(background.message, background.payload)
-    return self._one_frame(background, now_s)
-
-  def donation_wait_s(self, now_s: float) -> float | None:
-    """Seconds until `next_donated` returns a frame; None if there is no donation."""
-    return max(0.0, self._donations[0].next_s - now_s) if self._donations else None
-
-  def _begin(self, message: messages.Message, payload: Buffer) -> Iterator[bytes]:
     self._last_transfer += 1
     self._control.append((message, self._last_transfer))
     return self._split(self._last_transfer, payload)
-
-  def _one_frame(self, background: _Background, now_s: float) -> Iterator[bytes]:
-    frame = next(background.frames, None)
-    if frame is None:
-      if self._donations and self._donations[0] is background:  # else `clear` removed it
-        self._donations.popleft()
-      return
-    if self._bytes_per_s:
-      background.next_s = max(background.next_s, now_s) + len(frame) / self._bytes_per_s
-    yield frame
 
   def clear(self) -> None:
     """Drops all waiting messages and payloads."""
     self._control.clear()
     self._bulk.clear()
-    self._donations.clear()
 
   @property
   def control_waits(self) -> bool:
@@ -212,13 +161,6 @@ class SendQueue:
         f'{size_bytes(payload)} more would be over the {self._max_bytes} granted'
       )
     self._bulk.append((message, payload))
-
-  def _push_background(self, message: messages.Message, payload: Buffer) -> None:
-    if len(self._donations) >= MAX_DONATIONS:
-      raise LinkError(
-        f'too slow: {len(self._donations)} donations wait to go out, at most {MAX_DONATIONS} may'
-      )
-    self._donations.append(_Background(message, payload))
 
   def _supersede(self, message: messages.Message) -> None:
     if not isinstance(message, messages.Publish) or message.base_version is not None:

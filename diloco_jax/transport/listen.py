@@ -1,6 +1,6 @@
-"""Where a gRPC server listens and how a channel reaches it. No other file opens either.
+"""The only place that binds gRPC servers and opens channels.
 
-A door is a Unix socket of this user alone, or TLS with certificates on both ends, or, where
+An address is a Unix socket of this user alone, or TLS with certificates on both ends, or, where
 `Access.plaintext_loopback` says so, plain TCP on loopback (addresses.py).
 """
 

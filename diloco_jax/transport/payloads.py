@@ -22,7 +22,7 @@ KEPT_TAKES = 256  # memory that so many calls of `take` had no use for is freed
 class Memory:
   """Memory for payloads, used again when nothing refers to it any more: the first touch of a page
   costs more than receiving or merging what goes into it. Never holds more bytes than were in use at
-  once, and frees what later payloads have no use for, as after a donation. Safe to use from any
+  once, and frees what later payloads have no use for. Safe to use from any
   thread.
   """
 

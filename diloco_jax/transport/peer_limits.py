@@ -1,11 +1,10 @@
 """What the other end of a session may send, and when. No sockets, no threads, no clocks.
 
 A learner begins a session with a Join, once. It sends a payload only if the syncer has asked for it
-on this session: one contribution of the fragment's size for every Pull, one donation for every
-Donate. So a session that is not a member's sends no payload at all, and memory is used only for
-bytes that the syncer awaits.
+on this session: one contribution of the fragment's size for every Pull. So a session that is not a
+member's sends no payload at all, and memory is used only for bytes that the syncer awaits.
 
-A learner believes the sizes of its syncer as far as the layout allows them.
+A learner rejects sizes that its layout does not allow.
 """
 
 import collections
@@ -59,8 +58,6 @@ class OfLearner:
         if sync > self._pulled.get(fragment, 0):  # else it is asked again, for the same answer
           self._pulled[fragment] = sync
           self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
-      case messages.Donate(transfer=transfer):
-        self._ask(transfer, self._limits.donation_bytes)
     self.member = True
 
   def begins(self, size: int) -> None:
@@ -83,10 +80,6 @@ class OfLearner:
         self._answered(name, (sync, fragment), payload)
       case messages.Decline(sync=sync, fragment=fragment):
         self._answered(name, (sync, fragment), None)
-      case messages.Donation(transfer=transfer, payload=payload):
-        self._answered(name, transfer, payload)
-      case messages.NoDonation(transfer=transfer):
-        self._answered(name, transfer, None)
 
   def _reach(self, stage: int, name: str) -> None:
     if self.stage >= stage:
@@ -131,8 +124,6 @@ class OfSyncer:
       case messages.Publish(fragment=fragment, payload=payload):
         sizes = self._limits.publish_bytes
         allowed = sizes[fragment] if fragment < len(sizes) else 0
-      case messages.Donation(payload=payload):
-        allowed = self._limits.donation_bytes
       case _:
         return
     if payload.size_bytes > allowed:

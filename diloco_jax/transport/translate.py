@@ -35,8 +35,6 @@ MAX_STRING_BYTES = {
   'learner': 63,
   'run': 63,
   'code': 63,
-  'donor': 63,
-  'way': 63,
   'reason': 255,
   'error': 1 << 10,
   'host': 255,
@@ -54,7 +52,6 @@ _RANGES = {
   (messages.Held, 'digest'): (0, 2**64 - 1),
   (messages.Held, 'version'): (-1, 2**53),
   (messages.Publish, 'digest'): (0, 2**64 - 1),
-  (messages.Donation, 'digest'): (0, 2**64 - 1),
 }
 
 

@@ -1,8 +1,5 @@
-"""What deaths of learners cost, and what donated moments buy (deaths.md)."""
+"""What deaths of learners cost, by where their moments come from (deaths.md)."""
 
-from typing import Any
-
-from diloco_jax.config import run_config
 from diloco_jax.verification.virtual import conditions
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
@@ -11,26 +8,10 @@ ALIVE = 'no deaths'
 DEATHS = {'death_every': 100.0, 'down': 24.0}
 
 
-def _donated(config: run_config.Config) -> dict[str, Any]:
-  del config  # the default: a donor's moments
-  return DEATHS
-
-
-def _own(config: run_config.Config) -> dict[str, Any]:
-  config.sync.donor_wait_s = 0.0
-  config.train.checkpoint_every_steps = 25
-  return DEATHS
-
-
-def _fresh(config: run_config.Config) -> dict[str, Any]:
-  config.sync.donor_wait_s = 0.0
-  return DEATHS | {'host_lost': 1.0}
-
-
 ARMS = {
-  'donated moments': _donated,
-  'own moments, 0 to 25 steps old': _own,
-  'fresh moments': _fresh,
+  'moments of its own checkpoint': DEATHS,
+  "moments of another's checkpoint": DEATHS | {'host_lost': 1.0},
+  'fresh moments': DEATHS | {'host_lost': 1.0, 'shared': False},
 }
 
 
@@ -41,9 +22,10 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   planned = []
   for seed in study_lib.seeds(quick):
     planned.append(arms.decoupled('deaths', ALIVE, quick, seed=seed))
-    for name in list(ARMS)[: 1 if quick else None]:
+    for name, faults in list(ARMS.items())[: 1 if quick else None]:
       arm = arms.decoupled('deaths', f'deaths, {name}', quick, seed=seed, against=ALIVE)
-      arm.where['faults'] = conditions.Faults(**ARMS[name](arm.config))
+      arm.config.train.checkpoint_every_steps = 25
+      arm.where['faults'] = conditions.Faults(**faults)
       planned.append(arm)
   return planned
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from diloco_jax.config import run_config
-from diloco_jax.configs import digits_vlm, stdlib_lm
+from diloco_jax.configs import stdlib_lm
+from experiments.examples import digits_vlm
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 

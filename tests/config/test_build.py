@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from diloco_jax.config import build, uplink
-from diloco_jax.configs import digits_vlm, stdlib_lm
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import nodes
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
@@ -143,7 +143,7 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
 @pytest.mark.parametrize(
   'task, words',
   [
-    ('mlp', "task is 'mlp'; use 'decoder', 'vision', or 'FILE.py:FUNCTION'"),
+    ('mlp', "task is 'mlp'; use 'decoder', or 'FILE.py:FUNCTION'"),
     ('/nowhere/mlp.py:task', 'FileNotFoundError'),
     ('nowhere.mlp:task', "No module named 'nowhere'"),
     (f'{digits_linen.__name__}:tusk', "no attribute 'tusk'"),
@@ -230,24 +230,6 @@ def test_each_expert_is_a_fragment_and_the_router_has_its_own_merge_rule():
         assert kept == pytest.approx(1, rel=1e-2)  # the codec's error
       elif label == 'router':
         assert kept == pytest.approx(0.5**0.5, rel=0.2)
-
-
-def test_the_digits_are_a_task_of_their_own(tmp_path):
-  config = digits_vlm.get_config()
-  config.validate()
-  assembled = build.assemble(config)
-  loss = assembled.task.loss(jax.device_put(assembled.init()), assembled.task.batches(0)[0], None)
-  assert 5 < float(loss) < 6
-  config.data.corpus = str(tmp_path)
-  with pytest.raises(ValueError, match="has no images: set data.corpus to 'digits'"):
-    build.assemble(config)
-
-
-def test_patches_that_do_not_fill_an_image_are_refused():
-  config = digits_vlm.get_config()
-  config.model.patch_size = 3
-  with pytest.raises(ValueError, match='patch_size 3 does not divide'):
-    build.assemble(config)
 
 
 def test_learners_with_other_data_do_not_agree(config, tmp_path):

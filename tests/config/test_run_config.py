@@ -18,12 +18,12 @@ from diloco_jax.protocol.tape import codec
 _ROOT = pathlib.Path(__file__).parents[2]
 _PROGRAM = """
 import json, sys
-from diloco_jax.launch import program
-program.define_config()
+from diloco_jax.launch import cli
+cli.define_config()
 def main(argv):
-  config = program.config()
-  print(json.dumps([config.flat(), program.config_flags_of_this_process(), 'jax' in sys.modules]))
-program.run_main(main, default_config='stdlib_lm:cpu')
+  config = cli.config()
+  print(json.dumps([config.flat(), cli.config_flags_of_this_process(), 'jax' in sys.modules]))
+cli.run_main(main, default_config='stdlib_lm:cpu')
 """
 
 

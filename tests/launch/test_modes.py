@@ -11,14 +11,14 @@ from diloco_jax.launch import run_folder
 
 PROGRAM = """
 import pathlib, sys
-from diloco_jax.launch import program, run_folder
-program.define_files()
+from diloco_jax.launch import cli, run_folder
+cli.define_files()
 def main(argv):
   folder = pathlib.Path(argv[1])
   run_folder.claim(folder)
   (folder / 'file').write_text('')
   (folder / 'folder').mkdir()
-program.run_main(main, positional=True)
+cli.run_main(main, positional=True)
 """
 
 

@@ -22,7 +22,7 @@ import pytest
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, own_model, restore, run_folder
-from diloco_jax.storage import checkpoint, json_files, outer_log, restore_note, wal, wal_format
+from diloco_jax.storage import checkpoint, json_files, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability
@@ -204,7 +204,6 @@ def test_what_is_damaged_is_passed_over_and_said(config, workdir):
   assert any('continues from the checkpoint of clock 105' in line for line in said), said
   assert any('l1 starts from the fragments of the syncer' in line for line in said), said
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
-  assert restore_note.read(workdir).back == ('l0',)
   assert (workdir / 'aside-1' / 'islands' / 'l1' / 'ckpt' / '100').is_dir()
   gc.collect()
 
@@ -244,7 +243,7 @@ def test_its_log_begins_behind_the_checkpoint(config, agreement, workdir):
   _restore(config, workdir)
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   log = wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN)
-  assert (log.last, list(log.records(20))) == (20, [])
+  assert (log.committed, list(log.records(20))) == (20, [])
   files.close()
 
 
@@ -408,7 +407,7 @@ def test_a_run_of_own_loops_goes_back_too(tmp_path):
   said = _restore(config, workdir)
   assert said[1].startswith('the run continues from')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
-  assert wal.open_log(files, outer_log.run_of(agreement), 10, CHAIN).last == 10
+  assert wal.open_log(files, outer_log.run_of(agreement), 10, CHAIN).committed == 10
   files.close()
   assert load.read(workdir) == config
 
@@ -434,11 +433,9 @@ def _past(assembled, tmp_path_factory) -> pathlib.Path:
 def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   """A copy of it in which a byte of record 6 has rotted: the syncer refuses it."""
   workdir = shutil.copytree(past, tmp_path / 'run')
-  log = max((workdir / 'syncer' / 'wal').glob('*.wal'))
-  entries = wal_format.entries_in(log.read_bytes())
-  place = next(place for place, entry in entries if entry.kind and entry.number == 6)
-  _flip(log, place + wal_format.ENTRY_HEADER_BYTES + 100, 0)
-  with pytest.raises(cli.NeverRetry, match='is damaged at byte.*restore --to=latest') as refused:
+  log = workdir / 'syncer' / 'wal' / wal.name_of(6)
+  _flip(log, wal.HEADER_BYTES + 100, 0)
+  with pytest.raises(cli.NeverRetry, match='is damaged.*restore --to=latest') as refused:
     with cli.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
@@ -462,7 +459,7 @@ def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, dama
   assert any('the run continues from the checkpoint of clock 5' in one for one in said)
   after = list(_contents(damaged).values())
   assert all(data in after for data in before.values()), 'something was deleted'
-  assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.wal'))
+  assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.rec'))
   _goes_on(assembled, damaged, expected, 5)
 
 

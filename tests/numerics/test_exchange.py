@@ -1,5 +1,5 @@
 """The exchange of one fragment on a learner: nothing is lost. The syncer's half:
-tests/syncer/test_pieces.py."""
+tests/syncer/test_outer_step.py."""
 
 import functools
 

@@ -332,7 +332,7 @@ def test_every_committed_batch_was_read_and_counts_once(run):
 def test_the_log_was_compacted_and_both_checkpoints_exist(run):
   folder = run.workdir / 'syncer'
   assert len([path for path in (folder / 'ckpt').iterdir() if path.name.isdigit()]) == 2
-  oldest = min(int(path.stem) for path in (folder / 'wal').glob('*.wal'))
+  oldest = min(int(path.stem) for path in (folder / 'wal').glob('*.rec'))
   assert oldest > 1
 
 

@@ -30,7 +30,7 @@ from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, outer_log, restore_note, wal_format
+from diloco_jax.storage import checkpoint, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
@@ -66,12 +66,12 @@ class Disk(files_lib.Files):
     super().__init__(path)
     self.refused: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-  def append(self, name, *pieces):
+  def write(self, name, *pieces):
     if self.full:
-      super().append(name, memoryview(pieces[0])[:7])
+      super().write(name, memoryview(pieces[0])[:7])
       self.refused.put(name)
       raise OSError(errno.ENOSPC, 'No space left on device')
-    super().append(name, *pieces)
+    super().write(name, *pieces)
 
   def fsync(self, name):
     if self.broken:
@@ -360,7 +360,7 @@ def test_a_full_disk_still_gives_up_the_records_that_both_checkpoints_hold(rig):
   life = rig()
   for sync in range(1, 5):
     life.merge(sync)
-    life.disk.full = sync == 4  # the log cannot begin another segment
+    life.disk.full = sync == 4
     if sync % 2 == 0:
       assert not life.save(sync).error
   assert next(life.log._wal.records()).number == 3
@@ -431,17 +431,17 @@ def test_a_save_never_replaces_another(rig):
   assert life.checkpoints.numbers == [2, 3]
 
 
-def test_a_torn_tail_is_cut_and_reported(rig, expected, tmp_path):
+def test_an_unfinished_record_is_removed_and_reported(rig, expected, tmp_path):
   life = rig()
   for sync in (1, 2):
     life.merge(sync)
   life.crash()
-  [segment] = (tmp_path / 'wal').glob('*.wal')
-  with open(segment, 'ab') as file:
-    file.write(b'\xd1\x57\xec\x0a' + bytes(40))
+  record = (tmp_path / 'wal' / wal.name_of(2)).read_bytes()
+  (tmp_path / 'wal' / wal.NEW).write_bytes(record[:-1])
   again = rig()
   assert bits(again.theta) == expected[2]
-  assert any('ended in an unfinished record' in line for line in drain_lines(again))
+  assert any('an unfinished record was removed' in line for line in drain_lines(again))
+  assert not (tmp_path / 'wal' / wal.NEW).exists()
 
 
 def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_path, assembled):
@@ -471,7 +471,7 @@ def test_a_log_that_does_not_fit_the_checkpoint_is_refused(rig, tmp_path, assemb
   life.crash()
   life.checkpoints.close()
   (tmp_path / 'ckpt').rename(tmp_path / 'elsewhere')
-  with pytest.raises(wal_format.WalDamaged, match='the log begins with record 2'):
+  with pytest.raises(wal.WalDamaged, match='the log begins with record 2'):
     rig()
 
 
@@ -545,7 +545,7 @@ def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
   life.disk.full = True
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
-  assert isinstance(error, wal_format.WalFull) and life.posted.empty()
+  assert isinstance(error, wal.WalFull) and life.posted.empty()
   with pytest.raises(cli.DiskFailed, match='record 1 is safe.*make space and start it again'):
     with cli.log_failures():
       raise error

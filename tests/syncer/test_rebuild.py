@@ -10,7 +10,7 @@ from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import outer_log, tapes, wal, wal_format
+from diloco_jax.storage import outer_log, tapes, wal
 from diloco_jax.syncer import rebuild
 
 
@@ -105,10 +105,10 @@ def test_a_version_missing_in_the_log_is_a_difference(copy, config):
 @pytest.mark.parametrize('at', [5, -5], ids=['gradient', 'payload'])
 def test_a_changed_byte_is_noticed(copy, config, at):
   def spoiled(payloads):
-    header, arrays = wal_format.unpack(memoryview(payloads[1]))
+    header, arrays = outer_log.unpack(memoryview(payloads[1]))
     arrays = bytearray(arrays)
     arrays[at] ^= 0x40
-    return [payloads[0], b''.join(map(bytes, wal_format.pack(header, arrays))), *payloads[2:]]
+    return [payloads[0], b''.join(map(bytes, outer_log.pack(header, arrays))), *payloads[2:]]
 
   _rewrite(copy, config, spoiled)
   with pytest.raises(outer_log.NotReproduced, match='Record 2 .* gives another result than before'):
@@ -123,7 +123,7 @@ def _rewrite(folder, config: run_config.Config, change) -> None:
   log = wal.begin(files_lib.Files(place), run)
   for payload in change(before):
     log.append(outer_log.OUTER_STEP, payload)
-  log.commit()
+    log.commit()
 
 
 def test_reading_changes_nothing(run):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import decoder, vision
+from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
@@ -84,15 +84,6 @@ def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
 
 
 @pytest.mark.full
-def test_a_sharded_reader_of_images_equals_the_unsharded_one(model, optimizer):
-  model.num_layers = 1
-  image = np.random.default_rng(1).integers(0, 16, (4, 8, 8)).astype(np.uint8)
-  task = vision.task(model, config_lib.DataConfig())
-  params = _sharded_step(task, optimizer, {'image': image, 'text': _text(4, 9)})[1].params
-  assert _parts(params['patches']) == {(4, 8)}  # C D/2
-  assert _parts(params['positions']) == {(16, 8)}  # I D/2
-
-
 def _text(*shape: int) -> np.ndarray:
   return np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
 

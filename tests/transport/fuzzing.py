@@ -25,8 +25,9 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import folders, json_files, outer_log, restore_note, wal_format
+from diloco_jax.storage import folders, json_files, outer_log, restore_note, wal
 from diloco_jax.transport import chunks, control_crc, translate
+from diloco_jax.verification.sim import disk as disk_lib
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 CORPUS = TESTS / 'corpus'
@@ -263,15 +264,21 @@ _FROM_SYNCER = (
 )
 
 
-def _mend_segment(data: bytes) -> bytes:
-  if len(data) < wal_format.SEGMENT_HEADER_BYTES:
-    return data
-  data = data[:12] + struct.pack('<I', zlib.crc32(data[:12])) + data[16:-4]
-  return data + struct.pack('<I', zlib.crc32(data))
+def _record_file() -> bytes:
+  disk = disk_lib.Disk(random.Random(0))
+  log = wal.begin(disk, 'r')
+  log.append(1, b'payload')
+  log.commit()
+  return disk.read(wal.name_of(1))
 
 
-def _mend_entry(data: bytes) -> bytes:
-  return data[:-4] + struct.pack('<I', zlib.crc32(data[:-4]))
+def _read_record_file(data: bytes) -> None:
+  wal.read_log(disk_lib.Disk(random.Random(0), {wal.name_of(1): data}), 'r')
+
+
+def _mend_record_file(data: bytes) -> bytes:
+  header, payload = data[: wal.HEADER_BYTES - 4], data[wal.HEADER_BYTES :]
+  return header + struct.pack('<I', zlib.crc32(header)) + payload
 
 
 def _outer_step() -> bytes:
@@ -321,7 +328,7 @@ def _decode_turn(data: bytes) -> None:
   tape.decode(tape.Record | tape.Crash, tape._parse(data.rstrip(b'\n').removesuffix(b'}')))
 
 
-_NOTE = restore_note.Note(done=True, log=12, gone=('l1',), back=('l0',))
+_NOTE = restore_note.Note(done=True, log=12, gone=('l1',))
 
 
 def _mend_note(data: bytes) -> bytes:
@@ -369,13 +376,11 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
   """All of them, by name; they write to the folder `workdir`."""
   step = _outer_step()
   json_of_step = _json_of_outer_step(step)
-  segment = wal_format.pack_segment(wal_format.Header(1, wal_format.first_chain('r'), 'r'))
-  entry = wal_format.pack_entry(wal_format.Entry(1, 2, 1, 7, wal_format.first_chain('r'), 5))
   frames = tuple(frame for size in (0, 3, 1_000) for frame in chunks.split(7, bytes(size)))
   up = tuple(map(translate.LEARNER_TO_SYNCER.encode, _FROM_LEARNER))
   sealed = tuple(control_crc.Seal().close(one) for one in up)
   down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))
-  broken, log = (control_crc.WireError,), (wal_format.Corrupt, wal_format.WalUnsupported)
+  broken, log = (control_crc.WireError,), (wal.WalDamaged, wal.WalUnsupported)
   # outer_log makes these the one error of a record that is not reproduced.
   record = (ValueError, KeyError, TypeError, tape.TapeError)
   agreement = agreement_lib.encode({'model.width': 8, 'layout': 'x'})
@@ -385,14 +390,7 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target('sealed', sealed, _decode_sealed, broken, _mend_seal),
     Target('from_learner', up, translate.LEARNER_TO_SYNCER.decode, broken),
     Target('from_syncer', down, translate.SYNCER_TO_LEARNER.decode, broken),
-    Target(
-      'segment',
-      (segment,),
-      lambda data: wal_format.parse_segment('1.wal', data),
-      log,
-      _mend_segment,
-    ),
-    Target('entry', (entry,), wal_format.parse_entry, log, _mend_entry),
+    Target('record_file', (_record_file(),), _read_record_file, log, _mend_record_file),
     Target('record', (step,), lambda data: outer_log.decode(memoryview(data)), record),
     Target(
       'record_header',

@@ -39,10 +39,10 @@ from diloco_jax.protocol.syncer import (
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.storage import wal, wal_format, wal_recovery
+from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.checks.invariants import data
 from diloco_jax.verification.checks.invariants import tokens as tokens_invariants
-from diloco_jax.verification.sim import faults, network, processes, simulated_log
+from diloco_jax.verification.sim import faults, network, processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -1235,9 +1235,9 @@ def order_of_a_set(original):
 )
 def ack_before_fsync(original):
   def _commit(self, step):
-    before, job = self.journal.last, original(self, step)
+    job = original(self, step)
     for delay_ns in job:
-      if self.journal.last > before:
+      if self.log._appended:
         self.world.engine.after(delay_ns, lambda: next(job, None))
         return
       yield delay_ns
@@ -1262,68 +1262,75 @@ def failed_save_counts(original):
   return lambda self, failed, again_ns: original(self, False, again_ns)
 
 
-@mutant('The log ignores a failed fsync and tries again.', wal.Wal, '_do', 'I8')
+def _without(method):
+  """The log without the calls of one method of its disk."""
+
+  def wrap(original):
+    def _do(self, doing, call, *args, needed=0):
+      if call.__name__ != method:
+        return original(self, doing, call, *args, needed=needed)
+
+    return _do
+
+  return wrap
+
+
+@mutant('The log ignores a failed fsync and goes on.', wal.Wal, '_do', 'I8')
 def failed_fsync_ignored(original):
-  def _do(self, doing, call, name, *args, needed=0):
+  def _do(self, *args, **kwargs):
     try:
-      original(self, doing, call, name, *args, needed=needed)
-    except wal_format.WalBroken:
+      return original(self, *args, **kwargs)
+    except wal.WalBroken:
       self._broken = ''
 
   return _do
 
 
-def _unchecked_record(original):
-  def _record(self, segment, offset, entry):
-    start = offset + wal_format.ENTRY_HEADER_BYTES
-    data = self._files.read(segment.name, start, entry.length)
-    return wal.Record(entry.number, entry.kind, entry.chain, memoryview(data))
-
-  return _record
+@mutant('A commit does not fsync the record.', wal.Wal, '_do', 'I8')
+def record_is_not_fsynced(original):
+  return _without('fsync')(original)
 
 
-@mutant(
-  'Recovery accepts a record of which only the header is whole.',
-  wal_recovery._Scanner,
-  '_entry',
-  'I10 I2',
-  also=((wal.Wal, '_record', _unchecked_record),),
-)
-def torn_record_accepted(original):
-  def _entry(self, name, offset, size):
-    entry = wal_format.parse_entry(self._files.read(name, offset, wal_format.ENTRY_HEADER_BYTES))
-    if entry.length > size - offset - wal_format.ENTRY_HEADER_BYTES:
-      raise wal_format.Corrupt('unfinished')
-    return entry
-
-  return _entry
+@mutant('A commit does not fsync the folder.', wal.Wal, '_do', 'I8')
+def folder_is_not_fsynced(original):
+  return _without('fsync_names')(original)
 
 
-@mutant(
-  'Recovery cuts off damage in the middle of the log like a torn tail.',
-  wal_recovery._Scanner,
-  '_broken',
-  'I2',
-)
-def damage_is_cut(original):
-  def _broken(self, name, offset, size, is_last, error):
-    damage = original(self, name, offset, size, is_last, error)
-    if is_last:
-      self.found.torn_bytes = size - offset
-      return None
-    return damage
-
-  return _broken
+def _read_unchecked(files, run, key, base, last):
+  for number in range(base + 1, last + 1):
+    kind, size, chain = wal._header(files, run, number, base)
+    payload = files.read(wal.name_of(number), wal.HEADER_BYTES, size)
+    yield wal.Record(number, kind, chain, memoryview(payload))
 
 
-@mutant(
-  'Recovery treats bytes that a failed fsync left in memory as durable.',
-  wal_recovery,
-  'copy',
-  'I8',
-)
-def unproven_is_not_rewritten(original):
-  return lambda files, name, start, end, target: files.truncate(name, end)
+@mutant('Recovery accepts a record of which only the header is whole.', wal, '_records', 'I10 I2')
+def broken_payload_accepted(original):
+  return _read_unchecked
+
+
+@mutant('Recovery drops a damaged record and those behind it.', wal, '_verify', 'I2')
+def damage_is_dropped(original):
+  def _verify(files, run, *args):
+    while True:
+      try:
+        return original(files, run, *args)
+      except wal.WalDamaged:
+        found = wal.numbers(files)
+        if len(found) < 2:
+          raise
+        files.remove(wal.name_of(found[-1]))
+
+  return _verify
+
+
+@mutant('Recovery gives the unfinished record its name.', wal, 'open_log', 'I8')
+def unfinished_record_counts(original):
+  def open_log(files, *args, **kwargs):
+    if wal.NEW in files.names() and (found := wal.numbers(files)):
+      files.rename(wal.NEW, wal.name_of(found[-1] + 1))
+    return original(files, *args, **kwargs)
+
+  return open_log
 
 
 @mutant('Recovery forgets the last record.', recovery, 'replay_log', 'I2 I10')
@@ -1353,12 +1360,12 @@ def replays_what_is_saved(original):
 
 @mutant(
   'A checkpoint claims to cover one record too many.',
-  simulated_log.Journal,
+  outer_log,
   'position',
   'I2 I10',
 )
 def position_is_one_too_far(original):
-  return property(lambda self: {**original.fget(self), 'log': self.last + 1})
+  return lambda log: {**original(log), 'log': log.committed + 1}
 
 
 @mutant(
@@ -1369,9 +1376,8 @@ def position_is_one_too_far(original):
 )
 def compacts_too_early(original):
   def _checkpoint(self, save):
-    self.journal._wal.roll()
-    self.journal._wal.drop_before(self.journal.last + 1)
-    self.world.logged('compacted', self.journal.first)
+    self.log.drop_before(self.log.committed)
+    self.world.logged('compacted', self.log.first + 1)
     yield from original(self, save)
 
   return _checkpoint

@@ -15,54 +15,35 @@ def new_disk(seed: int) -> disk_lib.Disk:
 def new_log(seed: int, data: bytes = b'') -> disk_lib.Disk:
   """A disk with a durable file."""
   disk = new_disk(seed)
-  disk.create('log')
-  disk.append('log', data)
+  disk.write('log', data)
   disk.fsync('log')
   disk.fsync_names()
   return disk
 
 
-def test_a_crash_keeps_fsynced_bytes_and_any_part_of_the_others():
+def test_a_crash_keeps_fsynced_files_and_any_part_of_the_others():
   kept = set()
   for seed in range(300):
     disk = new_log(seed, b'durable')
-    disk.append('log', b'12', b'345')
-    assert disk.durable('log') == len(b'durable')
+    disk.write('new', b'12', b'345')
+    disk.fsync_names()
+    assert disk.durable('log') and not disk.durable('new')
     disk.crash()
-    data = disk.read('log')
-    assert data.startswith(b'durable')
-    kept.add(data[7:])
+    assert disk.read('log') == b'durable'
+    kept.add(disk.read('new'))
   assert {b'', b'123', b'12345', bytes(5)} <= kept  # lost, torn, whole, zeros
-  assert any(len(tail) == 5 and tail.count(0) == 0 and tail != b'12345' for tail in kept)  # wrong
-
-
-def test_a_truncation_that_is_not_durable_may_be_undone():
-  kept = set()
-  for seed in range(100):
-    disk = new_log(seed, b'12345')
-    disk.truncate('log', 2)
-    disk.append('log', b'ab')
-    assert (disk.read('log'), disk.durable('log')) == (b'12ab', 2)
-    disk.crash()
-    kept.add(disk.read('log'))
-  assert {b'12345', b'12', b'12ab'} <= kept
-  disk = new_log(1, b'12345')
-  disk.truncate('log', 2)
-  disk.fsync('log')
-  disk.crash()
-  assert disk.read('log') == b'12'
+  assert any(len(data) == 5 and data.count(0) == 0 and data != b'12345' for data in kept)  # wrong
 
 
 def test_changes_of_names_that_are_not_durable_may_be_undone():
   seen = set()
   for seed in range(200):
     disk = new_log(seed, b'old')
-    disk.create('new')
-    disk.append('new', b'new')
+    disk.write('new', b'new')
     disk.fsync('new')
-    assert disk.durable('new') == 0  # its name may be lost
+    assert not disk.durable('new')  # its name may be lost
     disk.rename('new', 'log')
-    disk.create('other')
+    disk.write('other')
     disk.remove('other')
     assert disk.names() == ['log']
     disk.crash()
@@ -77,10 +58,9 @@ def test_a_full_disk_stores_a_part_and_raises():
   parts = set()
   for seed in range(50):
     disk = new_disk(seed)
-    disk.create('log')
     disk.full = True
     with pytest.raises(OSError) as caught:
-      disk.append('log', b'123')
+      disk.write('log', b'123')
     assert caught.value.errno == errno.ENOSPC
     parts.add(disk.read('log'))
   assert len(parts) == 4
@@ -90,34 +70,32 @@ def test_the_next_fsync_does_not_repair_a_failed_one():
   damaged = 0
   for seed in range(50):
     disk = new_log(seed, b'durable')
-    disk.append('log', b'x' * 100)
+    disk.write('new', b'x' * 100)
     disk.failing_fsyncs = 1
     with pytest.raises(OSError) as caught:
-      disk.fsync('log')
+      disk.fsync('new')
     assert caught.value.errno == errno.EIO
-    disk.append('log', b'more')
-    disk.fsync('log')
-    assert disk.read('log') == b'durable' + b'x' * 100 + b'more'  # until the host restarts
-    assert disk.durable('log') == len(b'durable')
+    disk.fsync('new')
+    disk.fsync_names()
+    assert disk.read('new') == b'x' * 100  # until the host restarts
+    assert disk.durable('log') and not disk.durable('new')
     disk.crash()
-    assert disk.read('log').startswith(b'durable') and disk.read('log').endswith(b'more')
-    damaged += disk.read('log') != b'durable' + b'x' * 100 + b'more'
+    damaged += disk.read('new') != b'x' * 100
   assert damaged
 
 
-def test_bytes_written_again_to_another_file_become_durable():
-  disk = new_log(1, b'durable')
-  disk.append('log', b'x' * 100)
+def test_bytes_written_again_become_durable():
+  disk = new_disk(1)
+  disk.write('new', b'x' * 100)
   disk.failing_fsyncs = 1
   with pytest.raises(OSError):
-    disk.fsync('log')
-  disk.create('copy')
-  disk.append('copy', disk.read('log'))
-  disk.fsync('copy')
-  disk.rename('copy', 'log')
+    disk.fsync('new')
+  disk.write('new', disk.read('new'))
+  disk.fsync('new')
+  disk.rename('new', 'log')
   disk.fsync_names()
   disk.crash()
-  assert disk.read('log') == b'durable' + b'x' * 100
+  assert disk.read('log') == b'x' * 100
 
 
 def save(checkpoints: disk_lib.Checkpoints, state: dict, stages: int = 9) -> None:

@@ -4,10 +4,8 @@ Two state machines run in parallel: the *connection* (connection.py), and the *t
 needs the connection only once, to start from the published fragments (docs/protocol.md draws it
 from TRAINING_STATES)::
 
-    waiting --every due fragment adopted, moments decided--> training
+    waiting --every due fragment adopted--> training
     training --clock reached T--> trained --Finish--> ended
-
-moments.py decides from which source a new process gets its moments.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
@@ -34,11 +32,10 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
 from diloco_jax.protocol.learner import connection as connection_lib
-from diloco_jax.protocol.learner import moments as moments_lib
 from diloco_jax.protocol.learner import pulls as pulls_lib
 
 TRAINING_STATES = (
-  ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
+  ('waiting', 'training', 'every due fragment is adopted'),
   ('training', 'trained', 'the clock reached T'),
   ('waiting', 'ended', 'refused for good, asked to stop, Finish, or alone for too long'),
   ('training', 'ended', 'asked to stop, fenced, Finish, or alone for too long'),
@@ -67,8 +64,6 @@ class LearnerMachine:
     self._identity = identity
     self._out = action_list.ActionList()
     self._connection = connection_lib.Connection(config, identity, self._out)
-    self._giver = moments_lib.Giver(identity.learner, self._connection, self._out)
-    self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
     # Where it reads, what its last Confirm claimed, and where it reads from the next boundary on.
     self._position: messages.ShardPosition | None = None
     self._claim: messages.ShardPosition | None = None
@@ -108,7 +103,6 @@ class LearnerMachine:
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
-      self._taker.expire(now_ns, self.clock)
     if not self._running and not self._exited:
       self._boundary(now_ns)
     return self._out.take()
@@ -118,7 +112,7 @@ class LearnerMachine:
     """When the machine needs a Wake."""
     if self._exited:
       return None
-    times = [self._connection.deadline_ns(self._leaving), self._taker.deadline_ns]
+    times = [self._connection.deadline_ns(self._leaving)]
     if self._waits_for_verdicts:
       times.append(self._leave_ns)
     return min((time for time in times if time is not None), default=None)
@@ -154,10 +148,6 @@ class LearnerMachine:
         self._encoded(event)
       case events.AdoptDone():
         self._adopt_done(event)
-      case events.MomentsRead():
-        self._giver.read(event)
-      case events.MomentsTaken():
-        self._taker.on_replaced(event, self.clock)
       case events.SaveDone():
         self._saving.saved(now_ns, event)
         if self._refused:
@@ -181,8 +171,6 @@ class LearnerMachine:
     for _, payload_id in self._arrivals:
       self._out.drop(payload_id)
     self._arrivals.clear()
-    self._giver.hung_up()
-    self._taker.hung_up()
     self._connection.disconnected(now_ns, reason)
     if joined:
       self._report_state('disconnected', reason)
@@ -204,12 +192,6 @@ class LearnerMachine:
         self._pulls.add(message)
       case messages.Publish():
         self._arrivals.append((message, payload_id))
-      case messages.Donate():
-        self._giver.asked(message)
-      case messages.Donation():
-        self._taker.arrived(message, payload_id)
-      case messages.NoDonation():
-        self._taker.none(message, self.clock)
       case messages.Settled():
         self._connection.standing.settled(now_ns, message)
         self._settled(message)
@@ -250,7 +232,6 @@ class LearnerMachine:
     for fragment, anchor in enumerate(self._anchors):
       anchor.settled(joined.settled[fragment])
       self._renew(fragment, anchor, joined.clock)
-    self._taker.joined(now_ns, joined)
     self._report_state('joined')
 
   def _renew(self, fragment: int, anchor: anchor_lib.Anchor, clock: int) -> None:
@@ -334,20 +315,13 @@ class LearnerMachine:
     for publish, payload_id in self._arrivals:
       self._adopt(publish, payload_id)
     self._arrivals.clear()
-    if self._training == 'waiting' and not self._due:
-      if not self._adopting:  # else the donation would age before the first step
-        self._taker.boundary(self.clock)
-      if self._taker.way:
-        self._train('training')
-    trains = self._training in ('training', 'trained')
-    self._giver.boundary(
-      trains and not self._ending, self.clock, tuple(anchor.version for anchor in self._anchors)
-    )
+    if self._training == 'waiting' and self._position is not None and not self._due:
+      self._train('training')
     if self._training == 'training' and self.clock >= self._config.total_steps:
       self._train('trained')
       self._report_state('trained')
     self._answer_pulls()  # an adoption may have moved the clock
-    # Not before it trains: until then its moments are undecided.
+    trains = self._training in ('training', 'trained')
     if trains and not (self._ending or self._refused) and self._saving.due(self.clock, self.steps):
       self._save()
     if self._ending:
@@ -507,7 +481,6 @@ class LearnerMachine:
   def _exit(self, code: int, text: str) -> None:
     self._train('ended')
     self._exited = True
-    self._taker.drop_arrived()
     self._out.do(actions.Exit(code=code, text=text))
 
   # --- Reports, machine state, checks -------------------------------------------------------------

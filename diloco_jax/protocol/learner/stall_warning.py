@@ -1,4 +1,4 @@
-"""Lines for the operator of a learner without a merged contribution, one per NOTICE_NS.
+"""Warns the operator when nothing from this learner is merged, once per NOTICE_NS.
 
 The learner trains on in every such case, so its loss does not show that the model lacks its work.
 """

@@ -45,7 +45,6 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import plausible, verdicts
 from diloco_jax.protocol.syncer import published as published_lib
@@ -83,7 +82,6 @@ class Membership:
     published: published_lib.Published,
     gathering: gathering_lib.Gathering,
     shards: shards_lib.Shards,
-    relay: moments_relay_lib.Relay,
     screening: screening_lib.Screening,
     out: action_list.ActionList,
   ):
@@ -97,7 +95,6 @@ class Membership:
     self._published = published
     self._gathering = gathering
     self._shards = shards
-    self._relay = relay
     self._out = out
     self._notices = screening.notices
     self.plausibility = plausible.Plausibility(config, ledger, pace, published)
@@ -107,7 +104,6 @@ class Membership:
     self._told_to_wait: set[int] = set()  # sessions
     self._start_ns: int | None = None
     self.started = False  # true from the beginning in a restored run
-    self.brought_back: set[str] = set()  # learners restored with the run (recovery.BROUGHT_BACK)
     self.repaired = 0  # adopted values that differed from the published ones
 
   @property
@@ -315,9 +311,6 @@ class Membership:
     if member.since is not None and not member.since[0]:
       member.since = member.clock, now_ns
     due = tuple(sorted(member.due))
-    member.awaited_transfer = 0
-    if not finished and self._needs_moments(member):
-      member.awaited_transfer = self._relay.promise(now_ns, member, clock)
     self._out.send(
       member.session,
       messages.Joined(
@@ -327,19 +320,12 @@ class Membership:
         cursor=lease.cursor,
         due=due,
         settled=tuple(self._ledger.of(member).cursors),
-        donation=member.awaited_transfer,
       ),
     )
     self._tell_cancelled(member, clock)
     for fragment in due:
       self._published.read(fragment)
     self._report(member, 'joined')
-
-  def _needs_moments(self, member: members_lib.Member) -> bool:
-    """Whether the learner has trained nothing yet and was not restored with its moments."""
-    restored = member.learner in self.brought_back
-    self.brought_back.discard(member.learner)
-    return self._ledger.of(member).trained == 0 and not restored
 
   def _warn_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
     """Says if the learner holds a version that a restore or a repair of the log has undone."""
@@ -389,17 +375,6 @@ class Membership:
       if member.caught_up:
         self._caught_up(member)
 
-  def recovered(self, member: members_lib.Member, recovered: messages.Recovered) -> None:
-    """A joiner has its moments; a repeated report changes nothing."""
-    if recovered.transfer != member.awaited_transfer:
-      return
-    member.awaited_transfer = 0
-    self._relay.done(recovered.transfer)
-    self._report(member, 'recovered', by=recovered.way)
-    self._published.catch_up(member)
-    if member.caught_up:
-      self._caught_up(member)
-
   def _repair(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """Sends the fragment whole, at most once per heartbeat: `sweep` sends what is wanted again."""
     self.repaired += 1
@@ -444,7 +419,6 @@ class Membership:
       return
     self._pace.drop_learner(member.learner)
     self._gathering.drop_learner(member.learner)
-    self._relay.drop_learner(member)
     self._report(member, 'lost', reason=reason)
 
   def leave(self, member: members_lib.Member, reason: str, finished: bool) -> None:

@@ -120,7 +120,7 @@ class Ledger:
     account.revoke(count, Reason.BAD_VALUE)
 
   def fold(self, learner: str, incarnation: int, into: str = '') -> None:
-    """Adds an account, closed as lost with its process, to that of the ended incarnations."""
+    """Closes the account and folds it into that of the former incarnations."""
     ended = self.open(learner, incarnation)
     ended.close(Reason.LOST_WITH_PROCESS)
     del self.accounts[learner, incarnation]

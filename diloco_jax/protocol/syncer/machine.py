@@ -31,7 +31,6 @@ no part calls it::
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
-    moments_relay.py  which donor gives its moments to which joiner
     checkpoints.py    when to save
     screening.py      which payloads are refused before a merge;  quarantine
     members.py        learner ids and leases;  ledger.py: tokens
@@ -50,7 +49,6 @@ from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import recovery
@@ -105,7 +103,6 @@ class SyncerMachine:
       self._screening,
       self._out,
     )
-    self._relay = moments_relay_lib.Relay(config, self._members, self._published, self._out)
     self._membership = join_lib.Membership(
       config,
       agreement,
@@ -116,7 +113,6 @@ class SyncerMachine:
       self._published,
       self._gathering,
       self._shards,
-      self._relay,
       self._screening,
       self._out,
     )
@@ -151,7 +147,6 @@ class SyncerMachine:
       self._sweep_ns,
       self._linger_ns,
       self._membership.deadline_ns,
-      self._relay.deadline_ns,
       self._pace.deadline_ns,
     ]
     if not self._save_waits:
@@ -219,12 +214,6 @@ class SyncerMachine:
             self._membership.quarantine(member)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
-      case messages.Donation():
-        self._relay.donation(member, message, payload_id)
-      case messages.NoDonation():
-        self._relay.refused(member, message)
-      case messages.Recovered():
-        self._membership.recovered(member, message)
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
@@ -235,7 +224,6 @@ class SyncerMachine:
   def _advance(self, now_ns: int) -> None:
     """Takes every decision that the time and the state allow, whichever event came."""
     self._membership.welcome(now_ns, self.finished)
-    self._relay.advance(now_ns)
     if self._saving.due(self.clock) and not self._gathering.merging:
       self._save()
     for gather in list(self._gathering.open.values()):
@@ -454,7 +442,6 @@ class SyncerMachine:
       'ledger': self._ledger.state(),
       'norms': [usual.state() for usual in self._screening.usual],
       'data': self._shards.state(),
-      recovery.BROUGHT_BACK: sorted(self._membership.brought_back),
     }
 
   @classmethod
@@ -494,7 +481,6 @@ class SyncerMachine:
     machine._screening.usual = [screening_lib.Usual.load(row) for row in machine_state['norms']]
     machine._shards.load(machine_state['data'])
     machine._membership.started = True
-    machine._membership.brought_back = set(machine_state[recovery.BROUGHT_BACK])
     counts = machine_state['counts']
     machine._gathering.synced = counts['synced']
     machine._gathering.cancelled = counts['cancelled']
@@ -510,7 +496,6 @@ class SyncerMachine:
       self._ledger,
       self._shards,
       self._screening,
-      self._relay,
     ):
       part.check()
     syncs = self._gathering.open.keys()

@@ -55,7 +55,6 @@ class Member:
   # Assigned when it joined (join.py).
   shard: int | None = None  # the last one
   first_batch: int = 0  # it reads batch first_batch + s of the shard in its step s
-  awaited_transfer: int = 0  # a donation not yet answered by Recovered (moments_relay.py); 0: none
   # Versions of the fragments (published.py).
   held_versions: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
@@ -87,7 +86,7 @@ class Member:
   @property
   def caught_up(self) -> bool:
     """Whether it trains on published values only, so that it may contribute and set the pace."""
-    return self.live and bool(self.held_versions) and not self.due and not self.awaited_transfer
+    return self.live and bool(self.held_versions) and not self.due
 
 
 class Members:

@@ -14,7 +14,7 @@ rely on them:
     tokens     at least 1 and at most `max_step_tokens` for each step
     a range    [tokens_from, tokens_to) of reported tokens, of at most the reported steps
     cursor     at most as many batches after the assigned one as there were steps since
-    versions   at most the published ones, for what a learner says it has adopted or donates
+    versions   at most the published ones, for what a learner says it has adopted
 
 A lie inside these limits is not noticed here. How fast a clock may run: pace.py; how much a merge
 makes of the steps of one learner: screening.py, numerics/merge.py.
@@ -63,10 +63,6 @@ class Plausibility:
         return self._decline(member, message)
       case messages.Adopted():
         return self._adopted(member, message)
-      case messages.Donation():
-        return self._donation(member, message)
-      case messages.Recovered() if message.transfer < 1:  # of each transfer the number is above 0
-        return f'moments of transfer {message.transfer}'
     return ''
 
   def confirm_fault(
@@ -148,12 +144,3 @@ class Plausibility:
   def _version(self, fragment: int, version: int) -> str:
     newest = self._published.fragments[fragment].version
     return '' if version <= newest else f'version {version} of fragment {fragment}, not {newest}'
-
-  def _donation(self, member: members_lib.Member, said: messages.Donation) -> str:
-    if said.donor != member.learner:
-      return f'moments of {said.donor!r}'
-    if said.clock > self._newest_clock(member):
-      return f'moments of step {said.clock} at step {self._newest_clock(member)}'
-    if len(said.versions) != self._config.fragments:
-      return f'{len(said.versions)} versions of {self._config.fragments} fragments'
-    return next(filter(None, map(self._version, range(len(said.versions)), said.versions)), '')

@@ -15,8 +15,7 @@ fragment has when the read is answered; the same read serves a learner that join
 A learner keeps received versions until its next step boundary, and on a slow link they arrive late,
 so they would pile up. At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a
 learner; then it is *lagging*: the syncer sends it nothing more of the fragment until it catches up
-with the newest whole. So is a joiner that waits for donated moments, because it does not train and
-new versions would only delay the donation. A learner catches up with one fragment after the other:
+with the newest whole. A learner catches up with one fragment after the other:
 a whole fragment may take longer than many deltas, and the last of several at once would be too old
 when it arrives.
 """
@@ -84,7 +83,7 @@ class Published:
     p = publish.fragment
     if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
-    if member.awaited_transfer or len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
+    if len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
       member.held_versions[p] = None
       member.lagging.add(p)
     else:
@@ -119,7 +118,7 @@ class Published:
 
   def catch_up(self, member: members_lib.Member) -> None:
     """Sends a lagging learner the newest value of one fragment, if it has room and use for it."""
-    if member.awaited_transfer or member.wholes:
+    if member.wholes:
       return
     room = [p for p in sorted(member.lagging) if not member.versions_in_flight[p]]
     if room:

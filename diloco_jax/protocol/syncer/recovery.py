@@ -23,7 +23,6 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger
 
 UNSAVED = 'unsaved'  # added by `replay_log`: how many outer steps no checkpoint holds
-BROUGHT_BACK = 'back'  # learners that were restored with the run and have not joined since
 
 Ended = tuple[actions.Merge, events.MergeDone]
 
@@ -52,11 +51,8 @@ def replay_log(
   return {**machine.state(), 'undecided': machine_state['undecided'], UNSAVED: len(records)}
 
 
-def brought_back(
-  machine_state: dict[str, Any], left: Collection[str], restored: Collection[str]
-) -> dict[str, Any]:
-  """The machine state of the syncer of a restored run: some learners have `left`, others are
-  `restored` with moments of their own."""
+def without(machine_state: dict[str, Any], left: Collection[str]) -> dict[str, Any]:
+  """The machine state of the syncer of a restored run, which some learners have `left`."""
   state = copy.deepcopy(machine_state)
   for row in state['members']:
     row['left'] = row['left'] or row['learner'] in left
@@ -67,4 +63,4 @@ def brought_back(
       row[2] = account.state()
   holders = state['data']['holders']
   state['data']['holders'] = [row for row in holders if row[1] not in left]
-  return {**state, BROUGHT_BACK: sorted(restored)}
+  return state

@@ -110,8 +110,6 @@ class _Learner(world.Learner):
         self.island.encode_ns = self.world.took('encode', self.learner)
       case actions.Adopt():
         self.island.adopt_ns = self.world.took('adopt', self.learner)
-      case actions.ReadMoments():
-        self.island.donate_ns = self.world.took('donate', self.learner)
     super().work(action)
 
   def begin_step(self) -> None:
@@ -152,8 +150,7 @@ class _Link(network.Link):
   def transfer_ns(self, lane: str, payloads: int) -> int:
     if not payloads:
       return 0
-    kind = 'donation' if payloads == network.DONATION else 'payload'
-    return self._world.took(f'{kind} {lane}', self._name)
+    return self._world.took(f'payload {lane}', self._name)
 
 
 class World(world.World):
@@ -171,7 +168,7 @@ class World(world.World):
     self._draw = random_streams.random_stream(seed, 'starts')
     self._starting: set[str] = set()
     sizes = (_SIZE,) * config.fragments
-    model = no_arrays.Model('{}', sizes, sizes, sizes, _SIZE)
+    model = no_arrays.Model('{}', sizes, sizes, sizes)
     super().__init__(config, model, seed, (turns.Turns(self.book),))
     for which in range(config.learners):
       self._begin_start(f'l{which}', first=True)

@@ -211,7 +211,6 @@ def _states(
 _LANES = {
   messages.Contribution: 'payload',
   messages.Publish: 'payload',
-  messages.Donation: 'donation',
 }
 
 
@@ -266,8 +265,6 @@ class _Reading:
         self._done('encode', learner, (process, 'egress'), now_ns)
       case events.AdoptDone():
         self._done('adopt', learner, (process, 'egress'), now_ns)
-      case events.MomentsRead():
-        self._done('donate', learner, (process, 'moments'), now_ns)
       case events.MergeDone():
         self._done('merge', learner, (process, 'work'), now_ns)
       case events.FragmentRead():
@@ -283,8 +280,6 @@ class _Reading:
         self._steps[process] = now_ns
       case actions.Encode() | actions.Adopt():
         self._work[process, 'egress'].append(now_ns)
-      case actions.ReadMoments():
-        self._work[process, 'moments'].append(now_ns)
       case actions.Merge() | actions.ReadFragment():
         self._work[process, 'work'].append(now_ns)
       case actions.Save() if not learner:

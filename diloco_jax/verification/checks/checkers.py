@@ -29,7 +29,6 @@ from diloco_jax.protocol.tape import observers, tape
 from diloco_jax.verification.checks.invariants import (
   contributions,
   data,
-  donation,
   durability,
   ids,
   invariant,
@@ -39,7 +38,6 @@ from diloco_jax.verification.checks.invariants import (
   states,
   tokens,
 )
-from diloco_jax.verification.checks.model import donation as donation_book
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model import syncer as syncer_book
@@ -93,15 +91,13 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.QueuesDrain,
   liveness.Heard,
   durability.FinishIsKnown,
-  donation.Donated,
-  donation.DonationEnds,
   states.AsDrawn,
 )
 
 # The updates of the model, by kind of record.
 MODEL_UPDATES = {
-  LEARNER: (learner_book.LEARNER_UPDATES, donation_book.LEARNER_UPDATES),
-  SYNCER: (syncer_book.SYNCER_UPDATES, donation_book.SYNCER_UPDATES),
+  LEARNER: learner_book.LEARNER_UPDATES,
+  SYNCER: syncer_book.SYNCER_UPDATES,
 }
 
 
@@ -130,8 +126,8 @@ class Checkers(observers.Observer):
         for mark, table in (('_on', self._on), ('_after', self._after)):
           for role, kind in getattr(method, mark, ()):
             table[role][kind] = (*table[role].get(kind, ()), method)
-    for role, tables in MODEL_UPDATES.items():
-      for kind, update in (pair for table in tables for pair in table.items()):
+    for role, updates in MODEL_UPDATES.items():
+      for kind, update in updates.items():
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)
       every = self._after[role].pop(invariant.EVERY, ())
       kinds = self._after[role].keys()

@@ -1,4 +1,4 @@
-"""Coverage points: the situations that seeds reached. Without them many clean seeds prove little.
+"""Coverage points: situations to reach. Clean seeds mean little if they never reach these states.
 
 A point is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
 required points follow from the protocol's own tables: every event, action and message, every reason
@@ -27,12 +27,6 @@ MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'continues', 'is kept', 'is changed', 'is waited for')
 LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
-DONATIONS = {
-  messages.Donate: 'asked',
-  messages.Donation: 'relayed',
-  messages.NoDonation: 'abandoned',
-}
-WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 
@@ -55,8 +49,6 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'rejected for {why}' for why in REJECTED_WHY),
-    *(f'donation {state}' for state in DONATIONS.values()),
-    *(f'recovered by {way}' for way in WAYS),
     *(f'exit {code}' for code in EXITS),
     *(f'fault {kind}' for kind in faults),
     *(f'lease {what}' for what in LEASES),
@@ -160,8 +152,6 @@ class Points(observers.Observer):
       self.counts[f'settled {message.reason or "merged"}'] += 1
     elif kind is messages.Refused:
       self.counts[f'refused {message.code}'] += 1
-    elif kind in DONATIONS:
-      self.counts[f'donation {DONATIONS[kind]}'] += 1
 
   def _count_lease(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
     if claim == (joined.shard, joined.cursor):
@@ -194,7 +184,5 @@ class Points(observers.Observer):
       self._types[kind] += 1
       if kind is actions.Send and type(action.message) is messages.Decline:
         self.counts[f'declined {action.message.reason}'] += 1
-      elif kind is actions.Report and type(action.fact) is facts.Moments:
-        self.counts[f'recovered by {action.fact.by}'] += 1
       elif kind is actions.Exit:
         self.counts[f'exit learner {action.code}'] += 1

@@ -107,15 +107,6 @@ class Published:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moments:
-  """The bytes of a donation: the donor, the number of its steps, and the value of its moments."""
-
-  learner: str
-  steps: int
-  value: int
-
-
 class Merged(NamedTuple):
   """The result of an outer step."""
 

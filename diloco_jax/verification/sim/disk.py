@@ -4,12 +4,11 @@ storage/files_port.py.
 Written bytes are in the page cache: every process reads them, and a killed process loses none.
 fsync makes a file's bytes durable, fsync_names the changes of names. A host that loses power
 (`crash`) keeps all durable bytes, and of the rest a random selection: of each file any part of the
-bytes written since, shorter, with holes of zeros or a wrong bit; a truncation that was not made
-durable may be undone; and any of the files created, renamed and removed, in an order that no name
-contradicts.
+bytes, shorter, with holes of zeros or a wrong bit; and any of the files created, renamed and
+removed, in an order that no name contradicts.
 
 Errors are OSErrors with the errno of a real disk. An fsync that fails has dropped the dirty pages:
-reads still return them, but no later fsync writes them; only bytes written again become durable.
+reads still return them, but no later fsync writes them.
 """
 
 import errno
@@ -33,20 +32,13 @@ class _File:
     data: as a process reads it.
     durable: how many bytes were fsynced, or belong to an fsync that failed.
     lost: the parts of these that no fsync will ever write.
-    before: (data, durable) before each truncation that is not durable yet.
   """
 
-  __slots__ = ('before', 'data', 'durable', 'lost')
+  __slots__ = ('data', 'durable', 'lost')
 
   def __init__(self, data: bytes = b''):
     self.data, self.durable = bytearray(data), len(data)
     self.lost: list[tuple[int, int]] = []
-    self.before: list[tuple[bytes, int]] = []
-
-  @property
-  def safe(self) -> int:
-    """How many of the first bytes a power loss cannot destroy."""
-    return min([self.durable, *(start for start, _ in self.lost)])
 
 
 class Disk:
@@ -85,28 +77,19 @@ class Disk:
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
     return bytes(self._files[name].data[offset : None if count is None else offset + count])
 
-  def create(self, name: str) -> None:
-    """An empty file; replaces an existing one."""
-    self._burn()
-    file = self._files[name] = _File()
-    self._changes.append((name, '', file))
-
-  def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
-    """Writes at the end; a full disk stores only a part, then raises ENOSPC."""
+  def write(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
+    """A file of these bytes; a full disk stores only a part, then raises ENOSPC."""
     data = b''.join(pieces)
     self._burn(name, data)
     if self.full:
-      self._files[name].data += data[: self._draw.randrange(len(data) + 1)]
+      self._store(name, data[: self._draw.randrange(len(data) + 1)])
       raise OSError(errno.ENOSPC, 'No space left on device')
-    self._files[name].data += data
+    self._store(name, data)
 
-  def truncate(self, name: str, size: int) -> None:
-    self._burn()
-    file = self._files[name]
-    file.before.append((bytes(file.data), file.durable))
-    del file.data[size:]
-    file.durable = min(file.durable, size)
-    file.lost = [(start, min(end, size)) for start, end in file.lost if start < size]
+  def _store(self, name: str, data: bytes) -> None:
+    file = self._files[name] = _File()
+    file.data += data
+    self._changes.append((name, '', file))
 
   def fsync(self, name: str) -> None:
     self._burn()
@@ -119,7 +102,6 @@ class Disk:
       file.lost += [written] if written[0] < written[1] else []
       raise
     file.durable = len(file.data)
-    file.before.clear()
 
   def rename(self, old: str, new: str) -> None:
     """Atomic: `new` is the old or the new file, also after a crash."""
@@ -151,7 +133,7 @@ class Disk:
     if self.fuse < 0:
       self.fuse = None
       if data:
-        self._files[name].data += data[: self._draw.randrange(len(data) + 1)]
+        self._store(name, data[: self._draw.randrange(len(data) + 1)])
       if self.fuse_power:
         self.crash()
       raise Cut
@@ -166,11 +148,13 @@ class Disk:
     """Replaces the bytes of a file without a call of a process."""
     self._files[name].data[:] = data
 
-  def durable(self, name: str) -> int:
-    """How many bytes of a file a power loss cannot destroy; 0: not even its name is durable."""
+  def durable(self, name: str) -> bool:
+    """Whether a file exists and no power loss can destroy its name or its bytes."""
     file = self._files.get(name)
     changed = any(name in change[:2] for change in self._changes)
-    return 0 if file is None or changed or self._kept.get(name) is not file else file.safe
+    if file is None or changed or self._kept.get(name) is not file:
+      return False
+    return file.durable == len(file.data) and not file.lost
 
   # --- Faults -------------------------------------------------------------------------------------
 
@@ -193,16 +177,13 @@ class Disk:
 
   def _tear(self, file: _File) -> None:
     """Keeps, drops or tears the bytes that were not durable."""
-    states = [*file.before, (bytes(file.data), file.durable)]
-    data, durable = self._draw.choice(states) if file.before else states[0]
-    data = bytearray(data)
+    data, durable = file.data, file.durable
     if len(data) > durable and self._draw.randrange(2):
       del data[self._draw.randint(durable, len(data)) :]
     for start, end in (*file.lost, (durable, len(data))):
       self._spoil(data, start, min(end, len(data)))
-    file.data, file.durable = data, len(data)
+    file.durable = len(data)
     file.lost.clear()
-    file.before.clear()
 
   def _spoil(self, data: bytearray, start: int, end: int) -> None:
     """Bytes that are not durable: right, with a wrong bit, or with holes."""
@@ -249,8 +230,7 @@ class Checkpoints:
     )
 
   def _write(self, number: int, data: bytes) -> Iterator[None]:
-    self._disk.create('new')
-    self._disk.append('new', hashlib.sha256(data).digest() + data)
+    self._disk.write('new', hashlib.sha256(data).digest() + data)
     yield
     self._disk.fsync('new')
     yield

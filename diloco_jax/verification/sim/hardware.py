@@ -97,8 +97,6 @@ class Island:
   Attributes:
     step_ns: an inner step without noise, at full speed: slower for an older generation of chips.
     encode_ns, adopt_ns: time to encode a fragment, to adopt one.
-    donate_ns: time to copy the moments to the host.
-    garble: per mille of the donations that get wrong bits.
     noise: largest random addition to a step, per mille.
     lognormal: sigma of a factor of every step whose mean is 1.
     gaussian: standard deviation of such a factor, which is at least a tenth.
@@ -117,8 +115,6 @@ class Island:
   step_ns: int = 100 * MS
   encode_ns: int = 2 * MS
   adopt_ns: int = MS
-  donate_ns: int = 20 * MS
-  garble: int = 0
   noise: int = 0
   lognormal: float = 0.0
   gaussian: float = 0.0

@@ -36,10 +36,6 @@ def describe(action: Any) -> str:
       return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}, {kept}'
     case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
       return f'reads data shard {shard} from batch {cursor}{", rewound" if rewind else ""}'
-    case actions.ReadMoments(transfer=transfer):
-      return f'copies its moments for donation {transfer}'
-    case actions.TakeMoments(transfer=transfer):
-      return f'takes the moments of donation {transfer}'
     case actions.Save(clock=step):
       return f'saves at {step}'
     case actions.Report(fact=facts.Opened(sync=sync, fragment=p)):
@@ -66,27 +62,12 @@ def _message(message: Any) -> str:
     case messages.Confirm(incarnation=incarnation, clock=step, held=held):
       return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
     case messages.Joined(
-      incarnation=incarnation,
-      clock=step,
-      shard=v,
-      cursor=cursor,
-      due=due,
-      settled=settled,
-      donation=d,
+      incarnation=incarnation, clock=step, shard=v, cursor=cursor, due=due, settled=settled
     ):
       told = (
         f'Joined incarnation {incarnation}, clock {step}, shard {v} from {cursor}, due {list(due)}'
       )
-      told += f', settled to {list(settled)}' if any(settled) else ''
-      return told + (f', donation {d}' if d else '')
-    case messages.Donate(transfer=transfer, clock=step, versions=versions):
-      return f'Donate for donation {transfer} from step {step}, versions {list(versions)}'
-    case messages.Donation(transfer=transfer, donor=donor, clock=step):
-      return f'Donation {transfer}: moments of {donor} at step {step}'
-    case messages.NoDonation(transfer=transfer, reason=reason):
-      return f'NoDonation {transfer}: {reason}'
-    case messages.Recovered(transfer=transfer, way=way):
-      return f'Recovered by {way}, donation {transfer}'
+      return told + (f', settled to {list(settled)}' if any(settled) else '')
     case messages.Pull(sync=sync, fragment=p, now=now):
       return f'Pull sync {sync} fragment {p}{", now" if now else ""}'
     case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):

@@ -1,11 +1,10 @@
 """The network between learners and syncer: sessions that are slow, stalled, broken or duplicated.
 
 A *session* is one connection. As on the wire it has two lanes per direction: control is first in,
-first out; payloads are first in, first out and may be overtaken by control that was sent later,
-donations (as long as DONATION payloads) also by other payloads. But both lanes share the link:
-control waits behind the payload bytes that the sender has handed to it already, and these are as
-many as the link carries in `queue_ns` (transport/flow_control.py). A *link* connects a learner to
-the syncer, with its times and faults:
+first out; payloads are first in, first out and may be overtaken by control that was sent later.
+But both lanes share the link: control waits behind the payload bytes that the sender has handed to
+it already, and these are as many as the link carries in `queue_ns` (transport/flow_control.py). A
+*link* connects a learner to the syncer, with its times and faults:
 
 * the network resends a lost packet, so its lane is late (an open session loses no message);
 * the network delivers a duplicated message a second time, late and out of order: more than a real
@@ -24,7 +23,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.protocol import events, messages
+from diloco_jax.protocol import events
 from diloco_jax.verification import random_streams
 from diloco_jax.verification.sim import engine as engine_lib
 
@@ -33,7 +32,6 @@ RESEND_NS = 200 * MS  # delay of a lost packet
 ECHO_NS = 400 * MS  # longest time from a message to its duplicate
 PAYLOAD_BYTES = 64  # of an encoded fragment here
 CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
-DONATION = 10  # moments are so many times as large
 
 Deliver = Callable[[], None]
 
@@ -87,8 +85,8 @@ class Link:
 
 @dataclasses.dataclass
 class Session:
-  """One connection: its two ends, and per direction the arrival time of the last control message,
-  of the last payload and of the last donation sent so far."""
+  """One connection: its two ends, and per direction the arrival time of the last control message
+  and of the last payload sent so far."""
 
   number: int
   link: Link
@@ -98,7 +96,6 @@ class Session:
   open: dict[str, bool]
   control: dict[str, int]
   bulk: dict[str, int]
-  donated: dict[str, int]
   broken: bool = False
 
   def end(self, side: str) -> tuple[Any, int]:
@@ -131,7 +128,7 @@ class Network:
       number,
       None,
       {'learner': True, 'syncer': False},
-      *({'up': now, 'down': now} for _ in range(3)),
+      *({'up': now, 'down': now} for _ in range(2)),
     )
     self._sessions[process, number] = session
     self._carry(session, 'up', now + link.flight_ns('up'), lambda: self._answer(session))
@@ -174,11 +171,7 @@ class Network:
     before_ns = max(free_ns, session.control[lane])
     if content is None:
       lanes, payloads = session.control, 0
-      handed_ns = max(session.bulk[lane], session.donated[lane])
-      arrives_ns = max(before_ns, min(handed_ns, free_ns + link.queue_ns))
-    elif isinstance(message, messages.Donation):
-      lanes, payloads = session.donated, DONATION
-      arrives_ns = max(before_ns, session.bulk[lane], session.donated[lane])
+      arrives_ns = max(before_ns, min(session.bulk[lane], free_ns + link.queue_ns))
     else:
       lanes, payloads = session.bulk, 1
       arrives_ns = max(before_ns, session.bulk[lane])
@@ -258,7 +251,6 @@ class Network:
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
     flight_ns = session.link.flight_ns(lane)
-    # A closing end does not finish a donation.
     time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
     if dead:
       self._forget(session, side)

@@ -15,8 +15,7 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.storage import outer_log, wal_format
-from diloco_jax.verification import random_streams
+from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.sim import arrays, hardware, network
 from diloco_jax.verification.sim import disk as disk_lib
@@ -198,7 +197,6 @@ class Learner(Process):
     self.captured: dict[int, tuple[int, int]] = {}
     self.reads: list[arrays.Batches] = []  # all batches of its steps, range after range
     self.at = (-1, 0)  # shard and next batch
-    self.moments = arrays.value('moments', self.nonce)
     self._training = False
     self._incarnation, self._exact = 0, True
 
@@ -218,10 +216,6 @@ class Learner(Process):
         if rewind:  # its parameters are the anchors
           self.contains = [(self.tokens, self.steps)] * len(self.contains)
           self.captured.clear()
-      case actions.ReadMoments(transfer=transfer):
-        self._read_moments(transfer)
-      case actions.TakeMoments():
-        self._take_moments(action)
       case actions.Save():
         self._claim_boundary()
         stages = self.save(action, action.machine_state)
@@ -270,7 +264,6 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
-      self.moments = arrays.value('moments', self.moments, event.tokens)
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
       self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
@@ -346,25 +339,6 @@ class Learner(Process):
       lane='egress',
     )
 
-  def _read_moments(self, transfer: int) -> None:
-    """Copies the moments to the host beside the steps, on its own lane."""
-    self._claim_boundary()
-    content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
-    event = events.MomentsRead(
-      transfer=transfer, payload_id=None, payload=content and PAYLOAD, digest=self.moments
-    )
-    self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
-
-  def _take_moments(self, take: actions.TakeMoments) -> None:
-    self._claim_boundary()
-    arrays.claim(not self.steps, 'A learner takes moments before its first step.', self.name)
-    moments = self.contents.pop(take.payload_id)
-    garbled = random_streams.chance(self.island.draw, self.island.garble)
-    matched = moments.value == take.digest and not garbled
-    if matched:
-      self.moments = moments.value
-    self.answer(self.island.adopt_ns, events.MomentsTaken(transfer=take.transfer, matched=matched))
-
 
 class Syncer(Process):
   """The syncer's process: Theta, and the log, to which it writes every outer step before reporting
@@ -378,11 +352,11 @@ class Syncer(Process):
     world: Any,
     life: observers.ObservedProcess,
     disk: disk_lib.Disk,
-    journal: simulated_log_lib.Journal,
+    log: wal.Wal,
     theta: arrays.Theta,
   ):
     super().__init__(world, 'syncer', life, disk)
-    self.theta, self.journal = theta, journal
+    self.theta, self.log = theta, log
     self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
     self.fsync_ns = world.fsync_ns
     self.not_finite = False  # whether the next outer step is not finite
@@ -397,7 +371,7 @@ class Syncer(Process):
 
   def report_durable(self) -> None:
     """Tells observers which records have become durable."""
-    durable = self.journal.durable()
+    durable = simulated_log_lib.durable(self.disk, max(self.durable, self.log.first))
     if durable != self.durable:
       self.durable = durable
       self.world.logged('durable', durable)
@@ -425,7 +399,7 @@ class Syncer(Process):
         delay_ns = next(self._jobs[0])
       except StopIteration:
         self._jobs.popleft()
-      except wal_format.WalBroken as broken:
+      except wal.WalBroken as broken:
         self.world.lose_syncer(self, str(broken))
       except disk_lib.Cut:
         self.world.lose_syncer(self)
@@ -478,9 +452,9 @@ class Syncer(Process):
     """Appends the record and makes it durable."""
     while True:
       try:
-        number = self.journal.append(step)
+        number = self.log.append(outer_log.OUTER_STEP, *outer_log.encode(step))
         break
-      except wal_format.WalFull:
+      except wal.WalFull:
         self.world.logged('full')
       yield RETRY_NS
     self.world.logged(
@@ -494,7 +468,7 @@ class Syncer(Process):
     if self.ambush is not None:
       self.ambush(self.fsync_ns)
     yield self.fsync_ns
-    self.journal.commit()
+    self.log.commit()
 
   def _checkpoint(self, save: actions.Save) -> Iterator[int]:
     """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
@@ -506,16 +480,13 @@ class Syncer(Process):
       save.machine_state['versions'],
       theta.versions,
     )
-    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **self.journal.position}
+    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **outer_log.position(self.log)}
     done = yield from self.save(save, state)
     self.post(done)
     if done.error:
       return
     yield MS
-    try:
-      kept = self.checkpoints.last_two()
-      if kept[0] is not None:
-        self.journal.compact(kept)
-    except wal_format.WalFull:
-      self.world.logged('full')  # the next save tries again
-    self.world.logged('compacted', self.journal.first)
+    kept = self.checkpoints.last_two()
+    if kept[0] is not None:
+      outer_log.compact(self.log, kept)
+    self.world.logged('compacted', self.log.first + 1)

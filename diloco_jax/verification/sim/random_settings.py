@@ -22,8 +22,6 @@ class Setting:
   Attributes:
     config: of the machines.
     up_ns, down_ns, bulk_ns, encode_ns, step_ns: per learner.
-    donate_ns: time to copy a donor's moments to its host.
-    garble: donations that get wrong bits, per mille.
     jitter_ns: of every link.
     loss, duplicate: of every link until healing, per mille.
     noise: of every step, per mille.
@@ -39,8 +37,6 @@ class Setting:
   bulk_ns: list[int]
   encode_ns: list[int]
   step_ns: list[int]
-  donate_ns: int
-  garble: int
   jitter_ns: int
   loss: int
   duplicate: int
@@ -59,7 +55,6 @@ def _config(
   screen: random.Random,
   lease_ns: int,
   spare_shards: int,
-  donor_wait_ns: int,
 ) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
@@ -75,7 +70,6 @@ def _config(
     grace_permille=draw.choice([0, 500, 999]),
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
-    donor_wait_ns=donor_wait_ns,
     lease_ns=lease_ns,
     heartbeat_ns=lease_ns // 5,
     redial_ns=50 * MS,
@@ -150,14 +144,11 @@ def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = random_streams.random_stream(seed, 'lease').choice(LEASES)
   spare_shards = random_streams.random_stream(seed, 'streams').choice((0, 0, 1, 3))
-  donor = random_streams.random_stream(seed, 'donor')
-  donor_wait_ns = donor.choice((0, SECOND // 2, 2 * SECOND, 8 * SECOND))
   config = _config(
     random_streams.random_stream(seed, 'config'),
     random_streams.random_stream(seed, 'screening'),
     lease_ns,
     spare_shards,
-    donor_wait_ns,
   )
   adopt = random_streams.random_stream(seed, 'adopt')
   config = dataclasses.replace(
@@ -189,8 +180,6 @@ def draw(seed: int) -> Setting:
     bulk_ns=[net.choice((0, MS, 40 * MS, 150 * MS, 700 * MS)) for _ in learners],
     encode_ns=[hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners],
     step_ns=[hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners],
-    donate_ns=donor.choice((0, 300 * MS, SECOND, 3 * SECOND)),
-    garble=donor.choice((0, 0, 200)),
     jitter_ns=_rate(net, MS, 30 * MS, 300 * MS),
     loss=_rate(net, 5, 50, 200),
     duplicate=_rate(net, 5, 50, 300),
@@ -210,7 +199,6 @@ def furnish(world: world_lib.World, setting: Setting) -> None:
       island, link = world.island(name), world.link(name)
       island.step_ns, island.noise = setting.step_ns[which], setting.noise
       island.encode_ns = island.adopt_ns = setting.encode_ns[which]
-      island.donate_ns, island.garble = setting.donate_ns, setting.garble
       link.up_ns, link.down_ns = setting.up_ns[which], setting.down_ns[which]
       link.bulk_up_ns = link.bulk_down_ns = setting.bulk_ns[which]
       link.jitter_ns = setting.jitter_ns

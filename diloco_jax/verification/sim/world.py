@@ -18,7 +18,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import observers, tape
-from diloco_jax.storage import wal_format
+from diloco_jax.storage import wal
 from diloco_jax.verification import random_streams
 from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log
 from diloco_jax.verification.sim import disk as disk_lib
@@ -60,7 +60,6 @@ class World:
     self.done: set[str] = set()  # learner ids whose process ended after Finish
     self.rolled_back = False  # an operator repaired a damaged log: its records may be lost
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
-    self._known_rot = 0  # rotten bits of the syncer's disk at its last start
     self.on_syncer_lost: Callable[[], None] = lambda: None
     self.flipped = 0  # adoptions with a wrong bit
     self.syncer: processes.Syncer | None = None
@@ -125,16 +124,16 @@ class World:
     disk = self.disk('syncer')
     try:
       found = self._recover(disk, start)
-    except (wal_format.WalFull, wal_format.WalBroken) as error:
-      self.logged('full' if isinstance(error, wal_format.WalFull) else 'broken', text=str(error))
+    except (wal.WalFull, wal.WalBroken) as error:
+      self.logged('full' if isinstance(error, wal.WalFull) else 'broken', text=str(error))
       return False
     except disk_lib.Cut:
       self.logged('cut', text='during its start')
       return False
     life = self._life(dataclasses.replace(start, state=found.machine_state))
-    self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
-    self.logged('recovered', found.journal.last, text=' '.join(found.journal.said))
-    if found.journal.torn:
+    self.syncer = processes.Syncer(self, life, disk, found.log, found.theta)
+    self.logged('recovered', found.log.committed, text=' '.join(found.log.words))
+    if found.torn:
       self.logged('torn')
     self.syncer.report_durable()
     self._begin(self.syncer)
@@ -142,17 +141,14 @@ class World:
 
   def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
     """Recovers as production does, and repairs as an operator does where production refuses."""
-    rot, self._known_rot = disk.rot[self._known_rot :], len(disk.rot)
-    if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
-      self._note_repair(disk, 'a bit rotted in the last record before its mark was durable')
     try:
       return simulated_log.recover(disk, start)
-    except wal_format.WalDamaged as damaged:
+    except wal.WalDamaged as damaged:
       self._note_repair(disk, str(damaged))  # also if the repair fails half-way
       try:
         simulated_log.repair(disk, self.agreement)
       except OSError as error:
-        raise wal_format.WalBroken(f'The repair failed: {error}') from error
+        raise wal.WalBroken(f'The repair failed: {error}') from error
     except simulated_log.NotRecovered as error:
       self.logged('not recovered', text=str(error))
       raise

@@ -7,6 +7,7 @@ All learners have the same compiled functions, and so have all runs of a process
 is compiled. So the second run of a study compiles nothing that the first one has compiled.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import moments_work, on_device
+from diloco_jax.learner import on_device
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, events
 from diloco_jax.syncer import global_model
@@ -40,6 +41,10 @@ class Model:
     on_evaluation: called with a sync after which the global model is to be evaluated.
     keep_moments: whether saves keep a copy of the arrays, for learners that return.
     lies: by learner, what becomes of the values of each pseudo-gradient that it sends.
+    shared: whether a learner without a checkpoint reads the moments in another's newest one.
+
+  Attributes:
+    origins: how many processes that began in a run in progress had their moments from where.
   """
 
   def __init__(
@@ -48,8 +53,11 @@ class Model:
     on_evaluation: Evaluate,
     keep_moments: bool,
     lies: Mapping[str, Lie],
+    shared: bool = True,
   ):
     self._assembled = assembled
+    self._shared = shared
+    self.origins: collections.Counter[str] = collections.Counter()
     self._lies = lies
     self._on_evaluation = on_evaluation
     self._keep_moments = keep_moments
@@ -65,7 +73,13 @@ class Model:
 
   def learner(self, name: str, restored: bool, payloads: world.Contents) -> 'Learner':
     island = self._saved[name][1] if restored else None
+    others = [one for one in self._saved.values() if one[1] is not None] if self._shared else []
+    origin = 'own' if restored else 'other' if others else 'fresh'
+    self.origins[origin] += any(self.theta.versions)
     island = (island or self._template).twin()
+    if origin == 'other':
+      newest = max(others, key=lambda saved: saved[0]['clock'])
+      island.moments = newest[1].twin().moments
     exchange = on_device.Exchange(self._assembled, island, self._compiled)
     save = functools.partial(self._save, name, island)
     arguments = self._assembled, island, exchange, payloads, save
@@ -109,7 +123,6 @@ class Learner(learner_work.LearnerWork):
   ):
     self._posted: list[events.Event] = []
     super().__init__(assembled, island, self._posted.append, None, payloads, _Silence(), exchange)
-    self._moments = _Moments(island, self._posted.append, None, payloads, _Silence())
     self._keep = save
 
   def step(self, clock: int) -> None:
@@ -150,11 +163,6 @@ def noise(rng: np.random.Generator) -> Lie:
     return drawn_n * (np.linalg.norm(values_n) / np.linalg.norm(drawn_n))
 
   return lie
-
-
-class _Moments(moments_work.Moments):
-  def read(self, transfer: int) -> None:
-    self._post_read(transfer, self._snapshot(self._island.moments))
 
 
 class Syncer(syncer_work.SyncerWork):

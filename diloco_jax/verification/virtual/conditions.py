@@ -42,7 +42,6 @@ class Hardware:
     encode, adopt: of a fragment, on the learner, beside its next step.
     merge, fsync: an outer step on the syncer, and its commit to the log.
     read: of a whole fragment, on the syncer.
-    donate: of the moments, on a donor.
   """
 
   step_s: float = 0.1
@@ -54,7 +53,6 @@ class Hardware:
   merge: float = 0.0
   fsync: float = 0.0
   read: float = 0.0
-  donate: float = 0.0
 
   def __post_init__(self):
     _not_negative(self)
@@ -96,6 +94,7 @@ class Faults:
     down: how long a learner is away after a death.
     silent: the share of deaths of whole hosts, of which the syncer learns by the lease only.
     host_lost: the share of deaths after which the learner has no checkpoint.
+    shared: whether it then reads the moments in another's newest one; else they are fresh.
     joins: when further learners start, beyond `sync.learners`.
     plan: further faults (verification/plans.py).
     flipped: learners that send the opposite of what they have trained.
@@ -106,6 +105,7 @@ class Faults:
   down: float = 24.0
   silent: float = 0.0
   host_lost: float = 0.0
+  shared: bool = True
   joins: tuple[float, ...] = ()
   plan: tuple[plans.Fault, ...] = ()
   flipped: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ def furnish(
     island.step_ns = ns(hardware.slowness[which % len(hardware.slowness)])
     island.lognormal, island.gaussian = hardware.lognormal, hardware.gaussian
     island.encode_ns, island.adopt_ns = ns(hardware.encode), ns(hardware.adopt)
-    island.donate_ns, island.tokens = ns(hardware.donate), tokens
+    island.tokens = tokens
     link.up_ns = link.down_ns = ns(network.latency)
     link.jitter_ns = ns(network.jitter)
     link.bulk_up_ns, link.bulk_down_ns = ns(network.up), ns(network.down)

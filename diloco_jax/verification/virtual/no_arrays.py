@@ -16,7 +16,7 @@ _DIGEST = 1
 
 class Model:
   """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, each by
-  fragment, and of the moments."""
+  fragment."""
 
   def __init__(
     self,
@@ -24,12 +24,10 @@ class Model:
     payload_bytes: tuple[int, ...],
     delta_bytes: tuple[int, ...],
     whole_bytes: tuple[int, ...],
-    moments_bytes: int,
   ):
     self.agreement, self.payload_bytes = agreement, payload_bytes
     self.digests = (_DIGEST,) * len(payload_bytes)
     self.delta_bytes, self.whole_bytes = delta_bytes, whole_bytes
-    self.moments_bytes = moments_bytes
     self._saved: dict[str, dict[str, Any]] = {}
 
   def syncer(self, payloads: world.Contents) -> 'Syncer':
@@ -99,12 +97,6 @@ class Learner:
         return [events.AdoptDone(fragment=p, version=version, digest=_DIGEST)]
       case actions.UseShard():
         return []
-      case actions.ReadMoments(transfer=transfer):
-        given = content(self._payloads, self._model.moments_bytes)
-        return [events.MomentsRead(transfer=transfer, digest=_DIGEST, **given)]
-      case actions.TakeMoments(transfer=transfer, payload_id=payload_id):
-        self._payloads.drop(payload_id)
-        return [events.MomentsTaken(transfer=transfer, matched=True)]
       case actions.Save():
         self._model.save(self._name, action.machine_state)
         return [saved(action)]
@@ -120,7 +112,6 @@ def model_of(assembled: build.Assembly) -> Model:
     assembled.payload_bytes,
     tuple(assembled.codec_down.encoded_size(size) for size in sizes),
     tuple(4 * size for size in sizes),
-    assembled.moments_bytes,
   )
 
 

@@ -76,6 +76,8 @@ class Result:
     ledger: the last one (protocol/facts.py), in fragment-tokens.
     up_bytes, down_bytes: payloads on the wire.
     deaths: of learners.
+    origins: how many processes that began in a run in progress had the moments of their own
+      checkpoint, of an `other` learner's, or `fresh` ones; {} without arrays.
     time: of the whole run.
     seconds: on this machine.
     theta_sha256: of the syncer's arrays; '' without arrays.
@@ -91,6 +93,7 @@ class Result:
   up_bytes: int = 0
   down_bytes: int = 0
   deaths: int = 0
+  origins: dict[str, int] = dataclasses.field(default_factory=dict)
   time: float = 0.0
   seconds: float = 0.0
   theta_sha256: str = ''
@@ -137,8 +140,7 @@ def train(
 
   Args:
     config: of the run, as for real processes. Not used are its mesh (each island has one device of
-      this process), chaos, times of saves of the syncer, `sync.uplink_mbit_s` and
-      `sync.donor_rate_mib_s`.
+      this process), chaos, times of saves of the syncer, and `sync.uplink_mbit_s`.
     hardware, network, faults: how long everything takes, and what goes wrong.
     seed: draws noise and deaths; not the initial parameters, which `config.train.seed` draws.
     trained_tokens: how many tokens the learners train together, as near as one can get: at least so
@@ -165,13 +167,17 @@ def train(
     for place, name in enumerate(faults.noisy)
   }
   keep_moments = bool(faults.death_every or faults.plan)
-  model = arrays.Model(assembled, evaluate, keep_moments, lies)
+  model = arrays.Model(assembled, evaluate, keep_moments, lies, faults.shared)
   book = _Book(where, progress, trained_tokens or 0)
   evaluate(0)
   result = _run(assembled, model, where, book)
   evaluate(assembled.config.train.steps)
   return dataclasses.replace(
-    result, curve=tuple(curve), theta_sha256=model.theta_sha256(), params=model.params()
+    result,
+    curve=tuple(curve),
+    origins=dict(+model.origins),
+    theta_sha256=model.theta_sha256(),
+    params=model.params(),
   )
 
 

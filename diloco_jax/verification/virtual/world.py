@@ -80,10 +80,6 @@ class Learner(processes.Learner):
           self.answer(self.island.encode_ns, event, content, lane='egress')
         case events.AdoptDone():
           self.answer(self.island.adopt_ns, event, content, lane='egress')
-        case events.MomentsTaken():
-          self.answer(self.island.adopt_ns, event)
-        case events.MomentsRead():
-          self._after(self.island.donate_ns, event, content)
         case events.SaveDone():
           self._after(0, event)
 

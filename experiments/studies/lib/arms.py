@@ -132,6 +132,7 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
     'live': sum(merge.live for merge in result.merges) / len(result.merges),
     'wait': waits[len(waits) // 2],
     'deaths': result.deaths,
+    'moments': result.origins,
     'up_bytes': result.up_bytes,
     'down_bytes': result.down_bytes,
     'time': result.time,

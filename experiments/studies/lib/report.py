@@ -20,6 +20,7 @@ COLUMNS = (
   'live',
   'wait',
   'deaths',
+  'moments',
   'tokens',
   'steps',
   'up_bytes',
@@ -57,7 +58,9 @@ def line(row: study_lib.Row) -> str:
   """A finished arm, for the screen."""
   loss = '' if row['loss'] is None else f' loss {row["loss"]:.4f}'
   merged = f' merged {row["merged"]:.1%}' if 'merged' in row else ''
-  return f'{row["study"]}: {row["arm"]}, seed {row["seed"]}:{loss}{merged}, {row["seconds"]:.0f} s'
+  began = f' moments {row["moments"]}' if row.get('moments') else ''
+  name = f'{row["study"]}: {row["arm"]}, seed {row["seed"]}'
+  return f'{name}:{loss}{merged}{began}, {row["seconds"]:.0f} s'
 
 
 def table(study: study_lib.Study, rows: list[tuple[arms.Arm, study_lib.Row]]) -> str:

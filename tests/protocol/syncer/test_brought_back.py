@@ -1,15 +1,11 @@
 """What the syncer does with a run that a restore brought back (launch/restore.py)."""
 
 import copy
-import dataclasses
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
-from diloco_jax.verification.sim import network
-from diloco_jax.verification.sim import world as world_lib
-from tests.protocol import single
 
 CONFIG = config_lib.ProtocolConfig(
   learners=2, fragments=1, period=1, overlap=0, quorum=1, total_steps=9
@@ -30,7 +26,7 @@ def test_learners_without_a_session_count_as_left():
     'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]],
     'data': {'holders': [[0, 'l1'], [1, 'l0']]},
   }
-  state = recovery.brought_back(snapshot, ['l1'], ['l0'])
+  state = recovery.without(snapshot, ['l1'])
   assert [row['left'] for row in state['members']] == [False, True]
   assert state['ledger'][0] == snapshot['ledger'][0] and not snapshot['members'][1]['left']
   assert state['ledger'][1][2] == {
@@ -40,7 +36,7 @@ def test_learners_without_a_session_count_as_left():
     'closed': True,
   }
   assert state['data']['holders'] == [[1, 'l0']], 'its session is free'
-  assert recovery.brought_back(state, ['l1'], ['l0']) == state
+  assert recovery.without(state, ['l1']) == state
 
 
 def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
@@ -83,32 +79,3 @@ def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
     for one in out
     if isinstance(one, actions.Say)
   )
-
-
-def test_a_learner_restored_with_the_run_needs_no_donation():
-  """Its own moments are of the moment to which the run was brought back, a donor's are of now. Once
-  it has joined, or if it had no checkpoint of then, the order is the usual one."""
-  machine, session = single.joined(learners=3, shards=3, donor_wait_ms=1000)
-  single.advance(machine, session, step=2)
-  snapshot = recovery.brought_back(machine.state(), [], ['l1'])
-  machine = type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
-  )
-
-  def enters(learner: str, session: int) -> int:
-    """A new process; the transfer that it shall wait for."""
-    join = single.join(learner=learner, nonce=100 + session)
-    [offer] = single.contents(
-      machine.handle(session, single.received(session, join)), messages.Offer
-    )
-    claim = dataclasses.replace(single.confirm(nonce=100 + session), incarnation=offer.incarnation)
-    [told] = single.contents(
-      machine.handle(session, single.received(session, claim)), messages.Joined
-    )
-    return told.donation
-
-  assert enters('l0', 1) == 0, 'nobody is there to give'
-  assert enters('l1', 2) == 0
-  assert enters('l2', 3) == 1
-  machine.handle(4, events.Disconnected(session=2, reason='killed'))
-  assert enters('l1', 5) == 2

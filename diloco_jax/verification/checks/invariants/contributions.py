@@ -97,9 +97,9 @@ class NeverBack(invariant.Invariant):
 class DeltasFit(invariant.Invariant):
   id = 'I4b'
   sentence = (
-    'The syncer sends a delta to exactly the learners that hold its base, have room for it and '
-    'wait for no donation, and they apply it to that base; the others are sent the newest values '
-    'whole, one after the other, once they have room and no longer wait.'
+    'The syncer sends a delta to exactly the learners that hold its base and have room for it, and '
+    'they apply it to that base; the others are sent the newest values whole, one after the other, '
+    'once they have room.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -117,7 +117,7 @@ class DeltasFit(invariant.Invariant):
     for peer in book.members.values():
       holds = peer.joined and peer.sent.get(done.fragment) == version - 1
       room = len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
-      if holds and room and not peer.awaited_transfer:
+      if holds and room:
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
@@ -132,14 +132,9 @@ class DeltasFit(invariant.Invariant):
       return
     self._left_behind(book, event)
 
-  @invariant.after(SYNCER, messages.Recovered)
-  def recovers(self, book, now_ns, event, out):
-    if book.peer.joined and book.peer.member and not book.exiting:
-      self._left_behind(book, event)
-
   def _left_behind(self, book, event):
     peer, newest = book.peer, book.lineage.versions
-    if peer.awaited_transfer or peer.wholes:
+    if peer.wholes:
       return
     behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
     if behind and behind.isdisjoint(book.reads):

@@ -220,11 +220,11 @@ class Contributes(invariant.Invariant):
     if missing:
       self.fail(gather, f'{missing} were not asked')
 
-  @invariant.on(SYNCER, messages.Adopted, messages.Recovered)
+  @invariant.on(SYNCER, messages.Adopted)
   def adopts(self, book, now_ns, event, out):
     self._was_behind = not book.peer.caught_up
 
-  @invariant.after(SYNCER, messages.Adopted, messages.Recovered)
+  @invariant.after(SYNCER, messages.Adopted)
   def adopted(self, book, now_ns, event, out):
     if self._was_behind and book.peer.caught_up and not book.exiting:
       for gather in book.gathers.values():

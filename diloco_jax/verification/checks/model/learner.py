@@ -94,9 +94,6 @@ class LearnerBook:
     self.encoding: collections.deque[Capture] = collections.deque()
     self.adopting: collections.deque[Anchor] = collections.deque()
     self.payload_ids: dict[int, Any] = {}  # of a Publish or a Capture
-    # How it obtained its moments (model/donation.py); '': it does not train yet.
-    self.way, self.awaited_transfer, self.welcomed_on, self.taking = '', 0, 0, False
-    self.deadline_ns: int | None = None
     self.last_encoded: Capture | None = None
     self.last_adopted: Anchor | None = None
     self.reads: list[Batches] = []  # all batches of its steps, range after range
@@ -186,8 +183,8 @@ class LearnerBook:
     self.begin()
 
   def begin(self) -> None:
-    """The learner trains once it holds all fragments and has its moments."""
-    self.training = self.training or (bool(self.way) and not self.due)
+    """The learner trains once it holds all fragments."""
+    self.training = self.training or not self.due
 
   def pulled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     sync, p = event.message.sync, event.message.fragment

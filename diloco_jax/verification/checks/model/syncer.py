@@ -30,7 +30,6 @@ class Peer:
   joined: bool = False  # it was sent Joined
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
-  awaited_transfer: int = 0  # the donation promised to it, until it reports its end
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
   versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
@@ -44,7 +43,7 @@ class Peer:
 
   @property
   def caught_up(self) -> bool:
-    return self.joined and self.member and not self.due and not self.awaited_transfer
+    return self.joined and self.member and not self.due
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,8 +75,6 @@ class SyncerBook:
     self.pending: dict[int, Gather] = {}  # payload id: the sync that holds it
     self.payload_ids: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
-    self.promises: dict[int, Any] = {}  # those in hand, by transfer (model/donation.py)
-    self.asked: dict[int, int] = {}  # transfers by the session of the asked donor
     self.peer: Peer | None = None  # the sender in this turn
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last

@@ -145,16 +145,16 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
 _LEARNER = """
 import sys
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import entrypoints, program
-program.run_main(lambda argv: entrypoints.learner(
+from diloco_jax.launch import cli, nodes
+cli.run_main(lambda argv: nodes.learner(
   stdlib_lm.get_config('tiny'), argv[1], 'l0', 'none'), positional=True)
 """
 _SYNCER = """
 import sys
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import entrypoints, program
+from diloco_jax.launch import cli, nodes
 from diloco_jax.transport import addresses
-program.run_main(lambda argv: entrypoints.syncer(
+cli.run_main(lambda argv: nodes.syncer(
   stdlib_lm.get_config('tiny'), argv[1], '', addresses.LOCAL), positional=True)
 """
 

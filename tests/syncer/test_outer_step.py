@@ -287,8 +287,8 @@ def test_a_payload_of_another_size_is_refused():
 def test_the_syncer_leaves_xla_the_cores_that_the_pieces_do_not_use():
   code = """
 import pathlib
-from diloco_jax.launch import entrypoints
-entrypoints.prepare_syncer()
+from diloco_jax.launch import nodes
+nodes.prepare_syncer()
 import jax.numpy as jnp
 jnp.ones(8).block_until_ready()
 names = [one.read_text() for one in pathlib.Path('/proc/self/task').glob('*/comm')]

@@ -1,0 +1,54 @@
+"""The state of the inner optimizer, its *moments*, for a process that begins.
+
+The moments exist only at learners and in their checkpoints, so a process takes them from the first
+of these that can be read: its own newest checkpoint; the newest checkpoint of any other learner
+under the same folder, whose moments are as good (docs/studies/deaths.md); else they are fresh.
+"""
+
+import pathlib
+from typing import Any, NamedTuple
+
+from diloco_jax.storage import checkpoint, json_files
+
+
+class Found(NamedTuple):
+  """Moments from the checkpoint of `learner` at `step`, with the machine's state in it."""
+
+  learner: str
+  step: int
+  moments: Any  # numpy arrays
+  protocol: dict[str, Any]
+
+
+def folder(workdir: pathlib.Path, learner: str) -> pathlib.Path:
+  """The checkpoints of a learner."""
+  return workdir / 'islands' / learner / 'ckpt'
+
+
+def find(workdir: pathlib.Path, learner: str, like: Any) -> Found | None:
+  """The moments of the newest checkpoint that verifies and has moments like these, of this learner
+  if there is one, else of any other; None: there is none."""
+  ages = {
+    (path.parts[-3] == learner, number, path.parts[-3]): path
+    for path in workdir.glob('islands/*/ckpt/*')
+    if (number := json_files.number(path.name)) is not None
+  }
+  for (_, _, name), path in sorted(ages.items(), reverse=True):
+    try:
+      step, moments, record = checkpoint.read_part(path, 'opt_state', like)
+      return Found(name, step, moments, record['protocol'])
+    except Exception:  # of any kind: the next one may be whole, or of this model
+      continue
+  return None
+
+
+def told(found: Found | None, workdir: pathlib.Path, given: str) -> str:
+  """What a process without a checkpoint says when it joins a run in progress; `given`: what it has
+  if nothing was found."""
+  if found is not None:
+    return f'the inner optimizer begins with the moments of {found.learner} at step {found.step}'
+  return (
+    f'no checkpoint of a learner with this model can be read under {workdir / "islands"}, so the '
+    f'inner optimizer begins with {given}. No merged update is lost; expect a higher loss for some '
+    'hundred steps. A --workdir that outlives the process, or that the learners share, avoids this.'
+  )
