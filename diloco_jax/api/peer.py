@@ -402,6 +402,8 @@ def join(
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
     )
+    if own:
+      records.say(f'{learner} continues with the moments of its checkpoint at step {found.step}')
     work = learner_work.LearnerWork(
       assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
     )
@@ -411,7 +413,7 @@ def join(
         'the outer optimizer would move them beyond what the learners have counted: give them the '
         "label 'statistic', on all learners. Parameters that are trained are right as they are."
       )
-    work.compile_all()
+    work.exchange.compile_all()
     connect = nodes.dialer(assembled, address, access, records.say)
     admission = _Admission(learner, event_queue, wait_s)
     cleanup.callback(admission.cancel)

@@ -166,7 +166,6 @@ def learner(
   address: str,
   access: addresses.Access = addresses.LOCAL,
   work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
-  transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> int:
   """Runs a learner process and returns its exit code."""
   if not ids.is_learner(learner_id):
@@ -194,7 +193,7 @@ def learner(
     ):
       return _end(baseline.run(config, island, records, stopped.is_set), records)
   event_queue = loop.EventQueue()
-  connect = dialer(assembled, resolve, access, records.say, transport_class)
+  connect = dialer(assembled, resolve, access, records.say)
   with (
     stops(
       lambda reason: event_queue.post(events.Stop(reason=reason)),
@@ -215,7 +214,6 @@ def dialer(
   resolve: Callable[[], str],
   access: addresses.Access,
   say: Callable[[str], None],
-  transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> ports.MakeTransport:
   """Makes a learner's transport, which asks the learner to stop once the run has ended; says which
   inner steps a capped uplink allows."""
@@ -230,7 +228,9 @@ def dialer(
         post(events.Stop(reason=addresses.ENDED))
         raise
 
-    return transport_class(address, post, payloads, limits(assembled), access=access)
+    return grpc_client.GrpcLearnerTransport(
+      address, post, payloads, limits(assembled), access=access
+    )
 
   return make
 

@@ -120,7 +120,7 @@ def run(
       with _compile_in_turn():
         island.warm_up()
         if restored is None:  # else the functions are in the cache, and training begins before
-          work.compile_all()
+          work.exchange.compile_all()
     else:  # islands of one process have different devices and share no compiled functions
       island.warm_up()
     records_lib.report_startup(records, 'compiled')

@@ -73,16 +73,6 @@ class Missing:
 
 
 @protocol_facts.fact
-class Goodput:
-  """What the syncer knows of the figures of accounting/book.py, since this process of it began."""
-
-  training: float
-  token: float
-  uptime: float
-  system_uptime: float
-
-
-@protocol_facts.fact
 class Outer:
   """An outer step was computed and is in the log; `norm`: of the outer gradient."""
 
@@ -137,7 +127,7 @@ class Exit:
   stopped: bool = False
 
 
-_OfSyncer = Goodput | Outer | Traffic | Recovered
+_OfSyncer = Outer | Traffic | Recovered
 Fact = protocol_facts.Fact | Step | Eval | Startup | Moments | Missing | _OfSyncer | Process | Exit
 
 name = protocol_facts.name

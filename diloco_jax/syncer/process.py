@@ -12,14 +12,11 @@ import pathlib
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from diloco_jax.accounting import book as book_lib
-from diloco_jax.accounting import turns
 from diloco_jax.config import build
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
@@ -44,18 +41,12 @@ RUN = 'syncer/run'  # the name of the run
 
 
 class SyncerRecords:
-  """The syncer's records, with the bytes on the wire and the figures of goodput after each ledger
-  (node.ports.Records)."""
+  """The syncer's records, with the bytes on the wire after each ledger (node.ports.Records)."""
 
   def __init__(
-    self,
-    records: records_lib.Recorder,
-    traffic: link.Traffic,
-    assembled: build.Assembly,
-    book: book_lib.Book,
+    self, records: records_lib.Recorder, traffic: link.Traffic, assembled: build.Assembly
   ):
     self._records = records
-    self._book = book
     self._traffic = traffic
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
@@ -70,7 +61,6 @@ class SyncerRecords:
         self._records.report(
           facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
-        self._report_goodput(fact.sync)
       case protocol_facts.Synced():
         self._records.scalars(
           fact.sync,
@@ -82,19 +72,6 @@ class SyncerRecords:
             'diloco/bytes_down': down,
           },
         )
-
-  def _report_goodput(self, sync: int) -> None:
-    found = self._book.figures(time.monotonic_ns())
-    goodput = facts.Goodput(
-      training=found.training_since_joined,
-      token=found.token,
-      uptime=found.uptime,
-      system_uptime=found.system_uptime,
-    )
-    self._records.report(goodput)
-    self._records.scalars(
-      sync, {f'goodput/{name}': share for name, share in dataclasses.asdict(goodput).items()}
-    )
 
   def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:
     """The bytes that data-parallel training of the same steps would have moved: in every inner step
@@ -172,8 +149,6 @@ def run(
       limit_bytes=assembled.config.train.tapes_mib << 20,
     )
     cleanup.callback(tape.close)
-    protocol = assembled.protocol
-    book = book_lib.Book(protocol.quorum, protocol.period / protocol.fragments)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     if not machine.closed:
@@ -204,8 +179,8 @@ def run(
       transport,
       work,
       payloads,
-      SyncerRecords(records, transport.traffic, assembled, book),
-      turns.Told(book, tape),
+      SyncerRecords(records, transport.traffic, assembled),
+      tape,
     )
     result = node.run()
     work.stop()

@@ -99,7 +99,7 @@ class Session:
     self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
     self._assembler = chunks.Assembler(
       max_payload_bytes=limits.max_payload_bytes,
-      max_open=link.OPEN_TRANSFERS,
+      max_open=1,
       begins=self._begins,
     )
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)

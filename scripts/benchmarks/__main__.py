@@ -27,7 +27,6 @@ NAMES = {
   'simulator': 'speed of virtual time',
   'books': 'outer steps after many deaths, events after an hour',
   'own_loop': "peer.sync in a loop of one's own",
-  'donation': 'what a donor of moments pays',
   'tls': 'what mutual TLS costs',
 }
 FOLDER = pathlib.Path(__file__).parent

@@ -45,9 +45,8 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, global_model
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
-from diloco_jax.verification.sim import hardware
-from diloco_jax.verification.virtual import no_arrays
-from diloco_jax.verification.virtual import world as virtual_world
+from diloco_jax.verification.sim import hardware, no_arrays
+from diloco_jax.verification.sim import world as world_lib
 from experiments.goodput import machines
 from scripts.benchmarks import measured, processes
 
@@ -222,10 +221,8 @@ def memory(sizes: list[int]) -> dict[str, float]:
 
 def control(fragments: int) -> float:
   """Microseconds of the syncer's machine for an inner step."""
-  sizes = (64,) * fragments
   config = machines.settings(OF, fragments=fragments, period=fragments, save_syncs=0)
-  model = no_arrays.Model('{}', sizes, sizes, sizes, 64)
-  world = virtual_world.World(config, model, 0, ())
+  world = world_lib.World(config, model=no_arrays.equal(fragments))
   spent_ns, handle = 0, world.syncer.machine.handle
 
   def timed(now_ns: int, event: events.Event) -> list[actions.Action]:

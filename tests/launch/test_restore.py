@@ -354,14 +354,14 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
 
 
 @pytest.mark.parametrize(
-  'call, number', [('create', errno.ENOSPC), ('fsync', errno.EIO)], ids=['full', 'failed']
+  'call, number', [('write', errno.ENOSPC), ('fsync', errno.EIO)], ids=['full', 'failed']
 )
 def test_a_disk_that_takes_no_new_log_is_one_line_and_74(config, workdir, call, number):
   script = f"""
 import sys
 from diloco_jax import __main__
 from diloco_jax.storage import files
-def fail(self, name):
+def fail(self, name, *pieces):
   raise OSError({number}, 'the disk')
 files.Files.{call} = fail
 __main__.main()

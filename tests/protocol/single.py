@@ -161,7 +161,6 @@ def connect(
   clock: int = 0,
   due: tuple = (),
   settled: tuple = (0, 0),
-  donation: int = 0,
 ) -> list:
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
@@ -178,7 +177,6 @@ def connect(
         cursor=told.cursor,
         due=due,
         settled=settled,
-        donation=donation,
       ),
     ),
   )

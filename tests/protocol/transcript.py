@@ -4,7 +4,7 @@ A script is blocks of `command lines`, `----`, `output`, blank line; `#` begins 
 
     run NAME=VALUE ...            a run: ProtocolConfig's fields, times as *_ms
     start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk_up,
-                                  bulk_down, encode, donate
+                                  bulk_down, encode
     set ID|syncer NAME=MS ...     changes these times; loss and duplicate are per mille of messages
     for MS [quiet]                time passes; prints the actions unless quiet
     reset | kill | freeze | thaw | heal | stop  ID|syncer
@@ -27,7 +27,7 @@ from diloco_jax.verification.sim import world as world_lib
 
 MS = engine.MS
 LINK = ('up', 'down', 'bulk_up', 'bulk_down')
-ISLAND = ('step', 'encode', 'adopt', 'donate')
+ISLAND = ('step', 'encode', 'adopt')
 RATES = ('loss', 'duplicate')
 
 
@@ -37,7 +37,6 @@ def protocol_config(**changes: Any) -> config_lib.ProtocolConfig:
     'lease_ms': 1000,
     'heartbeat_ms': 200,
     'start_wait_ms': 0,
-    'donor_wait_ms': 0,
     'redial_ms': 50,
     'longest_redial_ms': 500,
     'save_steps': 0,

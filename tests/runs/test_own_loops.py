@@ -107,16 +107,17 @@ def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
   return [fact for fact in map(json.loads, lines) if fact['name'] == name]
 
 
-def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp_path):
+def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
   """The other learner waits in the middle of the run until the killed one is merged again."""
-  workdir, saved, back = tmp_path / 'run', tmp_path / 'saved', tmp_path / 'back'
+  workdir, back = tmp_path / 'run', tmp_path / 'back'
   address = f'--syncer=file:{workdir}/syncer/address'
   again = [str(gated_loop.EXAMPLES / 'loop_linen.py'), '--learner=l0', address]
-  again.append(f'--checkpoints={saved}')
+  again.append(f'--workdir={workdir}')
   syncer = _syncer(start, workdir)
   first = start(*again)
   other = start(gated_loop.__file__, str(back), 'l1', address.split('=')[1])
-  gated_loop.until(lambda: any(saved.glob('[0-9]*/commit_success.txt')) or first.poll() is not None)
+  saved = lambda: any(workdir.glob('islands/l0/ckpt/[0-9]*[0-9]'))
+  gated_loop.until(lambda: saved() or first.poll() is not None)
   first.send_signal(signal.SIGKILL)
   assert first.wait() == -signal.SIGKILL, first.communicate()
 
@@ -125,8 +126,9 @@ def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp
   second = start(*again)
   gated_loop.until(lambda: len(merged()) >= before + 4 or second.poll() is not None)
   back.touch()
-  for process in (second, other):
-    text = process.communicate(timeout=DEADLINE_S)[0]
+  texts = [process.communicate(timeout=DEADLINE_S)[0] for process in (second, other)]
+  assert '] l0 continues with the moments of its checkpoint at step' in texts[0], texts[0]
+  for process, text in zip((second, other), texts):
     steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
     assert process.returncode == 0 and int(steps) > 0 and float(loss) < LEARNED, text
   assert syncer.wait(DEADLINE_S) == 0

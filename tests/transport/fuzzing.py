@@ -242,15 +242,10 @@ _FROM_LEARNER = (
     payload=_PAYLOAD,
   ),
   messages.Decline(sync=2, fragment=0, reason='bad_value', tokens_to=3),
-  messages.Donation(
-    transfer=1, donor='l1', clock=3, versions=(1, 2), digest=2**64 - 1, payload=_PAYLOAD
-  ),
 )
 _FROM_SYNCER = (
   messages.Refused(code='FENCED', text='no \x1b', retry_ns=None),
-  messages.Joined(
-    incarnation=1, clock=2, shard=0, cursor=5, due=(0, 1), settled=(0, 0), donation=3
-  ),
+  messages.Joined(incarnation=1, clock=2, shard=0, cursor=5, due=(0, 1), settled=(0, 0)),
   messages.Publish(
     sync=2,
     fragment=0,

@@ -83,7 +83,7 @@ def test_memory_is_held_for_no_more_than_was_in_use_at_once():
 
 
 def test_memory_that_nothing_uses_is_given_back():
-  """A donation needs several times the memory of what follows it."""
+  """A joiner needs several times the memory of what follows."""
   memory = payloads.Memory()
   whole = [memory.take(8 * MIB), memory.take(64 * MIB)]
   whole.clear()

@@ -6,7 +6,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.transport import link, peer_limits
 from tests.transport import answers
 
-LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80), donation_bytes=7)
+LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80))
 JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
 CONFIRM = messages.Confirm(
   nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
@@ -35,12 +35,6 @@ def contribution(sync, fragment=0, size=10):
 
 def decline(sync, fragment=0):
   return messages.Decline(sync=sync, fragment=fragment, reason='empty', tokens_to=0)
-
-
-def donation(transfer, size=7):
-  return messages.Donation(
-    transfer=transfer, donor='l0', clock=0, versions=(), digest=0, payload=announced(size)
-  )
 
 
 def test_a_rate_has_room_for_a_burst_and_then_keeps_its_pace():
@@ -107,8 +101,6 @@ def test_every_pull_allows_one_payload_of_its_fragment():
     (contribution(1, fragment=1, size=20), 'has not asked'),
     (contribution(2), 'has not asked'),
     (decline(2), 'has not asked'),
-    (donation(1), 'has not asked'),
-    (messages.NoDonation(transfer=1, reason=''), 'has not asked'),
   ],
 )
 def test_another_answer_is_refused(answer, why):
@@ -128,15 +120,6 @@ def test_a_declined_pull_allows_no_payload():
   one.begins(10)
   with pytest.raises(link.LinkError, match='not asked for'):
     one.received(decline(2))  # although its bytes have begun
-
-
-def test_a_donate_allows_one_donation():
-  one = member()
-  one.sent(messages.Donate(transfer=3, clock=0, versions=()))
-  one.begins(7)
-  one.received(donation(3))
-  with pytest.raises(link.LinkError, match='not asked for'):
-    one.begins(7)
 
 
 def test_what_a_learner_owes_is_bounded():
@@ -167,8 +150,8 @@ def publish(fragment, size):
 
 def test_a_learner_believes_the_sizes_of_the_layout():
   of_syncer = peer_limits.OfSyncer(LIMITS)
-  for message in (publish(0, 40), publish(1, 80), donation(1), messages.Finish()):
+  for message in (publish(0, 40), publish(1, 80), messages.Finish()):
     of_syncer.received(message)
-  for message in (publish(0, 41), publish(2, 1), donation(1, 8)):
+  for message in (publish(0, 41), publish(2, 1)):
     with pytest.raises(link.LinkError, match='the layout allows'):
       of_syncer.received(message)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from diloco_jax.protocol import actions, events, messages, states
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
-from diloco_jax.protocol.learner import connection, moments
+from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
 from diloco_jax.protocol.syncer import (
@@ -27,7 +27,6 @@ from diloco_jax.protocol.syncer import (
   grace,
   ledger,
   members,
-  moments_relay,
   pace,
   plausible,
   published,
@@ -42,7 +41,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.checks.invariants import data
 from diloco_jax.verification.checks.invariants import tokens as tokens_invariants
-from diloco_jax.verification.sim import faults, network, processes
+from diloco_jax.verification.sim import arrays, faults, network, processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -92,7 +91,6 @@ def _never_refuses(original: Any) -> Callable:
 
 
 SETTLES = (ledger.Account, 'settle', _never_refuses)
-MOVES = (states, 'move', lambda original: lambda table, source, target: target)  # any move is drawn
 
 
 # --- Contributions --------------------------------------------------------------------------------
@@ -1347,7 +1345,7 @@ def refused_merge_counts(original):
   'Recovery forgets the outer steps in progress in the machine state.',
   SyncerMachine,
   'ended',
-  'I10',
+  'I10 I2',
 )
 def outer_steps_in_progress_forgotten(original):
   return lambda self, merge, done: None
@@ -1473,8 +1471,7 @@ def pull_is_forgotten(original):
   'A sync that has no quorum is tried once more after it was cancelled.',
   gathering.Gathering,
   'cancel',
-  'I24 P1',
-  also=(MOVES,),
+  'crash',
 )
 def cancelled_sync_gathers_again(original):
   def cancel(self, gather, why):
@@ -1493,8 +1490,7 @@ def cancelled_sync_gathers_again(original):
   'A learner that hears nothing while it joins dials at once, over the session that it has.',
   connection.Connection,
   'keep',
-  'I24',
-  also=(MOVES,),
+  'crash',
 )
 def dials_while_joining(original):
   def keep(self, now_ns, ending):
@@ -1509,8 +1505,7 @@ def dials_while_joining(original):
   'A learner whose clock has reached T goes on training while it is not told to end.',
   LearnerMachine,
   '_may_step',
-  'I24 L1',
-  also=(MOVES,),
+  'crash',
 )
 def trains_after_the_last_step(original):
   def _may_step(self):
@@ -1733,165 +1728,10 @@ def claims_too_much(original):
   return _confirm
 
 
-# --- Donations ------------------------------------------------------------------------------------
-
-
-@mutant(
-  'The syncer asks a donor that has not caught up.', moments_relay.Relay, '_might_give', 'I23'
-)
-def donor_has_not_caught_up(original):
-  def _might_give(self, transfer):
-    return [
-      member
-      for member in self._members.live()
-      if member.held_versions and member is not transfer.joiner
-    ]
-
-  return _might_give
-
-
-@mutant(
-  'The syncer asks a donor that has not reached the clock given to the joiner.',
-  moments_relay.Relay,
-  '_ask',
-  'I23',
-)
-def donor_has_not_reached_the_clock(original):
-  def _ask(self, now_ns, transfer):
-    step, transfer.clock = transfer.clock, 0
-    original(self, now_ns, transfer)
-    transfer.clock = step
-
-  return _ask
-
-
-@mutant(
-  'The syncer waits for a dead donor until the waiting time is over.',
-  moments_relay.Relay,
-  'drop_learner',
-  'L10',
-)
-def dead_donor_is_waited_for(original):
-  def leave(self, member):
-    for transfer in list(self._transfers.values()):
-      if transfer.joiner is member:
-        del self._transfers[transfer.number]
-    self._giving.pop(member.learner, None)
-
-  return leave
-
-
-@mutant('A promised donation has no deadline.', moments_relay.Relay, 'promise', 'L10')
-def promise_without_end(original):
-  def promise(self, now_ns, joiner, clock):
-    number = original(self, now_ns, joiner, clock)
-    if number:
-      self._transfers[number].deadline_ns += 10**15
-    return number
-
-  return promise
-
-
-@mutant('The syncer promises one donation to two joiners.', moments_relay.Relay, 'promise', 'I23')
-def two_joiners_share_a_transfer(original):
-  def promise(self, now_ns, joiner, clock):
-    in_transfer = [one.number for one in self._transfers.values() if one.donor]
-    return in_transfer[0] if in_transfer else original(self, now_ns, joiner, clock)
-
-  return promise
-
-
-@mutant('One donor is asked for two donations at a time.', moments_relay.Relay, '_ask', 'I23')
-def donor_gives_twice(original):
-  def _ask(self, now_ns, transfer):
-    giving, self._giving = self._giving, {}
-    original(self, now_ns, transfer)
-    self._giving = giving | self._giving
-
-  return _ask
-
-
-@mutant(
-  'A joiner takes moments whose digest differs.',
-  moments.Taker,
-  'on_replaced',
-  'I23',
-)
-def flipped_moments_are_taken(original):
-  def taken(self, event, step):
-    original(self, dataclasses.replace(event, matched=True), step)
-
-  return taken
-
-
-@mutant(
-  'A donation has the clock at which it is sent, not that of its copy.',
-  LearnerMachine,
-  '_dispatch',
-  'I23',
-)
-def donation_tells_a_later_clock(original):
-  def _dispatch(self, now_ns, event):
-    if isinstance(event, events.MomentsRead):
-      session, covers = self._giver._reading[0]
-      self._giver._reading[0] = session, {**covers, 'clock': self.clock}
-    original(self, now_ns, event)
-
-  return _dispatch
-
-
-@mutant(
-  'A joiner that was promised a donation trains without waiting for it.',
-  moments.Taker,
-  'joined',
-  'I23',
-)
-def joiner_does_not_wait(original):
-  def joined(self, now_ns, message):
-    original(self, now_ns, message)
-    if not self.way:
-      self._decide(self._way_alone(message.clock), message.clock)
-
-  return joined
-
-
-@mutant('A joiner waits for its donation for ever.', moments.Taker, 'expire', 'L10')
-def joiner_waits_for_ever(original):
-  return lambda self, now_ns, step: None
-
-
-@mutant(
-  'The syncer does not tell a joiner that no learner donates.',
-  moments_relay.Relay,
-  '_abandon',
-  'L10 I23 L5',
-)
-def joiner_is_not_told(original):
-  def _abandon(self, transfer, reason):
-    if 'time' not in reason:
-      original(self, transfer, reason)
-
-  return _abandon
-
-
-@mutant(
-  'The syncer asks another donor while the first one still has time.',
-  moments_relay.Relay,
-  '_ask',
-  'I23',
-)
-def donor_is_given_no_time(original):
-  def _ask(self, now_ns, transfer):
-    original(self, now_ns, transfer)
-    transfer.patience_ns = now_ns + 1
-
-  return _ask
-
-
-@mutant('No outer step of fragment 0 is finite any more.', processes.Syncer, '_merge', 'L2')
+@mutant('No outer step of fragment 0 is finite any more.', arrays.Syncer, '_merge', 'L2')
 def fragment_is_never_merged(original):
   def _merge(self, merge):
-    self.not_finite = self.not_finite or merge.fragment == 0
+    self._process.not_finite |= merge.fragment == 0
     return original(self, merge)
 
   return _merge

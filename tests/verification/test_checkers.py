@@ -278,7 +278,6 @@ BROKEN = [  # what no mutant breaks before it breaks something else
       a.Exit(code=0, text=''),
     ),
   ),
-  ('I24', then(LEARNER, e.Wake(), a.Dial(session=2))),
 ]
 
 

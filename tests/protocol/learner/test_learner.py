@@ -257,32 +257,6 @@ def test_a_preempted_learner_does_not_wait_for_a_withdrawn_contribution():
   assert contents(out, messages.Leave), out
 
 
-@pytest.mark.parametrize('late, way', [(4, 'donor'), (5, 'fragments')])
-def test_a_joiner_takes_moments_that_are_at_most_a_period_old(late, way):
-  """Its fragments may be newer than the clock at which it joined."""
-  machine = new_learner()
-  connect(machine, 1, 1, clock=8, due=(0,), donation=3)
-  whole = dataclasses.replace(publish(sync=14, fragment=0, version=4), base_version=None)
-  machine.handle(2 * MS, received(1, whole, payload_id=1))
-  machine.handle(3 * MS, events.AdoptDone(fragment=0, version=4, digest=60))
-  donation = messages.Donation(
-    transfer=3,
-    donor='l1',
-    clock=14 - late,
-    versions=(4, 0),
-    digest=1,
-    payload=messages.Payload(size_bytes=64, crc32=0),
-  )
-  out = machine.handle(4 * MS, received(1, donation, payload_id=2))
-  if way == 'donor':
-    assert [a.payload_id for a in out if isinstance(a, actions.TakeMoments)] == [2]
-    out = machine.handle(5 * MS, events.MomentsTaken(transfer=3, matched=True))
-  told = [
-    a.fact.by for a in out if isinstance(a, actions.Report) and isinstance(a.fact, facts.Moments)
-  ]
-  assert told == [way]
-
-
 def _unanswered(machine: Any, session: int, from_ns: int, every_s: int = 10) -> tuple[int, Any]:
   """Lets every attempt from `session` on fail; the time of the learner's end, and the Exit."""
   for number in range(1, 1000):

@@ -53,16 +53,7 @@ LIES = [
   dataclasses.replace(single.decline(), tokens_to=41),
   dataclasses.replace(single.decline(), reason='because'),
   messages.Adopted(fragment=0, version=1, tokens=0, matched=True),
-  messages.Recovered(transfer=0, way=messages.Way.DONOR),
   messages.Adopted(fragment=0, version=0, tokens=41, matched=False),
-  messages.Donation(  # D17
-    transfer=1,
-    donor='l0',
-    clock=FAR,
-    versions=(0,),
-    digest=1,
-    payload=messages.Payload(size_bytes=1, crc32=0),
-  ),
 ]
 
 

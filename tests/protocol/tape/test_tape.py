@@ -237,7 +237,6 @@ def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: A
           'cursor': 0,
           'due': 3,
           'settled': [0],
-          'donation': 0,
         },
       },
       'message.Joined.due is 3, it must be a list',
@@ -301,8 +300,8 @@ def test_a_start_makes_the_machine_of_its_role():
 
 
 def test_an_unknown_role_is_an_error():
-  with pytest.raises(ValueError, match="role is 'donor', it must be"):
-    start(role='donor').make()
+  with pytest.raises(ValueError, match="role is 'judge', it must be"):
+    start(role='judge').make()
 
 
 # --- Reading whole, torn and damaged tapes --------------------------------------------------------
@@ -428,8 +427,8 @@ def test_no_turn_follows_the_end():
 
 
 def test_a_start_that_makes_no_machine_is_an_error():
-  lines = edited(recorded(), 0, lambda data: data['start'].update(role='donor'))
-  with pytest.raises(tape.TapeError, match="no machine can be made of the header: .*'donor'"):
+  lines = edited(recorded(), 0, lambda data: data['start'].update(role='judge'))
+  with pytest.raises(tape.TapeError, match="no machine can be made of the header: .*'judge'"):
     replay_lib.replay(lines)
 
 

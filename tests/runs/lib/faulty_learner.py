@@ -2,22 +2,9 @@
 
 --spoil=nan:N or huge:N spoils its pseudo-gradients from the N-th on, behind its encoder (an integer
 codec): scales that mean NaN, or values far too large.
-
---kills=DIR kills it during a donation. The run chooses the donor, so each kill is a file in that
-folder, named as its place (or NAME.1, ... for more than one): the first process that reaches the
-place removes a file and kills itself.
-
-| name | where |
-|---|---|
-| donation.sent_10, _50, _90 | the donor has sent 10, 50, 90 % of its moments |
-| donation.got_10, _50, _90 | the joiner has received 10, 50, 90 % of them |
 """
 
 import dataclasses
-import os
-import pathlib
-import signal
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -27,9 +14,7 @@ from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import nodes
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import work as learner_work
-from diloco_jax.transport import chunks, grpc_client, grpc_session
 
-PERCENTS = (10, 50, 90)
 _PROGRAM = ['diloco_jax', 'learner']
 _SCALES = {'nan': 255, 'huge': 150}  # exponent bytes of a block (numerics/codecs.py)
 _SPOILED_BLOCKS = 8
@@ -76,51 +61,14 @@ class _SpoilingWork(learner_work.LearnerWork):
     super()._encoded(sync, fragment, spoiled, ok)
 
 
-class _MortalSession(grpc_session.Session):
-  """Kills its process at a chunk of a donation."""
-
-  kills: pathlib.Path
-
-  def bulk_frames(self) -> Iterator[bytes]:
-    for frame in super().bulk_frames():
-      yield frame
-      self._kill_at_percent('donation.sent', frame)
-
-  def _on_frame(self, frame: bytes) -> None:
-    self._kill_at_percent('donation.got', frame)
-    super()._on_frame(frame)
-
-  def _kill_at_percent(self, name: str, frame: bytes) -> None:
-    if chunks.acknowledged(frame) is not None:
-      return
-    chunk = chunks.parse(frame)
-    for percent in PERCENTS if chunk.count >= 10 else ():  # no fragment of these runs has as many
-      if 100 * (chunk.index + 1) >= percent * chunk.count:
-        self._kill_if_armed(f'{name}_{percent}')
-
-  def _kill_if_armed(self, name: str) -> None:
-    for path in sorted(self.kills.glob(f'{name}*')):
-      try:
-        path.unlink()
-      except FileNotFoundError:  # another process took it first
-        continue
-      os.kill(os.getpid(), signal.SIGKILL)
-
-
-class _MortalTransport(grpc_client.GrpcLearnerTransport):
-  session_class = _MortalSession
-
-
 def main(argv: list[str]) -> int:
   del argv
   config, values = cli_lib.config(), flags.FLAGS
-  work_class, transport_class = learner_work.LearnerWork, grpc_client.GrpcLearnerTransport
+  work_class = learner_work.LearnerWork
   if values.spoil:
     _SpoilingWork.spoiler, work_class = Spoiler(values.spoil), _SpoilingWork
-  if values.kills:
-    _MortalSession.kills, transport_class = pathlib.Path(values.kills), _MortalTransport
   where = values.workdir, values.learner_id, values.syncer
-  return nodes.learner(config, *where, cli_lib.access(), work_class, transport_class)
+  return nodes.learner(config, *where, cli_lib.access(), work_class)
 
 
 if __name__ == '__main__':
@@ -129,5 +77,4 @@ if __name__ == '__main__':
   for name in ('workdir', 'learner_id', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_string('spoil', '', 'nan:N or huge:N')
-  flags.DEFINE_string('kills', '', 'a folder of kills')
   cli_lib.run_main(main)

@@ -41,7 +41,7 @@ def main(file: str, learner: str, syncer: str) -> None:
     return read(shard, index)
 
   loop.read = gated
-  losses = loop.train('', learner=learner, syncer=syncer)
+  losses = loop.train(learner=learner, syncer=syncer)
   print(f'{len(losses)} steps, the mean loss of the last 20 is {sum(losses[-20:]) / 20:.2f}')
 
 

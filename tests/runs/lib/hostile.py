@@ -273,8 +273,6 @@ class Member(Client):
     deadline_s = time.monotonic() + PATIENCE_S
     while -1 in self.versions and time.monotonic() < deadline_s and not self.ended.is_set():
       time.sleep(0.005)
-    if self.joined.donation:
-      self.say(messages.Recovered(transfer=self.joined.donation, way=messages.Way.FRAGMENTS))
 
   def on_message(self, message: messages.FromSyncer) -> None:
     match message:

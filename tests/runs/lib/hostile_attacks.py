@@ -211,7 +211,6 @@ def words_before_joined(run: hostile.Run, seconds: float) -> None:
     ),
     messages.Adopted(fragment=MOST, version=0, tokens=MOST, matched=False),
     messages.Leave(reason='\x1b[2J'),
-    messages.Recovered(transfer=MOST, way='\x1b[2J'),
   ]
   each(
     run,
@@ -551,7 +550,6 @@ def random_words(run: hostile.Run, seconds: float) -> None:
         ),
         member.progress(steps=draw.choice(numbers)),
         member.progress(tokens=draw.choice(numbers)),
-        messages.NoDonation(transfer=draw.choice(numbers), reason='\x1b'),
       )
       member.say(draw.choice(words))
     until_ended(member, 0.1)

@@ -48,9 +48,7 @@ class Work:
 
   def __init__(self, post, store, sizes: argparse.Namespace):
     self._post, self._store = post, store
-    self._delta, self._whole, self._moments = (
-      Bytes(store, size) for size in (sizes.delta, sizes.whole, sizes.moments)
-    )
+    self._delta, self._whole = Bytes(store, sizes.delta), Bytes(store, sizes.whole)
     self._step_s = sizes.step_s
     self._versions: dict[int, int] = {}
 
@@ -70,18 +68,6 @@ class Work:
       case actions.Adopt(fragment=p, version=version, payload_id=payload_id):
         self._store.drop(payload_id)
         self._post(events.AdoptDone(fragment=p, version=version, digest=7))
-      case actions.ReadMoments(transfer=transfer):
-        self._post(
-          events.MomentsRead(
-            transfer=transfer,
-            payload_id=self._moments.put(),
-            payload=self._moments.payload,
-            digest=7,
-          )
-        )
-      case actions.TakeMoments(transfer=transfer, payload_id=payload_id):
-        self._store.drop(payload_id)
-        self._post(events.MomentsTaken(transfer=transfer, matched=True))
       case actions.Merge(sync=sync, fragment=p, version=version, participants=participants):
         for one in participants:
           self._store.drop(one.payload_id)
@@ -205,7 +191,6 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   limits = link.Limits(
     contribution_bytes=(sizes.delta,) * sizes.fragments,
     publish_bytes=(max(sizes.whole, sizes.delta),) * sizes.fragments,
-    donation_bytes=sizes.moments,
   )
   syncer = syncer_machine.SyncerMachine(
     config, AGREEMENT, 'slow', (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
@@ -260,7 +245,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   return took_s if found else float('inf')
 
 
-def sizes(rate: float, update_rate: float, fragments: float, moments: float):
+def sizes(rate: float, update_rate: float, fragments: float):
   """Of a run of four fragments whose learners are sent `update_rate` bytes of deltas a second."""
   step_s, count, period = 0.25, 4, 8
   return argparse.Namespace(
@@ -270,8 +255,7 @@ def sizes(rate: float, update_rate: float, fragments: float, moments: float):
     step_s=step_s,
     delta=int(update_rate * step_s * period / count),
     whole=int(fragments / count),
-    moments=int(moments),
-    need_s=(fragments + moments) / rate,
+    need_s=fragments / rate,
   )
 
 
@@ -281,7 +265,7 @@ def main() -> None:
   parser.add_argument('--update_kb_s', type=float, default=208)
   parser.add_argument('--limit_s', type=float, default=200)
   flags = parser.parse_args()
-  chosen = sizes(flags.rate_kb_s * KB, flags.update_kb_s * KB, 3e6, 7e6)
+  chosen = sizes(flags.rate_kb_s * KB, flags.update_kb_s * KB, 10e6)
   took_s = contributes_after_s(chosen, flags.limit_s)
   print(f'contributes after {took_s:.1f} s, its bytes need {chosen.need_s:.1f} s')
 

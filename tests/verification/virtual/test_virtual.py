@@ -44,7 +44,6 @@ def test_two_runs_of_one_seed_have_the_same_bits_and_the_schedule_of_the_protoco
 
 
 def test_what_a_returning_learner_starts_with_changes_the_arrays_only(config):
-  config.sync.donor_wait_s = 0.0
   config.train.checkpoint_every_steps = 2
   own, fresh = (
     virtual.train(config, **ROUGH, faults=dataclasses.replace(DEATHS, host_lost=share), seed=5)
