@@ -64,7 +64,6 @@ def syncer(
     assembled = build.assemble(config)
   theta = global_model_lib.Theta(assembled)
   if stands_by:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the active syncer
     theta.warm_up()
     theta.forget()
     print(f'{standby.LINE}: ready to take over', flush=True)
@@ -98,7 +97,6 @@ def own_loop_syncer(
   with (
     stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
     cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
-    _snapshot_on_signal(lambda: None),
   ):
     addresses.check(address, access)
     if init and own_model.read(folder) is None:
@@ -156,12 +154,8 @@ def _serve(
     cli.log_failures(),
     checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
-    _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    key = cli.seal_key(folder, make=True)
-    result = syncer_process.run(
-      assembled, theta, folder, event_queue, listen, records, key, finished
-    )
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, finished)
   return _end(result, records)
 
 
@@ -185,8 +179,7 @@ def learner(
   with cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    key = cli.seal_key(folder)
-    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+    island = learner_process.make_island(assembled, folder, learner_id, devices)
   records_lib.report_startup(records, 'built')
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
@@ -385,16 +378,6 @@ def stops(
       timer.cancel()
     for number, handler in before.items():
       signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _snapshot_on_signal(take_snapshot: Callable[[], None]) -> Iterator[None]:
-  """Takes a run snapshot on SIGUSR1."""
-  before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGUSR1, before)
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:

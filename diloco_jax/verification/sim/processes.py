@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.sim import arrays, snapshots
+from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import simulated_log as simulated_log_lib
@@ -177,15 +177,12 @@ class Process(abc.ABC):
   def save(self, save: actions.Save, state: dict) -> Generator[int, None, events.SaveDone]:
     """Writes a checkpoint in stages, between which the process may die; yields the duration of each
     stage and returns the answer to the action."""
-    number, digest, stages = self.checkpoints.save(state, save.snapshot, save.keep)
     try:
-      for _ in stages:
+      for _ in self.checkpoints.save(state):
         yield self.save_ns // 3
     except OSError as error:
       return events.SaveDone(clock=save.clock, error=error.strerror)
-    if save.snapshot is not None:
-      self.world.saved[digest] = self.disk
-    return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
+    return events.SaveDone(clock=save.clock)
 
   # --- Faults -------------------------------------------------------------------------------------
 
@@ -329,8 +326,6 @@ class Syncer(Process):
     match action:
       case actions.Save():
         job = self._checkpoint(action)
-      case actions.WriteManifest():
-        job = self._write_manifest(action)
       case _:
         job = self._change_arrays(action)
     self._jobs.append(job)
@@ -388,23 +383,6 @@ class Syncer(Process):
       self.ambush(self.fsync_ns)
     yield self.fsync_ns
     self.log.commit()
-
-  def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
-    manifest = {
-      'snapshot': write.snapshot,
-      'pinned': [
-        (write.checkpoint, write.record_sha256),
-        *((part.checkpoint, part.record_sha256) for part in write.parts),
-      ],
-    }
-    error = ''
-    yield MS
-    try:
-      for _ in snapshots.write(self.disk, manifest):
-        yield MS
-    except OSError as failed:
-      error = failed.strerror
-    self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
 
   def _checkpoint(self, save: actions.Save) -> Iterator[int]:
     """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
