@@ -24,7 +24,7 @@ ALLOWED = {
   'configs': {'config', 'train'},
   'certs': {'protocol'},
   'transport': {'protocol', 'node', 'certs'},
-  'accounting': {'protocol', 'protocol/tape'},
+  'accounting': {'protocol'},
   'report': {'protocol', 'config', 'node', 'accounting'},
   'learner': {
     'protocol',
@@ -42,7 +42,6 @@ ALLOWED = {
     'protocol',
     'protocol/syncer',
     'protocol/tape',
-    'accounting',
     'numerics',
     'storage',
     'train',
@@ -108,27 +107,13 @@ ALLOWED = {
   # The simulated world, and the work of real processes that it carries out.
   'verification/virtual': {
     'protocol',
-    'protocol/syncer',
-    'protocol/learner',
     'protocol/tape',
     'train',
     'config',
     'learner',
     'syncer',
     'verification',
-    'verification/checks',
     'verification/sim',
-  },
-  'verification/calibration': {
-    'protocol',
-    'protocol/tape',
-    'accounting',
-    'report',
-    'storage',
-    'verification',
-    'verification/checks',
-    'verification/sim',
-    'verification/virtual',
   },
 }
 # The commands may import every room.
@@ -148,7 +133,6 @@ FOREIGN = {
   'verification/checks': set(),
   'verification/sim': set(),
   'verification/virtual': {'absl', 'jax', 'numpy'},
-  'verification/calibration': set(),
 }
 GENERATED = ('_pb2.py', '_pb2_grpc.py')
 

@@ -22,14 +22,14 @@ INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION |
 | other | | OTHER |
 
 A learner waits only before it has joined, and between steps with settings of lock step. Fold the
-turns of a run (turns.py), or the facts in its records (report/run_facts.py), into a `Book`, in the
-order of time. Times are in ns of one clock.
+facts in the records of a run (report/run_facts.py) into a `Book`, in the order of time. Times are
+in ns of one clock.
 """
 
 import bisect
 import collections
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.accounting import step_times
@@ -124,7 +124,6 @@ class Book:
     self._quorum, self._steps_per_sync = quorum, steps_per_sync
     self.learners: dict[str, Learner] = {}
     self.ledger: facts.Ledger | None = None
-    self._base: facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
     # What a learner waits for, by time; the number of learners that train, by time.
@@ -182,7 +181,6 @@ class Book:
     data_ns: int = 0,
     saving_ns: int = 0,
     waited_ns: int = 0,
-    count: int = 1,
   ) -> None:
     """An inner step is done.
 
@@ -193,16 +191,15 @@ class Book:
       step_ns: what it took, with `data_ns`, the wait for its batch.
       saving_ns: what saves took before it.
       waited_ns: how long the learner waited for others before it, if that is not booked yet.
-      count: the number of steps, if it is the last of several.
     """
     learner = self._learner(name, at_ns)
     if waited_ns:
       self._wait(learner, learner.at_ns + waited_ns)
     before = COMM if learner.doing in (_TRAINS, _WAITS) else learner.doing
-    learner.spent_ns[before] += at_ns - learner.at_ns - count * step_ns - saving_ns
+    learner.spent_ns[before] += at_ns - learner.at_ns - step_ns - saving_ns
     learner.spent_ns[DATA] += data_ns
     learner.spent_ns[SAVE] += saving_ns
-    learner.times.add(step_ns, count)
+    learner.times.add(step_ns)
     learner.tokens += tokens
     learner.at_ns = at_ns
     self._trained.discard(name)
@@ -273,18 +270,6 @@ class Book:
       case facts.Ledger():
         self.ledger = fact
 
-  def begins(self, ledger: facts.Ledger) -> None:
-    """The account begins in the middle of a run; what the ledger has by then is none of it. The
-    first call counts."""
-    self._base = self._base or ledger
-
-  def forget(self, but: Collection[str]) -> None:
-    """Drops the accounts of all learners but these and the members."""
-    for name in self.learners.keys() - self._members - set(but):
-      del self.learners[name]
-      self._training.discard(name)
-      self._trained.discard(name)
-
   def syncer_died(self, at_ns: int) -> None:
     self._members.clear()
     self._syncer_died = True
@@ -342,11 +327,7 @@ class Book:
     """Tokens of a learner that were merged."""
     if self.ledger is None:
       return 0.0
-    now, before = (
-      ledger.learners.get(name, {}).get('merged', 0) if ledger else 0
-      for ledger in (self.ledger, self._base)
-    )
-    return max(0, now - before) / self.ledger.fragments
+    return self.ledger.learners.get(name, {}).get('merged', 0) / self.ledger.fragments
 
   def summary(self, at_ns: int) -> dict[str, Any]:
     """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""

@@ -16,13 +16,12 @@ class StepTimes:
     self.count = self.total_ns = 0
     self._bins: dict[int, list[int]] = {}  # by logarithm: how many, their sum
 
-  def add(self, time_ns: int, count: int = 1) -> None:
-    """Adds a duration that occurred so many times."""
-    self.count += count
-    self.total_ns += count * time_ns
+  def add(self, time_ns: int) -> None:
+    self.count += 1
+    self.total_ns += time_ns
     found = self._bins.setdefault(round(math.log2(max(1, time_ns)) * BINS), [0, 0])
-    found[0] += count
-    found[1] += count * time_ns
+    found[0] += 1
+    found[1] += time_ns
 
   @property
   def median_ns(self) -> float:

@@ -42,10 +42,10 @@ class Eval:
 @protocol_facts.fact
 class Startup:
   """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
-  start. The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
-  checkpoint), recovered (the log), ready (every outer step compiled). Of a learner: imported, built
-  (its island), restored (its checkpoint), compiled (the step and, without a checkpoint, the
-  exchange; a learner that comes back compiles that while it trains)."""
+  start. The phases of a syncer: assembled, listens, restored (its checkpoint), recovered (the log),
+  ready (every outer step compiled). Of a learner: imported, built (its island), restored (its
+  checkpoint), compiled (the step and, without a checkpoint, the exchange; a learner that comes back
+  compiles that while it trains)."""
 
   phase: str
   cpu_s: float
@@ -70,16 +70,6 @@ class Missing:
 
 
 # --- Of the syncer --------------------------------------------------------------------------------
-
-
-@protocol_facts.fact
-class Goodput:
-  """What the syncer knows of the figures of accounting/book.py, since this process of it began."""
-
-  training: float
-  token: float
-  uptime: float
-  system_uptime: float
 
 
 @protocol_facts.fact
@@ -137,7 +127,7 @@ class Exit:
   stopped: bool = False
 
 
-_OfSyncer = Goodput | Outer | Traffic | Recovered
+_OfSyncer = Outer | Traffic | Recovered
 Fact = protocol_facts.Fact | Step | Eval | Startup | Moments | Missing | _OfSyncer | Process | Exit
 
 name = protocol_facts.name

@@ -130,7 +130,8 @@ def status_line(view: run_facts.RunFacts) -> str:
   )
   if view.syncer is None:
     return f'{view.progress:.0%}: {learners}'
-  goodput = f', goodput {_percent(view.goodput.training)}' if view.goodput else ''
+  figures = view.figures
+  goodput = f', goodput {_percent(figures.training_since_joined)}' if figures else ''
   return (
     f'{view.progress:.0%}: {learners}; {len(view.merges_s)} outer steps{goodput}, '
     f'up {size(view.wire.bytes_up)}, down {size(view.wire.bytes_down)}'
@@ -200,15 +201,15 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
 
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
-  last = view.synced
+  last, figures = view.synced, view.figures
   return [
     _Column('syncer ', [view.syncer], [_COLOURS.get(view.syncer, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
     _Column('outer steps', [str(len(view.merges_s))]),
     _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
-    _Column('goodput', [_percent(view.goodput and view.goodput.training)]),
-    _Column('of tokens', [_percent(view.goodput and view.goodput.token)]),
-    _Column('uptime', [_percent(view.goodput and view.goodput.uptime)]),
+    _Column('goodput', [_percent(figures and figures.training_since_joined)]),
+    _Column('of tokens', [_percent(figures and figures.token)]),
+    _Column('uptime', [_percent(figures and figures.uptime)]),
     _Column('      up', [size(view.wire.bytes_up)]),
     _Column('    down', [size(view.wire.bytes_down)]),
     _Column('  grace', [f'{last.grace_ns / 1e6 if last else 0:.0f} ms']),

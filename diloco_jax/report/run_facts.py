@@ -170,7 +170,6 @@ class RunFacts:
     evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
-    goodput: the newest figures of the syncer.
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
     missing: of each process, how many facts could not be written, and why.
@@ -201,7 +200,6 @@ class RunFacts:
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
-    self.goodput: facts.Goodput | None = None
     self.wire = Wire()
     self.tokens = 0
     self.missing: dict[str, tuple[int, str]] = {}
@@ -219,12 +217,17 @@ class RunFacts:
     return min(1.0, foremost / self.total_steps)
 
   def training(self, name: str) -> float | None:
-    """The share of the time since a learner joined that it spent in inner steps at the ideal pace,
-    as the syncer reports it of all; None: it has not joined."""
+    """The share of the time since a learner joined that it spent in inner steps at the ideal pace;
+    None: it has not joined."""
     account = self.book.learners.get(name)
     if account is None or account.joined_ns is None or self.end_s * 1e9 <= account.joined_ns:
       return None
     return account.ideal_ns / (self.end_s * 1e9 - account.joined_ns)
+
+  @property
+  def figures(self) -> book_lib.Figures | None:
+    """Those of the run so far; None: no ledger has told of a merge."""
+    return self.book.figures(round(self.end_s * 1e9)) if self.ledger else None
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""
@@ -276,8 +279,6 @@ class RunFacts:
         self.wire.take(fact)
       case facts.Missing(facts=count, error=error):
         self.missing[process] = self.missing.get(process, (0, ''))[0] + count, error
-      case facts.Goodput():
-        self.goodput = fact
       case protocol_facts.Ledger():
         self.ledger = fact
       case protocol_facts.Synced():

@@ -12,14 +12,11 @@ import pathlib
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from diloco_jax.accounting import book as book_lib
-from diloco_jax.accounting import turns
 from diloco_jax.config import build
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
@@ -29,9 +26,9 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
+from diloco_jax.storage import arrays, checkpoint, json_files, outer_log, restore_note, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit, snapshot_work
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -44,18 +41,12 @@ RUN = 'syncer/run'  # the name of the run
 
 
 class SyncerRecords:
-  """The syncer's records, with the bytes on the wire and the figures of goodput after each ledger
-  (node.ports.Records)."""
+  """The syncer's records, with the bytes on the wire after each ledger (node.ports.Records)."""
 
   def __init__(
-    self,
-    records: records_lib.Recorder,
-    traffic: link.Traffic,
-    assembled: build.Assembly,
-    book: book_lib.Book,
+    self, records: records_lib.Recorder, traffic: link.Traffic, assembled: build.Assembly
   ):
     self._records = records
-    self._book = book
     self._traffic = traffic
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
@@ -70,7 +61,6 @@ class SyncerRecords:
         self._records.report(
           facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
-        self._report_goodput(fact.sync)
       case protocol_facts.Synced():
         self._records.scalars(
           fact.sync,
@@ -82,19 +72,6 @@ class SyncerRecords:
             'diloco/bytes_down': down,
           },
         )
-
-  def _report_goodput(self, sync: int) -> None:
-    found = self._book.figures(time.monotonic_ns())
-    goodput = facts.Goodput(
-      training=found.training_since_joined,
-      token=found.token,
-      uptime=found.uptime,
-      system_uptime=found.system_uptime,
-    )
-    self._records.report(goodput)
-    self._records.scalars(
-      sync, {f'goodput/{name}': share for name, share in dataclasses.asdict(goodput).items()}
-    )
 
   def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:
     """The bytes that data-parallel training of the same steps would have moved: in every inner step
@@ -111,7 +88,6 @@ def run(
   event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
-  key: seals.Key | None = None,
   finished: Callable[[], None] = lambda: None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
@@ -124,7 +100,6 @@ def run(
     make_transport: called before the recovery, so that learners can connect; their messages wait in
       the event queue until the machine exists.
     records: where facts go.
-    key: seals what the process writes, and must have sealed what it reads; None: no seals.
     finished: called once the run is over and no learner is waited for, before the last evaluation.
 
   Returns:
@@ -134,14 +109,14 @@ def run(
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
       ended.
     WalError: the log cannot be recovered, or the disk failed.
-    ValueError: a file of the run is not what was written, or its seal cannot be proved.
+    ValueError: a file of the run is not what was written.
   """
   with contextlib.ExitStack() as cleanup:
     log = commit.CommitLog(
-      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say, key=key
+      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
     )
     cleanup.callback(log.close)
-    manifests.require_no_restore(workdir)  # behind the lock: now none begins
+    restored = restore_note.read(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
     work: syncer_work.SyncerWork | None = None
 
@@ -153,7 +128,9 @@ def run(
     transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)
+    checkpoints = checkpoint.Checkpoints(
+      str(workdir / 'syncer' / 'ckpt'), assembled.protocol.keep_every
+    )
     cleanup.callback(checkpoints.close)
     start = recover(
       assembled,
@@ -162,12 +139,8 @@ def run(
       log,
       records,
       run_name(workdir),
-      manifests.numbers(workdir),
-      manifests.read_restored(workdir, key),
+      restored,
     )
-    # A process that was killed before it had removed the oldest manifest leaves one too many, of
-    # which the machine does not know: the next snapshot would delete its checkpoints.
-    snapshot_work.remove_old(workdir)
     tape = tapes.Tape(
       workdir,
       start,
@@ -176,8 +149,6 @@ def run(
       limit_bytes=assembled.config.train.tapes_mib << 20,
     )
     cleanup.callback(tape.close)
-    protocol = assembled.protocol
-    book = book_lib.Book(protocol.quorum, protocol.period / protocol.fragments)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     if not machine.closed:
@@ -196,8 +167,6 @@ def run(
       checkpoints,
       log,
       evaluation,
-      workdir,
-      key,
     )
     work.start()
     cleanup.callback(work.stop)
@@ -210,8 +179,8 @@ def run(
       transport,
       work,
       payloads,
-      SyncerRecords(records, transport.traffic, assembled, book),
-      turns.Told(book, tape),
+      SyncerRecords(records, transport.traffic, assembled),
+      tape,
     )
     result = node.run()
     work.stop()
@@ -271,13 +240,12 @@ def recover(
   log: commit.CommitLog,
   records: records_lib.Recorder,
   name: str,
-  kept: Sequence[int] = (),
-  brought_back: manifests.Restored | None = None,
+  brought_back: restore_note.Note | None = None,
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
 
-  `name`: of the run, if it is at version 0; `kept`: the run snapshots that have a manifest;
-  `brought_back`: the last restore's message to the syncer (restore.py).
+  `name`: of the run, if it is at version 0; `brought_back`: the last restore's message to the
+  syncer (launch/restore.py).
   """
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
@@ -305,7 +273,7 @@ def recover(
     machine_state = recovery.without(machine_state, brought_back.gone)
   replayed = log.recover(theta, machine_state)
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
-  if restored is None and not replayed and not kept:
+  if restored is None and not replayed:
     return start
   with _believing_no_books(log):
     machine_state = recovery.replay_log(load, machine_state, replayed)
@@ -322,7 +290,6 @@ def recover(
       versions=machine_state['versions'],
     )
   )
-  machine_state = {**machine_state, syncer_machine.MANIFESTS: list(kept)}
   return dataclasses.replace(start, digests=None, state=machine_state)
 
 
@@ -357,5 +324,5 @@ def _believing_no_books(log: commit.CommitLog) -> Iterator[None]:
     raise outer_log.NotReproduced(
       f'The books in the checkpoint or in the log of {log.place} are none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
-      'to a snapshot: diloco restore --to=latest'
+      'to a checkpoint: diloco restore --to=latest'
     ) from error

@@ -1,6 +1,6 @@
 """Goodput and token goodput with the production machines, on islands that fail.
 
-The world has no disks and no arrays (verification/virtual/no_arrays.py): no process dies, chips do.
+The world has no disks and no arrays (verification/sim/no_arrays.py): no process dies, chips do.
 All checkers watch the warm-up, in which learners also join; what is reported is the time after it.
 """
 
@@ -13,15 +13,14 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import hardware
-from diloco_jax.verification.virtual import conditions, no_arrays, world
+from diloco_jax.verification.sim import hardware, no_arrays, world
+from diloco_jax.verification.virtual import conditions
 from experiments.goodput import islands, on_time
 
 SECOND = engine_lib.SECOND
 STEP_S = 1.0
 WARM_UP_S, MEASURED_S = 300, 1_800
 TOKENS = 1_000  # of an inner step
-_SIZE = 64  # of all payloads: their time on a link is a condition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,11 +116,10 @@ def run(
   """
   names = [f'l{which}' for which in range(config.learners)]
   counts, checkers = _Counts(), checkers_lib.Checkers(config)
-  sizes = (_SIZE,) * config.fragments
-  model = no_arrays.Model('{}', sizes, sizes, sizes, _SIZE)
+  model = no_arrays.equal(config.fragments)  # the time of a payload is a condition
   watchers = (counts, checkers) if checked else (counts,)
   run_world = world.World(
-    config, model, seed, watchers, dict.fromkeys(names, slices) if slices else {}
+    config, seed, watchers, model, dict.fromkeys(names, slices) if slices else {}
   )
   where = conditions.delays(delays, step_s=STEP_S, slowness=slowness, gaussian=noise)
   conditions.furnish(run_world, names, where['hardware'], where['network'], TOKENS)

@@ -21,10 +21,9 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import engine, no_arrays
 from diloco_jax.verification.sim import world as world_lib
-from diloco_jax.verification.virtual import conditions, no_arrays
-from diloco_jax.verification.virtual import world as virtual_world
+from diloco_jax.verification.virtual import conditions
 from experiments.goodput import machines
 from scripts.benchmarks import measured
 
@@ -39,9 +38,7 @@ class Deaths:
 
   def __init__(self):
     config = machines.settings(LEARNERS)
-    sizes = (64,) * config.fragments
-    model = no_arrays.Model('{}', sizes, sizes, sizes, 64)
-    self.world = virtual_world.World(config, model, 0, ())
+    self.world = world_lib.World(config, model=no_arrays.equal(config.fragments))
     where = conditions.delays('lan', step_s=1.0, gaussian=0.02)
     names = [f'l{which}' for which in range(LEARNERS)]
     conditions.furnish(self.world, names, where['hardware'], where['network'], 1_000)

@@ -42,12 +42,12 @@ from diloco_jax.launch import nodes
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import outer_log
 from diloco_jax.syncer import commit, global_model
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
-from diloco_jax.verification.sim import hardware
-from diloco_jax.verification.virtual import no_arrays
-from diloco_jax.verification.virtual import world as virtual_world
+from diloco_jax.verification.sim import hardware, no_arrays
+from diloco_jax.verification.sim import world as world_lib
 from experiments.goodput import machines
 from scripts.benchmarks import measured, processes
 
@@ -73,7 +73,7 @@ class Rig:
     }
     init = lambda: {name: jnp.zeros(one.shape) for name, one in shapes.items()}
     labels = dict.fromkeys(shapes, 'body')
-    assembled = build.assemble_own_loop(config, init, shapes, labels, {})
+    assembled = build.assemble_own_loop(config, init, shapes, labels)
     self.parameters = assembled.parameters
     layout = assembled.layout
     self._sizes = [layout.size(p) for p in range(layout.num_fragments)]
@@ -160,7 +160,7 @@ class Rig:
     done = self._posted.pop()
     assert not done.failed, done.failed
     self._store.drop(done.payload_id)
-    self._log.compact([self._log.position] * 2)
+    outer_log.compact(self._log._wal, [self._log.position] * 2)
     found = {name: 1e9 * spent / self.parameters for name, spent in self._spent.items()}
     total = 1e9 * cpu_s / self.parameters
     return {**found, 'rest': total - sum(found.values()), 'all': total, 'seconds': seconds}
@@ -222,10 +222,8 @@ def memory(sizes: list[int]) -> dict[str, float]:
 
 def control(fragments: int) -> float:
   """Microseconds of the syncer's machine for an inner step."""
-  sizes = (64,) * fragments
   config = machines.settings(OF, fragments=fragments, period=fragments, save_syncs=0)
-  model = no_arrays.Model('{}', sizes, sizes, sizes, 64)
-  world = virtual_world.World(config, model, 0, ())
+  world = world_lib.World(config, model=no_arrays.equal(fragments))
   spent_ns, handle = 0, world.syncer.machine.handle
 
   def timed(now_ns: int, event: events.Event) -> list[actions.Action]:

@@ -28,10 +28,9 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import hardware, seeds
+from diloco_jax.verification.sim import hardware, no_arrays, seeds
 from diloco_jax.verification.sim import world as world_lib
-from diloco_jax.verification.virtual import arrays, conditions, no_arrays, virtual
-from diloco_jax.verification.virtual import world as virtual_world
+from diloco_jax.verification.virtual import arrays, conditions, virtual
 from experiments.goodput import islands, machines
 from scripts.benchmarks import measured
 
@@ -90,9 +89,9 @@ class OldWorld:
 def deaths(count: int) -> tuple[float, float]:
   """CPU time of the syncer's machine for an outer step in us, after few deaths and after `count`:
   of two learners, one dies again and again."""
-  sizes, times_ns = (64,) * 4, []
+  times_ns = []
   config = machines.settings(2, fragments=4, period=4, save_syncs=0)
-  world = virtual_world.World(config, no_arrays.Model('{}', sizes, sizes, sizes, 64), 0, ())
+  world = world_lib.World(config, model=no_arrays.equal(config.fragments))
   handle = world.syncer.machine.handle
 
   def timed(now_ns: int, event: events.Event) -> list[actions.Action]:

@@ -1,48 +1,28 @@
-"""The time of every learner has one category, and tapes, records and syncer agree about it."""
-
-import dataclasses
+"""The time of every learner has one category."""
 
 import pytest
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.accounting import turns
-from diloco_jax.protocol import events, facts
-from diloco_jax.protocol.tape import observers
+from diloco_jax.protocol import facts
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import engine, faults
 from diloco_jax.verification.sim import world as world_lib
-from tests.protocol import single, transcript
+from experiments.goodput import calibration
+from tests.protocol import transcript
 
 MS, SECOND = engine.MS, engine.SECOND
 
 
-class _Hears(observers.Observer):
-  """What the syncer books about its learners."""
-
-  def __init__(self, book):
-    self.told = turns.Told(book, self)
-
-  def saw(self, life, now_ns, event, out):
-    if life.start.role == 'syncer':
-      self.told.record(now_ns, event, out)
-
-  def record(self, now_ns, event, out):
-    """The turn on the syncer's tape."""
-
-  def crash(self, now_ns, event, error):
-    raise error
-
-
 def simulate(plan=(), until_s=20, **settings):
-  """A world with three learners; returns its book and that of its syncer."""
+  """A world with three learners; returns its book, and the world."""
   config = transcript.protocol_config(total_steps=10_000, **settings)
-  book, heard = (book_lib.Book(config.quorum, config.period / config.fragments) for _ in range(2))
-  world = world_lib.World(config, watchers=[turns.Turns(book), _Hears(heard)])
+  book = book_lib.Book(config.quorum, config.period / config.fragments)
+  world = world_lib.World(config, watchers=[calibration.Turns(book)])
   faults.Nemesis(world, plan, odds=faults.Odds(0, 0, 0))
   for name in ('l0', 'l1', 'l2'):
     world.start(name)
   world.run(until_s * SECOND)
-  return book, heard, world
+  return book, world
 
 
 KILLS = [
@@ -52,7 +32,7 @@ KILLS = [
 
 
 def test_the_time_of_every_learner_adds_up_to_the_whole():
-  book, heard, world = simulate(KILLS, learners=3)
+  book, world = simulate(KILLS, learners=3)
   for name in ('l0', 'l1', 'l2'):
     found = book.partition(name, world.now_ns)
     assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
@@ -66,10 +46,6 @@ def test_the_time_of_every_learner_adds_up_to_the_whole():
   assert figures.merged + sum(figures.discarded.values()) == pytest.approx(1)
   assert figures.token == pytest.approx(figures.training_since_joined * figures.merged, abs=0.005)
   assert figures.uptime == figures.system_uptime == 1
-  # What the syncer has heard since its start gives the same figures.
-  told = heard.figures(world.now_ns)
-  for name in ('training_since_joined', 'token', 'uptime', 'system_uptime'):
-    assert getattr(told, name) == pytest.approx(getattr(figures, name), abs=0.005)
 
 
 def test_in_lock_step_learners_wait_for_what_is_missing():
@@ -80,7 +56,7 @@ def test_in_lock_step_learners_wait_for_what_is_missing():
     plans.Fault(at_ns=10_050 * MS, kind='slow', node='l2', for_ns=3 * SECOND, amount=3),
     plans.Fault(at_ns=14_050 * MS, kind='preempt', node='syncer', for_ns=3 * SECOND, amount=SECOND),
   ]
-  book, _, world = simulate(plan, learners=3, quorum=3, max_lag=0, overlap=0)
+  book, world = simulate(plan, learners=3, quorum=3, max_lag=0, overlap=0)
   found = book.partition('l0', world.now_ns)
   assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
   assert 2 < found[book_lib.QUORUM] / SECOND < 6
@@ -88,69 +64,6 @@ def test_in_lock_step_learners_wait_for_what_is_missing():
   assert 1 < found[book_lib.SYNCER_DOWN] / SECOND < 4
   figures = book.figures(world.now_ns)
   assert figures.uptime < 1 - 2 / 20 and figures.system_uptime < 1 - 4 / 20
-
-
-def test_a_process_on_a_new_session_counts_its_steps_once():
-  """Also if the syncer has not noticed the end of the old session."""
-  machine, book = single.new_machine(), book_lib.Book()
-  told = _Hears(book).told
-
-  def hear(now_ms, session, message):
-    event = single.received(session, message)
-    told.record(now_ms * MS, event, machine.handle(now_ms * MS, event))
-
-  hear(0, 1, single.join())
-  hear(1, 1, single.confirm())
-  for step in (1, 2):
-    hear(10 * step, 1, single.progress(step))
-  hear(30, 2, single.join())
-  hear(31, 2, dataclasses.replace(single.confirm(), clock=2, steps=2, tokens=20))
-  hear(40, 2, single.progress(3))
-  assert book.learners['l0'].tokens == 30 and book.learners['l0'].times.count == 3
-
-
-def test_what_comes_on_a_closed_session_does_not_count():
-  """The machine drops it; its totals are compared with nothing any more."""
-  machine, book = single.new_machine(), book_lib.Book()
-  told = _Hears(book).told
-
-  def hear(now_ms, message):
-    event = single.received(1, message)
-    told.record(now_ms * MS, event, machine.handle(now_ms * MS, event))
-
-  hear(0, single.join())
-  hear(1, single.confirm())
-  hear(10, single.progress(1))
-  late_ms = 11 + machine._config.lease_ns // MS
-  wake = events.Wake()
-  told.record(late_ms * MS, wake, machine.handle(late_ms * MS, wake))  # the lease is over
-  hear(late_ms + 1, single.progress(2))
-  assert book.learners['l0'].tokens == 10 and book.learners['l0'].times.count == 1
-
-
-def test_the_account_of_a_restarted_syncer_begins_with_its_process():
-  """The ledger goes on; tokens that the process before it merged are none of its token goodput."""
-  books = []
-
-  class Restarts(observers.Observer):
-    def born(self, now_ns, life):
-      if life.start.role == 'syncer':
-        books.append(book_lib.Book())
-        self.hears = _Hears(books[-1])
-
-    def saw(self, life, now_ns, event, out):
-      self.hears.saw(life, now_ns, event, out)
-
-  config = transcript.protocol_config(total_steps=10_000, learners=2)
-  world = world_lib.World(config, watchers=[Restarts()])
-  kill = plans.Fault(at_ns=16_050 * MS, kind='kill', node='syncer', for_ns=500 * MS)
-  faults.Nemesis(world, [kill], odds=faults.Odds(0, 0, 0))
-  for name in ('l0', 'l1'):
-    world.start(name)
-  world.run(22 * SECOND)
-  assert len(books) == 2
-  figures = books[1].figures(world.now_ns)
-  assert 0.8 < figures.token < 1.2
 
 
 def test_a_wait_that_has_not_ended_is_booked_by_what_was_awaited():

@@ -6,8 +6,8 @@ import pytest
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.sim import engine
-from diloco_jax.verification.virtual import conditions, no_arrays, world
+from diloco_jax.verification.sim import engine, no_arrays, world
+from diloco_jax.verification.virtual import conditions
 from experiments.goodput import machines
 
 LEARNERS = 4
@@ -36,8 +36,7 @@ class Uplinks(observers.Observer):
 
 def test_equal_learners_send_one_fragment_in_every_inner_step():
   uplinks = Uplinks()
-  sizes = (64,) * CONFIG.fragments
-  run = world.World(CONFIG, no_arrays.Model('{}', sizes, sizes, sizes, 64), 0, (uplinks,))
+  run = world.World(CONFIG, 0, (uplinks,), no_arrays.equal(CONFIG.fragments))
   names = [f'l{which}' for which in range(LEARNERS)]
   where = conditions.delays('lan', step_s=1.0, gaussian=0.02)
   conditions.furnish(run, names, where['hardware'], where['network'], tokens=1_000)

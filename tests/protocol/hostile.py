@@ -173,13 +173,9 @@ class Liar(processes.Learner):
       'version': anchor.version,
       'tokens_from': anchor.tokens,
       'tokens_to': machine.tokens,
-      'payload': processes.PAYLOAD,
+      'payload': arrays.PAYLOAD,
       'reason': messages.Reason.BAD_VALUE,
       'matched': True,
-      'snapshot': 1,
-      'checkpoint': 1,
-      'record_sha256': '0' * 64,
-      'error': '',
       'versions': tuple(a.version for a in machine._anchors),
     }
     if cls is messages.Contribution:
@@ -315,10 +311,10 @@ class World(world_lib.World):
     )
     life = self._life(
       tape.Start(
-        role='learner', node=LIAR, config=self.config, identity=identity, digests=self.initial
+        role='learner', node=LIAR, config=self.config, identity=identity, digests=self.model.digests
       )
     )
-    self.liar = self.learners[LIAR] = Liar(self, LIAR, life, self.disk(LIAR), self.island(LIAR))
+    self.liar = self.learners[LIAR] = Liar(self, LIAR, life)
     self.liar.lies, self.liar.norm, self.liar.quick = self.lies, self.norm, self.quick
     self._begin(self.liar)
     return self.liar

@@ -19,7 +19,6 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import tapes
-from diloco_jax.verification.calibration import measured
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.faults import chaos_report
 from tests.runs.lib import slow_data
@@ -198,23 +197,14 @@ def test_the_ledger_agrees_with_the_learners_tapes(run):
   )  # unreported tokens died with their process
 
 
-def test_tapes_and_records_account_for_all_time_of_every_learner(run):
-  """Two folds: of turns after the run, of the facts in the records while it is under way."""
-  book, end_ns = measured.account(run.workdir)
-  live_ns = round(run.facts.end_s * 1e9)
+def test_the_records_account_for_all_time_of_every_learner(run):
+  now_ns = round(run.facts.end_s * 1e9)
   for name in LEARNERS:
-    found = book_lib.as_shares(book.partition(name, end_ns))
-    live = book_lib.as_shares(run.facts.book.partition(name, live_ns))
+    found = book_lib.as_shares(run.facts.book.partition(name, now_ns))
     assert sum(found.values()) == pytest.approx(1, abs=1e-6)
     assert abs(found.get('other', 0)) < 0.01
-    for category in found.keys() | live.keys():
-      close = pytest.approx(live.get(category, 0), abs=0.005)
-      assert found.get(category, 0) == close, (name, category)
-  shares = book_lib.as_shares(book.partition(VICTIMS['kill'], end_ns))
+  shares = book_lib.as_shares(run.facts.book.partition(VICTIMS['kill'], now_ns))
   assert shares['infra_recovery'] > 0 and shares['data_wait'] > 0
-  figures, live = book.figures(end_ns), run.facts.book.figures(live_ns)
-  for name in ('training', 'token', 'uptime', 'system_uptime'):
-    assert getattr(figures, name) == pytest.approx(getattr(live, name), abs=0.005), name
 
 
 def test_every_tape_replays(run):

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from diloco_jax.protocol import actions, events, messages, states
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
-from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
@@ -42,7 +41,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.checks.invariants import data
 from diloco_jax.verification.checks.invariants import tokens as tokens_invariants
-from diloco_jax.verification.sim import faults, network, processes
+from diloco_jax.verification.sim import arrays, faults, network, processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -92,7 +91,6 @@ def _never_refuses(original: Any) -> Callable:
 
 
 SETTLES = (ledger.Account, 'settle', _never_refuses)
-MOVES = (states, 'move', lambda original: lambda table, source, target: target)  # any move is drawn
 
 
 # --- Contributions --------------------------------------------------------------------------------
@@ -1347,7 +1345,7 @@ def refused_merge_counts(original):
   'Recovery forgets the outer steps in progress in the machine state.',
   SyncerMachine,
   'ended',
-  'I10',
+  'I10 I2',
 )
 def outer_steps_in_progress_forgotten(original):
   return lambda self, merge, done: None
@@ -1473,8 +1471,7 @@ def pull_is_forgotten(original):
   'A sync that has no quorum is tried once more after it was cancelled.',
   gathering.Gathering,
   'cancel',
-  'I24 P1',
-  also=(MOVES,),
+  'crash',
 )
 def cancelled_sync_gathers_again(original):
   def cancel(self, gather, why):
@@ -1493,8 +1490,7 @@ def cancelled_sync_gathers_again(original):
   'A learner that hears nothing while it joins dials at once, over the session that it has.',
   connection.Connection,
   'keep',
-  'I24',
-  also=(MOVES,),
+  'crash',
 )
 def dials_while_joining(original):
   def keep(self, now_ns, ending):
@@ -1509,8 +1505,7 @@ def dials_while_joining(original):
   'A learner whose clock has reached T goes on training while it is not told to end.',
   LearnerMachine,
   '_may_step',
-  'I24 L1',
-  also=(MOVES,),
+  'crash',
 )
 def trains_after_the_last_step(original):
   def _may_step(self):
@@ -1733,96 +1728,10 @@ def claims_too_much(original):
   return _confirm
 
 
-# --- Run snapshots --------------------------------------------------------------------------------
-
-
-@mutant(
-  'The syncer writes the manifest as soon as its own part is saved.',
-  checkpoints.Snapshots,
-  'advance',
-  'I16b',
-)
-def manifest_before_all_answered(original):
-  def advance(self, now_ns):
-    if self._taking is not None and self._taking.own is not None:
-      self._taking.awaited.clear()
-    original(self, now_ns)
-
-  return advance
-
-
-class _AllSessions:
-  """Contains every session, so that none is ever closed."""
-
-  def __contains__(self, session):
-    return True
-
-
-@mutant('A run snapshot waits for ever for a dead learner.', checkpoints.Snapshots, 'advance', 'L9')
-def dead_are_waited_for(original):
-  def advance(self, now_ns):
-    if self._taking is not None:
-      self._taking.deadline_ns = 1 << 60
-    with mock.patch.object(self._members, 'by_session', _AllSessions()):
-      original(self, now_ns)
-
-  return advance
-
-
-@mutant(
-  'A manifest pins a checkpoint that could not be saved.',
-  checkpoints.Snapshots,
-  'answered',
-  'I16b',
-)
-def failed_saves_are_named(original):
-  def answered(self, member, answer):
-    original(self, member, dataclasses.replace(answer, error=''))
-
-  return answered
-
-
-@mutant(
-  'A learner says that it saved for a snapshot, and did not.',
-  learner_checkpoints.Saving,
-  'saved',
-  'I16c',
-)
-def failed_saves_are_told(original):
-  def saved(self, now_ns, done):
-    original(self, now_ns, dataclasses.replace(done, error=''))
-
-  return saved
-
-
-@mutant('A snapshot unpins those before it.', checkpoints.Snapshots, 'begin', 'I16d')
-def older_snapshots_are_unpinned(original):
-  def begin(self, now_ns, step, books):
-    self._kept.clear()
-    original(self, now_ns, step, books)
-
-  return begin
-
-
-@mutant('A run snapshot does not wait for merges in progress.', SyncerMachine, '_save_waits', 'I16')
-def snapshot_amid_merges(original):
-  return property(lambda self: self._saving.due and self._gathering.merging)
-
-
-@mutant('A learner saves in the middle of a step.', LearnerMachine, '_receive', 'I16c')
-def save_within_a_step(original):
-  def _receive(self, now_ns, message, payload_id):
-    original(self, now_ns, message, payload_id)
-    if isinstance(message, messages.SnapshotNow) and self._saving.due(self.steps):
-      self._save()
-
-  return _receive
-
-
-@mutant('No outer step of fragment 0 is finite any more.', processes.Syncer, '_merge', 'L2')
+@mutant('No outer step of fragment 0 is finite any more.', arrays.Syncer, '_merge', 'L2')
 def fragment_is_never_merged(original):
   def _merge(self, merge):
-    self.not_finite = self.not_finite or merge.fragment == 0
+    self._process.not_finite |= merge.fragment == 0
     return original(self, merge)
 
   return _merge

@@ -35,8 +35,6 @@ from diloco_jax.verification.checks.invariants import (
   liveness,
   pace,
   screening,
-  snapshots,
-  states,
   tokens,
 )
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -92,11 +90,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.QueuesDrain,
   liveness.Heard,
   durability.FinishIsKnown,
-  snapshots.ManifestIsTrue,
-  snapshots.PartsAreACut,
-  snapshots.PinsStay,
-  snapshots.SnapshotsEnd,
-  states.AsDrawn,
 )
 
 # The updates of the model, by kind of record.

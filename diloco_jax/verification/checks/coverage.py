@@ -2,21 +2,23 @@
 
 A point is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
 required points follow from the protocol's own tables: every event, action and message, every reason
-and refusal, every move of the diagrams, every verdict on a sync, every kind of fault. `missing()`
-lists the required points that were not reached.
+and refusal, every move of the tables of states, every verdict on a sync, every kind of
+fault. `missing()` lists the required points that were not reached.
 
 Points are an observer (protocol/tape/observers.py) of one seed; `merge` adds up those of many.
 """
 
 import collections
+import contextlib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol import actions, events, facts, messages, states
+from diloco_jax.protocol.learner import connection, machine
+from diloco_jax.protocol.syncer import gather
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import plans
-from diloco_jax.verification.checks.model import diagrams
 
 # The other codes need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED', 'ID_IN_QUARANTINE')
@@ -27,9 +29,13 @@ MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'continues', 'is kept', 'is changed', 'is waited for')
 LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
-SNAPSHOTS = ('of all', 'incomplete', 'abandoned')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
+TABLES = {
+  'sync': gather.SYNC_STATES,
+  'connection': connection.CONNECTION_STATES,
+  'training': machine.TRAINING_STATES,
+}
 
 
 def _names(kind: str, union: Any) -> Iterable[str]:
@@ -42,7 +48,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *_names('event', events.Event),
     *_names('action', actions.Action),
     *_names('message', messages.Message),
-    *(f'{diagram} {source} -> {target}' for diagram, source, target in diagrams.DRAWN),
+    *(f'{name} {source} -> {to}' for name, rows in TABLES.items() for source, to, _ in rows),
     *(f'discarded {reason}' for reason in messages.Reason.ALL),
     *(f'settled {verdict}' for verdict in VERDICTS),
     *(f'declined {reason}' for reason in DECLINES),
@@ -54,7 +60,6 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'fault {kind}' for kind in faults),
     *(f'lease {what}' for what in LEASES),
     *(f'log {kind}' for kind in LOG),
-    *(f'snapshot {how}' for how in SNAPSHOTS),
     'log recovered one more',
     'syncer restored',
     'learner restored',
@@ -71,7 +76,6 @@ class Points(observers.Observer):
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()
     self._types: collections.Counter[type] = collections.Counter()
-    self._diagrams = diagrams.Diagrams()
     self._claims: dict[tuple[int, int], tuple[int | None, int]] = {}  # by process and session
     self._durable = 0
 
@@ -99,6 +103,19 @@ class Points(observers.Observer):
 
   # --- Watching -----------------------------------------------------------------------------------
 
+  @contextlib.contextmanager
+  def moves(self) -> Iterator[None]:
+    """Counts the moves that the machines of this process make meanwhile."""
+    names, move = {id(table): name for name, table in TABLES.items()}, states.move
+
+    def counted(table: states.Table, source: str, target: str) -> str:
+      self.counts[f'{names[id(table)]} {source} -> {target}'] += 1
+      return move(table, source, target)
+
+    states.move = counted
+    yield
+    states.move = move
+
   def fault(self, kind: str) -> None:
     """A fault of this kind found its victim."""
     self.counts[f'fault {kind}'] += 1
@@ -108,7 +125,6 @@ class Points(observers.Observer):
       self.counts[f'{life.start.role} restored'] += 1
 
   def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
-    self._diagrams.died(life.number)
     if killed:
       self.counts['process killed'] += 1
 
@@ -126,8 +142,6 @@ class Points(observers.Observer):
     self._types[kind] += 1
     if kind is events.Received:
       self._types[type(event.message)] += 1
-    for diagram, source, target in self._diagrams.moves(life, event, out):
-      self.counts[f'{diagram} {source} -> {target}'] += 1
     if life.start.role == 'syncer':
       self._syncer(life.number, event, out)
     else:
@@ -174,9 +188,6 @@ class Points(observers.Observer):
         self.counts[f'rejected for {fact.why.split()[0]}'] += 1
       case facts.Member(state='waits'):
         self.counts['lease is waited for'] += 1
-      case facts.Snapshot():
-        whole = 'incomplete' if fact.missing else 'of all'
-        self.counts[f'snapshot {"abandoned" if fact.error else whole}'] += 1
       case facts.Ledger():
         for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1

@@ -1,4 +1,4 @@
-"""Arrays as far as the protocol can see them: every value is a unique number.
+"""The model of simulated values: arrays as far as the protocol sees them, each a unique number.
 
 A published value is one number, a pseudo-gradient is the range of tokens that it really covers and
 its norm, and a delta has the value from which it was measured. So the world notices errors that
@@ -6,7 +6,8 @@ real arrays would hide: a delta applied to another value, a token that counts tw
 another learner's bytes.
 
 An outer step is a function, as with real arrays: the same payloads merged into the same value give
-the same number, also in a recovery (simulated_log.py); any other input gives another number.
+the same number, also in a recovery (simulated_log.py); any other input gives another number. What
+was trained, captured, merged and adopted is tracked here, independently of the machines.
 """
 
 import dataclasses
@@ -15,11 +16,17 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import screening
+from diloco_jax.storage import outer_log
+from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.sim import network
 
 Span = tuple[int, int]
 Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
+Answers = list[tuple[events.Event, Any]]
+AGREEMENT = '{"model.width":8}'
+PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
 NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
@@ -270,3 +277,156 @@ def screened(
       grad.spoiled or one.learner not in refused, 'Screening refuses no honest payload.', one, grad
     )
   return norms, refused
+
+
+# --- The model of a run (processes.py) ------------------------------------------------------------
+
+
+class Model:
+  """The values of a run; each of its processes has its own."""
+
+  agreement, durable = AGREEMENT, True
+
+  def __init__(self, fragments: int):
+    self.payload_bytes = (network.PAYLOAD_BYTES,) * fragments
+    self.digests = initial(fragments)
+
+  def learner(self, process: Any) -> 'Learner':
+    return Learner(process)
+
+  def syncer(self, process: Any) -> 'Syncer':
+    return Syncer(process)
+
+  def forget(self, name: str) -> None:
+    pass
+
+
+class Learner:
+  """The values of a learner's process."""
+
+  def __init__(self, process: Any):
+    self._process, start = process, process.life.start
+    digests = process.world.model.digests
+    self._values = [-1] * len(digests) if start.state is not None else list(digests)
+    # By fragment: (tokens, steps) up to which local - anchor contains nothing, and of the newest
+    # capture.
+    self._contains = [(0, 0)] * len(digests)
+    self._captured: dict[int, tuple[int, int]] = {}
+    self._reads: list[Batches] = []  # all batches of its steps, range after range
+    self._at = (-1, 0)  # shard and next batch
+
+  @property
+  def _now(self) -> tuple[int, int]:
+    return self._process.tokens, self._process.steps
+
+  def perform(self, action: actions.Work) -> Answers:
+    match action:
+      case actions.Step():
+        shard, batch = self._at
+        claim(shard >= 0, 'A learner that trains has a data shard.', self._process.name)
+        learner_book.add_batch(self._reads, shard, batch)
+        self._at = shard, batch + 1
+      case actions.Encode(sync=sync, fragment=fragment):
+        content = self._encode(fragment)
+        given = content and PAYLOAD
+        event = events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=given)
+        return [(event, content)]
+      case actions.Adopt(fragment=fragment, version=version):
+        self._adopt(action)
+        digest = abs(self._values[fragment])
+        return [(events.AdoptDone(fragment=fragment, version=version, digest=digest), None)]
+      case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
+        self._at = shard, cursor
+        if rewind:  # its parameters are the anchors
+          self._contains = [self._now] * len(self._contains)
+          self._captured.clear()
+    return []
+
+  def _encode(self, fragment: int) -> Gradient | None:
+    """The bytes of a capture, None with a NaN in it."""
+    process, (start, before) = self._process, self._contains[fragment]
+    tokens, steps = self._captured[fragment] = self._now
+    if fragment in process.nan:
+      process.nan.discard(fragment)
+      return None
+    spoiled, more = process.spoiled.pop(fragment, ('', 0))
+    if more > 1:
+      process.spoiled[fragment] = spoiled, more - 1
+    return Gradient(
+      process.learner,
+      process.nonce,
+      start,
+      tokens,
+      steps - before,
+      process.exact,
+      learner_book.last_batches(self._reads, steps - before),
+      spoiled,
+    )
+
+  def _adopt(self, adopt: actions.Adopt) -> None:
+    process, fragment = self._process, adopt.fragment
+    published, held = process.contents.pop(adopt.payload_id), self._values[fragment]
+    claim(adopt.whole == (published.base is None), 'Only a delta has a base.', adopt)
+    fits = published.base in (None, held)
+    claim(
+      fits or held < 0,
+      'A learner applies a delta to the value from which it was measured.',
+      process.name,
+      adopt,
+      published,
+      held,
+    )
+    self._values[fragment] = published.value if fits else -1
+    if fragment in process.flips:
+      process.flips.discard(fragment)
+      process.world.flipped += 1
+      self._values[fragment] = -1
+    before, _ = self._contains[fragment]
+    if adopt.merged:
+      self._contains[fragment] = self._captured.pop(fragment)
+    elif not (adopt.keep and process.world.config.rebases):
+      self._contains[fragment] = self._now
+    published.claim_conserved(process.nonce, before, self._contains[fragment][0], adopt)
+
+
+class Syncer:
+  """The values of the syncer's process, its Theta."""
+
+  def __init__(self, process: Any):
+    self._process, self._theta = process, process.theta
+
+  def perform(self, action: actions.Work) -> Answers:
+    theta, p = self._theta, action.fragment
+    if isinstance(action, actions.Merge):
+      return [self._merge(action)]
+    event = events.FragmentRead(
+      fragment=p,
+      version=theta.versions[p],
+      payload_id=0,
+      digest=theta.values[p],
+      payload=PAYLOAD,
+    )
+    return [(event, Published(None, theta.values[p], theta.contents(p)))]
+
+  def _merge(self, merge: actions.Merge) -> tuple[events.MergeDone, Published | None]:
+    process, theta, p = self._process, self._theta, merge.fragment
+    grads = [process.contents.pop(one.payload_id) for one in merge.participants]
+    norms, refused = screened(merge.participants, grads)
+    payloads = [dataclasses.replace(one, overflows=process.not_finite).encode() for one in grads]
+    process.not_finite, base = False, theta.values[p]
+    merged = theta.merge(p, merge.participants, payloads, refused)
+    done = events.MergeDone(
+      sync=merge.sync,
+      fragment=p,
+      payload_id=None,
+      payload=None,
+      digest=merged.digest,
+      failed=merged.failed,
+      norms=norms,
+      refused=refused,
+    )
+    process.write(outer_log.OuterStep(merge, done, merged.gradient))
+    if merged.failed:
+      return done, None
+    published = Published(base, merged.digest, theta.contents(p))
+    return dataclasses.replace(done, payload=PAYLOAD), published

@@ -42,7 +42,8 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
   summary = Summary()
   for seed in seeds:
     points = coverage_lib.Points()
-    outcome = seeds_lib.run_seed(seed, [points])
+    with points.moves():
+      outcome = seeds_lib.run_seed(seed, [points])
     summary.points.merge(points)
     summary.seeds += 1
     summary.events += outcome.events

@@ -1,9 +1,10 @@
 """The processes of the simulated world: each runs a production machine with its work and disk.
 
 A process does for its machine what node/loop.py and the shell do in production: it feeds events,
-wakes the machine at its deadline, carries out its actions, and answers its work after a while. The
-world tracks independently, in arrays.py and here, which tokens were trained, captured, merged and
-adopted. It also tracks payload ids, to notice a leak or a double drop.
+wakes the machine at its deadline, carries out its actions, and answers its work after a while. What
+the work does to arrays is that of the world's *model*: simulated values (arrays.py), none
+(no_arrays.py), or the real arrays (virtual/arrays.py). It also tracks payload ids, to notice a leak
+or a double drop.
 """
 
 import abc
@@ -11,20 +12,48 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.checks.model import learner as learner_book
-from diloco_jax.verification.sim import arrays, hardware, network, snapshots
+from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import simulated_log as simulated_log_lib
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # between two attempts to append to a full disk
-PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
+
+
+class Work(Protocol):
+  """The arrays of one process."""
+
+  def perform(self, action: actions.Work) -> list[tuple[events.Event, Any]]:
+    """Carries out an action at once; returns the events that answer it, which the process posts
+    later, and the content of each one's payload (None: it has none)."""
+
+
+class Model(Protocol):
+  """The arrays of a run.
+
+  Attributes:
+    agreement, payload_bytes, digests: of the run (protocol/tape/tape.py, Start).
+    durable: whether the syncer has a log and checkpoints; if not, it never dies, and saves take no
+      time.
+  """
+
+  agreement: str
+  payload_bytes: tuple[int, ...]
+  digests: tuple[int, ...]
+  durable: bool
+
+  def learner(self, process: 'Learner') -> Work: ...
+
+  def syncer(self, process: 'Syncer') -> Work: ...
+
+  def forget(self, name: str) -> None:
+    """The host of a learner is lost."""
 
 
 class MachineCrash(Exception):
@@ -34,17 +63,18 @@ class MachineCrash(Exception):
 class Process(abc.ABC):
   """One machine with its event queue, wake timer, payload ids and work lane."""
 
-  def __init__(self, world: Any, name: str, life: observers.ObservedProcess, disk: disk_lib.Disk):
+  def __init__(self, world: Any, name: str, life: observers.ObservedProcess):
     self.world, self.name, self.life = world, name, life
     try:
       self.machine = life.start.make()
     except Exception as error:
       raise MachineCrash(f'{name}: {type(error).__name__}: {error}, as it started') from error
-    self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
+    self.disk = world.disk(name)
+    self.checkpoints = disk_lib.Checkpoints(self.disk)
     self.alive, self.frozen, self.exit = True, False, None
     self.contents: dict[int, Any] = {}
     self.reports: dict[type, facts.Fact] = {}  # the newest of every kind
-    self.save_ns = 5 * MS
+    self.save_ns = 5 * MS if world.model.durable else 0
     self._payload_ids = itertools.count(1)
     self._deferred: list[Callable[[], None]] = []
     self._wake = 0
@@ -146,15 +176,12 @@ class Process(abc.ABC):
   def save(self, save: actions.Save, state: dict) -> Generator[int, None, events.SaveDone]:
     """Writes a checkpoint in stages, between which the process may die; yields the duration of each
     stage and returns the answer to the action."""
-    number, digest, stages = self.checkpoints.save(state, save.snapshot, save.keep)
     try:
-      for _ in stages:
+      for _ in self.checkpoints.save(state):
         yield self.save_ns // 3
     except OSError as error:
       return events.SaveDone(clock=save.clock, error=error.strerror)
-    if save.snapshot is not None:
-      self.world.saved[digest] = self.disk
-    return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
+    return events.SaveDone(clock=save.clock)
 
   # --- Faults -------------------------------------------------------------------------------------
 
@@ -175,54 +202,38 @@ class Process(abc.ABC):
 
 
 class Learner(Process):
-  """A learner's process."""
+  """A learner's process. The arithmetic of its work is done when it begins, and its event comes
+  when it ends: what it reads cannot change meanwhile, since parameters change between steps only.
+  """
 
-  def __init__(
-    self,
-    world: Any,
-    name: str,
-    life: observers.ObservedProcess,
-    disk: disk_lib.Disk,
-    island: hardware.Island,
-  ):
-    super().__init__(world, name, life, disk)
-    identity, restored = life.start.identity, life.start.state is not None
-    self.learner, self.nonce = identity.learner, identity.nonce
-    self.island = island
+  def __init__(self, world: Any, name: str, life: observers.ObservedProcess):
+    super().__init__(world, name, life)
+    self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
+    self.island = world.island(name)
     self.nan: set[int] = set()  # fragments whose next capture holds a NaN
     self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and how many captures more
     self.flips: set[int] = set()  # fragments whose next adoption has a wrong bit
     self.steps = self.tokens = 0
-    self.values = [-1] * len(world.initial) if restored else list(world.initial)
-    # By fragment: (tokens, steps) up to which local - anchor contains nothing, and of the newest
-    # capture.
-    self.contains = [(0, 0)] * len(world.initial)
-    self.captured: dict[int, tuple[int, int]] = {}
-    self.reads: list[arrays.Batches] = []  # all batches of its steps, range after range
-    self.at = (-1, 0)  # shard and next batch
+    self.exact = True  # it has had one incarnation only
     self._training = False
-    self._incarnation, self._exact = 0, True
+    self._incarnation = 0
+    self._arrays = world.model.learner(self)
 
   def work(self, action: actions.Work) -> None:
+    arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
+    found = self._arrays.perform(action)
     match action:
       case actions.Step():
-        self._claim_boundary()
-        self._read()
         self.begin_step()
-      case actions.Encode(sync=sync, fragment=fragment):
-        self._encode(sync, fragment)
-      case actions.Adopt():
-        self._adopt(action)
-      case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
-        self._claim_boundary()
-        self.at = shard, cursor
-        if rewind:  # its parameters are the anchors
-          self.contains = [(self.tokens, self.steps)] * len(self.contains)
-          self.captured.clear()
       case actions.Save():
-        self._claim_boundary()
         stages = self.save(action, action.machine_state)
         self.world.engine.after(0, lambda: self._continue_save(stages))
+    for event, content in found:
+      match event:
+        case events.Encoded():
+          self.answer(self.island.encode_ns, event, content, lane='egress')
+        case events.AdoptDone():
+          self.answer(self.island.adopt_ns, event, lane='egress')
 
   def begin_step(self) -> None:
     self._training = True
@@ -252,100 +263,20 @@ class Learner(Process):
     """Whether it ended because the syncer sent Finish."""
     return self.exit is not None and self.exit.code == 0 and self.machine._ending == 'done'
 
-  def _read(self) -> None:
-    """Takes the next batch."""
-    shard, batch = self.at
-    arrays.claim(shard >= 0, 'A learner that trains has a data shard.', self.name)
-    learner_book.add_batch(self.reads, shard, batch)
-    self.at = shard, batch + 1
-
-  def _claim_boundary(self) -> None:
-    arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
-
   def _handle(self, event: Any) -> None:
     if isinstance(event, events.StepDone):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
-      self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
+      self.exact = self.exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
     super()._handle(event)
 
-  def _encode(self, sync: int, fragment: int) -> None:
-    self._claim_boundary()
-    (start, steps), content = self.contains[fragment], None
-    self.captured[fragment] = self.tokens, self.steps
-    if fragment not in self.nan:
-      content = arrays.Gradient(
-        self.learner,
-        self.nonce,
-        start,
-        self.tokens,
-        self.steps - steps,
-        self._exact,
-        learner_book.last_batches(self.reads, self.steps - steps),
-        self._take_spoil(fragment),
-      )
-    self.nan.discard(fragment)
-    self.answer(
-      self.island.encode_ns,
-      events.Encoded(
-        sync=sync,
-        fragment=fragment,
-        payload_id=None,
-        payload=content and PAYLOAD,
-      ),
-      content,
-      lane='egress',
-    )
-
-  def _take_spoil(self, fragment: int) -> str:
-    """How the host spoils the next capture behind the encoder; '' if it does not."""
-    how, more = self.spoiled.pop(fragment, ('', 0))
-    if more > 1:
-      self.spoiled[fragment] = how, more - 1
-    return how
-
-  def _adopt(self, adopt: actions.Adopt) -> None:
-    self._claim_boundary()
-    published, fragment = self.contents.pop(adopt.payload_id), adopt.fragment
-    arrays.claim(adopt.whole == (published.base is None), 'Only a delta has a base.', adopt)
-    held = self.values[fragment]
-    fits = published.base in (None, held)
-    arrays.claim(
-      fits or held < 0,
-      'A learner applies a delta to the value from which it was measured.',
-      self.name,
-      adopt,
-      published,
-      held,
-    )
-    self.values[fragment] = published.value if fits else -1
-    if fragment in self.flips:
-      self.flips.discard(fragment)
-      self.world.flipped += 1
-      self.values[fragment] = -1
-    before, _ = self.contains[fragment]
-    if adopt.merged:
-      self.contains[fragment] = self.captured.pop(fragment)
-    elif not (adopt.keep and self.world.config.rebases):
-      self.contains[fragment] = self.tokens, self.steps
-    published.claim_conserved(self.nonce, before, self.contains[fragment][0], adopt)
-    self.answer(
-      self.island.adopt_ns,
-      events.AdoptDone(
-        fragment=fragment,
-        version=adopt.version,
-        digest=abs(self.values[fragment]),
-      ),
-      lane='egress',
-    )
-
 
 class Syncer(Process):
-  """The syncer's process: Theta, and the log, to which it writes every outer step before reporting
-  it.
+  """The syncer's process, and its log, if the model is durable, to which it writes every outer step
+  before reporting it.
 
   The process carries out one work action after the other, each in stages between which it may die.
   """
@@ -354,19 +285,28 @@ class Syncer(Process):
     self,
     world: Any,
     life: observers.ObservedProcess,
-    disk: disk_lib.Disk,
-    log: wal.Wal,
-    theta: arrays.Theta,
+    log: wal.Wal | None,
+    theta: arrays.Theta | None,
   ):
-    super().__init__(world, 'syncer', life, disk)
+    super().__init__(world, 'syncer', life)
     self.theta, self.log = theta, log
-    self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
+    self.merge_ns, self.read_ns, self.save_ns = (10 * MS, 5 * MS, 20 * MS) if log else (0, 0, 0)
     self.fsync_ns = world.fsync_ns
     self.not_finite = False  # whether the next outer step is not finite
     self.ambush: Callable[[int], None] | None = None  # called during the next commit
+    self._arrays = world.model.syncer(self)
     self._jobs: collections.deque[Iterator[int]] = collections.deque()
     self._working = False
+    self._step: outer_log.OuterStep | None = None
     self.durable = -1  # the newest record that survives a power loss
+
+  def takes_ns(self, action: actions.Work) -> int:
+    """The time of a work action, without its commit or the writing of its files."""
+    return {actions.Merge: self.merge_ns, actions.ReadFragment: self.read_ns}.get(type(action), 0)
+
+  def write(self, step: outer_log.OuterStep) -> None:
+    """Takes the outer step that is to be committed before its event is posted."""
+    self._step = step
 
   def _handle(self, event: Any) -> None:
     self.report_durable()
@@ -374,6 +314,8 @@ class Syncer(Process):
 
   def report_durable(self) -> None:
     """Tells observers which records have become durable."""
+    if self.log is None:
+      return
     durable = simulated_log_lib.durable(self.disk, max(self.durable, self.log.first))
     if durable != self.durable:
       self.durable = durable
@@ -381,14 +323,10 @@ class Syncer(Process):
 
   def work(self, action: actions.Work) -> None:
     match action:
-      case actions.Merge():
-        job = self._merge(action)
-      case actions.ReadFragment(fragment=fragment):
-        job = self._read(fragment)
       case actions.Save():
         job = self._checkpoint(action)
-      case actions.WriteManifest():
-        job = self._write_manifest(action)
+      case _:
+        job = self._change_arrays(action)
     self._jobs.append(job)
     if not self._working:
       self._working = True
@@ -413,45 +351,15 @@ class Syncer(Process):
         return
     self._working = False
 
-  def _read(self, p: int) -> Iterator[int]:
-    yield self.read_ns
-    theta = self.theta
-    self.post(
-      events.FragmentRead(
-        fragment=p,
-        version=theta.versions[p],
-        payload_id=0,
-        digest=theta.values[p],
-        payload=PAYLOAD,
-      ),
-      arrays.Published(None, theta.values[p], theta.contents(p)),
-    )
-
-  def _merge(self, merge: actions.Merge) -> Iterator[int]:
-    """The outer step; MergeDone once it is committed."""
-    p = merge.fragment
-    grads = [self.contents.pop(one.payload_id) for one in merge.participants]
-    yield self.merge_ns
-    norms, refused = arrays.screened(merge.participants, grads)
-    payloads = [dataclasses.replace(grad, overflows=self.not_finite).encode() for grad in grads]
-    self.not_finite, base = False, self.theta.values[p]
-    merged = self.theta.merge(p, merge.participants, payloads, refused)
-    done = events.MergeDone(
-      sync=merge.sync,
-      fragment=p,
-      payload_id=None,
-      payload=None,
-      digest=merged.digest,
-      failed=merged.failed,
-      norms=norms,
-      refused=refused,
-    )
-    yield from self._commit(outer_log.OuterStep(merge, done, merged.gradient))
-    if merged.failed:
-      self.post(done)
-    else:
-      published = arrays.Published(base, merged.digest, self.theta.contents(p))
-      self.post(dataclasses.replace(done, payload=PAYLOAD), published)
+  def _change_arrays(self, action: actions.Work) -> Iterator[int]:
+    """An outer step, whose MergeDone comes once it is committed; or a whole fragment."""
+    answers = self._arrays.perform(action)
+    step, self._step = self._step, None
+    yield self.takes_ns(action)
+    if step is not None:
+      yield from self._commit(step)
+    for event, content in answers:
+      self.post(event, content)
 
   def _commit(self, step: outer_log.OuterStep) -> Iterator[int]:
     """Appends the record and makes it durable."""
@@ -475,26 +383,12 @@ class Syncer(Process):
     yield self.fsync_ns
     self.log.commit()
 
-  def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
-    manifest = {
-      'snapshot': write.snapshot,
-      'pinned': [
-        (write.checkpoint, write.record_sha256),
-        *((part.checkpoint, part.record_sha256) for part in write.parts),
-      ],
-    }
-    error = ''
-    yield MS
-    try:
-      for _ in snapshots.write(self.disk, manifest):
-        yield MS
-    except OSError as failed:
-      error = failed.strerror
-    self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
-
   def _checkpoint(self, save: actions.Save) -> Iterator[int]:
     """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
-    yield 0  # the actions of the same turn are carried out before it can fail
+    yield self.takes_ns(save)  # the actions of the same turn are carried out before it can fail
+    if self.log is None:
+      self.post(events.SaveDone(clock=save.clock))
+      return
     theta = self.theta
     arrays.claim(
       save.machine_state['versions'] == theta.versions,

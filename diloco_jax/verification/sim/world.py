@@ -17,40 +17,41 @@ from typing import Any
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import observers, tape
 from diloco_jax.storage import wal
 from diloco_jax.verification import random_streams
-from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log, snapshots
+from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network as network_lib
 
-AGREEMENT = '{"model.width":8}'
-RUN = 'r0'
+AGREEMENT, RUN = arrays.AGREEMENT, 'r0'
 CHECKED_ALWAYS = 16  # up to this number of learners, check() runs after every event
+NEVER = 1 << 62
 
 
 class World:
   """Hosts and processes, and the functions that start and end them."""
+
+  learner_class, syncer_class = processes.Learner, processes.Syncer
 
   def __init__(
     self,
     config: config_lib.ProtocolConfig,
     seed: int = 0,
     watchers: Sequence[observers.Observer] = (),
-    agreement: str = AGREEMENT,
-    initial: tuple[int, ...] | None = None,
+    model: processes.Model | None = None,
     slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
   ):
-    """`initial`: the digests of version 0, by default those of arrays.py. `slices`: of the islands
-    of hosts whose chips fail, by name."""
-    self.config, self.seed, self.agreement = config, seed, agreement
+    """`model`: by default simulated values. `slices`: of the islands of hosts whose chips fail, by
+    name."""
+    self.config, self.seed = config, seed
+    self.model = model or arrays.Model(config.fragments)
+    # A model that is not durable is for runs that are not checked: seeds check the machines.
+    self.check_every = -(-config.learners // CHECKED_ALWAYS) if self.model.durable else NEVER
     self.engine = engine_lib.Engine()
     self.network = network_lib.Network(self.engine, lambda: self.syncer)
     self._watchers = tuple(watchers)
-    self.check_every = -(-config.learners // CHECKED_ALWAYS)
-    self.initial = initial or arrays.initial(config.fragments)
     self._lives, self._nonces = itertools.count(1), itertools.count(1)
     self._links: dict[str, network_lib.Link] = {}
     self._islands: dict[str, hardware.Island] = {}
@@ -63,7 +64,6 @@ class World:
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
     self.on_syncer_lost: Callable[[], None] = lambda: None
     self.flipped = 0  # adoptions with a wrong bit
-    self.saved: dict[str, disk_lib.Disk] = {}  # by digest of a run snapshot's part: its disk
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
 
@@ -102,6 +102,7 @@ class World:
   def lose_disk(self, name: str) -> None:
     """Replaces the host by another one with an empty disk."""
     self._disks.pop(name, None)
+    self.model.forget(name)
 
   # --- Processes ----------------------------------------------------------------------------------
 
@@ -118,11 +119,15 @@ class World:
       role='syncer',
       node='syncer',
       config=self.config,
-      agreement=self.agreement,
+      agreement=self.model.agreement,
       run=RUN,
-      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments,
-      digests=self.initial,
+      payload_bytes=self.model.payload_bytes,
+      digests=self.model.digests,
     )
+    if not self.model.durable:
+      self.syncer = self.syncer_class(self, self._life(start), None, None)
+      self._begin(self.syncer)
+      return True
     disk = self.disk('syncer')
     try:
       found = self._recover(disk, start)
@@ -132,12 +137,8 @@ class World:
     except disk_lib.Cut:
       self.logged('cut', text='during its start')
       return False
-    machine_state = found.machine_state and {
-      **found.machine_state,
-      syncer_machine.MANIFESTS: snapshots.numbers(disk),
-    }
-    life = self._life(dataclasses.replace(start, state=machine_state))
-    self.syncer = processes.Syncer(self, life, disk, found.log, found.theta)
+    life = self._life(dataclasses.replace(start, state=found.machine_state))
+    self.syncer = self.syncer_class(self, life, found.log, found.theta)
     self.logged('recovered', found.log.committed, text=' '.join(found.log.words))
     if found.torn:
       self.logged('torn')
@@ -152,7 +153,7 @@ class World:
     except wal.WalDamaged as damaged:
       self._note_repair(disk, str(damaged))  # also if the repair fails half-way
       try:
-        simulated_log.repair(disk, self.agreement)
+        simulated_log.repair(disk, self.model.agreement)
       except OSError as error:
         raise wal.WalBroken(f'The repair failed: {error}') from error
     except simulated_log.NotRecovered as error:
@@ -182,11 +183,11 @@ class World:
     beside the first process of this id, on its own host."""
     nonce = next(self._nonces)
     key = f'{name}*' if second else name
-    machine_state = self.newest_checkpoint(key) if restored else None
+    machine_state = disk_lib.Checkpoints(self.disk(key)).newest() if restored else None
     identity = learner_machine.Identity(
       learner=name,
       nonce=nonce,
-      agreement=agreement or self.agreement,
+      agreement=agreement or self.model.agreement,
       host=f'host{nonce}',
       pid=nonce,
       seed=nonce,
@@ -198,19 +199,12 @@ class World:
         config=self.config,
         identity=identity,
         state=machine_state,
-        digests=self.initial if machine_state is None else None,
+        digests=self.model.digests if machine_state is None else None,
       )
     )
-    process = self.learners[key] = self.make_learner(key, life)
+    process = self.learners[key] = self.learner_class(self, key, life)
     self._begin(process)
     return process
-
-  def newest_checkpoint(self, key: str) -> dict[str, Any] | None:
-    """The machine state in the newest whole checkpoint on a host; None: it has none."""
-    return disk_lib.Checkpoints(self.disk(key)).newest()
-
-  def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
-    return processes.Learner(self, key, life, self.disk(key), self.island(key))
 
   def unwatch(self, watcher: observers.Observer) -> None:
     """An observer has seen enough."""

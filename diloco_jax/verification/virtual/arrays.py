@@ -1,4 +1,4 @@
-"""The model of a virtual run with its real arrays: production work, done at once.
+"""The model of real arrays (sim/processes.py): production work, done at once.
 
 Learners and the syncer are driven through the classes that real processes use (learner/work.py,
 syncer/work.py). Only what they do beside the arithmetic is left out here: threads, files, records.
@@ -27,10 +27,33 @@ from diloco_jax.syncer import work as syncer_work
 from diloco_jax.train import config as train_config
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer as optimizer_lib
-from diloco_jax.verification.virtual import no_arrays, world
 
 Evaluate = Callable[[int], None]
 Lie = Callable[[np.ndarray], np.ndarray]  # of the values of one tensor
+
+
+class _Payloads:
+  """The payloads of a process (node.ports.Payloads). `fresh`: of events that it has not got yet."""
+
+  def __init__(self, contents: dict[int, Any]):
+    self._contents, self.fresh = contents, {}
+
+  def put(self, content: Any) -> int:
+    payload_id = -1 - len(self.fresh)
+    self.fresh[payload_id] = content
+    return payload_id
+
+  def get(self, payload_id: int) -> Any:
+    return self._contents[payload_id]
+
+  def drop(self, payload_id: int) -> None:
+    del self._contents[payload_id]
+
+  def answers(self, posted: list[events.Event]) -> list[tuple[events.Event, Any]]:
+    """Takes the events, with their contents."""
+    found = [(one, self.fresh.pop(getattr(one, 'payload_id', None), None)) for one in posted]
+    posted.clear()
+    return found
 
 
 class Model:
@@ -55,6 +78,7 @@ class Model:
     lies: Mapping[str, Lie],
     shared: bool = True,
   ):
+    self.durable = False
     self._assembled = assembled
     self._shared = shared
     self.origins: collections.Counter[str] = collections.Counter()
@@ -64,32 +88,31 @@ class Model:
     self._template = fresh_island(assembled)
     self._compiled = _compiled_exchange(_exchange_key(assembled))
     self.theta = fresh_theta(assembled)
-    self._saved: dict[str, tuple[dict[str, Any], island_lib.Island | None]] = {}
+    self._saved: dict[str, tuple[int, island_lib.Island]] = {}  # with the clock
     self.agreement, self.payload_bytes = assembled.agreement, assembled.payload_bytes
     self.digests = tuple(map(self.theta.digest, range(assembled.layout.num_fragments)))
 
-  def syncer(self, payloads: world.Contents) -> 'Syncer':
-    return Syncer(self._assembled, self.theta, payloads, self._on_evaluation)
+  def syncer(self, process: Any) -> 'Syncer':
+    return Syncer(self._assembled, self.theta, _Payloads(process.contents), self._on_evaluation)
 
-  def learner(self, name: str, restored: bool, payloads: world.Contents) -> 'Learner':
-    island = self._saved[name][1] if restored else None
-    others = [one for one in self._saved.values() if one[1] is not None] if self._shared else []
+  def learner(self, process: Any) -> 'Learner':
+    name, restored = process.name, process.life.start.state is not None
+    _, island = self._saved.get(name, (0, None)) if restored else (0, None)
+    others = self._saved.values() if self._shared else ()
     origin = 'own' if restored else 'other' if others else 'fresh'
     self.origins[origin] += any(self.theta.versions)
     island = (island or self._template).twin()
     if origin == 'other':
-      newest = max(others, key=lambda saved: saved[0]['clock'])
-      island.moments = newest[1].twin().moments
+      _, newest = max(others, key=lambda saved: saved[0])
+      island.moments = newest.twin().moments
     exchange = on_device.Exchange(self._assembled, island, self._compiled)
     save = functools.partial(self._save, name, island)
-    arguments = self._assembled, island, exchange, payloads, save
+    arguments = self._assembled, island, exchange, _Payloads(process.contents), save
     return Liar(*arguments, self._lies[name]) if name in self._lies else Learner(*arguments)
 
-  def _save(self, name: str, island: island_lib.Island, machine_state: dict[str, Any]) -> None:
-    self._saved[name] = machine_state, island.twin() if self._keep_moments else None
-
-  def checkpoint(self, name: str) -> dict[str, Any] | None:
-    return self._saved[name][0] if name in self._saved else None
+  def _save(self, name: str, island: island_lib.Island, clock: int) -> None:
+    if self._keep_moments:
+      self._saved[name] = clock, island.twin()
 
   def forget(self, name: str) -> None:
     self._saved.pop(name, None)
@@ -118,25 +141,24 @@ class Learner(learner_work.LearnerWork):
     assembled: build.Assembly,
     island: island_lib.Island,
     exchange: on_device.Exchange,
-    payloads: world.Contents,
-    save: Callable[[dict[str, Any]], None],
+    payloads: _Payloads,
+    save: Callable[[int], None],
   ):
     self._posted: list[events.Event] = []
     super().__init__(assembled, island, self._posted.append, None, payloads, _Silence(), exchange)
     self._keep = save
 
-  def step(self, clock: int) -> None:
-    self._island.step(clock)
-
-  def perform(self, action: actions.Work) -> list[events.Event]:
-    self._perform(action)
+  def perform(self, action: actions.Work) -> list[tuple[events.Event, Any]]:
+    if isinstance(action, actions.Step):
+      self._island.step(action.clock)
+    else:
+      self._perform(action)
     while not self._egress.empty():
       self._egress.get()()
-    return _taken(self._posted)
+    return self._payloads.answers(self._posted)
 
   def _save(self, save: actions.Save) -> None:
-    self._keep(save.machine_state)
-    self._posted.append(no_arrays.saved(save))
+    self._keep(save.clock)
 
 
 class Liar(Learner):
@@ -172,7 +194,7 @@ class Syncer(syncer_work.SyncerWork):
     self,
     assembled: build.Assembly,
     theta: global_model.Theta,
-    payloads: world.Contents,
+    payloads: _Payloads,
     on_evaluation: Evaluate,
   ):
     self._posted: list[events.Event] = []
@@ -186,17 +208,11 @@ class Syncer(syncer_work.SyncerWork):
       checkpoints=None,
       log=_NoLog(),
       evaluation=_Evaluation(on_evaluation),
-      workdir=None,
     )
 
-  def perform(self, action: actions.Work) -> list[events.Event]:
-    if isinstance(action, actions.WriteManifest):
-      return [events.ManifestWritten(snapshot=action.snapshot)]
+  def perform(self, action: actions.Work) -> list[tuple[events.Event, Any]]:
     self._perform(action)
-    return _taken(self._posted)
-
-  def _save(self, save: actions.Save) -> None:
-    self._posted.append(no_arrays.saved(save))
+    return self._payloads.answers(self._posted)
 
 
 class _Silence:
@@ -217,12 +233,6 @@ class _NoLog:
 @dataclasses.dataclass
 class _Evaluation:
   submit: Evaluate
-
-
-def _taken(posted: list[events.Event]) -> list[events.Event]:
-  taken = posted[:]
-  posted.clear()
-  return taken
 
 
 # --- What runs share ------------------------------------------------------------------------------

@@ -31,8 +31,9 @@ from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import faults as faults_lib
-from diloco_jax.verification.virtual import arrays, conditions, no_arrays
-from diloco_jax.verification.virtual import world as world_lib
+from diloco_jax.verification.sim import no_arrays, processes
+from diloco_jax.verification.sim import world as world_lib
+from diloco_jax.verification.virtual import arrays, conditions
 
 Progress = Callable[[int, int], None]
 LIMIT = 100  # a run may take so many times its steps, with all waits of the protocol
@@ -195,7 +196,7 @@ def schedule(
   where = _Conditions(hardware, network, faults, seed)
   assembled = _assemble(config, where, trained_tokens)
   book = _Book(where, progress, trained_tokens or 0)
-  return _run(assembled, no_arrays.model_of(assembled), where, book)
+  return _run(assembled, _no_arrays(assembled), where, book)
 
 
 def alone(config: run_config.Config, progress: Progress | None = None) -> Result:
@@ -310,13 +311,25 @@ def _assemble(
   return build.assemble(config)
 
 
+def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
+  """The model of an assembled run, without its arrays."""
+  layout = assembled.layout
+  sizes = [layout.size(p) for p in range(layout.num_fragments)]
+  return no_arrays.Model(
+    assembled.agreement,
+    assembled.payload_bytes,
+    tuple(assembled.codec_down.encoded_size(size) for size in sizes),
+    tuple(4 * size for size in sizes),
+  )
+
+
 def _run(
-  assembled: build.Assembly, model: world_lib.Model, where: _Conditions, book: _Book
+  assembled: build.Assembly, model: processes.Model, where: _Conditions, book: _Book
 ) -> Result:
   begun = time.monotonic()
   config, hardware, faults = assembled.config, where.hardware, where.faults
   learners = run_config.learner_ids(config.sync.learners + len(faults.joins))
-  world = book.world = world_lib.World(assembled.protocol, model, where.seed, (book,))
+  world = book.world = world_lib.World(assembled.protocol, where.seed, (book,), model)
   conditions.furnish(world, learners, hardware, where.network, assembled.task.tokens_per_batch)
   limit_ns = hardware.ns(LIMIT * assembled.protocol.total_steps * max(hardware.slowness)) + WAITS_NS
   nodes = (*learners, plans.SYNCER)
@@ -328,7 +341,9 @@ def _run(
   starts = [0.0] * config.sync.learners + list(faults.joins)
   for name, start in zip(learners, starts, strict=True):
     world.engine.at(hardware.ns(start), functools.partial(world.start, name))
-  world.run_to_the_end(limit_ns)
+  world.run(limit_ns, done=lambda: world.finished)
+  if not world.finished:
+    raise RuntimeError(f'the virtual run has not ended in {limit_ns / 1e9} s:\n{world.stuck()}')
   return Result(
     config=config,
     tokens=book.tokens,
@@ -353,7 +368,7 @@ def _steps_for(assembled: build.Assembly, where: _Conditions, tokens: int) -> in
   while True:
     protocol = dataclasses.replace(assembled.protocol, total_steps=steps)
     run = dataclasses.replace(assembled, protocol=protocol)
-    trained = _run(run, no_arrays.model_of(run), where, _Book(where)).tokens
+    trained = _run(run, _no_arrays(run), where, _Book(where)).tokens
     if trained < tokens:
       short = steps
     else:

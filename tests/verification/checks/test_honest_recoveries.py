@@ -7,7 +7,7 @@ from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks import judge_tapes
-from diloco_jax.verification.sim import processes
+from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import tapes as sim_tapes
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import hostile, transcript
@@ -50,7 +50,7 @@ PROGRESS = messages.Progress(clock=1, steps=1, tokens=10, step_ns=100 * MS, fini
       tokens_to=10,
       shard=1,
       cursor=99,
-      payload=processes.PAYLOAD,
+      payload=arrays.PAYLOAD,
     ),
   ],
 )

@@ -3,6 +3,9 @@
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model.learner import LearnerBook
+from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -12,7 +15,7 @@ class CountedOnce(invariant.Invariant):
   sentence = 'The syncer merges each token of a process at most once per fragment.'
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     gather = book.gathers[merge.sync]
     for one in merge.participants:
       peer, message = gather.payloads[one.payload_id]
@@ -33,20 +36,20 @@ class OneAnswer(invariant.Invariant):
   )
 
   @invariant.on(LEARNER, actions.Encode)
-  def encode(self, book, now_ns, encode, event):
+  def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
     anchor = book.anchors[encode.fragment]
     pulled = book.joined and book.pulls.get(encode.fragment) == encode.sync
     if not pulled or anchor.contributed or not book.is_due(encode.fragment):
       self.fail(book, encode, book.pulls, anchor)
 
   @invariant.on(LEARNER, messages.Contribution)
-  def contribute(self, book, now_ns, send, event):
+  def contribute(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     capture = book.payload_ids.get(send.payload_id)
     if capture is None or capture.session != send.session or not book.joined:
       self.fail(book, send, capture)
 
   @invariant.on(LEARNER, messages.Decline)
-  def decline(self, book, now_ns, send, event):
+  def decline(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     """The reason of an answer without a payload is true."""
     message, anchor = send.message, book.anchors[send.message.fragment]
     trained = book.trained_on(anchor)
@@ -65,12 +68,12 @@ class VersionsInOrder(invariant.Invariant):
   sentence = 'The versions of a fragment are 0, 1, 2, ...; the syncer publishes only the newest.'
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     if merge.version != book.lineage.versions[merge.fragment] + 1:
       self.fail(merge, book.lineage.versions)
 
   @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book, now_ns, send, event):
+  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, lineage = send.message, book.lineage
     newest = lineage.versions[message.fragment], lineage.digests[message.fragment]
     base = message.version - 1 if isinstance(event, events.MergeDone) else None
@@ -88,7 +91,7 @@ class NeverBack(invariant.Invariant):
   )
 
   @invariant.on(LEARNER, actions.Adopt)
-  def adopt(self, book, now_ns, adopt, event):
+  def adopt(self, book: LearnerBook, now_ns: int, adopt: actions.Adopt, event: Event) -> None:
     held, p = book.anchors[adopt.fragment], adopt.fragment
     if adopt.version < held.version and (p, held.version, held.digest) not in self.run.lost:
       self.fail(book, adopt, held)
@@ -103,14 +106,14 @@ class DeltasFit(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book, now_ns, send, event):
+  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, peer = send.message, book.peers[send.session]
     base = message.base_version
     if base is not None and peer.sent.get(message.fragment) != base:
       self.fail(send, f'it was sent {peer.sent}')
 
   @invariant.after(SYNCER, events.MergeDone)
-  def published(self, book, now_ns, done, out):
+  def published(self, book: SyncerBook, now_ns: int, done: events.MergeDone, out: Out) -> None:
     if done.failed or done.fragment in book.reads:
       return
     version = book.lineage.versions[done.fragment]
@@ -121,7 +124,7 @@ class DeltasFit(invariant.Invariant):
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
-  def catches_up(self, book, now_ns, event, out):
+  def catches_up(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     p, peer = event.message.fragment, book.peer
     if not peer.joined or not peer.member or book.exiting:
       return
@@ -132,7 +135,7 @@ class DeltasFit(invariant.Invariant):
       return
     self._left_behind(book, event)
 
-  def _left_behind(self, book, event):
+  def _left_behind(self, book: SyncerBook, event: Event) -> None:
     peer, newest = book.peer, book.lineage.versions
     if peer.wholes:
       return
@@ -141,7 +144,7 @@ class DeltasFit(invariant.Invariant):
       self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
 
   @invariant.on(LEARNER, actions.Adopt)
-  def adopt(self, book, now_ns, adopt, event):
+  def adopt(self, book: LearnerBook, now_ns: int, adopt: actions.Adopt, event: Event) -> None:
     publish, held = book.payload_ids[adopt.payload_id], book.anchors[adopt.fragment]
     if adopt.whole != (publish.base_version is None) or adopt.version != publish.version:
       self.fail(adopt, publish)
@@ -150,7 +153,7 @@ class DeltasFit(invariant.Invariant):
       self.fail(book, publish, held)
 
   @invariant.on(LEARNER, messages.Adopted)
-  def adopted(self, book, now_ns, send, event):
+  def adopted(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     """The syncer never sends a delta that does not fit what the learner holds."""
     welcomed = type(event) is events.Received and type(event.message) is messages.Joined
     if not send.message.matched and not welcomed and type(event) is not events.AdoptDone:
@@ -166,7 +169,7 @@ class Quorum(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     names = [one.learner for one in merge.participants]
     if len(set(names)) != len(names) or len(names) < max(1, self.config.needed(merge.sync)):
       self.fail(merge)
@@ -181,7 +184,7 @@ class Quorum(invariant.Invariant):
         self.fail(merge, peer)
 
   @invariant.on(SYNCER, facts.Merging)
-  def merging(self, book, now_ns, merging, event):
+  def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The reason that is recorded holds."""
     gather = book.gathers[merging.sync]
     if merging.grace_ns != gather.grace_ns:
@@ -202,7 +205,7 @@ class Fresh(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     version = book.lineage.versions[merge.fragment]
     for _peer, message in book.gathers[merge.sync].payloads.values():
       oldest = 0 if self.config.closing(merge.sync) else version - self.config.max_staleness
@@ -218,13 +221,13 @@ class InOrder(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     names = [one.learner for one in merge.participants]
     if names != sorted(names):
       self.fail(merge)
 
   @invariant.after(SYNCER, events.MergeDone, events.FragmentRead)
-  def published(self, book, now_ns, event, out):
+  def published(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     names = [
       book.peers[one.session].join.learner
       for one in out

@@ -1,7 +1,12 @@
 """Safety: every batch of the data shards counts once, and no batch is skipped."""
 
+from typing import Any
+
 from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Send
+from diloco_jax.verification.checks.model.learner import LearnerBook
+from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -14,7 +19,7 @@ class BatchesOnce(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     gather, shards = book.gathers[merge.sync], set()
     for one in merge.participants:
       _, message = gather.payloads[one.payload_id]
@@ -26,11 +31,11 @@ class BatchesOnce(invariant.Invariant):
       shards.add(message.shard)
 
   @invariant.on(SYNCER, actions.Save)
-  def save(self, book, now_ns, save, event):
+  def save(self, book: SyncerBook, now_ns: int, save: actions.Save, event: Event) -> None:
     self._same(book, save.machine_state['data'], [])
 
   @invariant.on(SYNCER, facts.Merging)
-  def books(self, book, now_ns, merging, event):
+  def books(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     moves = [
       [
         sync,
@@ -45,7 +50,7 @@ class BatchesOnce(invariant.Invariant):
     merge = book.gathers[merging.sync].merging
     self._same(book, merge.machine_state['data'], moves)
 
-  def _same(self, book, data, moves):
+  def _same(self, book: SyncerBook, data: dict[str, Any], moves: list[Any]) -> None:
     said = {
       (shard, p): cursor
       for shard, cursors in data['merged']
@@ -66,7 +71,7 @@ class LeasesJoin(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book, now_ns, send, event):
+  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     peer, said = book.peers[send.session], send.message
     committed = book.lineage.committed(said.shard)
     for other in book.members.values():
@@ -91,24 +96,24 @@ class HonestReader(invariant.Invariant):
   )
 
   @invariant.on(LEARNER, messages.Contribution)
-  def contribute(self, book, now_ns, send, event):
+  def contribute(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     said, capture = send.message, book.payload_ids[send.payload_id]
     if capture.reads != ((said.shard, said.cursor - said.steps, said.cursor),):
       self.fail(book, said, f'it has read {capture.reads}')
 
   @invariant.on(LEARNER, messages.Confirm)
-  def confirm(self, book, now_ns, send, event):
+  def confirm(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     said = send.message
     true = (book.next_position or book.at) if said.incarnation == book.incarnation else None
     if (said.shard, said.cursor) != (true or (None, 0)):
       self.fail(book, said, f'it is at {true}')
 
   @invariant.on(LEARNER, actions.UseShard)
-  def uses(self, book, now_ns, use, event):
+  def uses(self, book: LearnerBook, now_ns: int, use: actions.UseShard, event: Event) -> None:
     if book.running or (use.shard, use.cursor) != book.next_position:
       self.fail(book, use, f'it was given {book.next_position}')
 
   @invariant.on(LEARNER, actions.Step, actions.Encode)
-  def works(self, book, now_ns, work, event):
+  def works(self, book: LearnerBook, now_ns: int, work: actions.Work, event: Event) -> None:
     if book.next_position is not None:
       self.fail(book, work, f'it was given {book.next_position}')

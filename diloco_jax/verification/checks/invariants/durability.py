@@ -1,8 +1,14 @@
 """Safety: no result that the syncer sent is lost, whenever it ends and whatever its disk does."""
 
+from typing import Any
+
 from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Send
 from diloco_jax.verification.checks.model import lineage as lineage_book
+from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 SYNCER = invariant.SYNCER
 
@@ -15,13 +21,13 @@ class CheckpointIsACut(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Save)
-  def save(self, book, now_ns, save, event):
+  def save(self, book: SyncerBook, now_ns: int, save: actions.Save, event: Event) -> None:
     if book.merges:
       self.fail('an outer step is in progress')
     self._same(save.machine_state, book.lineage)
 
   @invariant.on(SYNCER, facts.Merging)
-  def books(self, book, now_ns, merging, event):
+  def books(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The same holds for the machine state in a Merge, at the moment of its decision."""
     merge = book.gathers[merging.sync].merging
     self._same(merge.machine_state, book.lineage)
@@ -31,7 +37,7 @@ class CheckpointIsACut(invariant.Invariant):
         f'the outer steps in progress are {under_way}, not {merge.machine_state["merging"]}'
       )
 
-  def _same(self, machine_state, lineage):
+  def _same(self, machine_state: dict[str, Any], lineage: lineage_book.Lineage) -> None:
     difference = lineage_book.difference(machine_state, lineage)
     if difference:
       self.fail(difference)
@@ -45,26 +51,26 @@ class NothingSpokenIsLost(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book, now_ns, send, event):
+  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, spoken = send.message, self.run.sent_versions
     spoken[message.fragment] = max(spoken[message.fragment], message.version)
 
   @invariant.on(SYNCER, messages.Settled)
-  def settled(self, book, now_ns, send, event):
+  def settled(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     p, spoken = send.message.fragment, self.run.sent_versions
     if send.message.merged:
       spoken[p] = max(spoken[p], book.lineage.versions[p])
 
   @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book, now_ns, send, event):
+  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     self.run.sent_versions = list(map(max, self.run.sent_versions, book.lineage.versions))
 
-  def born(self, error):
+  def born(self, error: run_book.WrongState) -> None:
     """A syncer continues from a wrong state."""
     if error.lost:
       self.fail(error)
 
-  def logged(self, now_ns, note):
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The log is called damaged only if a bit of its disk has rotted."""
     if note.kind == 'repaired' and not note.number:
       self.fail(note.text)
@@ -80,7 +86,7 @@ class DurableFirst(invariant.Invariant):
   @invariant.on(
     SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, facts.Cancelled
   )
-  def said(self, book, now_ns, what, event):
+  def said(self, book: SyncerBook, now_ns: int, what: Any, event: Event) -> None:
     durable, told = self.run.durable, self.run.ended
     if durable is not None and durable < told:
       self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
@@ -94,7 +100,7 @@ class FinishIsKnown(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Finish)
-  def finish(self, book, now_ns, send, event):
+  def finish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     """That syncer loads the newest checkpoint, or the machine state of a later outer step."""
     last, records = book.schedule.last, self.run.records
     verified = (one for one in reversed(self.run.saved) if one.verified)
@@ -114,11 +120,11 @@ class RecoveredState(invariant.Invariant):
     'that record reached the disk whole.'
   )
 
-  def born(self, error):
+  def born(self, error: run_book.WrongState) -> None:
     """A syncer continues from a wrong state."""
     self.fail(error)
 
-  def logged(self, now_ns, note):
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
     if note.kind == 'not recovered':
       self.fail(note.text)
     if note.kind == 'recovered' and note.number != len(self.run.records):
@@ -131,7 +137,7 @@ class CompactionKeeps(invariant.Invariant):
   id = 'I20'
   sentence = 'Compaction never removes a record newer than the newest verified checkpoint.'
 
-  def logged(self, now_ns, note):
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
     if note.kind == 'compacted':
       verified = max((one.position for one in self.run.saved if one.verified), default=0)
       if note.number > verified + 1:

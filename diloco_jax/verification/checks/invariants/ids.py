@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
-from diloco_jax.verification.checks.model import syncer as syncer_book
+from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model.learner import LearnerBook
+from diloco_jax.verification.checks.model.syncer import Peer, SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -18,7 +20,7 @@ class Incarnations(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Confirm)
-  def confirm(self, book, now_ns, event, out):
+  def confirm(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     peer, confirm = book.peer, event.message
     if peer.member or peer.join is None or book.exiting or not _stays(peer, out):
       return
@@ -34,7 +36,7 @@ class Incarnations(invariant.Invariant):
       self.fail(event, peer, holder)
 
   @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book, now_ns, send, event):
+  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     peer = book.peers[send.session]
     holder = book.lineage.holders[peer.join.learner]
     if not peer.member or (holder.nonce, holder.incarnation) != (
@@ -44,7 +46,7 @@ class Incarnations(invariant.Invariant):
       self.fail(send, peer, holder)
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     gather = book.gathers[merge.sync]
     for one in merge.participants:
       peer, _ = gather.payloads[one.payload_id]
@@ -53,7 +55,7 @@ class Incarnations(invariant.Invariant):
         self.fail(one, peer, holder)
 
 
-def _stays(peer: syncer_book.Peer, out: Sequence[actions.Action]) -> bool:
+def _stays(peer: Peer, out: Sequence[actions.Action]) -> bool:
   """Whether this session is open and is not closed in this turn."""
   return peer.open and not any(
     type(one) is actions.Close and one.session == peer.session for one in out
@@ -69,7 +71,7 @@ class HolderStays(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Confirm)
-  def confirm(self, book, now_ns, event, out):
+  def confirm(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     peer = book.peer
     if peer.join is None or book.exiting or not _stays(peer, out):
       return
@@ -78,7 +80,7 @@ class HolderStays(invariant.Invariant):
       self.fail(event, f'{holder} holds the id')
 
   @invariant.on(SYNCER, actions.Close)
-  def close(self, book, now_ns, close, event):
+  def close(self, book: SyncerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     peer = book.peers.get(close.session)
     if peer is None or not peer.member or book.exiting:
       return
@@ -109,7 +111,7 @@ class LeaseEnds(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, facts.Ledger)
-  def ledger(self, book, now_ns, ledger, event):
+  def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
     if book.exiting:
       return
     for peer in book.members.values():
@@ -122,7 +124,7 @@ class RefusedWithReason(invariant.Invariant):
   sentence = 'The syncer refuses a process only for a reason that is true.'
 
   @invariant.on(SYNCER, messages.Refused)
-  def refused(self, book, now_ns, send, event):
+  def refused(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     peer, said = book.peers[send.session], send.message
     holder = book.lineage.holders.get(peer.join.learner)
     live = book.members.get(peer.join.learner)
@@ -166,7 +168,7 @@ class RefusedWithReason(invariant.Invariant):
       self.fail(send, peer.join, holder)
 
   @invariant.on(LEARNER, actions.Exit)
-  def exit(self, book, now_ns, action, event):
+  def exit(self, book: LearnerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
     true = book.ending if action.code == 0 else book.refused is not None
     if not true or book.exited:
       self.fail(book, action)
@@ -181,7 +183,7 @@ class JoinerCatchesUp(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book, now_ns, send, event):
+  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     peer, due, lineage = book.peers[send.session], send.message.due, book.lineage
     holder = lineage.holders[peer.join.learner]
     for p, held in enumerate(peer.held):
@@ -191,17 +193,17 @@ class JoinerCatchesUp(invariant.Invariant):
         self.fail(send, peer, lineage.versions, lineage.digests)
 
   @invariant.on(SYNCER, messages.Pull)
-  def pull(self, book, now_ns, send, event):
+  def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     if not book.peers[send.session].caught_up:
       self.fail(send, book.peers[send.session])
 
   @invariant.on(LEARNER, actions.Step)
-  def step(self, book, now_ns, step, event):
+  def step(self, book: LearnerBook, now_ns: int, step: actions.Step, event: Event) -> None:
     if not book.training:
       self.fail(book, step, book.due)
 
   @invariant.on(LEARNER, actions.Encode)
-  def encode(self, book, now_ns, encode, event):
+  def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
     if encode.fragment in book.due:
       self.fail(book, encode, book.due)
 
@@ -214,13 +216,13 @@ class OnlyMembers(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
-  def member(self, book, now_ns, send, event):
+  def member(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     peer = book.peers.get(send.session)
     if peer is None or not peer.open or not peer.joined:
       self.fail(send, peer)
 
   @invariant.on(SYNCER, messages.Offer, messages.Joined, messages.Refused)
-  def handshake(self, book, now_ns, send, event):
+  def handshake(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     peer = book.peers.get(send.session)
     if peer is None or not peer.open:
       self.fail(send, peer)
@@ -228,6 +230,6 @@ class OnlyMembers(invariant.Invariant):
   @invariant.on(
     LEARNER, messages.Progress, messages.Contribution, messages.Decline, messages.Adopted
   )
-  def learner(self, book, now_ns, send, event):
+  def learner(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     if not book.joined or send.session != book.session:
       self.fail(book, send)

@@ -7,8 +7,11 @@ after the update, so it can compare what a machine does with what is true. It ne
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.model import run as run_book
+
+Event, Out, Send = events.Event, observers.Actions, actions.Send
 
 LEARNER, SYNCER = 'learner', 'syncer'
 EVERY = 'every turn'

@@ -2,8 +2,11 @@
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import learner as learner_book
-from diloco_jax.verification.checks.model import syncer as syncer_book
+from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.model.learner import LearnerBook
+from diloco_jax.verification.checks.model.syncer import Gather, Peer, SyncerBook
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
@@ -16,12 +19,12 @@ class NoStepWaits(invariant.Invariant):
   )
 
   @invariant.on(LEARNER, actions.Step)
-  def step(self, book, now_ns, step, event):
+  def step(self, book: LearnerBook, now_ns: int, step: actions.Step, event: Event) -> None:
     if book.running or not book.may_step or book.ending:
       self.fail(book, step, f'its clock is {book.clock}, its limit {book.limit}')
 
   @invariant.after(LEARNER, EVERY)
-  def turn(self, book, now_ns, event, out):
+  def turn(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
     if not book.running and book.may_step and not book.ending and not book.exited:
       self.fail(book, event, f'no step runs at {book.clock}')
 
@@ -34,7 +37,7 @@ class DecidedInTime(invariant.Invariant):
   )
 
   @invariant.after(SYNCER, EVERY)
-  def turn(self, book, now_ns, event, out):
+  def turn(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if book.merges or book.exiting:
       return  # a save may defer the others until the merge is done
     for gather in book.open:
@@ -45,24 +48,24 @@ class DecidedInTime(invariant.Invariant):
       elif enough or self._cannot_reach_quorum(book, gather):
         self.fail(gather, 'every asked learner has answered')
 
-  def _cannot_reach_quorum(self, book, gather) -> bool:
+  def _cannot_reach_quorum(self, book: SyncerBook, gather: Gather) -> bool:
     return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
 
   @invariant.on(SYNCER, facts.Cancelled)
-  def cancelled(self, book, now_ns, cancelled, event):
-    gather = book.gathers.get(cancelled.sync)
+  def cancelled(self, book: SyncerBook, now_ns: int, fact: facts.Cancelled, event: Event) -> None:
+    gather = book.gathers.get(fact.sync)
     if gather is None:
       return  # its outer step was refused
     if self.config.closing(gather.sync):
       waits = gather.waiting and now_ns < gather.opened_ns + gather.grace_ns
       if gather.payloads or waits:
-        self.fail(cancelled, gather)
+        self.fail(fact, gather)
     elif (
       gather.waiting
       or len(gather.payloads) >= self.config.quorum
       or (not self._cannot_reach_quorum(book, gather))
     ):
-      self.fail(cancelled, gather)
+      self.fail(fact, gather)
 
 
 class EveryPullIsAnswered(invariant.Invariant):
@@ -74,7 +77,7 @@ class EveryPullIsAnswered(invariant.Invariant):
   )
 
   @invariant.after(LEARNER, EVERY)
-  def turn(self, book, now_ns, event, out):
+  def turn(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
     if not book.pulls or book.exited or len(book.encoding) >= self.config.in_flight:
       return
     boundary = not book.running or any(type(one) is actions.Step for one in out)
@@ -92,16 +95,16 @@ class MergesAgain(invariant.Invariant):
   LEASES = 4  # by then every learner has noticed, redialled and joined
   PERIODS = 4
 
-  def __init__(self, run):
+  def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._from_ns: int | None = None
     self._before: tuple[int, list[int]] | None = None
 
-  def healed(self, now_ns):
+  def healed(self, now_ns: int) -> None:
     self._from_ns = now_ns + self.LEASES * self.config.lease_ns
 
   @invariant.on(SYNCER, facts.Ledger)
-  def ledger(self, book, now_ns, ledger, event):
+  def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
     if self._before is None and self._from_ns is not None and now_ns >= self._from_ns:
       self._before = self._clock(), list(book.lineage.versions)
 
@@ -109,7 +112,7 @@ class MergesAgain(invariant.Invariant):
     steps = [book.clock for book in self.run.learners.values()]
     return max([self.run.syncer.lineage.opened, self.run.clock, *steps])
 
-  def finished(self, now_ns):
+  def finished(self, now_ns: int) -> bool | None:
     if self._before is None:
       return False
     clock, before = self._before
@@ -130,19 +133,19 @@ class Joins(invariant.Invariant):
 
   LEASES = 4
 
-  def __init__(self, run):
+  def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._healed_ns: int | None = None
     self._alive: dict[int, tuple[int, learner_book.LearnerBook]] = {}  # by the process's number
     self._died_ns: dict[str, int] = {}  # when the last process of an id died
 
-  def born(self, now_ns, book):
+  def born(self, now_ns: int, book: run_book.Book) -> None:
     self._alive[book.life.number] = now_ns, book
 
-  def healed(self, now_ns):
+  def healed(self, now_ns: int) -> None:
     self._healed_ns = now_ns
 
-  def died(self, now_ns, book, killed):
+  def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
     if book.life.start.role != LEARNER:
       return
     born_ns, _ = self._alive.pop(book.life.number)
@@ -159,7 +162,7 @@ class Joins(invariant.Invariant):
       self.fail(book, book.refused)
     self._died_ns[book.learner] = now_ns
 
-  def _is_only_one(self, now_ns, born_ns, book) -> bool:
+  def _is_only_one(self, now_ns: int, born_ns: int, book: LearnerBook) -> bool:
     """Whether this process has been the only one of its id for `LEASES` leases."""
     if self._healed_ns is None or any(
       other is not book and other.learner == book.learner for _, other in self._alive.values()
@@ -169,12 +172,12 @@ class Joins(invariant.Invariant):
     return now_ns - since_ns > self.LEASES * self.config.lease_ns
 
   @invariant.on(SYNCER, actions.Exit)
-  def syncer_ends(self, syncer, now_ns, action, event):
+  def ends(self, syncer: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
     for born_ns, book in self._alive.values():
       if not book.ever_joined and not book.ending and self._is_only_one(now_ns, born_ns, book):
         self.fail(book, 'it has not joined')
 
-  def finished(self, now_ns):
+  def finished(self, now_ns: int) -> bool | None:
     for born_ns, book in self._alive.values():
       alone = self._is_only_one(now_ns, born_ns, book)
       if not book.joined and not self.run.syncer.exited and alone:
@@ -188,22 +191,22 @@ class Contributes(invariant.Invariant):
     'once it has caught up, every open sync and every new one pulls from it or has its payload.'
   )
 
-  def __init__(self, run):
+  def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._opened: list[int] = []
-    self._welcomed: list[syncer_book.Peer] = []
+    self._welcomed: list[Peer] = []
     self._was_behind = False
 
   @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book, now_ns, send, event):
+  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     self._welcomed.append(book.peers[send.session])
 
   @invariant.on(SYNCER, facts.Opened)
-  def opened(self, book, now_ns, opened, event):
+  def opened(self, book: SyncerBook, now_ns: int, opened: facts.Opened, event: Event) -> None:
     self._opened.append(opened.sync)
 
   @invariant.after(SYNCER, EVERY)
-  def turn(self, book, now_ns, event, out):
+  def turn(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     while self._opened:
       gather = book.gathers.get(self._opened.pop())
       if gather is not None:
@@ -213,7 +216,7 @@ class Contributes(invariant.Invariant):
       if not book.exiting and not book.reads.issuperset(peer.due):
         self.fail(peer, f'{book.reads} are read')
 
-  def _asks(self, gather, peers):
+  def _asks(self, gather: Gather, peers: list[Peer]) -> None:
     payloads = [*gather.payloads.values(), *gather.merged]  # some were late for the sync before
     gave = {peer.join.learner for peer, _ in payloads}
     missing = {peer.join.learner for peer in peers if peer.session not in gather.asked} - gave
@@ -221,18 +224,18 @@ class Contributes(invariant.Invariant):
       self.fail(gather, f'{missing} were not asked')
 
   @invariant.on(SYNCER, messages.Adopted)
-  def adopts(self, book, now_ns, event, out):
+  def adopts(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     self._was_behind = not book.peer.caught_up
 
   @invariant.after(SYNCER, messages.Adopted)
-  def adopted(self, book, now_ns, event, out):
+  def adopted(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if self._was_behind and book.peer.caught_up and not book.exiting:
       for gather in book.gathers.values():
         if not gather.merging:
           self._asks(gather, [book.peer])
 
   @invariant.after(SYNCER, events.FragmentRead)
-  def read(self, book, now_ns, event, out):
+  def read(self, book: SyncerBook, now_ns: int, event: events.FragmentRead, out: Out) -> None:
     for peer in book.members.values():
       if peer.joined and event.fragment in peer.due and event.fragment not in peer.sent:
         self.fail(peer, f'fragment {event.fragment} was not sent')
@@ -245,7 +248,7 @@ class NoFragmentStarves(invariant.Invariant):
     'skipped with all others of its period, or ended with its syncer.'
   )
 
-  def finished(self, now_ns):
+  def finished(self, now_ns: int) -> bool | None:
     syncer = self.run.syncer
     if syncer is None or not syncer.over or not syncer.exited:
       return False
@@ -262,12 +265,12 @@ class QueuesDrain(invariant.Invariant):
   sentence = 'A process that ends has no payload, no work and no save left.'
 
   @invariant.after(SYNCER, EVERY)
-  def syncer(self, book, now_ns, event, out):
+  def syncer(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if book.exited and (book.payload_ids or book.merges or book.saving):
       self.fail(book, book.payload_ids, book.gathers)
 
   @invariant.after(LEARNER, EVERY)
-  def learner(self, book, now_ns, event, out):
+  def learner(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
     if book.exited and (book.payload_ids or book.running or book.saving):
       self.fail(book, book.payload_ids)
 
@@ -279,25 +282,25 @@ class Heard(invariant.Invariant):
     'runs: heartbeats do not wait behind payloads.'
   )
 
-  def __init__(self, run):
+  def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._since_ns: int | None = None
 
-  def healed(self, now_ns):
+  def healed(self, now_ns: int) -> None:
     self._since_ns = now_ns + 2 * self.config.lease_ns
 
   @invariant.on(SYNCER, actions.Close)
-  def syncer(self, book, now_ns, close, event):
+  def syncer(self, book: SyncerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     if close.reason == 'lease expired':
       self._silent(book, now_ns, close)
 
   @invariant.on(LEARNER, actions.Close)
-  def learner(self, book, now_ns, close, event):
+  def learner(self, book: LearnerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     syncer = self.run.syncer
     alive = syncer is not None and not syncer.exited
     if alive and close.reason == 'the syncer fell silent':
       self._silent(book, now_ns, close)
 
-  def _silent(self, book, now_ns, close):
+  def _silent(self, book: SyncerBook, now_ns: int, close: actions.Close) -> None:
     if self._since_ns is not None and now_ns >= self._since_ns:
       self.fail(book, close)

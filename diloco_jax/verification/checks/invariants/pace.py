@@ -1,7 +1,12 @@
 """Safety: when syncs open, and how a run ends."""
 
+from typing import Any
+
 from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 
@@ -15,13 +20,13 @@ class Pace(invariant.Invariant):
     'No two syncs in hand have the same fragment.'
   )
 
-  def __init__(self, run):
+  def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._look_ns = 0
     self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
 
   @invariant.on(SYNCER, messages.Pull)
-  def pull(self, book, now_ns, send, event):
+  def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     sync, p = send.message.sync, send.message.fragment
     gather = book.gathers.get(sync)
     if gather is not None:
@@ -35,7 +40,7 @@ class Pace(invariant.Invariant):
     self._reached(book, sync, lead)
 
   @invariant.on(SYNCER, facts.Opened)
-  def opened(self, book, now_ns, opened, event):
+  def opened(self, book: SyncerBook, now_ns: int, opened: facts.Opened, event: Event) -> None:
     sync, p = opened.sync, opened.fragment
     late, rest = divmod(sync - book.lineage.next, self.config.period)
     if late < 0 or rest or book.schedule.fragment(sync) != p:
@@ -46,7 +51,7 @@ class Pace(invariant.Invariant):
       self._all_have_finished(book, now_ns, sync)
 
   @invariant.after(SYNCER, EVERY)
-  def closes(self, book, now_ns, event, out):
+  def closes(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     """From now on closing syncs wait one lease, at most, for learners that train on."""
     known = self._waits_to is not None and self._waits_to[0] is book
     if not known and self.config.closing(book.lineage.next) and not book.over:
@@ -54,12 +59,12 @@ class Pace(invariant.Invariant):
       if ready >= self.config.quorum:
         self._waits_to = book, now_ns + self.config.lease_ns
 
-  def _all_have_finished(self, book, now_ns, sync):
+  def _all_have_finished(self, book: SyncerBook, now_ns: int, sync: int) -> None:
     waits = self._waits_to is None or self._waits_to[0] is not book or now_ns < self._waits_to[1]
     if waits and any(step < self.config.total_steps for step in self._steps(book)):
       self.fail(f'sync {sync}', self._steps(book), self._waits_to)
 
-  def _steps(self, book):
+  def _steps(self, book: SyncerBook) -> list[int]:
     """The steps that the learners which contribute have reached."""
     found = []
     for peer in book.members.values():
@@ -68,14 +73,14 @@ class Pace(invariant.Invariant):
         found.append(holder.clock if learner is None else max(holder.clock, learner.clock))
     return found
 
-  def _alone(self, book, sync, p, said):
+  def _alone(self, book: SyncerBook, sync: int, p: int, said: Any) -> None:
     others = (one for one in book.gathers.values() if one.sync != sync)
     skipped = lambda one: one.opened_ns is None and one.sync < sync
     if any(one.fragment == p and not skipped(one) for one in others) or book.stopping:
       self.fail(said, book.gathers)
 
   @invariant.after(SYNCER, EVERY)
-  def opens(self, book, now_ns, event, out):
+  def opens(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     """Checked once per heartbeat: the next sync waits only for a slot or for learners."""
     if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
       return
@@ -96,7 +101,7 @@ class Pace(invariant.Invariant):
     if ready >= needed:
       self.fail(f'sync {sync} is not open, {ready} learners are ready')
 
-  def _reached(self, book, sync, lead):
+  def _reached(self, book: SyncerBook, sync: int, lead: int) -> None:
     steps = self._steps(book)
     ready = sum(step + lead >= sync or step >= self.config.total_steps for step in steps)
     all_live = self.config.waits_for_live and not self.config.closing(sync)
@@ -104,7 +109,7 @@ class Pace(invariant.Invariant):
       self.fail(f'sync {sync}, {ready} learners are ready')
 
   @invariant.on(SYNCER, messages.Finish)
-  def finish(self, book, now_ns, send, event):
+  def finish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     if not book.over or book.open:
       self.fail(send, book.gathers, f'sync {book.lineage.next} is next')
 
@@ -114,7 +119,7 @@ class LastWord(invariant.Invariant):
   sentence = 'A syncer exits only when it was asked to, or when every fragment is closed.'
 
   @invariant.on(SYNCER, actions.Exit)
-  def exit(self, book, now_ns, action, event):
+  def exit(self, book: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
     if not book.exiting or book.pending or book.saving:
       self.fail(action, book.pending)
 
@@ -127,7 +132,7 @@ class PossibleSteps(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     for one in merge.participants:
       holder = book.lineage.holders[one.learner]
       since_ns = holder.merged_ns.get(merge.fragment, holder.joined_ns)

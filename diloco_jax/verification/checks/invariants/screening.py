@@ -3,7 +3,9 @@ updates."""
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Out
 from diloco_jax.verification.checks.model import lineage as lineage_book
+from diloco_jax.verification.checks.model.syncer import Peer, SyncerBook
 
 SYNCER = invariant.SYNCER
 
@@ -17,14 +19,14 @@ class Screened(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     for one in merge.participants:
       norms = book.lineage.norms.get(merge.fragment, lineage_book.Norms())
       true = self._limits(norms, merge, one)
       if (one.least, one.limit) != true:
         self.fail(one, f'its limits should be {true}')
 
-  def _limits(self, norms, merge, one):
+  def _limits(self, norms: lineage_book.Norms, merge: actions.Merge, one: actions.Participant):
     """The rule of syncer/screening.py, implemented a second time."""
     config, usual, steps = self.config, norms.usual(), one.steps
     voters = [learner for learner, pairs in norms.last.items() if len(pairs) > 1]
@@ -42,7 +44,7 @@ class Screened(invariant.Invariant):
     return least, config.norm_factor * norm * growth // usual_steps
 
   @invariant.on(SYNCER, events.MergeDone)
-  def merge_done(self, book, now_ns, done, out):
+  def merge_done(self, book: SyncerBook, now_ns: int, done: events.MergeDone, out: Out) -> None:
     participants = book.gathers[done.sync].merging.participants
     if len(done.norms) != len(participants):
       self.fail(done, participants)
@@ -62,23 +64,23 @@ class Quarantine(invariant.Invariant):
     'once, and that process takes no further part.'
   )
 
-  def _is_quarantined(self, book, peer):
+  def _is_quarantined(self, book: SyncerBook, peer: Peer) -> bool:
     worst = book.lineage.holders[peer.join.learner].max_strikes
     return 0 < self.config.strikes <= worst
 
-  def _check_members(self, book):
+  def _check_members(self, book: SyncerBook) -> None:
     for peer in book.members.values():
       if self._is_quarantined(book, peer) and not book.exiting:
         self.fail(peer, book.lineage.holders[peer.join.learner])
 
   @invariant.after(SYNCER, events.MergeDone)
-  def merge_done(self, book, now_ns, event, out):
+  def merge_done(self, book: SyncerBook, now_ns: int, event: events.MergeDone, out: Out) -> None:
     self._check_members(book)
 
   @invariant.after(SYNCER, messages.Decline)
-  def declined(self, book, now_ns, event, out):
+  def declined(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     self._check_members(book)
 
   @invariant.after(SYNCER, messages.Confirm)
-  def confirmed(self, book, now_ns, event, out):
+  def confirmed(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     self._check_members(book)

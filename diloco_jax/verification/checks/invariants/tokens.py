@@ -3,6 +3,10 @@
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.model.learner import LearnerBook
+from diloco_jax.verification.checks.model.syncer import Gather, SyncerBook
 
 Reason = messages.Reason
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
@@ -13,7 +17,7 @@ class HonestLearner(invariant.Invariant):
   sentence = 'A learner reports its steps, tokens and captures exactly as they are.'
 
   @invariant.on(LEARNER, messages.Contribution)
-  def contribute(self, book, now_ns, send, event):
+  def contribute(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     said, capture = send.message, book.payload_ids[send.payload_id]
     true = (capture.sync, capture.fragment, capture.version, capture.steps, *capture.reported)
     if true != (
@@ -27,7 +31,7 @@ class HonestLearner(invariant.Invariant):
       self.fail(book, said, capture)
 
   @invariant.on(LEARNER, messages.Progress)
-  def progress(self, book, now_ns, send, event):
+  def progress(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     said = send.message
     true = (
       book.clock,
@@ -39,7 +43,7 @@ class HonestLearner(invariant.Invariant):
       self.fail(book, said, true)
 
   @invariant.on(LEARNER, messages.Confirm)
-  def confirm(self, book, now_ns, send, event):
+  def confirm(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     said = send.message
     continues = said.incarnation == book.incarnation
     true = (book.reported_steps, book.reported_tokens) if continues else (0, 0)
@@ -50,7 +54,7 @@ class HonestLearner(invariant.Invariant):
       self.fail(book, said, held)
 
   @invariant.on(LEARNER, actions.Step)
-  def step(self, book, now_ns, step, event):
+  def step(self, book: LearnerBook, now_ns: int, step: actions.Step, event: Event) -> None:
     if step.clock != book.clock:
       self.fail(book, step, f'its clock is {book.clock}')
 
@@ -63,7 +67,7 @@ class HonestDigests(invariant.Invariant):
   )
 
   @invariant.on(LEARNER, messages.Adopted)
-  def adopted(self, book, now_ns, send, event):
+  def adopted(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     said = send.message
     if isinstance(event, events.AdoptDone):
       anchor = book.last_adopted
@@ -74,7 +78,7 @@ class HonestDigests(invariant.Invariant):
       self.fail(book, said, 'nothing was adopted')
 
   @invariant.after(LEARNER, events.AdoptDone)
-  def adopt_done(self, book, now_ns, done, out):
+  def adopt_done(self, book: LearnerBook, now_ns: int, done: events.AdoptDone, out: Out) -> None:
     anchor = book.last_adopted
     if anchor.sound or not book.joined or anchor is not book.anchors[done.fragment]:
       return
@@ -82,7 +86,7 @@ class HonestDigests(invariant.Invariant):
       self.fail(book, done, anchor)
 
   @invariant.on(LEARNER, messages.Joined)
-  def joined(self, book, now_ns, event, out):
+  def joined(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
     """The syncer may not have heard it on the session before."""
     if event.session != book.session or book.joined:
       return  # of an old session, or a duplicate
@@ -106,7 +110,7 @@ class TokensConserved(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book, now_ns, merge, event):
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     gather = book.gathers[merge.sync]
     for one in merge.participants:
       peer, said = gather.payloads[one.payload_id]
@@ -115,14 +119,14 @@ class TokensConserved(invariant.Invariant):
         self.fail(one, said)
 
   @invariant.on(SYNCER, facts.Ledger)
-  def ledger(self, book, now_ns, ledger, event):
+  def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
     if self._differs(book, ledger) and not ledger.unsettled and book.can_end(now_ns):
       book.lineage.close_all()
     difference = self._differs(book, ledger)
     if difference:
       self.fail(difference)
 
-  def _differs(self, book, ledger) -> str:
+  def _differs(self, book: SyncerBook, ledger: facts.Ledger) -> str:
     true = book.lineage.totals()
     for name, count in true.items():
       said = getattr(ledger, name)
@@ -136,7 +140,7 @@ class TokensConserved(invariant.Invariant):
     return '' if rows == true else f'learners are {rows}, it should be {true}'
 
   @invariant.on(SYNCER, facts.Ledger)
-  def counts(self, book, now_ns, ledger, event):
+  def counts(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
     lineage = book.lineage
     true = (
       sum(lineage.versions),
@@ -150,14 +154,14 @@ class TokensConserved(invariant.Invariant):
       self.fail(f'synced, cancelled, repaired, skipped, sync are {said}, they should be {true}')
 
   @invariant.on(SYNCER, messages.Leave)
-  def leave(self, book, now_ns, event, out):
+  def leave(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     """A learner that leaves has reported all its tokens."""
     peer = book.peer
     learner = book.learner(peer) if peer.member and peer.joined and not book.exiting else None
     if learner is not None and book.account(peer).trained != learner.reported_tokens:
       self.fail(learner, book.account(peer), f'it trained {learner.reported_tokens}')
 
-  def finished(self, now_ns):
+  def finished(self, now_ns: int) -> bool | None:
     syncer = self.run.syncer
     if syncer is None or not syncer.over or not syncer.exited:
       return False
@@ -182,12 +186,12 @@ class Rebased(invariant.Invariant):
   )
 
   @invariant.on(LEARNER, actions.Adopt)
-  def adopt(self, book, now_ns, adopt, event):
+  def adopt(self, book: LearnerBook, now_ns: int, adopt: actions.Adopt, event: Event) -> None:
     if (adopt.keep, adopt.merged) != book.carried(book.payload_ids[adopt.payload_id]):
       self.fail(book, adopt, book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id])
 
   @invariant.on(LEARNER, messages.Adopted)
-  def adopted(self, book, now_ns, send, event):
+  def adopted(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
     """The reason is true: a learner that keeps its steps discards none."""
     if not send.message.matched or not isinstance(event, events.AdoptDone):
       return
@@ -196,7 +200,7 @@ class Rebased(invariant.Invariant):
       self.fail(book, send, anchor)
 
   @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book, now_ns, send, event):
+  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     said, peer = send.message, book.peers[send.session]
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.contained(peer, said.fragment):
@@ -206,13 +210,13 @@ class Rebased(invariant.Invariant):
       self.fail(send, holder)
 
   @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book, now_ns, send, event):
+  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     cursors = book.account(book.peers[send.session]).cursors
     if send.message.settled != tuple(cursors):
       self.fail(send, cursors)
 
   @invariant.on(SYNCER, facts.Ledger)
-  def ledger(self, book, now_ns, ledger, event):
+  def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
     if self.config.rebases and {Reason.OVERWRITTEN, Reason.STALE} & ledger.discarded.keys():
       self.fail(ledger)
 
@@ -224,13 +228,13 @@ class Verdicts(invariant.Invariant):
     'the learner.'
   )
 
-  def __init__(self, run):
+  def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._told: dict[int, set[int]] = {}  # in this turn: sessions, by cancelled sync
     self._closing: list[int] = []  # fragments of late payloads that found no later sync
 
   @invariant.on(SYNCER, messages.Settled)
-  def settled(self, book, now_ns, send, event):
+  def settled(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     said = send.message
     if said.merged:
       ended = book.ended
@@ -252,7 +256,7 @@ class Verdicts(invariant.Invariant):
     else:
       self._discarded(book, send, event)
 
-  def _given(self, ended, done, refused):
+  def _given(self, ended: Gather, done: events.MergeDone, refused: bool) -> set[tuple[int, int]]:
     """The payloads that an outer step refused, or did not refuse: processes, and the syncs that
     they answered."""
     return {
@@ -261,7 +265,7 @@ class Verdicts(invariant.Invariant):
       if (peer.join.learner in done.refused) == refused
     }
 
-  def _was_late(self, book, send, event):
+  def _was_late(self, book: SyncerBook, send: Send, event: Event) -> bool:
     """Whether a payload that was late for the sync is in a later one."""
     later = [*book.gathers.values(), *book.next.values()]
     payloads = [one for gather in later for one in gather.payloads.values()]
@@ -272,14 +276,14 @@ class Verdicts(invariant.Invariant):
     return self.config.rebases and any(given)
 
   @invariant.after(SYNCER, EVERY)
-  def closing(self, book, now_ns, event, out):
+  def closing(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     self._told.clear()
     while self._closing:
       gather = book.next_of(self._closing.pop())
       if gather is None or not self.config.closing(gather.sync):
         self.fail(event, gather, 'a late payload counts for this sync')
 
-  def _discarded(self, book, send, event):
+  def _discarded(self, book: SyncerBook, send: Send, event: Event) -> None:
     said = send.message
     if said.reason == Reason.LATE and self._was_late(book, send, event):
       self._closing.append(said.fragment)
@@ -309,7 +313,7 @@ class Verdicts(invariant.Invariant):
     if not true:
       self.fail(send, message, gather, lineage.versions)
 
-  def _has_room(self, book, message):
+  def _has_room(self, book: SyncerBook, message: messages.Contribution) -> bool:
     """Whether a late payload can count for the next sync of its fragment."""
     gather = book.next_of(message.fragment)
     if self.config.closing(gather.sync if gather else message.sync):
@@ -318,15 +322,15 @@ class Verdicts(invariant.Invariant):
     return (gather is not None and gather.sync > 0) or late < self.config.fragments
 
   @invariant.on(SYNCER, facts.Cancelled)
-  def cancelled(self, book, now_ns, cancelled, event):
+  def cancelled(self, book: SyncerBook, now_ns: int, fact: facts.Cancelled, event: Event) -> None:
     """Every learner is told, asked or not: a lock-step learner may wait for it."""
-    told = self._told.pop(cancelled.sync, set())
+    told = self._told.pop(fact.sync, set())
     for peer in book.members.values():
       if peer.joined and peer.session not in told:
-        self.fail(cancelled, f'{peer.join.learner} was not told')
+        self.fail(fact, f'{peer.join.learner} was not told')
 
   @invariant.after(SYNCER, messages.Contribution)
-  def answered(self, book, now_ns, event, out):
+  def answered(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     peer, message = book.peer, event.message
     if event.payload_id in book.pending or not peer.joined or not peer.member or book.exiting:
       return
@@ -345,7 +349,7 @@ class Verdicts(invariant.Invariant):
     self.fail(event, 'the syncer did not answer')
 
   @invariant.after(SYNCER, events.MergeDone)
-  def merge_done(self, book, now_ns, done, out):
+  def merge_done(self, book: SyncerBook, now_ns: int, done: events.MergeDone, out: Out) -> None:
     told = {
       (one.session, one.message.sync, one.message.merged)
       for one in out
@@ -365,7 +369,7 @@ class Finite(invariant.Invariant):
   )
 
   @invariant.after(LEARNER, events.Encoded)
-  def encoded(self, book, now_ns, event, out):
+  def encoded(self, book: LearnerBook, now_ns: int, event: events.Encoded, out: Out) -> None:
     """A learner declines a refused capture on the session that asked for it."""
     if event.payload_id is None and book.joined and book.last_encoded.session == book.session:
       for action in out:
@@ -378,19 +382,19 @@ class Finite(invariant.Invariant):
       self.fail(book, event, 'it was not declined')
 
   @invariant.after(SYNCER, messages.Decline)
-  def declined(self, book, now_ns, event, out):
+  def declined(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     p, peer = event.message.fragment, book.peer
     refused = event.message.reason == Reason.BAD_VALUE and peer.joined and peer.member
     if refused and p not in book.reads and not book.exiting:
       self.fail(event, 'no fresh anchor is read for it')
 
   @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book, now_ns, send, event):
+  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     if isinstance(event, events.MergeDone) and event.failed:
       self.fail(send, event)
 
   @invariant.after(SYNCER, events.MergeDone)
-  def failed(self, book, now_ns, done, out):
+  def failed(self, book: SyncerBook, now_ns: int, done: events.MergeDone, out: Out) -> None:
     if (
       done.failed
       and done.fragment not in book.reads
@@ -409,7 +413,7 @@ class Bounded(invariant.Invariant):
   )
 
   @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book, now_ns, send, event):
+  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, peer = send.message, book.peers[send.session]
     if (
       message.base_version is not None
@@ -418,7 +422,7 @@ class Bounded(invariant.Invariant):
       self.fail(send, peer.versions_in_flight)
 
   @invariant.after(SYNCER, EVERY)
-  def syncer(self, book, now_ns, event, out):
+  def syncer(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if len(book.payload_ids) != len(book.pending):
       self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
     announced = len(book.gathers) - len(book.open)
@@ -428,7 +432,7 @@ class Bounded(invariant.Invariant):
       self.fail(book.next)
 
   @invariant.after(SYNCER, messages.Contribution)
-  def contribution(self, book, now_ns, event, out):
+  def contribution(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     gather = book.pending.get(event.payload_id)
     if gather is not None and len(gather.payloads) > len(
       {peer.join.learner for peer, _ in gather.payloads.values()}
@@ -436,11 +440,11 @@ class Bounded(invariant.Invariant):
       self.fail(gather)
 
   @invariant.after(LEARNER, EVERY)
-  def learner(self, book, now_ns, event, out):
+  def learner(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
     if book.payload_ids and not book.running:
       self.fail(book, book.payload_ids)
 
   @invariant.on(LEARNER, actions.Encode)
-  def encode(self, book, now_ns, encode, event):
+  def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
     if len(book.encoding) >= self.config.in_flight:
       self.fail(book, encode, book.encoding)

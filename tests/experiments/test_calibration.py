@@ -1,14 +1,12 @@
 """The simulator takes its times from the tapes of a real run, and predicts that run again.
 
-The run: three learners on real processes; l1 is killed. `golden/` holds its tapes, packed, and what
-its records tell of starts and ends. They must fit the schema of tapes; record them again after a
-change of it::
+The run: three learners on real processes; l1 is killed. `golden/` holds its tapes, packed, and its
+records. They must fit the schema of tapes; record them again after a change of it::
 
-    python -m tests.verification.calibration.test_calibration --record
+    python -m tests.experiments.test_calibration --record
 """
 
 import gzip
-import json
 import os
 import pathlib
 import shutil
@@ -20,10 +18,10 @@ import pytest
 
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
-from diloco_jax.verification.calibration import calibration, measured, tape_times
 from diloco_jax.verification.sim import engine
+from experiments.goodput import calibration, measured, tape_times
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 SECOND = engine.SECOND
 RUN = (
@@ -46,7 +44,7 @@ def _source() -> tape_times.Source:
 
 
 def test_a_run_tells_how_long_everything_took(source):
-  steps = measured.account(GOLDEN)[0].learners
+  steps = measured.account(GOLDEN, source.config, source.over_ns).learners
   for name in ('l0', 'l1', 'l2'):
     times = source.times
     firsts = len(times['first step', name])
@@ -100,15 +98,8 @@ def record() -> None:
       check=True,
     )
     shutil.rmtree(GOLDEN, ignore_errors=True)
-    for name in (records.RECORDS, tapes.TAPES):
-      (GOLDEN / name).mkdir(parents=True)
-    for path in (workdir / records.RECORDS).iterdir():
-      rows = [
-        row for row in records.Tail(path).read() if row['name'] in ('process', 'exit', 'startup')
-      ]
-      (GOLDEN / records.RECORDS / path.name).write_text(
-        ''.join(json.dumps(row) + '\n' for row in rows)
-      )
+    (GOLDEN / tapes.TAPES).mkdir(parents=True)
+    shutil.copytree(workdir / records.RECORDS, GOLDEN / records.RECORDS)
     for path in (workdir / tapes.TAPES).iterdir():
       with gzip.GzipFile(GOLDEN / tapes.TAPES / f'{path.name}.gz', 'wb', mtime=0) as packed:
         packed.write(path.read_bytes())

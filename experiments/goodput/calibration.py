@@ -17,19 +17,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.accounting import turns
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import random_streams
-from diloco_jax.verification.calibration import measured, tape_times
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import network, processes
-from diloco_jax.verification.virtual import no_arrays, world
+from diloco_jax.verification.sim import network, no_arrays, processes, world
+from experiments.goodput import measured, tape_times
 
 STRETCH_NS = 3 * engine_lib.SECOND  # how long the world stays at a stretch of the run, at most
 _PATIENCE_NS = 3_600 * engine_lib.SECOND
-_SIZE = 64  # of all payloads: their time is that of the run
 
 
 def drawn_kills(
@@ -101,7 +98,7 @@ class Stretches:
     self._last.clear()
 
 
-class _Learner(world.Learner):
+class _Learner(processes.Learner):
   """A learner whose work takes the time of a stretch."""
 
   def work(self, action: actions.Work) -> None:
@@ -129,7 +126,7 @@ class _Learner(world.Learner):
     self.island.begin(step.before_ns + step.saving_ns + step.step_ns, end)
 
 
-class _Syncer(world.Syncer):
+class _Syncer(processes.Syncer):
   """A syncer whose work takes the time of a stretch."""
 
   def takes_ns(self, action: actions.Work) -> int:
@@ -153,6 +150,36 @@ class _Link(network.Link):
     return self._world.took(f'payload {lane}', self._name)
 
 
+class Turns(observers.Observer):
+  """Books the turns of all processes of a simulated world."""
+
+  def __init__(self, book: book_lib.Book):
+    self.book = book
+
+  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
+    if life.start.role == 'learner':
+      self.book.waits(life.start.node, now_ns)
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    name = life.start.node
+    if type(event) is events.StepDone and event.tokens:
+      self.book.stepped(name, now_ns, event.tokens, event.step_ns, event.data_ns, event.saving_ns)
+      self.book.waits(name, now_ns)  # until the next step: in this turn, if none is waited for
+    for action in out:
+      if type(action) is actions.Report:
+        self.book.take(name, now_ns, action.fact)
+      elif type(action) is actions.Step:
+        self.book.trains(name, now_ns)
+
+  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
+    if life.start.role == 'learner':
+      self.book.died(life.start.node, now_ns, killed)
+    else:
+      self.book.syncer_died(now_ns)
+
+
 class World(world.World):
   """A world in which everything takes the time of a stretch of a run.
 
@@ -161,15 +188,16 @@ class World(world.World):
     book: the account of this world.
   """
 
+  learner_class, syncer_class = _Learner, _Syncer
+
   def __init__(self, source: tape_times.Source, config: config_lib.ProtocolConfig, seed: int):
     self.source = source
     self.book = book_lib.Book(config.quorum, config.period / config.fragments)
     self._stretches = Stretches(source, random_streams.random_stream(seed, 'moments'))
     self._draw = random_streams.random_stream(seed, 'starts')
     self._starting: set[str] = set()
-    sizes = (_SIZE,) * config.fragments
-    model = no_arrays.Model('{}', sizes, sizes, sizes)
-    super().__init__(config, model, seed, (turns.Turns(self.book),))
+    # The time of all payloads is that of the run.
+    super().__init__(config, seed, (Turns(self.book),), no_arrays.equal(config.fragments))
     for which in range(config.learners):
       self._begin_start(f'l{which}', first=True)
 
@@ -188,12 +216,6 @@ class World(world.World):
     training = sum(bool(one.steps) for one in self.learners.values())
     starting = len(self._starting) + len(self.learners) - training
     return self._stretches.took(self.now_ns, (starting, training), kind, learner)
-
-  def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
-    return _Learner(self, key, life)
-
-  def make_syncer(self, life: observers.ObservedProcess) -> world.Syncer:
-    return _Syncer(self, life)
 
   def link(self, name: str) -> network.Link:
     if name not in self._links:
@@ -249,7 +271,7 @@ def predict(
 
 def outcome(workdir: pathlib.Path, source: tape_times.Source) -> book_lib.Figures:
   """The figures of the run itself, until its last inner step."""
-  return measured.account(workdir, source.over_ns)[0].figures(source.over_ns)
+  return measured.account(workdir, source.config, source.over_ns).figures(source.over_ns)
 
 
 def text(columns: Mapping[str, Sequence[book_lib.Figures]]) -> str:
