@@ -69,9 +69,8 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     from diloco_jax.launch import nodes
 
   with cli.never_retry():
-    key = cli.seal_key(workdir, make=True)
     nodes.prepare_jax(devices)
-    controller = single_controller.SingleController(config, workdir, key=key)
+    controller = single_controller.SingleController(config, workdir)
   interrupts = cli.EndRequests()
 
   def interrupt(number: int, frame) -> None:

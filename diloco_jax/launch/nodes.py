@@ -80,7 +80,6 @@ def own_loop_syncer(
   with (
     stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
     cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
-    _snapshot_on_signal(lambda: None),
   ):
     addresses.check(address, access)
     if init and own_model.read(folder) is None:
@@ -138,12 +137,8 @@ def _serve(
     cli.log_failures(),
     checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
-    _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    key = cli.seal_key(folder, make=True)
-    result = syncer_process.run(
-      assembled, theta, folder, event_queue, listen, records, key, finished
-    )
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, finished)
   return _end(result, records)
 
 
@@ -167,8 +162,7 @@ def learner(
   with cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    key = cli.seal_key(folder)
-    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+    island = learner_process.make_island(assembled, folder, learner_id, devices)
   records_lib.report_startup(records, 'built')
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
@@ -367,16 +361,6 @@ def stops(
       timer.cancel()
     for number, handler in before.items():
       signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _snapshot_on_signal(take_snapshot: Callable[[], None]) -> Iterator[None]:
-  """Takes a run snapshot on SIGUSR1."""
-  before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGUSR1, before)
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
