@@ -57,7 +57,7 @@ class Counts(NamedTuple):
   syncer_kills: int  # at any moment; beside these, one at each failpoint
   learner_kills: int
   site_kills: int
-  flips: int  # of bits in a run snapshot
+  flips: int  # of bits in checkpoints
 
   def __str__(self) -> str:
     mutants = 'the seeds searched for each mutant' if self.full else 'each mutant at its known seed'

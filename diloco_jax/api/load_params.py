@@ -14,7 +14,8 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
-from diloco_jax.storage import arrays, checkpoint, files, manifests
+from diloco_jax.storage import arrays, checkpoint, files
+from diloco_jax.storage import folders as folders_lib
 from diloco_jax.storage import tree_digest as tree_digest_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
@@ -57,7 +58,7 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
-  node = manifests.syncer_folder(workdir)
+  node = folders_lib.syncer_folder(workdir)
   most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
   if not (node / 'wal').is_dir() and (params := _of_baseline(workdir, most_bytes)) is not None:
     return params
@@ -78,14 +79,14 @@ def _of_baseline(workdir: pathlib.Path, most_bytes: int) -> Any:
   for node in sorted(workdir.glob('islands/*')):
     folder = _verified(_checkpoints(node), most_bytes)
     if folder is not None:
-      protocol, saved = checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
+      protocol, saved = checkpoint.verify(folder, most_bytes=most_bytes)
       if not protocol['protocol']:  # else of a learner whose syncer has another folder
         return saved['state']['params']
   return None
 
 
 def _checkpoints(node: pathlib.Path) -> list[pathlib.Path]:
-  return [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
+  return [node / folders_lib.CHECKPOINTS / str(number) for number in folders_lib.checkpoints(node)]
 
 
 def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | None:
@@ -93,7 +94,7 @@ def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | No
   failed = None
   for folder in reversed(folders):
     try:
-      checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
+      checkpoint.verify(folder, most_bytes=most_bytes)
       return folder
     except checkpoint.CheckpointError as error:
       warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)

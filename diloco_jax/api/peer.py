@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -81,19 +81,10 @@ class _Arrays:
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
 
-  def save(
-    self,
-    clock: int,
-    protocol: dict[str, Any],
-    snapshot: int | None,
-    keep: Sequence[int],
-  ) -> Callable[[], checkpoint.Saved]:
+  def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
     """Saves the moments, if there are any: a process takes the parameters from the syncer."""
-    del keep
-    if snapshot is not None:
-      raise checkpoint.CheckpointError('the checkpoints of this learner are of its moments only')
     if self.checkpoints is None:
-      return lambda: checkpoint.Saved(clock, '')
+      return lambda: clock
     record = {'shard': self.shard, 'protocol': protocol}
     return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
 
@@ -403,7 +394,9 @@ def join(
     place = folder(workdir, cleanup)
     found = None
     if workdir is not None and peer.opt_state is not None:
-      found = cleanup.enter_context(_checkpoints(place, learner, peer._arrays))
+      found = cleanup.enter_context(
+        _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
+      )
     own = found is not None and found.learner == learner
     origin = found, moments_lib.told(found, place, 'the opt_state that join was given')
     records = cleanup.enter_context(
@@ -461,7 +454,7 @@ def join(
 
 @contextlib.contextmanager
 def _checkpoints(
-  workdir: pathlib.Path, learner: str, arrays: _Arrays
+  workdir: pathlib.Path, learner: str, arrays: _Arrays, keep_every: int
 ) -> Iterator[moments_lib.Found | None]:
   """Gives the arrays the moments that are found, and a place to save theirs. Raises DirectoryError
   if another process has it."""
@@ -472,7 +465,7 @@ def _checkpoints(
     if found is not None:
       arrays.take(arrays.params, found.moments)
       found = found._replace(moments=None)
-    with contextlib.closing(checkpoint.Checkpoints(str(root))) as arrays.checkpoints:
+    with contextlib.closing(checkpoint.Checkpoints(str(root), keep_every)) as arrays.checkpoints:
       yield found
 
 

@@ -21,7 +21,6 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import seals
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import mesh as mesh_lib
@@ -38,7 +37,6 @@ class SingleController:
     workdir: the folder of checkpoints; a run in it is continued.
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
-    key: of the seals of its files; None: they have none.
     alone: one learner and no syncer, the baseline.
 
   Raises:
@@ -50,12 +48,10 @@ class SingleController:
     config: run_config.Config,
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
-    key: seals.Key | None = None,
     alone: bool = False,
   ):
     self._assembled = build.assemble(config)
     self._workdir = workdir
-    self._key = key
     self._alone = alone
     self._stopping = threading.Event()
     self._make_recorder = make_recorder or (
@@ -87,13 +83,12 @@ class SingleController:
         self._event_queues['syncer'],
         self._hub.syncer_transport,
         recorder,
-        self._key,
         self._over,
       )
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
       island = learner_process.make_island(
-        self._assembled, self._workdir, name, self._islands[name], self._key
+        self._assembled, self._workdir, name, self._islands[name]
       )
       if self._alone:
         return baseline.run(self._assembled.config, island, recorder, self._stopping.is_set)

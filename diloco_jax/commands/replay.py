@@ -67,8 +67,8 @@ def _rebuild(workdir: pathlib.Path) -> bool:
   from diloco_jax.syncer import rebuild
 
   try:
-    key, assembled = cli.seal_key(workdir), load_params.assemble(workdir, data=True)
-    print(f'arrays of {workdir}: {rebuild.rebuild(assembled, workdir, key).text()}')
+    assembled = load_params.assemble(workdir, data=True)
+    print(f'arrays of {workdir}: {rebuild.rebuild(assembled, workdir).text()}')
     return True
   except rebuild.Differs as error:
     print(f'arrays of {workdir}: different: {error}')

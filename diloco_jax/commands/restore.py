@@ -1,16 +1,14 @@
 """Brings a run back to an earlier state that is whole; nothing is deleted.
 
-    diloco restore --workdir=runs/x --to=latest        # the newest run snapshot that is whole
-    diloco restore --workdir=runs/x --to=3             # run snapshot 3: runs/x/snapshots/3.json
-    diloco restore --workdir=runs/x --to=checkpoint    # the syncer's newest checkpoint
+    diloco restore --workdir=runs/x --to=latest    # the syncer's newest checkpoint that is whole
+    diloco restore --workdir=runs/x --to=300       # its newest at or before clock 300
     diloco restore --workdir=runs/x --to=latest --config.sync.learners=3 --config.mesh.data=1
-    diloco restore --workdir=runs/x --to=latest --without=l3   # its part is damaged or elsewhere
-    diloco restore --workdir=runs/x --to=latest --trust        # whatever its seal says
 
 `diloco train --resume --workdir=runs/x` then continues the run, `diloco syncer --workdir=runs/x`
-one of loops of your own. `--to=checkpoint` repairs a damaged log: it sets the log aside. The number
-of learners, the quorum and the mesh may change. All processes of the run must have ended. Exit
-codes: 0 restored, 42 impossible and nothing was changed, 74 the disk failed: restore again.
+one of loops of your own. Older checkpoints than the newest two are there if the run keeps them
+(`sync.keep_every`). A damaged log is set aside, so this repairs it, too. The number of learners,
+the quorum and the mesh may change. All processes of the run must have ended. Exit codes: 0
+restored, 42 impossible and nothing was changed, 74 the disk failed: restore again.
 """
 
 import os
@@ -22,19 +20,13 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import cli
 from diloco_jax.storage import files, wal
 
-_WITHOUT = flags.DEFINE_list(
-  'without', [], 'Learners whose parts of the snapshot are not restored, for example l2,l3.'
-)
-_TRUST = flags.DEFINE_bool(
-  'trust', False, 'Take what no seal proves: of another folder, of another key, or of none.'
-)
 cli.define_config()
 cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _TO = flags.DEFINE_string(
   'to',
   None,
-  "'latest' or the number of a run snapshot, or 'checkpoint': the syncer's newest.",
+  "'latest' or a clock: the syncer's newest checkpoint, of all or at or before that clock.",
   required=True,
 )
 
@@ -55,7 +47,7 @@ def main(argv: list[str]) -> int:
       restore.restore(
         config,
         workdir,
-        restore.Asked(_TO.value, tuple(_WITHOUT.value), cli.seal_key(workdir), trust=_TRUST.value),
+        _TO.value,
         lambda text: print(text, flush=True),
       )
   except (OSError, wal.WalFull, wal.WalBroken) as error:

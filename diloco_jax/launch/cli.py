@@ -32,13 +32,13 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, run_config
-from diloco_jax.storage import files_port, seals, wal
+from diloco_jax.storage import files_port, wal
 from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
@@ -200,41 +200,24 @@ def config_flags_of_this_process() -> list[str]:
 
 
 def define_files() -> None:
-  """Defines --group_readable and --seal_key, which say how a program treats the files of a run."""
+  """Defines --group_readable, which says how a program treats the files of a run."""
   flags.DEFINE_bool(
     'group_readable', False, 'The group of this user may read the files of the run (umask 027).'
-  )
-  flags.DEFINE_string(
-    'seal_key',
-    '',
-    "A file outside the run's folder with the key of its seals; the syncer makes it if there is "
-    'none. Then log, snapshots and checkpoints that another program has changed are refused.',
   )
 
 
 def file_flags() -> list[str]:
   """The flags of `define_files` as on this command line."""
-  key = _flag('seal_key')
-  given = ['--group_readable'] if _flag('group_readable') else []
-  return given + ([f'--seal_key={pathlib.Path(key).absolute()}'] if key else [])
+  return ['--group_readable'] if _group_readable() else []
 
 
-def _flag(name: str) -> Any:
-  return flags.FLAGS[name].value if name in flags.FLAGS else None
+def _group_readable() -> bool:
+  return 'group_readable' in flags.FLAGS and flags.FLAGS['group_readable'].value
 
 
 def folder_mode() -> int:
   """The mode of the folder of a run."""
-  return 0o750 if _flag('group_readable') else 0o700
-
-
-def seal_key(workdir: pathlib.Path, make: bool = False) -> seals.Key | None:
-  """The key that --seal_key names; with `make`, a new one if there is none. Raises NeverRetry."""
-  path = _flag('seal_key')
-  if not path:
-    return None
-  with never_retry(ValueError, OSError):
-    return seals.load(pathlib.Path(path), workdir, make)
+  return 0o750 if _group_readable() else 0o700
 
 
 @contextlib.contextmanager

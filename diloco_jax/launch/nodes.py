@@ -19,7 +19,7 @@ import jax
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
-from diloco_jax.launch import accelerators, cli, own_model, run_folder, standby
+from diloco_jax.launch import accelerators, cli, own_model, run_folder
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -47,29 +47,12 @@ _LEARNER_SAFE = (
 )
 
 
-def syncer(
-  config: run_config.Config,
-  workdir: str,
-  listen: str,
-  access: addresses.Access,
-  stands_by: bool = False,
-) -> int:
-  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run.
-
-  With `stands_by` the process compiles its functions, touches no file of the run, and begins when
-  it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
-  """
+def syncer(config: run_config.Config, workdir: str, listen: str, access: addresses.Access) -> int:
+  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run."""
   prepare_syncer()
   with cli.never_retry(ValueError):
     assembled = build.assemble(config)
   theta = global_model_lib.Theta(assembled)
-  if stands_by:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the active syncer
-    theta.warm_up()
-    theta.forget()
-    print(f'{standby.LINE}: ready to take over', flush=True)
-    if not sys.stdin.readline():
-      return 0
   folder, records = _open(workdir, 'syncer')
   return _serve(config, assembled, theta, folder, records, _address(folder, listen), access)
 
@@ -80,8 +63,7 @@ def own_loop_syncer(
   """Runs the syncer process of a run without a task: learners are loops of the user's own.
 
   The model is in the run's folder, or else at `init`, a tree of arrays that Orbax wrote, or else
-  the first learner brings it (own_model.py); then the folder keeps it. No standby process could
-  compile anything ahead, so there are none.
+  the first learner brings it (own_model.py); then the folder keeps it.
   """
   prepare_syncer()
   folder, records = _open(workdir, 'syncer')
@@ -98,7 +80,6 @@ def own_loop_syncer(
   with (
     stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
     cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
-    _snapshot_on_signal(lambda: None),
   ):
     addresses.check(address, access)
     if init and own_model.read(folder) is None:
@@ -156,12 +137,8 @@ def _serve(
     cli.log_failures(),
     checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
-    _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    key = cli.seal_key(folder, make=True)
-    result = syncer_process.run(
-      assembled, theta, folder, event_queue, listen, records, key, finished
-    )
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, finished)
   return _end(result, records)
 
 
@@ -185,8 +162,7 @@ def learner(
   with cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    key = cli.seal_key(folder)
-    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+    island = learner_process.make_island(assembled, folder, learner_id, devices)
   records_lib.report_startup(records, 'built')
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
@@ -385,16 +361,6 @@ def stops(
       timer.cancel()
     for number, handler in before.items():
       signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _snapshot_on_signal(take_snapshot: Callable[[], None]) -> Iterator[None]:
-  """Takes a run snapshot on SIGUSR1."""
-  before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGUSR1, before)
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:

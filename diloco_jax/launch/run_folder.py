@@ -9,7 +9,6 @@ WORKDIR/tensorboard/       curves
 WORKDIR/syncer/, islands/  checkpoints
 WORKDIR/model/             the trained model, for Orbax (storage/arrays.py)
 WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
-WORKDIR/snapshots/         run snapshots                 (storage/manifests.py)
 WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
 WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
@@ -25,7 +24,7 @@ import time
 from diloco_jax.config import load, run_config
 from diloco_jax.launch import cli
 from diloco_jax.protocol import agreement
-from diloco_jax.storage import files, manifests
+from diloco_jax.storage import files, folders
 from diloco_jax.train import corpus_files
 
 ADDRESS = 'syncer/address'
@@ -56,7 +55,6 @@ def open_workdir(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
       'connects to `diloco syncer --config=own_loop`'
     )
-  cli.seal_key(workdir, make=True)  # before a child needs it
   try:
     if named:
       claim(workdir)
@@ -136,7 +134,7 @@ def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
 def _check_ended(workdir: pathlib.Path) -> None:
   """Refuses a run whose syncer has the log: without the address, its learners could not come back.
   A live supervisor, which starts its syncer again, holds the folder. Raises DirectoryError."""
-  log = manifests.syncer_folder(workdir) / 'wal'
+  log = folders.syncer_folder(workdir) / 'wal'
   if log.is_dir():
     with held(log):
       pass
@@ -145,7 +143,7 @@ def _check_ended(workdir: pathlib.Path) -> None:
 def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   """Refuses a run with a syncer to a learner alone, and the reverse: neither could go on from the
   checkpoints of the other. Raises ValueError."""
-  has_log = (manifests.syncer_folder(workdir) / 'wal').is_dir()
+  has_log = (folders.syncer_folder(workdir) / 'wal').is_dir()
   if alone and has_log:
     raise ValueError(
       f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another folder'

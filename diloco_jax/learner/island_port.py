@@ -1,11 +1,9 @@
 """The arrays that the protocol reads and replaces between two inner steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-
-from diloco_jax.storage import checkpoint
 
 
 class IslandState(Protocol):
@@ -27,11 +25,5 @@ class IslandState(Protocol):
   def read_from(self, shard: int, next_index: int = 0) -> None:
     """Switches to a data shard, at its committed cursor."""
 
-  def save(
-    self,
-    clock: int,
-    protocol: dict[str, Any],
-    snapshot: int | None,
-    keep: Sequence[int],
-  ) -> Callable[[], checkpoint.Saved]:
+  def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
     """Starts a save; returns a function that waits for it. Raises CheckpointError."""

@@ -26,7 +26,7 @@ from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import seals, tapes
+from diloco_jax.storage import tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -66,10 +66,8 @@ def make_island(
   workdir: pathlib.Path,
   learner_id: str,
   devices: Sequence[jax.Device],
-  key: seals.Key | None = None,
 ) -> island_lib.Island:
-  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID, sealed with the
-  key if there is one."""
+  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
   config = assembled.config
   return island_lib.Island(
     task=assembled.task,
@@ -79,7 +77,7 @@ def make_island(
     devices=devices,
     seed=config.train.seed,
     checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
-    seal_key=key,
+    keep_every=config.sync.keep_every,
   )
 
 

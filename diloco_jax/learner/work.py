@@ -203,7 +203,7 @@ class LearnerWork:
     """Starts an asynchronous save; a separate thread waits for its end."""
     begun_ns = time.monotonic_ns()
     try:
-      wait = self._island.save(save.clock, save.machine_state, save.snapshot, save.keep)
+      wait = self._island.save(save.clock, save.machine_state)
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
@@ -211,17 +211,15 @@ class LearnerWork:
       self._saving_ns += time.monotonic_ns() - begun_ns
     threading.Thread(target=self._saved, args=(save.clock, wait), name='save', daemon=True).start()
 
-  def _saved(self, step: int, wait: Callable[[], checkpoint.Saved]) -> None:
+  def _saved(self, step: int, wait: Callable[[], int]) -> None:
     try:
-      saved = wait()
+      wait()
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=step, error=str(error)))
     except BaseException as error:
       self._fail(error)
     else:
-      self._post(
-        events.SaveDone(clock=step, checkpoint=saved.number, record_sha256=saved.record_sha256)
-      )
+      self._post(events.SaveDone(clock=step))
 
 
 def record_step(

@@ -138,29 +138,6 @@ class Merge:
 
 
 @_action
-class Part:
-  """A learner's part of a snapshot: the checkpoint that is pinned, of which life and content."""
-
-  learner: str
-  incarnation: int
-  checkpoint: int
-  record_sha256: str
-
-
-@_action
-class WriteManifest:
-  """Make a snapshot whole: name the syncer's checkpoint (of `clock`), those of the learners,
-  and the missing ones, (learner, why). Answered by ManifestWritten once that is durable."""
-
-  snapshot: int
-  clock: int
-  checkpoint: int
-  record_sha256: str
-  parts: tuple[Part, ...]
-  missing: tuple[tuple[str, str], ...]
-
-
-@_action
 class ReadFragment:
   """Read the whole published value of a fragment; answered by FragmentRead."""
 
@@ -173,16 +150,10 @@ class ReadFragment:
 @_action
 class Save:
   """Write a checkpoint: the arrays as they are now and `machine_state`, this machine's state;
-  SaveDone.
-
-  `snapshot`: the snapshot of the whole run that it is for and that pins it: it stays beside the
-  newest two. Those of snapshots that are neither this nor in `keep` are pinned no more. None: an
-  ordinary save, which unpins nothing."""
+  SaveDone."""
 
   clock: int
   machine_state: dict[str, Any]
-  snapshot: int | None = None
-  keep: tuple[int, ...] = ()
 
 
 @_action
@@ -208,5 +179,5 @@ class Exit:
 
 
 Transport = Dial | Send | Close | Drop
-Work = Step | Encode | Adopt | UseShard | Merge | ReadFragment | Save | WriteManifest
+Work = Step | Encode | Adopt | UseShard | Merge | ReadFragment | Save
 Action = Transport | Work | Report | Say | Exit

@@ -298,19 +298,11 @@ class ProtocolConfig:
     remedy='0 reports each of them',
     shared=False,
   )
-  snapshot_syncs: int = setting(
+  keep_every: int = setting(
     0,
-    'after how many outer steps the syncer takes a run snapshot (0: only on request)',
+    'every node keeps its first checkpoint of every so many inner steps of its clock, and saves '
+    'then (0: only the newest two are kept)',
     high=10**9,
-    shared=False,
-    name='sync.snapshot_every_syncs',
-  )
-  snapshot_wait_ns: int = setting(
-    60 * SECOND_NS,
-    'a learner that has not saved within this time is left out of the run snapshot',
-    low=SECOND_NS // 100,
-    high=86_400 * SECOND_NS,
-    remedy="a learner's part takes a step and a save",
     shared=False,
   )
 

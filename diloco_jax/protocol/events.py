@@ -55,11 +55,6 @@ class Stop:
   reason: str
 
 
-@_event
-class TakeSnapshot:
-  """An operator asks the syncer for a run snapshot now."""
-
-
 # --- Answers to the learner's work ----------------------------------------------------------------
 
 
@@ -128,23 +123,10 @@ class FragmentRead:
 
 
 @_event
-class ManifestWritten:
-  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not exist.
-  `unverified`: learners whose parts the syncer could not find."""
-
-  snapshot: int
-  error: str = ''
-  unverified: tuple[str, ...] = ()
-
-
-@_event
 class SaveDone:
-  """A Save is finished: it is checkpoint number `checkpoint`, and the SHA-256 of its record stands
-  for its content (storage/checkpoint.py). `error` in words if it failed (training continues)."""
+  """A Save is finished. `error` in words if it failed (training continues)."""
 
   clock: int
-  checkpoint: int = 0
-  record_sha256: str = ''
   error: str = ''
 
 
@@ -154,12 +136,10 @@ Event = (
   | Received
   | Wake
   | Stop
-  | TakeSnapshot
   | StepDone
   | Encoded
   | AdoptDone
   | MergeDone
   | FragmentRead
-  | ManifestWritten
   | SaveDone
 )

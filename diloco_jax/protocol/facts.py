@@ -120,18 +120,6 @@ class Member:
   reason: str = ''
 
 
-@fact
-class Snapshot:
-  """A run snapshot is complete, with the learners in it, those of them whose parts the syncer could
-  not find, and the missing ones, or was abandoned because of `error`."""
-
-  number: int
-  parts: tuple[str, ...] = ()
-  unverified: tuple[str, ...] = ()
-  missing: tuple[str, ...] = ()
-  error: str = ''
-
-
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
@@ -161,5 +149,5 @@ class Adopted:
   reason: str
 
 
-_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Snapshot
+_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member
 Fact = _SyncerFact | State | Adopted

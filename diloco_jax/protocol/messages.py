@@ -153,17 +153,6 @@ class Heartbeat:
 
 
 @_message
-class SnapshotSaved:
-  """Answers a SnapshotNow: the learner has saved its checkpoint number `checkpoint` for it, whose
-  record has this SHA-256 (storage/checkpoint.py). `error` in words if it could not be saved."""
-
-  snapshot: int
-  checkpoint: int
-  record_sha256: str
-  error: str
-
-
-@_message
 class Leave:
   """The learner leaves the run (`done`, `preempted`, ...) and contributes nothing more."""
 
@@ -251,15 +240,6 @@ class Settled:
 
 
 @_message
-class SnapshotNow:
-  """Snapshot number `snapshot` of the whole run: save a checkpoint for it at the next boundary.
-  Those of other snapshots than this and `keep` are pinned no more."""
-
-  snapshot: int
-  keep: tuple[int, ...]
-
-
-@_message
 class Finish:
   """The run is over; every fragment is closed."""
 
@@ -295,8 +275,6 @@ class Reason:
   )
 
 
-FromLearner = (
-  Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | SnapshotSaved | Leave
-)
-FromSyncer = Offer | Refused | Joined | Pull | Publish | Settled | SnapshotNow | Finish | Heartbeat
+FromLearner = Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Leave
+FromSyncer = Offer | Refused | Joined | Pull | Publish | Settled | Finish | Heartbeat
 Message = FromLearner | FromSyncer

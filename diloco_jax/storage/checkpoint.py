@@ -8,22 +8,16 @@ previous one has been read. If none can be read nothing is moved: memory or the 
 for a while.
 
   <root>/<number>/state   parameters and optimizer state
-  <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
-                          snapshot that pins it, and the SHA-256 of all these; with a key
-                          (seals.py) a proof of the record
-  <root>/<number>/seal    with a key: it proves every byte of every file
-
-The seal is written last. A checkpoint with a proved record and no seal was cut short by a kill: it
-is set aside, in the place of the last such one, and a process starts without it.
+  <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, and the
+                          SHA-256 of all these
 
 The first save of a process is read back before it counts: what was never read may be no checkpoint.
 
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
 The number is the clock or, if that is taken, the next one after the newest: no save replaces
-another. The newest two are kept, and those that a run snapshot pins. A save returns the number and
-the SHA-256 of the record. Where this SHA-256 is stored elsewhere (in the manifest of a snapshot,
-storage/manifests.py), `verify` does not depend on what the folder says about itself.
+another. The newest two are kept and, of every `keep_every` numbers, the first one: a run goes back
+to these (launch/restore.py).
 
 Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 """
@@ -35,7 +29,7 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -43,18 +37,12 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.protocol import rate_limited_log
-from diloco_jax.storage import files, json_files, manifests, orbax_context, seals, tree_digest
+from diloco_jax.storage import files, folders, json_files, orbax_context, tree_digest
 
-CHECKPOINTS_KEPT = 2  # beside the pinned ones
-SEAL = 'seal'
+CHECKPOINTS_KEPT = 2  # the newest
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
-_UNREADABLE = 0  # no snapshot has this number
-_UNCHANGED = (
-  'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
-  '--trust'
-)
 # Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
 # one process (single-controller mode), saves finalised each other's folders half written, and a
 # save beside a load waited for ever.
@@ -75,49 +63,32 @@ class Restored(NamedTuple):
   protocol: dict[str, Any]
 
 
-class Saved(NamedTuple):
-  """A complete checkpoint, as the manifest of a run snapshot names it."""
-
-  number: int
-  record_sha256: str
-
-
-class _CutShort(ValueError):
-  """A save ended before it had written the seal."""
-
-
 class Checkpoints:
-  """The checkpoints of one node; keeps the newest two and those that a run snapshot pins.
+  """The checkpoints of one node.
 
   Args:
     root: a folder of this node alone; created if it does not exist.
-    key: seals every save, and must have sealed what is restored; None: no seals, and what has one
-      is not restored.
+    keep_every: the first of every so many numbers is kept; 0: only the newest are.
 
   Raises:
     ValueError: the folder cannot be written, or `files.require_name` refuses its path.
   """
 
-  def __init__(self, root: str, key: seals.Key | None = None):
+  def __init__(self, root: str, keep_every: int = 0):
     files.require_name(pathlib.Path(root))
     self._root = pathlib.Path(root).resolve()
-    self._key = key
     self._reads_back = False  # a save of this process has been read
-    manifests.require_writable(self._root)
-    self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
+    self._keep_every = keep_every
+    _require_writable(self._root)
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
       context=orbax_context.context(),
-      preservation_policy=orbax_context.KeepAll(),
+      preservation_policy=orbax_context.KEEP_ALL,
       cleanup_tmp_directories=True,
     )
-    self._under_way: futures.Future[Saved] | None = None
-    self._awaited: futures.Future[Saved] | None = None  # its caller hears how it ended
+    self._under_way: futures.Future[int] | None = None
+    self._awaited: futures.Future[int] | None = None  # its caller hears how it ended
     self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
-    for number in self.numbers:
-      snapshot = self._snapshot_of(number)
-      if snapshot is not None:
-        self._pins[number] = snapshot
 
   @property
   def numbers(self) -> list[int]:
@@ -131,7 +102,7 @@ class Checkpoints:
       CheckpointError: the record does not read back.
     """
     try:
-      return _record(self._root / str(number), self._key)['protocol']
+      return _read_record(self._root / str(number))['protocol']
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
@@ -147,17 +118,14 @@ class Checkpoints:
     state: Any,
     data_state: int,
     protocol: dict[str, Any] | None = None,
-    snapshot: int | None = None,
-    keep: Collection[int] = (),
-  ) -> Callable[[], Saved]:
+  ) -> Callable[[], int]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 
-    Waits first for a save that is still running. `snapshot`: the run snapshot that pins this
-    checkpoint; checkpoints of other snapshots that are not in `keep` lose their pins. With None
-    all pins stay.
+    Waits first for a save that is still running.
 
     Returns:
-      A function that blocks until this save is complete, and raises CheckpointError if it failed.
+      A function that blocks until this save is complete, returns its number, and raises
+      CheckpointError if it failed.
       It may be called from another thread, or not at all: `wait` and `close` wait as well, and
       `close` only warns.
 
@@ -170,22 +138,15 @@ class Checkpoints:
       'data_state': int(data_state),
       'step': int(step),
       'protocol': protocol or {},
-      'snapshot': snapshot,
       'shapes': tree_digest.shapes(arrays),
       'digests': tree_digest.digests(arrays),
     }
     record = json.loads(
       json.dumps(record)
     )  # other values than JSON fail here, not in the background
-    sha256 = manifests.sha256(record)
     self._wait_or_warn()
     number = max([int(step), *(saved + 1 for saved in self.numbers)])
-    if snapshot is not None:
-      for pinned in [one for one, pin in self._pins.items() if pin not in keep]:
-        del self._pins[pinned]
-      self._pins[number] = snapshot
-    proof = self._key.seal(*_named(self._root / str(number), record)) if self._key else ''
-    record |= {'sha256': sha256, 'proof': proof}
+    record |= {'sha256': json_files.sha256(record)}
     _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
@@ -196,24 +157,22 @@ class Checkpoints:
       _ONE_OPERATION.release()
       raise self._failed(number, error) from error
     done = self._under_way = futures.Future()
-    saved = Saved(number, sha256)
     like = None if self._reads_back else tree_digest.abstract(arrays)
     threading.Thread(
       target=self._complete,
-      args=(saved, response, done, like, record['digests']),
+      args=(number, response, done, like, record['digests']),
       name='save',
       daemon=True,
     ).start()
 
-    def result() -> Saved:
+    def result() -> int:
       self._awaited = done
       return done.result()
 
     return result
 
   def restore(self, shardings: Any, like: Any) -> Restored | None:
-    """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint whose
-    save was not cut short.
+    """Returns the newest checkpoint that verifies, or None if there is no checkpoint.
 
     Args:
       shardings: tree of Shardings for the state; the mesh may differ from the one that saved.
@@ -221,16 +180,11 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
-      Unproved: there is a key, and it proves no checkpoint, or none, and a checkpoint has a seal;
-        nothing was changed.
       CheckpointError: there are checkpoints but none can be read; nothing was changed.
     """
     self._wait_or_warn()
     numbers = self.numbers
-    if numbers and self._key:
-      _require_any_proved([self._root / str(number) for number in numbers], self._key)
     unread: dict[int, Exception] = {}
-    cause = ''  # why the newest whose save was not cut short cannot be read
     restored = None
     for number in reversed(numbers):
       try:
@@ -243,14 +197,12 @@ class Checkpoints:
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # of any kind: the previous checkpoint may be whole
-        if not self._key and isinstance(error, seals.Unproved):
-          raise seals.Unproved(f'{error}. {_UNCHANGED}') from None
         unread[number] = error
-        if not isinstance(error, _CutShort):
-          cause = cause or f'{number}: {_one_line(error)}'
-    if restored is None and cause:
+    if unread and restored is None:
+      number, error = next(iter(unread.items()))
       raise CheckpointError(
-        f'none of the checkpoints {numbers} under {self._root} can be read ({cause}). Nothing was '
+        f'none of the checkpoints {numbers} under {self._root} can be read '
+        f'({number}: {_one_line(error)}). Nothing was '
         'changed: if memory, the disk or its permissions have failed, start again once that is '
         'mended; if they are damaged, remove the folder to start without them'
       )
@@ -282,15 +234,15 @@ class Checkpoints:
 
   def _complete(
     self,
-    saved: Saved,
+    number: int,
     response: Any,
-    done: futures.Future[Saved],
+    done: futures.Future[int],
     like: Any,
     digests: dict[str, int],
   ) -> None:
     """Runs in a separate thread, so that the next save can start even if no caller waits. `like`:
     the shapes of the arrays, of a save that is to be read back."""
-    folder = self._root / str(saved.number)
+    folder = self._root / str(number)
     try:
       response.result()
       json_files.fsync_tree(folder)
@@ -299,12 +251,10 @@ class Checkpoints:
           load = lambda part: ocp.load_checkpointables(folder, part)
           tree_digest.require_reads_back(like, digests, load)
         self._reads_back = True
-      if self._key:
-        seal(folder, self._key)
       self._remove_old()
-      done.set_result(saved)
+      done.set_result(number)
     except Exception as error:
-      failed = self._failed(saved.number, error)
+      failed = self._failed(number, error)
       with contextlib.suppress(Exception):
         self._checkpointer.reload()  # it counted the checkpoint that was removed
       done.set_exception(failed)
@@ -313,7 +263,9 @@ class Checkpoints:
 
   def _remove_old(self) -> None:
     """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
-    old = [number for number in self.numbers[:-CHECKPOINTS_KEPT] if number not in self._pins]
+    numbers = self.numbers
+    kept = orbax_context.kept(numbers, CHECKPOINTS_KEPT, self._keep_every)
+    old = sorted(set(numbers) - set(kept))
     for number in old:
       try:
         shutil.rmtree(self._root / str(number))
@@ -337,27 +289,15 @@ class Checkpoints:
   def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
     json_files.files_in(folder)  # no links, before anything is opened
-    record, proof = _read_record(folder)
-    if self._key or proof or (folder / SEAL).exists():
-      _require_seal(folder, self._key)
+    record = _read_record(folder)
     arrays = {'state': tree_digest.abstract(like, shardings)}
     tree_digest.require_same_shapes(record['shapes'], tree_digest.shapes(arrays))
     arrays = self._checkpointer.load_checkpointables(number, arrays)
     tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
     return Restored(record['step'], arrays['state'], record['data_state'], record['protocol'])
 
-  def _snapshot_of(self, number: int) -> int | None:
-    """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
-    if not (self._root / str(number) / _RECORD).exists():
-      return None  # a killed process was deleting it: the next save completes that
-    try:
-      return _record(self._root / str(number), self._key)['snapshot']
-    except (OSError, ValueError):
-      return _UNREADABLE
-
   def _set_aside(self, number: int, error: Exception) -> None:
-    aside = 'cut-short' if isinstance(error, _CutShort) else f'unreadable-{number}'
-    aside = self._root / aside
+    aside = self._root / f'unreadable-{number}'
     _LOG.warning(
       'checkpoint %s does not read back (%s): moved to %s',
       self._root / str(number),
@@ -373,7 +313,7 @@ class Checkpoints:
     for partial in (
       # Also of earlier saves: threads of Orbax may write on for a while after it has raised.
       *self._root.glob('*.orbax-checkpoint-tmp*'),
-      self._root / str(number),  # only its seal is missing
+      self._root / str(number),  # it did not read back
     ):
       with contextlib.suppress(OSError):
         shutil.rmtree(partial)
@@ -387,40 +327,27 @@ class Checkpoints:
 
 def verify(
   folder: pathlib.Path,
-  record_sha256: str = '',
-  key: seals.Key | None = None,
-  trust: bool = False,
   most_bytes: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
-  the SHA-256 that it had, if the caller knows it. Writes nothing.
+  its SHA-256. Writes nothing.
 
   Args:
     folder: of the checkpoint, <root>/<number>.
-    record_sha256: as `save` returned it.
-    key: must have sealed it; None: it must have no seal.
-    trust: whether to take it with any seal.
     most_bytes: of its arrays in memory; None: it is of this process's own folder.
 
   Returns:
     The machine's state, and the arrays by the name of their tree, on the first device.
 
   Raises:
-    Unproved: its seal is missing or not of this key.
     CheckpointError: it is not what was saved; the text names the leaf or the record.
   """
   try:
     json_files.files_in(folder)  # no links, before anything is opened
-    record, proof = _read_record(folder)
-    if not trust and (key or proof or (folder / SEAL).exists()):
-      _require_seal(folder, key)
+    record = _read_record(folder)
     with _ONE_OPERATION, orbax_context.context():
-      if record_sha256 not in ('', manifests.sha256(record)):
-        raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
       tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
-  except seals.Unproved:
-    raise
   except Exception as error:  # of any kind: the checkpoint does not read back
     raise CheckpointError(
       f'{folder} does not read back as it was written: {_one_line(error)}'
@@ -431,101 +358,37 @@ def verify(
 def read_part(folder: pathlib.Path, part: str, like: Any) -> tuple[int, Any, dict[str, Any]]:
   """Returns step, a part of the state (numpy arrays) and the machine's state. Raises any error."""
   json_files.files_in(folder)  # no links, before anything is opened
-  record, load = _record(folder, None), lambda tree: ocp.load_checkpointables(folder, tree)
+  record, load = _read_record(folder), lambda tree: ocp.load_checkpointables(folder, tree)
   with _ONE_OPERATION, orbax_context.context():
     described = {'state': ocp.checkpointables_metadata(folder).metadata['state']}
     found = tree_digest.read_part(f'state/{part}/', like, record, described, load)
   return record['step'], found, record['protocol']
 
 
-def has(folder: pathlib.Path, record_sha256: str) -> bool:
-  """Whether there is a checkpoint with this record; its arrays are not read."""
-  try:
-    return manifests.sha256(_record(folder, None)) == record_sha256
-  except (OSError, ValueError):
-    return False
+def clock(folder: pathlib.Path) -> int:
+  """The clock at which a checkpoint was saved; its arrays are not read. Raises ValueError,
+  OSError."""
+  return _read_record(folder)['step']
 
 
-def seal(folder: pathlib.Path, key: seals.Key | None) -> None:
-  """Seals a checkpoint as it is on the disk, or takes its seal away if there is no key; durably.
-  Raises OSError, ValueError."""
-  record, proof = _read_record(folder)
-  made = key.seal(*_named(folder, record)) if key else ''
-  if proof != made:
-    record |= {'sha256': manifests.sha256(record), 'proof': made}
-    json_files.write(folder / _RECORD, record)
-  if key:
-    json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
-  else:
-    (folder / SEAL).unlink(missing_ok=True)
-    json_files.fsync(folder)
-
-
-def _named(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
-  """What the proof of a record says: the node, the number and the record."""
-  return 'record', folder.parents[1].name, folder.name, manifests.sha256(record)
-
-
-def _whole(folder: pathlib.Path) -> tuple[str, ...]:
-  """What a seal says: the node, the number and every byte of every file."""
-  return 'checkpoint', folder.parents[1].name, folder.name, seals.digest_of(folder, but=SEAL)
-
-
-def _require_seal(folder: pathlib.Path, key: seals.Key | None) -> None:
-  """Raises Unproved unless the key has proved the record and sealed every file, and _CutShort if
-  only the seal is missing."""
-  record, proof = _read_record(folder)
-  seals.require(key, proof, str(folder), *_named(folder, record))
-  if not (folder / SEAL).exists():
-    raise _CutShort('its save was cut short: its record is proved, but it has no seal')
-  seals.require(key, json_files.read(folder / SEAL).get('whole'), str(folder), *_whole(folder))
-
-
-def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
-  """Raises Unproved if no record is proved: then the key is another one, or is new in this run, and
-  no checkpoint is set aside for that."""
-  refused = None
-  for folder in folders:
-    try:
-      _record(folder, key)
-      return
-    except (ValueError, FileNotFoundError) as error:
-      refused = error
-    except OSError:  # this one is not read, which is not refused: the restore says why
-      return
-  raise seals.Unproved(f'no checkpoint can be proved: {_one_line(refused)}. {_UNCHANGED}')
-
-
-def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:
-  """Reads the record of a checkpoint; `key`: must have proved it. Raises ValueError if it is not
-  what was saved, and OSError."""
-  record, proof = _read_record(folder)
-  if key:
-    seals.require(key, proof, str(folder), *_named(folder, record))
-  return record
-
-
-def _read_record(folder: pathlib.Path) -> tuple[dict[str, Any], object]:
-  """The record of a checkpoint and its proof, '' if there is none. Raises as `_record`."""
+def _read_record(folder: pathlib.Path) -> dict[str, Any]:
+  """Reads a checkpoint's record. Raises ValueError if it is not what was saved, and OSError."""
   record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
-  proof = record.pop('proof', '')
-  if record.pop('sha256', None) != manifests.sha256(record):
+  if record.pop('sha256', None) != json_files.sha256(record):
     raise ValueError('its record is not the one that was saved')
   try:
     for name in ('data_state', 'step'):
-      manifests.require_number(name, record[name])
-    if record['snapshot'] is not None:
-      manifests.require_number('snapshot', record['snapshot'])
+      folders.require_number(name, record[name])
     for name in ('protocol', 'shapes', 'digests'):
       if type(record[name]) is not dict:
         raise ValueError(f'{name} of its record is no object')
     for shape, kind in record['shapes'].values():
-      sizes = [manifests.require_number('a size', one) for one in shape]
+      sizes = [folders.require_number('a size', one) for one in shape]
       if type(kind) is not str or sizes != shape:
         raise ValueError('its record names no shapes')
   except (KeyError, TypeError) as error:
     raise ValueError(f'its record is none: {error}') from None
-  return record, proof
+  return record
 
 
 def _abstract_of(
@@ -545,6 +408,20 @@ def _abstract_of(
   del described['record']
   tree_digest.require_size(described, most_bytes)
   return arrays
+
+
+def _require_writable(root: pathlib.Path) -> None:
+  """Makes a folder for checkpoints. Raises ValueError if this process may not write there."""
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / '.writable'
+    probe.write_text('')
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(
+      f'cannot write checkpoints under {root}: {error}; choose a folder that this process may '
+      'write to'
+    ) from error
 
 
 def _one_line(error: Exception) -> str:

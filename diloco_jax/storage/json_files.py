@@ -5,6 +5,7 @@ and its JSON is read by protocol/safe_json.py. A file that is replaced is comple
 return, and after an error it is as it was before.
 """
 
+import hashlib
 import json
 import os
 import pathlib
@@ -41,6 +42,12 @@ def read_bytes(path: pathlib.Path, max_bytes: int) -> bytes:
       return file.read(found.st_size + 1)  # not max_bytes: it is allocated at once
   finally:
     os.close(descriptor)
+
+
+def sha256(values: dict[str, Any]) -> str:
+  """The SHA-256 of a JSON object, as hex digits, whatever the order of its names is."""
+  text = json.dumps(values, sort_keys=True, separators=(',', ':'))
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write(path: pathlib.Path, value: Any) -> None:

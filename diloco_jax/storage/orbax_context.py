@@ -7,14 +7,22 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+KEEP_ALL = ocp.training.preservation_policies.PreserveAll()
+"""Orbax itself removes nothing: it would remove old checkpoints before the new one is durable, and
+a failure of that would count as one of the save."""
 
-class KeepAll:
-  """Tells Orbax to keep every checkpoint: it would remove old ones before the new one is durable,
-  and a failure of that would count as one of the save."""
 
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    del context
-    return [True] * len(checkpoints)
+def kept(numbers: Sequence[int], newest: int, every: int) -> list[int]:
+  """Which checkpoints are kept: the newest ones and the first of every so many numbers.
+
+  Of Orbax's policies EveryNStepsClosest is near to this, but takes the last one *before* a multiple
+  if that is closer: then the other nodes' are an interval older.
+
+  >>> kept([3, 9, 10, 14, 21, 25, 26], newest=2, every=10)
+  [3, 10, 21, 25, 26]
+  """
+  first = {number // every: number for number in reversed(numbers)} if every else {}
+  return sorted({*first.values(), *numbers[-newest:]})
 
 
 def context() -> ocp.Context:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 from diloco_jax.protocol import actions, events, safe_json
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import files_port, seals, wal
+from diloco_jax.storage import files_port, wal
 
 OUTER_STEP = 1  # the kind of its records
 CHECKPOINTS = 2  # the number that a syncer keeps
@@ -226,7 +226,6 @@ def begin(
   files: files_port.Files,
   agreement: str,
   position: dict[str, Any],
-  key: seals.Key | None = None,
 ) -> None:
   """Begins a log in a folder without one, behind the position of a checkpoint that a restore went
   back to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
@@ -235,7 +234,6 @@ def begin(
     run_of(agreement),
     position[POSITION],
     bytes.fromhex(position[CHAIN]),
-    key=key.of_log if key else b'',
   )
 
 
@@ -244,7 +242,6 @@ def recover(
   agreement: str,
   theta: Theta,
   position: dict[str, Any],
-  key: seals.Key | None = None,
 ) -> tuple[wal.Wal, list[Ended]]:
   """Opens the log of a directory whose lock the caller holds, and repeats the outer steps behind a
   checkpoint, or behind version 0; returns both, the steps without their machine states but the
@@ -255,7 +252,6 @@ def recover(
     agreement: of the run (protocol/agreement.py): the log of another run is refused.
     theta: as in the checkpoint; moved to the end of the log.
     position: of the checkpoint; empty: there is none.
-    key: seals the chain; None: it has no seal.
 
   Raises:
     NotReproduced, WalDamaged, WalUnsupported: the syncer must not start; nothing was changed.
@@ -270,7 +266,7 @@ def recover(
     raise NotReproduced(
       f'The checkpoint names no position in the log of {files.place}. Nothing was changed'
     )
-  log = wal.open_log(files, run_of(agreement), after, chain, key.of_log if key else b'')
+  log = wal.open_log(files, run_of(agreement), after, chain)
   ended: list[Ended] = []
   for record in log.records(after):
     step = redo(theta, record, files.place)

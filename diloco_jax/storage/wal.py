@@ -31,14 +31,12 @@ A file has a header of 136 bytes, then the payload. All numbers are little-endia
 | 132-135 | CRC-32 of bytes 0-131 |
 
 Chain hash of a record = SHA-256(chain hash before, bytes 12-31, the SHA-256 of each MiB of the
-payload); in a log with a key (seals.py), HMAC-SHA256 with that key of the same bytes. So several
-cores can compute it, and one hash names a whole history. The first one, of number 0, is the SHA-256
-(or HMAC) of the run's name.
+payload). So several cores can compute it, and one hash names a whole history. The first one, of
+number 0, is the SHA-256 of the run's name.
 """
 
 import functools
 import hashlib
-import hmac
 import re
 import struct
 import zlib
@@ -55,11 +53,12 @@ PIECE_BYTES = 1 << 20  # of a payload, hashed together
 RUN_BYTES = 64
 # The command that repairs a damaged log: it moves the log aside and begins a new one behind the
 # newest checkpoint.
-RESTORE = 'diloco restore --to=checkpoint'
+RESTORE = 'diloco restore --to=latest'
 
 _MAGIC = b'DJAXREC\n'
 _HEADER = struct.Struct('<8sIIQQ32s64s4x')
 _CHAINED = struct.Struct('<IQQ')
+_UNCHAINED = 'its bytes have changed, or its hash does not follow from the records before it'
 _CRC = struct.Struct('<I')
 HEADER_BYTES = _HEADER.size + _CRC.size
 _NAME = re.compile(r'(\d{20})\.rec')
@@ -106,16 +105,14 @@ def numbers(files: files_port_lib.Files) -> list[int]:
 # --- Hashes ---------------------------------------------------------------------------------------
 
 
-def first_chain(run: str, key: bytes = b'') -> bytes:
+def first_chain(run: str) -> bytes:
   """The chain hash before record 1."""
-  return _hash(key, run.encode()).digest()
+  return hashlib.sha256(run.encode()).digest()
 
 
-def chain_of(
-  before: bytes, kind: int, number: int, length: int, hashes: bytes, key: bytes = b''
-) -> bytes:
+def chain_of(before: bytes, kind: int, number: int, length: int, hashes: bytes) -> bytes:
   """The chain hash of a record, from the hashes of its payload."""
-  return _hash(key, before + _CHAINED.pack(kind, number, length) + hashes).digest()
+  return hashlib.sha256(before + _CHAINED.pack(kind, number, length) + hashes).digest()
 
 
 def hashes_of(buffers: Iterable[memoryview]) -> bytes:
@@ -131,10 +128,6 @@ def _hash_of(piece: Iterable[memoryview]) -> bytes:
   for view in piece:
     total.update(view)  # releases the interpreter lock
   return total.digest()
-
-
-def _hash(key: bytes, data: bytes) -> Any:
-  return hmac.new(key, data, hashlib.sha256) if key else hashlib.sha256(data)
 
 
 def _pieces(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
@@ -185,23 +178,19 @@ def _header(files: files_port_lib.Files, run: str, number: int, first: int) -> t
   return kind, size, chain
 
 
-def _records(
-  files: files_port_lib.Files, run: str, key: bytes, base: int, last: int
-) -> Iterator[Record]:
+def _records(files: files_port_lib.Files, run: str, base: int, last: int) -> Iterator[Record]:
   """Yields the records behind `base`, verified. Raises WalDamaged, WalUnsupported, OSError."""
   *_, before = _header(files, run, base, base)
   for number in range(base + 1, last + 1):
     kind, size, chain = _header(files, run, number, base)
     payload = memoryview(files.read(name_of(number), HEADER_BYTES, size))
-    if chain_of(before, kind, number, size, hashes_of([payload]), key) != chain:
-      raise _damaged(files, number, base, _unchained(key))
+    if chain_of(before, kind, number, size, hashes_of([payload])) != chain:
+      raise _damaged(files, number, base, _UNCHAINED)
     yield Record(number, kind, chain, payload)
     before = chain
 
 
-def _verify(
-  files: files_port_lib.Files, run: str, key: bytes, after: int | None, chain: bytes | None
-) -> 'Wal':
+def _verify(files: files_port_lib.Files, run: str, after: int | None, chain: bytes | None) -> 'Wal':
   """The log of a directory that has one; every record that counts is whole. `after`, `chain`: as
   for open_log; None: any."""
   present = set(numbers(files))
@@ -214,10 +203,10 @@ def _verify(
     end = f'ends with record {last}' if after > last else f'begins with record {first + 1}'
     raise _misfit(files, after, f'the log {end}')
   *_, end = _header(files, run, first, first)
-  if first == 0 and end != first_chain(run, key):
-    raise _damaged(files, 0, 0, _unchained(key))
+  if first == 0 and end != first_chain(run):
+    raise _damaged(files, 0, 0, _UNCHAINED)
   chains = {first: end}
-  for record in _records(files, run, key, first, last):
+  for record in _records(files, run, first, last):
     end = record.chain
     if record.number == after:
       chains[after] = end
@@ -229,12 +218,7 @@ def _verify(
       f'WAL {files.place}: record {first - 1} is missing, the files before it do not count; the '
       'checkpoint holds these records.',
     )
-  return Wal(files, run, key, first, last, end, words)
-
-
-def _unchained(key: bytes) -> str:
-  sealed = ' under this seal key' if key else '; a log with a key needs its --seal_key'
-  return f'its bytes have changed, or its hash does not follow from the records before it{sealed}'
+  return Wal(files, run, first, last, end, words)
 
 
 def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> WalDamaged:
@@ -264,7 +248,6 @@ def open_log(
   run: str,
   after: int = 0,
   chain: bytes | None = None,
-  key: bytes = b'',
 ) -> 'Wal':
   """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
@@ -276,7 +259,6 @@ def open_log(
     after: the last record in the caller's checkpoint; 0: no checkpoint. The log must hold this
       record, or be based on it.
     chain: the hash of the history up to `after`, if the checkpoint has it.
-    key: of its chain (seals.py); empty: none.
 
   Raises:
     WalDamaged: the log differs from the committed one; nothing was changed.
@@ -285,8 +267,8 @@ def open_log(
   """
   try:
     if not after and not numbers(files):
-      return begin(files, run, key=key)
-    log = _verify(files, run, key, after, chain)
+      return begin(files, run)
+    log = _verify(files, run, after, chain)
     if NEW in files.names():
       files.remove(NEW)
       log.words += (
@@ -302,9 +284,9 @@ def open_log(
   return log
 
 
-def read_log(files: files_port_lib.Files, run: str, key: bytes = b'') -> 'Wal':
+def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
   """Opens a log for reading only. Changes nothing. Raises WalDamaged, WalUnsupported, OSError."""
-  log = _verify(files, run, key, None, None)
+  log = _verify(files, run, None, None)
   log._broken = 'The log is open for reading only.'
   return log
 
@@ -314,7 +296,6 @@ def begin(
   run: str,
   after: int = 0,
   chain: bytes | None = None,
-  key: bytes = b'',
 ) -> 'Wal':
   """Begins a log behind a checkpoint, in a directory without a log.
 
@@ -322,7 +303,7 @@ def begin(
   """
   if numbers(files):
     raise ValueError(f'there is a log in {files.place} already; use open_log')
-  log = Wal(files, run, key, after, after, chain or first_chain(run, key))
+  log = Wal(files, run, after, after, chain or first_chain(run))
   log._write(after, BASE, log.chain, [])
   log.commit()
   return log
@@ -342,13 +323,12 @@ class Wal:
     self,
     files: files_port_lib.Files,
     run: str,
-    key: bytes,
     first: int,
     committed: int,
     chain: bytes,
     words: tuple[str, ...] = (),
   ):
-    self._files, self._run, self._key = files, run, key
+    self._files, self._run = files, run
     self.first, self.committed, self.chain, self.words = first, committed, chain, words
     self._appended: tuple[int, bytes, int] | None = None  # its number, hash and bytes
     self._broken = ''  # why the log writes nothing more
@@ -375,7 +355,7 @@ class Wal:
       raise ValueError(f'record {self._appended[0]} is not committed')
     views = [view.cast('B') for view in map(memoryview, buffers) if view.nbytes]
     number, size = self.committed + 1, sum(len(view) for view in views)
-    chain = chain_of(self.chain, kind, number, size, hashes_of(views), self._key)
+    chain = chain_of(self.chain, kind, number, size, hashes_of(views))
     self._write(number, kind, chain, views)
     return number
 
@@ -407,7 +387,7 @@ class Wal:
     """
     base = min(max(after, self.first), self.committed)
     try:
-      yield from _records(self._files, self._run, self._key, base, self.committed)
+      yield from _records(self._files, self._run, base, self.committed)
     except OSError as error:
       raise self._fail('Reading back', error) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.storage import checkpoint, json_files, outer_log, seals, wal
+from diloco_jax.storage import checkpoint, json_files, outer_log, wal
 from diloco_jax.storage import files as files_lib
 
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
@@ -37,14 +37,13 @@ class CommitLog:
     agreement: str,
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
-    key: seals.Key | None = None,
     full_s: float = FULL_S,
   ):
     """Locks the folder for this process.
 
     Args:
       files: the folder; closed by `close`, and by an error.
-      agreement, key: as for outer_log.recover.
+      agreement: as for outer_log.recover.
       say: prints a line for people.
       retry_s: pause before another write to a full disk.
       full_s: how long an outer step waits for space.
@@ -52,7 +51,7 @@ class CommitLog:
     Raises:
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
-    self._files, self._agreement, self._say, self._key = files, agreement, say, key
+    self._files, self._agreement, self._say = files, agreement, say
     self._wal: wal.Wal | None = None
     self._retry_s, self._full_s = retry_s, full_s
     self._closed = threading.Event()
@@ -78,7 +77,7 @@ class CommitLog:
     path = pathlib.Path(self._files.place) / AGREEMENT
     before = _read_agreement(path)
     try:
-      self._wal, ended = outer_log.recover(self._files, self._agreement, theta, position, self._key)
+      self._wal, ended = outer_log.recover(self._files, self._agreement, theta, position)
     except wal.WalUnsupported as error:
       found = agreement_lib.differences(self._agreement, before or self._agreement)
       raise wal.WalUnsupported(' '.join([str(error), '; '.join(found)])) from error

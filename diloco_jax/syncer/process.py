@@ -12,7 +12,7 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,9 +26,9 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
+from diloco_jax.storage import arrays, checkpoint, json_files, outer_log, restore_note, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit, snapshot_work
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -88,7 +88,6 @@ def run(
   event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
-  key: seals.Key | None = None,
   finished: Callable[[], None] = lambda: None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
@@ -101,7 +100,6 @@ def run(
     make_transport: called before the recovery, so that learners can connect; their messages wait in
       the event queue until the machine exists.
     records: where facts go.
-    key: seals what the process writes, and must have sealed what it reads; None: no seals.
     finished: called once the run is over and no learner is waited for, before the last evaluation.
 
   Returns:
@@ -111,14 +109,14 @@ def run(
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
       ended.
     WalError: the log cannot be recovered, or the disk failed.
-    ValueError: a file of the run is not what was written, or its seal cannot be proved.
+    ValueError: a file of the run is not what was written.
   """
   with contextlib.ExitStack() as cleanup:
     log = commit.CommitLog(
-      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say, key=key
+      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
     )
     cleanup.callback(log.close)
-    manifests.require_no_restore(workdir)  # behind the lock: now none begins
+    restored = restore_note.read(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
     work: syncer_work.SyncerWork | None = None
 
@@ -130,7 +128,9 @@ def run(
     transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)
+    checkpoints = checkpoint.Checkpoints(
+      str(workdir / 'syncer' / 'ckpt'), assembled.protocol.keep_every
+    )
     cleanup.callback(checkpoints.close)
     start = recover(
       assembled,
@@ -139,12 +139,8 @@ def run(
       log,
       records,
       run_name(workdir),
-      manifests.numbers(workdir),
-      manifests.read_restored(workdir, key),
+      restored,
     )
-    # A process that was killed before it had removed the oldest manifest leaves one too many, of
-    # which the machine does not know: the next snapshot would delete its checkpoints.
-    snapshot_work.remove_old(workdir)
     tape = tapes.Tape(
       workdir,
       start,
@@ -171,8 +167,6 @@ def run(
       checkpoints,
       log,
       evaluation,
-      workdir,
-      key,
     )
     work.start()
     cleanup.callback(work.stop)
@@ -246,13 +240,12 @@ def recover(
   log: commit.CommitLog,
   records: records_lib.Recorder,
   name: str,
-  kept: Sequence[int] = (),
-  brought_back: manifests.Restored | None = None,
+  brought_back: restore_note.Note | None = None,
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
 
-  `name`: of the run, if it is at version 0; `kept`: the run snapshots that have a manifest;
-  `brought_back`: the last restore's message to the syncer (restore.py).
+  `name`: of the run, if it is at version 0; `brought_back`: the last restore's message to the
+  syncer (launch/restore.py).
   """
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
@@ -280,7 +273,7 @@ def recover(
     machine_state = recovery.without(machine_state, brought_back.gone)
   replayed = log.recover(theta, machine_state)
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
-  if restored is None and not replayed and not kept:
+  if restored is None and not replayed:
     return start
   with _believing_no_books(log):
     machine_state = recovery.replay_log(load, machine_state, replayed)
@@ -297,7 +290,6 @@ def recover(
       versions=machine_state['versions'],
     )
   )
-  machine_state = {**machine_state, syncer_machine.MANIFESTS: list(kept)}
   return dataclasses.replace(start, digests=None, state=machine_state)
 
 
@@ -332,5 +324,5 @@ def _believing_no_books(log: commit.CommitLog) -> Iterator[None]:
     raise outer_log.NotReproduced(
       f'The books in the checkpoint or in the log of {log.place} are none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
-      'to a snapshot: diloco restore --to=latest'
+      'to a checkpoint: diloco restore --to=latest'
     ) from error

@@ -19,7 +19,7 @@ from diloco_jax.config import build
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import outer_log, seals, tapes, wal
+from diloco_jax.storage import outer_log, tapes, wal
 from diloco_jax.syncer import global_model as global_model_lib
 
 Versions = dict[tuple[int, int], int]  # (fragment, version): digest of the published value
@@ -53,11 +53,8 @@ class Rebuilt(NamedTuple):
     )
 
 
-def rebuild(
-  assembled: build.Assembly, workdir: pathlib.Path, key: seals.Key | None = None
-) -> Rebuilt:
-  """Rebuilds Theta from the log of a run, which `key` sealed if there is one, and compares it at
-  every version.
+def rebuild(assembled: build.Assembly, workdir: pathlib.Path) -> Rebuilt:
+  """Rebuilds Theta from the log of a run and compares it at every version.
 
   Raises:
     ValueError: there is no log, or it does not reach back to version 0.
@@ -70,7 +67,7 @@ def rebuild(
   on_tape = _digests_on_tape(workdir)  # first: the log of a live run is ahead of its tapes
   files = files_lib.Files(folder)
   run = outer_log.run_of(assembled.agreement)
-  log = wal.read_log(files, run, key.of_log if key else b'')
+  log = wal.read_log(files, run)
   if log.first > 0:
     raise ValueError(
       f'the log in {files.place} begins with record {log.first + 1}: earlier records were dropped '

@@ -9,7 +9,6 @@ waits for it.
 
 import contextlib
 import dataclasses
-import pathlib
 import queue
 import threading
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from diloco_jax.node import failpoints, ports
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, outer_log, seals
-from diloco_jax.syncer import commit, snapshot_work
+from diloco_jax.storage import checkpoint, outer_log
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.transport import payloads as payloads_lib
@@ -44,11 +43,8 @@ class SyncerWork:
     checkpoints: checkpoint.Checkpoints,
     log: commit.CommitLog,
     evaluation: evaluation_lib.Evaluation,
-    workdir: pathlib.Path,
-    key: seals.Key | None = None,
   ):
-    """`fail` ends the node: without the work thread nothing is merged or saved. `key` seals
-    manifests."""
+    """`fail` ends the node: without the work thread nothing is merged or saved."""
     self._assembled = assembled
     self._theta = theta
     self._post = post
@@ -58,8 +54,6 @@ class SyncerWork:
     self._checkpoints = checkpoints
     self._log = log
     self._evaluation = evaluation
-    self._workdir = workdir
-    self._key = key
     self._evaluated = 0
     self._queue: queue.SimpleQueue[actions.Work | events.Received | None] = queue.SimpleQueue()
     # By payload id: the length of each tensor, float64[T].
@@ -103,8 +97,6 @@ class SyncerWork:
         self._read(fragment)
       case actions.Save():
         self._save(action)
-      case actions.WriteManifest():
-        self._post(snapshot_work.write(self._workdir, self._assembled.agreement, action, self._key))
       case _:
         raise TypeError(f'the syncer has no such work: {action}')
 
@@ -167,9 +159,7 @@ class SyncerWork:
     failpoints.reached('save.before')
     record = {**save.machine_state, **self._log.position}
     try:
-      saved = self._checkpoints.save(
-        save.clock, self._theta.arrays(), 0, record, save.snapshot, save.keep
-      )()
+      self._checkpoints.save(save.clock, self._theta.arrays(), 0, record)()
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
@@ -177,6 +167,4 @@ class SyncerWork:
     if not self._assembled.config.sync.keep_log:
       self._log.compact_behind(self._checkpoints)
     failpoints.reached('compact.after')
-    self._post(
-      events.SaveDone(clock=save.clock, checkpoint=saved.number, record_sha256=saved.record_sha256)
-    )
+    self._post(events.SaveDone(clock=save.clock))

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.storage import checkpoint, seals
+from diloco_jax.storage import checkpoint
 from diloco_jax.storage import files as files_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import evaluate as evaluate_lib
@@ -60,7 +60,7 @@ class Island:
     shard: the shard to start on, of the task's data.
     checkpoint_dir: this island's own folder, locked until `close`; None = `save` and `restore` are
       refused.
-    seal_key: of its checkpoints; None: they have no seals.
+    keep_every: of its checkpoints (storage/checkpoint.py).
 
   Raises:
     DirectoryError: another process has the folder of checkpoints. Two that save in one folder would
@@ -78,7 +78,7 @@ class Island:
     seed: int = 0,
     shard: int = 0,
     checkpoint_dir: str | None = None,
-    seal_key: seals.Key | None = None,
+    keep_every: int = 0,
   ):
     self._task = task
     self.read_from(shard)
@@ -96,7 +96,7 @@ class Island:
       self._folder = files_lib.Files(checkpoint_dir)
       try:
         self._folder.lock('learner')
-        self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
+        self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, keep_every)
       except BaseException:
         self._folder.close()
         raise
@@ -269,19 +269,10 @@ class Island:
 
   # Checkpoints.
 
-  def save(
-    self,
-    clock: int,
-    protocol: dict[str, Any] | None = None,
-    snapshot: int | None = None,
-    keep: Sequence[int] = (),
-  ) -> Callable[[], checkpoint.Saved]:
-    """Starts an asynchronous checkpoint of the island; returns a function that waits for it.
-    `snapshot` and `keep`: the run snapshots that pin checkpoints (storage/checkpoint.py)."""
+  def save(self, clock: int, protocol: dict[str, Any] | None = None) -> Callable[[], int]:
+    """Starts an asynchronous checkpoint of the island; returns a function that waits for it."""
     record = {'shard': self._shard_index, 'protocol': protocol or {}}
-    return self._require_checkpoints().save(
-      clock, self._state, self._next_index, record, snapshot, keep
-    )
+    return self._require_checkpoints().save(clock, self._state, self._next_index, record)
 
   def restore(self) -> checkpoint.Restored | None:
     """Loads the newest verified checkpoint; returns what else is in it, without the state, whose

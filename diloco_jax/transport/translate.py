@@ -36,7 +36,6 @@ MAX_STRING_BYTES = {
   'run': 63,
   'code': 63,
   'reason': 255,
-  'record_sha256': 64,
   'error': 1 << 10,
   'host': 255,
   'agreement': 3 << 10,

@@ -1,7 +1,7 @@
 """Files of a run that a stranger wrote: refused in one line, and nothing is changed anywhere.
 
-The digests, CRCs and chains of what is written here are right: the stranger knows the formats, and
-lacks only the key of the seals. `outside` lies beside the run's folder.
+The digests, CRCs and chains of what is written here are right. `outside` lies beside the run's
+folder.
 """
 
 import gc
@@ -10,10 +10,8 @@ import math
 import os
 import pathlib
 import shutil
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import jax
 import pytest
 
 from diloco_jax.config import load
@@ -23,9 +21,8 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import (
   checkpoint,
   json_files,
-  manifests,
   outer_log,
-  seals,
+  restore_note,
   tapes,
   wal,
 )
@@ -38,39 +35,18 @@ from tests.syncer import test_durability as durability
 
 pytestmark = restores.pytestmark
 config = restores._config
-agreement = restores._agreement
 assembled = durability._assembled
 
 
-@pytest.fixture(scope='module', name='keys')
-def _keys(tmp_path_factory) -> tuple[seals.Key, seals.Key]:
-  """The key of the run, and another one."""
-  folder = tmp_path_factory.mktemp('keys')
-  run = folder / 'run'
-  return tuple(seals.load(folder / name, run, make=True) for name in ('ours', 'theirs'))
-
-
 @pytest.fixture(scope='module', name='whole')
-def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
-  """A run with snapshot 1, and a folder beside it that looks like an island."""
+def _whole(config, tmp_path_factory) -> pathlib.Path:
+  """A run that can be restored, and a folder beside it that looks like an island."""
   base = tmp_path_factory.mktemp('whole')
-  _make_run(config, agreement, base / 'run', None)
+  restores.make_run(config, base / 'run')
   half = base / 'outside' / 'ckpt' / '99.orbax-checkpoint-tmp'
   half.mkdir(parents=True)
   (half / 'file').write_text('of another program')
-  shutil.copytree(base / 'run' / 'islands' / 'l0' / 'ckpt' / '105', base / 'outside/ckpt/105')
   return base
-
-
-def _make_run(config, agreement: str, workdir: pathlib.Path, key: seals.Key | None) -> None:
-  run_folder.open_workdir(config, workdir, resume=False)
-  restores._take(workdir, 1, agreement, key=key)
-  for node in ('l0', 'l1'):
-    (workdir / 'islands' / node / 'ckpt' / files_lib.LOCK).write_text('')
-  files = files_lib.Files(workdir / 'syncer' / 'wal')
-  files.lock()
-  wal.begin(files, 'the run', 10, restores.CHAIN).append(1, b'an outer step')
-  files.close()
 
 
 def _tree(base: pathlib.Path) -> dict[str, tuple]:
@@ -83,45 +59,6 @@ def _tree(base: pathlib.Path) -> dict[str, tuple]:
       now = os.lstat(path)
       found[os.path.relpath(path, base)] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
   return found
-
-
-def _refusals(base: pathlib.Path, config, files: dict[str, Callable[[], None]], **asked) -> dict:
-  """What a restore says to each file, which `files` writes; nothing else changes."""
-  said = {}
-  for name, write in files.items():
-    write()
-    before = _tree(base)
-    with pytest.raises(ValueError) as refused:
-      restore.restore(config, base / 'run', restore.Asked('latest', **asked), lambda text: None)
-    said[name] = str(refused.value)
-    assert said[name].isprintable() and len(said[name]) < 1000, (name, said[name])
-    assert _tree(base) == before, name
-  gc.collect()
-  return said
-
-
-def _manifest(base: pathlib.Path) -> pathlib.Path:
-  return base / 'run' / manifests.FOLDER / '1.json'
-
-
-def _signed(values: dict) -> bytes:
-  """A manifest with a right digest."""
-  values = {name: value for name, value in values.items() if name not in ('digest', 'seal')}
-  return json.dumps({**values, 'digest': manifests.sha256(values), 'seal': ''}).encode()
-
-
-def _replaced(path: pathlib.Path, data: bytes) -> Callable[[], None]:
-  return lambda: path.write_bytes(data)
-
-
-@pytest.fixture(name='base')
-def _base(whole) -> Iterator[pathlib.Path]:
-  """The run and what is beside it; put back as it was after the test."""
-  path = _manifest(whole)
-  data = path.read_bytes()
-  yield whole
-  path.unlink()
-  path.write_bytes(data)
 
 
 # --- Names and numbers ----------------------------------------------------------------------------
@@ -147,149 +84,104 @@ NUMBERS = (
 )
 
 
-@pytest.mark.parametrize('place', ['part', 'missing', 'unverified'])
-def test_names_that_are_no_ids_never_become_paths(config, base, place):
+def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
+  """Changes the record of a checkpoint, or the note of a restore; its digest is right."""
+  values = json.loads(path.read_bytes())
+  name = 'sha256' if 'sha256' in values else 'digest'
+  del values[name]
+  change(values)
+  path.write_text(json.dumps({**values, name: json_files.sha256(values)}))
+
+
+def test_names_that_are_no_ids_never_become_paths(whole, tmp_path):
+  """In the books of a checkpoint, and in the note of a restore."""
   assert len(NAMES) >= 60
-  values = json.loads(_manifest(base).read_bytes())
-  files = {}
+  place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
+  before = place.read_bytes()
+  restore_note.write(tmp_path, restore_note.Note(done=True, gone=('l0',)))
+  note = tmp_path / 'syncer' / restore_note.FILE
   for name in NAMES:
-    changed = json.loads(json.dumps(values))
-    match place:
-      case 'part':
-        changed['parts'][0]['learner'] = name
-      case 'missing':
-        changed['missing'] = [[name, 'why']]
-      case 'unverified':
-        changed['unverified'] = [name]
-    files[f'{name!r:.40}{len(files)}'] = _replaced(_manifest(base), _signed(changed))
-  for said in _refusals(base, config, files).values():
-    assert 'no snapshot in' in said
+    _resaved(place, _set('protocol', 'members', 0, 'learner', to=name))
+    assert restores._choose(whole / 'run').clock == 105, name
+    place.write_bytes(before)
+    _resaved(note, _set('gone', to=[name]))
+    with pytest.raises(ValueError, match='does not read back'):
+      restore_note.read(tmp_path)
+  gc.collect()
 
 
-@pytest.mark.parametrize(
-  'path', [('snapshot',), ('step',), ('checkpoint',), ('parts', 0, 'checkpoint')]
-)
-def test_numbers_out_of_range_never_become_paths(config, base, path):
-  files = {}
+@pytest.mark.parametrize('way', [('step',), ('data_state',), ('protocol', 'log')])
+def test_numbers_out_of_range_are_refused(whole, way):
+  place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
+  before = place.read_bytes()
   for number in NUMBERS:
-    values = json.loads(_manifest(base).read_bytes())
-    *way, last = path
-    inner = values
-    for step in way:
-      inner = inner[step]
-    inner[last] = number
-    files[repr(number)] = _replaced(_manifest(base), _signed(values))
-  _refusals(base, config, files)
+    _resaved(place, _set(*way, to=number))
+    try:
+      assert restores._choose(whole / 'run').clock == 105, number
+    finally:
+      place.write_bytes(before)
+  gc.collect()
 
 
-def test_the_operators_words_are_typed_too(config, base):
-  before = _tree(base)
+def test_the_operators_words_are_typed_too(config, whole):
+  before = _tree(whole)
   for name in WORDS + PATHS:
-    for asked in (restore.Asked(name), restore.Asked('latest', without=(name,))):
-      with pytest.raises(ValueError) as refused:
-        restore.restore(config, base / 'run', asked, print)
-      assert len(str(refused.value)) < 20_000
-  assert _tree(base) == before
-
-
-# --- Manifests ------------------------------------------------------------------------------------
-
-TEXTS = {
-  'lists without an end': b'[' * 200_000,
-  'objects without an end': b'{"a":' * 200_000,
-  'deep': b'{"a":' + b'[' * 5000 + b']' * 5000 + b'}',
-  'nothing': b'',
-  'a list': b'[]',
-  'a number': b'1',
-  'null': b'null',
-  'a text': b'"snapshot"',
-  'an empty object': b'{}',
-  'cut': b'{"snapshot": 1, "dig',
-  'NaN': b'{"snapshot": NaN}',
-  'infinite': b'{"snapshot": 1e999}',
-  'digits': b'{"snapshot": ' + b'9' * 10_000 + b'}',
-  'binary': bytes(range(256)),
-  'UTF-16': '{"snapshot": 1}'.encode('utf-16'),
-  'half of a pair': b'{"snapshot": "\\ud800"}',
-  'nul': b'\0' * 4096,
-  'large': b' ' * (json_files.MAX_BYTES + 1),
-  'no digest': b'{"kind": "Manifest", "snapshot": 1}',
-  'a wrong digest': b'{"kind": "Manifest", "snapshot": 1, "digest": "00", "seal": ""}',
-}
-
-
-def test_hostile_manifests(config, base):
-  values = json.loads(_manifest(base).read_bytes())
-  files = {name: _replaced(_manifest(base), text) for name, text in TEXTS.items()}
-  for name in sorted(values.keys() - {'digest', 'seal'}):
-    for what, wrong in (('gone', None), ('a number', -1), ('nested', [[{'kind': 'Part'}]])):
-      changed = {**values, name: wrong}
-      if what == 'gone':
-        del changed[name]
-      files[f'{name} {what}'] = _replaced(_manifest(base), _signed(changed))
-  twice = {**values, 'parts': [*values['parts'], values['parts'][0]]}
-  files['a learner twice'] = _replaced(_manifest(base), _signed(twice))
-  files['one field more'] = _replaced(_manifest(base), _signed({**values, 'more': 1}))
-  assert len(files) >= 40
-  for name, said in _refusals(base, config, files).items():
-    assert 'no snapshot in' in said, name
-
-
-def test_a_manifest_of_another_folder_needs_trust(config, base):
-  """As of another machine: no key proves it."""
-  values = json.loads(_manifest(base).read_bytes())
-  foreign = _signed({**values, 'place': '/elsewhere'})
-  said = _refusals(base, config, {'foreign': _replaced(_manifest(base), foreign)})
-  assert "in another folder ('/elsewhere')" in said['foreign'] and '--trust' in said['foreign']
-  asked = restore.Asked('latest', trust=True)
-  assert restore.choose(config, base / 'run', asked, print).manifest.snapshot == 1
+    with pytest.raises(ValueError, match='--to is a clock') as refused:
+      restore.restore(config, whole / 'run', name, print)
+    assert len(str(refused.value)) < 20_000
+  assert _tree(whole) == before
 
 
 # --- Links and other special files ----------------------------------------------------------------
 
 
-@pytest.fixture(name='copy')
-def _copy(whole, tmp_path) -> pathlib.Path:
-  base = shutil.copytree(whole, tmp_path / 'base')
-  values = json.loads(_manifest(base).read_bytes())
-  _manifest(base).write_bytes(_signed({**values, 'place': str((base / 'run').resolve())}))
-  return base
-
-
 @pytest.mark.parametrize(
   'path',
   [
-    'snapshots/1.json',
-    'snapshots',
     'islands',
     'islands/l0',
     'islands/l0/ckpt',
-    'islands/l0/ckpt/105',
-    'islands/l0/ckpt/105/record',
-    'islands/l0/ckpt/105/record/data.json',
-    'islands/l0/ckpt/105/state/_METADATA',
+    'islands/l0/ckpt/200',
+    'islands/l0/ckpt/200/record',
+    'islands/l0/ckpt/200/record/data.json',
+    'islands/l0/ckpt/200/state/_METADATA',
     'syncer',
-    'syncer/ckpt/100',
+    'syncer/ckpt/205',
     'syncer/wal',
     'tapes',
   ],
 )
-def test_links_are_not_followed(config, copy, path):
-  place = copy / 'run' / path
-  if path == 'tapes':
-    place.mkdir()
-  place.rename(copy / 'outside' / 'moved')
-  place.symlink_to(copy / 'outside' / 'moved')
-  (said,) = _refusals(copy, config, {path: lambda: None}).values()
-  assert 'symbolic link' in said or 'no snapshot in' in said, said
+def test_links_are_not_followed(config, whole, tmp_path, path):
+  """A folder that is one is refused, a checkpoint with one is passed over."""
+  base = shutil.copytree(whole, tmp_path / 'base')
+  place = base / 'run' / path
+  place.rename(base / 'outside' / 'moved')
+  place.symlink_to(base / 'outside' / 'moved')
+  before, outside, said = _tree(base), _tree(base / 'outside'), []
+  if '/ckpt/' in path:
+    restore.restore(config, base / 'run', 'latest', said.append)
+    assert 'symbolic link' in said[0] and 'passed over' in said[0], said
+  else:
+    with pytest.raises(ValueError, match='symbolic link'):
+      restore.restore(config, base / 'run', 'latest', said.append)
+    assert _tree(base) == before
+  assert _tree(base / 'outside') == outside
+  gc.collect()
 
 
-def test_neither_are_pipes_and_folders(config, copy):
-  path = _manifest(copy)
+def test_neither_are_pipes_and_folders(tmp_path, whole):
+  workdir = shutil.copytree(whole / 'run', tmp_path / 'run')
+  path = workdir / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
   for make in (os.mkfifo, os.mkdir):
-    path.unlink() if path.is_file() or path.is_fifo() else None
+    path.unlink()
     make(path)
-    _refusals(copy, config, {'special': lambda: None})
+    assert restores._choose(workdir).clock == 105
+    path = workdir / 'syncer' / restore_note.FILE
+    make(path)
+    with pytest.raises(ValueError, match='does not read back'):
+      restore_note.read(workdir)
+    path.rmdir() if path.is_dir() else path.unlink()
+    path = workdir / 'islands' / 'l0' / 'ckpt' / '200' / 'record' / 'data.json'
 
 
 def test_a_link_in_the_log_is_not_followed(tmp_path):
@@ -320,7 +212,30 @@ def test_a_config_that_is_a_link_is_neither_read_nor_written_through(config, tmp
   assert target.read_bytes() == before and load.read(workdir).train.steps == 7
 
 
-# --- Other JSON -----------------------------------------------------------------------------------
+# --- JSON ----------------------------------------------------------------------------------------
+
+TEXTS = {
+  'lists without an end': b'[' * 200_000,
+  'objects without an end': b'{"a":' * 200_000,
+  'deep': b'{"a":' + b'[' * 5000 + b']' * 5000 + b'}',
+  'nothing': b'',
+  'a list': b'[]',
+  'a number': b'1',
+  'null': b'null',
+  'a text': b'"log"',
+  'an empty object': b'{}',
+  'cut': b'{"log": 1, "dig',
+  'NaN': b'{"log": NaN}',
+  'infinite': b'{"log": 1e999}',
+  'digits': b'{"log": ' + b'9' * 10_000 + b'}',
+  'binary': bytes(range(256)),
+  'UTF-16': '{"log": 1}'.encode('utf-16'),
+  'half of a pair': b'{"log": "\\ud800"}',
+  'nul': b'\0' * 4096,
+  'large': b' ' * (json_files.MAX_BYTES + 1),
+  'no digest': b'{"kind": "Note", "log": 1}',
+  'a wrong digest': b'{"kind": "Note", "log": 1, "digest": "00"}',
+}
 
 
 def _read_tape(workdir: pathlib.Path) -> None:
@@ -334,7 +249,7 @@ def _read_tape(workdir: pathlib.Path) -> None:
 READERS = {
   load.FILE: load.read,
   'syncer/model/model.json': own_model.read,
-  f'syncer/{manifests.RESTORED}': manifests.read_restored,
+  f'syncer/{restore_note.FILE}': restore_note.read,
   'tapes/l0.1.0.jsonl': _read_tape,
 }
 
@@ -417,11 +332,10 @@ def _written(
   assembled,
   records: list[wal.Record],
   change: Books | None = None,
-  key: bytes = b'',
 ) -> files_lib.Files:
   """A log of these records, the last of them changed; CRCs and chain are right."""
   files = files_lib.Files(folder)
-  log = wal.begin(files, outer_log.run_of(assembled.agreement), key=key)
+  log = wal.begin(files, outer_log.run_of(assembled.agreement))
   for record in records:
     header, data = outer_log.unpack(record.payload)
     if change and record is records[-1]:
@@ -452,166 +366,4 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     finally:
       log.close()
       checkpoints.close()
-  assert accepted == ['as it was'], 'without a key these books are believed'
-
-
-@pytest.mark.parametrize('forged', ['without a key', 'with another key'])
-def test_with_a_key_every_rewritten_log_is_refused(assembled, records, keys, tmp_path, forged):
-  ours, theirs = keys
-  run = outer_log.run_of(assembled.agreement)
-  whole = _written(tmp_path / 'whole', assembled, records, key=ours.of_log)
-  assert wal.open_log(whole, run, key=ours.of_log).committed == len(records)
-  whole.close()
-  wrong = theirs.of_log if forged == 'with another key' else b''
-  for name, change in {'as it was': None, **REWRITES}.items():
-    files = _written(tmp_path / name, assembled, records, change, key=wrong)
-    before = _tree(tmp_path / name)
-    with pytest.raises(wal.WalDamaged, match='does not follow.*under this seal key'):
-      wal.open_log(files, run, key=ours.of_log)
-    assert _tree(tmp_path / name) == before
-    files.close()
-
-
-def test_records_may_not_be_forged_behind_those_that_are_sealed(assembled, records, keys, tmp_path):
-  """The chain before them is known, the key is not."""
-  run = outer_log.run_of(assembled.agreement)
-  files = _written(tmp_path, assembled, records[:3], key=keys[0].of_log)
-  log = wal.open_log(files, run, key=keys[0].of_log)
-  forger = wal.Wal(files, run, b'', log.first, log.committed, log.chain)
-  forger.append(1, b'forged')
-  forger.commit()
-  with pytest.raises(wal.WalDamaged, match='0004.rec is damaged.*does not follow'):
-    wal.open_log(files, run, key=keys[0].of_log)
-  files.close()
-
-
-# --- Seals of snapshots and checkpoints -----------------------------------------------------------
-
-
-@pytest.fixture(name='sealed')
-def _sealed(config, agreement, keys, tmp_path) -> pathlib.Path:
-  """As `whole`, sealed."""
-  _make_run(config, agreement, tmp_path / 'run', keys[0])
-  (tmp_path / 'outside').mkdir()
-  return tmp_path
-
-
-def test_a_sealed_run_comes_back_with_its_key_and_only_with_it(config, sealed, keys):
-  workdir = sealed / 'run'
-  for key in (None, keys[1]):
-    (said,) = _refusals(sealed, config, {'wrong key': lambda: None}, key=key).values()
-    assert 'cannot be proved' in said and '--trust' in said
-  restores._restore(config, workdir, key=keys[0])
-  assert manifests.read_restored(workdir, keys[0]).back == ('l0', 'l1')
-  with pytest.raises(seals.Unproved):
-    manifests.read_restored(workdir, keys[1])
-
-
-@pytest.mark.parametrize('node', ['syncer', 'islands/l0'])
-def test_with_a_key_what_was_rewritten_is_refused(config, agreement, sealed, keys, node, tmp_path):
-  """A stranger's checkpoint, whole in itself, under a manifest that names it."""
-  other = tmp_path / 'other'
-  _make_run(config, agreement, other, None)
-  number = '100' if node == 'syncer' else '105'
-  here, there = (run / node / 'ckpt' / number for run in (sealed / 'run', other))
-  seal = (here / checkpoint.SEAL).read_bytes()
-  shutil.rmtree(here)
-  shutil.copytree(there, here)
-  for stolen in (None, seal):
-    if stolen:
-      (here / checkpoint.SEAL).write_bytes(stolen)
-    (said,) = _refusals(sealed, config, {'swapped': lambda: None}, key=keys[0]).values()
-    assert f'{here} has no seal of the key' in said
-
-
-def test_every_byte_of_a_sealed_checkpoint_is_sealed(sealed, keys):
-  folder = sealed / 'run' / 'islands' / 'l0' / 'ckpt' / '105'
-  for path in json_files.files_in(folder):
-    if path.name == checkpoint.SEAL:
-      continue
-    whole = path.read_bytes()
-    path.write_bytes(whole + b' ')
-    with pytest.raises((seals.Unproved, checkpoint.CheckpointError)):
-      checkpoint.verify(folder, key=keys[0])
-    path.write_bytes(whole)
-  (folder / 'more').write_bytes(b'')
-  with pytest.raises(seals.Unproved):
-    checkpoint.verify(folder, key=keys[0])
-  (folder / 'more').unlink()
-  assert checkpoint.verify(folder, key=keys[0])[0] == {}
-  gc.collect()
-
-
-def test_a_wrong_key_or_none_sets_no_checkpoint_aside(sealed, keys):
-  root = sealed / 'run' / 'islands' / 'l0' / 'ckpt'
-  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  like = restores._state(0)
-  for key in (None, keys[1], keys[0]):
-    checkpoints = checkpoint.Checkpoints(str(root), key)
-    if key == keys[0]:
-      assert checkpoints.restore(jax.tree.map(lambda _: place, like), like).step == 105
-    else:
-      why = 'no checkpoint can be proved' if key else 'has a seal, and there is no --seal_key'
-      with pytest.raises(seals.Unproved, match=f'{why}.*Nothing was changed.*--trust'):
-        checkpoints.restore(jax.tree.map(lambda _: place, like), like)
-    checkpoints.close()
-  assert {path.name for path in root.iterdir()} == {'105', files_lib.LOCK}
-
-
-def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
-  """A run that began without a key goes on with one."""
-  _make_run(config, agreement, tmp_path / 'run', None)
-  (said,) = _refusals(tmp_path, config, {'unsealed': lambda: None}, key=keys[0]).values()
-  assert 'has no seal of the key' in said and '--trust takes it' in said
-  restores._restore(config, tmp_path / 'run', key=keys[0], trust=True)
-  for folder in ('syncer/ckpt/100', 'islands/l0/ckpt/105', 'islands/l1/ckpt/105'):
-    checkpoint.verify(tmp_path / 'run' / folder, key=keys[0])
-  files = files_lib.Files(tmp_path / 'run' / 'syncer' / 'wal')
-  run = outer_log.run_of(agreement)
-  assert wal.open_log(files, run, 10, restores.CHAIN, key=keys[0].of_log).committed == 10
-  files.close()
-
-
-@pytest.mark.parametrize('which', ['1', 'checkpoint'])
-def test_what_is_trusted_without_a_key_has_no_seal_any_more(config, sealed, which):
-  """A run whose key is lost can continue, without seals."""
-  restores._restore(config, sealed / 'run', which, trust=True)
-  for folder, number in (('syncer', 100), ('islands/l0', 105), ('islands/l1', 105)):
-    assert restores._held(sealed / 'run' / folder / 'ckpt').step == number
-
-
-# --- The key --------------------------------------------------------------------------------------
-
-
-def test_a_key_is_made_once_and_for_its_owner(tmp_path):
-  path = tmp_path / 'keys' / 'run.key'
-  with pytest.raises(ValueError, match='does not exist'):
-    seals.load(path, tmp_path / 'run')
-  made = seals.load(path, tmp_path / 'run', make=True)
-  assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(made.secret) == seals.KEY_BYTES
-  assert made.secret.hex() not in repr(made)
-  assert seals.load(path, tmp_path / 'run', make=True) == made
-
-
-@pytest.mark.parametrize('what', ['shared', 'short', 'a link', 'empty', 'inside', 'a folder'])
-def test_a_key_that_others_may_have_is_refused(tmp_path, what):
-  path, workdir = tmp_path / 'key', tmp_path / 'run'
-  workdir.mkdir()
-  if what == 'inside':
-    path = workdir / 'key'
-  seals.load(path, tmp_path / 'elsewhere', make=True)
-  match what:
-    case 'shared':
-      path.chmod(0o640)
-    case 'short':
-      path.write_bytes(b'00\n')
-    case 'empty':
-      path.write_bytes(b'')
-    case 'a link':
-      path.rename(tmp_path / 'target')
-      path.symlink_to(tmp_path / 'target')
-    case 'a folder':
-      path.unlink()
-      path.mkdir(mode=0o700)
-  with pytest.raises(ValueError, match='--seal_key='):
-    seals.load(path, workdir)
+  assert accepted == ['as it was'], 'these books are believed'

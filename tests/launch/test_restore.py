@@ -1,7 +1,7 @@
-"""A run comes back to a snapshot that is whole, bit for bit, or to one before; nothing is deleted.
+"""A run comes back to a checkpoint of its syncer that is whole, bit for bit; nothing is deleted.
 
 Checkpoints are real ones of a few small arrays: which model they are of does not matter here. The
-last tests damage the log of a syncer that has merged and saved (tests/syncer/test_durability.py).
+last tests restore a syncer that has merged and saved (tests/syncer/test_durability.py).
 """
 
 import copy
@@ -22,10 +22,8 @@ import pytest
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, own_model, restore, run_folder
-from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal
+from diloco_jax.storage import checkpoint, json_files, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import snapshot_work
 from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability
 
@@ -63,61 +61,25 @@ def _books(number: int) -> dict:
   }
 
 
-def _ckpt(node: pathlib.Path) -> pathlib.Path:
-  return node / manifests.CHECKPOINTS
-
-
-def _pin(
-  node: pathlib.Path, snapshot: int, step: int, seed: int, protocol: dict, key=None
-) -> checkpoint.Saved:
-  """Saves for a snapshot."""
-  checkpoints = checkpoint.Checkpoints(str(_ckpt(node)), key)
-  saved = checkpoints.save(step, _state(seed), seed, protocol, snapshot, range(snapshot))()
+def _save(node: pathlib.Path, step: int, seed: int, protocol: dict) -> None:
+  checkpoints = checkpoint.Checkpoints(str(node / 'ckpt'), keep_every=100)
+  checkpoints.save(step, _state(seed), seed, protocol)()
   checkpoints.close()
-  return saved
 
 
-def _take(
-  workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2], key=None
-) -> None:
-  """A snapshot of the syncer and two of its three learners."""
-  islands = {name: manifests.island_folder(workdir, name) for name in learners}
-  step = 100 * number
-  own = _pin(manifests.syncer_folder(workdir), number, step, number, _books(number), key)
-  parts = []
-  for seed, (name, folder) in enumerate(islands.items(), 10 * number):
-    saved = _pin(folder, number, step + 5, seed, {}, key)
-    parts.append(
-      actions.Part(
-        learner=name,
-        incarnation=1,
-        checkpoint=saved.number,
-        record_sha256=saved.record_sha256,
-      )
-    )
-  write = actions.WriteManifest(
-    snapshot=number,
-    clock=step,
-    checkpoint=own.number,
-    record_sha256=own.record_sha256,
-    parts=tuple(parts),
-    missing=(('l2', 'it disconnected before it had saved'),),
-  )
-  assert snapshot_work.write(workdir, agreement, write, key) == events.ManifestWritten(
-    snapshot=number
-  )
+def _save_all(workdir: pathlib.Path, number: int, learners=LEARNERS[:2]) -> None:
+  """The syncer's checkpoint of clock 100 * number + 5, and those of learners a little before."""
+  for seed, name in enumerate(learners, 10 * number):
+    _save(workdir / 'islands' / name, 100 * number, seed, {})
+  _save(workdir / 'syncer', 100 * number + 5, number, _books(number))
 
 
-@pytest.fixture(name='workdir')
-def _workdir(config, agreement, tmp_path) -> pathlib.Path:
-  """A run with the snapshots 1 and 2, and what came after them."""
-  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+def make_run(config, workdir: pathlib.Path) -> pathlib.Path:
+  """A run that keeps the checkpoints of clocks 100 and 200, and what came later; l2 has none."""
+  run_folder.open_workdir(config, workdir, resume=False)
   for number in (1, 2):
-    _take(workdir, number, agreement)
-  for node in (manifests.syncer_folder(workdir), manifests.island_folder(workdir, 'l0')):
-    checkpoints = checkpoint.Checkpoints(str(_ckpt(node)))
-    checkpoints.save(999, _state(99), 99, _books(3))
-    checkpoints.close()
+    _save_all(workdir, number)
+  _save(workdir / 'islands' / 'l0', 299, 99, {})
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   wal.begin(files, 'the run', 20, CHAIN).append(1, b'an outer step')
   files.close()
@@ -126,6 +88,11 @@ def _workdir(config, agreement, tmp_path) -> pathlib.Path:
   (workdir / 'model').mkdir()
   (workdir / 'model' / 'array').write_text('of the end')
   return workdir
+
+
+@pytest.fixture(name='workdir')
+def _workdir(config, tmp_path) -> pathlib.Path:
+  return make_run(config, tmp_path / 'run')
 
 
 def _contents(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
@@ -143,21 +110,19 @@ def _flip(path: pathlib.Path, byte: int, bit: int) -> None:
   path.write_bytes(data)
 
 
-def _damage(workdir: pathlib.Path, number: int) -> None:
-  """Flips a bit of what a learner's checkpoint says of its arrays."""
-  pinned = _ckpt(manifests.island_folder(workdir, 'l1')) / str(100 * number + 5)
-  _flip(pinned / 'record' / 'data.json', 10, 3)
+def damage(folder: pathlib.Path) -> None:
+  """Flips a bit of what a checkpoint says of its arrays."""
+  _flip(folder / 'record' / 'data.json', 10, 3)
 
 
-def _damage_syncer(workdir: pathlib.Path, number: int) -> None:
-  """The same with the syncer's checkpoint of a snapshot."""
-  _flip(_ckpt(workdir / 'syncer') / str(100 * number) / 'record' / 'data.json', 10, 3)
-
-
-def _restore(config, workdir, which='latest', **asked) -> list[str]:
+def _restore(config, workdir, to='latest') -> list[str]:
   said = []
-  restore.restore(config, workdir, restore.Asked(which, **asked), said.append)
+  restore.restore(config, workdir, to, said.append)
   return said
+
+
+def _choose(workdir, at=None, most_bytes=1 << 30) -> restore.Goal:
+  return restore.choose(workdir, at, lambda: most_bytes, lambda text: None)
 
 
 def _held(folder: pathlib.Path) -> checkpoint.Restored:
@@ -180,16 +145,16 @@ def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
 # --- What is found --------------------------------------------------------------------------------
 
 
-def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
-  """In arrays, records and manifest, wherever they are on the disk. What is not found does not
-  matter: everything reads back as it was."""
+def test_flipped_bits_are_found(config, tmp_path, counts):
+  """In arrays and records, wherever they are on the disk. What is not found does not matter:
+  everything reads back as it was."""
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  _take(workdir, 1, agreement, ['l0'])
-  roots = [_ckpt(workdir / 'syncer'), _ckpt(workdir / 'islands' / 'l0')]
+  _save_all(workdir, 1, ['l0'])
+  roots = [workdir / 'syncer' / 'ckpt', workdir / 'islands' / 'l0' / 'ckpt']
   truth = [_held(root) for root in roots]
   files = [
     path
-    for root in (*roots, workdir / 'snapshots')
+    for root in roots
     for path in sorted(root.rglob('*'))
     if path.is_file() and path.stat().st_size
   ]
@@ -199,99 +164,70 @@ def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
     whole = path.read_bytes()
     _flip(path, draw.randrange(len(whole)), draw.randrange(8))
     try:
-      restore.choose(config, workdir, restore.Asked('1'), lambda text: None)
+      intact = len(_choose(workdir).newest) == 2
     except ValueError:
-      found += 1
-    else:
+      intact = False
+    if intact:
       harmless += 1
       assert all(_same(_held(root), before) for root, before in zip(roots, truth)), path
+    else:
+      found += 1
     path.write_bytes(whole)
   gc.collect()
-  asked = restore.Asked('latest')
-  assert restore.choose(config, workdir, asked, print).manifest.snapshot == 1
-  for which in ('latest', 'checkpoint'):  # more than the model of the run can take
-    with pytest.raises(ValueError, match='whole'):
-      find = restore.choose if which == 'latest' else restore.newest_checkpoint
-      find(config, workdir, restore.Asked(which, most_bytes=lambda: 8), lambda text: None)
+  assert _choose(workdir).clock == 105
+  with pytest.raises(ValueError, match='whole'):  # more than the model of the run can take
+    _choose(workdir, most_bytes=8)
   assert harmless < 3 * counts.flips, 'it looks at next to nothing'
 
 
-@pytest.mark.parametrize('where', ['manifest', 'syncer', 'gone'])
-def test_a_damaged_snapshot_is_passed_over_and_the_one_before_is_taken(config, workdir, where):
-  syncer = _ckpt(manifests.syncer_folder(workdir))
-  match where:
-    case 'manifest':
-      _flip(workdir / manifests.FOLDER / '2.json', 40, 0)
-      words = 'its manifest .*2.json'
-    case 'syncer':
-      record = syncer / '200' / 'record' / 'data.json'
-      record.write_text(record.read_text().replace('"log": 20', '"log": 21'))
-      words = 'syncer/ckpt/200 .* its record is not the one that was saved'
-    case 'gone':
-      (syncer / '200').rename(syncer / 'elsewhere')
-      words = 'syncer/ckpt/200 is missing'
+def test_the_newest_at_or_before_a_clock_is_taken_of_each_node(config, workdir):
+  """Those of the learners by the clock of the syncer's, not by the one that was asked for."""
+  newest = lambda goal: {node.name: number for node, number in goal.newest.items()}
+  assert newest(_choose(workdir)) == {'syncer': 205, 'l0': 200, 'l1': 200}
+  assert newest(_choose(workdir, 299)) == newest(_choose(workdir, 205)) == newest(_choose(workdir))
+  assert newest(_choose(workdir, 204)) == {'syncer': 105, 'l0': 100, 'l1': 100}
+  before = _contents(workdir)
+  with pytest.raises(ValueError, match='at or before clock 104 .*there are: 105, 205'):
+    _restore(config, workdir, '104')
+  for to in ('newest', '../1', '-1', '1.0', '', '٣'):
+    with pytest.raises(ValueError, match="--to is a clock or 'latest'"):
+      _restore(config, workdir, to)
+  assert _contents(workdir) == before
+
+
+def test_what_is_damaged_is_passed_over_and_said(config, workdir):
+  damage(workdir / 'syncer' / 'ckpt' / '205')
+  damage(workdir / 'islands' / 'l1' / 'ckpt' / '100')
   said = _restore(config, workdir)
-  assert re.search(f'snapshot 2 is damaged or partial.*{words}', said[0]), said
-  assert any('continues from snapshot 1, sync 100' in line for line in said), said
+  assert re.search('syncer/ckpt/205 is damaged and is passed over', said[0]), said
+  assert re.search('islands/l1/ckpt/100 is damaged and is passed over', said[1]), said
+  assert any('continues from the checkpoint of clock 105' in line for line in said), said
+  assert any('l1 starts from the fragments of the syncer' in line for line in said), said
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
-  assert (workdir / 'aside-1' / manifests.FOLDER / '2.json').exists()
+  assert (workdir / 'aside-1' / 'islands' / 'l1' / 'ckpt' / '100').is_dir()
   gc.collect()
 
 
-@pytest.mark.parametrize('where', ['another', 'damaged', 'gone'])
-def test_a_part_that_is_missing_is_named_and_left_out_only_if_asked(config, workdir, where):
-  """Without that consent nothing changes; with it the learner starts from the fragments."""
-  island = _ckpt(manifests.island_folder(workdir, 'l1'))
-  match where:
-    case 'another':  # whole in itself, but not what the manifest names
-      shutil.copytree(island / '105', island / '205', dirs_exist_ok=True)
-    case 'damaged':
-      _damage(workdir, 2)
-    case 'gone':
-      (island / '205').rename(island / 'elsewhere')
+def test_no_checkpoint_that_is_whole_is_refused(config, workdir):
+  for number in ('105', '205'):
+    damage(workdir / 'syncer' / 'ckpt' / number)
   before = _contents(workdir)
-  for which in ('latest', '2'):
-    with pytest.raises(ValueError, match='l1: .*islands/l1/ckpt/205 .*--without=l1 ') as refused:
-      _restore(config, workdir, which)
-    assert '1 of the 2 parts of snapshot 2' in str(refused.value)
-  with pytest.raises(ValueError, match='--without=l7: snapshot 2 has parts of l0, l1'):
-    _restore(config, workdir, without=('l7', 'l1'))
-  assert _contents(workdir) == before
-  said = _restore(config, workdir, without=('l1',))
-  assert any('continues from snapshot 2, sync 200' in line for line in said), said
-  assert any(re.search('l1 starts from the fragments.*left out', line) for line in said), said
-  assert manifests.read_restored(workdir).back == ('l0',)
-  assert not manifests.checkpoints(manifests.island_folder(workdir, 'l1'))
-  assert _held(workdir / 'islands' / 'l0' / 'ckpt').data_state == 20
-  gc.collect()
-
-
-def test_a_snapshot_that_was_named_is_the_one_or_none(config, workdir):
-  _damage_syncer(workdir, 2)
-  before = _contents(workdir)
-  with pytest.raises(ValueError, match='snapshot 2 is not whole, nothing was .*; there are: 1'):
-    _restore(config, workdir, '2')
-  for which in ('3', 'newest', '../1'):
-    with pytest.raises(ValueError, match='there is no snapshot .* there are: 1, 2'):
-      _restore(config, workdir, which)
-  _damage_syncer(workdir, 1)
-  with pytest.raises(ValueError, match='no snapshot in .* is whole .* train --resume continues'):
+  with pytest.raises(ValueError, match='no checkpoint in .* is whole .*there are: 105, 205'):
     _restore(config, workdir)
-  _damage_syncer(workdir, 1)  # the same bit once more
-  gc.collect()
   assert _contents(workdir) == before
+  gc.collect()
 
 
 # --- What is done ---------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir):
+def test_a_run_goes_on_from_its_checkpoints_and_nothing_is_deleted(config, workdir):
   before, address = _contents(workdir), workdir / run_folder.ADDRESS
   address.write_text(addresses.ENDED)
   said = _restore(config, workdir)
   assert not address.exists(), 'a learner would believe that the run has ended'
   assert len(_contents(workdir)) == len(before) + 2, 'nothing is copied: a log and a note are new'
-  for folder, step, seed in (('syncer', 200, 2), ('islands/l0', 205, 20), ('islands/l1', 205, 21)):
+  for folder, step, seed in (('syncer', 205, 2), ('islands/l0', 200, 20), ('islands/l1', 200, 21)):
     held = _held(workdir / folder / 'ckpt')
     assert held.step == step and held.data_state == seed
     jax.tree.map(np.testing.assert_array_equal, held.state, _state(seed))
@@ -299,11 +235,11 @@ def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir)
   assert all(data in after for data in before.values())
   assert (workdir / 'aside-1' / 'tapes' / 'l0.1.0.jsonl').exists()
   assert (workdir / 'aside-1' / 'model' / 'array').exists() and not (workdir / 'model').exists()
-  assert (workdir / 'aside-1' / 'islands' / 'l0' / 'ckpt' / '999').exists()
-  assert any(re.search('l2 starts from.*it disconnected', line) for line in said), said
+  assert (workdir / 'aside-1' / 'islands' / 'l0' / 'ckpt' / '299').exists()
+  assert any(re.search('l2 starts from.*no checkpoint of it', line) for line in said), said
 
 
-def test_its_log_begins_behind_the_snapshot(config, agreement, workdir):
+def test_its_log_begins_behind_the_checkpoint(config, agreement, workdir):
   _restore(config, workdir)
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   log = wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN)
@@ -311,9 +247,8 @@ def test_its_log_begins_behind_the_snapshot(config, agreement, workdir):
   files.close()
 
 
-def test_the_snapshot_stays_and_can_be_restored_again(config, workdir):
-  _restore(config, workdir, '1')
-  assert manifests.numbers(workdir) == [1]
+def test_the_checkpoint_stays_and_can_be_restored_again(config, workdir):
+  _restore(config, workdir, '199')
   _restore(config, workdir)
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
   assert _held(workdir / 'islands' / 'l1' / 'ckpt').data_state == 11
@@ -323,12 +258,12 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = 1
   said = _restore(config, workdir)
-  assert manifests.read_restored(workdir).gone == ('l1', 'l2')
+  assert restore_note.read(workdir).gone == ('l1', 'l2')
   assert any('l1 is not in this config' in line for line in said)
   config.sync.learners = 4
   said = _restore(config, workdir)
-  assert manifests.read_restored(workdir).gone == ()
-  assert any(re.search('l3 starts from the fragments.*it is new', line) for line in said)
+  assert restore_note.read(workdir).gone == ()
+  assert any(re.search('l3 starts from the fragments', line) for line in said)
 
 
 def test_another_config_is_refused(workdir):
@@ -340,21 +275,41 @@ def test_another_config_is_refused(workdir):
   assert _contents(workdir) == before
 
 
-def test_a_restore_that_was_cut_short_is_done_again(config, workdir, monkeypatch):
-  """Nothing starts from half of it."""
+def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, tmp_path, monkeypatch):
+  """No syncer starts from half of it, and the second restore ends where one would have."""
+  whole = make_run(config, tmp_path / 'whole')
+  calls = [(pathlib.Path, 'rename'), (restore.outer_log, 'begin'), (json_files, 'replace')]
+  state = lambda workdir: {
+    path: data for path, data in _contents(workdir).items() if not str(path).startswith('aside-')
+  }
+  done = shutil.copytree(whole, tmp_path / 'done')
+  _restore(config, done, '299')
+  cuts = 0
+  for owner, name in calls:
+    for nth in range(20):
+      workdir = shutil.copytree(whole, tmp_path / f'{name}{nth}')
+      real, count = getattr(owner, name), iter(range(100))
 
-  def cut(*_) -> None:
-    raise OSError('no space')
+      def cut(*args, real=real, count=count, nth=nth):
+        if next(count) == nth:
+          raise OSError('no space')
+        return real(*args)
 
-  with monkeypatch.context() as patch:
-    patch.setattr(restore.outer_log, 'begin', cut)
-    with pytest.raises(OSError, match='no space'):
-      _restore(config, workdir)
-  with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
-    manifests.require_no_restore(workdir)
-  _restore(config, workdir)
-  manifests.require_no_restore(workdir)
-  assert _held(workdir / 'syncer' / 'ckpt').data_state == 2
+      with monkeypatch.context() as patch:
+        patch.setattr(owner, name, cut)
+        try:
+          _restore(config, workdir, '299')
+        except OSError:
+          cuts += 1
+        else:
+          break
+      if restore_note.FILE in {path.name for path in (workdir / 'syncer').iterdir()}:
+        with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
+          restore_note.read(workdir)
+      _restore(config, workdir, '299')
+      restore_note.read(workdir)
+      assert state(workdir) == state(done), (name, nth)
+  assert cuts >= 8
 
 
 @pytest.mark.parametrize(
@@ -364,15 +319,14 @@ def test_not_under_a_process_that_runs(config, workdir, role, folder):
   files = files_lib.Files(workdir / folder)
   files.lock(role)
   before = _contents(workdir)
-  for which in ('latest', 'checkpoint'):
-    with pytest.raises(files_lib.DirectoryError, match=f'already used by {role} pid'):
-      _restore(config, workdir, which)
+  with pytest.raises(files_lib.DirectoryError, match=f'already used by {role} pid'):
+    _restore(config, workdir)
   assert _contents(workdir) == before
   files.close()
   _restore(config, workdir)
 
 
-def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tmp_path_factory):
+def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   """Without --config it takes that of the run."""
 
   def diloco(*words: str) -> subprocess.CompletedProcess:
@@ -384,24 +338,16 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
       check=False,
     )
 
-  load.write(workdir, config)
-  _damage_syncer(workdir, 2)
-  done = diloco(f'--workdir={workdir}', '--to=2')
+  done = diloco(f'--workdir={workdir}', '--to=104')
   assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
-  assert 'snapshot 2 is not whole' in done.stderr
-  _damage(workdir, 1)
-  words = (f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
-  done = diloco(*words)
-  assert done.returncode == cli.NEVER_RETRY and '--without=l1 ' in done.stderr
-  key = tmp_path_factory.mktemp('key') / 'run.key'
-  key.write_text('0' * 64 + '\n')
-  key.chmod(0o600)
-  done = diloco(*words, '--without=l1', '--trust', f'--seal_key={key}')
+  assert 'no checkpoint at or before clock 104' in done.stderr
+  damage(workdir / 'syncer' / 'ckpt' / '205')
+  done = diloco(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
   assert done.returncode == 0, done.stderr
-  assert 'the run continues from snapshot 1' in done.stdout
-  again = f'diloco_jax train --resume --workdir={workdir} --seal_key={key}'
+  assert 'the run continues from the checkpoint of clock 105' in done.stdout
+  again = f'diloco_jax train --resume --workdir={workdir}'
   assert done.stdout.splitlines()[-1].endswith(again)
-  assert manifests.read_restored(workdir, seals.load(key, workdir)).log == 10
+  assert restore_note.read(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == cli.NEVER_RETRY and 'there is no run in' in done.stderr
@@ -420,7 +366,7 @@ def fail(self, name, *pieces):
 files.Files.{call} = fail
 __main__.main()
 """
-  words = (f'--workdir={workdir}', '--to=2')
+  words = (f'--workdir={workdir}', '--to=299')
   ended = subprocess.run(
     [sys.executable, '-c', script, 'restore', *words],
     cwd=pathlib.Path(__file__).parents[2],
@@ -431,9 +377,9 @@ __main__.main()
   assert ended.returncode == cli.DISK_FAILED, ended.stderr
   assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
-    manifests.require_no_restore(workdir)
-  _restore(config, workdir, '2')
-  manifests.require_no_restore(workdir)
+    restore_note.read(workdir)
+  _restore(config, workdir, '299')
+  restore_note.read(workdir)
 
 
 def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
@@ -441,30 +387,27 @@ def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, work
   config = copy.deepcopy(config)
   config.data.corpus = str(workdir / 'nowhere')
   before = _contents(workdir)
-  for which in ('latest', 'checkpoint'):
-    with pytest.raises(ValueError, match='nowhere'):
-      _restore(config, workdir, which)
+  with pytest.raises(ValueError, match='nowhere'):
+    _restore(config, workdir)
   assert _contents(workdir) == before
 
 
-@pytest.mark.parametrize('which', ['latest', 'checkpoint'])
-def test_a_run_of_own_loops_goes_back_too(tmp_path, which):
-  """Its model is the one that the first learner brought; here it donates no moments."""
+def test_a_run_of_own_loops_goes_back_too(tmp_path):
+  """Its model is the one that the first learner brought."""
   config, workdir = own_loop.get_config(), tmp_path / 'run'
   config.sync.fragments = 1
   load.write(workdir, config)
-  _pin(manifests.syncer_folder(workdir), 1, 100, 1, _books(1))
+  _save(workdir / 'syncer', 100, 1, _books(1))
   with pytest.raises(ValueError, match='loops of one'):
-    _restore(config, workdir, 'checkpoint')
-  manifests.require_no_restore(workdir)
+    _restore(config, workdir)
+  assert restore_note.read(workdir) is None
   model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
   own_model.write(workdir, model, config)
   agreement = own_model.complete(model, config).agreement
-  _take(workdir, 2, agreement, learners=())
-  said = _restore(config, workdir, which)
+  said = _restore(config, workdir)
   assert said[1].startswith('the run continues from')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
-  assert wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN).committed == 20
+  assert wal.open_log(files, outer_log.run_of(agreement), 10, CHAIN).committed == 10
   files.close()
   assert load.read(workdir) == config
 
@@ -492,7 +435,7 @@ def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   workdir = shutil.copytree(past, tmp_path / 'run')
   log = workdir / 'syncer' / 'wal' / wal.name_of(6)
   _flip(log, wal.HEADER_BYTES + 100, 0)
-  with pytest.raises(cli.NeverRetry, match='is damaged.*restore --to=checkpoint') as refused:
+  with pytest.raises(cli.NeverRetry, match='is damaged.*restore --to=latest') as refused:
     with cli.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
@@ -512,10 +455,8 @@ def _goes_on(assembled, workdir, expected, sync: int) -> None:
 
 def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, damaged, expected):
   before = _contents(damaged)
-  said = _restore(assembled.config, damaged, 'checkpoint')
-  assert any(
-    'continues from checkpoint 5 of the syncer, which holds record 5' in one for one in said
-  )
+  said = _restore(assembled.config, damaged)
+  assert any('the run continues from the checkpoint of clock 5' in one for one in said)
   after = list(_contents(damaged).values())
   assert all(data in after for data in before.values()), 'something was deleted'
   assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.rec'))
@@ -524,8 +465,8 @@ def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, dama
 
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(assembled, damaged, expected):
   durability._damage(damaged / 'syncer' / 'ckpt' / '5')
-  said = _restore(assembled.config, damaged, 'checkpoint')
-  assert 'checkpoint 5 is damaged and is skipped' in said[0]
+  said = _restore(assembled.config, damaged)
+  assert 'ckpt/5 is damaged and is passed over' in said[0]
   assert (damaged / 'aside-1' / 'syncer' / 'ckpt' / '5').is_dir()
   _goes_on(assembled, damaged, expected, 2)
   gc.collect()
@@ -538,23 +479,34 @@ def test_no_checkpoint_that_is_whole_is_refused_and_none_at_all_is_the_beginning
   for number in ('2', '5'):
     durability._damage(ckpt / number)
   before = _contents(damaged)
-  with pytest.raises(ValueError, match=r'no checkpoint in .*ckpt is whole \(\[2, 5\]\)'):
-    _restore(assembled.config, damaged, 'checkpoint')
+  with pytest.raises(ValueError, match='no checkpoint in .*ckpt is whole .*2, 5'):
+    _restore(assembled.config, damaged)
   assert _contents(damaged) == before
   ckpt.rename(damaged / 'elsewhere')
-  _restore(assembled.config, damaged, 'checkpoint')
+  _restore(assembled.config, damaged)
   _goes_on(assembled, damaged, expected, 0)
   gc.collect()
 
 
-def test_learners_keep_their_checkpoints_and_snapshots_stay(config, workdir):
-  """Snapshot 2 pins a checkpoint of the syncer that does not read back, so 1 is whole."""
-  for number in ('200', '999'):
-    _flip(_ckpt(workdir / 'syncer') / number / 'record' / 'data.json', 10, 3)
-  _restore(config, workdir, 'checkpoint')
-  assert _held(_ckpt(workdir / 'syncer')).data_state == 1
-  assert _held(_ckpt(workdir / 'islands' / 'l0')).data_state == 99
-  said = _restore(config, workdir)
-  assert 'snapshot 2 is damaged or partial' in said[0]
-  assert any('continues from snapshot 1' in line for line in said)
-  gc.collect()
+def test_theta_versions_and_ledger_are_those_of_a_kept_clock(assembled, tmp_path, expected):
+  """Bit for bit, and again after a restore to a later clock than that of the log."""
+  workdir = run_folder.open_workdir(assembled.config, tmp_path / 'run', resume=False)
+  life = durability.Rig(assembled, workdir / 'syncer')
+  life.checkpoints._keep_every = 2
+  saved = {}
+  for sync in range(1, durability.SYNCS + 1):
+    life.merge(sync)
+    if sync in (2, 4, 5, 6, 7):
+      assert not life.save(sync).error
+      saved[sync] = life.checkpoints.protocol(sync)
+  life.crash()
+  life.checkpoints.close()
+  for clock, found in ((7, 7), (5, 4), (3, 2)):
+    _restore(assembled.config, workdir, str(clock))
+    life = durability.Rig(assembled, workdir / 'syncer')
+    assert durability.bits(life.theta) == expected[found]
+    assert life.log.position == {name: saved[found][name] for name in life.log.position}
+    for name in ('versions', 'digests', 'ledger', 'data', 'counts', 'members'):
+      assert life.start.state[name] == saved[found][name], name
+    life.crash()
+    life.checkpoints.close()

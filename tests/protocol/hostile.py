@@ -176,10 +176,6 @@ class Liar(processes.Learner):
       'payload': arrays.PAYLOAD,
       'reason': messages.Reason.BAD_VALUE,
       'matched': True,
-      'snapshot': 1,
-      'checkpoint': 1,
-      'record_sha256': '0' * 64,
-      'error': '',
       'versions': tuple(a.version for a in machine._anchors),
     }
     if cls is messages.Contribution:

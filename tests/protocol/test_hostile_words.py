@@ -274,14 +274,14 @@ PLAUSIBILITY = plausible.Plausibility
 mutant(
   'D1',
   'An agreement may be nested as deeply as its sender likes.',
-  5,
+  1,
   20,
   (agreement, '_decode', lambda original: json.loads),
 )
 mutant(
   'D2',
   'The clock of a report is believed.',
-  6,
+  2,
   60,
   (PLAUSIBILITY, '_progress', _believes),
   (pace.Pace, '_limit', lambda original: lambda self, now_ns, member: member.claimed),

@@ -1,4 +1,4 @@
-"""Real processes: Ctrl-C and resume, refusals, a standby syncer."""
+"""Real processes: Ctrl-C and resume, refusals."""
 
 import contextlib
 import json
@@ -138,7 +138,6 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
     '--config.train.eval_every=0',
     '--config.train.checkpoint_every_steps=20',
     slow_data.FLAG,
-    f'--seal_key={tmp_path / "run.key"}',
   )
   first = start('train', *flags)
   first.wait_for('completed step: ')
@@ -152,11 +151,10 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   assert '--resume' in _refusal(refused)
 
   (hint,) = [line for line in first.lines if 'continue with: ' in line]
-  *_, command, resume, folder, key = shlex.split(hint.split('continue with: ')[1])
-  assert key == flags[-1]
-  second = start(command, resume, folder, key, '--config.train.log_every=5')
+  *_, command, resume, folder = shlex.split(hint.split('continue with: ')[1])
+  second = start(command, resume, folder, '--config.train.log_every=5')
   assert second.end() == 0, second.lines
-  paths = [workdir, tmp_path / 'run.key', *workdir.rglob('*')]
+  paths = [workdir, *workdir.rglob('*')]
   shared = {str(path): oct(path.lstat().st_mode) for path in paths if path.lstat().st_mode & 0o077}
   assert len(paths) > 50 and not shared, 'other users can read it'
   assert any('continues from its checkpoint' in line for line in second.lines)
@@ -234,21 +232,3 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   for program in (first, syncer):
     program.process.send_signal(signal.SIGTERM)
     assert program.end() == 0, program.lines
-
-
-def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path, monkeypatch):
-  """A signal for the active syncer does not end the standby either. A syncer runs on CPU."""
-  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
-  folder = tmp_path / 'run'
-  unwanted, wanted = (start('syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2))
-  for program in (unwanted, wanted):
-    program.wait_for('standby: ready')
-  wanted.process.send_signal(signal.SIGUSR1)
-  unwanted.process.stdin.close()
-  assert unwanted.end() == 0, unwanted.lines
-  assert not folder.exists()
-  wanted.process.stdin.write('\n')
-  wanted.process.stdin.flush()
-  wanted.wait_for('syncer listens on')
-  wanted.process.send_signal(signal.SIGTERM)
-  assert wanted.end() == 0, wanted.lines

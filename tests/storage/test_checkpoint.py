@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import ocdbt_utils
 
-from diloco_jax.storage import arrays, checkpoint, seals, tree_digest
+from diloco_jax.storage import arrays, checkpoint, tree_digest
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -37,17 +37,17 @@ def _shardings(mesh_config: config_lib.MeshConfig, like):
   return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION)
 
 
-def _restore(root: pathlib.Path, like=None, key=None):
+def _restore(root: pathlib.Path, like=None):
   like = _state(0) if like is None else like
-  checkpoints = checkpoint.Checkpoints(str(root), key)
+  checkpoints = checkpoint.Checkpoints(str(root))
   try:
     return checkpoints.restore(_shardings(config_lib.MeshConfig(), like), like)
   finally:
     checkpoints.close()
 
 
-def _save(root: pathlib.Path, *steps: int, key=None) -> None:
-  checkpoints = checkpoint.Checkpoints(str(root), key)
+def _save(root: pathlib.Path, *steps: int) -> None:
+  checkpoints = checkpoint.Checkpoints(str(root))
   for step in steps:
     checkpoints.save(step, _state(step), 10 * step)
   checkpoints.close()
@@ -159,34 +159,30 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path, mon
 
   monkeypatch.setattr(shutil, 'rmtree', fails)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.save(3, _state(3), 30)().number == 3
+  assert checkpoints.save(3, _state(3), 30)() == 3
   assert 'an old checkpoint cannot be removed' in caplog.text
   with monkeypatch.context() as patch:
     patch.setattr(checkpoints._checkpointer, 'reload', lambda: 1 / 0)
-    assert checkpoints.save(4, _state(4), 40)().number == 4
+    assert checkpoints.save(4, _state(4), 40)() == 4
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 4)
 
 
-def test_what_a_kept_snapshot_pins_is_never_removed(tmp_path):
-  """By a later process neither, nor by ordinary saves, however many."""
-  _save(tmp_path, 1)
-  for snapshot, keep in ((1, ()), (2, (1,)), (3, (2,))):
-    checkpoints = checkpoint.Checkpoints(str(tmp_path))
-    pinned = checkpoints.save(10 * snapshot, _state(0), 0, snapshot=snapshot, keep=keep)()
-    assert pinned.number == 10 * snapshot
+def test_the_first_of_every_interval_is_kept_also_by_a_later_process(tmp_path):
+  for steps in ((3, 8, 10), (11, 19, 20, 21), (24, 29, 41)):
+    checkpoints = checkpoint.Checkpoints(str(tmp_path), keep_every=10)
+    for step in steps:
+      checkpoints.save(step, _state(step), 0)()
     checkpoints.close()
-    _save(tmp_path, *range(10 * snapshot + 1, 10 * snapshot + 5))
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.numbers == [20, 30, 33, 34]
-  checkpoints.close()
+  assert checkpoint.Checkpoints(str(tmp_path)).numbers == [3, 10, 20, 29, 41]
+  assert [checkpoint.clock(tmp_path / str(number)) for number in (3, 41)] == [3, 41]
 
 
 def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.save(5, _state(1), 1)().number == 5
-  assert checkpoints.save(5, _state(5), 50)().number == 6
-  assert checkpoints.save(4, _state(4), 40)().number == 7
+  assert checkpoints.save(5, _state(1), 1)() == 5
+  assert checkpoints.save(5, _state(5), 50)() == 6
+  assert checkpoints.save(4, _state(4), 40)() == 7
   assert checkpoints.numbers == [6, 7]
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 4)
@@ -370,7 +366,7 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with futures.ThreadPoolExecutor(4) as pool:
     ends = [pool.submit(checkpoints.save(step, _state(step), 10 * step)) for step in range(1, 5)]
-    assert len({end.result().record_sha256 for end in ends}) == 4
+    assert len({end.result() for end in ends}) == 4
   assert checkpoints.numbers == [3, 4]
   checkpoints.close()
 
@@ -397,12 +393,10 @@ def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
       _restore(tmp_path)
 
 
-@pytest.mark.parametrize('sealed', [False, True])
-def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch, sealed):
+def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch):
   """The cause may pass: here no file can be opened."""
   root = tmp_path / 'ckpt'
-  key = seals.load(tmp_path / 'run.key', tmp_path / 'run', make=True) if sealed else None
-  _save(root, 1, 2, key=key)
+  _save(root, 1, 2)
 
   def fail(*args):
     raise OSError(errno.EMFILE, 'Too many open files')
@@ -410,9 +404,9 @@ def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch, sealed):
   with monkeypatch.context() as patch:
     patch.setattr(checkpoint.json_files, 'read_bytes', fail)
     with pytest.raises(checkpoint.CheckpointError, match=r'\[1, 2\] .*2: .*Too many open files'):
-      _restore(root, key=key)
+      _restore(root)
   assert sorted(path.name for path in root.iterdir()) == ['1', '2']
-  _assert_holds(_restore(root, key=key), 2)
+  _assert_holds(_restore(root), 2)
 
 
 def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
@@ -461,60 +455,3 @@ def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path):
     checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})
   checkpoints.close()
   assert _restore(tmp_path) is None
-
-
-# --- Seals ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(name='key')
-def _key(tmp_path) -> seals.Key:
-  return seals.load(tmp_path / 'run.key', tmp_path / 'run', make=True)
-
-
-@pytest.mark.parametrize('steps', [(1,), (1, 2)])
-def test_a_save_cut_short_before_its_seal_is_set_aside(tmp_path, key, steps):
-  """At a first save there is then no checkpoint, which is no error; else there is the one before.
-  A process without the key refuses it, and so is a restore by hand."""
-  root = tmp_path / 'ckpt'
-  _save(root, *steps, key=key)
-  (root / str(steps[-1]) / checkpoint.SEAL).unlink()
-  with pytest.raises(checkpoint.CheckpointError, match='its save was cut short'):
-    checkpoint.verify(root / str(steps[-1]), key=key)
-  with pytest.raises(seals.Unproved, match='no --seal_key'):
-    checkpoint.verify(root / str(steps[-1]))
-  restored = _restore(root, key=key)
-  assert restored.step == 1 if steps == (1, 2) else restored is None
-  assert (root / 'cut-short').is_dir()
-  _save(root, 3, 4, key=key)
-  _assert_holds(_restore(root, key=key), 4)
-  (root / '4' / checkpoint.SEAL).unlink()
-  _assert_holds(_restore(root, key=key), 3)
-  assert {path.name for path in root.iterdir() if path.is_dir()} <= {'1', '3', 'cut-short'}
-
-
-def test_a_first_checkpoint_without_any_proof_is_refused(tmp_path, key):
-  root = tmp_path / 'ckpt'
-  _save(root, 1)
-  with pytest.raises(seals.Unproved, match='no checkpoint can be proved'):
-    _restore(root, key=key)
-  assert (root / '1').is_dir()
-
-
-def test_a_save_whose_seal_cannot_be_written_leaves_no_checkpoint(tmp_path, key, monkeypatch):
-  """Such a checkpoint would count among the two that the log relies on."""
-  root = tmp_path / 'ckpt'
-
-  def full(path: pathlib.Path, value: object) -> None:
-    raise OSError(errno.ENOSPC, 'No space left on device', str(path))
-
-  checkpoints = checkpoint.Checkpoints(str(root), key)
-  checkpoints.save(1, _state(1), 10)()
-  with monkeypatch.context() as patch:
-    patch.setattr(checkpoint.json_files, 'write', full)
-    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed: .*No space'):
-      checkpoints.save(2, _state(2), 20)()
-  assert checkpoints.numbers == [1]
-  checkpoints.save(2, _state(2), 20)()
-  assert checkpoints.numbers == [1, 2]
-  checkpoints.close()
-  _assert_holds(_restore(root, key=key), 2)

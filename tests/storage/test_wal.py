@@ -499,7 +499,7 @@ def test_damage_names_the_file_and_what_helps():
   assert refused(disk) == (
     f'WAL state/{name} is damaged: its header is damaged or cut off. Nothing was changed; records '
     '1 to 2 are whole. Put the file back, or go back to the newest checkpoint with diloco restore '
-    '--to=checkpoint: it moves the log aside, and the run repeats the outer steps behind that '
+    '--to=latest: it moves the log aside, and the run repeats the outer steps behind that '
     'checkpoint.'
   )
 

@@ -30,7 +30,7 @@ from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, wal
+from diloco_jax.storage import checkpoint, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
@@ -127,7 +127,6 @@ class Rig:
       self.checkpoints,
       self.log,
       evaluation=None,
-      workdir=folder,
     )
     self.work.start()
 
@@ -623,17 +622,9 @@ def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
   files.close()
 
 
-def test_a_start_removes_the_manifest_that_a_killed_syncer_left(assembled, tmp_path):
-  """The machine keeps the newest two: the next snapshot deletes the checkpoints of older ones."""
-  for number in (1, 2, 3):
-    json_files.write(tmp_path / manifests.FOLDER / f'{number}.json', {})
-  _fails_once_it_runs(assembled, tmp_path)
-  assert manifests.numbers(tmp_path) == [2, 3]
-
-
 def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_path):
   """A restore holds the lock: none can begin after the question."""
-  json_files.write(tmp_path / 'syncer' / manifests.RESTORING, {})
+  restore_note.write(tmp_path, restore_note.Note(done=False))
   records = types.SimpleNamespace(say=print)
   start = lambda: syncer_process.run(assembled, None, tmp_path, None, None, records)
   with contextlib.closing(files_lib.Files(tmp_path / 'syncer' / 'wal')) as files:

@@ -24,7 +24,8 @@ from diloco_jax.certs import allowlist
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import tape
-from diloco_jax.storage import manifests, outer_log, wal
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files, outer_log, restore_note, wal
 from diloco_jax.transport import chunks, control_crc, translate
 from diloco_jax.verification.sim import disk as disk_lib
 
@@ -255,7 +256,6 @@ _FROM_SYNCER = (
     keep=True,
     payload=_PAYLOAD,
   ),
-  messages.SnapshotNow(snapshot=1, keep=(1, 2, 3)),
 )
 
 
@@ -323,41 +323,29 @@ def _decode_turn(data: bytes) -> None:
   tape.decode(tape.Record | tape.Crash, tape._parse(data.rstrip(b'\n').removesuffix(b'}')))
 
 
-_MANIFEST = manifests.Manifest(
-  snapshot=1,
-  step=12,
-  checkpoint=3,
-  record_sha256='0' * 64,
-  parts=(actions.Part(learner='l0', incarnation=1, checkpoint=12, record_sha256='1' * 64),),
-  missing=(('l1', 'gone'),),
-  unverified=('l0',),
-  agreement='{}',
-  place='/run',
-  commit='',
-  time='',
-)
+_NOTE = restore_note.Note(done=True, log=12, gone=('l1',))
 
 
-def _mend_manifest(data: bytes) -> bytes:
+def _mend_note(data: bytes) -> bytes:
   try:
     value = json.loads(data)
     value.pop('digest', None)
-    return json.dumps({**value, 'digest': manifests.sha256(value)}).encode()
+    return json.dumps({**value, 'digest': json_files.sha256(value)}).encode()
   except (ValueError, AttributeError, TypeError, RecursionError):
     return data
 
 
-class _Manifests:
-  """Reads the manifest of a snapshot."""
+class _Notes:
+  """Reads the note of a restore."""
 
   def __init__(self, workdir: pathlib.Path):
     self._workdir = workdir
 
   def __call__(self, data: bytes) -> None:
-    folder = self._workdir / manifests.FOLDER
+    folder = folders.syncer_folder(self._workdir)
     folder.mkdir(exist_ok=True)
-    (folder / '1.json').write_bytes(data)
-    manifests.read(self._workdir, 1, trust=True)
+    (folder / restore_note.FILE).write_bytes(data)
+    restore_note.read(self._workdir)
 
 
 _ALLOWLIST = {
@@ -410,11 +398,11 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target('tape', lines, _decode_line, (tape.TapeError,), _mend_line, json=True, slow=4),
     Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True, slow=4),
     Target(
-      'manifest',
-      (_mend_manifest(tape.encode(_MANIFEST).encode()),),
-      _Manifests(workdir),
-      (manifests.Unfit,),
-      _mend_manifest,
+      'restore_note',
+      (_mend_note(tape.encode(_NOTE).encode()),),
+      _Notes(workdir),
+      (ValueError, files_lib.DirectoryError),
+      _mend_note,
       json=True,
       slow=40,
     ),

@@ -18,7 +18,6 @@ from unittest import mock
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
-from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
@@ -1727,92 +1726,6 @@ def claims_too_much(original):
     self._position = position
 
   return _confirm
-
-
-# --- Run snapshots --------------------------------------------------------------------------------
-
-
-@mutant(
-  'The syncer writes the manifest as soon as its own part is saved.',
-  checkpoints.Snapshots,
-  'advance',
-  'I16b',
-)
-def manifest_before_all_answered(original):
-  def advance(self, now_ns):
-    if self._taking is not None and self._taking.own is not None:
-      self._taking.awaited.clear()
-    original(self, now_ns)
-
-  return advance
-
-
-class _AllSessions:
-  """Contains every session, so that none is ever closed."""
-
-  def __contains__(self, session):
-    return True
-
-
-@mutant('A run snapshot waits for ever for a dead learner.', checkpoints.Snapshots, 'advance', 'L9')
-def dead_are_waited_for(original):
-  def advance(self, now_ns):
-    if self._taking is not None:
-      self._taking.deadline_ns = 1 << 60
-    with mock.patch.object(self._members, 'by_session', _AllSessions()):
-      original(self, now_ns)
-
-  return advance
-
-
-@mutant(
-  'A manifest pins a checkpoint that could not be saved.',
-  checkpoints.Snapshots,
-  'answered',
-  'I16b',
-)
-def failed_saves_are_named(original):
-  def answered(self, member, answer):
-    original(self, member, dataclasses.replace(answer, error=''))
-
-  return answered
-
-
-@mutant(
-  'A learner says that it saved for a snapshot, and did not.',
-  learner_checkpoints.Saving,
-  'saved',
-  'I16c',
-)
-def failed_saves_are_told(original):
-  def saved(self, now_ns, done):
-    original(self, now_ns, dataclasses.replace(done, error=''))
-
-  return saved
-
-
-@mutant('A snapshot unpins those before it.', checkpoints.Snapshots, 'begin', 'I16d')
-def older_snapshots_are_unpinned(original):
-  def begin(self, now_ns, step, books):
-    self._kept.clear()
-    original(self, now_ns, step, books)
-
-  return begin
-
-
-@mutant('A run snapshot does not wait for merges in progress.', SyncerMachine, '_save_waits', 'I16')
-def snapshot_amid_merges(original):
-  return property(lambda self: self._saving.due and self._gathering.merging)
-
-
-@mutant('A learner saves in the middle of a step.', LearnerMachine, '_receive', 'I16c')
-def save_within_a_step(original):
-  def _receive(self, now_ns, message, payload_id):
-    original(self, now_ns, message, payload_id)
-    if isinstance(message, messages.SnapshotNow) and self._saving.due(self.steps):
-      self._save()
-
-  return _receive
 
 
 @mutant('No outer step of fragment 0 is finite any more.', arrays.Syncer, '_merge', 'L2')

@@ -182,19 +182,7 @@ PUBLISH = m.Publish(
   payload=PAYLOAD,
 )
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
-NOW = m.SnapshotNow(snapshot=1, keep=())
 SAVE = a.Save(clock=2, machine_state=SNAPSHOT)
-PINNED = a.Save(clock=2, machine_state=SNAPSHOT, snapshot=1)
-SAVED = e.SaveDone(clock=2, checkpoint=2, record_sha256='of l0')
-SNAPSHOT_SAVED = m.SnapshotSaved(snapshot=1, checkpoint=2, record_sha256='of l0', error='')
-WRITE = a.WriteManifest(
-  snapshot=1,
-  clock=2,
-  checkpoint=3,
-  record_sha256='of the syncer',
-  missing=(),
-  parts=(a.Part(learner='l0', incarnation=1, checkpoint=2, record_sha256='of l0'),),
-)
 
 
 def progress(step: int) -> m.Progress:
@@ -233,18 +221,7 @@ STORY = {
   ),
   'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
-  'saved': Turn(SYNCER, 18, e.SaveDone(clock=2, checkpoint=2, record_sha256='ordinary')),
-  'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (PINNED, say(NOW))),
-  'asked': Turn(LEARNER, 18, got(NOW), (PINNED,)),
-  'part': Turn(LEARNER, 18, SAVED, (say(SNAPSHOT_SAVED),)),
-  'own part': Turn(SYNCER, 18, e.SaveDone(clock=2, checkpoint=3, record_sha256='of the syncer')),
-  'answered': Turn(SYNCER, 19, got(SNAPSHOT_SAVED), (WRITE,)),
-  'written': Turn(
-    SYNCER,
-    19,
-    e.ManifestWritten(snapshot=1),
-    (a.Report(fact=facts.Snapshot(number=1, parts=('l0',))),),
-  ),
+  'saved': Turn(SYNCER, 18, e.SaveDone(clock=2)),
 }
 
 

@@ -100,8 +100,7 @@ def test_bytes_written_again_become_durable():
 
 def save(checkpoints: disk_lib.Checkpoints, state: dict, stages: int = 9) -> None:
   """Runs the first `stages` stages of a save."""
-  _, _, writes = checkpoints.save(state)
-  for _, _ in zip(range(stages), writes):
+  for _, _ in zip(range(stages), checkpoints.save(state)):
     pass
 
 

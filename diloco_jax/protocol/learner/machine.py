@@ -93,7 +93,7 @@ class LearnerMachine:
     self._running = self._exited = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._saving = checkpoints_lib.Saving(config, self._connection, self._out)
+    self._saving = checkpoints_lib.Saving(config, self._out)
 
   # --- The one entry ------------------------------------------------------------------------------
 
@@ -167,7 +167,6 @@ class LearnerMachine:
     joined = self._connection.joined
     self._told_clock = -1
     self._pulls.forget()
-    self._saving.forget()
     self._unsettled.clear()
     for _, payload_id in self._arrivals:
       self._out.drop(payload_id)
@@ -196,8 +195,6 @@ class LearnerMachine:
       case messages.Settled():
         self._connection.standing.settled(now_ns, message)
         self._settled(message)
-      case messages.SnapshotNow():
-        self._saving.heard(message)
       case messages.Finish():
         self._ending = self._ending or 'done'
       case messages.Heartbeat() | messages.Joined():
@@ -325,7 +322,7 @@ class LearnerMachine:
       self._report_state('trained')
     self._answer_pulls()  # an adoption may have moved the clock
     trains = self._training in ('training', 'trained')
-    if trains and not (self._ending or self._refused) and self._saving.due(self.steps):
+    if trains and not (self._ending or self._refused) and self._saving.due(self.clock, self.steps):
       self._save()
     if self._ending:
       self._end(now_ns)

@@ -31,7 +31,7 @@ no part calls it::
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
-    checkpoints.py    when to save;  run snapshots
+    checkpoints.py    when to save
     screening.py      which payloads are refused before a merge;  quarantine
     members.py        learner ids and leases;  ledger.py: tokens
     shards.py         which learner reads which shard, and how far each is committed
@@ -57,7 +57,6 @@ from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
 OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'
-MANIFESTS = 'manifests'
 
 
 class SyncerMachine:
@@ -117,8 +116,7 @@ class SyncerMachine:
       self._screening,
       self._out,
     )
-    self._saving = checkpoints_lib.Saving(config.save_syncs)
-    self._snapshots = checkpoints_lib.Snapshots(config, self._members, self._out)
+    self._saving = checkpoints_lib.Saving(config.save_syncs, config.keep_every)
     self._skipped = 0
     self._stopping = ''
     self.finished = False  # Finish is sent: learners know that the run is over
@@ -149,7 +147,6 @@ class SyncerMachine:
       self._sweep_ns,
       self._linger_ns,
       self._membership.deadline_ns,
-      self._snapshots.deadline_ns,
       self._pace.deadline_ns,
     ]
     if not self._save_waits:
@@ -176,10 +173,6 @@ class SyncerMachine:
         self._published.send_whole(event, self._gathering.merging_from(event.fragment))
       case events.SaveDone():
         self._saved(now_ns, event)
-      case events.ManifestWritten():
-        self._snapshots.written(event)
-      case events.TakeSnapshot():
-        self._snapshots.ask()
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
       case events.Connected(session=session, learner=learner):
@@ -221,8 +214,6 @@ class SyncerMachine:
             self._membership.quarantine(member)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
-      case messages.SnapshotSaved():
-        self._snapshots.answered(member, message)
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
@@ -233,9 +224,8 @@ class SyncerMachine:
   def _advance(self, now_ns: int) -> None:
     """Takes every decision that the time and the state allow, whichever event came."""
     self._membership.welcome(now_ns, self.finished)
-    if not self._save_waits:
-      self._save_what_is_due(now_ns)
-    self._snapshots.advance(now_ns)
+    if self._saving.due(self.clock) and not self._gathering.merging:
+      self._save()
     for gather in list(self._gathering.open.values()):
       self._decide(now_ns, gather)
     self._pace.close(now_ns)
@@ -309,7 +299,6 @@ class SyncerMachine:
     gather = self._gathering.end(now_ns, done)
     if not done.failed:
       self._saving.outer_step()
-      self._snapshots.outer_step()
     for member in self._screening.after_merge(now_ns, gather, done):
       self._membership.quarantine(member)
 
@@ -368,7 +357,6 @@ class SyncerMachine:
   def _exit(self) -> None:
     """Begins the last save; the process ends after it."""
     self._exiting = True
-    self._snapshots.abandon()
     self._gathering.abandon()
     self._report_ledger()
     if not self._saving.running:
@@ -378,27 +366,13 @@ class SyncerMachine:
   def _save_waits(self) -> bool:
     """Whether a due save waits for the merges in progress: until it has begun, no other merge may
     begin (checkpoints.py)."""
-    return (self._saving.due or self._snapshot_due) and self._gathering.merging
-
-  @property
-  def _snapshot_due(self) -> bool:
-    """Whether to take a run snapshot now; none is taken of a run that is over."""
-    free = not (self._saving.running or self._stopping or self.finished)
-    return free and self._snapshots.due
-
-  def _save_what_is_due(self, now_ns: int) -> None:
-    if self._snapshot_due:
-      self._saving.begin(closed=self.closed, last=False)
-      self._snapshots.begin(now_ns, self.clock, self.state())
-    elif self._saving.due:
-      self._save()
+    return self._saving.due(self.clock) and self._gathering.merging
 
   def _save(self) -> None:
-    self._saving.begin(closed=self.closed, last=self._exiting)
+    self._saving.begin(self.clock, closed=self.closed, last=self._exiting)
     self._out.do(actions.Save(clock=self.clock, machine_state=self.state()))
 
   def _saved(self, now_ns: int, done: events.SaveDone) -> None:
-    self._snapshots.saved(done)
     last = self._saving.end(bool(done.error), now_ns + self._config.heartbeat_ns)
     if done.error and not last:
       self._say_save_failed(now_ns, done)
@@ -480,13 +454,11 @@ class SyncerMachine:
   ) -> 'SyncerMachine':
     """A syncer that continues from a machine state. No learner is live; learners reconnect.
 
-    Beside the items of `state()`, the machine state may hold MANIFESTS (which run snapshots are
-    kept) and recovery.UNSAVED."""
+    Beside the items of `state()`, the machine state may hold recovery.UNSAVED."""
     machine = cls.load(config, agreement, payload_bytes, machine_state)
     machine._pace.reopen(machine_state['undecided'])
     machine._saving.end_is_durable = machine._pace.over
-    machine._saving.resume(machine_state.get(recovery.UNSAVED, 0))
-    machine._snapshots.resume(machine_state.get(MANIFESTS, ()), machine._gathering.synced)
+    machine._saving.resume(machine_state.get(recovery.UNSAVED, 0), machine.clock)
     return machine
 
   @classmethod
@@ -524,7 +496,6 @@ class SyncerMachine:
       self._ledger,
       self._shards,
       self._screening,
-      self._snapshots,
     ):
       part.check()
     syncs = self._gathering.open.keys()

@@ -35,7 +35,6 @@ from diloco_jax.verification.checks.invariants import (
   liveness,
   pace,
   screening,
-  snapshots,
   tokens,
 )
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -91,10 +90,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.QueuesDrain,
   liveness.Heard,
   durability.FinishIsKnown,
-  snapshots.ManifestIsTrue,
-  snapshots.PartsAreACut,
-  snapshots.PinsStay,
-  snapshots.SnapshotsEnd,
 )
 
 # The updates of the model, by kind of record.

@@ -29,7 +29,6 @@ MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'continues', 'is kept', 'is changed', 'is waited for')
 LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
-SNAPSHOTS = ('of all', 'incomplete', 'abandoned')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 TABLES = {
@@ -61,7 +60,6 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'fault {kind}' for kind in faults),
     *(f'lease {what}' for what in LEASES),
     *(f'log {kind}' for kind in LOG),
-    *(f'snapshot {how}' for how in SNAPSHOTS),
     'log recovered one more',
     'syncer restored',
     'learner restored',
@@ -190,9 +188,6 @@ class Points(observers.Observer):
         self.counts[f'rejected for {fact.why.split()[0]}'] += 1
       case facts.Member(state='waits'):
         self.counts['lease is waited for'] += 1
-      case facts.Snapshot():
-        whole = 'incomplete' if fact.missing else 'of all'
-        self.counts[f'snapshot {"abandoned" if fact.error else whole}'] += 1
       case facts.Ledger():
         for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1

@@ -15,9 +15,9 @@ import errno
 import hashlib
 import json
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-KEPT = 2  # checkpoints, beside those that are pinned
+KEPT = 2  # checkpoints
 PAGE = 24  # bytes lost or kept together; a record here is a few hundred bytes
 
 
@@ -210,8 +210,8 @@ class Disk:
 
 
 class Checkpoints:
-  """Checkpoints on a disk, as storage/checkpoint.py has them: the newest that is whole counts; the
-  newest two are kept, and those that a snapshot of the run pins.
+  """Checkpoints on a disk, as storage/checkpoint.py has them: the newest that is whole counts, and
+  two are kept.
 
   A checkpoint is written beside, made durable, renamed, and read back; its digest tells a torn or
   flipped one. `save` is a generator that yields where time passes and a crash may come between.
@@ -221,20 +221,15 @@ class Checkpoints:
     self._disk = disk
     self._numbers = 0
 
-  def save(
-    self, state: dict, snapshot: int | None = None, keep: Collection[int] = ()
-  ) -> tuple[int, str, Iterator[None]]:
-    """Number and digest of a checkpoint of the state as it is now, and the stages that write it:
-    they raise OSError if they could not, the older ones are untouched then."""
+  def save(self, state: dict) -> Iterator[None]:
+    """The stages that write a checkpoint of the state as it is now: they raise OSError if they
+    could not, the older ones are untouched then."""
     self._numbers = max([self._numbers, *self._saved()]) + 1
-    record = {'number': self._numbers, 'snapshot': snapshot, 'state': state}
-    data = json.dumps(record).encode()
-    stages = self._write(self._numbers, data, snapshot, keep)
-    return self._numbers, hashlib.sha256(data).hexdigest(), stages
+    return self._write(
+      self._numbers, json.dumps({'number': self._numbers, 'state': state}).encode()
+    )
 
-  def _write(
-    self, number: int, data: bytes, snapshot: int | None, keep: Collection[int]
-  ) -> Iterator[None]:
+  def _write(self, number: int, data: bytes) -> Iterator[None]:
     self._disk.write('new', hashlib.sha256(data).digest() + data)
     yield
     self._disk.fsync('new')
@@ -245,13 +240,7 @@ class Checkpoints:
     if self._load(number) is None:
       raise OSError(errno.EIO, 'It does not read back as it was written')
     for older in self._saved()[:-KEPT]:
-      if not self._pinned(older, snapshot, keep):
-        self._disk.remove(f'{older:08}')
-
-  def _pinned(self, number: int, snapshot: int | None, keep: Collection[int]) -> bool:
-    """Whether it stays when one is saved for `snapshot`, or for none."""
-    record = self._load(number) or {'snapshot': 0}
-    return record['snapshot'] in keep if snapshot is not None else record['snapshot'] is not None
+      self._disk.remove(f'{older:08}')
 
   def _saved(self) -> list[int]:
     return [int(name) for name in self._disk.names() if name.isdecimal()]
@@ -260,12 +249,6 @@ class Checkpoints:
     data = self._disk.read(f'{number:08}')
     whole = hashlib.sha256(data[32:]).digest() == data[:32]
     return json.loads(data[32:]) if whole else None
-
-  def holds(self, number: int, digest: str) -> bool:
-    """Whether a checkpoint is there and is what was saved."""
-    if number not in self._saved():
-      return False
-    return hashlib.sha256(self._disk.read(f'{number:08}')[32:]).hexdigest() == digest
 
   def last_two(self) -> list[dict | None]:
     """The newest ones, the oldest first; None: not whole."""

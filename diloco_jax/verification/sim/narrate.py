@@ -36,13 +36,8 @@ def describe(action: Any) -> str:
       return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}, {kept}'
     case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
       return f'reads data shard {shard} from batch {cursor}{", rewound" if rewind else ""}'
-    case actions.Save(clock=step, snapshot=number):
-      return f'saves at {step}{"" if number is None else f" for snapshot {number}"}'
-    case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
-      return (
-        f'writes manifest {number}: {", ".join(part.learner for part in parts) or "no learner"}'
-        + ''.join(f', not {name}: {why}' for name, why in missing)
-      )
+    case actions.Save(clock=step):
+      return f'saves at {step}'
     case actions.Report(fact=facts.Opened(sync=sync, fragment=p)):
       return f'opens sync {sync} of fragment {p}'
     case actions.Report(fact=facts.Cancelled(sync=sync, fragment=p, why=why)):
@@ -90,10 +85,6 @@ def _message(message: Any) -> str:
     case messages.Refused(code=code, retry_ns=retry_ns):
       retry = 'never retry' if retry_ns is None else f'retry in {retry_ns / MS:g} ms'
       return f'Refused {code}, {retry}'
-    case messages.SnapshotNow(snapshot=number):
-      return f'SnapshotNow {number}'
-    case messages.SnapshotSaved(snapshot=number, checkpoint=checkpoint, error=error):
-      return f'SnapshotSaved {number}, {error or f"checkpoint {checkpoint}"}'
     case messages.Leave(reason=reason):
       return f'Leave: {reason}'
   return type(message).__name__

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.sim import arrays, snapshots
+from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import simulated_log as simulated_log_lib
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # between two attempts to append to a full disk
-NO_RECORD = '0' * 64
 
 
 class Work(Protocol):
@@ -177,15 +176,12 @@ class Process(abc.ABC):
   def save(self, save: actions.Save, state: dict) -> Generator[int, None, events.SaveDone]:
     """Writes a checkpoint in stages, between which the process may die; yields the duration of each
     stage and returns the answer to the action."""
-    number, digest, stages = self.checkpoints.save(state, save.snapshot, save.keep)
     try:
-      for _ in stages:
+      for _ in self.checkpoints.save(state):
         yield self.save_ns // 3
     except OSError as error:
       return events.SaveDone(clock=save.clock, error=error.strerror)
-    if save.snapshot is not None:
-      self.world.saved[digest] = self.disk
-    return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
+    return events.SaveDone(clock=save.clock)
 
   # --- Faults -------------------------------------------------------------------------------------
 
@@ -329,8 +325,6 @@ class Syncer(Process):
     match action:
       case actions.Save():
         job = self._checkpoint(action)
-      case actions.WriteManifest():
-        job = self._write_manifest(action)
       case _:
         job = self._change_arrays(action)
     self._jobs.append(job)
@@ -389,28 +383,11 @@ class Syncer(Process):
     yield self.fsync_ns
     self.log.commit()
 
-  def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
-    manifest = {
-      'snapshot': write.snapshot,
-      'pinned': [
-        (write.checkpoint, write.record_sha256),
-        *((part.checkpoint, part.record_sha256) for part in write.parts),
-      ],
-    }
-    error = ''
-    yield MS
-    try:
-      for _ in snapshots.write(self.disk, manifest):
-        yield MS
-    except OSError as failed:
-      error = failed.strerror
-    self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
-
   def _checkpoint(self, save: actions.Save) -> Iterator[int]:
     """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
     yield self.takes_ns(save)  # the actions of the same turn are carried out before it can fail
     if self.log is None:
-      self.post(events.SaveDone(clock=save.clock, checkpoint=save.clock, record_sha256=NO_RECORD))
+      self.post(events.SaveDone(clock=save.clock))
       return
     theta = self.theta
     arrays.claim(

@@ -26,7 +26,6 @@ class Setting:
     loss, duplicate: of every link until healing, per mille.
     noise: of every step, per mille.
     fsync_ns: of a record of the syncer's log.
-    ask_ns: when an operator asks for a run snapshot; 0: never.
     plan: the faults.
     heal_ns: when all faults end.
     guest_ns: when one additional learner starts, None: never; no fault hits it.
@@ -43,7 +42,6 @@ class Setting:
   duplicate: int
   noise: int
   fsync_ns: int
-  ask_ns: int
   plan: list[plans.Fault]
   heal_ns: int
   guest_ns: int | None
@@ -162,13 +160,12 @@ def draw(seed: int) -> Setting:
   if config_lib.ADOPT[config.adopt] == 'overwrite':
     how = random_streams.random_stream(seed, 'blend').choice(('overwrite', 'blend'))
     config = dataclasses.replace(config, adopt=config_lib.ADOPT.index(how))
-  snapshots = random_streams.random_stream(seed, 'snapshots')
+  keeping = random_streams.random_stream(seed, 'keeping')
   wait = random_streams.random_stream(seed, 'wait')
   config = dataclasses.replace(
     config,
     wait_for=config_lib.WAIT_FOR.index(wait.choice(('quorum', 'quorum', 'quorum', 'live'))),
-    snapshot_syncs=snapshots.choice([0, 0, 2, 5]),
-    snapshot_wait_ns=snapshots.choice([300 * MS, 3 * SECOND]),
+    keep_every=keeping.choice([0, 0, 7, 20]),
   )
   net, hardware = (
     random_streams.random_stream(seed, 'links'),
@@ -188,7 +185,6 @@ def draw(seed: int) -> Setting:
     duplicate=_rate(net, 5, 50, 300),
     noise=_rate(hardware, 100, 2_000),
     fsync_ns=random_streams.random_stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
-    ask_ns=_rate(snapshots, MS, heal_ns // 3, heal_ns // 2),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
     guest_ns=random_streams.random_stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),

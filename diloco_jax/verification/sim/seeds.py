@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import arrays, processes, random_settings, snapshots
-from diloco_jax.verification.sim import disk as disk_lib
+from diloco_jax.verification.sim import arrays, processes, random_settings
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import faults as faults_lib
 from diloco_jax.verification.sim import world as world_lib
@@ -112,8 +110,6 @@ def _run(
     world.start(f'l{which}')
   if setting.guest_ns is not None:
     world.engine.at(setting.guest_ns, lambda: world.start('guest'))
-  if setting.ask_ns:
-    world.engine.at(setting.ask_ns, lambda: world.syncer.post(events.TakeSnapshot()))
   world.run(setting.heal_ns)
   note(world.now_ns, 'all faults are healed')
   nemesis.heal()
@@ -121,7 +117,6 @@ def _run(
   _finish(world, nemesis)
   checkers.finished(world.now_ns)
   _check_ledger(world)
-  _check_snapshots(world)
 
 
 def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
@@ -172,23 +167,6 @@ def _check_ledger(world: world_lib.World) -> None:
       row,
       world.trained,
     )
-
-
-def _check_snapshots(world: world_lib.World) -> None:
-  """Every checkpoint that a manifest pins is on the disk where it was saved, unless that disk
-  rotted."""
-  disk = world.disk('syncer')
-  for number in () if disk.rot else snapshots.numbers(disk):
-    manifest = snapshots.read(disk, number)
-    arrays.claim(manifest is not None, 'A manifest is whole or does not exist.', number)
-    for checkpoint, digest in manifest['pinned']:
-      where = world.saved[digest]
-      arrays.claim(
-        where.rot or disk_lib.Checkpoints(where).holds(checkpoint, digest),
-        'Every part that a manifest names exists as it was saved.',
-        number,
-        manifest,
-      )
 
 
 def run_calm(config: config_lib.ProtocolConfig) -> int:

@@ -17,11 +17,10 @@ from typing import Any
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import observers, tape
 from diloco_jax.storage import wal
 from diloco_jax.verification import random_streams
-from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log, snapshots
+from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network as network_lib
@@ -65,7 +64,6 @@ class World:
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
     self.on_syncer_lost: Callable[[], None] = lambda: None
     self.flipped = 0  # adoptions with a wrong bit
-    self.saved: dict[str, disk_lib.Disk] = {}  # by digest of a run snapshot's part: its disk
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
 
@@ -139,11 +137,7 @@ class World:
     except disk_lib.Cut:
       self.logged('cut', text='during its start')
       return False
-    machine_state = found.machine_state and {
-      **found.machine_state,
-      syncer_machine.MANIFESTS: snapshots.numbers(disk),
-    }
-    life = self._life(dataclasses.replace(start, state=machine_state))
+    life = self._life(dataclasses.replace(start, state=found.machine_state))
     self.syncer = self.syncer_class(self, life, found.log, found.theta)
     self.logged('recovered', found.log.committed, text=' '.join(found.log.words))
     if found.torn:

@@ -208,7 +208,6 @@ class Syncer(syncer_work.SyncerWork):
       checkpoints=None,
       log=_NoLog(),
       evaluation=_Evaluation(on_evaluation),
-      workdir=None,
     )
 
   def perform(self, action: actions.Work) -> list[tuple[events.Event, Any]]:

@@ -67,6 +67,18 @@ def test_a_syncer_that_dies_before_each_save_still_saves():
     assert bool(saves(following.handle(4, merge_done(2)))) == due
 
 
+def test_the_syncer_saves_at_each_multiple_of_keep_every():
+  """At its first clock there or behind, once no merge is in progress, and not at its start."""
+  seen = Recording(learners=1, fragments=2, period=4, quorum=1, total_steps=60, keep_every=7)
+  seen.start('l0', step_ms=20)
+  seen.run(3000)
+  saved = [(who, save.clock) for _, who, save in seen.of(actions.Save) if save.clock < 60]
+  for node, late in (('syncer', 2), ('l0', 1)):
+    clocks = [clock for who, clock in saved if who == node]
+    assert [clock // 7 for clock in clocks] == list(range(1, 1 + len(clocks))) and len(clocks) > 6
+    assert all(clock % 7 < late for clock in clocks), (node, clocks)
+
+
 # --- Closing syncs --------------------------------------------------------------------------------
 
 

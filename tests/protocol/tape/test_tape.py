@@ -23,7 +23,7 @@ from diloco_jax.protocol.tape import tape
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer_machine.SyncerMachine, learner_machine.LearnerMachine)
 # Parts of messages, never sent alone.
-PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}
+PARTS = {messages.Payload, messages.Held, actions.Participant}
 
 
 def config(**settings: Any) -> config_lib.ProtocolConfig:

@@ -211,7 +211,6 @@ def words_before_joined(run: hostile.Run, seconds: float) -> None:
     ),
     messages.Adopted(fragment=MOST, version=0, tokens=MOST, matched=False),
     messages.Leave(reason='\x1b[2J'),
-    messages.SnapshotSaved(snapshot=MOST, checkpoint=MOST, record_sha256='', error='\r\n'),
   ]
   each(
     run,
@@ -525,22 +524,6 @@ def contributions_repeated(run: hostile.Run, seconds: float) -> None:
     for word, data in said[-20:]:
       member.say(word, data)
     member.train(seconds / 4)
-
-
-@attack()
-def invented_seals(run: hostile.Run, seconds: float) -> None:
-  """Checkpoints that nobody has."""
-
-  def act(member: hostile.Member) -> None:
-    for snapshot in range(5):
-      member.say(
-        messages.SnapshotSaved(
-          snapshot=snapshot, checkpoint=snapshot, record_sha256='0' * 64, error=''
-        )
-      )
-    member.train(seconds)
-
-  as_member(run, min(seconds, 1.0), act)
 
 
 @attack(says=True)

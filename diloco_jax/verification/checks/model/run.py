@@ -11,7 +11,6 @@ from typing import Any
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -291,6 +290,6 @@ def _take_norms_and_strikes(
 
 def _are_equal(saved: dict[str, Any], machine_state: dict[str, Any]) -> bool:
   """Whether two machine states are equal except for what belongs to the moment: `merging` (empty
-  when a syncer starts or saves), the list of run snapshots, and the age of the state."""
-  moment = {'merging': [], syncer_machine.MANIFESTS: [], recovery.UNSAVED: 0}
+  when a syncer starts or saves) and the age of the state."""
+  moment = {'merging': [], recovery.UNSAVED: 0}
   return {**saved, **moment} == {**machine_state, **moment}

@@ -1,15 +1,13 @@
-"""Real processes, all killed, then restored from a run snapshot with other learners and meshes.
+"""Real processes, all killed, then restored from kept checkpoints with other learners and meshes.
 
-One run serves all tests: `tiny` with three learners of two devices takes run snapshots; all
-processes are killed at once; a bit of the newest snapshot flips; `diloco restore --to=latest`
-brings it back to the snapshot before, with two learners of one device, and `diloco train --resume`
-continues until the test requests another one.
+One run serves all tests: `tiny` with three learners of two devices keeps checkpoints; all processes
+are killed at once; a bit of one of the syncer's flips; `diloco restore --to=CLOCK` brings the run
+back to the one before, with two learners of one device, and `diloco train --resume` continues.
 """
 
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import signal
@@ -23,10 +21,11 @@ import pytest
 
 from diloco_jax.launch import local_run
 from diloco_jax.report import records
-from diloco_jax.storage import manifests
+from diloco_jax.storage import checkpoint, folders
 from tests.runs.lib import slow_data
 
 DEADLINE_S = 280
+KEEP_EVERY = 6
 COMMON = (
   '--config=stdlib_lm:tiny',
   '--chaos=off',
@@ -36,25 +35,30 @@ COMMON = (
   '--config.train.eval_every=0',
   '--config.train.checkpoint_every_steps=1000',
   '--config.sync.checkpoint_every_syncs=3',
+  f'--config.sync.keep_every={KEEP_EVERY}',
 )
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass
 class Story:
-  """The manifests before the kill, the damaged one, and the output and facts after the restore."""
+  """The run before and after its restore, and what was said and recorded since.
+
+  Attributes:
+    clocks: of the syncer's checkpoints before the kill, by their numbers.
+    damaged: the number of one.
+    saved: the machine's state in the one before.
+    learners: the clocks of each learner's checkpoints.
+  """
 
   workdir: pathlib.Path
-  before: dict[int, manifests.Manifest]
+  clocks: dict[int, int]
   damaged: int
+  saved: dict
+  learners: dict[str, list[int]]
   said: str
   code: int
   facts: list[tuple[str, dict]]  # of the second half, in the order of time
-
-  @property
-  def taken(self) -> manifests.Manifest:
-    """The manifest from which the run continued."""
-    return self.before[sorted(self.before)[-2]]
 
   def of(self, process: str, name: str) -> list[dict]:
     return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
@@ -93,13 +97,27 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
   return [root, *root.children(recursive=True)]
 
 
+def clocks_of(node: pathlib.Path) -> dict[int, int]:
+  """The clocks of the whole checkpoints of a node, by their numbers."""
+  found = {}
+  for number in folders.checkpoints(node):
+    with contextlib.suppress(OSError, ValueError):  # a kill came while it was removed
+      found[number] = checkpoint.clock(node / folders.CHECKPOINTS / str(number))
+  return found
+
+
 @pytest.fixture(scope='module', name='story')
 def _story(tmp_path_factory) -> Story:
-  folder = tmp_path_factory.mktemp('snapshots')
+  folder = tmp_path_factory.mktemp('kept')
   workdir, first, second = folder / 'run', folder / 'first.txt', folder / 'second.txt'
-  flags = (*COMMON, '--config.sync.snapshot_every_syncs=4')
-  with running('train', workdir, first, *flags) as process:
-    until(lambda: len(manifests.numbers(workdir)) >= 2, first)
+  syncer = folders.syncer_folder(workdir)
+  islands = {name: workdir / 'islands' / name for name in ('l0', 'l1', 'l2')}
+
+  def enough() -> bool:
+    return len(clocks_of(syncer)) >= 6 and all(clocks_of(node) for node in islands.values())
+
+  with running('train', workdir, first, *COMMON) as process:
+    until(enough, first)
     members = family(process)
     for one in members:
       with contextlib.suppress(psutil.NoSuchProcess):
@@ -108,14 +126,16 @@ def _story(tmp_path_factory) -> Story:
     psutil.wait_procs(members, timeout=DEADLINE_S)
   tail = records.TailAll(workdir)
   tail.read()
-  before = {number: manifests.read(workdir, number) for number in manifests.numbers(workdir)}
-  damaged = max(before)
-  pinned = str(before[damaged].checkpoint)
-  record = manifests.syncer_folder(workdir) / manifests.CHECKPOINTS / pinned / 'record/data.json'
+  clocks = clocks_of(syncer)
+  learners = {name: list(clocks_of(node).values()) for name, node in islands.items()}
+  before, damaged = sorted(clocks)[-3:-1]
+  ckpt = syncer / folders.CHECKPOINTS
+  saved, _ = checkpoint.verify(ckpt / str(before))
+  record = ckpt / str(damaged) / 'record/data.json'
   data = bytearray(record.read_bytes())
   data[len(data) // 2] ^= 1
   record.write_bytes(data)
-  flags = ('--to=latest', '--config.sync.learners=2', '--config.mesh.data=1')
+  flags = (f'--to={clocks[damaged]}', '--config.sync.learners=2', '--config.mesh.data=1')
   with running('restore', workdir, second, *flags) as process:
     assert process.wait(DEADLINE_S) == 0, second.read_text()
   with running('train', workdir, second, '--resume') as process:
@@ -127,39 +147,31 @@ def _story(tmp_path_factory) -> Story:
       return done >= {('l0', 'step'), ('l1', 'step'), ('syncer', 'outer')}
 
     until(lambda: process.poll() is not None or under_way(), second)
-    kept = manifests.numbers(workdir)
-    holder = json.loads((workdir / 'syncer' / 'wal' / 'lock').read_text())
-    os.kill(holder['pid'], signal.SIGUSR1)
-    until(lambda: process.poll() is not None or manifests.numbers(workdir) != kept, second)
     assert process.poll() is None, second.read_text()
     process.send_signal(signal.SIGTERM)
     code = process.wait(DEADLINE_S)
-  return Story(workdir, before, damaged, second.read_text(), code, [*facts, *tail.read()])
+  facts.extend(tail.read())
+  return Story(workdir, clocks, damaged, saved, learners, second.read_text(), code, facts)
 
 
-def test_the_first_half_took_whole_snapshots(story):
-  assert len(story.before) >= 2
-  for manifest in story.before.values():
-    assert set(manifest.learners) | set(dict(manifest.missing)) <= {'l0', 'l1', 'l2'}
-    assert manifest.step >= 4 and not manifest.unverified
+def test_every_node_keeps_a_checkpoint_of_each_interval(story):
+  *kept, _, _ = story.clocks.values()
+  assert len({clock // KEEP_EVERY for clock in kept}) == len(kept) >= 4
+  for clocks in story.learners.values():
+    older = clocks[:-2]
+    assert len({clock // KEEP_EVERY for clock in older}) == len(older)
 
 
-def test_restore_skips_a_damaged_snapshot_with_one_line(story):
-  pinned = story.before[story.damaged].checkpoint
-  lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
-  assert len(lines) == 1 and re.match(
-    rf'snapshot {story.damaged} is damaged or partial and is skipped.*syncer/ckpt/{pinned} ',
-    lines[0],
-  ), story.said
-  aside = story.workdir / 'aside-1'
-  assert (aside / 'snapshots' / f'{story.damaged}.json').exists()
-  assert (aside / 'syncer' / 'ckpt' / str(pinned)).is_dir()
+def test_restore_passes_over_a_damaged_checkpoint_with_one_line(story):
+  lines = [line for line in story.said.splitlines() if 'is damaged' in line]
+  assert len(lines) == 1 and re.search(f'syncer/ckpt/{story.damaged} is damaged', lines[0])
+  assert (story.workdir / 'aside-1' / 'syncer' / 'ckpt' / str(story.damaged)).is_dir()
 
 
-def test_the_syncer_continues_from_its_part(story):
+def test_the_syncer_continues_from_its_checkpoint(story):
   (recovered,) = story.of('syncer', 'recovered')
-  assert (recovered['sync'], recovered['replayed']) == (story.taken.step, 0)
-  assert sum(recovered['versions']) == recovered['log']  # no outer step was refused
+  assert recovered['versions'] == story.saved['versions'] and recovered['replayed'] == 0
+  assert (recovered['sync'], recovered['log']) == (story.saved['opened'], story.saved['log'])
   later = {}
   for outer in story.of('syncer', 'outer'):
     later.setdefault(outer['fragment'], []).append(outer['version'])
@@ -169,15 +181,14 @@ def test_the_syncer_continues_from_its_part(story):
     assert found == list(range(first, first + len(found)))
 
 
-def test_learners_continue_from_their_parts_on_another_mesh(story):
+def test_learners_continue_from_theirs_on_another_mesh(story):
   for learner in ('l0', 'l1'):
-    part = story.taken.learners.get(learner)
-    if part is None:
-      assert f'{learner} starts from the fragments of the syncer' in story.said
+    fit = [clock for clock in story.learners[learner] if clock <= story.saved['opened']]
+    if fit:
+      assert f'{learner} continues from its checkpoint at clock {max(fit)}' in story.said
     else:
-      assert f'{learner} continues from its checkpoint at clock {part.checkpoint}' in story.said
+      assert f'{learner} starts from the fragments of the syncer' in story.said
     assert story.of(learner, 'step'), story.said
-  assert story.taken.learners, 'the snapshot has no learner'
 
 
 def test_a_learner_without_a_place_has_left(story):
@@ -185,12 +196,9 @@ def test_a_learner_without_a_place_has_left(story):
   assert not story.of('l2', 'step')
 
 
-def test_a_snapshot_is_taken_when_asked_and_the_run_ends_in_order(story):
+def test_the_run_ends_in_order(story):
   assert story.code == 130, story.said
   assert not story.of('supervisor', 'refused')
-  newest = manifests.read(story.workdir, max(manifests.numbers(story.workdir)))
-  assert newest.snapshot > story.taken.snapshot
-  assert set(newest.learners) | set(dict(newest.missing)) <= {'l0', 'l1'}
   ledger = story.of('syncer', 'ledger')[-1]
   discarded = sum(ledger['discarded'].values())
   assert ledger['trained'] * ledger['fragments'] == (

@@ -1,0 +1,63 @@
+"""WORKDIR/syncer/restore.json: whether the last restore (launch/restore.py) has ended, and what it
+tells the syncer. No syncer starts from a folder that is half restored."""
+
+import dataclasses
+import json
+import pathlib
+
+from diloco_jax.protocol.tape import codec
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files
+
+FILE = 'restore.json'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+  """A restore.
+
+  Attributes:
+    done: whether it has ended.
+    log: the position in the log of the checkpoint that the run went back to.
+    gone: learners that count as having left.
+  """
+
+  done: bool
+  log: int = 0
+  gone: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    """Raises ValueError if a value is out of its range."""
+    folders.require_number('log', self.log)
+    for name in self.gone:
+      folders.require_learner(name)
+
+
+def read(workdir: pathlib.Path) -> Note | None:
+  """The last restore, if there was one. Raises DirectoryError if it has not ended, and ValueError
+  if the note is not what was written."""
+  path = folders.syncer_folder(workdir) / FILE
+  try:
+    values = json_files.read(path)
+    if values.pop('digest', None) != json_files.sha256(values):
+      raise ValueError('it is not what was written')
+    note = codec.decode(Note, values, 'it')
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError, codec.TapeError) as error:
+    raise ValueError(
+      f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
+    ) from error
+  if not note.done:
+    raise files_lib.DirectoryError(
+      f'{workdir} is in the middle of a restore ({path}). Nothing is lost, nothing was started. '
+      'Run diloco restore again, with the same --to.'
+    )
+  return note
+
+
+def write(workdir: pathlib.Path, note: Note) -> None:
+  """Replaces the note, durably. Raises OSError."""
+  values = json.loads(codec.encode(note))
+  path = folders.syncer_folder(workdir) / FILE
+  json_files.write(path, {**values, 'digest': json_files.sha256(values)})
