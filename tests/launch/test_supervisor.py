@@ -294,7 +294,7 @@ def test_a_syncer_that_dies_is_restarted(tmp_path):
       os.kill(os.getpid(), signal.SIGINT)
 
   run.run(tick)
-  assert 'syncer: killed by SIGKILL; restart in 0.' in run.said('local')
+  assert any('syncer: killed by SIGKILL; restart in' in line for line in run.said('local'))
   assert 'syncer: restarted (process 2)' in run.said('local')
 
 

@@ -39,7 +39,7 @@ class Program:
       cwd=ROOT,
       env=_environment(),
       text=True,
-      stdin=subprocess.PIPE,
+      stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       start_new_session=True,
@@ -86,7 +86,6 @@ class Program:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self.process.pid, signal.SIGKILL)
     self.end()
-    self.process.stdin.close()
 
 
 @pytest.fixture(name='start')
