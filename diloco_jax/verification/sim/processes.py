@@ -24,7 +24,6 @@ from diloco_jax.verification.sim import simulated_log as simulated_log_lib
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # between two attempts to append to a full disk
-NO_RECORD = '0' * 64
 
 
 class Work(Protocol):
@@ -388,7 +387,7 @@ class Syncer(Process):
     """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
     yield self.takes_ns(save)  # the actions of the same turn are carried out before it can fail
     if self.log is None:
-      self.post(events.SaveDone(clock=save.clock, checkpoint=save.clock, record_sha256=NO_RECORD))
+      self.post(events.SaveDone(clock=save.clock))
       return
     theta = self.theta
     arrays.claim(
