@@ -115,16 +115,6 @@ ALLOWED = {
     'verification',
     'verification/sim',
   },
-  'verification/calibration': {
-    'protocol',
-    'protocol/tape',
-    'accounting',
-    'report',
-    'storage',
-    'verification',
-    'verification/checks',
-    'verification/sim',
-  },
 }
 # The commands may import every room.
 ALLOWED['commands'] = set(ALLOWED)
@@ -143,7 +133,6 @@ FOREIGN = {
   'verification/checks': set(),
   'verification/sim': set(),
   'verification/virtual': {'absl', 'jax', 'numpy'},
-  'verification/calibration': set(),
 }
 GENERATED = ('_pb2.py', '_pb2_grpc.py')
 

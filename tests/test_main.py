@@ -46,10 +46,6 @@ def test_an_unknown_command_is_one_line_and_42():
 @pytest.mark.parametrize(
   'words',
   [
-    ['simulate', '--against=x'],
-    ['simulate', '--kill_every_s=60'],
-    ['simulate', '--like=x', '--down_s=5'],
-    ['simulate', '--like=x', '--story'],
     ['simulate', '--story'],
     ['chaos', '--duration_s=5'],
   ],

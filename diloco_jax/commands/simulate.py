@@ -3,18 +3,11 @@
     diloco simulate --seeds=0:1000                  # a thousand runs, no violation
     diloco simulate --seed=17 --story               # narrates one run
     diloco simulate --seed=17 --tapes=/tmp/seed17   # its tapes, for replay
-    diloco simulate --like=runs/a --against=runs/b  # goodput of b from the times of a
-    diloco simulate --like=runs/a --kill_every_s=60 # goodput of a, with more kills
 
 Each seed draws its own settings, hardware, network and faults; then the simulator heals every
 fault, and the run must finish (docs/simulator.md). Exit code 0: no violation; 1: the first
 violations are printed with the commands that reproduce them; 42: wrong flags. A thousand seeds take
 about 45 s on two cores.
-
-With --like the times of everything come from the tapes of a real run
-(verification/calibration/calibration.py) and the machines run as in that run, or in the one of
---against, with its kills of learners. The program prints, in percent, the figures of the simulation
-and, without --kill_every_s, the measured ones.
 """
 
 import pathlib
@@ -25,7 +18,6 @@ from absl import flags
 from rich import progress
 
 from diloco_jax.launch import cli, die_with_parent
-from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import tapes as tapes_lib
 from diloco_jax.verification.sim import many_seeds, narrate, random_settings, tapes
 from diloco_jax.verification.sim import seeds as seeds_lib
@@ -37,30 +29,11 @@ _SEED = flags.DEFINE_integer('seed', None, 'Run one seed only.')
 _STORY = flags.DEFINE_bool('story', False, 'With --seed: narrate the run.')
 _TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tapes of all nodes.')
 _JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.', lower_bound=0)
-_LIKE = flags.DEFINE_string('like', '', 'The folder of a real run, whose times are simulated.')
-_AGAINST = flags.DEFINE_string(
-  'against', '', 'With --like: the folder of the run to predict; default: the same.'
-)
-_KILL_EVERY_S = flags.DEFINE_float(
-  'kill_every_s', None, 'With --like: kill each learner so often instead, at random.', 0.1
-)
-_DOWN_S = flags.DEFINE_float(
-  'down_s', 8.0, 'With --kill_every_s: until its next process starts.', lower_bound=0.0
-)
-_PREDICTIONS = 4  # whose mean is printed
 _VIOLATIONS_SHOWN = 3  # violations printed in full
 
 
 def main(argv: list[str]) -> int:
   del argv
-  if _KILL_EVERY_S.value is None and flags.FLAGS['down_s'].present:
-    raise cli.NeverRetry('--down_s applies to --kill_every_s: add --kill_every_s=SECONDS')
-  if _LIKE.value:
-    if _STORY.value or _TAPES.value or _SEEDS.value:
-      raise cli.NeverRetry('--like predicts a run: --story, --tapes and --seeds do not apply')
-    return _predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
-  if _AGAINST.value or _KILL_EVERY_S.value is not None:
-    raise cli.NeverRetry('--against and --kill_every_s apply to a prediction: add --like=RUN')
   if _SEED.value is not None:
     if _SEEDS.value is not None:
       raise cli.NeverRetry('--seed and --seeds exclude each other: give one of them')
@@ -74,30 +47,6 @@ def main(argv: list[str]) -> int:
       f'--seeds={_SEEDS.value}: write FIRST:END, two numbers, for example 0:1000'
     )
   return _many(int(first), int(beyond))
-
-
-def _predict(like: pathlib.Path, against: pathlib.Path) -> int:
-  """Prints the figures of a run and those that the times of another one predict."""
-  # Not above: the other commands do not import jax.
-  from diloco_jax.verification.calibration import calibration, tape_times
-
-  with cli.never_retry(ValueError, tape_lib.TapeError):
-    source = tape_times.read(like)
-    target = source if against == like else tape_times.read(against)
-  kills, columns = target.kills, {}
-  if _KILL_EVERY_S.value is None:
-    columns['measured'] = [calibration.outcome(against, target)]
-  else:
-    kills = calibration.drawn_kills(
-      target.config, _KILL_EVERY_S.value, _DOWN_S.value, target.length_ns, _SEED.value or 0
-    )
-  columns['simulated'] = [
-    calibration.predict(source, target.config, kills, target.length_ns, seed)
-    for seed in range(_PREDICTIONS)
-  ]
-  print(f'{target.length_ns / 1e9:.0f} s, {len(kills)} kills, in percent:')
-  print(calibration.text(columns))
-  return 0
 
 
 def _one(seed: int) -> int:

@@ -39,9 +39,6 @@ _LISTEN = flags.DEFINE_string(
   'HOST:PORT to listen on, with --tls (port 0: the kernel chooses), or unix:PATH of a socket. '
   'Default: a Unix socket in the folder of the run.',
 )
-_STANDBY = flags.DEFINE_bool(
-  'standby', False, 'Compile, change no file, and begin after a line on standard input.'
-)
 _INIT = flags.DEFINE_string(
   'init',
   '',
@@ -67,10 +64,5 @@ def main(argv: list[str]) -> int:
   if config.task != run_config.OWN_LOOP:
     if _INIT.value:
       raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
-    return nodes.syncer(*place, _STANDBY.value)
-  if _STANDBY.value:
-    raise cli.NeverRetry(
-      '--standby: the syncer of own loops has no model to compile before the first learner joins; '
-      'start it without --standby'
-    )
+    return nodes.syncer(*place)
   return nodes.own_loop_syncer(*place, _INIT.value)

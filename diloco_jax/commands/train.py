@@ -35,12 +35,6 @@ _CONTROLLER = flags.DEFINE_enum(
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
 )
-_STANDBY = flags.DEFINE_bool(
-  'standby',
-  False,
-  'keep a standby syncer process ready to take over; it costs memory: its own and, while it '
-  'compiles, that of a second global model',
-)
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
 )
@@ -54,10 +48,8 @@ def main(argv: list[str]) -> int:
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   alone, single = _SYNCER.value == 'none', _CONTROLLER.value == 'single'
   with cli.never_retry(ValueError, files.DirectoryError):
-    if sum((alone, single, _STANDBY.value)) > 1:
-      raise ValueError(
-        '--syncer=none, --controller=single and --standby exclude each other: give one of them'
-      )
+    if alone and single:
+      raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
     workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value, alone=alone)
   return local_run.run(
     config,
@@ -65,7 +57,6 @@ def main(argv: list[str]) -> int:
     config_flags=cli.config_flags_of_this_process(),
     alone=alone,
     single=functools.partial(_run_single, config, workdir) if single else None,
-    standby=_STANDBY.value,
   )
 
 

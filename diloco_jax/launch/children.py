@@ -47,13 +47,6 @@ class Child:
   def running(self) -> bool:
     return self._process.returncode is None
 
-  def begin(self) -> None:
-    """Lets a standby process (standby.py) take over; its running time counts from now."""
-    self.started_s = time.monotonic()
-    self.thaw()
-    self._process.stdin.write(b'\n')
-    self._process.stdin.close()
-
   async def wait(self) -> int:
     """Returns the exit code (negative: the signal's number). The process group is dead by then."""
     while self.running:  # Process.wait waits for the output, too, which a descendant may hold open
@@ -123,10 +116,8 @@ async def start(
   log: pathlib.Path,
   listen: Listen,
   cpus: Sequence[int] = (),
-  stands_by: bool = False,
 ) -> Child:
-  """Starts a child, restricted to `cpus` if any are given. With `stands_by` the child waits for
-  `begin`. Raises OSError if the start fails."""
+  """Starts a child, restricted to `cpus` if any are given. Raises OSError if the start fails."""
   log.parent.mkdir(parents=True, exist_ok=True)
   output = open(log, 'ab', buffering=0)  # first, so that no process runs that nothing can end
   try:
@@ -140,7 +131,7 @@ async def start(
       *command,
       env=dict(environment),
       start_new_session=True,
-      stdin=asyncio.subprocess.PIPE if stands_by else asyncio.subprocess.DEVNULL,
+      stdin=asyncio.subprocess.DEVNULL,
       stdout=asyncio.subprocess.PIPE,
       stderr=asyncio.subprocess.STDOUT,
     )

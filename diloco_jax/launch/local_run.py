@@ -110,10 +110,8 @@ def programs(
   workdir: pathlib.Path,
   config_flags: Sequence[str],
   alone: bool,
-  standby: bool = False,
 ) -> list[supervisor_lib.Program]:
-  """The programs of a run. `alone`: one learner and no syncer. `standby`: the syncer has a standby
-  process."""
+  """The programs of a run. `alone`: one learner and no syncer."""
   common = [*config_flags, f'--workdir={workdir}']
   # Learners read the address file at every dial, so they may start before the syncer, and a
   # restarted syncer may listen on another port.
@@ -143,12 +141,10 @@ def programs(
 
   if alone:
     return [learner(names[0])]
-  command = [sys.executable, '-m', 'diloco_jax', 'syncer', *common]
   syncer = supervisor_lib.Program(
     name=supervisor_lib.SYNCER,
     environment=environment(1),
-    command=command,
-    standby=[*command, '--standby'] if standby else (),
+    command=[sys.executable, '-m', 'diloco_jax', 'syncer', *common],
   )
   return [syncer, *(learner(name) for name in names)]
 
@@ -159,7 +155,6 @@ def run(
   config_flags: Sequence[str],
   alone: bool = False,
   single: Callable[[], supervisor_lib.Outcome] | None = None,
-  standby: bool = False,
 ) -> int:
   """Runs the experiment, writes the report, prints the summary and returns the exit code.
 
@@ -174,18 +169,14 @@ def run(
     outcome = single()
   else:
     with cli.never_retry(files.DirectoryError):
-      outcome = _run_processes(config, workdir, config_flags, alone, standby)
+      outcome = _run_processes(config, workdir, config_flags, alone)
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
   wall_s = time.monotonic() - started_s
   summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
   if outcome.code:
-    given = {
-      '--syncer=none': alone,
-      '--controller=single': single is not None,
-      '--standby': standby,
-    }
+    given = {'--syncer=none': alone, '--controller=single': single is not None}
     words = [word for word, is_given in given.items() if is_given] + cli.file_flags()
     again = cli.command('train', '--resume', f'--workdir={workdir}', *words)
     print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
@@ -207,13 +198,12 @@ def _run_processes(
   workdir: pathlib.Path,
   config_flags: Sequence[str],
   alone: bool,
-  standby: bool,
 ) -> supervisor_lib.Outcome:
   names = run_config.learner_ids(1 if alone else config.sync.learners)
   display = live.make()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
-    programs(config, workdir, config_flags, alone, standby),
+    programs(config, workdir, config_flags, alone),
     workdir,
     run_facts.RunFacts(names, config.train.steps, syncer=not alone, **summary_lib.pace(config)),
     recorder,

@@ -19,7 +19,7 @@ import jax
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
-from diloco_jax.launch import accelerators, cli, own_model, run_folder, standby
+from diloco_jax.launch import accelerators, cli, own_model, run_folder
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -47,28 +47,12 @@ _LEARNER_SAFE = (
 )
 
 
-def syncer(
-  config: run_config.Config,
-  workdir: str,
-  listen: str,
-  access: addresses.Access,
-  stands_by: bool = False,
-) -> int:
-  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run.
-
-  With `stands_by` the process compiles its functions, touches no file of the run, and begins when
-  it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
-  """
+def syncer(config: run_config.Config, workdir: str, listen: str, access: addresses.Access) -> int:
+  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run."""
   prepare_syncer()
   with cli.never_retry(ValueError):
     assembled = build.assemble(config)
   theta = global_model_lib.Theta(assembled)
-  if stands_by:
-    theta.warm_up()
-    theta.forget()
-    print(f'{standby.LINE}: ready to take over', flush=True)
-    if not sys.stdin.readline():
-      return 0
   folder, records = _open(workdir, 'syncer')
   return _serve(config, assembled, theta, folder, records, _address(folder, listen), access)
 
@@ -79,8 +63,7 @@ def own_loop_syncer(
   """Runs the syncer process of a run without a task: learners are loops of the user's own.
 
   The model is in the run's folder, or else at `init`, a tree of arrays that Orbax wrote, or else
-  the first learner brings it (own_model.py); then the folder keeps it. No standby process could
-  compile anything ahead, so there are none.
+  the first learner brings it (own_model.py); then the folder keeps it.
   """
   prepare_syncer()
   folder, records = _open(workdir, 'syncer')

@@ -150,17 +150,15 @@ def statistics(params: Any) -> set[str]:
   }
 
 
-def _ends(name: str) -> list[int]:
-  return [at for at, letter in enumerate(name) if letter in '/.']
-
-
 def by_name(tree: Any) -> dict[str, Any]:
   """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
   leaves = [
     (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
-  below = collections.Counter(name[:at] for name, _ in leaves for at in _ends(name))
+  below = collections.Counter(
+    name[:at] for name, _ in leaves for at, c in enumerate(name) if c in '/.'
+  )
   named = {}
   for name, leaf in leaves:
     parent = name.removesuffix('/value').removesuffix('.value')

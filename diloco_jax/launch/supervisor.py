@@ -12,9 +12,6 @@ The states of a program::
 
 A process that cannot be started, for want of memory, say, counts as a short one.
 
-Once its active process has made an outer step, a program may have a standby process (standby.py). A
-ready standby process takes over when the active one fails, without a pause after a first failure.
-
 The run is over when its syncer is done, refused or failed, or when no learner is left. The
 remaining processes then have FINISH_S to end by themselves (learners save); after that the
 supervisor sends SIGTERM, and `stop_s` later SIGKILL. The syncer of a run that has reached its last
@@ -37,7 +34,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from diloco_jax.launch import children, run_folder, standby
+from diloco_jax.launch import children, run_folder
 from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import kill_plan as kill_plan_lib
 from diloco_jax.report import facts, run_facts
@@ -54,14 +51,12 @@ _BACKOFF_S = (0.5, 30.0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-  """A program to keep running. `cpus`: the CPUs that it may use, () for all; `standby`: the command
-  of its standby process, () for none."""
+  """A program to keep running. `cpus`: the CPUs that it may use, () for all."""
 
   name: str
   command: Sequence[str]
   environment: Mapping[str, str]
   cpus: Sequence[int] = ()
-  standby: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +101,6 @@ class Supervisor:
     self._finish_s, self._stop_s = finish_s, stop_s
     self._tails = records_lib.TailAll(workdir)
     self._running: dict[str, children.Child] = {}
-    self._standbys = standby.Standbys(
-      lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen
-    )
     self._runners: dict[str, asyncio.Task] = {}
     self._pauses: dict[str, float] = {}  # seconds until the restart of a program, by bring_down
     self._draw = random.Random()
@@ -141,7 +133,6 @@ class Supervisor:
         child.kill()
       watcher.cancel()
       await asyncio.gather(watcher, return_exceptions=True)
-      await self._standbys.close()
     for runner in self._runners.values():
       runner.result()
     self._look()
@@ -205,8 +196,7 @@ class Supervisor:
             program.name, 'failed', f'{why}; failed after {failures} short processes in a row'
           )
           return
-        relieved = failures == 1 and self._standbys.ready(program.name)
-        pause_s = 0.0 if relieved else backoff_s(failures, self._draw)
+        pause_s = backoff_s(failures, self._draw)
         self._note(program.name, 'down', f'{why}; restart in {pause_s:.1f} s')
       else:
         failures = 0
@@ -216,22 +206,18 @@ class Supervisor:
     """Runs one process; returns its exit code, how it ended, and its running time in seconds. The
     code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]
-    child = await self._standbys.take_over(name)
-    again = 'restarted' if child is None else 'standby takes over'
-    if child is None:
-      try:
-        child = await self._start(program, self._listen)
-      except OSError as error:  # no memory, processes, descriptors or disk: maybe only for now
-        return None, f'could not be started: {error}', 0.0
+    log = self._workdir / 'logs' / f'{name}.log'
+    try:
+      child = await children.start(
+        name, program.command, program.environment, log, self._listen, program.cpus
+      )
+    except OSError as error:  # no memory, processes, descriptors or disk: maybe only for now
+      return None, f'could not be started: {error}', 0.0
     self._look()  # reads the last records of the previous process before the new one writes
     self._running[name] = child
     status.starts += 1
-    self._note(
-      name,
-      'starting',
-      f'{again} (process {status.starts})' if status.starts > 1 else '',
-      pid=child.pid,
-    )
+    again = f'restarted (process {status.starts})' if status.starts > 1 else ''
+    self._note(name, 'starting', again, pid=child.pid)
     if self._ending(name).is_set():
       child.terminate()
     try:
@@ -243,19 +229,6 @@ class Supervisor:
       facts.Exit(child=name, pid=child.pid, code=code, stopped=name in self._cut_off)
     )
     return code, _describe_exit(code), time.monotonic() - child.started_s
-
-  async def _start(
-    self, program: Program, listen: children.Listen, stands_by: bool = False
-  ) -> children.Child:
-    return await children.start(
-      program.name,
-      program.standby if stands_by else program.command,
-      program.environment,
-      self._workdir / 'logs' / f'{program.name}.log',
-      listen,
-      program.cpus,
-      stands_by,
-    )
 
   def _ending(self, name: str) -> asyncio.Event:
     """The event that forbids another process of this program."""
@@ -291,13 +264,7 @@ class Supervisor:
       await asyncio.sleep(TICK_S)
 
   def _look(self) -> None:
-    rows = self._tails.read()
-    self._view.take(rows)
-    for process, row in rows:
-      # A fast process may report before its start is booked in _running.
-      if row['name'] == 'synced' and process in self._runners:
-        if self._programs[process].standby:
-          self._standbys.prepare(process)
+    self._view.take(self._tails.read())
     due, self._kills = kill_plan_lib.due(self._kills, self._view.progress)
     for kill in due:
       self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')

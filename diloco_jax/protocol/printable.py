@@ -14,9 +14,12 @@ def printable(text: str, most: int = MOST_CHARS) -> str:
   >>> printable('x' * 201)[-5:], len(printable('x' * 201))
   ('xx...', 200)
   """
-  text = text if text.isprintable() else ''.join(map(_shown, text[: most + 1]))
+  text = (
+    text
+    if text.isprintable()
+    else ''.join(
+      one if one.isprintable() else one.encode('unicode_escape').decode()
+      for one in text[: most + 1]
+    )
+  )
   return text if len(text) <= most else f'{text[: most - 3]}...'
-
-
-def _shown(character: str) -> str:
-  return character if character.isprintable() else character.encode('unicode_escape').decode()

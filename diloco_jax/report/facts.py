@@ -42,10 +42,10 @@ class Eval:
 @protocol_facts.fact
 class Startup:
   """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
-  start. The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
-  checkpoint), recovered (the log), ready (every outer step compiled). Of a learner: imported, built
-  (its island), restored (its checkpoint), compiled (the step and, without a checkpoint, the
-  exchange; a learner that comes back compiles that while it trains)."""
+  start. The phases of a syncer: assembled, listens, restored (its checkpoint), recovered (the log),
+  ready (every outer step compiled). Of a learner: imported, built (its island), restored (its
+  checkpoint), compiled (the step and, without a checkpoint, the exchange; a learner that comes back
+  compiles that while it trains)."""
 
   phase: str
   cpu_s: float

@@ -78,8 +78,9 @@ def load_corpus(source: str) -> Corpus:
   parts: tuple[list[bytes], list[bytes]] = [], []
   for name, path in names:
     try:
+      held_out = zlib.crc32(name.encode('utf-8', 'surrogateescape')) % 1000 < _HELD_OUT_OF_1000
       with open(path, 'rb') as file:
-        parts[_held_out(name)].append(file.read())
+        parts[held_out].append(file.read())
     except OSError as error:
       raise ValueError(
         f'corpus {source!r}: cannot read {path}: {error.strerror}; make it readable or leave it out'
@@ -90,10 +91,6 @@ def load_corpus(source: str) -> Corpus:
     train_bytes, eval_bytes = np.split(whole, [len(whole) * (1000 - _HELD_OUT_OF_1000) // 1000])
   digest = zlib.crc32(eval_bytes, zlib.crc32(train_bytes))
   return Corpus(train_bytes, eval_bytes, digest)
-
-
-def _held_out(name: str) -> bool:
-  return zlib.crc32(name.encode('utf-8', 'surrogateescape')) % 1000 < _HELD_OUT_OF_1000
 
 
 def _concatenate(files: Sequence[bytes]) -> np.ndarray:

@@ -42,6 +42,7 @@ from diloco_jax.launch import nodes
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import outer_log
 from diloco_jax.syncer import commit, global_model
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
@@ -72,7 +73,7 @@ class Rig:
     }
     init = lambda: {name: jnp.zeros(one.shape) for name, one in shapes.items()}
     labels = dict.fromkeys(shapes, 'body')
-    assembled = build.assemble_own_loop(config, init, shapes, labels, {})
+    assembled = build.assemble_own_loop(config, init, shapes, labels)
     self.parameters = assembled.parameters
     layout = assembled.layout
     self._sizes = [layout.size(p) for p in range(layout.num_fragments)]
@@ -159,7 +160,7 @@ class Rig:
     done = self._posted.pop()
     assert not done.failed, done.failed
     self._store.drop(done.payload_id)
-    self._log.compact([self._log.position] * 2)
+    outer_log.compact(self._log._wal, [self._log.position] * 2)
     found = {name: 1e9 * spent / self.parameters for name, spent in self._spent.items()}
     total = 1e9 * cpu_s / self.parameters
     return {**found, 'rest': total - sum(found.values()), 'all': total, 'seconds': seconds}

@@ -6,8 +6,7 @@
 Of ten kills, seven hit the syncer, at random moments and at every failpoint, two a learner, and one
 all processes at once; plan and checks are those of tests/runs/test_syncer_kills.py. The figures:
 lost committed outer steps, tokens unaccounted for, the time from a kill of the syncer to its next
-outer step (of a new process, without a standby process), the longest gap between two steps of a
-surviving learner. Exit code 1 if a check failed.
+outer step, the longest gap between two steps of a surviving learner. Exit code 1 if a check failed.
 """
 
 import pathlib

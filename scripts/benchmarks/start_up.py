@@ -8,12 +8,10 @@ and CPU time of the process until then, since wall time depends on the other loa
   cold, warm      from the start of the first process, with an empty compile cache and a full one,
                   of learner l0: the first step, and the first outer step with a payload of it
   learner         from the death of learner l1 (SIGKILL)
-  syncer          from the death of the syncer, with a standby process (launch/standby.py), whose
-                  CPU time counts from its taking over
-  no standby      the same without one
+  syncer          from the death of the syncer
 
 Kills come at random moments under load, when the process has lived long enough not to count as a
-short one, and a standby process is ready.
+short one.
 """
 
 import asyncio
@@ -58,37 +56,34 @@ class Bench(conductor.Conductor):
     begun: the phases of learner l0 at the start; lives: those of each new process after a kill.
   """
 
-  def __init__(
-    self, workdir: pathlib.Path, recorder: records.Recorder, victim: str, kills: int, standby: bool
-  ):
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, victim: str, kills: int):
     flags = (f'--config=stdlib_lm:{VARIANT}', *ENDLESS)
-    super().__init__(workdir, recorder, stdlib_lm.get_config(VARIANT), flags, standby=standby)
-    self._victim, self._kills, self._standby = victim, kills, standby
+    super().__init__(workdir, recorder, stdlib_lm.get_config(VARIANT), flags)
+    self._victim, self._kills = victim, kills
     self.begun: Life = {}
     self.lives: list[Life] = []
 
   async def carry_out(self) -> None:
     self.begun = await self._life(FIRST, 0)
-    for kill in range(1, self._kills + 1):
+    for _ in range(self._kills):
       born_s = self.supervisor.child(self._victim).started_s
       await self.until(lambda: time.monotonic() - born_s > supervisor_lib.SHORT_LIFE_S)
-      await self.until(lambda: not self._standby or self.stood_by() == kill)
       await asyncio.sleep(random.random())
       self.look()
       seen = len(self.facts)
       os.kill(self.supervisor.child(self._victim).pid, signal.SIGKILL)
-      self.lives.append(await self._life(self._victim, seen, self._standby))
+      self.lives.append(await self._life(self._victim, seen))
     self.supervisor.retire()
 
-  async def _life(self, child: str, seen: int, stood_by: bool = False) -> Life:
+  async def _life(self, child: str, seen: int) -> Life:
     last = 'committed' if child == SYNCER else 'merged'
-    await self.until(lambda: last in phases(self.facts[seen:], child, stood_by))
-    return phases(self.facts[seen:], child, stood_by)
+    await self.until(lambda: last in phases(self.facts[seen:], child))
+    return phases(self.facts[seen:], child)
 
 
-def phases(facts: list[tuple[str, dict]], child: str, stood_by: bool) -> Life:
+def phases(facts: list[tuple[str, dict]], child: str) -> Life:
   """The phases of a new process, from the death before it, or from the start of the run."""
-  began_ns, before_s, found = None, None if stood_by else 0.0, {}
+  began_ns, found = None, {}
 
   def reached(phase: str, fact: dict, cpu_s: float | None = None) -> None:
     found.setdefault(phase, At((fact['t_ns'] - began_ns) / 1e9, cpu_s))
@@ -104,8 +99,7 @@ def phases(facts: list[tuple[str, dict]], child: str, stood_by: bool) -> Life:
       case _ if began_ns is None:
         pass
       case {'name': 'startup', 'phase': phase, 'cpu_s': cpu_s} if process == child:
-        before_s = cpu_s if before_s is None else before_s
-        reached(phase, fact, cpu_s - before_s)
+        reached(phase, fact, cpu_s)
       case {'name': 'member', 'state': 'joined', 'learner': learner} if child in (SYNCER, learner):
         reached('joined', fact)
       case {'name': 'step'} if process == child:
@@ -117,10 +111,10 @@ def phases(facts: list[tuple[str, dict]], child: str, stood_by: bool) -> Life:
   return found
 
 
-def play(cache: str, victim: str = '', kills: int = 0, standby: bool = False) -> Bench:
+def play(cache: str, victim: str = '', kills: int = 0) -> Bench:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = cache
   with tempfile.TemporaryDirectory() as folder:
-    make = lambda *where: Bench(*where, victim, kills, standby)
+    make = lambda *where: Bench(*where, victim, kills)
     bench, _ = conductor.play(pathlib.Path(folder), make, PATIENCE_S * (kills + 2))
   return bench
 
@@ -134,12 +128,8 @@ def main() -> None:
       cache = f'{caches}/{which}'
       found['cold'].append(play(cache).begun)
       found['warm'].append(play(cache).begun)
-    for name, victim, standby in (
-      ('learner', LEARNER, False),
-      ('syncer', SYNCER, True),
-      ('no standby', SYNCER, False),
-    ):
-      found[name] = play(cache, victim, kills, standby).lives
+    for name, victim in (('learner', LEARNER), ('syncer', SYNCER)):
+      found[name] = play(cache, victim, kills).lives
   measured.write(flags.json, {name: _report(name, lives) for name, lives in found.items()})
 
 

@@ -5,9 +5,9 @@ import pytest
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts
 from diloco_jax.verification import plans
-from diloco_jax.verification.calibration import calibration
 from diloco_jax.verification.sim import engine, faults
 from diloco_jax.verification.sim import world as world_lib
+from experiments.goodput import calibration
 from tests.protocol import transcript
 
 MS, SECOND = engine.MS, engine.SECOND

@@ -227,7 +227,6 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   assert '--learner_id=l1' in programs['l1'].command
   assert programs['l1'].environment['JAX_NUM_CPU_DEVICES'] == '2'
   assert programs['syncer'].environment['JAX_NUM_CPU_DEVICES'] == '1'
-  assert programs['syncer'].standby == ()
 
 
 def test_a_lone_learner_has_no_syncer(config, tmp_path):

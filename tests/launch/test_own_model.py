@@ -77,7 +77,7 @@ def waiting(tmp_path):
 
 
 def header(shape=(8, 8), **changes):
-  fields = {'shapes': {'w': [shape, 'float32']}, 'labels': {'w': 'body'}, 'moments': []}
+  fields = {'shapes': {'w': [shape, 'float32']}, 'labels': {'w': 'body'}}
   return json.dumps(fields | changes).encode()
 
 
@@ -90,7 +90,6 @@ def header(shape=(8, 8), **changes):
     ([header(shape=(-1, 8))], 'not the header of a model'),
     ([header(shape=('8',))], 'not the header of a model'),
     ([header(shape=(8.0,))], 'not the header of a model'),
-    ([header(moments=[[[-8], 'float32']])], 'not the header of a model'),
     ([header(shapes={'w': [(8,), 'int32']}), bytes(32)], 'parameters must be floats'),
     ([header(labels={'w': 'kernel'}), bytes(256)], "the labels ['kernel'] have no merge rule"),
     (
@@ -251,7 +250,7 @@ def test_numbers_are_arrays_and_what_cannot_travel_is_named():
     made = own_model.as_arrays(
       {'rate': 0.5, 'count': 3, 'wide': np.ones(2), 'w': jnp.ones(2, jnp.bfloat16)}, 'params'
     )
-    own_model.describe(made, None, made)
+    own_model.describe(made, None)
   assert len(seen) == 1
   assert {name: str(leaf.dtype) for name, leaf in made.items()} == {
     'rate': 'float32',

@@ -11,8 +11,8 @@ def test_the_run_succeeds(day):
   assert starts == {'syncer': 4, 'l0': 2, 'l1': 4}
 
 
-def test_the_standby_takes_over(day):
-  assert sum('standby takes over' in line for line in day.said) == 3
+def test_a_syncer_that_ends_or_dies_is_restarted(day):
+  assert sum('[local] syncer: restarted' in line for line in day.said) == 3
   codes = [fact['code'] for fact in day.of('supervisor', 'exit') if fact['child'] == 'syncer']
   assert codes == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
 

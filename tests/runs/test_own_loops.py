@@ -162,11 +162,10 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
 @pytest.mark.parametrize(
   ('flags', 'text'),
   [
-    (['--config=own_loop', '--standby'], 'no model to compile'),
+    (['--config=stdlib_lm:tiny', '--init=there'], 'that of its task'),
     *(
       pytest.param(*one, marks=pytest.mark.full)
       for one in (
-        (['--config=stdlib_lm:tiny', '--init=there'], 'that of its task'),
         (['--config=own_loop', '--init=nowhere'], 'cannot read nowhere'),
         (['--config=own_loop', '--listen=0.0.0.0:0'], 'needs certificates'),
       )

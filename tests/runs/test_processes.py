@@ -1,4 +1,4 @@
-"""Real processes: Ctrl-C and resume, refusals, a standby syncer."""
+"""Real processes: Ctrl-C and resume, refusals."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ class Program:
       cwd=ROOT,
       env=_environment(),
       text=True,
-      stdin=subprocess.PIPE,
+      stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       start_new_session=True,
@@ -86,7 +86,6 @@ class Program:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self.process.pid, signal.SIGKILL)
     self.end()
-    self.process.stdin.close()
 
 
 @pytest.fixture(name='start')
@@ -232,21 +231,3 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   for program in (first, syncer):
     program.process.send_signal(signal.SIGTERM)
     assert program.end() == 0, program.lines
-
-
-def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path, monkeypatch):
-  """A signal for the active syncer does not end the standby either. A syncer runs on CPU."""
-  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
-  folder = tmp_path / 'run'
-  unwanted, wanted = (start('syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2))
-  for program in (unwanted, wanted):
-    program.wait_for('standby: ready')
-  wanted.process.send_signal(signal.SIGUSR1)
-  unwanted.process.stdin.close()
-  assert unwanted.end() == 0, unwanted.lines
-  assert not folder.exists()
-  wanted.process.stdin.write('\n')
-  wanted.process.stdin.flush()
-  wanted.wait_for('syncer listens on')
-  wanted.process.send_signal(signal.SIGTERM)
-  assert wanted.end() == 0, wanted.lines

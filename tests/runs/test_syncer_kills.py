@@ -2,7 +2,7 @@
 
 One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
 outer steps. SIGKILL ends the syncer at any moment, from the test after a drawn time or from itself
-at a failpoint, and the supervisor starts a new process (test_day.py has a standby). Meanwhile l1 is
+at a failpoint, and the supervisor starts a new process. Meanwhile l1 is
 killed, too, l0 is untouched. Then all processes are killed at once and restart in a drawn order. At
 the very end l0 is frozen, to show that the tests notice a pause. The tests read the records of the
 processes, and the judge reads their tapes.

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import local_run
-from diloco_jax.launch import standby as standby_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import live, records, run_facts
 from diloco_jax.storage import tapes
@@ -91,7 +90,6 @@ class Conductor:
     change: Callable[[supervisor_lib.Program], supervisor_lib.Program | None] = lambda program: (
       program
     ),
-    standby: bool = False,
     display: live.Display | None = None,
   ):
     """Args:
@@ -100,13 +98,12 @@ class Conductor:
     recorder: of the facts of the supervisor.
     config: of the run; `config_flags`: the same for the command line of its programs.
     change: changes each program before it starts; None: it does not run.
-    standby: start a standby process of the syncer.
     display: shows the run.
     """
     self.workdir = workdir
     programs = [
       changed
-      for one in local_run.programs(config, workdir, config_flags, False, standby)
+      for one in local_run.programs(config, workdir, config_flags, False)
       if (changed := change(one)) is not None
     ]
     self.said: list[str] = []
@@ -160,10 +157,6 @@ class Conductor:
     """Facts of a process from the `at`-th of all facts on."""
     return [fact for who, fact in self.facts[at:] if (who, fact['name']) == (process, name)]
 
-  def stood_by(self) -> int:
-    """The number of standby processes so far that were ready."""
-    return sum(line.startswith(f'[syncer] {standby_lib.LINE}') for line in self.said)
-
   def count(self, process: str, name: str, **values: Any) -> int:
     return sum(values.items() <= fact.items() for fact in self.since(process, name))
 
@@ -182,9 +175,8 @@ def with_flag(program: supervisor_lib.Program, name: str, value: str) -> supervi
 
 
 def with_more(program: supervisor_lib.Program, *words: str) -> supervisor_lib.Program:
-  """The program with more flags, and its standby process too."""
-  standby = [*program.standby, *words] if program.standby else ()
-  return dataclasses.replace(program, command=[*program.command, *words], standby=standby)
+  """The program with more flags."""
+  return dataclasses.replace(program, command=[*program.command, *words])
 
 
 Conducted = TypeVar('Conducted', bound=Conductor)

@@ -69,11 +69,10 @@ class Conductor(conductor.Conductor):
     overrides: dict[str, Any],
     change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = paced,
     variant: str = 'tiny',
-    standby: bool = False,
   ):
     config = stdlib_lm.get_config(variant)
     config.sync.learners = overrides.get('sync.learners', config.sync.learners)
-    super().__init__(workdir, recorder, config, flags(overrides, variant), change, standby)
+    super().__init__(workdir, recorder, config, flags(overrides, variant), change)
 
   def merges(self, learner: str, at: int = 0) -> int:
     """Outer steps in which a learner participated, from the `at`-th of all facts on."""

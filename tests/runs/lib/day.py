@@ -1,8 +1,8 @@
 """One run of real processes that serves several files of tests.
 
-`tiny` with two learners, three data shards and a standby syncer; the learners' checkpoints are
-older than the committed batches. l1 is preempted and rejoins. The syncer gets SIGTERM, and the
-standby takes over. Then the test kills l1; the syncer, and the standby takes over; all processes.
+`tiny` with two learners and three data shards; the learners' checkpoints are older than the
+committed batches. l1 is preempted and rejoins, then the syncer. Then the test kills l1, the syncer,
+and all processes.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Conductor(conductor.Conductor):
   """Carries out the day; waits for facts only."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    super().__init__(workdir, recorder, OVERRIDES, standby=True)
+    super().__init__(workdir, recorder, OVERRIDES)
     self._draw = random.Random(3)
     self.asked_ns: dict[str, int] = {}
     self.killed_ns = 0
@@ -53,20 +53,12 @@ class Conductor(conductor.Conductor):
   async def carry_out(self) -> None:
     await self._merged(3)
     await self._terminate('l1')
-    await self._standby_ready()
     await self._terminate('syncer')
     self.killed_ns = time.monotonic_ns()
     await self._kill('l1')
-    await self._standby_ready()
     await self._kill('syncer')
-    await self._standby_ready()
     await self._kill(*LEARNERS, 'syncer')
     self.supervisor.retire()
-
-  async def _standby_ready(self) -> None:
-    """Waits until a standby is ready."""
-    starts = self.supervisor.statuses['syncer'].starts
-    await self.until(lambda: self.stood_by() == starts)
 
   async def _terminate(self, name: str) -> None:
     """Sends SIGTERM at any moment, and waits for the next process."""

@@ -3,7 +3,7 @@
 The run: three learners on real processes; l1 is killed. `golden/` holds its tapes, packed, and its
 records. They must fit the schema of tapes; record them again after a change of it::
 
-    python -m tests.verification.calibration.test_calibration --record
+    python -m tests.experiments.test_calibration --record
 """
 
 import gzip
@@ -18,10 +18,10 @@ import pytest
 
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
-from diloco_jax.verification.calibration import calibration, measured, tape_times
 from diloco_jax.verification.sim import engine
+from experiments.goodput import calibration, measured, tape_times
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 SECOND = engine.SECOND
 RUN = (

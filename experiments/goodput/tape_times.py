@@ -13,8 +13,8 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.tape import observers
 from diloco_jax.report import facts, run_facts
-from diloco_jax.verification.calibration import measured
 from diloco_jax.verification.checks import judge_tapes
+from experiments.goodput import measured
 
 
 class Kill(NamedTuple):

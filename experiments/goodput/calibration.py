@@ -21,9 +21,9 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import random_streams
-from diloco_jax.verification.calibration import measured, tape_times
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network, no_arrays, processes, world
+from experiments.goodput import measured, tape_times
 
 STRETCH_NS = 3 * engine_lib.SECOND  # how long the world stays at a stretch of the run, at most
 _PATIENCE_NS = 3_600 * engine_lib.SECOND

@@ -1,1 +1,0 @@
-"""Predictions: what the times of a real run say about other kills."""

@@ -1,0 +1,75 @@
+"""A process without a checkpoint takes the moments of another's, or says that they are fresh."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.api import single_controller
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.learner import moments
+from diloco_jax.storage import checkpoint, manifests
+
+
+def _moments(value: float):
+  return {'count': jnp.int32(value), 'mu': jnp.full((8, 8), value)}
+
+
+def _save(workdir, learner: str, *steps: int) -> None:
+  checkpoints = checkpoint.Checkpoints(str(moments.folder(workdir, learner)))
+  for step in steps:
+    state = {'params': jnp.ones((2, 8, 8)), 'opt_state': _moments(step)}
+    checkpoints.save(step, state, 0, {'protocol': {'learner': learner}})
+  checkpoints.close()
+
+
+def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
+  like = _moments(0)
+  assert moments.find(tmp_path, 'l2', like) is None
+  _save(tmp_path, 'l0', 4, 9)
+  _save(tmp_path, 'l1', 5, 7)
+  found = moments.find(tmp_path, 'l2', like)
+  assert (found.learner, found.step, found.protocol) == ('l0', 9, {'learner': 'l0'})
+  jax.tree.map(np.testing.assert_array_equal, found.moments, _moments(9))
+  assert moments.find(tmp_path, 'l1', like).step == 7, 'its own first'
+
+  path = moments.folder(tmp_path, 'l0') / '9' / 'record' / 'data.json'
+  record = json.loads(path.read_text())
+  del record['sha256'], record['proof']
+  record['digests']['state/opt_state/mu'] ^= 1
+  path.write_text(json.dumps({**record, 'sha256': manifests.sha256(record), 'proof': ''}))
+  assert moments.find(tmp_path, 'l2', like)[:2] == ('l1', 7)
+
+
+@pytest.mark.parametrize(
+  'like', [{'count': jnp.int32(0)}, _moments(0) | {'mu': jnp.ones((8, 9))}, {'nu': jnp.ones(8)}]
+)
+def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
+  _save(tmp_path, 'l0', 4)
+  assert moments.find(tmp_path, 'l1', like) is None
+
+
+def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):
+  """A run is continued three times: whole, without the checkpoints of l1, without any."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners = 2
+
+  def go_on(steps: int) -> list[tuple]:
+    config.train.steps = steps
+    config.validate()
+    capfd.readouterr()
+    single_controller.run(config, tmp_path)
+    lines = (tmp_path / 'records' / 'l1.jsonl').read_text().splitlines()
+    facts = [json.loads(line) for line in lines]
+    return [(one['of'], one['step'] > 0) for one in facts if one['name'] == 'moments']
+
+  assert go_on(12) == [] == go_on(18)
+  shutil.rmtree(moments.folder(tmp_path, 'l1'))
+  assert go_on(24) == [('l0', True)]
+  assert 'the inner optimizer begins with the moments of l0 at step' in capfd.readouterr().out
+  shutil.rmtree(tmp_path / 'islands')
+  assert go_on(30) == [('l0', True), ('', False)]
+  assert 'so the inner optimizer begins with fresh moments' in capfd.readouterr().out
