@@ -9,7 +9,7 @@ import contextlib
 import os
 import pathlib
 import re
-import shlex
+import resource
 import signal
 import subprocess
 import sys
@@ -160,14 +160,13 @@ def test_a_second_sigterm_ends_it_at_once():
 
 
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tmp_path):
-  """An outer step waits for space for ever; a limit of 32 KiB per file simulates the full disk."""
+  """An outer step waits for space for ever; a limit of 1 KiB per file simulates the full disk."""
   common = [
     *conductor.flags(day_lib.OVERRIDES),
     f'--workdir={tmp_path}',
     '--config.train.drain_s=2',
   ]
-  limited = shlex.join([sys.executable, '-m', 'diloco_jax', 'syncer', *common])
-  syncer = _start('bash', '-c', f'ulimit -f 32; exec {limited}')
+  syncer = _start(sys.executable, '-m', 'diloco_jax', 'syncer', *common)
   learner = _start(
     sys.executable,
     '-m',
@@ -178,6 +177,11 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     f'--syncer=file:{tmp_path}/{run_folder.ADDRESS}',
   )
   try:
+    while len(list(tmp_path.glob('syncer/wal/*.rec'))) < 3:
+      assert syncer.poll() is None and learner.poll() is None
+      time.sleep(0.05)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (1 << 10, hard))
     words = _wait_for(syncer, 'No space')
     safe = int(re.search(r'last committed record (\d+) is safe', words)[1])
     began_s = time.monotonic()
