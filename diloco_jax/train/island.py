@@ -1,7 +1,7 @@
 """An island: one mesh, one inner optimizer, one data shard. It trains alone and knows no syncer.
 
-Its interface is what the protocol needs: a caller may replace the state between two steps (adopt),
-read and donate parameters, and switch to another shard (leases). The clock is an argument of every
+Its interface is what the protocol needs: a caller may read and replace the state between two steps
+(adopt), and switch to another shard (leases). The clock is an argument of every
 step; the island does not keep it.
 
   island = Island(task=decoder.task(ModelConfig(), DataConfig()), optimizer=OptimizerConfig(),

@@ -1,10 +1,10 @@
 r"""The inner optimizer: AdamW, or Muon and AdamW, with the learning rate of the protocol's clock.
 
-A learner that reconnects adopts the syncer's clock, and a donor's moments arrive with the donor's
-count; a schedule that follows the count would give the learners of one run different rates. So the
-rate is an argument: `tx.update(grads, state, params, rate=schedule(...)(clock))`, and one compiled
-step serves all schedules. The bias correction of the moments keeps its own count, which belongs to
-them and moves with them.
+A learner that reconnects adopts the syncer's clock, and the moments of a checkpoint have the count
+of when they were saved; a schedule that follows the count would give the learners of one run
+different rates. So the rate is an argument: `tx.update(grads, state, params,
+rate=schedule(...)(clock))`, and one compiled step serves all schedules. The bias correction of the
+moments keeps its own count, which belongs to them and moves with them.
 
   rate(t) = peak (t + 1) / W                                                    t < W (warm-up)
   rate(t) = peak (r + (1 - r) (1 + cos(pi (t - W) / (T - W))) / 2)              W <= t < T

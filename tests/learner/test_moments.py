@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.api import single_controller
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import moments
-from diloco_jax.storage import checkpoint, manifests
+from diloco_jax.storage import checkpoint, json_files
 
 
 def _moments(value: float):
@@ -38,9 +38,9 @@ def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
 
   path = moments.folder(tmp_path, 'l0') / '9' / 'record' / 'data.json'
   record = json.loads(path.read_text())
-  del record['sha256'], record['proof']
+  del record['sha256']
   record['digests']['state/opt_state/mu'] ^= 1
-  path.write_text(json.dumps({**record, 'sha256': manifests.sha256(record), 'proof': ''}))
+  path.write_text(json.dumps({**record, 'sha256': json_files.sha256(record)}))
   assert moments.find(tmp_path, 'l2', like)[:2] == ('l1', 7)
 
 
