@@ -209,6 +209,16 @@ def late_payload_is_not_reported(original):
 
 
 @mutant(
+  'Of two late payloads of a learner the syncer keeps the older, and is silent about the other.',
+  gathering.Gathering,
+  '_drop_older',
+  'I7c',
+)
+def older_late_payload_stays(original):
+  return lambda self, *args: None
+
+
+@mutant(
   'The syncer does not tell a learner that its contribution was merged.',
   gathering.Gathering,
   'settle',
@@ -1294,7 +1304,7 @@ def folder_is_not_fsynced(original):
   return _without('fsync_names')(original)
 
 
-def _read_unchecked(files, run, key, base, last):
+def _read_unchecked(files, run, base, last):
   for number in range(base + 1, last + 1):
     kind, size, chain = wal._header(files, run, number, base)
     payload = files.read(wal.name_of(number), wal.HEADER_BYTES, size)

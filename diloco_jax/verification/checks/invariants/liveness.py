@@ -297,8 +297,9 @@ class Heard(invariant.Invariant):
   @invariant.on(LEARNER, actions.Close)
   def learner(self, book: LearnerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     syncer = self.run.syncer
-    alive = syncer is not None and not syncer.exited
-    if alive and close.reason == 'the syncer fell silent':
+    joins = () if syncer is None or syncer.exited else [one.join for one in syncer.peers.values()]
+    heard = any(join and join.nonce == book.nonce for join in joins)  # else by a syncer before it
+    if heard and close.reason == 'the syncer fell silent':
       self._silent(book, now_ns, close)
 
   def _silent(self, book: SyncerBook, now_ns: int, close: actions.Close) -> None:

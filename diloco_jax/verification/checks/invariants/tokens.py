@@ -337,7 +337,7 @@ class Verdicts(invariant.Invariant):
     gathers = book.gathers.get(message.sync), book.next_of(message.fragment)
     held = [one for gather in gathers if gather for one in gather.payloads.values()]
     settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
-    if settled or any(other is peer for other, _ in held):
+    if settled or any(other is peer and one.sync >= message.sync for other, one in held):
       return  # a duplicate
     for action in out:
       if (
