@@ -289,7 +289,7 @@ mutant(
 mutant(
   'D3',
   'Learners that are merged often decide which norms are usual.',
-  1,
+  0,
   150,
   (screening.Usual, 'merged', _old_merged),
   (screening.Usual, 'votes', _old_votes),
@@ -300,7 +300,7 @@ mutant(
 mutant(
   'D5',
   'The limit of norms grows with the claimed steps.',
-  0,
+  5,
   60,
   (PLAUSIBILITY, '_contribution', _believes),
   (screening, 'GROWTH', lambda original: 2**64),
@@ -318,9 +318,10 @@ mutant(
   'D7',
   'A payload stays in its open sync when its sender disowns its tokens.',
   1,
-  20,
+  60,
   (gathering.Gathering, 'decline', _without_withdrawal),
   (gathering.Gathering, '_reject', _without_withdrawal),
+  machine=WithoutGrace,
 )
 
 

@@ -36,7 +36,7 @@ def faultless(seed: int, **settings) -> random_settings.Setting:
     **settings,
   )
   return dataclasses.replace(
-    setting, config=config, plan=[], loss=0, duplicate=0, garble=0, guest_ns=None
+    setting, config=config, plan=[], loss=0, duplicate=0, guest_ns=None
   )
 
 
