@@ -95,7 +95,6 @@ class Rig:
       None,
       log,
       None,
-      folder,
     )
     self._spent: Counter[str] = Counter()
     self._log = log

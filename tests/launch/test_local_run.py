@@ -102,7 +102,7 @@ def test_a_path_without_readable_checkpoints_is_refused(config, tmp_path, monkey
   with pytest.raises(ValueError, match=match):
     diloco_jax.load_params('run')
   with pytest.raises(ValueError, match=match):
-    restore.restore(config, pathlib.Path('run'), restore.Asked(restore.LATEST), print)
+    restore.restore(config, pathlib.Path('run'), restore.LATEST, print)
   with pytest.raises(ValueError, match=match), contextlib.ExitStack() as cleanup:
     peer.folder('run', cleanup)
   with pytest.raises(cli.NeverRetry, match=match):

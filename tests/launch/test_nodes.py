@@ -79,7 +79,7 @@ def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monk
     assert nodes.syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert load.read(tmp_path).train.steps == 50
   assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
-  restore.restore(load.read(tmp_path), tmp_path, restore.Asked(restore.CHECKPOINT), print)
+  restore.restore(load.read(tmp_path), tmp_path, restore.LATEST, print)
 
 
 def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
@@ -225,7 +225,7 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
 def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():
   names = [f'layers/{number}' for number in range(48)]
   shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1 << 12, 1 << 14), np.float32))
-  model = own_model.Model(shapes, dict.fromkeys(names, 'body'), (), values=dict)
+  model = own_model.Model(shapes, dict.fromkeys(names, 'body'), values=dict)
   assembled = own_model.complete(model, own_loop.get_config())
   assert assembled.parameters > 1 << 31
   limits = nodes.limits(assembled)

@@ -35,9 +35,7 @@ def faultless(seed: int, **settings) -> random_settings.Setting:
     norm_factor=0,
     **settings,
   )
-  return dataclasses.replace(
-    setting, config=config, plan=[], loss=0, duplicate=0, guest_ns=None
-  )
+  return dataclasses.replace(setting, config=config, plan=[], loss=0, duplicate=0, guest_ns=None)
 
 
 def run(setting: random_settings.Setting, seed: int) -> world_lib.World:
