@@ -16,6 +16,7 @@ from diloco_jax.verification.sim import engine, seeds
 from diloco_jax.verification.sim import world as world_lib
 
 DEATHS = 12
+ROUNDS = 9
 
 
 def calls_per_event(learners: int, steps: int) -> float:
@@ -91,9 +92,8 @@ def test_books_of_machines_checkers_and_world_do_not_grow_with_deaths_nor_with_t
 
   deaths()
   versions = sum(world.syncer.theta.versions)
-  before, after = deaths(), deaths()
+  before, *_, after = (deaths() for _ in range(ROUNDS))
   assert sum(world.syncer.theta.versions) > versions + 5 * DEATHS
-  grown = {
-    way: (before[way], after[way]) for way in after if after[way] > before[way] + DEATHS // 2
-  }
-  assert not grown
+  # A leak grows with every death. What saves share, and a merge in hand, go up and down by 30.
+  most = (ROUNDS - 1) * DEATHS // 2
+  assert not {way: (before[way], after[way]) for way in after if after[way] > before[way] + most}

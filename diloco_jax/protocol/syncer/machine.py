@@ -224,7 +224,7 @@ class SyncerMachine:
   def _advance(self, now_ns: int) -> None:
     """Takes every decision that the time and the state allow, whichever event came."""
     self._membership.welcome(now_ns, self.finished)
-    if self._saving.due(self.clock) and not self._gathering.merging:
+    if self._saving.due(self.clock) and not self._save_waits:
       self._save()
     for gather in list(self._gathering.open.values()):
       self._decide(now_ns, gather)
