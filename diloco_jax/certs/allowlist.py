@@ -48,7 +48,8 @@ class Allowlist:
 
   def with_certificate(self, proof: proofs.Proof, now: datetime.datetime) -> 'Allowlist':
     """Adds a certificate; those of its learner that have not ended stay."""
-    listed = {id: _unended(entries, now) for id, entries in self.listed.items()}
+    live = lambda entries: {sha256: until for sha256, until in entries.items() if until > now}
+    listed = {id: live(entries) for id, entries in self.listed.items()}
     listed.setdefault(proof.name.id, {})[proof.sha256] = proof.not_after
     return Allowlist(self.run, listed)
 
@@ -89,9 +90,3 @@ def _parse(data: dict) -> Allowlist:
       str(row['sha256']): datetime.datetime.fromisoformat(row['until']) for row in rows
     }
   return Allowlist(data['run'], listed)
-
-
-def _unended(
-  entries: Mapping[str, datetime.datetime], now: datetime.datetime
-) -> dict[str, datetime.datetime]:
-  return {sha256: until for sha256, until in entries.items() if until > now}

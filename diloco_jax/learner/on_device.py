@@ -69,7 +69,8 @@ class Exchange:
     self._captures: dict[int, jax.Array] = {}
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
     # merged payload of each size, and the next payload takes its place.
-    self._reuses = self._rebases and _platform(island.params) == 'cpu'
+    device = next(iter(jax.tree.leaves(island.params)[0].devices()))
+    self._reuses = self._rebases and device.platform == 'cpu'
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
@@ -297,10 +298,6 @@ class Exchange:
     for name, place in _named(self._places[p]).items():
       leaves[place] = values[name]
     self._island.params = jax.tree.unflatten(tree, leaves)
-
-
-def _platform(params: Any) -> str:
-  return next(iter(jax.tree.leaves(params)[0].devices())).platform
 
 
 def _flat(tree: Any) -> list[Any]:

@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
       tokens_BxL: of an integer type.
       sharding: pins the activations between the blocks (leading axis: the batch): without it the
         partitioner may gather the batch instead of the split parameters.
-      prefix_BxIxD: what stands in the sequence in front of the tokens (vision.py).
+      prefix_BxIxD: what stands in the sequence in front of the tokens.
     """
     config = self.config
     scale = jnp.asarray(config.embed_dim**0.5, self.embedding[...].dtype)
@@ -172,7 +172,8 @@ class Decoder(nnx.Module):
     x_BxLxD = x_BxLxD[:, -tokens_BxL.shape[1] :]
     x_BxLxD = rms_norm(_pin(x_BxLxD, sharding), self.final_norm[...])
     head_DxV = self.embedding[...].T if config.tied_head else self.head[...]
-    return _softcap((x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap), balance
+    logits_BxLxV, cap = (x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap
+    return cap * jnp.tanh(logits_BxLxV / cap) if cap else logits_BxLxV, balance
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> nnx.Param:
@@ -294,10 +295,6 @@ def _rope(x_BxLxNxH: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.A
   a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)
   turned = (a * cos_1xLx1xH - b * sin_1xLx1xH, b * cos_1xLx1xH + a * sin_1xLx1xH)
   return jnp.concatenate(turned, axis=-1).astype(x_BxLxNxH.dtype)
-
-
-def _softcap(logits: jax.Array, cap: float) -> jax.Array:
-  return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def _pin(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -181,10 +181,11 @@ class Session:
   def lost(self, error: grpc.RpcError, reason: str) -> None:
     """Ends the session after a stream's error; a learner with a refused certificate is told so."""
     with self._changed:
-      if self._dialed and self._state is not _State.OVER and _is_unproved(error):
+      refused = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+      if refused and self._dialed and self._state is not _State.OVER:
         self._unhandled += 1
-        refused = messages.unproved(printable_lib.printable(error.details() or '', REASON_CHARS))
-        self._post(events.Received(session=self.number, message=refused))
+        told = messages.unproved(printable_lib.printable(error.details() or '', REASON_CHARS))
+        self._post(events.Received(session=self.number, message=told))
       self.fail(reason)
 
   def add_stream(self, cancel: Callable[[], None]) -> None:
@@ -519,10 +520,6 @@ def describe(error: grpc.RpcError) -> str:
   code = error.code().name.lower().replace('_', ' ')
   details = printable_lib.printable(error.details() or '', REASON_CHARS)
   return f'{code}: {details}' if details else code
-
-
-def _is_unproved(error: grpc.RpcError) -> bool:
-  return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def start_thread(name: str, target: Callable, *args) -> threading.Thread:

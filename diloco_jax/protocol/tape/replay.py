@@ -41,7 +41,8 @@ class Divergence:
       if a == b:
         lines.append(f'  both      {_cut(a)}')
       else:
-        start = _first_difference(a, b)
+        unlike = (i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+        start = next(unlike, min(len(a), len(b)))
         lines += [f'  recorded  {_cut(a, start)}', f'  replayed  {_cut(b, start)}']
     return '\n'.join(lines)
 
@@ -148,10 +149,6 @@ def _turn_text(turn: tape.Record | tape.Crash) -> str:
     f'turn {turn.index} at {turn.now_ns} ns  {_cut(tape.encode(turn.event))} -> '
     f'{", ".join(kinds) or "nothing"}'
   )
-
-
-def _first_difference(a: str, b: str) -> int:
-  return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _cut(text: str, around: int = 0) -> str:
