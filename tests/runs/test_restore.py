@@ -155,10 +155,10 @@ def _story(tmp_path_factory) -> Story:
 
 
 def test_every_node_keeps_a_checkpoint_of_each_interval(story):
-  *kept, _, _ = story.clocks.values()
-  assert len({clock // KEEP_EVERY for clock in kept}) == len(kept) >= 4
+  *kept, _, _, _ = story.clocks.values()  # the kill may have come before one was removed
+  assert len({clock // KEEP_EVERY for clock in kept}) == len(kept) >= 3
   for clocks in story.learners.values():
-    older = clocks[:-2]
+    older = clocks[:-3]
     assert len({clock // KEEP_EVERY for clock in older}) == len(older)
 
 
