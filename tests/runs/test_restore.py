@@ -98,11 +98,22 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def clocks_of(node: pathlib.Path) -> dict[int, int]:
-  """The clocks of the whole checkpoints of a node, by their numbers."""
+  """The clocks of a node's checkpoints, by their numbers."""
   found = {}
   for number in folders.checkpoints(node):
-    with contextlib.suppress(OSError, ValueError):  # a kill came while it was removed
+    with contextlib.suppress(OSError, ValueError):  # it is removed at this moment
       found[number] = checkpoint.clock(node / folders.CHECKPOINTS / str(number))
+  return found
+
+
+def whole(node: pathlib.Path) -> dict[int, int]:
+  """Those that verify: a kill may have come while an old one was removed."""
+  found = clocks_of(node)
+  for number in list(found):
+    try:
+      checkpoint.verify(node / folders.CHECKPOINTS / str(number))
+    except (OSError, checkpoint.CheckpointError):
+      del found[number]
   return found
 
 
@@ -114,7 +125,8 @@ def _story(tmp_path_factory) -> Story:
   islands = {name: workdir / 'islands' / name for name in ('l0', 'l1', 'l2')}
 
   def enough() -> bool:
-    return len(clocks_of(syncer)) >= 6 and all(clocks_of(node) for node in islands.values())
+    intervals = {clock // KEEP_EVERY for clock in clocks_of(syncer).values()}
+    return len(intervals) >= 5 and all(clocks_of(node) for node in islands.values())
 
   with running('train', workdir, first, *COMMON) as process:
     until(enough, first)
@@ -126,9 +138,10 @@ def _story(tmp_path_factory) -> Story:
     psutil.wait_procs(members, timeout=DEADLINE_S)
   tail = records.TailAll(workdir)
   tail.read()
-  clocks = clocks_of(syncer)
-  learners = {name: list(clocks_of(node).values()) for name, node in islands.items()}
-  before, damaged = sorted(clocks)[-3:-1]
+  clocks = whole(syncer)
+  learners = {name: list(whole(node).values()) for name, node in islands.items()}
+  newest = max(clocks.values())  # two checkpoints may have one clock
+  before, damaged = sorted(number for number in clocks if clocks[number] < newest)[-2:]
   ckpt = syncer / folders.CHECKPOINTS
   saved, _ = checkpoint.verify(ckpt / str(before))
   record = ckpt / str(damaged) / 'record/data.json'
@@ -156,15 +169,14 @@ def _story(tmp_path_factory) -> Story:
 
 def test_every_node_keeps_a_checkpoint_of_each_interval(story):
   *kept, _, _, _ = story.clocks.values()  # the kill may have come before one was removed
-  assert len({clock // KEEP_EVERY for clock in kept}) == len(kept) >= 3
+  assert len({clock // KEEP_EVERY for clock in kept}) == len(kept) >= 2
   for clocks in story.learners.values():
     older = clocks[:-3]
     assert len({clock // KEEP_EVERY for clock in older}) == len(older)
 
 
 def test_restore_passes_over_a_damaged_checkpoint_with_one_line(story):
-  lines = [line for line in story.said.splitlines() if 'is damaged' in line]
-  assert len(lines) == 1 and re.search(f'syncer/ckpt/{story.damaged} is damaged', lines[0])
+  assert len(re.findall(f'syncer/ckpt/{story.damaged} is damaged', story.said)) == 1
   assert (story.workdir / 'aside-1' / 'syncer' / 'ckpt' / str(story.damaged)).is_dir()
 
 
