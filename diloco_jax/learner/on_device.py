@@ -41,6 +41,13 @@ class Exchange:
 
   `compile_all` compiles the functions of every sync, in the order of the syncs. A caller whose
   function is not compiled yet waits for that function only.
+
+  Made from shapes alone (jax.ShapeDtypeStruct with shardings, also on devices that this machine
+  lacks) it can lower its functions and no more. `begin` makes the arrays.
+
+  Attributes:
+    kinds: by fragment, the argument of `lower_encode`, `lower_adopt` and `lower_apply`.
+    anchors: by fragment, from `begin` on.
   """
 
   def __init__(
@@ -51,8 +58,6 @@ class Exchange:
   ):
     """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
-    # Its first arrays are a program's own; a dead one is none of any tree.
-    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(island.params)]
     self._layout = assembled.layout
     self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
     self._rebases = assembled.protocol.rebases
@@ -64,19 +69,25 @@ class Exchange:
       list(dict.fromkeys(order[piece.path] for piece in pieces))
       for pieces in self._layout.fragments
     ]
-    self._kinds = self._make_kinds(order)
+    self.kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
     # merged payload of each size, and the next payload takes its place.
-    device = next(iter(jax.tree.leaves(island.params)[0].devices()))
+    device = next(iter(jax.tree.leaves(island.params)[0].sharding.device_set))
     self._reuses = self._rebases and device.platform == 'cpu'
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
     self._digest = jax.jit(digest_lib.digest)
+
+  def begin(self) -> 'Exchange':
+    """Makes the parameters as they are the anchors; returns itself."""
+    # The first arrays are a program's own; a dead one is none of any tree.
+    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._island.params)]
     self._flags = self._put((np.bool_(False), np.bool_(True)))
-    self.anchors = self._get(self._lower_gather)(island.params)
+    self.anchors = self._get(self._lower_gather)(self._island.params)
+    return self
 
   def _make_kinds(self, order: dict[str, int]) -> list[_Kind]:
     leaves, shardings = _flat(self._island.params), _flat(self._island.shardings.params)
@@ -100,11 +111,11 @@ class Exchange:
 
   def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
     """Ends early, between two functions, once `stopped` returns true."""
-    for kind in self._kinds:
+    for kind in self.kinds:
       for lower, key in (
-        (self._lower_encode, kind),
-        (self._lower_adopt, kind),
-        (self._lower_apply, kind.size),
+        (self.lower_encode, kind),
+        (self.lower_adopt, kind),
+        (self.lower_apply, kind),
       ):
         if stopped():
           return
@@ -137,14 +148,14 @@ class Exchange:
 
     leaves = {
       place: leaf
-      for places, kind in zip(self._places, self._kinds)
+      for places, kind in zip(self._places, self.kinds)
       for place, leaf in zip(places, kind.leaves)
     }
     tree = jax.tree.structure(self._island.params)
     like = jax.tree.unflatten(tree, map(leaves.get, range(tree.num_leaves)))
     return jax.jit(gather, out_shardings=self._island.replicated).lower(like)
 
-  def _lower_encode(self, kind: _Kind) -> jax.stages.Lowered:
+  def lower_encode(self, kind: _Kind) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, kind.pieces, self._codec_up)
     data_bytes = self._codec_up.encoded_size(kind.size)
     held = _named(kind.leaves), self._like((kind.size,), np.float32)
@@ -155,7 +166,7 @@ class Exchange:
     anew = lambda *held: encode(jnp.zeros(data_bytes, jnp.uint8), *held)
     return jax.jit(anew, out_shardings=at).lower(*held)
 
-  def _lower_adopt(self, kind: _Kind) -> jax.stages.Lowered:
+  def lower_adopt(self, kind: _Kind) -> jax.stages.Lowered:
     adopt = functools.partial(
       exchange.adopt, kind.pieces, self._codec_up, self._codec_down, self._alpha
     )
@@ -171,11 +182,11 @@ class Exchange:
       exchange.Published(anchor_N, data, capture, flag, flag),
     )
 
-  def _lower_apply(self, size: int) -> jax.stages.Lowered:
+  def lower_apply(self, kind: _Kind) -> jax.stages.Lowered:
     apply = functools.partial(exchange.apply_delta, self._codec_down)
-    data_bytes = self._codec_down.encoded_size(size)
+    data_bytes = self._codec_down.encoded_size(kind.size)
     return jax.jit(apply, donate_argnums=0, out_shardings=self._island.replicated).lower(
-      self._like((size,), np.float32), self._like((data_bytes,), np.uint8)
+      self._like((kind.size,), np.float32), self._like((data_bytes,), np.uint8)
     )
 
   def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -193,8 +204,8 @@ class Exchange:
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
-    kind = self._kinds[p]
-    encode = self._get(self._lower_encode, kind)
+    kind = self.kinds[p]
+    encode = self._get(self.lower_encode, kind)
     held = self._leaves(p), self.anchors[p]
     if self._reuses:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
@@ -227,7 +238,7 @@ class Exchange:
       delta = self._put(np.frombuffer(data, np.uint8))
       digest = self._adopt(p, self.anchors[p], delta, capture, keep)
     if capture is not None and self._reuses:
-      self._merged[self._kinds[p].size] = capture
+      self._merged[self.kinds[p].size] = capture
     return digest
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
@@ -236,7 +247,7 @@ class Exchange:
     A learner that comes back does this with every fragment before its first step, so all fragments
     have one function, for the digest of a padded value.
     """
-    kind = self._kinds[p]
+    kind = self.kinds[p]
     leaves = self._leaves(p)
     for piece, start, stop in fragments.places(kind.pieces):
       leaf = leaves[piece.path]
@@ -247,7 +258,7 @@ class Exchange:
       )
     self._assign(p, jax.device_put(leaves, _named(leaf.sharding for leaf in kind.leaves)))
     self.anchors[p] = self._put(value_N)
-    padding = max(kind.size for kind in self._kinds) - kind.size
+    padding = max(kind.size for kind in self.kinds) - kind.size
     return self._digest(self._put(np.pad(value_N, (0, padding))), count=np.uint32(kind.size))
 
   def rewind(self) -> None:
@@ -265,7 +276,7 @@ class Exchange:
     keep: bool,
   ) -> jax.Array:
     """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
-    kind, merged = self._kinds[p], capture is not None
+    kind, merged = self.kinds[p], capture is not None
     self._own(p)
     if delta is None:
       delta = self._zeros(self._codec_down, kind.size)
@@ -273,9 +284,9 @@ class Exchange:
       alike = self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind.size)
     value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
-    adopted = self._get(self._lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
+    adopted = self._get(self.lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
     self._assign(p, adopted)
-    self.anchors[p], digest = self._get(self._lower_apply, kind.size)(base_N, delta)
+    self.anchors[p], digest = self._get(self.lower_apply, kind)(base_N, delta)
     return digest
 
   def _own(self, p: int) -> None:

@@ -52,7 +52,7 @@ class LearnerWork:
     self._fail = fail
     self._payloads = payloads
     self._records = records
-    self.exchange = exchange or on_device.Exchange(assembled, island)
+    self.exchange = exchange or on_device.Exchange(assembled, island).begin()
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
