@@ -136,11 +136,11 @@ class Exchange:
 
     each = kind.on_each(flat, (kind.rows_specs,), kind.flat)
     gather = lambda leaves, starts: each(kind.rows(leaves, starts))
-    return jax.jit(gather, out_shardings=kind.sharding).lower(*self._held(kind))
+    return kind.jit(gather, kind.sharding).lower(*self._held(kind))
 
   def _lower_digest(self, kind: split.Kind) -> jax.stages.Lowered:
     each = kind.on_each(kind.digest, (kind.flat,), jax.P())
-    return jax.jit(each).lower(kind.like(kind.size, np.float32))
+    return kind.jit(each, self._island.replicated).lower(kind.like(kind.size, np.float32))
 
   def lower_encode(self, kind: split.Kind) -> jax.stages.Lowered:
     size = self._codec_up.encoded_size(kind.size)
@@ -156,9 +156,8 @@ class Exchange:
       data, oks = each(data, kind.rows(leaves, starts), anchor)
       return data, jnp.all(oks)
 
-    return jax.jit(
-      encode_all, donate_argnums=0, out_shardings=(kind.sharding, self._island.replicated)
-    ).lower(
+    at = kind.sharding, self._island.replicated
+    return kind.jit(encode_all, at, donate=0).lower(
       kind.like(size, np.uint8) if self._reuses else None,
       *self._held(kind),
       kind.like(kind.size, np.float32),
@@ -181,7 +180,7 @@ class Exchange:
       for codec in (self._codec_down, self._codec_up)
     )
     shardings = split.named(leaf.sharding for leaf in kind.leaves)
-    return jax.jit(adopt_all, donate_argnums=0, out_shardings=shardings).lower(
+    return kind.jit(adopt_all, shardings, donate=0).lower(
       *self._held(kind), anchor, exchange.Published(anchor, data, capture, flag, flag)
     )
 
@@ -191,9 +190,8 @@ class Exchange:
       return published_n, kind.digest(published_n)
 
     each = kind.on_each(apply, (kind.flat, kind.flat), (kind.flat, jax.P()))
-    return jax.jit(
-      each, donate_argnums=0, out_shardings=(kind.sharding, self._island.replicated)
-    ).lower(
+    at = kind.sharding, self._island.replicated
+    return kind.jit(each, at, donate=0).lower(
       kind.like(kind.size, np.float32),
       kind.like(self._codec_down.encoded_size(kind.size), np.uint8),
     )
@@ -267,15 +265,16 @@ class Exchange:
     A learner that comes back does this with every fragment before its first step, so all fragments
     have one function, for the digest of a padded value.
     """
-    kind, leaves, rows = self.kinds[p], self._leaves(p), {}
-    for (place, (piece, start, stop)), at in zip(
-      enumerate(fragments.places(kind.pieces)), kind.shardings
-    ):
-      dtype = leaves[piece.path].dtype
-      value = fragments.shaped(piece, value_N[start:stop]).astype(dtype)
-      rows[str(place)] = split.put(value, at)
-    leaves = kind.with_rows(leaves, self._starts[p], rows)
-    self._assign(p, jax.device_put(leaves, split.named(leaf.sharding for leaf in kind.leaves)))
+    kind, leaves = self.kinds[p], self._leaves(p)
+    for place, (piece, start, stop) in enumerate(fragments.places(kind.pieces)):
+      leaf, at = leaves[piece.path], kind.leaves[int(piece.path)].sharding
+      rows = fragments.shaped(piece, value_N[start:stop]).astype(leaf.dtype)
+      if rows.shape == leaf.shape:
+        leaves[piece.path] = split.put(rows, at)
+      else:
+        rows = split.put(rows, kind.shardings[place])
+        leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][place])
+    self._assign(p, leaves)
     self.anchors[p] = split.values(kind, value_N.view(np.uint8))
     padding = max(map(self._layout.size, range(self._layout.num_fragments))) - value_N.size
     device = next(iter(self.anchors[p].sharding.addressable_devices))
@@ -333,6 +332,10 @@ class Exchange:
     for name, place in split.named(self._places[p]).items():
       leaves[place] = values[name]
     self._island.params = jax.tree.unflatten(tree, leaves)
+
+
+def _replace(leaf: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_slice_in_dim(leaf, rows, start, 0)
 
 
 def _flat(tree: Any) -> list[Any]:

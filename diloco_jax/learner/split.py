@@ -76,18 +76,21 @@ class Kind(NamedTuple):
     """A flat array with `size` elements on each device."""
     return jax.ShapeDtypeStruct((self.parts * size,), dtype, sharding=self.sharding)
 
-  # Inside jit.
+  def jit(self, function: Callable, out: Any, donate: int | None = None) -> Any:
+    """`function`, whose results lie as `out` says and which consumes its argument `donate`. Inside,
+    the partitioner is free, also where a mesh of the user's own has explicit axes."""
+    mesh = self.sharding.mesh if self.parts > 1 else None
+    if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
+      function = jax.sharding.auto_axes(function, out_sharding=out)
+    return jax.jit(function, donate_argnums=donate, out_shardings=out)
 
   def on_each(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` as it runs on each device with its parts."""
+    """`function` as it runs on each device with its parts; inside `jit`."""
     if self.parts == 1:
       return function
+    mesh = jax.sharding.Mesh(self.sharding.mesh.devices, self.sharding.mesh.axis_names)
     return jax.shard_map(
-      function,
-      mesh=self.sharding.mesh,
-      in_specs=in_specs,
-      out_specs=out_specs,
-      check_vma=False,
+      function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
   def rows(self, leaves: exchange.Leaves, starts: jax.Array) -> exchange.Leaves:
