@@ -106,3 +106,31 @@ def test_of_eight_devices_as_of_one(shape, codec, kind):
     for exchange, _ in (one, many)
   ]
   assert held[1] == pytest.approx(held[0] / (shape[1] * shape[2]), rel=0.02)
+
+
+def _compiled(depth: int, kind: str) -> list[str]:
+  """The names of the functions compiled for a stack of so many layers, one for each fragment."""
+  draw, codec = np.random.default_rng(depth), codecs.get('int8')
+  leaf = lambda *shape: draw.standard_normal((depth, *shape), np.float32)
+  params = {'layers': {'a': leaf(8, 32), 'b': leaf(32)}}
+  layout = fragments.make_layout(kind, params, depth, lambda path: fragments.EXPERT)
+  at = jax.tree.map(lambda _: None, params)
+  exchange, island = _exchange(params, at, None, codec.name, layout)
+  exchange.compile_all()
+  trained = _trained(params, 1)
+  island.params = jax.tree.map(jax.device_put, trained)
+  for p in range(depth):
+    anchor_N, moved_N = (fragments.gather(layout, p, tree) for tree in (params, trained))
+    data, _ = exchange.encode(p)
+    sent = exchange.wire(p, data)
+    assert bytes(sent) == np.asarray(codec.encode(anchor_N - moved_N)[0]).tobytes()
+    exchange.adopt(p, sent, whole=False, keep=False, merged=False)
+    adopted_N = fragments.gather(layout, p, island.params)
+    _same(adopted_N, anchor_N + codec.decode(np.asarray(data), anchor_N.size))
+  return sorted(name for name, _ in exchange._compiled)
+
+
+def test_of_a_deeper_stack_no_more_functions_are_compiled():
+  found = _compiled(2, 'layer')
+  assert found == _compiled(6, 'layer') == _compiled(6, 'strided')
+  assert len(found) == len(set(found))

@@ -146,13 +146,14 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
     work.stop()
     work.run()
     assert _same(island.params, published)
-    assert [event.digest for event, _ in posted] == list(exchange.digests())
     assert {compiled for _, compiled in posted} == {len(functions)} == {before}
+    assert [event.digest for event, _ in posted] == list(exchange.digests())
 
+    compiled = len(functions)
     functions.on_another = work.stop
     work.submit(actions.Step(clock=0))
     work.run()
-  assert len(functions) > before
+  assert len(functions) > compiled
   island.close()
 
 
