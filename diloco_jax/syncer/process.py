@@ -112,9 +112,8 @@ def run(
     ValueError: a file of the run is not what was written.
   """
   with contextlib.ExitStack() as cleanup:
-    log = commit.CommitLog(
-      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
-    )
+    log_files = files_lib.Files(workdir / 'syncer' / 'wal')
+    log = commit.CommitLog(log_files, assembled.agreement, records.say)
     cleanup.callback(log.close)
     restored = restore_note.read(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
@@ -128,26 +127,13 @@ def run(
     transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(
-      str(workdir / 'syncer' / 'ckpt'), assembled.protocol.keep_every
-    )
+    keep_every = assembled.protocol.keep_every
+    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), keep_every)
     cleanup.callback(checkpoints.close)
-    start = recover(
-      assembled,
-      theta,
-      checkpoints,
-      log,
-      records,
-      run_name(workdir),
-      restored,
-    )
-    tape = tapes.Tape(
-      workdir,
-      start,
-      records.say,
-      assembled.config.to_dict(),
-      limit_bytes=assembled.config.train.tapes_mib << 20,
-    )
+    start = recover(assembled, theta, checkpoints, log, records, run_name(workdir), restored)
+    limit_bytes = assembled.config.train.tapes_mib << 20
+    config = assembled.config.to_dict()
+    tape = tapes.Tape(workdir, start, records.say, config, limit_bytes=limit_bytes)
     cleanup.callback(tape.close)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
@@ -157,31 +143,17 @@ def run(
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
+    post_own, fail = event_queue.post, event_queue.fail
     work = syncer_work.SyncerWork(
-      assembled,
-      theta,
-      event_queue.post,
-      event_queue.fail,
-      payloads,
-      records,
-      checkpoints,
-      log,
-      evaluation,
+      assembled, theta, post_own, fail, payloads, records, checkpoints, log, evaluation
     )
     work.start()
     cleanup.callback(work.stop)
     cleanup.callback(log.stop)  # if the node fails, the work waits for no space
     records_lib.report_startup(records, 'ready')
-    node = loop.Node(
-      machine,
-      event_queue,
-      loop.Monotonic(),
-      transport,
-      work,
-      payloads,
-      SyncerRecords(records, transport.traffic, assembled),
-      tape,
-    )
+    facts_port = SyncerRecords(records, transport.traffic, assembled)
+    clock = loop.Monotonic()
+    node = loop.Node(machine, event_queue, clock, transport, work, payloads, facts_port, tape)
     result = node.run()
     work.stop()
     if machine.finished:  # a syncer that was asked to stop has no time for it
