@@ -344,7 +344,7 @@ def receive(
 
   def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     try:
-      door.prove(context)
+      listener.prove(context)
     except proofs.Unproved as error:
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
     if not busy.acquire(blocking=False):
@@ -374,23 +374,23 @@ def receive(
   server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_CALLS)
   handlers = {METHOD: grpc.stream_unary_rpc_method_handler(brought)}
   server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-  door = listen.Door(server, address, access, say)
+  listener = listen.Listener(server, address, access, say)
   server.start()
   try:
-    listening(door.address)
-    return _wait(arrived, door, stopped)
+    listening(listener.address)
+    return _wait(arrived, listener, stopped)
   finally:
     server.stop(grace=1.0).wait()
     pool.shutdown()
-    door.close()
+    listener.close()
 
 
 def _wait(
-  arrived: queue.SimpleQueue[Model | Exception], door: listen.Door, stopped: threading.Event
+  arrived: queue.SimpleQueue[Model | Exception], listener: listen.Listener, stopped: threading.Event
 ) -> Model:
   """Waits for a model, and follows the certificates meanwhile. Raises what arrived instead."""
   while not stopped.is_set():
-    door.refresh([])
+    listener.refresh([])
     with contextlib.suppress(queue.Empty):
       found = arrived.get(timeout=_DIAL_S)
       if isinstance(found, Exception):

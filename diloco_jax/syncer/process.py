@@ -237,7 +237,7 @@ def recover(
     machine_state, origin = start.make().state(), 'version 0'
   else:
     machine_state = restored.protocol
-    with _believing_no_books(log):
+    with _refusing_foreign_state(log):
       load(machine_state)
     origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
@@ -247,7 +247,7 @@ def recover(
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
   if restored is None and not replayed:
     return start
-  with _believing_no_books(log):
+  with _refusing_foreign_state(log):
     machine_state = recovery.replay_log(load, machine_state, replayed)
     load(machine_state)
   records.say(
@@ -266,8 +266,8 @@ def recover(
 
 
 def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machine.SyncerMachine:
-  """The machine of books whose fields have the types of those of a new machine. Raises TypeError,
-  and whatever else wrong books lead to."""
+  """The machine of a state whose fields have the types of those of a new machine. Raises TypeError,
+  and whatever else a wrong state leads to."""
   new = dataclasses.replace(start, digests=(0,) * start.config.fragments).make().state()
   for name, value in new.items():
     if value is not None and type(machine_state[name]) is not type(value):
@@ -277,7 +277,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   )
 
 
-_NO_BOOKS = (
+_NO_STATE = (
   LookupError,
   TypeError,
   ValueError,
@@ -288,13 +288,13 @@ _NO_BOOKS = (
 
 
 @contextlib.contextmanager
-def _believing_no_books(log: commit.CommitLog) -> Iterator[None]:
-  """Refuses books (a machine state) that no syncer has written, whatever they raise."""
+def _refusing_foreign_state(log: commit.CommitLog) -> Iterator[None]:
+  """Refuses a machine state that no syncer has written, whatever it leads to."""
   try:
     yield
-  except _NO_BOOKS as error:
+  except _NO_STATE as error:
     raise outer_log.NotReproduced(
-      f'The books in the checkpoint or in the log of {log.place} are none that a syncer has '
+      f'The machine state in the checkpoint or in the log of {log.place} is none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
       'to a checkpoint: diloco restore --to=latest'
     ) from error
