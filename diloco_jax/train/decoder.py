@@ -42,9 +42,9 @@ PARTITION = (
   (r'embedding', P('tensor', 'fsdp')),  # V D
   (r'head', P('fsdp', 'tensor')),  # D V
   (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
-  (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
+  (r'layers/\d+/out', P('tensor', 'fsdp', None)),  # N H D
   (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
-  (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
+  (r'layers/\d+/down', P(('tensor', 'fsdp'), None)),  # F D
   *experts_lib.PARTITION,
 )
 MATRICES = (

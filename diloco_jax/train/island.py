@@ -153,7 +153,7 @@ class Island:
     start_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._read())
     data_ns = time.monotonic_ns() - start_ns
-    rate = jax.device_put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
+    rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
     self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
     self._next_index += 1
     return StepResult(
