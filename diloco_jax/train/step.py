@@ -17,7 +17,7 @@ from diloco_jax.train import task as task_lib
 class TrainState(NamedTuple):
   """The arrays that an inner step changes. Clock, counters and cursor are integers elsewhere."""
 
-  params: Any  # float32
+  params: Any
   opt_state: Any  # moments have the sharding of their parameters
 
 
