@@ -1,8 +1,9 @@
 """The shapes of Gemma 3 (arXiv 2503.19786), text only: `--config=gemma:1b`, `4b` or `12b`.
 
 Tied embeddings of 262,144 words, grouped-query attention with heads of 256, five layers that see a
-window between two that see everything, GeGLU. Not as there: no norm behind a block (decoder.py), one
-wavelength of RoPE for all layers, and the text is read as bytes: a tokenizer comes with an own task.
+window between two that see everything, GeGLU. Not as there: no norm behind a block (decoder.py),
+one wavelength of RoPE for all layers; and the text is read as bytes, for a tokenizer comes with a
+task of one's own.
 
 The layers are one stack under a scan, fragments are groups of layers, parameters are bfloat16 with
 anchors and moments in float32. The mesh is that of the smallest slice that each fits (below); each

@@ -301,7 +301,8 @@ def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[P
   layers: dict[tuple[float, int], list[Piece]] = {}
   for leaf in leaves:
     expert = leaf.start if leaf.label == EXPERT else -1
-    layers.setdefault((_layer(leaf), expert), []).append(leaf)
+    number = leaf.start if leaf.label == LAYER else _layer(leaf.path)
+    layers.setdefault((number, expert), []).append(leaf)
   if num_fragments > len(layers):
     raise ValueError(
       f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
@@ -315,11 +316,9 @@ def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[P
   return fragments
 
 
-def _layer(piece: Piece) -> float:
+def _layer(path: str) -> float:
   """The layer's number; -1 for an embedding and infinity for the rest, which have none."""
-  if piece.label == LAYER:
-    return piece.start
-  found = _NAMED_LAYER.search(piece.path) or _ANY_INDEX.search(piece.path)
+  found = _NAMED_LAYER.search(path) or _ANY_INDEX.search(path)
   if found:
     return int(found[1])
-  return -1 if 'embed' in piece.path.lower() else math.inf
+  return -1 if 'embed' in path.lower() else math.inf

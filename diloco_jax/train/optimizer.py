@@ -96,7 +96,7 @@ def _in_float32(
   tx: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
   """Moments and updates in float32, whatever the parameters have."""
-  cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+  cast = functools.partial(optax.tree.cast, dtype=jnp.float32)
   return optax.GradientTransformationExtraArgs(
     lambda params: tx.init(cast(params)),
     lambda grads, state, params, **kwargs: tx.update(cast(grads), state, cast(params), **kwargs),

@@ -114,7 +114,7 @@ def test_a_tensor_larger_than_a_fair_share_is_cut_by_rows():
 def test_layers_are_contiguous_or_strided():
   tree = _decoder(num_layers=4)
   layers = lambda layout: [
-    sorted({fragments._layer(piece) for piece in f}) for f in layout.fragments
+    sorted({fragments._layer(piece.path) for piece in f}) for f in layout.fragments
   ]
   inf = float('inf')  # the final norm and the temperature; -1 is the embedding
   assert layers(fragments.make_layout('layer', tree, 3, _label)) == [[-1, 0], [1, 2], [3, inf]]
