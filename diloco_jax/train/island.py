@@ -334,7 +334,9 @@ def _fits(tree: Any, like: Any) -> bool:
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
-  return leaf if placed else jax.device_put(leaf, sharding)
+  if placed or isinstance(leaf, jax.Array):
+    return leaf if placed else jax.device_put(leaf, sharding)
+  return mesh_lib.put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:
