@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import experts as experts_lib
+from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import task as task_lib
 
 Params = dict[str, Any]
@@ -68,6 +69,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     partition=PARTITION,
     matrices=MATRICES,
     data_digest=lambda: data_lib.digest(corpus(), data),
+    flops_per_token=flops_lib.decoder(model, data.seq_len),
   )
 
 
