@@ -159,17 +159,17 @@ class LearnerWork:
     self._island.read_from(use.shard, use.cursor)
 
   def _step(self, clock: int) -> None:
-    """Dispatches the step, behind which the work of its boundary comes, and waits for the one
-    before. In lock step, and after the last step, what the machine asks for next depends on what
-    others do, so the learner waits for this one, too."""
+    """Dispatches the step, and waits for the one before only: the work of the boundary follows on
+    the devices, where it belongs. In lock step, and after the last step, the machine waits for
+    others next, so here for this step, too."""
     self._island.dispatch(clock)
-    self._finish(self._lock_step or clock + 1 >= self._config.train.steps)
+    self._finish(0 if self._lock_step or clock + 1 >= self._config.train.steps else 1)
     self._post(events.StepDone(tokens=self._island.tokens_per_step, **self._times))
     self._times = {'step_ns': 0, 'saving_ns': 0}
 
-  def _finish(self, all_steps: bool = True) -> None:
-    """Waits for all steps that were dispatched, or for all but the newest."""
-    while self._island.unfinished > (not all_steps):
+  def _finish(self, ahead: int = 0) -> None:
+    """Waits for the steps that were dispatched, but not for the newest `ahead` of them."""
+    while self._island.must_finish(ahead):
       result = self._island.finish()
       self._steps += 1
       self._tokens += result.tokens

@@ -101,7 +101,7 @@ class Island:
     self._task = task
     self.read_from(shard)
     self._dispatched: collections.deque[_Dispatched] = collections.deque()
-    self._watcher = futures.ThreadPoolExecutor(1, 'metrics')  # it alone sees when a step ends
+    self._watcher = futures.ThreadPoolExecutor(1)  # sees when a step ends, whatever others do then
     self._ended_ns = self._finished = 0
     self._profile = profile
     self.mesh = mesh_lib.make_mesh(mesh, devices)
@@ -160,11 +160,6 @@ class Island:
     if self._checkpoints is not None:
       self._checkpoints.warm_up(self._state)
 
-  @property
-  def unfinished(self) -> int:
-    """Steps that were dispatched and not finished."""
-    return len(self._dispatched)
-
   def cost(self) -> flops_lib.Cost:
     """What the steps of this island cost; the memory is that held until now."""
     devices, leaves = self.mesh.devices.size, jax.tree.leaves(self.params)
@@ -192,7 +187,7 @@ class Island:
   def dispatch(self, clock: int) -> None:
     """Starts the step. Raises RuntimeError, as `step`."""
     if self._profile is not None:
-      self._profile.begins(self._finished + self.unfinished)
+      self._profile.begins(self._finished + len(self._dispatched))
     try:
       self._dispatch(clock)
     except ValueError as error:
@@ -206,8 +201,17 @@ class Island:
     with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
       self._state, metrics = self._train_step(self._state, batch, rate)
     self._next_index += 1
-    ended = self._watcher.submit(_await, metrics)
+    if all(value.is_ready() for value in metrics.values()):  # CPUs that compute at the dispatch
+      ended = futures.Future()
+      ended.set_result(_await(metrics))
+    else:
+      ended = self._watcher.submit(_await, metrics)
     self._dispatched.append(_Dispatched(clock, begun_ns, placed_ns, ended))
+
+  def must_finish(self, ahead: int) -> bool:
+    """Whether `finish` is due: a dispatched step is done, or there are more than `ahead` others."""
+    steps = self._dispatched
+    return len(steps) > ahead or bool(steps and steps[0].ended.done())
 
   def finish(self) -> StepResult:
     """Blocks until the oldest dispatched step is done."""
