@@ -39,6 +39,7 @@ from diloco_jax.train import attention as attention_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import experts as experts_lib
+from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import initial
 from diloco_jax.train import task as task_lib
 
@@ -46,9 +47,9 @@ Params = dict[str, Any]
 
 _SPLIT = (
   (r'(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
-  (r'out', P('tensor', None, 'fsdp')),  # N H D
+  (r'out', P('tensor', 'fsdp', None)),  # N H D
   (r'(gate|up)', P('fsdp', 'tensor')),  # D F
-  (r'down', P('tensor', 'fsdp')),  # F D
+  (r'down', P(('tensor', 'fsdp'), None)),  # F D
 )
 PARTITION = (
   (r'embedding', P('tensor', 'fsdp')),  # V D
@@ -86,6 +87,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     partition=PARTITION,
     matrices=MATRICES,
     data_digest=lambda: data_lib.digest(corpus(), data),
+    flops_per_token=flops_lib.decoder(model, data.seq_len),
   )
 
 
