@@ -22,6 +22,7 @@ COMMANDS = {
   'replay': 'run the machines of a past run again from their tapes',
   'sample': 'print text of a trained model',
   'certs': 'make and check the certificates of a run on several machines',
+  'aot': 'compile a config for a TPU slice on a machine without TPUs',
   'doctor': 'say what this machine has, and what would not work on it',
 }
 _OF_VERIFICATION = ('simulate', 'chaos', 'replay')

@@ -255,12 +255,14 @@ class Config:
     return dict(_flatten('', dataclasses.asdict(self)))
 
   def agreement(self) -> dict[str, Any]:
-    """The settings that every learner must share with the syncer. Not among them: the mesh and the
-    times of saves, which each learner chooses, and limits and retention of the syncer, which its
-    restart may change. The paths of the task and of the corpus may differ, too, but batch i of
-    shard v must be the same for all: build.py adds a digest of the data."""
+    """The settings that every learner must share with the syncer. Not among them: the mesh, its
+    share of a batch, how it saves memory and the times of saves, which each learner chooses, and
+    limits and retention of the syncer, which its restart may change. The paths of the task and of
+    the corpus may differ, too, but batch i of shard v must be the same for all: build.py adds a
+    digest of the data."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.uplink_mbit_s', 'sync.places', 'sync.keep_log'}
+    own |= {'model.remat', 'model.loss_chunk'}
     shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards')
     if self.task != OWN_LOOP:
       shared += (

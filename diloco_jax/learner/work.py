@@ -21,7 +21,6 @@ from diloco_jax.config import build, run_config
 from diloco_jax.learner import island_port, on_device
 from diloco_jax.node import ports
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.numerics import exchange
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
@@ -52,7 +51,7 @@ class LearnerWork:
     self._fail = fail
     self._payloads = payloads
     self._records = records
-    self.exchange = exchange or on_device.Exchange(assembled, island)
+    self.exchange = exchange or on_device.Exchange(assembled, island).begin()
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
@@ -201,7 +200,7 @@ class LearnerWork:
     if not bool(ok):
       self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=None))
       return
-    payload_id, payload = payloads_lib.keep(self._payloads, exchange.host_bytes(data))
+    payload_id, payload = payloads_lib.keep(self._payloads, self.exchange.wire(fragment, data))
     self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=payload_id, payload=payload))
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:

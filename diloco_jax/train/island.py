@@ -197,7 +197,7 @@ class Island:
     begun_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._read())
     placed_ns = time.monotonic_ns()
-    rate = mesh_lib.put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
+    rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
     with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
       self._state, metrics = self._train_step(self._state, batch, rate)
     self._next_index += 1
@@ -411,7 +411,9 @@ def _fits(tree: Any, like: Any) -> bool:
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
-  return leaf if placed else jax.device_put(leaf, sharding)
+  if placed or isinstance(leaf, jax.Array):
+    return leaf if placed else jax.device_put(leaf, sharding)
+  return mesh_lib.put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:
