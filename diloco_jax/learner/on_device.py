@@ -74,6 +74,7 @@ class Exchange:
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
+    self.launches = 0  # of its functions: as many on each host of a learner
     self._digest = jax.jit(digest_lib.digest)
     self._flags = self._put((np.bool_(False), np.bool_(True)))
     self.anchors = self._get(self._lower_gather)(island.params)
@@ -200,6 +201,7 @@ class Exchange:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
       merged = self._merged.pop(kind.size, None)
       held = self._zeros(self._codec_up, kind.size) if merged is None else merged, *held
+    self.launches += 1
     data, ok = encode(*held)
     if self._rebases:
       self._captures[p] = data
@@ -247,6 +249,7 @@ class Exchange:
       )
     self._assign(p, jax.device_put(leaves, _named(leaf.sharding for leaf in kind.leaves)))
     self.anchors[p] = self._put(value_N)
+    self.launches += 1
     padding = max(kind.size for kind in self._kinds) - kind.size
     return self._digest(self._put(np.pad(value_N, (0, padding))), count=np.uint32(kind.size))
 
@@ -272,6 +275,7 @@ class Exchange:
     if capture is None:  # its bytes do not count: those of another array of the same size will do
       alike = self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind.size)
+    self.launches += 2
     value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
     adopted = self._get(self._lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
     self._assign(p, adopted)

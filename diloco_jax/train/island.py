@@ -95,7 +95,8 @@ class Island:
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
       try:
-        self._folder.lock('learner')
+        if jax.process_index() == 0:  # for all hosts of the island
+          self._folder.lock('learner')
         self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, keep_every)
       except BaseException:
         self._folder.close()
@@ -153,7 +154,7 @@ class Island:
     start_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._read())
     data_ns = time.monotonic_ns() - start_ns
-    rate = jax.device_put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
+    rate = mesh_lib.put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
     self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
     self._next_index += 1
     return StepResult(
@@ -334,6 +335,8 @@ def _fits(tree: Any, like: Any) -> bool:
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+  if isinstance(leaf, np.ndarray):
+    return mesh_lib.put(leaf, sharding)
   return leaf if placed else jax.device_put(leaf, sharding)
 
 
