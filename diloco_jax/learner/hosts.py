@@ -32,6 +32,7 @@ START_S = 600  # for all hosts to start, and then to compile
 _SHUTDOWN_S = 60
 _WAIT_MS = 3_600_000
 _KEPT_STEPS = 1000  # whose actions a follower can still read; no host can be so far behind
+_STATE = distributed.global_state  # jax.process_index() would start the backend
 _STOP = 'diloco/stop'
 _STREAMS, _VALUES = itertools.count(), itertools.count()  # alike on all hosts
 
@@ -69,23 +70,23 @@ def connect(cluster: Cluster) -> int:
     heartbeat_timeout_seconds=HEARTBEAT_S,
     shutdown_timeout_seconds=_SHUTDOWN_S,
   )
-  return distributed.global_state.num_processes
+  return _STATE.num_processes
 
 
 def ready() -> None:
   """Waits until every host has compiled: on CPUs the first exchange of a group of devices must
   begin on all of them within 30 s."""
-  if jax.process_count() > 1:
-    _client().wait_at_barrier(f'diloco/ready/{next(_VALUES)}', START_S * 1000)
+  if _STATE.num_processes > 1:
+    _STATE.client.wait_at_barrier(f'diloco/ready/{next(_VALUES)}', START_S * 1000)
 
 
 def of_lead(text: str) -> str:
   """Returns the text that the lead has called this with."""
   key = f'diloco/value/{next(_VALUES)}'
-  if jax.process_index():
+  if _STATE.process_id:
     return _wait_for(key)
-  if jax.process_count() > 1:
-    _client().key_value_set(key, text)
+  if _STATE.num_processes > 1:
+    _STATE.client.key_value_set(key, text)
   return text
 
 
@@ -93,24 +94,20 @@ def require_same(name: str, text: str) -> None:
   """Raises RuntimeError on a follower whose text is not that of the lead."""
   if (expected := of_lead(text)) != text:
     raise RuntimeError(
-      f'{name} of host {jax.process_index()} is {text}, of the lead {expected}: all hosts of a '
+      f'{name} of host {_STATE.process_id} is {text}, of the lead {expected}: all hosts of a '
       'learner need the same command, and one folder'
     )
 
 
 def ask_to_stop(reason: str) -> None:
   """On any host: asks the lead to end the learner in order."""
-  _client().key_value_set(_STOP, reason, allow_overwrite=True)
-
-
-def _client() -> Any:
-  return distributed.global_state.client
+  _STATE.client.key_value_set(_STOP, reason, allow_overwrite=True)
 
 
 def _wait_for(key: str) -> str:
   while True:
     try:
-      return _client().blocking_key_value_get(key, _WAIT_MS)
+      return _STATE.client.blocking_key_value_get(key, _WAIT_MS)
     except jax.errors.JaxRuntimeError as error:
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise
@@ -191,7 +188,8 @@ class LeadWork(_HostWork):
     self._sent = _SentPayloads(payloads)
     super().__init__(assembled, island, post, fail, self._sent, records)
     self._place = _Place()
-    threading.Thread(target=self._await_stop, name='stop', daemon=True).start()
+    self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)
+    self._awaiting.start()
 
   def submit(self, action: actions.Work) -> None:
     self._publish(action)
@@ -199,6 +197,8 @@ class LeadWork(_HostWork):
 
   def stop(self) -> None:
     self._publish(None)
+    ask_to_stop('')
+    self._awaiting.join()  # a process that ends while it waits crashes
     super().stop()
 
   def _publish(self, action: actions.Work | None) -> None:
@@ -207,16 +207,14 @@ class LeadWork(_HostWork):
       size = self._sent.size(action.payload_id)
     elif isinstance(action, actions.Save):  # the lead writes it
       told = dataclasses.replace(action, machine_state={})
-    _client().key_value_set(self._place.key(), codec.encode([size, told]))
+    _STATE.client.key_value_set(self._place.key(), codec.encode([size, told]))
     if isinstance(action, actions.Step):
-      _client().key_value_delete(self._place.folder(ago=_KEPT_STEPS))
+      _STATE.client.key_value_delete(self._place.folder(ago=_KEPT_STEPS))
     self._place.advance(action)
 
   def _await_stop(self) -> None:
-    try:
-      self._post(events.Stop(reason=_wait_for(_STOP)))
-    except jax.errors.JaxRuntimeError:  # the learner has ended
-      pass
+    if reason := _wait_for(_STOP):
+      self._post(events.Stop(reason=reason))
 
 
 class FollowerWork(_HostWork):
