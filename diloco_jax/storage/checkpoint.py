@@ -11,7 +11,9 @@ for a while.
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, and the
                           SHA-256 of all these
 
-The first save of a process is read back before it counts: what was never read may be no checkpoint.
+The first save of a process of one host is read back before it counts: what was never read may be no
+checkpoint. Several hosts save one checkpoint together, each its part of the arrays; the first of
+them changes all other files.
 
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
@@ -79,7 +81,9 @@ class Checkpoints:
   def __init__(self, root: str, keep_every: int = 0):
     files.require_name(pathlib.Path(root))
     self._root = pathlib.Path(root).resolve()
-    self._reads_back = False  # a save of this process has been read
+    # A save of this process has been read. Of several hosts none could read it alone: Orbax counts
+    # the loads of each, and they would wait for each other.
+    self._reads_back = jax.process_count() > 1
     self._keep_every = keep_every
     if _leads():
       _require_writable(self._root)
@@ -255,7 +259,7 @@ class Checkpoints:
         return
       json_files.fsync_tree(folder)
       if like is not None:
-        with orbax_context.context(alone=True):
+        with orbax_context.context():
           load = lambda part: ocp.load_checkpointables(folder, part)
           tree_digest.require_reads_back(like, digests, load)
         self._reads_back = True
