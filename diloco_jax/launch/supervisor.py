@@ -161,12 +161,16 @@ class Supervisor:
     self.statuses[program.name] = run_facts.Status()
     self._begin(program)
 
-  def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
+  def bring_down(
+    self, name: str, down_s: float, why: str, politely: bool = False, host: int | None = None
+  ) -> bool:
     """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL, and restarts the
-    program `down_s` later. Returns False if it has no process or the run is ending."""
+    program `down_s` later. Returns False if it has no process or the run is ending. `host`: of a
+    learner of several, the one to end; the others follow it."""
     child = self._running.get(name)
     if child is None or not child.running or self._retiring.is_set():
       return False
+    child = child if host is None else child.hosts[host]
     self._pauses[name] = down_s
     self._note(name, 'down', f'{why}, restart in {down_s:g} s')
     if politely:
