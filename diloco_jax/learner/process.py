@@ -171,7 +171,8 @@ def _restore(
 def _compile(
   island: island_lib.Island, work: learner_work.LearnerWork, restored: checkpoint.Restored | None
 ) -> None:
-  with _compile_in_turn():
+  # The lead alone takes a turn: on emulated devices the hosts cannot share compiled functions.
+  with _compile_in_turn() if jax.process_index() == 0 else contextlib.nullcontext():
     island.warm_up()
     # After a restore the functions are in the cache, and training begins before; but not on a host
     # for which others would wait.
