@@ -1,4 +1,4 @@
-"""The command `diloco`: each of its commands is a module of diloco_jax/commands.
+"""The command `diloco`: each of its commands is a module of a folder `commands`.
 
 Also `python -m diloco_jax`, which needs no installation. Flags are global, so only the module of
 the command that runs is imported.
@@ -22,8 +22,10 @@ COMMANDS = {
   'replay': 'run the machines of a past run again from their tapes',
   'sample': 'print text of a trained model',
   'certs': 'make and check the certificates of a run on several machines',
+  'aot': 'compile a config for a TPU slice on a machine without TPUs',
   'doctor': 'say what this machine has, and what would not work on it',
 }
+_OF_VERIFICATION = ('simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')
 
@@ -40,7 +42,13 @@ def main() -> NoReturn:
   if name not in COMMANDS:
     sys.exit(cli.refuse(_unknown(name)))
   sys.argv = [f'diloco {name}', *words]
-  cli.run_command(importlib.import_module(f'diloco_jax.commands.{name}'))
+  cli.run_command(importlib.import_module(module(name)))
+
+
+def module(name: str) -> str:
+  """The module of a command."""
+  package = 'diloco_jax.verification' if name in _OF_VERIFICATION else 'diloco_jax'
+  return f'{package}.commands.{name}'
 
 
 def usage() -> str:

@@ -23,7 +23,7 @@ def test_a_document_is_drawn_from_the_code(document: pathlib.Path):
 
 def way() -> list[tuple[str, list[str]]]:
   """(file, functions) for every stop of a fragment."""
-  section = PAGE.split('## The way of a fragment')[1].split('\n## ')[0]
+  section = PAGE.split('## The path of a fragment')[1].split('\n## ')[0]
   rows = [row.split('|')[2] for row in section.splitlines() if row.startswith('|')]
   found = []
   for cell in rows:

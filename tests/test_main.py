@@ -11,6 +11,7 @@ import pytest
 import diloco_jax
 from diloco_jax import __main__, commands
 from diloco_jax.launch import cli
+from diloco_jax.verification import commands as verification_commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -25,8 +26,13 @@ def diloco(*words: str) -> subprocess.CompletedProcess:
   )
 
 
-def test_the_list_of_commands_is_the_folder():
-  assert {one.name for one in pkgutil.iter_modules(commands.__path__)} == __main__.COMMANDS.keys()
+def test_the_list_of_commands_is_that_of_the_folders():
+  found = {
+    f'{folder.__name__}.{one.name}'
+    for folder in (commands, verification_commands)
+    for one in pkgutil.iter_modules(folder.__path__)
+  }
+  assert found == set(map(__main__.module, __main__.COMMANDS))
 
 
 @pytest.mark.parametrize('words', [[], ['help'], ['--help']], ids=str)

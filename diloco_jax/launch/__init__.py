@@ -1,1 +1,1 @@
-"""Starts and ends programs and nodes: flags, exit codes, the supervisor, loops of a user's own."""
+"""Starts and ends programs and nodes: flags, exit codes, the supervisor, loops that users write."""

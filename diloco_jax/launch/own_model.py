@@ -11,6 +11,7 @@ complete does not know the call, which tells the learner to go on and join.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import operator
@@ -343,7 +344,7 @@ def receive(
 
   def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     try:
-      door.prove(context)
+      listener.prove(context)
     except proofs.Unproved as error:
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
     if not busy.acquire(blocking=False):
@@ -369,31 +370,33 @@ def receive(
     return b''
 
   pool = futures.ThreadPoolExecutor(_CALLS, thread_name_prefix='model')
-  server = grpc.server(
-    pool,
-    options=(*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0)),
-    maximum_concurrent_rpcs=_CALLS,
-  )
+  options = (*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0))
+  server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_CALLS)
   handlers = {METHOD: grpc.stream_unary_rpc_method_handler(brought)}
   server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-  door = listen.Door(server, address, access, say)
+  listener = listen.Listener(server, address, access, say)
   server.start()
   try:
-    listening(door.address)
-    while not stopped.is_set():
-      door.refresh([])
-      try:
-        found = arrived.get(timeout=_DIAL_S)
-      except queue.Empty:
-        continue
-      if isinstance(found, Exception):
-        raise found
-      return found
-    raise InterruptedError('stopped before a learner brought the model')
+    listening(listener.address)
+    return _wait(arrived, listener, stopped)
   finally:
     server.stop(grace=1.0).wait()
     pool.shutdown()
-    door.close()
+    listener.close()
+
+
+def _wait(
+  arrived: queue.SimpleQueue[Model | Exception], listener: listen.Listener, stopped: threading.Event
+) -> Model:
+  """Waits for a model, and follows the certificates meanwhile. Raises what arrived instead."""
+  while not stopped.is_set():
+    listener.refresh([])
+    with contextlib.suppress(queue.Empty):
+      found = arrived.get(timeout=_DIAL_S)
+      if isinstance(found, Exception):
+        raise found
+      return found
+  raise InterruptedError('stopped before a learner brought the model')
 
 
 class _TimeLimit:

@@ -170,14 +170,14 @@ def _newest(
         continue
       machine_state, _ = checkpoint.verify(folder, limit)
       if node == folders.syncer_folder(workdir):
-        _require_books(machine_state, folder)
+        _require_state(machine_state, folder)
       return number, clock, machine_state
     except (OSError, ValueError, checkpoint.CheckpointError) as error:
       say(f'checkpoint {folder} is damaged and is passed over: {error}')
   return None
 
 
-def _require_books(machine_state: dict[str, Any], folder: pathlib.Path) -> None:
+def _require_state(machine_state: dict[str, Any], folder: pathlib.Path) -> None:
   """Raises CheckpointError unless what a restore uses of the syncer's state is of its type."""
   try:
     folders.require_number(outer_log.POSITION, machine_state[outer_log.POSITION])

@@ -50,7 +50,7 @@ def _run(
   while step < train.steps and not stopping():
     result = island.step(step)
     step, steps, tokens, save = step + 1, steps + 1, tokens + result.tokens, None
-    learner_work.record_step(records, config, step, steps, tokens, result)
+    learner_work.record_step(records, config, island, steps, tokens, result)
     if train.eval_every and step % train.eval_every == 0 and step < train.steps:
       _evaluate(island, records, step)
     if train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0:

@@ -168,6 +168,7 @@ class _HostWork(learner_work.LearnerWork):
 
   def _save(self, save: actions.Save) -> None:
     """Also compares how many device programs the hosts have launched."""
+    self._finish()
     launched = f'{self._steps} steps and {self.exchange.launches} others'
     require_same('the number of launches', launched)
     super()._save(save)
@@ -278,7 +279,7 @@ class Quiet:
   def scalars(self, step: int, values: dict[str, float]) -> None:
     pass
 
-  def completed(self, step: int, seconds: float, tokens: int, loss: float) -> None:
+  def completed(self, *step: Any) -> None:
     pass
 
   def close(self) -> None:

@@ -5,35 +5,18 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
-from diloco_jax.learner import island_port
+from diloco_jax.learner import island_port, split
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
-
-
-class _Kind(NamedTuple):
-  """All that the functions of a fragment depend on: fragments of one kind share them.
-
-  Attributes:
-    pieces: of the fragment; their paths are '0', '1' ..., the places of their leaves in `leaves`;
-      of their labels only that of statistics is kept.
-    leaves: shape, dtype and sharding of the parameters with rows in the fragment.
-  """
-
-  pieces: exchange.Pieces
-  leaves: tuple[jax.ShapeDtypeStruct, ...]
-
-  @property
-  def size(self) -> int:
-    return sum(piece.padded_size for piece in self.pieces)
 
 
 class Exchange:
@@ -41,6 +24,13 @@ class Exchange:
 
   `compile_all` compiles the functions of every sync, in the order of the syncs. A caller whose
   function is not compiled yet waits for that function only.
+
+  Made from shapes alone (jax.ShapeDtypeStruct with shardings, also on devices that this machine
+  lacks) it can lower its functions and no more. `begin` makes the arrays.
+
+  Attributes:
+    kinds: by fragment, the argument of `lower_encode`, `lower_adopt` and `lower_apply`.
+    anchors: by fragment, from `begin` on.
   """
 
   def __init__(
@@ -51,35 +41,35 @@ class Exchange:
   ):
     """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
-    # Its first arrays are a program's own; a dead one is none of any tree.
-    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(island.params)]
     self._layout = assembled.layout
     self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
     self._rebases = assembled.protocol.rebases
     share = assembled.config.sync.alpha if assembled.protocol.blends else 0.0
     self._alpha = None if self._rebases else share
-    # By fragment: where its leaves are among those of the parameters, and its kind.
+    # By fragment: where its leaves are among those of the parameters, and the first row of each of
+    # its pieces.
     order = {path: place for place, path in enumerate(fragments.by_path(island.params))}
     self._places = [
       list(dict.fromkeys(order[piece.path] for piece in pieces))
       for pieces in self._layout.fragments
     ]
-    self._kinds = self._make_kinds(order)
+    self._first_rows = [
+      np.int32([piece.start for piece in pieces]) for pieces in self._layout.fragments
+    ]
+    self.kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
     # merged payload of each size, and the next payload takes its place.
-    device = next(iter(jax.tree.leaves(island.params)[0].devices()))
+    device = next(iter(jax.tree.leaves(island.params)[0].sharding.device_set))
     self._reuses = self._rebases and device.platform == 'cpu'
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
     self.launches = 0  # of its functions: as many on each host of a learner
     self._digest = jax.jit(digest_lib.digest)
-    self._flags = self._put((np.bool_(False), np.bool_(True)))
-    self.anchors = self._get(self._lower_gather)(island.params)
 
-  def _make_kinds(self, order: dict[str, int]) -> list[_Kind]:
+  def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
     leaves, shardings = _flat(self._island.params), _flat(self._island.shardings.params)
     like = [
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -87,25 +77,37 @@ class Exchange:
     ]
     kinds = []
     for pieces, places in zip(self._layout.fragments, self._places):
-      names = {place: name for name, place in _named(places).items()}
+      names = {place: name for name, place in split.named(places).items()}
       label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
       named = (
         dataclasses.replace(piece, path=names[order[piece.path]], label=label(piece))
         for piece in pieces
       )
-      kinds.append(_Kind(tuple(named), tuple(like[place] for place in places)))
+      leaves = tuple(like[place] for place in places)
+      kinds.append(split.make_kind(tuple(named), leaves, self._island.replicated))
     return kinds
 
-  def _put(self, arrays: Any) -> Any:
-    return jax.device_put(arrays, self._island.replicated)
+  def begin(self) -> 'Exchange':
+    """Makes the parameters as they are the anchors; returns itself."""
+    # The first arrays are a program's own; a dead one is none of any tree.
+    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._island.params)]
+    put = functools.partial(split.put, sharding=self._island.replicated)
+    self._flags = put(np.bool_(False)), put(np.bool_(True))
+    self._starts = list(map(put, self._first_rows))
+    self.anchors = [
+      self._get(self._lower_gather, kind)(self._leaves(p), self._starts[p])
+      for p, kind in enumerate(self.kinds)
+    ]
+    return self
 
   def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
     """Ends early, between two functions, once `stopped` returns true."""
-    for kind in self._kinds:
+    for kind in self.kinds:
       for lower, key in (
-        (self._lower_encode, kind),
-        (self._lower_adopt, kind),
-        (self._lower_apply, kind.size),
+        (self.lower_encode, kind),
+        (self.lower_adopt, kind),
+        (self.lower_apply, kind),
+        *([(self._lower_wire, kind)] if jax.process_count() > 1 else []),
       ):
         if stopped():
           return
@@ -129,55 +131,79 @@ class Exchange:
       raise
     return mine.result()
 
-  def _lower_gather(self) -> jax.stages.Lowered:
-    def gather(params):
-      fragments_N = [
-        fragments.gather(self._layout, p, params) for p in range(self._layout.num_fragments)
-      ]
-      return [codecs.canonical(fragment_N) for fragment_N in fragments_N]
+  def _lower_gather(self, kind: split.Kind) -> jax.stages.Lowered:
+    def flat(rows: exchange.Leaves) -> jax.Array:
+      parts = [fragments.flat(piece, rows[piece.path]) for piece in kind.local]
+      return codecs.canonical(jnp.concatenate(parts))
 
-    leaves = {
-      place: leaf
-      for places, kind in zip(self._places, self._kinds)
-      for place, leaf in zip(places, kind.leaves)
-    }
-    tree = jax.tree.structure(self._island.params)
-    like = jax.tree.unflatten(tree, map(leaves.get, range(tree.num_leaves)))
-    return jax.jit(gather, out_shardings=self._island.replicated).lower(like)
+    each = kind.on_each(flat, (kind.rows_specs,), kind.flat)
+    gather = lambda leaves, starts: each(kind.rows(leaves, starts))
+    return kind.jit(gather, kind.sharding).lower(*self._held(kind))
 
-  def _lower_encode(self, kind: _Kind) -> jax.stages.Lowered:
-    encode = functools.partial(exchange.pseudo_gradient, kind.pieces, self._codec_up)
-    data_bytes = self._codec_up.encoded_size(kind.size)
-    held = _named(kind.leaves), self._like((kind.size,), np.float32)
-    at = self._island.replicated
-    if self._reuses:
-      data = self._like((data_bytes,), np.uint8)
-      return jax.jit(encode, donate_argnums=0, out_shardings=at).lower(data, *held)
-    anew = lambda *held: encode(jnp.zeros(data_bytes, jnp.uint8), *held)
-    return jax.jit(anew, out_shardings=at).lower(*held)
+  def _lower_digest(self, kind: split.Kind) -> jax.stages.Lowered:
+    each = kind.on_each(kind.digest, (kind.flat,), jax.P())
+    return kind.jit(each, self._island.replicated).lower(kind.like(kind.size, np.float32))
 
-  def _lower_adopt(self, kind: _Kind) -> jax.stages.Lowered:
-    adopt = functools.partial(
-      exchange.adopt, kind.pieces, self._codec_up, self._codec_down, self._alpha
+  def lower_encode(self, kind: split.Kind) -> jax.stages.Lowered:
+    size = self._codec_up.encoded_size(kind.size)
+
+    def encode(data, rows, anchor_n):
+      data = jnp.zeros(size, jnp.uint8) if data is None else data
+      data, ok = exchange.pseudo_gradient(kind.local, self._codec_up, data, rows, anchor_n)
+      return data, ok[None]
+
+    each = kind.on_each(encode, (kind.flat, kind.rows_specs, kind.flat), (kind.flat, kind.flat))
+
+    def encode_all(data, leaves, starts, anchor):
+      data, oks = each(data, kind.rows(leaves, starts), anchor)
+      return data, jnp.all(oks)
+
+    at = kind.sharding, self._island.replicated
+    return kind.jit(encode_all, at, donate=0).lower(
+      kind.like(size, np.uint8) if self._reuses else None,
+      *self._held(kind),
+      kind.like(kind.size, np.float32),
     )
-    anchor_N, flag = self._like((kind.size,), np.float32), self._like((), np.bool_)
+
+  def _lower_wire(self, kind: split.Kind) -> jax.stages.Lowered:
+    like = kind.like(self._codec_up.encoded_size(kind.size), np.uint8)
+    return kind.jit(lambda data: data, self._island.replicated).lower(like)
+
+  def lower_adopt(self, kind: split.Kind) -> jax.stages.Lowered:
+    adopt = functools.partial(
+      exchange.adopt, kind.local, self._codec_up, self._codec_down, self._alpha
+    )
+    specs = exchange.Published(*3 * (kind.flat,), *2 * (jax.P(),))
+    each = kind.on_each(adopt, (kind.rows_specs, kind.flat, specs), kind.rows_specs)
+
+    def adopt_all(leaves, starts, anchor, published):
+      rows = each(kind.rows(leaves, starts), anchor, published)
+      return kind.with_rows(leaves, starts, rows)
+
+    anchor, flag = kind.like(kind.size, np.float32), self._like((), np.bool_)
     data, capture = (
-      self._like((codec.encoded_size(kind.size),), np.uint8)
+      kind.like(codec.encoded_size(kind.size), np.uint8)
       for codec in (self._codec_down, self._codec_up)
     )
-    shardings = _named(leaf.sharding for leaf in kind.leaves)
-    return jax.jit(adopt, donate_argnums=0, out_shardings=shardings).lower(
-      _named(kind.leaves),
-      anchor_N,
-      exchange.Published(anchor_N, data, capture, flag, flag),
+    shardings = split.named(leaf.sharding for leaf in kind.leaves)
+    return kind.jit(adopt_all, shardings, donate=0).lower(
+      *self._held(kind), anchor, exchange.Published(anchor, data, capture, flag, flag)
     )
 
-  def _lower_apply(self, size: int) -> jax.stages.Lowered:
-    apply = functools.partial(exchange.apply_delta, self._codec_down)
-    data_bytes = self._codec_down.encoded_size(size)
-    return jax.jit(apply, donate_argnums=0, out_shardings=self._island.replicated).lower(
-      self._like((size,), np.float32), self._like((data_bytes,), np.uint8)
+  def lower_apply(self, kind: split.Kind) -> jax.stages.Lowered:
+    def apply(base_n, data):
+      published_n, _ = exchange.apply_delta(self._codec_down, base_n, data)
+      return published_n, kind.digest(published_n)
+
+    each = kind.on_each(apply, (kind.flat, kind.flat), (kind.flat, jax.P()))
+    at = kind.sharding, self._island.replicated
+    return kind.jit(each, at, donate=0).lower(
+      kind.like(kind.size, np.float32),
+      kind.like(self._codec_down.encoded_size(kind.size), np.uint8),
     )
+
+  def _held(self, kind: split.Kind) -> tuple[exchange.Leaves, jax.ShapeDtypeStruct]:
+    return split.named(kind.leaves), self._like((len(kind.pieces),), np.int32)
 
   def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self._island.replicated)
@@ -185,27 +211,39 @@ class Exchange:
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
-    return _named(leaves[place] for place in self._places[p])
+    return split.named(leaves[place] for place in self._places[p])
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
-    return tuple(digest_lib.as_int(self._digest(anchor_N)) for anchor_N in self.anchors)
+    found = [
+      self._get(self._lower_digest, kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)
+    ]
+    return tuple(map(digest_lib.as_int, found))
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
-    kind = self._kinds[p]
-    encode = self._get(self._lower_encode, kind)
-    held = self._leaves(p), self.anchors[p]
+    kind = self.kinds[p]
+    encode = self._get(self.lower_encode, kind)
+    merged = None
     if self._reuses:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
       merged = self._merged.pop(kind.size, None)
-      held = self._zeros(self._codec_up, kind.size) if merged is None else merged, *held
+      merged = self._zeros(self._codec_up, kind) if merged is None else merged
     self.launches += 1
-    data, ok = encode(*held)
+    data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
       self._captures[p] = data
+    if jax.process_count() > 1:  # the lead needs the parts of all hosts
+      self.launches += 1
+      data = self._get(self._lower_wire, kind)(data)
     return data, ok
+
+  def wire(self, p: int, data: jax.Array) -> memoryview:
+    """The payload that `encode` has made, as it travels; waits for the device."""
+    if not data.is_fully_addressable:
+      data = data.addressable_data(0)
+    return split.to_wire(self.kinds[p], self._codec_up, data)
 
   def adopt(
     self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
@@ -223,13 +261,14 @@ class Exchange:
     if whole and not keep:
       return self._take_whole(p, np.frombuffer(data, np.float32))
     capture = self._captures.pop(p) if merged else None
+    data, kind = np.frombuffer(data, np.uint8), self.kinds[p]
     if whole:
-      digest = self._adopt(p, self._put(np.frombuffer(data, np.float32)), None, capture, keep)
+      digest = self._adopt(p, split.values(kind, data), None, capture, keep)
     else:
-      delta = self._put(np.frombuffer(data, np.uint8))
+      delta = split.from_wire(kind, self._codec_down, data)
       digest = self._adopt(p, self.anchors[p], delta, capture, keep)
     if capture is not None and self._reuses:
-      self._merged[self._kinds[p].size] = capture
+      self._merged[self.kinds[p].size] = capture
     return digest
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
@@ -238,20 +277,22 @@ class Exchange:
     A learner that comes back does this with every fragment before its first step, so all fragments
     have one function, for the digest of a padded value.
     """
-    kind = self._kinds[p]
-    leaves = self._leaves(p)
-    for piece, start, stop in fragments.places(kind.pieces):
-      leaf = leaves[piece.path]
+    kind, leaves = self.kinds[p], self._leaves(p)
+    for place, (piece, start, stop) in enumerate(fragments.places(kind.pieces)):
+      leaf, at = leaves[piece.path], kind.leaves[int(piece.path)].sharding
       rows = fragments.shaped(piece, value_N[start:stop]).astype(leaf.dtype)
-      whole = rows.shape == leaf.shape
-      leaves[piece.path] = (
-        rows if whole else jax.lax.dynamic_update_slice_in_dim(leaf, rows, piece.start, 0)
-      )
-    self._assign(p, jax.device_put(leaves, _named(leaf.sharding for leaf in kind.leaves)))
-    self.anchors[p] = self._put(value_N)
+      if rows.shape == leaf.shape:
+        leaves[piece.path] = split.put(rows, at)
+      else:
+        rows = split.put(rows, kind.shardings[place])
+        leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][place])
     self.launches += 1
-    padding = max(kind.size for kind in self._kinds) - kind.size
-    return self._digest(self._put(np.pad(value_N, (0, padding))), count=np.uint32(kind.size))
+    self._assign(p, leaves)
+    self.anchors[p] = split.values(kind, value_N.view(np.uint8))
+    padding = max(map(self._layout.size, range(self._layout.num_fragments))) - value_N.size
+    device = next(iter(self.anchors[p].sharding.addressable_devices))
+    padded = jax.device_put(np.pad(value_N, (0, padding)), device)
+    return self._digest(padded, count=np.uint32(value_N.size))
 
   def rewind(self) -> None:
     """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
@@ -268,18 +309,20 @@ class Exchange:
     keep: bool,
   ) -> jax.Array:
     """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
-    kind, merged = self._kinds[p], capture is not None
+    kind, merged = self.kinds[p], capture is not None
     self._own(p)
     if delta is None:
-      delta = self._zeros(self._codec_down, kind.size)
+      delta = self._zeros(self._codec_down, kind)
     if capture is None:  # its bytes do not count: those of another array of the same size will do
-      alike = self._codec_up.encoded_size(kind.size) == delta.size
-      capture = delta if alike else self._zeros(self._codec_up, kind.size)
+      alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
+      capture = delta if alike else self._zeros(self._codec_up, kind)
     self.launches += 2
     value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
-    adopted = self._get(self._lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
+    adopted = self._get(self.lower_adopt, kind)(
+      self._leaves(p), self._starts[p], self.anchors[p], value
+    )
     self._assign(p, adopted)
-    self.anchors[p], digest = self._get(self._lower_apply, kind.size)(base_N, delta)
+    self.anchors[p], digest = self._get(self.lower_apply, kind)(base_N, delta)
     return digest
 
   def _own(self, p: int) -> None:
@@ -292,23 +335,23 @@ class Exchange:
       own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
       self._assign(p, jax.tree.map(own, leaves))
 
-  def _zeros(self, codec: codecs.Codec, size: int) -> jax.Array:
+  def _zeros(self, codec: codecs.Codec, kind: split.Kind) -> jax.Array:
     """Encoded zeros."""
-    return self._put(np.zeros(codec.encoded_size(size), np.uint8))
+    like = kind.like(codec.encoded_size(kind.size), np.uint8)
+    return split.put(np.zeros(like.shape, np.uint8), kind.sharding)
 
   def _assign(self, p: int, values: exchange.Leaves) -> None:
     """Replaces the parameters with rows in fragment p."""
     leaves, tree = jax.tree.flatten(self._island.params)
-    for name, place in _named(self._places[p]).items():
+    for name, place in split.named(self._places[p]).items():
       leaves[place] = values[name]
     self._island.params = jax.tree.unflatten(tree, leaves)
+
+
+def _replace(leaf: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_slice_in_dim(leaf, rows, start, 0)
 
 
 def _flat(tree: Any) -> list[Any]:
   """The leaves of a tree; in one of shardings None is a leaf."""
   return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
-
-
-def _named(leaves: Iterable[Any]) -> dict[str, Any]:
-  """The leaves of a fragment by the paths of its kind."""
-  return {str(place): leaf for place, leaf in enumerate(leaves)}

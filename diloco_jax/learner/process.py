@@ -29,6 +29,7 @@ from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, tapes
 from diloco_jax.train import island as island_lib
+from diloco_jax.train import profile
 from diloco_jax.transport import payloads as payloads_lib
 
 Origin = tuple[moments_lib.Found | None, str]  # of moments that are not of an own checkpoint
@@ -69,7 +70,7 @@ def make_island(
   devices: Sequence[jax.Device],
 ) -> island_lib.Island:
   """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
-  config = assembled.config
+  config, folder = assembled.config, moments_lib.folder(workdir, learner_id)
   return island_lib.Island(
     task=assembled.task,
     optimizer=config.optimizer,
@@ -77,8 +78,9 @@ def make_island(
     total_steps=config.train.steps,
     devices=devices,
     seed=config.train.seed,
-    checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
+    checkpoint_dir=str(folder),
     keep_every=config.sync.keep_every,
+    profile=profile.Profile(folder.with_name('profile'), config.train.profiled),
   )
 
 

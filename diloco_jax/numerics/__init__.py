@@ -5,7 +5,7 @@
   digest      64 bits that show whether learner and syncer hold the same value
   merge       the weights of learners; M pseudo-gradients -> one outer gradient
   outer       a merge rule and an optax transform -> the outer optimizer
-  contrib     beyond the paper: age-aware weights, delayed Nesterov momentum
+  contrib     beyond the paper: age-aware weights, trust by majority
   spec        the names of merge rules and outer optimizers in a config: 'rda(floor=0.02)'
   exchange    the fused functions that learner and syncer run, made of all of the above
 

@@ -39,6 +39,15 @@ def digest(
   return jnp.stack(jax.lax.reduce(_terms(values_n, first, count), (zero, zero), add, (0,)))
 
 
+def at(values: jax.Array, places: jax.Array) -> jax.Array:
+  """The share of some values, float32 of any shape, in the digest of their vector, in which they
+  have these places, uint32 of the same shape."""
+  add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+  zero = jnp.uint32(0)
+  axes = tuple(range(values.ndim))
+  return jnp.stack(jax.lax.reduce(_pair(_bits(values), places), (zero, zero), add, axes))
+
+
 def checked(
   values_n: jax.Array,
   first: jax.Array | int,
@@ -60,10 +69,14 @@ def _terms(
 ) -> tuple[jax.Array, jax.Array]:
   bits, place = _bits(values_n), jax.lax.iota(jnp.uint32, values_n.shape[0])
   i = place + jnp.asarray(first, jnp.uint32)
-  terms = bits * (2 * i + 1), _mix(bits + jnp.uint32(_GOLDEN) * (i + 1))
+  terms = _pair(bits, i)
   if count is None:
     return terms
   return tuple(jnp.where(place < count, term, jnp.uint32(0)) for term in terms)
+
+
+def _pair(bits: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return bits * (2 * i + 1), _mix(bits + jnp.uint32(_GOLDEN) * (i + 1))
 
 
 def _bits(values: jax.Array) -> jax.Array:

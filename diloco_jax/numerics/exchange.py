@@ -171,11 +171,11 @@ def adopt(
     rows = fragments.rows(leaves, piece)
     theta = rows.astype(jnp.float32)
     delta_n = codec_down.decode_range(published.data, n, start, stop)
-    value = shaped(_published(published.base_N[start:stop], delta_n))
+    value = shaped(_published(codecs.part(published.base_N, start, stop), delta_n))
     if alpha is None:
       given_n = codec_up.decode_range(published.capture, n, start, stop)
       merged_n = jnp.where(published.merged, given_n, 0.0)
-      carried = theta - shaped(_held(anchor_N[start:stop], rows.dtype) - merged_n)
+      carried = theta - shaped(_held(codecs.part(anchor_N, start, stop), rows.dtype) - merged_n)
     else:
       carried = alpha * (theta - value) if alpha else 0.0
     fragments.replace_rows(leaves, piece, value + jnp.where(kept(piece), carried, 0.0))

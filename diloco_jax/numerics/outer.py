@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import optax
 
 from diloco_jax.numerics import fragments, spec
-from diloco_jax.numerics.contrib import delayed
 
 PyTree = Any
 
@@ -83,10 +82,7 @@ def nesterov(learning_rate: float = 0.7, momentum: float = 0.9) -> optax.Gradien
   return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
-OUTERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-  'nesterov': nesterov,
-  'delayed_nesterov': delayed.delayed_nesterov,
-}
+OUTERS: dict[str, Callable[..., optax.GradientTransformation]] = {'nesterov': nesterov}
 
 
 def make(text: str) -> optax.GradientTransformation:

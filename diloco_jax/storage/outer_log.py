@@ -11,7 +11,7 @@ A record of the write-ahead log (wal.py) is one outer step:
 Nothing about an outer step leaves the process before its record is durable, so every outer step
 that any learner has seen can be computed again: start from the checkpoint and apply the gradient of
 each later record with the same function; each digest must equal the recorded one. With the payloads
-the merge itself is repeated, too (syncer/rebuild.py).
+the merge itself is repeated, too (verification/replay/arrays.py).
 
 A refused outer step is recorded, too, since it settled tokens.
 

@@ -31,12 +31,10 @@ import platform
 import re
 import shutil
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.protocol import actions, events, safe_json
-from diloco_jax.protocol.tape import replay as replay_lib
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import json_files
 
@@ -45,10 +43,9 @@ SEGMENT_BYTES = 64 << 20
 LIMIT_BYTES = 2 << 30
 _SEGMENTS = 32  # at least so many segments in `limit_bytes`
 PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each piece
-MAX_LINE_BYTES = safe_json.MAX_BYTES  # of a line that is read; gzip makes 1000 of each byte
 UNKNOWN = 'unknown'
 
-_NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
+NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
 _CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -144,7 +141,7 @@ class Tape:
 
   def _rotate(self) -> None:
     full = self.path
-    life = _place(full)[1]
+    life = place(full)[1]
     size = sum(self._sizes(life).values())
     if size + self._segment_bytes > self._half_bytes:
       raise tape.TapeError(
@@ -259,7 +256,7 @@ def _commit_of(git: pathlib.Path, reference: str) -> str:
   return UNKNOWN
 
 
-# --- Reading --------------------------------------------------------------------------------------
+# --- Names ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,50 +272,12 @@ class ProcessTape:
     return f'{self.node}.{self.number}' if self.number else self.node
 
 
-class Lines:
-  """The lines of a tape's segments; `place` names file and number of the last line read."""
-
-  def __init__(self, segments: Sequence[pathlib.Path]):
-    self._segments = segments
-    self._path: pathlib.Path | None = None
-    self._number = 0
-
-  def __iter__(self) -> Iterator[bytes]:
-    """Raises TapeError for a segment that cannot be unpacked, OSError for a missing one."""
-    for path in self._segments:
-      self._path = path
-      if not self._path.exists():  # packed since the listing
-        self._path = self._path.with_name(f'{self._path.name}.gz')
-      opener = gzip.open if self._path.suffix == '.gz' else open
-      with opener(self._path, 'rb') as file:
-        yield from self._numbered(file)
-
-  def _numbered(self, file: Any) -> Iterator[bytes]:
-    self._number = 0
-    while True:
-      self._number += 1
-      try:
-        line = file.readline(MAX_LINE_BYTES + 1)
-      except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise tape.TapeError(f'{self.place()}: cannot be unpacked: {error}') from None
-      if not line:
-        return
-      if len(line) > MAX_LINE_BYTES:
-        raise tape.TapeError(
-          f'{self.place()}: it is longer than {MAX_LINE_BYTES} bytes, which no line of a tape is'
-        )
-      yield line
-
-  def place(self) -> str:
-    return f'{self._path}, line {self._number}'
-
-
 def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   """All tapes in a folder, sorted by node and number."""
   found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
-    if _NAME.fullmatch(path.name):
-      node, life, segment = _place(path)
+    if NAME.fullmatch(path.name):
+      node, life, segment = place(path)
       # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
       found.setdefault((node, life), {})[segment] = path
   return [
@@ -327,40 +286,7 @@ def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   ]
 
 
-def find(path: pathlib.Path) -> list[ProcessTape]:
-  """The tapes that a path names: a folder (of tapes, or of a run), or a file.
-
-  A segment names its whole tape; a file with another name is a tape by itself.
-
-  Raises:
-    ValueError: there is no such path, or no tape in it.
-  """
-  if path.is_dir():
-    folder = path / TAPES if (path / TAPES).is_dir() else path
-    found = process_tapes(folder)
-    if not found:
-      raise ValueError(f'there are no tapes in {folder} (NODE.LIFE.SEGMENT.jsonl)')
-    return found
-  if not path.is_file():
-    raise ValueError(f'there is no tape {path} (seen from {pathlib.Path.cwd()})')
-  if not _NAME.fullmatch(path.name):
-    return [ProcessTape(path.name, 0, (path,))]
-  node, life, _ = _place(path)
-  return [one for one in process_tapes(path.parent) if (one.node, one.number) == (node, life)]
-
-
-def replay(life: ProcessTape) -> replay_lib.Replay:
-  """Replays a tape. Raises tape.TapeError that names file and line."""
-  lines = Lines(life.segments)
-  return replay_lib.replay(lines, lines.place)
-
-
-def read(life: ProcessTape) -> tape.Reader:
-  """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
-  lines = Lines(life.segments)
-  return tape.Reader(lines, lines.place)
-
-
-def _place(path: pathlib.Path) -> tuple[str, int, int]:
-  match = _NAME.fullmatch(path.name)
+def place(path: pathlib.Path) -> tuple[str, int, int]:
+  """Node, number of its process and number of the segment."""
+  match = NAME.fullmatch(path.name)
   return match['node'], int(match['life']), int(match['segment'])

@@ -112,9 +112,8 @@ def run(
     ValueError: a file of the run is not what was written.
   """
   with contextlib.ExitStack() as cleanup:
-    log = commit.CommitLog(
-      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
-    )
+    log_files = files_lib.Files(workdir / 'syncer' / 'wal')
+    log = commit.CommitLog(log_files, assembled.agreement, records.say)
     cleanup.callback(log.close)
     restored = restore_note.read(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
@@ -128,26 +127,13 @@ def run(
     transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(
-      str(workdir / 'syncer' / 'ckpt'), assembled.protocol.keep_every
-    )
+    keep_every = assembled.protocol.keep_every
+    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), keep_every)
     cleanup.callback(checkpoints.close)
-    start = recover(
-      assembled,
-      theta,
-      checkpoints,
-      log,
-      records,
-      run_name(workdir),
-      restored,
-    )
-    tape = tapes.Tape(
-      workdir,
-      start,
-      records.say,
-      assembled.config.to_dict(),
-      limit_bytes=assembled.config.train.tapes_mib << 20,
-    )
+    start = recover(assembled, theta, checkpoints, log, records, run_name(workdir), restored)
+    limit_bytes = assembled.config.train.tapes_mib << 20
+    config = assembled.config.to_dict()
+    tape = tapes.Tape(workdir, start, records.say, config, limit_bytes=limit_bytes)
     cleanup.callback(tape.close)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
@@ -157,31 +143,17 @@ def run(
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
+    post_own, fail = event_queue.post, event_queue.fail
     work = syncer_work.SyncerWork(
-      assembled,
-      theta,
-      event_queue.post,
-      event_queue.fail,
-      payloads,
-      records,
-      checkpoints,
-      log,
-      evaluation,
+      assembled, theta, post_own, fail, payloads, records, checkpoints, log, evaluation
     )
     work.start()
     cleanup.callback(work.stop)
     cleanup.callback(log.stop)  # if the node fails, the work waits for no space
     records_lib.report_startup(records, 'ready')
-    node = loop.Node(
-      machine,
-      event_queue,
-      loop.Monotonic(),
-      transport,
-      work,
-      payloads,
-      SyncerRecords(records, transport.traffic, assembled),
-      tape,
-    )
+    facts_port = SyncerRecords(records, transport.traffic, assembled)
+    clock = loop.Monotonic()
+    node = loop.Node(machine, event_queue, clock, transport, work, payloads, facts_port, tape)
     result = node.run()
     work.stop()
     if machine.finished:  # a syncer that was asked to stop has no time for it
@@ -265,7 +237,7 @@ def recover(
     machine_state, origin = start.make().state(), 'version 0'
   else:
     machine_state = restored.protocol
-    with _believing_no_books(log):
+    with _refusing_foreign_state(log):
       load(machine_state)
     origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
@@ -275,7 +247,7 @@ def recover(
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
   if restored is None and not replayed:
     return start
-  with _believing_no_books(log):
+  with _refusing_foreign_state(log):
     machine_state = recovery.replay_log(load, machine_state, replayed)
     load(machine_state)
   records.say(
@@ -294,8 +266,8 @@ def recover(
 
 
 def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machine.SyncerMachine:
-  """The machine of books whose fields have the types of those of a new machine. Raises TypeError,
-  and whatever else wrong books lead to."""
+  """The machine of a state whose fields have the types of those of a new machine. Raises TypeError,
+  and whatever else a wrong state leads to."""
   new = dataclasses.replace(start, digests=(0,) * start.config.fragments).make().state()
   for name, value in new.items():
     if value is not None and type(machine_state[name]) is not type(value):
@@ -305,7 +277,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   )
 
 
-_NO_BOOKS = (
+_NO_STATE = (
   LookupError,
   TypeError,
   ValueError,
@@ -316,13 +288,13 @@ _NO_BOOKS = (
 
 
 @contextlib.contextmanager
-def _believing_no_books(log: commit.CommitLog) -> Iterator[None]:
-  """Refuses books (a machine state) that no syncer has written, whatever they raise."""
+def _refusing_foreign_state(log: commit.CommitLog) -> Iterator[None]:
+  """Refuses a machine state that no syncer has written, whatever it leads to."""
   try:
     yield
-  except _NO_BOOKS as error:
+  except _NO_STATE as error:
     raise outer_log.NotReproduced(
-      f'The books in the checkpoint or in the log of {log.place} are none that a syncer has '
+      f'The machine state in the checkpoint or in the log of {log.place} is none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
       'to a checkpoint: diloco restore --to=latest'
     ) from error

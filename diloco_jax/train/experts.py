@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from diloco_jax.train import config as config_lib
 
 PARTITION = (
-  (r'experts/(gate|up)', P('fsdp', None, 'tensor')),  # E D F
-  (r'experts/down', P('fsdp', 'tensor', None)),  # E F D
+  (r'experts/(gate|up)', P(None, 'fsdp', 'tensor')),  # E D F
+  (r'experts/down', P(None, ('tensor', 'fsdp'), None)),  # E F D
 )
 MATRICES = ((r'experts/(gate|up|down)', ((1,), (2,))),)  # of each expert
 _ROUTER_STD = 0.02  # p is nearly uniform at first

@@ -93,6 +93,7 @@ class Task:
       maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
       has: without Muon and without decay.
     data_digest: a text that differs if the data does; compared when a learner joins.
+    flops_per_token: of training, forward and backward (train/flops.py); 0: TFLOP/s are not shown.
   """
 
   init: Callable[[int], Params]
@@ -104,3 +105,4 @@ class Task:
   partition: Partition = ()
   matrices: Matrices = ()
   data_digest: Callable[[], str] = str
+  flops_per_token: float = 0.0

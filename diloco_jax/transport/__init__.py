@@ -1,4 +1,4 @@
-"""Messages and payloads between nodes: frames, protobuf, gRPC or in-process links, doors."""
+"""Messages and payloads between nodes: frames, protobuf, gRPC or in-process links, listeners."""
 
 import os
 

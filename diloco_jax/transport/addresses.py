@@ -88,7 +88,7 @@ def in_folder(workdir: pathlib.Path) -> str:
   WORKDIR that is long or has one, the socket's folder is in XDG_RUNTIME_DIR or the folder of
   temporary files, the same one at every start.
   """
-  folder = workdir / 'syncer' / 'door'
+  folder = workdir / 'syncer' / 'socket'
   if _objection(_socket(folder).parent.resolve() / _socket(folder).name):
     short = hashlib.sha256(os.fsencode(workdir)).hexdigest()[:12]
     base = os.environ.get('XDG_RUNTIME_DIR', '')

@@ -2,7 +2,7 @@
 
 Both streams of a session arrive as calls of their own. Control comes first: the server answers
 with a random token in its initial metadata; Bulk must bring it back. When it does (and gets the
-token for an answer, too), the session is open. Where the door asks for certificates, both calls
+token for an answer, too), the session is open. Where the listener asks for certificates, both calls
 must come with the same one, and the session ends when its certificate ends or is revoked. The
 synchronous API is used throughout: for bulk, threads are a little faster than asyncio, and every
 large copy and checksum runs without the GIL.
@@ -99,14 +99,14 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     )
     self._health = self._add_services()
     try:
-      self._door = listen.Door(self._server, address, access, say)
+      self._listener = listen.Listener(self._server, address, access, say)
     except (ValueError, OSError):
       self._pool.shutdown()
       raise
-    self.address = self._door.address
+    self.address = self._listener.address
     self._server.start()
     self._ended = threading.Event()
-    if self._door.proves:
+    if self._listener.proves:
       grpc_session.start_thread('certificates', self._watch_proofs)
 
   @property
@@ -126,7 +126,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     self._ended.set()
     self._server.stop(grace=None).wait()
     self._pool.shutdown()
-    self._door.close()
+    self._listener.close()
 
   def _add_services(self) -> health.HealthServicer:
     handlers = {
@@ -201,7 +201,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
 
   def _prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
     try:
-      return self._door.prove(context)
+      return self._listener.prove(context)
     except proofs.Unproved as error:
       self._troubles.add(grpc_session.UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
@@ -211,10 +211,10 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     while not self._ended.wait(credentials.WATCH_S):
       with self._lock:
         live = [(self._sessions[number], proof) for number, proof in self._proofs.items()]
-      self._door.refresh([proof for _, proof in live])
+      self._listener.refresh([proof for _, proof in live])
       for session, proof in live:
         try:
-          self._door.require(proof)
+          self._listener.require(proof)
         except proofs.Unproved as error:
           session.fail(str(error), trouble=grpc_session.UNPROVED)
 

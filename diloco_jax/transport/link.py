@@ -53,7 +53,7 @@ class Limits:
   max_announced: int = 64  # incoming payloads whose announcement is ahead of their bytes
   max_members: int = 64  # sessions of members at the same time (syncer)
   max_strangers: int = 24  # sessions beside them that are no member's yet (syncer)
-  stay_s: float = 1.0  # for which a newcomer does not displace a stranger (syncer)
+  stay_s: float = 1.0  # for which a new session does not displace one that is no member's (syncer)
   handshake_s: float = 5.0  # until both gRPC streams of a session are open; then until its Join
   member_s: float = 15.0  # from its Join until a session is a member's (syncer)
   drain_s: float = 5.0  # for sending the queued messages after a close

@@ -21,7 +21,7 @@ Options = tuple[tuple[str, object], ...]
 _NO_PROXY = ('grpc.enable_http_proxy', 0)
 
 
-class Door:
+class Listener:
   """Where a gRPC server listens; it judges the callers.
 
   Attributes:
@@ -60,7 +60,7 @@ class Door:
     return self._credentials is not None
 
   def prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
-    """The learner that makes a call; None if this door needs no proof. Raises Unproved."""
+    """The learner that makes a call; None if this listener needs no proof. Raises Unproved."""
     return self._credentials and self._credentials.prove(context)
 
   def require(self, proof: proofs.Proof) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.report import facts, records, run_facts
-from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import judge_tapes
+from diloco_jax.verification.replay import tape_files
 
 
 def node_tapes(workdir: pathlib.Path) -> list[judge_tapes.Tape]:
   """The tapes of a run. Raises ValueError if it has none."""
-  found = [(life.name, tapes.read(life)) for life in tapes.find(workdir)]
+  found = [(life.name, tape_files.read(life)) for life in tape_files.find(workdir)]
   return [
     judge_tapes.Tape(name, reader.header.start, reader) for name, reader in found if reader.header
   ]

@@ -30,6 +30,7 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
+from diloco_jax.verification.replay import tape_files
 from tests.launch import test_restore as restores
 from tests.syncer import test_durability as durability
 
@@ -243,7 +244,7 @@ def _read_tape(workdir: pathlib.Path) -> None:
   path = workdir / 'tapes' / 'l0.1.0.jsonl'
   text = path.read_bytes().replace(b'\n', b' ')
   path.write_bytes(b'{"kind":"Header","x":' + text + b',"hash":"' + b'0' * 64 + b'"}\n')
-  tapes.read(tapes.ProcessTape('l0', 1, (path,)))
+  tape_files.read(tapes.ProcessTape('l0', 1, (path,)))
 
 
 READERS = {

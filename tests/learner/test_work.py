@@ -128,7 +128,7 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
   devices = jax.devices()[: config.mesh.num_devices]
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
   functions = _Functions()
-  exchange = on_device.Exchange(assembled, island, functions)
+  exchange = on_device.Exchange(assembled, island, functions).begin()
   post = lambda event: posted.append((event, len(functions)))
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(assembled, island, post, None, store, recorder, exchange)
@@ -146,13 +146,14 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
     work.stop()
     work.run()
     assert _same(island.params, published)
-    assert [event.digest for event, _ in posted] == list(exchange.digests())
     assert {compiled for _, compiled in posted} == {len(functions)} == {before}
+    assert [event.digest for event, _ in posted] == list(exchange.digests())
 
+    compiled = len(functions)
     functions.on_another = work.stop
     work.submit(actions.Step(clock=0))
     work.run()
-  assert len(functions) > before
+  assert len(functions) > compiled
   island.close()
 
 
@@ -166,7 +167,7 @@ def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, sha
   island = learner_process.make_island(
     assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
   )
-  exchange = on_device.Exchange(assembled, island)
+  exchange = on_device.Exchange(assembled, island).begin()
   like = jax.tree.map(np.zeros_like, _host(island.params))
   value = np.asarray(fragments.gather(assembled.layout, 0, like))
 
@@ -200,7 +201,7 @@ def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_p
     config.mesh.data = 1
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, tmp_path / adopt, 'l0', jax.devices()[:1])
-    exchange = on_device.Exchange(assembled, island)
+    exchange = on_device.Exchange(assembled, island).begin()
     island.params = jax.tree.map(lambda leaf: 0.5 * leaf + 0.01, island.params)
     data, ok = exchange.encode(0)
     assert ok
@@ -216,7 +217,7 @@ def test_a_merged_payload_gives_its_memory_to_the_next_one_unless_the_transport_
   assembled = build.assemble(config)
   assert assembled.protocol.rebases
   island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
-  exchange = on_device.Exchange(assembled, island)
+  exchange = on_device.Exchange(assembled, island).begin()
   draw = np.random.default_rng(0)
 
   def encode() -> np.ndarray:

@@ -21,6 +21,7 @@ from diloco_jax.report import records, run_facts
 from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.replay import tape_files
 from tests.runs.lib import slow_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -46,8 +47,8 @@ class Run:
     """Every process and the folder of its disk: the second process of a frozen learner has its
     own."""
     second = self.workdir / 'seconds' / VICTIMS['replace']
-    return [('', life) for life in tapes.find(self.workdir)] + [
-      ('second', life) for life in tapes.find(second)
+    return [('', life) for life in tape_files.find(self.workdir)] + [
+      ('second', life) for life in tape_files.find(second)
     ]
 
 
@@ -209,14 +210,14 @@ def test_the_records_account_for_all_time_of_every_learner(run):
 
 def test_every_tape_replays(run):
   for _, life in run.lives():
-    assert tapes.replay(life).identical, life.name
+    assert tape_files.replay(life).identical, life.name
 
 
 # --- The judge can fail ---------------------------------------------------------------------------
 
 
 def _records(life: tapes.ProcessTape) -> list[tape.Record]:
-  return list(tapes.read(life))
+  return list(tape_files.read(life))
 
 
 def _read(run: Run, disk: str, node: str) -> list[tape.Record]:
@@ -235,7 +236,7 @@ def _node_tapes(run: Run, edit=lambda record: record) -> list[judge_tapes.Tape]:
     turns = _records(life)
     if life.node == 'syncer':
       turns = [edit(record) for record in turns]
-    found.append(judge_tapes.Tape(life.name, tapes.read(life).header.start, turns))
+    found.append(judge_tapes.Tape(life.name, tape_files.read(life).header.start, turns))
   return found
 
 

@@ -26,8 +26,8 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import events, messages
 from diloco_jax.report import records
-from diloco_jax.storage import tapes
 from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.replay import tape_files
 from tests.runs.lib import batches, conductor, promises
 from tests.runs.lib import pulse as pulse_lib
 
@@ -273,7 +273,7 @@ def test_a_version_has_the_same_bits_in_every_process(run):
   """Published and recovered versions of every process."""
   digests: dict[tuple[int, int], set[int]] = {}
   for life in run.tapes():
-    reader = tapes.read(life)
+    reader = tape_files.read(life)
     machine_state = reader.header.start.state
     if life.node == 'syncer' and machine_state is not None:
       for p, known in enumerate(zip(machine_state['versions'], machine_state['digests'])):
@@ -311,7 +311,7 @@ def test_the_ledger_adds_up(run):
       if life.node == name:
         trained[life.name] = sum(
           record.event.tokens
-          for record in tapes.read(life)
+          for record in tape_files.read(life)
           if isinstance(record.event, events.StepDone)
         )
     assert 0 < ledger['learners'][name]['tokens'] <= sum(trained.values())

@@ -22,6 +22,7 @@ from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
+from diloco_jax.verification.replay import tape_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / 'tests' / 'protocol' / 'tape' / 'golden'
@@ -63,13 +64,13 @@ def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
 
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
   """Some megabytes of gzip are gigabytes of one line; a tape may be from elsewhere."""
-  monkeypatch.setattr(tapes, 'MAX_LINE_BYTES', 1 << 16)
+  monkeypatch.setattr(tape_files, 'MAX_LINE_BYTES', 1 << 16)
   path = tmp_path / 'l1.1.0.jsonl.gz'
   with gzip.open(path, 'wb') as file:
     file.write(b' ' * (1 << 20))
-  for read in (tapes.replay, tapes.read):
+  for read in (tape_files.replay, tape_files.read):
     with pytest.raises(tape.TapeError, match='l1.1.0.jsonl.gz, line 1: it is longer than 65536'):
-      read(tapes.find(tmp_path)[0])
+      read(tape_files.find(tmp_path)[0])
 
 
 # --- Processes and segments -----------------------------------------------------------------------
@@ -79,17 +80,17 @@ def test_every_process_has_its_own_tape(tmp_path):
   for _ in range(3):
     last = write(tmp_path)
   assert names(tmp_path) == ['l1.1.0.jsonl', 'l1.2.0.jsonl', 'l1.3.0.jsonl']
-  found = tapes.find(tmp_path)
-  assert found == tapes.find(tmp_path / tapes.TAPES)
+  found = tape_files.find(tmp_path)
+  assert found == tape_files.find(tmp_path / tapes.TAPES)
   assert [life.number for life in found] == [1, 2, 3]
   for life in found:
-    result = tapes.replay(life)
+    result = tape_files.replay(life)
     assert (result.identical, result.events, result.end) == (True, last.index + 1, 'exit')
 
 
 def test_the_header_names_the_versions_that_wrote_it(tmp_path):
   write(tmp_path)
-  header = tapes.read(tapes.find(tmp_path)[0]).header
+  header = tape_files.read(tape_files.find(tmp_path)[0]).header
   assert header.versions['jax'] == jax.__version__
   assert header.versions['python'].startswith('.'.join(map(str, sys.version_info[:2])))
   assert re.fullmatch('[0-9a-f]{64}', header.config_digest)
@@ -106,9 +107,9 @@ def test_full_segments_are_packed_and_read_as_one(tmp_path):
     with gzip.open(tmp_path / tapes.TAPES / name) as file:
       assert 12_000 <= len(file.read()) < 12_000 + 30_000
   for path in (tmp_path, *(tmp_path / tapes.TAPES).iterdir()):  # any segment names the whole tape
-    [life] = tapes.find(path)
+    [life] = tape_files.find(path)
     assert len(life.segments) == len(packed) + 1
-    result = tapes.replay(life)
+    result = tape_files.replay(life)
     assert (result.identical, result.events, result.end) == (True, last.index + 1, 'exit')
 
 
@@ -137,9 +138,9 @@ def test_a_packed_segment_is_durable_before_the_plain_one_goes(tmp_path, monkeyp
 
 def test_more_than_nine_segments_stay_in_order(tmp_path):
   last = write(tmp_path, segment_bytes=1)
-  [life] = tapes.find(tmp_path)
+  [life] = tape_files.find(tmp_path)
   assert len(life.segments) == last.index + 2
-  assert tapes.replay(life).identical
+  assert tape_files.replay(life).identical
 
 
 def test_a_packed_segment_that_was_not_removed(tmp_path):
@@ -148,14 +149,14 @@ def test_a_packed_segment_that_was_not_removed(tmp_path):
   packed = tmp_path / tapes.TAPES / 'l1.1.0.jsonl.gz'
   packed.with_suffix('').write_bytes(gzip.decompress(packed.read_bytes()))
   packed.with_name(f'{packed.name}.new').write_bytes(b'half')
-  [life] = tapes.find(tmp_path)
-  assert tapes.replay(life).identical
+  [life] = tape_files.find(tmp_path)
+  assert tape_files.replay(life).identical
 
 
 @pytest.mark.parametrize('packed', [False, True])
 def test_damage_is_reported_with_file_and_line(tmp_path, packed):
   write(tmp_path, segment_bytes=9_000)
-  [life] = tapes.find(tmp_path)
+  [life] = tape_files.find(tmp_path)
   path = life.segments[1]
   lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
   lines[2] = lines[2].replace(b'"now_ns":', b'"now_ns":1')
@@ -166,18 +167,18 @@ def test_damage_is_reported_with_file_and_line(tmp_path, packed):
     path = path.with_suffix('')
     path.write_bytes(b''.join(lines))
   with pytest.raises(tape.TapeError, match=f'{re.escape(str(path))}, line 3: the hash of the line'):
-    tapes.replay(tapes.find(path)[0])
+    tape_files.replay(tape_files.find(path)[0])
 
 
 def test_a_packed_segment_that_cannot_be_unpacked(tmp_path):
   write(tmp_path, segment_bytes=9_000)
-  [life] = tapes.find(tmp_path)
+  [life] = tape_files.find(tmp_path)
   path = life.segments[0]
   whole = path.read_bytes()
   for broken in (whole[:-100], b'no gzip', whole[:300] + bytes(80) + whole[380:]):
     path.write_bytes(broken)
     with pytest.raises(tape.TapeError, match='l1.1.0.jsonl.gz, line [0-9]+: '):
-      tapes.replay(life)
+      tape_files.replay(life)
 
 
 # --- Crashes, kills, full disks -------------------------------------------------------------------
@@ -227,6 +228,7 @@ CHILD = """
 import resource, signal, sys
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
+from diloco_jax.verification.replay import tape_files
 workdir, golden, limit = sys.argv[1:]
 with open(golden, 'rb') as file:
   reader = tape.Reader(file)
@@ -258,8 +260,8 @@ def test_a_killed_process_loses_no_turn(tmp_path):
   with child(tmp_path, 0) as process:
     assert process.stdout.readline() == 'done\n'
     process.send_signal(signal.SIGKILL)
-  [life] = tapes.find(tmp_path)
-  result = tapes.replay(life)
+  [life] = tape_files.find(tmp_path)
+  result = tape_files.replay(life)
   assert (result.identical, result.events, result.end, result.torn) == (True, 100, 'open', False)
 
 
@@ -270,9 +272,9 @@ def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
   assert process.returncode == 0, errors
   warning, done = said.splitlines()
   assert 'the tape ends here, the run continues' in warning and done == 'done' and not errors
-  [life] = tapes.find(tmp_path)
+  [life] = tape_files.find(tmp_path)
   assert life.segments[0].stat().st_size <= limit
-  result = tapes.replay(life)
+  result = tape_files.replay(life)
   assert (result.identical, result.end, result.torn) == (True, 'open', False)
   assert (0 < result.events < 100) == (limit > 1_000)
 
@@ -315,8 +317,8 @@ def test_a_tape_ends_at_its_limit_and_what_is_on_it_replays(tmp_path):
   longest = max(map(len, (GOLDEN / 'learner.jsonl').read_bytes().splitlines(keepends=True)))
   size = sum(path.stat().st_size for path in (tmp_path / tapes.TAPES).iterdir())
   assert size <= 32_000 + 2 * longest  # with the header of the segment
-  [life] = tapes.find(tmp_path)
-  result = tapes.replay(life)
+  [life] = tape_files.find(tmp_path)
+  result = tape_files.replay(life)
   assert (result.identical, result.end, result.torn) == (True, 'open', False)
   assert 0 < result.events < len(turns)
 
@@ -396,7 +398,8 @@ def test_the_program_refuses_in_one_line(words, error):
 
 
 def test_the_program_starts_without_jax():
-  code = 'import sys, diloco_jax.commands.replay; print({"jax", "numpy"} & sys.modules.keys())'
+  module = 'diloco_jax.verification.commands.replay'
+  code = f'import sys, {module}; print({{"jax", "numpy"}} & sys.modules.keys())'
   done = subprocess.run(
     [sys.executable, '-c', code],
     cwd=ROOT,
@@ -443,9 +446,9 @@ def test_a_stopped_and_resumed_run_replays(tmp_path):
     controller.stop('enough')
     assert {end.code for end in controller.join(DEADLINE_S).values()} == {0}
 
-  lives = tapes.find(tmp_path)
+  lives = tape_files.find(tmp_path)
   assert [life.name for life in lives] == ['l0.1', 'l0.2', 'l1.1', 'l1.2', 'syncer.1', 'syncer.2']
-  results = [tapes.replay(life) for life in lives]
+  results = [tape_files.replay(life) for life in lives]
   for life, result in zip(lives, results):
     assert result.identical, f'{life.name}: {result.text()}'
     assert (result.end, result.torn) == ('exit', False)

@@ -60,7 +60,7 @@ def test_sharded_step_equals_the_unsharded_one(model, optimizer):
 
   layer = sharded_layer
   assert _parts(layer['query']) == {(8, 2, 8)}  # D/2 N/2 H
-  assert _parts(layer['down']) == {(16, 8)}  # F/2 D/2
+  assert _parts(layer['down']) == {(8, 16)}  # F/4 D
   assert _parts(layer['query_norm']) == {(8,)}
   moments = sharded_state.opt_state[1].inner_states
   matrices = moments['matrix'].inner_state[0].mu['layers'][0]
@@ -77,7 +77,7 @@ def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
   layer, sharded_layer = (state.params['layers'][0]['experts'] for state in states)
   for name in ('gate', 'up', 'down'):
     np.testing.assert_allclose(layer[name], sharded_layer[name], atol=1e-5)
-    assert _parts(sharded_layer[name]) == {(2, 16, 16)}  # E/2 D F/2 or E/2 F/2 D
+    assert _parts(sharded_layer[name]) == {(4, 8, 16)}  # E D/2 F/2 or E F/4 D
   assert _parts(sharded_layer['router']) == {(16, 4)}
   moments = states[1].opt_state[1].inner_states['matrix'].inner_state[0].mu['layers'][0]['experts']
   assert moments['up'].sharding == sharded_layer['up'].sharding

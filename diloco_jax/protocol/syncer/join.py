@@ -19,7 +19,7 @@ The syncer keeps these rules:
 * A process in quarantine never rejoins (screening.py). Another process may take its id after some
   leases: else a host whose learner restarts would ruin three outer steps each time.
 * The syncer forgets the oldest absent ids of which nothing was ever merged, beyond twice the
-  expected number of learners, so that invented ids do not fill its books.
+  expected number of learners, so that invented ids do not fill its memory.
 * An offer reserves nothing. The syncer may offer two processes the same incarnation; the first
   Confirm gets it, so the syncer checks the offer again at Confirm.
 
@@ -52,8 +52,8 @@ from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
-STRANGERS = 2  # ids in the books of which nothing was merged, for each expected learner
-SPARE_NEWCOMERS = 8  # live ones beyond the expected number of learners
+NEW_LEARNERS = 2  # known ids of which nothing was merged, for each expected learner
+SPARE_NEW_LEARNERS = 8  # live ones beyond the expected number of learners
 
 
 # --- A member's life ------------------------------------------------------------------------------
@@ -178,15 +178,15 @@ class Membership:
     return refused
 
   def _refuse_if_full(self, learner: str) -> messages.Refused | None:
-    """Refuses a newcomer for now if too many ids of which nothing was merged are live: they may not
-    take the places of learners that contribute."""
-    newcomers = [name for name in self._live() if not self._ledger.merged(name)]
-    room = self._config.learners + SPARE_NEWCOMERS
-    if len(newcomers) < room or learner in newcomers or self._ledger.merged(learner):
+    """Refuses a new learner for now if too many such are live: they may not take the places of
+    learners that contribute."""
+    new_learners = [name for name in self._live() if not self._ledger.merged(name)]
+    room = self._config.learners + SPARE_NEW_LEARNERS
+    if len(new_learners) < room or learner in new_learners or self._ledger.merged(learner):
       return None
     return messages.Refused(
       code='FULL',
-      text=f'{len(newcomers)} learners are connected of which nothing was merged yet, at most '
+      text=f'{len(new_learners)} learners are connected of which nothing was merged yet, at most '
       f'{room} may be at once. Nothing is lost.',
       retry_ns=self._config.lease_ns,
     )
@@ -202,7 +202,7 @@ class Membership:
     process are lost."""
     before = self._members.by_id.get(join.learner)
     if before is None:
-      self._forget_strangers()
+      self._forget_new_learners()
     elif before.nonce != join.nonce:
       self._ledger.fold(join.learner, before.incarnation)
       self._shards.give_back(join.learner)
@@ -221,12 +221,12 @@ class Membership:
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
-  def _forget_strangers(self) -> None:
+  def _forget_new_learners(self) -> None:
     """Forgets the oldest absent ids that never contributed, if there are too many of them."""
     busy = {one.learner for gather in self._gathering.open.values() for one in gather.participants}
-    strangers = [name for name in self._members.by_id if not self._ledger.merged(name)]
-    absent = [n for n in strangers if not self._members.by_id[n].live and n not in busy]
-    for learner in absent[: max(0, len(strangers) + 1 - STRANGERS * self._config.learners)]:
+    new_learners = [name for name in self._members.by_id if not self._ledger.merged(name)]
+    absent = [n for n in new_learners if not self._members.by_id[n].live and n not in busy]
+    for learner in absent[: max(0, len(new_learners) + 1 - NEW_LEARNERS * self._config.learners)]:
       self._shards.give_back(learner)
       self._ledger.forget(learner)
       self._screening.forget(learner)

@@ -31,7 +31,7 @@ DECLINES = (*messages.Reason.ALL, 'empty')
 
 
 class Plausibility:
-  """Compares messages with the books of the syncer. Changes nothing."""
+  """Compares messages with the state of the syncer. Changes nothing."""
 
   def __init__(
     self,

@@ -26,9 +26,9 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import local_run
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import live, records, run_facts
-from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.faults import inject_faults
+from diloco_jax.verification.replay import tape_files
 
 POLL_S = 0.05
 SECONDS = 'seconds'  # folder of the disks of second processes of frozen learners
@@ -39,8 +39,8 @@ def judge(workdir: pathlib.Path, healed_ns: int | None = None) -> judge_tapes.Ve
   liveness is not checked)."""
   node_tapes = []
   for folder in (workdir, *sorted((workdir / SECONDS).glob('*'))):
-    for life in tapes.find(folder):
-      reader = tapes.read(life)
+    for life in tape_files.find(folder):
+      reader = tape_files.read(life)
       if reader.header is not None:
         name = life.name if folder == workdir else f'{life.name} (second)'
         node_tapes.append(judge_tapes.Tape(name, reader.header.start, reader))

@@ -105,7 +105,7 @@ class Model:
     if origin == 'other':
       _, newest = max(others, key=lambda saved: saved[0])
       island.moments = newest.twin().moments
-    exchange = on_device.Exchange(self._assembled, island, self._compiled)
+    exchange = on_device.Exchange(self._assembled, island, self._compiled).begin()
     save = functools.partial(self._save, name, island)
     arguments = self._assembled, island, exchange, _Payloads(process.contents), save
     return Liar(*arguments, self._lies[name]) if name in self._lies else Learner(*arguments)

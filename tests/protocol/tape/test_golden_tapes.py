@@ -18,8 +18,8 @@ import tempfile
 import pytest
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
+from diloco_jax.verification.replay import machines as replay_lib
 from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -29,7 +29,7 @@ TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
 REPLAY = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from diloco_jax.protocol.tape import replay
+from diloco_jax.verification.replay import machines as replay
 for path in sys.argv[2:]:
   with open(path, 'rb') as file:
     print(replay.replay(file).text())

@@ -17,8 +17,8 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
+from diloco_jax.verification.replay import machines as replay_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer_machine.SyncerMachine, learner_machine.LearnerMachine)

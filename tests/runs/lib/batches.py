@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.storage import tapes
+from diloco_jax.verification.replay import tape_files
 from tests.runs.lib import conductor
 
 
@@ -43,7 +44,7 @@ class Books:
 
 def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
   """Books one process of the syncer; merges in progress at its death are the next one's."""
-  reader = tapes.read(life)
+  reader = tape_files.read(life)
   state = reader.header.start.state
   for sync, (fragment, version, _) in list(books.moves.items()):
     if state is not None and state['versions'][fragment] >= version:
@@ -73,7 +74,7 @@ def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
 def learner_reads(life: tapes.ProcessTape) -> Iterator[tuple[int, int, int]]:
   """(time, data shard, batch) of every step of a process."""
   shard = batch = 0
-  for turn in tapes.read(life):
+  for turn in tape_files.read(life):
     if isinstance(turn.event, events.StepDone):
       yield turn.now_ns, shard, batch
       batch += 1
@@ -106,7 +107,7 @@ def check(run: conductor.Run, books: Books) -> None:
     f'read {sum(times.values())} batches, {len(times)} of them different, {again} again; '
     f'committed {len(committed)}, counted for {counted} fragments'
   )
-  start = tapes.read(run.tapes()[-1]).header.start
+  start = tape_files.read(run.tapes()[-1]).header.start
   assert start.config.fragments * len(committed) >= counted > 0
   data = stdlib_lm.get_config('tiny').data
   merged = run.of('syncer', 'ledger')[-1]['merged']

@@ -14,6 +14,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
 from diloco_jax.verification.faults import conductor
+from diloco_jax.verification.replay import tape_files
 from experiments.side_by_side import floor
 
 # For runs that the test ends, with as little other work as possible.
@@ -45,7 +46,7 @@ class Run(conductor.Run):
   """A finished run."""
 
   def tapes(self) -> list[tapes.ProcessTape]:
-    return tapes.find(self.workdir)
+    return tape_files.find(self.workdir)
 
   def lost_versions(self) -> list[int]:
     """For each recovery of the syncer: the number of adopted versions that it did not have."""

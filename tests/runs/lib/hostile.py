@@ -20,7 +20,6 @@ import grpc
 
 from diloco_jax.launch import run_folder
 from diloco_jax.protocol import messages
-from diloco_jax.storage import tapes
 from diloco_jax.transport import (
   addresses,
   chunks,
@@ -30,6 +29,7 @@ from diloco_jax.transport import (
   sync_pb2,
   translate,
 )
+from diloco_jax.verification.replay import tape_files
 
 PATIENCE_S = 5.0
 STEP_TOKENS = 4 * 32  # of `tiny`: batch_size * seq_len
@@ -55,8 +55,8 @@ class Run:
   @classmethod
   def of(cls, workdir: pathlib.Path) -> 'Run':
     """Reads it from the syncer's tape."""
-    life = next(life for life in tapes.find(workdir) if life.node == 'syncer')
-    start = tapes.read(life).header.start
+    life = next(life for life in tape_files.find(workdir) if life.node == 'syncer')
+    start = tape_files.read(life).header.start
     return cls(workdir, start.agreement, start.payload_bytes, start.digests)
 
   @property

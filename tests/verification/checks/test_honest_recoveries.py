@@ -4,9 +4,9 @@ import pytest
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks import judge_tapes
+from diloco_jax.verification.replay import tape_files
 from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import tapes as sim_tapes
 from diloco_jax.verification.sim import world as world_lib
@@ -129,7 +129,7 @@ def test_a_tape_that_ended_before_its_syncer_is_judged_up_to_its_end(tmp_path):
 
 
 def judge(folder):
-  read = [tapes.read(one) for one in tapes.find(folder)]
+  read = [tape_files.read(one) for one in tape_files.find(folder)]
   return judge_tapes.judge(
     [judge_tapes.Tape(one.header.node, one.header.start, one) for one in read]
   )

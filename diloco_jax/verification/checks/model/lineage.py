@@ -18,7 +18,7 @@ from diloco_jax.protocol import actions, messages
 Reason = messages.Reason
 Range = tuple[int, int]
 FORMER = 0  # the incarnation under which accounts of replaced processes are summed up
-STRANGERS = 2  # ids of which nothing was merged, for each expected learner
+NEW_LEARNERS = 2  # ids of which nothing was merged, for each expected learner
 FORGOTTEN = '(forgotten)'  # the learner under which accounts of forgotten ids are summed up
 NORMS_KEPT = 16  # of a fragment, at least two of each learner
 
@@ -180,12 +180,12 @@ class Lineage:
     """The rule of syncer/join.py, implemented a second time: a new id takes the place of the one
     that came first among those that are absent and of which nothing was ever merged."""
     useful = {learner for (learner, _), account in self.accounts.items() if account.merged}
-    strangers = [learner for learner in self.holders if learner not in useful]
-    absent = [learner for learner in strangers if learner not in present]
-    return absent[: max(0, len(strangers) + 1 - STRANGERS * learners)]
+    new_learners = [learner for learner in self.holders if learner not in useful]
+    absent = [learner for learner in new_learners if learner not in present]
+    return absent[: max(0, len(new_learners) + 1 - NEW_LEARNERS * learners)]
 
   def forget(self, learner: str) -> None:
-    """The syncer's books lose an id: its accounts become part of one for all such ids."""
+    """The syncer forgets an id: its accounts become part of one for all such ids."""
     for name, incarnation in [key for key in self.accounts if key[0] == learner]:
       account = self.accounts[name, incarnation]
       account.close(Reason.LOST_WITH_PROCESS)

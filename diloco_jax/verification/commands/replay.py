@@ -21,6 +21,7 @@ from absl import flags
 from diloco_jax.launch import cli
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
+from diloco_jax.verification.replay import tape_files
 
 POSITIONAL = True
 cli.define_files()
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
   if len(argv) < 2:
     raise cli.NeverRetry('no tape given; for example: diloco replay runs/NAME')
   with cli.never_retry(ValueError):
-    lives = [life for path in argv[1:] for life in tapes.find(pathlib.Path(path))]
+    lives = [life for path in argv[1:] for life in tape_files.find(pathlib.Path(path))]
     identical = [_replay(life) for life in lives]
     if _ARRAYS.value:
       identical += [_rebuild(pathlib.Path(path)) for path in argv[1:]]
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
 def _replay(life: tapes.ProcessTape) -> bool:
   """Prints the result of one process's tape; returns whether it is identical."""
   try:
-    replay = tapes.replay(life)
+    replay = tape_files.replay(life)
   except (tape.TapeError, OSError) as error:
     print(f'{life.name}: damaged: {cli.one_line(error)}')
     return False
@@ -64,13 +65,13 @@ def _rebuild(workdir: pathlib.Path) -> bool:
   os.environ['JAX_PLATFORMS'] = 'cpu'
   from diloco_jax.api import load_params
   from diloco_jax.storage import wal  # a replay without --arrays does not import jax
-  from diloco_jax.syncer import rebuild
+  from diloco_jax.verification.replay import arrays
 
   try:
     assembled = load_params.assemble(workdir, data=True)
-    print(f'arrays of {workdir}: {rebuild.rebuild(assembled, workdir).text()}')
+    print(f'arrays of {workdir}: {arrays.rebuild(assembled, workdir).text()}')
     return True
-  except rebuild.Differs as error:
+  except arrays.Differs as error:
     print(f'arrays of {workdir}: different: {error}')
   except (ValueError, tape.TapeError, wal.WalError, OSError) as error:
     print(f'arrays of {workdir}: {cli.one_line(error)}')

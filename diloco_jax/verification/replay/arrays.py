@@ -19,8 +19,9 @@ from diloco_jax.config import build
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import outer_log, tapes, wal
+from diloco_jax.storage import outer_log, wal
 from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.verification.replay import tape_files
 
 Versions = dict[tuple[int, int], int]  # (fragment, version): digest of the published value
 
@@ -90,10 +91,10 @@ def rebuild(assembled: build.Assembly, workdir: pathlib.Path) -> Rebuilt:
 def _digests_on_tape(workdir: pathlib.Path) -> Versions:
   """The digest of every version on the syncer's tapes; a later process replaces an earlier one."""
   on_tape: Versions = {}
-  for life in tapes.find(workdir):
+  for life in tape_files.find(workdir):
     if life.node != 'syncer':
       continue
-    reader, merging = tapes.read(life), {}
+    reader, merging = tape_files.read(life), {}
     if reader.header is None:
       continue  # an empty tape: the disk was full
     digests = reader.header.start.digests

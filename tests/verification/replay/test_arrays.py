@@ -11,7 +11,8 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal
-from diloco_jax.syncer import rebuild
+from diloco_jax.verification.replay import arrays as rebuild
+from diloco_jax.verification.replay import tape_files
 
 
 def _config(keep_log: bool) -> run_config.Config:
@@ -55,8 +56,8 @@ def _rebuild(folder) -> rebuild.Rebuilt:
 
 
 def _syncer(folder) -> tuple[tapes.ProcessTape, list]:
-  life = next(one for one in tapes.find(folder) if one.node == 'syncer')
-  return life, list(tapes.read(life))
+  life = next(one for one in tape_files.find(folder) if one.node == 'syncer')
+  return life, list(tape_files.read(life))
 
 
 def test_a_rebuild_makes_every_version_of_a_run(run):
@@ -87,7 +88,7 @@ def test_another_value_on_the_tape_is_a_difference(copy):
   life, turns = _syncer(copy)
   asked = next(one for turn in turns for one in turn.actions if isinstance(one, actions.Merge))
   done = next(turn.event for turn in turns if isinstance(turn.event, events.MergeDone))
-  tape = tapes.Tape(copy, tapes.read(life).header.start, print, None)  # a second life
+  tape = tapes.Tape(copy, tape_files.read(life).header.start, print, None)  # a second life
   tape.record(1, events.Wake(), [asked])
   tape.record(2, dataclasses.replace(done, digest=done.digest ^ 1), [])
   tape.close()

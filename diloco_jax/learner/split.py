@@ -1,0 +1,307 @@
+"""How a fragment lies on the devices of an island, and how its bytes on the wire get there.
+
+A device holds of a fragment what it holds of the parameters: its part of each piece, one after the
+other, as one flat vector. So the functions of numerics/exchange.py run on each device by itself,
+on pieces of local shapes, and only flags and digests cross between devices. A flat array of an
+island (anchor, payload, capture) is these vectors in the order of the devices; payloads on the wire
+are the same for every island.
+
+A part has to consist of whole blocks of 32 neighbours. Where those of a leaf do not, the same axes
+of the mesh split the piece along another axis (the compiler exchanges its parts), or else the piece
+is whole on every device. On one device all of this is the identity.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco_jax.numerics import codecs, digest, exchange, fragments
+from diloco_jax.train import mesh as mesh_lib
+
+
+class Kind(NamedTuple):
+  """All that the functions of a fragment depend on: fragments of one kind share them.
+
+  Attributes:
+    pieces: of the fragment; their paths are '0', '1' ..., the places of their leaves in `leaves`;
+      of their labels only that of statistics is kept. Where the first row of a piece is an argument
+      of the functions, rows begin at 0 here: all but those of leaves whose rows are split.
+    leaves: shape, dtype and sharding of the parameters with rows in the fragment.
+    sharding: of flat arrays; None: they are committed to no device.
+    specs: how each piece is split.
+    local: the pieces as one device has them; the path of each is its place in `pieces`.
+  """
+
+  pieces: exchange.Pieces
+  leaves: tuple[jax.ShapeDtypeStruct, ...]
+  sharding: jax.sharding.Sharding | None
+  specs: tuple[P, ...]
+  local: exchange.Pieces
+
+  @property
+  def size(self) -> int:
+    """The values of one device."""
+    return sum(piece.padded_size for piece in self.local)
+
+  @property
+  def parts(self) -> int:
+    """1: flat arrays are whole on each device."""
+    flat = isinstance(self.sharding, NamedSharding) and any(self.sharding.spec)
+    return self.sharding.mesh.size if flat else 1
+
+  @property
+  def flat(self) -> P:
+    """The spec of flat arrays."""
+    return self.sharding.spec if self.parts > 1 else P()
+
+  @property
+  def shardings(self) -> list[jax.sharding.Sharding | None]:
+    """How the rows of each piece lie."""
+    if self.parts == 1:
+      return [self.sharding] * len(self.specs)
+    return [NamedSharding(self.sharding.mesh, spec) for spec in self.specs]
+
+  @property
+  def rows_specs(self) -> dict[str, P]:
+    return named(self.specs)
+
+  def like(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """A flat array with `size` elements on each device."""
+    return jax.ShapeDtypeStruct((self.parts * size,), dtype, sharding=self.sharding)
+
+  def jit(self, function: Callable, out: Any, donate: int | None = None) -> Any:
+    """`function`, whose results lie as `out` says and which consumes its argument `donate`. Inside,
+    the partitioner is free, also where a mesh of the user's own has explicit axes."""
+    mesh = self.sharding.mesh if self.parts > 1 else None
+    if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
+      function = jax.sharding.auto_axes(function, out_sharding=out)
+    return jax.jit(function, donate_argnums=donate, out_shardings=out)
+
+  def on_each(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` as it runs on each device with its parts; inside `jit`."""
+    if self.parts == 1:
+      return function
+    mesh = jax.sharding.Mesh(self.sharding.mesh.devices, self.sharding.mesh.axis_names)
+    return jax.shard_map(
+      function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+  def rows(self, leaves: exchange.Leaves, starts: jax.Array) -> exchange.Leaves:
+    """The values of each piece. `starts`: the first row of each, int32."""
+    found = []
+    for start, piece in zip(self._starts(starts), self.pieces):
+      leaf = leaves[piece.path]
+      whole = leaf.shape == piece.shape
+      rows = piece.stop - piece.start
+      found.append(leaf if whole else jax.lax.dynamic_slice_in_dim(leaf, start, rows))
+    return named(found)
+
+  def with_rows(
+    self, leaves: exchange.Leaves, starts: jax.Array, rows: exchange.Leaves
+  ) -> exchange.Leaves:
+    """The leaves with the values of each piece replaced."""
+    leaves = dict(leaves)
+    for (place, start), piece in zip(enumerate(self._starts(starts)), self.pieces):
+      leaf, values = leaves[piece.path], rows[str(place)]
+      whole = leaf.shape == piece.shape
+      leaves[piece.path] = (
+        values if whole else jax.lax.dynamic_update_slice_in_dim(leaf, values, start, 0)
+      )
+    return leaves
+
+  def _starts(self, starts: jax.Array) -> Iterator[Any]:
+    for place, piece in enumerate(self.pieces):
+      yield piece.start if _splits_rows(self.leaves[int(piece.path)]) else starts[place]
+
+  def digest(self, values_n: jax.Array) -> jax.Array:
+    """The digest of the whole fragment, uint32[2], from the values of this device."""
+    if self.parts == 1:
+      return digest.digest(values_n)
+    total, first = jnp.zeros(2, jnp.uint32), 0
+    for (local, start, stop), piece, spec in zip(
+      fragments.places(self.local), self.pieces, self.specs
+    ):
+      if any(spec):
+        share = digest.at(
+          fragments.shaped(local, values_n[start:stop]), first + _places(piece, local, spec)
+        )
+      else:
+        share = digest.digest(values_n[start:stop], first)
+      total += jnp.where(self._counts(spec), share, jnp.uint32(0))
+      first += piece.padded_size
+    return jax.lax.psum(total, self.sharding.mesh.axis_names)
+
+  def _counts(self, spec: P) -> jax.Array:
+    """Whether the part of this device counts: of equal ones that of one device does."""
+    used, counts = {axis for entry in spec for axis in _axes(entry)}, jnp.bool_(True)
+    for axis in self.sharding.mesh.axis_names:
+      if axis not in used:
+        counts &= jax.lax.axis_index(axis) == 0
+    return counts
+
+
+def named(values: Iterable[Any]) -> dict[str, Any]:
+  """Values by their places."""
+  return {str(place): value for place, value in enumerate(values)}
+
+
+def make_kind(
+  pieces: exchange.Pieces,
+  leaves: tuple[jax.ShapeDtypeStruct, ...],
+  replicated: jax.sharding.Sharding | None,
+) -> Kind:
+  """The kind of a fragment. `pieces`: with the rows of their leaves; `replicated`: of a whole array
+  on the devices of the island, None: no array is committed."""
+  mesh = replicated.mesh if isinstance(replicated, NamedSharding) else None
+  if mesh is not None and mesh.size > 1:
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+  else:
+    sharding, mesh = replicated, None
+  kept, specs, local = [], [], []
+  for place, piece in enumerate(pieces):
+    leaf = leaves[int(piece.path)]
+    if not _splits_rows(leaf):
+      piece = dataclasses.replace(piece, start=0, stop=piece.stop - piece.start)
+    spec = _spec(mesh, piece.shape, leaf.sharding) if mesh else P()
+    shape = NamedSharding(mesh, spec).shard_shape(piece.shape) if mesh else piece.shape
+    rows = shape[0] if shape else 1
+    kept.append(piece)
+    specs.append(spec)
+    local.append(dataclasses.replace(piece, path=str(place), start=0, stop=rows, shape=shape))
+  return Kind(tuple(kept), leaves, sharding, tuple(specs), tuple(local))
+
+
+def _splits_rows(leaf: jax.ShapeDtypeStruct) -> bool:
+  """Whether the rows of a leaf are on several devices. A slice of them has to begin at a constant,
+  or the compiler would gather all of them first."""
+  at = leaf.sharding
+  named = isinstance(at, NamedSharding) and leaf.shape
+  return bool(named) and at.shard_shape(leaf.shape)[0] < leaf.shape[0]
+
+
+def _spec(
+  mesh: jax.sharding.Mesh, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None
+) -> P:
+  """As the leaf is split, if the parts are whole blocks; else along the first axis for which they
+  are; else the piece is not split."""
+  if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+    return P()
+  entries = [_axes(entry) for entry in sharding.spec]
+  entries = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in entries]
+  entries += [()] * (len(shape) - len(entries))
+  used = sum(entries, ())
+  moved = [
+    [used if axis == place else () for axis in range(len(shape))] for place in range(len(shape))
+  ]
+  for choice in (entries, *moved) if used else ():
+    ways = [math.prod(mesh.shape[axis] for axis in entry) for entry in choice]
+    last = max(place for place, entry in enumerate(choice) if entry)
+    even = all(size % number == 0 for size, number in zip(shape, ways))
+    if even and math.prod(shape[last:]) // ways[last] % codecs.BLOCK == 0:
+      return P(*(entry or None for entry in choice))
+  return P()
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+  return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def _places(piece: fragments.Piece, local: fragments.Piece, spec: P) -> jax.Array:
+  """The places in a piece of the values of this device, uint32, in their shape."""
+  places, stride = jnp.zeros(local.shape, jnp.uint32), piece.size
+  for axis, (size, entry) in enumerate(zip(piece.shape, spec)):
+    stride //= size
+    at = jax.lax.broadcasted_iota(jnp.uint32, local.shape, axis)
+    if axes := _axes(entry):
+      at += jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(local.shape[axis])
+    places += at * np.uint32(stride)
+  return places
+
+
+# --- between host and devices ---------------------------------------------------------------------
+
+
+def to_wire(kind: Kind, codec: codecs.Codec, array: jax.Array) -> memoryview:
+  """A payload as it travels; waits for the device without holding the GIL. `array`: all of its
+  parts are on devices of this host, or it is whole on one."""
+  if kind.parts == 1:
+    return exchange.host_bytes(array)
+  size, parts = codec.encoded_size(kind.size), {}
+  for shard in array.addressable_shards:
+    start = shard.index[0].start or 0
+    data = np.asarray(shard.data)
+    parts |= {(start + k) // size: data[k : k + size] for k in range(0, len(data), size)}
+  data, done = np.empty(codec.encoded_size(_whole_size(kind)), np.uint8), set()
+  for device, part in parts.items():
+    for name, there, here in _blocks(kind, codec, data, part, device):
+      if name not in done:  # else a copy
+        done.add(name)
+        there[:] = here
+  return memoryview(data)
+
+
+def from_wire(
+  kind: Kind, codec: codecs.Codec, data: np.ndarray, dtype: Any = np.uint8
+) -> jax.Array:
+  """The flat array of a payload, uint8; each host puts the parts of its devices. `dtype`: of its
+  elements."""
+  if kind.parts == 1:
+    return put(data.view(dtype), kind.sharding)
+  like = kind.like(codec.encoded_size(kind.size) // np.dtype(dtype).itemsize, dtype)
+
+  def part(index: tuple[slice]) -> np.ndarray:
+    found = np.empty(codec.encoded_size(kind.size), np.uint8)
+    device = (index[0].start or 0) * kind.parts // like.size
+    for _, there, here in _blocks(kind, codec, data, found, device):
+      here[:] = there
+    return found.view(dtype)
+
+  return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+
+def values(kind: Kind, data: np.ndarray) -> jax.Array:
+  """The flat array of a whole value in float32, given as bytes."""
+  return from_wire(kind, codecs.get('float32'), data, np.float32)
+
+
+def put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  return jax.device_put(values) if sharding is None else mesh_lib.put(values, sharding)
+
+
+def _whole_size(kind: Kind) -> int:
+  return sum(piece.padded_size for piece in kind.pieces)
+
+
+def _blocks(
+  kind: Kind, codec: codecs.Codec, data: np.ndarray, part: np.ndarray, device: int
+) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+  """The blocks of one device, for each piece and section of the codec: (what they are, views of
+  them in the payload and in the bytes of the device)."""
+  mesh = kind.sharding.mesh
+  pieces = zip(fragments.places(kind.pieces), fragments.places(kind.local), kind.specs)
+  for place, ((piece, start, stop), (_, first, last), spec) in enumerate(pieces):
+    index = NamedSharding(mesh, spec).devices_indices_map(piece.shape)[mesh.devices.flat[device]]
+    # The last axis that is split, with those behind it, is one axis of blocks.
+    axis = max((axis for axis, entry in enumerate(spec) if entry), default=0)
+    run = math.prod(piece.shape[axis + 1 :])
+    where = [slice(*one.indices(size)) for one, size in zip(index[: axis + 1], piece.shape)]
+    if any(spec):
+      where[axis] = slice(
+        where[axis].start * run // codecs.BLOCK, where[axis].stop * run // codecs.BLOCK
+      )
+    else:
+      where = [slice(None)]
+    for at, mine, width in zip(
+      codecs.ranges(codec, _whole_size(kind), start, stop),
+      codecs.ranges(codec, kind.size, first, last),
+      codec.sections,
+    ):
+      there = data[at].reshape(*piece.shape[:axis], -1, width)[tuple(where)]
+      yield (place, at.start, str(where)), there, part[mine].reshape(there.shape)

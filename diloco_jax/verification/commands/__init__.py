@@ -1,0 +1,1 @@
+"""The commands `simulate`, `chaos` and `replay`, one module each: flags and `main`."""

@@ -1,0 +1,136 @@
+"""Fragments that are split over the devices of an island equal those of one device bit for bit: in
+their bytes, their digests, and what is adopted."""
+
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.learner import on_device, split
+from diloco_jax.numerics import codecs, digest, fragments
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import decoder
+from diloco_jax.train import mesh as mesh_lib
+
+MESHES = (1, 8, 1), (2, 4, 1), (2, 2, 2)
+CELLS = list(itertools.product(MESHES, codecs.CODECS, fragments.KINDS))
+SAMPLED = [((1, 8, 1), 'int8', 'layer'), ((2, 4, 1), 'float32', 'strided')]
+SAMPLED += [((2, 2, 2), 'int4', 'balanced')]
+P = jax.sharding.PartitionSpec
+
+
+def _model(layers: int = 2) -> config_lib.ModelConfig:
+  return config_lib.ModelConfig(
+    num_layers=layers, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256
+  )
+
+
+def _exchange(
+  params, shardings, replicated, codec: str, layout: fragments.Layout
+) -> tuple[on_device.Exchange, types.SimpleNamespace]:
+  island = types.SimpleNamespace(
+    params=jax.tree.map(split.put, params, shardings),
+    shardings=types.SimpleNamespace(params=shardings),
+    replicated=replicated,
+  )
+  assembled = types.SimpleNamespace(
+    layout=layout,
+    codec_up=codecs.get(codec),
+    codec_down=codecs.get(codec),
+    protocol=types.SimpleNamespace(rebases=True, blends=False),
+    config=types.SimpleNamespace(sync=types.SimpleNamespace(alpha=0.0)),
+  )
+  return on_device.Exchange(assembled, island).begin(), island
+
+
+def _on(mesh: jax.sharding.Mesh, params, codec: str, layout: fragments.Layout):
+  shardings = mesh_lib.tree_shardings(mesh, params, decoder.PARTITION)
+  return _exchange(params, shardings, mesh_lib.replicated(mesh), codec, layout)
+
+
+def _same(one, other) -> None:
+  for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b), jax.tree_util.keystr(path))
+
+
+def _trained(params, seed: int):
+  draw = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda leaf: (leaf + 1e-3 * draw.standard_normal(leaf.shape)).astype(leaf.dtype), params
+  )
+
+
+def _is_equal(one, other, params) -> None:
+  """Two (exchange, island): trains, encodes, adopts and rewinds both alike."""
+  pair, layout = (one, other), one[0]._layout
+  assert one[0].digests() == other[0].digests()
+  trained = _trained(params, 1)
+  for _, island in pair:
+    island.params = jax.tree.map(split.put, trained, island.shardings.params)
+  for p in range(layout.num_fragments):
+    sent, held = [], []
+    for exchange, _ in pair:
+      data, ok = exchange.encode(p)
+      assert ok
+      sent.append(bytes(exchange.wire(p, data)))
+      held.append(digest.as_int(exchange.adopt(p, sent[0], False, p != 3, p % 2 == 0)))
+    assert sent[0] == sent[1] and held[0] == held[1], p
+  _same(one[1].params, other[1].params)
+  whole = np.random.default_rng(2).standard_normal(layout.size(0), np.float32)
+  for keep in (False, True):
+    a, b = (exchange.adopt(0, memoryview(whole), True, keep, False) for exchange, _ in pair)
+    assert digest.as_int(a) == digest.as_int(b)
+  assert one[0].digests() == other[0].digests()
+  assert digest.as_int(a) == one[0].digests()[0]
+  _same(one[1].params, other[1].params)
+  for exchange, _ in pair:
+    exchange.rewind()
+  _same(one[1].params, other[1].params)
+
+
+@pytest.mark.parametrize(
+  'shape, codec, kind',
+  [pytest.param(*cell, marks=[] if cell in SAMPLED else pytest.mark.full) for cell in CELLS],
+)
+def test_of_eight_devices_as_of_one(shape, codec, kind):
+  params = decoder.init_params(_model(), 0)
+  layout = fragments.make_layout(kind, params, 4, decoder.label)
+  ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape))), jax.devices())
+  one, many = (_on(at, params, codec, layout) for at in (ones, mesh))
+  _is_equal(one, many, params)
+  held = [
+    sum(anchor.addressable_shards[0].data.nbytes for anchor in exchange.anchors)
+    for exchange, _ in (one, many)
+  ]
+  assert held[1] == pytest.approx(held[0] / (shape[1] * shape[2]), rel=0.02)
+
+
+def _compiled(depth: int, kind: str) -> list[str]:
+  """The names of the functions compiled for a stack of so many layers, one for each fragment."""
+  draw, codec = np.random.default_rng(depth), codecs.get('int8')
+  leaf = lambda *shape: draw.standard_normal((depth, *shape), np.float32)
+  params = {'layers': {'a': leaf(8, 32), 'b': leaf(32)}}
+  layout = fragments.make_layout(kind, params, depth, lambda path: fragments.EXPERT)
+  at = jax.tree.map(lambda _: None, params)
+  exchange, island = _exchange(params, at, None, codec.name, layout)
+  exchange.compile_all()
+  trained = _trained(params, 1)
+  island.params = jax.tree.map(jax.device_put, trained)
+  for p in range(depth):
+    anchor_N, moved_N = (fragments.gather(layout, p, tree) for tree in (params, trained))
+    data, _ = exchange.encode(p)
+    sent = exchange.wire(p, data)
+    assert bytes(sent) == np.asarray(codec.encode(anchor_N - moved_N)[0]).tobytes()
+    exchange.adopt(p, sent, whole=False, keep=False, merged=False)
+    adopted_N = fragments.gather(layout, p, island.params)
+    _same(adopted_N, anchor_N + codec.decode(np.asarray(data), anchor_N.size))
+  return sorted(name for name, _ in exchange._compiled)
+
+
+def test_of_a_deeper_stack_no_more_functions_are_compiled():
+  found = _compiled(2, 'layer')
+  assert found == _compiled(6, 'layer') == _compiled(6, 'strided')
+  assert len(found) == len(set(found))
