@@ -26,6 +26,7 @@ from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import codec
 from diloco_jax.report import records as records_lib
+from diloco_jax.train import mesh as mesh_lib
 
 HEARTBEAT_S = 20  # a host that is silent for so long ends the learner
 START_S = 600  # for all hosts to start, and then to compile
@@ -71,6 +72,47 @@ def connect(cluster: Cluster) -> int:
     shutdown_timeout_seconds=_SHUTDOWN_S,
   )
   return _STATE.num_processes
+
+
+def leads() -> bool:
+  """Whether this is the first host of the learner, or the only one."""
+  return jax.process_index() == 0
+
+
+def are_several(params: Any) -> bool:
+  """Whether arrays are on the devices of several hosts. Raises ValueError if there are other hosts
+  and the arrays are not."""
+  several = not all(leaf.is_fully_addressable for leaf in _arrays(params))
+  if jax.process_count() > 1 and not several:
+    raise ValueError(
+      f'the parameters are on one of {jax.process_count()} hosts: put them on a mesh of all '
+      'devices, or leave jax.distributed.initialize out'
+    )
+  return several
+
+
+def on_all(tree: Any, params: Any) -> Any:
+  """The tree with those arrays that only this host has, such as the counts of optax, on all devices
+  of `params`."""
+  mesh = next(leaf for leaf in _arrays(params) if not leaf.is_fully_addressable).sharding.mesh
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  is_there = lambda leaf: isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+  put = lambda leaf: leaf if is_there(leaf) else mesh_lib.put(np.asarray(leaf), everywhere)
+  return jax.tree.map(put, tree)
+
+
+def gather(arrays: dict[str, jax.Array]) -> Callable[[], dict[str, np.ndarray]]:
+  """Returns what gives the lead the values of all hosts, float32."""
+  values = {}
+  for name, leaf in arrays.items():
+    whole = multihost_utils.process_allgather(leaf, tiled=True)
+    if leads():
+      values[name] = np.asarray(whole, np.float32)
+  return lambda: values
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+  return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 def ready() -> None:
