@@ -5,22 +5,30 @@ a host that dies takes part of the parameters with it: the learner ends and come
 """
 
 import dataclasses
+import os
 import pathlib
+import re
 import signal
+import socket
 import statistics
+import subprocess
+import sys
 
 import psutil
 import pytest
 
+import diloco_jax
 from diloco_jax.certs import authority, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import hosts
 from diloco_jax.report import records
 from diloco_jax.verification.faults import conductor as conductor_lib
-from tests.runs.lib import conductor, promises, slow_data
+from tests.runs.lib import conductor, gated_loop, hosts_loop, promises, slow_data
 
 DEADLINE_S = 600
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LEARNED = 1.3  # from 4.2; the noise of the data leaves 0.73
 
 OVERRIDES = {
   'task': slow_data.FLAG.partition('task=')[2],
@@ -160,6 +168,45 @@ def test_a_learner_comes_back_as_a_whole_whichever_host_ends_and_how(tmp_path):
     pace_s = statistics.median(b - a for a, b in zip(steps, steps[1:])) / 1e9
     print(f'{what}: l2 made {len(steps)} steps, one in {pace_s:.3f} s')
     assert len(steps) > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('bug', [False, True])
+def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
+  """Or, if it has a bug on one host, ends on both."""
+  module, codes, said = gated_loop.example('loop_optax'), [], []
+  with (
+    diloco_jax.run_syncer(total_steps=module.STEPS, workdir=tmp_path / 'syncer') as server,
+    socket.socket() as probe,
+  ):
+    probe.bind(('127.0.0.1', 0))
+    place = f'127.0.0.1:{probe.getsockname()[1]}'
+    probe.close()
+    words = [sys.executable, '-m', hosts_loop.__name__, 'l0', server.address, tmp_path / 'l0']
+    processes = [
+      subprocess.Popen(
+        [*words, str(host), place, '30' if bug and host else '0'],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+      )
+      for host in range(hosts_loop.HOSTS)
+    ]
+    if not bug:
+      losses = module.train(learner='l1', syncer=server.address)
+    for process in processes:
+      said.append(process.communicate(timeout=DEADLINE_S)[0])
+      codes.append(process.returncode)
+  if bug:
+    assert codes[1] == cli.NOT_IN_TIME and 'error: a bug of the loop' in said[1]
+    assert codes[0] in (cli.NOT_IN_TIME, -signal.SIGABRT)
+    return
+  assert codes == [0, 0], '\n'.join(said)
+  assert sum(losses[-20:]) / 20 < LEARNED
+  last = [float(re.search('of the last 20 is (.*)', text)[1]) for text in said]
+  assert last[0] == last[1] < LEARNED, 'both hosts see one loss'
 
 
 def test_the_heartbeat_is_that_of_the_documents():
