@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 
+import jax
 import psutil
 import pytest
 
@@ -195,7 +196,8 @@ def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
       for host in range(hosts_loop.HOSTS)
     ]
     if not bug:
-      losses = module.train(learner='l1', syncer=server.address)
+      with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+        losses = module.train(learner='l1', syncer=server.address)
     for process in processes:
       said.append(process.communicate(timeout=DEADLINE_S)[0])
       codes.append(process.returncode)
