@@ -390,6 +390,8 @@ def join(
   several = hosts.are_several(params)
   if several:
     params, opt_state = hosts.on_all(params, params), hosts.on_all(opt_state, params)
+  else:
+    params, opt_state = jax.device_put(params), jax.device_put(opt_state)
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync, shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
@@ -409,9 +411,8 @@ def join(
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
         own_model.bring(model, address, access, wait_s)
-      peer = Peer(jax.device_put(params), jax.device_put(opt_state))
-      # Only a syncer begins with version 0; here it would be held beside the model for the whole
-      # run.
+      peer = Peer(params, opt_state)
+      # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
       place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
