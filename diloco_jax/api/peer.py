@@ -348,10 +348,9 @@ def join(
   leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
   called after it, the learner is lost as by a crash, and with it what was not merged yet.
 
-  A learner of several hosts: after `jax.distributed.initialize(heartbeat_timeout_seconds=20)` each
-  of them runs the same program, with parameters on a mesh of all devices, and one `workdir`.
-  `Peer.steps` gives all the same clocks and batches, and all leave the loop after the same step. An
-  exception ends its process at once, with exit code 75, and so the others: start all of them again.
+  Several hosts: after `jax.distributed.initialize(heartbeat_timeout_seconds=20)` each runs the same
+  program, with parameters on a mesh of all devices, and one `workdir`. All have the same clocks and
+  batches and leave the loop after the same step. An exception ends all: exit code 75.
 
   Args:
     params: a tree of float arrays, all on the devices of this learner. They are copied before a
