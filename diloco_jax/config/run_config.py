@@ -129,7 +129,7 @@ class TrainConfig(_Train):
   @property
   def profiled(self) -> range:
     """`profile_steps` as numbers. Raises ValueError."""
-    found = re.fullmatch(r'(\d{1,9}):(\d{1,9})', self.profile_steps or '0:0')
+    found = re.fullmatch(r'([0-9]{1,9}):([0-9]{1,9})', self.profile_steps or '0:0')
     steps = range(*map(int, found.groups())) if found else range(0)
     if self.profile_steps and not steps:
       raise ValueError(

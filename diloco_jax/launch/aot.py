@@ -20,8 +20,8 @@ GIB = 1 << 30
 HBM = {'v5e': 16 * GIB, 'v6e': 32 * GIB, 'v5p': 95 * GIB}
 _TOPOLOGY = re.compile(rf'({"|".join(HBM)}):\d+x\d+(x\d+)?')
 _COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
-_UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': GIB}
-_USED = re.compile(r'Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm')
+_UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': GIB, 'T': 1 << 40}
+_USED = re.compile(r'RESOURCE_EXHAUSTED.*?(?:HLO temporaries \(|Used )([\d.]+)([KMGT])', re.DOTALL)
 _REMEDIES = {
   'parameters': 'more chips along mesh.fsdp or mesh.tensor',
   'moments': 'more chips along mesh.fsdp or mesh.tensor, or optimizer.name=muon',

@@ -130,7 +130,8 @@ class Kind(NamedTuple):
     ):
       if any(spec):
         share = digest.at(
-          fragments.shaped(local, values_n[start:stop]), first + _places(piece, local, spec)
+          fragments.shaped(local, codecs.part(values_n, start, stop)),
+          first + _places(piece, local, spec),
         )
       else:
         share = digest.digest(values_n[start:stop], first)

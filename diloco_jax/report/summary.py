@@ -302,7 +302,7 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(line + _describe_status(row))
     if row['cost']:
       told = str(facts.Cost(**row['cost'])), facts.speed_text(row['speed'])
-      lines.append(' ' * (9 + len(name)) + '; '.join(filter(None, told)))
+      lines.append(' ' * (10 + len(name)) + '; '.join(filter(None, told)))
   if summary['outer_steps'] and any(
     0 < row['steps'] < summary['steps'] for row in summary['learners'].values()
   ):

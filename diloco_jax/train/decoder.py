@@ -215,11 +215,7 @@ class Decoder(nnx.Module):
     self, x_BxLxD: jax.Array, sharding: jax.sharding.NamedSharding | None
   ) -> tuple[jax.Array, jax.Array]:
     config, tables = self.config, _rope_table(self.config, x_BxLxD.shape[1])
-    every = config.global_every
-    sees_all = [
-      not config.window or bool(every and number % every == 0)
-      for number in range(1, config.num_layers + 1)
-    ]
+    sees_all = config.sees_all
     block, _ = nnx.split(self.layers if config.scan else self.layers[0])
 
     def layer(x_BxLxD: jax.Array, leaves: nnx.State, sees_all: bool | jax.Array):

@@ -36,18 +36,19 @@ class Cost(NamedTuple):
 
 def decoder(model: config_lib.ModelConfig, seq_len: int) -> float:
   """FLOPs of training on one token, forward and backward: 6 for each weight that it is multiplied
-  with, and 12 H N L for the attention of a layer (PaLM, arXiv 2204.02311, appendix B).
+  with, and 12 H N L for the attention of a layer with L keys (PaLM, arXiv 2204.02311, appendix B).
 
   The look-up of the embedding counts nothing, the output head counts, tied or not; of experts those
-  count that a token is given to. Attention counts all L keys: a causal mask does not halve it, as
-  it does for MaxText. What remat computes again does not count.
+  count that a token is given to. Attention counts all keys of its window: a causal mask does not
+  halve it, as it does for MaxText. What remat computes again does not count.
   """
   D, N, K = model.embed_dim, model.num_heads, model.num_kv_heads
   mixed = 3 * D * model.hidden_dim
   if model.num_experts:
     mixed = mixed * model.experts_per_token + D * model.num_experts
-  layer = 6 * (2 * D * model.head_dim * (N + K) + mixed) + 12 * model.head_dim * N * seq_len
-  return model.num_layers * layer + 6.0 * D * model.vocab_size
+  layer = 6 * (2 * D * model.head_dim * (N + K) + mixed)
+  keys = sum(seq_len if sees_all else min(model.window, seq_len) for sees_all in model.sees_all)
+  return model.num_layers * layer + 12 * model.head_dim * N * keys + 6.0 * D * model.vocab_size
 
 
 def peak(kind: str) -> float:

@@ -360,7 +360,7 @@ class Island:
     return restored._replace(state=None, protocol=restored.protocol['protocol'])
 
   def close(self) -> None:
-    self._watcher.shutdown()
+    self._watcher.shutdown(wait=False)
     if self._profile is not None:
       self._profile.close()
     if self._checkpoints:

@@ -30,7 +30,7 @@ def bits(made):
 fast = process.make_island(assembled, folder, 'l0', jax.devices()[:1])
 fast.warm_up()
 slow, functions = fast.twin(), {}
-exchange = on_device.Exchange(assembled, slow, functions)
+exchange = on_device.Exchange(assembled, slow, functions).begin()
 losses = []
 for k in range(STEPS):
   losses.append(slow.step(k).loss)
@@ -41,7 +41,7 @@ for k in range(STEPS):
 store, posted = payloads.PayloadStore(), []
 with contextlib.closing(records.Recorder(folder, 'l0', tensorboard=False)) as recorder:
   post = lambda event: posted.append((event, fast.must_finish(0) and not fast.must_finish(1)))
-  exchange = on_device.Exchange(assembled, fast, functions)
+  exchange = on_device.Exchange(assembled, fast, functions).begin()
   learner = work.LearnerWork(assembled, fast, post, None, store, recorder, exchange)
   for k in range(STEPS):
     learner.submit(actions.Step(clock=k))

@@ -68,16 +68,16 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   island.close()
 
 
-def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path):
+def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
   """The time before it is booked already, as that of joining."""
   config = stdlib_lm.get_config('tiny')
-  config.sync.overlap = 0
+  config.sync.overlap, config.train.log_every = 0, 2
   assembled = build.assemble(config)
   assert assembled.protocol.lag == 0
   island = learner_process.make_island(
     assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
   )
-  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+  with contextlib.closing(records.Recorder(tmp_path, 'l0')) as recorder:
     work = learner_work.LearnerWork(
       assembled, island, lambda event: None, None, payloads.PayloadStore(), recorder
     )
@@ -86,11 +86,19 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path):
       work.submit(actions.Step(clock=clock))
     work.stop()
     work.run()
-  waited_s = [
-    fact['waited_s'] for _, fact in records.TailAll(tmp_path).read() if 'waited_s' in fact
-  ]
+  facts = [fact for _, fact in records.TailAll(tmp_path).read()]
+  waited_s = [fact['waited_s'] for fact in facts if 'waited_s' in fact]
   assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
   island.close()
+
+  (cost,) = [fact for fact in facts if fact['name'] == 'cost']  # as every log line
+  assert cost['parameters'] == assembled.parameters
+  assert (cost['tokens'], cost['devices']) == (island.tokens_per_step, 2)
+  assert cost['flops'] == assembled.task.flops_per_token * cost['tokens'] / 2
+  (line,) = [one for one in capsys.readouterr().out.splitlines() if 'TFLOP/s ' in one]
+  assert line.startswith('completed step: 2, ') and 'MFU' not in line and 'HBM' not in line
+  curves = b''.join(path.read_bytes() for path in (tmp_path / 'tensorboard' / 'l0').iterdir())
+  assert all(b'perf/' + name in curves for name in (b'tflops', b'parameters', b'tokens_per_step'))
 
 
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):

@@ -27,6 +27,14 @@ def test_of_experts_those_count_that_a_token_is_given_to():
   assert flops.decoder(mixed, 128) - flops.decoder(dense, 128) == each + router
 
 
+def test_a_window_limits_the_keys_that_count():
+  model = config_lib.ModelConfig(num_layers=3)
+  local = config_lib.ModelConfig(num_layers=3, window=8, global_every=2)
+  keys = 12 * model.head_dim * model.num_heads
+  assert flops.decoder(model, 128) - flops.decoder(local, 128) == 2 * keys * (128 - 8)
+  assert flops.decoder(model, 4) == flops.decoder(local, 4)
+
+
 @pytest.mark.parametrize(
   'kind, tflops',
   [
