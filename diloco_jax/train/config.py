@@ -236,18 +236,24 @@ class MeshConfig:
     data: batch split, parameters replicated.
     fsdp: batch split, parameters split.
     tensor: heads and hidden units split.
+    hosts: the processes that `diloco train` starts for each learner; they share the devices evenly.
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
+  hosts: int = 1
 
   @property
   def num_devices(self) -> int:
     return self.data * self.fsdp * self.tensor
 
   def validate(self) -> None:
-    _require_positive(self, 'data', 'fsdp', 'tensor')
+    _require_positive(self, 'data', 'fsdp', 'tensor', 'hosts')
+    if self.num_devices % self.hosts:
+      raise ValueError(
+        f'mesh.hosts is {self.hosts}: {self.num_devices} devices do not split evenly over them'
+      )
 
 
 def validate_decoder(model: ModelConfig, data: DataConfig, mesh: MeshConfig) -> None:

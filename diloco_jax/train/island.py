@@ -117,7 +117,8 @@ class Island:
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
       try:
-        self._folder.lock('learner')
+        if jax.process_index() == 0:  # for all hosts of the island
+          self._folder.lock('learner')
         self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, keep_every)
       except BaseException:
         self._folder.close()
@@ -359,7 +360,7 @@ class Island:
     return restored._replace(state=None, protocol=restored.protocol['protocol'])
 
   def close(self) -> None:
-    self._watcher.shutdown()
+    self._watcher.shutdown(wait=False)
     if self._profile is not None:
       self._profile.close()
     if self._checkpoints:
