@@ -78,6 +78,7 @@ _QUICKLY_COMPILED = (
   'tests/config/',
   'tests/experiments/',
   'tests/launch/',
+  'tests/learner/test_split.py',
   'tests/verification/virtual/',
   'tests/runs/',
   'tests/train/',

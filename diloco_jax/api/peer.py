@@ -97,7 +97,8 @@ class _Arrays:
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
-  """Of a flat array on the same devices; None if no array is committed. Raises ValueError."""
+  """Of an array that is whole on the same devices; None if no array is committed. Raises
+  ValueError."""
   shardings = [leaf.sharding for leaf in params.values()]
   devices = {frozenset(sharding.device_set) for sharding in shardings}
   if len(devices) != 1:

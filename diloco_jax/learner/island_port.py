@@ -14,7 +14,7 @@ class IslandState(Protocol):
     moments: the inner optimizer's state, a tree of arrays.
     shardings: `.params` and `.opt_state`, trees of their shardings; None stands for an array that
       is committed to no device.
-    replicated: the sharding of anchors and other flat arrays, or None.
+    replicated: the sharding of an array that is whole on every device, or None.
   """
 
   params: Any

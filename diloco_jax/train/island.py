@@ -309,7 +309,7 @@ class Island:
 
   @property
   def replicated(self) -> jax.sharding.NamedSharding:
-    """The sharding of anchors and other flat arrays of this island."""
+    """The sharding of an array that is whole on every device of this island."""
     return mesh_lib.replicated(self.mesh)
 
   # Data.

@@ -96,7 +96,7 @@ def _is_equal(one, other, params) -> None:
 )
 def test_of_eight_devices_as_of_one(shape, codec, kind):
   params = decoder.init_params(_model(), 0)
-  layout = fragments.make_layout(kind, params, 3, decoder.label)
+  layout = fragments.make_layout(kind, params, 2, decoder.label)
   ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape))), jax.devices())
   one, many = (_on(at, params, codec, layout) for at in (ones, mesh))
@@ -106,6 +106,23 @@ def test_of_eight_devices_as_of_one(shape, codec, kind):
     for exchange, _ in (one, many)
   ]
   assert held[1] == pytest.approx(held[0] / (shape[1] * shape[2]), rel=0.02)
+
+
+def test_of_a_mesh_of_the_users_own_as_of_one_device():
+  """With other names and explicit axes, and a leaf whose rows are split and cut."""
+  mesh = jax.make_mesh((2, 2), ('x', 'y'), devices=jax.devices()[:4])
+  assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+  specs = {'cut': P(None, 'y'), 'moved': P('x', 'y'), 'rows': P('x'), 'whole': P()}
+  leaf = lambda *shape: np.random.default_rng(3).standard_normal(shape, np.float32)
+  params = {'cut': leaf(128, 64), 'moved': leaf(64, 24), 'rows': leaf(96, 8), 'whole': leaf(5)}
+  layout = fragments.make_layout('balanced', params, 3, lambda path: 'body')
+  at = {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs.items()}
+  many = _exchange(params, at, at['whole'], 'int8', layout)
+  one = _exchange(params, jax.tree.map(lambda _: None, params), None, 'int8', layout)
+  _is_equal(one, many, params)
+  assert {name: leaf.sharding for name, leaf in many[1].params.items()} == at
+  found = {spec for kind in many[0].kinds for spec in kind.specs}
+  assert found == {P(None, 'y'), P(('x', 'y'), None), P('x', None), P()}
 
 
 def _compiled(depth: int, kind: str) -> list[str]:
