@@ -130,7 +130,7 @@ class Kind(NamedTuple):
     ):
       if any(spec):
         share = digest.at(
-          fragments.shaped(local, codecs.part(values_n, start, stop)),
+          fragments.shaped(local, codecs.part(values_n, start, local.padded_size)),
           first + _places(piece, local, spec),
         )
       else:
