@@ -15,6 +15,7 @@ settings of lock step.
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import pathlib
 import sys
@@ -23,13 +24,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from diloco_jax.config import run_config
+from diloco_jax.config import build, run_config
 from diloco_jax.launch import cli, nodes, own_model, run_folder
+from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -37,6 +40,7 @@ from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files
+from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -80,6 +84,9 @@ class _Arrays:
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
+
+  def must_finish(self, ahead: int) -> bool:  # the loop waits for its own steps
+    return False
 
   def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
     """Saves the moments, if there are any: a process takes the parameters from the syncer."""
@@ -296,6 +303,8 @@ class Peer:
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
   is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
+  if isinstance(leaf, np.ndarray) and sharding is not None:
+    return mesh_lib.put(leaf, sharding)
   return leaf if is_there else jax.device_put(leaf, sharding)
 
 
@@ -339,10 +348,14 @@ def join(
   leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
   called after it, the learner is lost as by a crash, and with it what was not merged yet.
 
+  Several hosts: after `jax.distributed.initialize(heartbeat_timeout_seconds=20)` each runs the same
+  program, with parameters on a mesh of all devices, and one `workdir`. All have the same clocks and
+  batches and leave the loop after the same step. An exception ends all: exit code 75.
+
   Args:
     params: a tree of float arrays, all on the devices of this learner. They are copied before a
       merged value replaces them.
-    learner: the id of this learner, for example 'l0'; one process per id.
+    learner: the id of this learner, for example 'l0'; one process per id, or one on each host.
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     total_steps: T, the clock at which the run ends; as for the syncer.
     sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
@@ -373,6 +386,11 @@ def join(
   params, opt_state = (
     own_model.as_arrays(tree, name) for tree, name in ((params, 'params'), (opt_state, 'opt_state'))
   )
+  several = hosts.are_several(params)
+  if several:
+    params, opt_state = hosts.on_all(params, params), hosts.on_all(opt_state, params)
+  else:
+    params, opt_state = jax.device_put(params), jax.device_put(opt_state)
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync, shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
@@ -382,74 +400,121 @@ def join(
   unlabelled = sorted(
     name for name in own_model.statistics(params) if model.labels[name] != 'statistic'
   )
-  nodes.require_own_certificate(access, learner)
-  print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
-  own_model.bring(model, address, access, wait_s)
-  peer = Peer(jax.device_put(params), jax.device_put(opt_state))
-  # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
-  assembled = dataclasses.replace(assembled, init=None)
-  del params, opt_state, model
-  event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
+  at_once = nodes.at_once if several else contextlib.nullcontext
+  event_queue = loop.EventQueue()
   with contextlib.ExitStack() as cleanup:
-    place = folder(workdir, cleanup)
-    found = None
-    if workdir is not None and peer.opt_state is not None:
-      found = cleanup.enter_context(
-        _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
-      )
-    own = found is not None and found.learner == learner
-    origin = found, moments_lib.told(found, place, 'the opt_state that join was given')
-    records = cleanup.enter_context(
-      contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
-    )
-    if own:
-      records.say(f'{learner} continues with the moments of its checkpoint at step {found.step}')
-    work = learner_work.LearnerWork(
-      assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
-    )
-    if unlabelled:
-      records.say(
-        f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and '
-        'the outer optimizer would move them beyond what the learners have counted: give them the '
-        "label 'statistic', on all learners. Parameters that are trained are right as they are."
-      )
-    work.exchange.compile_all()
-    connect = nodes.dialer(assembled, address, access, records.say)
-    admission = _Admission(learner, event_queue, wait_s)
-    cleanup.callback(admission.cancel)
-    cleanup.enter_context(work.egress())
-    ended = cleanup.enter_context(
-      learner_process.running_node(
-        assembled,
-        work,
-        place,
-        learner,
-        found.protocol if own else None,
-        event_queue,
-        lambda post, payloads: connect(admission.begin(post), payloads),
-        payloads,
-        records,
-        None if own or peer.opt_state is None else origin,
-      )
-    )
-    peer._work, peer._post, peer._say = work, event_queue.post, records.say
-    peer._next()
+    with at_once():
+      if several:
+        model = dataclasses.replace(model, values=hosts.gather(own_model.by_name(params)))
+      if hosts.leads():
+        nodes.require_own_certificate(access, learner)
+        print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
+        own_model.bring(model, address, access, wait_s)
+      peer = Peer(params, opt_state)
+      # Only a syncer begins with version 0; here it would be held beside the model all along.
+      assembled = dataclasses.replace(assembled, init=None)
+      del params, opt_state, model
+      place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
+      found = None
+      if workdir is not None and peer.opt_state is not None:
+        found = cleanup.enter_context(
+          _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
+        )
+      connect = lambda say: nodes.dialer(assembled, address, access, say)
+      begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
+      ended = begin(peer, assembled, learner, found, event_queue, cleanup)
+      if unlabelled:
+        peer._say(
+          f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), '
+          'and the outer optimizer would move them beyond what the learners have counted: give '
+          "them the label 'statistic', on all learners. Parameters that are trained are right as "
+          'they are.'
+        )
+      peer._next()
     _require_well(peer, ended)
     try:
-      yield peer
+      with at_once():
+        yield peer
     finally:
       peer._check_taken()
       lost = peer._arrays.consumed
       if lost:  # there is nothing to contribute or to adopt into, as after a crash
         event_queue.fail(Ended('left after a step that had consumed the parameters'))
-      event_queue.post(events.Stop(reason='its loop ended'))
+      peer._post(events.Stop(reason='its loop ended'))
       if peer.clock is not None:
-        event_queue.post(events.StepDone(tokens=0, step_ns=0))
+        peer._post(events.StepDone(tokens=0, step_ns=0))
       while peer.clock is not None:
         peer._next()
     if not lost:
       _require_well(peer, ended)
-      records.say(ended.result().text)
+      peer._say(ended.result().text)
+
+
+def _lead(
+  place: pathlib.Path,
+  connect: Callable[[Callable[[str], None]], ports.MakeTransport],
+  wait_s: float,
+  peer: Peer,
+  assembled: build.Assembly,
+  learner: str,
+  found: moments_lib.Found | None,
+  event_queue: loop.EventQueue,
+  cleanup: contextlib.ExitStack,
+) -> futures.Future[actions.Exit]:
+  """Begins the learner, or the host that leads it; returns how its node ends."""
+  payloads = payloads_lib.PayloadStore()
+  own = found is not None and found.learner == learner
+  origin = found, moments_lib.told(found, place, 'the opt_state that join was given')
+  records = cleanup.enter_context(
+    contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
+  )
+  if own:
+    records.say(f'{learner} continues with the moments of its checkpoint at step {found.step}')
+  work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
+  work = work_class(assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records)
+  peer._work, peer._post, peer._say = work, event_queue.post, records.say
+  work.exchange.compile_all()
+  hosts.ready()
+  admission = _Admission(learner, event_queue, wait_s)
+  cleanup.callback(admission.cancel)
+  cleanup.enter_context(work.egress())
+  dial = connect(records.say)
+  return cleanup.enter_context(
+    learner_process.running_node(
+      assembled,
+      work,
+      place,
+      learner,
+      found.protocol if own else None,
+      event_queue,
+      lambda post, payloads: dial(admission.begin(post), payloads),
+      payloads,
+      records,
+      None if own or peer.opt_state is None else origin,
+    )
+  )
+
+
+def _follow(
+  peer: Peer,
+  assembled: build.Assembly,
+  learner: str,
+  found: moments_lib.Found | None,
+  event_queue: loop.EventQueue,
+  cleanup: contextlib.ExitStack,
+) -> futures.Future[actions.Exit]:
+  """As `_lead`, on another host."""
+  records = hosts.Quiet(f'{learner}.{jax.process_index()}')
+  work = hosts.FollowerWork(assembled, peer._arrays, records)
+  peer._work, peer._post, peer._say = work, lambda event: None, records.say
+  work.exchange.compile_all()
+  hosts.ready()
+  cleanup.enter_context(work.egress())
+  if found is None or found.learner != learner:
+    work.exchange.digests()  # as for the tape of the lead
+  ended: futures.Future[actions.Exit] = futures.Future()
+  ended.set_result(actions.Exit(code=0, text='done: the lead has ended the work'))
+  return ended
 
 
 @contextlib.contextmanager
@@ -460,8 +525,10 @@ def _checkpoints(
   if another process has it."""
   root = moments_lib.folder(workdir, learner)
   with contextlib.closing(files.Files(root)) as locked:
-    locked.lock('learner')
+    if hosts.leads():
+      locked.lock('learner')
     found = moments_lib.find(workdir, learner, arrays.moments)
+    hosts.require_same('the state', str(found and (found.learner, found.step)))
     if found is not None:
       arrays.take(arrays.params, found.moments)
       found = found._replace(moments=None)

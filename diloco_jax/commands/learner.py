@@ -11,6 +11,11 @@ r"""Runs a learner as a process; with --syncer=none it trains alone.
     diloco learner --config=stdlib_lm:data_parallel \
       --workdir=runs/data_parallel --learner_id=l0 --syncer=none
 
+    # A learner of two hosts; the same on the second one with --host=1. On TPU VMs and GKE
+    # --hosts=auto is enough on each. All hosts need one folder.
+    diloco learner --config=stdlib_lm:cpu --workdir=/shared/runs/by_hand --learner_id=l0 \
+      --syncer=HOST:7070 --tls=certs/l0 --hosts=2 --host=0 --coordinator=HOST0:8476
+
 Started again with the same --workdir, the learner continues from its checkpoint. Exit codes: 0
 done, or the run has ended; 42 never retry; anything else retry.
 """
@@ -33,6 +38,13 @@ _SYNCER = flags.DEFINE_string(
   'no syncer.',
   required=True,
 )
+_HOSTS = flags.DEFINE_string(
+  'hosts', '1', 'Hosts of this learner; auto: jax finds them, on TPU VMs and GKE.'
+)
+_HOST = flags.DEFINE_integer('host', 0, 'Which of the hosts this is; 0 leads.')
+_COORDINATOR = flags.DEFINE_string(
+  'coordinator', '', 'HOST:PORT of the lead, where the hosts of this learner meet.'
+)
 cli.define_access()
 cli.define_config()
 cli.define_files()
@@ -41,9 +53,31 @@ cli.define_files()
 def main(argv: list[str]) -> int:
   del argv
   config = cli.config()
+  hosts = _number_of_hosts()
   if _SYNCER.value != 'none':  # the imports and the compilation take a while
     print(f'{_LEARNER_ID.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
   with cli.importing_jax():  # after the config is validated
     from diloco_jax.launch import nodes
+    from diloco_jax.learner import hosts as hosts_lib
 
-  return nodes.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, cli.access())
+  cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
+  return nodes.learner(
+    config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, cli.access(), cluster=cluster
+  )
+
+
+def _number_of_hosts() -> int:
+  """0: jax finds it. Raises NeverRetry."""
+  text = _HOSTS.value
+  if text != '1' and _SYNCER.value == 'none':
+    raise cli.NeverRetry('--syncer=none: a learner without a syncer has one host')
+  if text == 'auto':
+    return 0
+  if not text.isdecimal() or int(text) < 1:
+    raise cli.NeverRetry(f'--hosts={text}: give the number of hosts, or auto')
+  hosts = int(text)
+  if not 0 <= _HOST.value < hosts:
+    raise cli.NeverRetry(f'--host={_HOST.value}: with --hosts={hosts} it is 0 to {hosts - 1}')
+  if hosts > 1 and not _COORDINATOR.value:
+    raise cli.NeverRetry(f'--hosts={hosts} needs --coordinator=HOST:PORT of the lead')
+  return hosts

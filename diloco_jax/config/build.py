@@ -91,7 +91,7 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   init = functools.partial(task.init, config.train.seed)
   try:
     shapes = jax.eval_shape(init)
-  except jax.errors.JAXTypeError:  # it computes with values, on the host
+  except TypeError:  # it computes with values, on the host, or its leaves are drawn when read
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   return _assemble(
@@ -148,6 +148,7 @@ def _assemble(
   rules = {
     'body': body,
     fragments.EXPERT: body,
+    fragments.LAYER: body,
     'embedding': vocabulary,
     'head': vocabulary,
     'router': _make(config, 'router_merge', merge.make),
@@ -158,7 +159,9 @@ def _assemble(
     raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(rules)}')
   protocol = config.protocol()
   if task is not None:
-    protocol = dataclasses.replace(protocol, max_step_tokens=task.tokens_per_batch)
+    # Of a whole batch, of which this process may train on a share.
+    most = task.tokens_per_batch * config.data.batch_size // config.data.rows
+    protocol = dataclasses.replace(protocol, max_step_tokens=most)
   return Assembly(
     config=config,
     protocol=protocol,

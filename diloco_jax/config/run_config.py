@@ -11,6 +11,7 @@ The dataclasses are mutable because overrides assign to fields; no code assigns 
 
 import dataclasses
 import json
+import re
 import typing
 from typing import Annotated, Any
 
@@ -115,16 +116,32 @@ class TrainConfig(_Train):
     eval_every: clock steps between two evaluations of the global model (0: first and last).
     seed: of the initial parameters.
     tapes_mib: the most that the tapes of one node may take on disk, in MiB (storage/tapes.py).
+    profile_steps: inner steps of each process that are traced, counted from 0: '10:13' are three of
+      them (train/profile.py); '' traces none. The trace is in WORKDIR/islands/ID/profile.
   """
 
   log_every: int = 10
   eval_every: int = 60
   seed: int = 0
   tapes_mib: int = 2048
+  profile_steps: str = ''
+
+  @property
+  def profiled(self) -> range:
+    """`profile_steps` as numbers. Raises ValueError."""
+    found = re.fullmatch(r'([0-9]{1,9}):([0-9]{1,9})', self.profile_steps or '0:0')
+    steps = range(*map(int, found.groups())) if found else range(0)
+    if self.profile_steps and not steps:
+      raise ValueError(
+        f"train.profile_steps is {self.profile_steps!r}; use two numbers as '10:13', which traces "
+        "the steps 10, 11 and 12 of each process, or '' for no trace"
+      )
+    return steps
 
   def validate(self) -> None:
     _within('train.log_every', self.log_every, 1, 10**9, 'a large number gives few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
+    _ = self.profiled
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
     _within('train.tapes_mib', self.tapes_mib, 32, 10**6, 'a day of a small run needs about 1000')
 
@@ -238,12 +255,14 @@ class Config:
     return dict(_flatten('', dataclasses.asdict(self)))
 
   def agreement(self) -> dict[str, Any]:
-    """The settings that every learner must share with the syncer. Not among them: the mesh and the
-    times of saves, which each learner chooses, and limits and retention of the syncer, which its
-    restart may change. The paths of the task and of the corpus may differ, too, but batch i of
-    shard v must be the same for all: build.py adds a digest of the data."""
+    """The settings that every learner must share with the syncer. Not among them: the mesh, its
+    share of a batch, how it saves memory and the times of saves, which each learner chooses, and
+    limits and retention of the syncer, which its restart may change. The paths of the task and of
+    the corpus may differ, too, but batch i of shard v must be the same for all: build.py adds a
+    digest of the data."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.uplink_mbit_s', 'sync.places', 'sync.keep_log'}
+    own |= {'model.remat', 'model.loss_chunk'}
     shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards')
     if self.task != OWN_LOOP:
       shared += (

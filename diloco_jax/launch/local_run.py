@@ -61,16 +61,17 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def learner_environments(
-  learners: int, devices: int, found: accelerators.Accelerators | None
+  processes: int, devices: int, found: accelerators.Accelerators | None
 ) -> list[dict[str, str]]:
-  """The environment of each learner: accelerators of its own if there are enough, else emulated CPU
-  devices. A user's JAX_PLATFORMS wins; a user's CUDA_VISIBLE_DEVICES is what they share."""
-  shares = accelerators.share(found, learners, devices)
+  """The environment of each process of the learners: accelerators of its own if there are enough,
+  else emulated CPU devices. A user's JAX_PLATFORMS wins; a user's CUDA_VISIBLE_DEVICES is what they
+  share."""
+  shares = accelerators.share(found, processes, devices)
   if shares is None:
-    shares = [{'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS', 'cpu')}] * learners
+    shares = [{'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS', 'cpu')}] * processes
     if found and 'JAX_PLATFORMS' not in os.environ:
       print(
-        f'{learners} learners with {devices} devices each cannot share the {found.count} '
+        f'{processes} processes with {devices} devices each cannot share the {found.count} '
         f'{found.kind} devices that are visible here: they use emulated CPU devices',
         flush=True,
       )
@@ -119,14 +120,17 @@ def programs(
 
   names = run_config.learner_ids(1 if alone else config.sync.learners)
   cpus = dict(zip(names, share_cpus(len(names), available_cpus())))
-  environments = dict(
-    zip(names, learner_environments(len(names), config.mesh.num_devices, accelerators.find()))
+  hosts = config.mesh.hosts
+  environments = learner_environments(
+    len(names) * hosts, config.mesh.num_devices // hosts, accelerators.find()
   )
 
   def learner(name: str) -> supervisor_lib.Program:
+    first = names.index(name) * hosts
     return supervisor_lib.Program(
       name=name,
-      environment=environments[name],
+      environment=environments[first],
+      hosts=environments[first : first + hosts] if hosts > 1 else ({},),
       cpus=cpus[name],
       command=[
         sys.executable,

@@ -8,11 +8,14 @@ so do checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
 import sys
 import threading
+import traceback
+import zlib
 from collections.abc import Callable, Iterator
 
 import jax
@@ -21,6 +24,7 @@ from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
 from diloco_jax.launch import accelerators, cli, own_model, run_folder
 from diloco_jax.learner import baseline
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
@@ -149,20 +153,43 @@ def learner(
   address: str,
   access: addresses.Access = addresses.LOCAL,
   work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
+  cluster: hosts_lib.Cluster | None = None,
 ) -> int:
-  """Runs a learner process and returns its exit code."""
+  """Runs a learner process and returns its exit code. `cluster`: the hosts of a learner of several,
+  of which this is one."""
   if not ids.is_learner(learner_id):
     raise cli.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
-  with cli.never_retry(ValueError):
-    resolve = None if address == 'none' else resolver(address, access)
-    require_own_certificate(access, learner_id)
-  prepare_jax(config.mesh.num_devices)
+  resolve = None
+  if cluster is None or cluster.host == 0:
+    with cli.never_retry(ValueError):
+      resolve = None if address == 'none' else resolver(address, access)
+      require_own_certificate(access, learner_id)
+  with contextlib.ExitStack() as stack:
+    hosts = 1
+    if cluster is not None:
+      hosts, work_class = stack.enter_context(together(cluster, config)), hosts_lib.LeadWork
+    prepare_jax(config.mesh.num_devices // hosts)
+    if jax.process_index():
+      ended = _follow(config, workdir, learner_id)
+    else:
+      ended = _lead(config, workdir, learner_id, resolve, access, work_class)
+  return _end(*ended)
+
+
+def _lead(
+  config: run_config.Config,
+  workdir: str,
+  learner_id: str,
+  resolve: Callable[[], str] | None,
+  access: addresses.Access,
+  work_class: type[learner_work.LearnerWork],
+) -> tuple[actions.Exit, ports.Records]:
+  """Runs the learner, or the host that leads it."""
   folder, records = _open(workdir, learner_id)
   records_lib.report_startup(records, 'imported')
   with cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
-    devices = jax.local_devices()
-    island = learner_process.make_island(assembled, folder, learner_id, devices)
+    island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
   records_lib.report_startup(records, 'built')
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
@@ -174,7 +201,7 @@ def learner(
       checkpoint_failures(),
       cli.never_retry(ValueError),
     ):
-      return _end(baseline.run(config, island, records, stopped.is_set), records)
+      return baseline.run(config, island, records, stopped.is_set), records
   event_queue = loop.EventQueue()
   connect = dialer(assembled, resolve, access, records.say)
   with (
@@ -186,10 +213,56 @@ def learner(
     checkpoint_failures(),
     cli.never_retry(),
   ):
-    result = learner_process.run(
+    return learner_process.run(
       assembled, island, folder, learner_id, event_queue, connect, records, work_class=work_class
-    )
-  return _end(result, records)
+    ), records
+
+
+def _follow(
+  config: run_config.Config, workdir: str, learner_id: str
+) -> tuple[actions.Exit, ports.Records]:
+  """Runs a host that does not lead."""
+  records = hosts_lib.Quiet(f'{learner_id}.{jax.process_index()}')
+  folder = pathlib.Path(workdir).absolute()
+  with cli.never_retry(ValueError, files.DirectoryError):
+    assembled = build.assemble(config)
+    island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
+  with (
+    stops(hosts_lib.ask_to_stop, config.train.drain_s, _LEARNER_SAFE),
+    checkpoint_failures(),
+    cli.never_retry(),
+  ):
+    learner_process.follow(assembled, island, folder, learner_id, records)
+  return actions.Exit(code=0, text='done: the lead has ended the work'), records
+
+
+@contextlib.contextmanager
+def together(cluster: hosts_lib.Cluster, config: run_config.Config) -> Iterator[int]:
+  """Connects the hosts of a learner, which end together; yields their number."""
+  with at_once():
+    hosts = hosts_lib.connect(cluster)
+    with cli.never_retry(RuntimeError):
+      settings = json.dumps(config.to_dict()).encode()
+      hosts_lib.require_same('the config', f'{zlib.crc32(settings):08x}')
+    if config.mesh.num_devices % hosts:
+      raise cli.NeverRetry(f'{config.mesh.num_devices} devices do not split over {hosts} hosts')
+    yield hosts
+    jax.distributed.shutdown()
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+  """Ends the process at once after an exception: jax would wait for the other hosts, which may wait
+  for this one, until the heartbeat ends them all."""
+  try:
+    yield
+  except (cli.NeverRetry, cli.DiskFailed, cli.NotInTime) as error:
+    os._exit(cli.refuse(cli.one_line(error), error.code))
+  except jax.errors.JaxRuntimeError as error:  # another host has ended, most likely
+    os._exit(cli.refuse(f'a host of this learner is lost: {cli.one_line(error)}', cli.NOT_IN_TIME))
+  except BaseException as error:
+    traceback.print_exc()
+    os._exit(cli.refuse(cli.one_line(error), cli.NOT_IN_TIME))
 
 
 def dialer(

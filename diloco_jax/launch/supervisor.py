@@ -22,6 +22,9 @@ once. `retire` ends a run in order: all learners leave, then the syncer ends.
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (verification/faults), which calls `child`, `bring_down` and `add`.
 
+A learner of several hosts is one program: its processes end together, and are restarted together
+(process_group.py).
+
 The supervisor does not import jax: it starts programs and reads records (report/run_facts.py).
 """
 
@@ -30,11 +33,10 @@ import dataclasses
 import math
 import pathlib
 import random
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from diloco_jax.launch import children, run_folder
+from diloco_jax.launch import children, process_group, run_folder
 from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import kill_plan as kill_plan_lib
 from diloco_jax.report import facts, run_facts
@@ -51,12 +53,19 @@ _BACKOFF_S = (0.5, 30.0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-  """A program to keep running. `cpus`: the CPUs that it may use, () for all."""
+  """A program to keep running.
+
+  Attributes:
+    cpus: that it may use, () for all.
+    hosts: what the environment of each process has besides; more than one for a learner of several
+      hosts (commands/learner.py).
+  """
 
   name: str
   command: Sequence[str]
   environment: Mapping[str, str]
   cpus: Sequence[int] = ()
+  hosts: Sequence[Mapping[str, str]] = ({},)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +109,7 @@ class Supervisor:
     self._listen, self._tick = listen, tick
     self._finish_s, self._stop_s = finish_s, stop_s
     self._tails = records_lib.TailAll(workdir)
-    self._running: dict[str, children.Child] = {}
+    self._running: dict[str, process_group.Group] = {}
     self._runners: dict[str, asyncio.Task] = {}
     self._pauses: dict[str, float] = {}  # seconds until the restart of a program, by bring_down
     self._draw = random.Random()
@@ -140,7 +149,7 @@ class Supervisor:
 
   # --- Fault injection ----------------------------------------------------------------------------
 
-  def child(self, name: str) -> children.Child | None:
+  def child(self, name: str) -> process_group.Group | None:
     """The running process of a program; None if there is none."""
     return self._running.get(name)
 
@@ -152,12 +161,16 @@ class Supervisor:
     self.statuses[program.name] = run_facts.Status()
     self._begin(program)
 
-  def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
+  def bring_down(
+    self, name: str, down_s: float, why: str, politely: bool = False, host: int | None = None
+  ) -> bool:
     """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL, and restarts the
-    program `down_s` later. Returns False if it has no process or the run is ending."""
+    program `down_s` later. Returns False if it has no process or the run is ending. `host`: of a
+    learner of several, the one to end; the others follow it."""
     child = self._running.get(name)
     if child is None or not child.running or self._retiring.is_set():
       return False
+    child = child if host is None else child.hosts[host]
     self._pauses[name] = down_s
     self._note(name, 'down', f'{why}, restart in {down_s:g} s')
     if politely:
@@ -203,13 +216,17 @@ class Supervisor:
       await self._pause(program.name, pause_s)
 
   async def _live(self, program: Program) -> tuple[int | None, str, float]:
-    """Runs one process; returns its exit code, how it ended, and its running time in seconds. The
-    code is None if the process could not be started."""
+    """Runs one process, or those of all hosts; returns the exit code, how it ended, and its running
+    time in seconds. The code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]
-    log = self._workdir / 'logs' / f'{name}.log'
     try:
-      child = await children.start(
-        name, program.command, program.environment, log, self._listen, program.cpus
+      child = await process_group.start(
+        name,
+        program.command,
+        [{**program.environment, **host} for host in program.hosts],
+        self._workdir / 'logs',
+        self._listen,
+        program.cpus,
       )
     except OSError as error:  # no memory, processes, descriptors or disk: maybe only for now
       return None, f'could not be started: {error}', 0.0
@@ -221,14 +238,14 @@ class Supervisor:
     if self._ending(name).is_set():
       child.terminate()
     try:
-      code = await child.wait()
+      code, how = await child.wait()
     finally:
       del self._running[name]
     status.last_error = child.last_error or status.last_error
     self._recorder.report(
       facts.Exit(child=name, pid=child.pid, code=code, stopped=name in self._cut_off)
     )
-    return code, _describe_exit(code), time.monotonic() - child.started_s
+    return code, how, time.monotonic() - child.started_s
 
   def _ending(self, name: str) -> asyncio.Event:
     """The event that forbids another process of this program."""
@@ -326,7 +343,7 @@ class Supervisor:
       for name, child in list(self._running.items()):
         self._cut(name, child)
 
-  def _cut(self, name: str, child: children.Child) -> None:
+  def _cut(self, name: str, child: process_group.Group) -> None:
     """Kills a process to end the run."""
     self._cut_off.add(name)
     child.kill()
@@ -374,17 +391,3 @@ def _verdict(
   if 0 < progress < 1:
     return {'code': 1, 'text': f'the run was stopped from outside at {progress:.0%} of its steps'}
   return {'code': 0, 'text': 'done'}
-
-
-def _describe_exit(code: int) -> str:
-  """Describes an exit code.
-
-  >>> _describe_exit(-9), _describe_exit(3)
-  ('killed by SIGKILL', 'ended with exit code 3')
-  """
-  if code >= 0:
-    return f'ended with exit code {code}'
-  try:
-    return f'killed by {signal.Signals(-code).name}'
-  except ValueError:
-    return f'killed by signal {-code}'

@@ -47,18 +47,29 @@ def _run(
   steps = tokens = 0
   save = None  # the newest one, while no step has followed it
   failures = rate_limited_log.Notices(checkpoint.SAY_AGAIN_NS, records.say)
+
+  def finish(ahead: int = 0) -> None:
+    nonlocal steps, tokens
+    while island.must_finish(ahead):
+      result = island.finish()
+      steps, tokens = steps + 1, tokens + result.tokens
+      learner_work.record_step(records, config, island, steps, tokens, result)
+
   while step < train.steps and not stopping():
-    result = island.step(step)
-    step, steps, tokens, save = step + 1, steps + 1, tokens + result.tokens, None
-    learner_work.record_step(records, config, step, steps, tokens, result)
-    if train.eval_every and step % train.eval_every == 0 and step < train.steps:
+    island.dispatch(step)
+    step, save = step + 1, None
+    evaluates = train.eval_every and step % train.eval_every == 0 and step < train.steps
+    saves = train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0
+    finish(0 if evaluates or saves else 1)
+    if evaluates:
       _evaluate(island, records, step)
-    if train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0:
+    if saves:
       try:
         save = island.save(step)
       except checkpoint.CheckpointError as error:
         text = f'checkpoint of step {step} failed: {error}. Training continues.'
         failures.say(time.monotonic_ns(), 'save', text)
+  finish()
   if steps and save is None:
     save = island.save(step)
   if step >= train.steps and (loss := _evaluate(island, records, step)) is not None:

@@ -25,5 +25,8 @@ class IslandState(Protocol):
   def read_from(self, shard: int, next_index: int = 0) -> None:
     """Switches to a data shard, at its committed cursor."""
 
+  def must_finish(self, ahead: int) -> bool:
+    """Whether a step that the island has dispatched is done, or more than `ahead` are not."""
+
   def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
     """Starts a save; returns a function that waits for it. Raises CheckpointError."""

@@ -66,6 +66,7 @@ class Exchange:
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
+    self.launches = 0  # of its functions: as many on each host of a learner
     self._digest = jax.jit(digest_lib.digest)
 
   def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
@@ -106,6 +107,7 @@ class Exchange:
         (self.lower_encode, kind),
         (self.lower_adopt, kind),
         (self.lower_apply, kind),
+        *([(self._lower_wire, kind)] if jax.process_count() > 1 else []),
       ):
         if stopped():
           return
@@ -162,6 +164,10 @@ class Exchange:
       *self._held(kind),
       kind.like(kind.size, np.float32),
     )
+
+  def _lower_wire(self, kind: split.Kind) -> jax.stages.Lowered:
+    like = kind.like(self._codec_up.encoded_size(kind.size), np.uint8)
+    return kind.jit(lambda data: data, self._island.replicated).lower(like)
 
   def lower_adopt(self, kind: split.Kind) -> jax.stages.Lowered:
     adopt = functools.partial(
@@ -224,13 +230,19 @@ class Exchange:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
       merged = self._merged.pop(kind.size, None)
       merged = self._zeros(self._codec_up, kind) if merged is None else merged
+    self.launches += 1
     data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
       self._captures[p] = data
+    if jax.process_count() > 1:  # the lead needs the parts of all hosts
+      self.launches += 1
+      data = self._get(self._lower_wire, kind)(data)
     return data, ok
 
   def wire(self, p: int, data: jax.Array) -> memoryview:
     """The payload that `encode` has made, as it travels; waits for the device."""
+    if not data.is_fully_addressable:
+      data = data.addressable_data(0)
     return split.to_wire(self.kinds[p], self._codec_up, data)
 
   def adopt(
@@ -274,6 +286,7 @@ class Exchange:
       else:
         rows = split.put(rows, kind.shardings[place])
         leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][place])
+    self.launches += 1
     self._assign(p, leaves)
     self.anchors[p] = split.values(kind, value_N.view(np.uint8))
     padding = max(map(self._layout.size, range(self._layout.num_fragments))) - value_N.size
@@ -303,6 +316,7 @@ class Exchange:
     if capture is None:  # its bytes do not count: those of another array of the same size will do
       alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind)
+    self.launches += 2
     value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
     adopted = self._get(self.lower_adopt, kind)(
       self._leaves(p), self._starts[p], self.anchors[p], value

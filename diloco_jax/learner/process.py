@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build
+from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports, threads
@@ -26,8 +27,9 @@ from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import tapes
+from diloco_jax.storage import checkpoint, tapes
 from diloco_jax.train import island as island_lib
+from diloco_jax.train import profile
 from diloco_jax.transport import payloads as payloads_lib
 
 Origin = tuple[moments_lib.Found | None, str]  # of moments that are not of an own checkpoint
@@ -68,7 +70,7 @@ def make_island(
   devices: Sequence[jax.Device],
 ) -> island_lib.Island:
   """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
-  config = assembled.config
+  config, folder = assembled.config, moments_lib.folder(workdir, learner_id)
   return island_lib.Island(
     task=assembled.task,
     optimizer=config.optimizer,
@@ -76,8 +78,9 @@ def make_island(
     total_steps=config.train.steps,
     devices=devices,
     seed=config.train.seed,
-    checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
+    checkpoint_dir=str(folder),
     keep_every=config.sync.keep_every,
+    profile=profile.Profile(folder.with_name('profile'), config.train.profiled),
   )
 
 
@@ -99,28 +102,13 @@ def run(
   `own_process`: no other island shares this process.
   """
   with contextlib.closing(island):
-    restored = island.restore()
-    if restored is not None and not restored.protocol:
-      raise ValueError(
-        'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
-        'continue it with --syncer=none, or choose another folder'
-      )
-    origin = None
-    if restored is None:
-      found = moments_lib.find(workdir, learner_id, island.moments)
-      if found is not None:
-        island.moments, found = found.moments, found._replace(moments=None)
-      origin = found, moments_lib.told(found, workdir, 'fresh moments')
-    records_lib.report_startup(records, 'restored')
+    restored, origin = _restore(island, workdir, learner_id, records)
     payloads = payloads_lib.PayloadStore()
     work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
     if restored is not None:
       records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
     if own_process:
-      with _compile_in_turn():
-        island.warm_up()
-        if restored is None:  # else the functions are in the cache, and training begins before
-          work.exchange.compile_all()
+      _compile(island, work, restored)
     else:  # islands of one process have different devices and share no compiled functions
       island.warm_up()
     records_lib.report_startup(records, 'compiled')
@@ -139,6 +127,60 @@ def run(
     ) as ended:
       work.run()
   return ended.result()
+
+
+def follow(
+  assembled: build.Assembly,
+  island: island_lib.Island,
+  workdir: pathlib.Path,
+  learner_id: str,
+  records: records_lib.Recorder,
+) -> None:
+  """Runs a host that does not lead, as `run` runs the lead, until the lead ends the work."""
+  with contextlib.closing(island):
+    restored, _ = _restore(island, workdir, learner_id, records)
+    work = hosts.FollowerWork(assembled, island, records)
+    _compile(island, work, restored)
+    if restored is None:
+      work.exchange.digests()  # as for the tape of the lead
+    work.run()
+
+
+def _restore(
+  island: island_lib.Island,
+  workdir: pathlib.Path,
+  learner_id: str,
+  records: records_lib.Recorder,
+) -> tuple[checkpoint.Restored | None, Origin | None]:
+  """Gives the island the state of its newest checkpoint, else the moments of another learner."""
+  restored, origin = island.restore(), None
+  if restored is not None and not restored.protocol:
+    raise ValueError(
+      'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
+      'continue it with --syncer=none, or choose another folder'
+    )
+  if restored is None:
+    found = moments_lib.find(workdir, learner_id, island.moments)
+    if found is not None:
+      island.moments, found = found.moments, found._replace(moments=None)
+    origin = found, moments_lib.told(found, workdir, 'fresh moments')
+  from_step = origin[1] if restored is None else f'checkpoint {restored.step}'
+  hosts.require_same('the state', from_step)
+  records_lib.report_startup(records, 'restored')
+  return restored, origin
+
+
+def _compile(
+  island: island_lib.Island, work: learner_work.LearnerWork, restored: checkpoint.Restored | None
+) -> None:
+  # The lead alone takes a turn: on emulated devices the hosts cannot share compiled functions.
+  with _compile_in_turn() if jax.process_index() == 0 else contextlib.nullcontext():
+    island.warm_up()
+    # After a restore the functions are in the cache, and training begins before; but not on a host
+    # for which others would wait.
+    if restored is None or jax.process_count() > 1:
+      work.exchange.compile_all()
+  hosts.ready()
 
 
 @contextlib.contextmanager

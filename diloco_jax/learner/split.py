@@ -11,6 +11,7 @@ of the mesh split the piece along another axis (the compiler exchanges its parts
 is whole on every device. On one device all of this is the identity.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -88,19 +89,25 @@ class Kind(NamedTuple):
     """`function` as it runs on each device with its parts; inside `jit`."""
     if self.parts == 1:
       return function
-    mesh = jax.sharding.Mesh(self.sharding.mesh.devices, self.sharding.mesh.axis_names)
     return jax.shard_map(
-      function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+      function, mesh=self._auto_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+  @property
+  def _auto_mesh(self) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(self.sharding.mesh.devices, self.sharding.mesh.axis_names)
 
   def rows(self, leaves: exchange.Leaves, starts: jax.Array) -> exchange.Leaves:
     """The values of each piece. `starts`: the first row of each, int32."""
     found = []
-    for start, piece in zip(self._starts(starts), self.pieces):
-      leaf = leaves[piece.path]
-      whole = leaf.shape == piece.shape
-      rows = piece.stop - piece.start
-      found.append(leaf if whole else jax.lax.dynamic_slice_in_dim(leaf, start, rows))
+    for place, piece in enumerate(self.pieces):
+      rows = leaves[piece.path]
+      if rows.shape != piece.shape:
+        rows = jax.lax.dynamic_slice_in_dim(
+          rows, self._start(place, starts), piece.stop - piece.start
+        )
+        rows = self._as_leaf(place, rows)
+      found.append(rows)
     return named(found)
 
   def with_rows(
@@ -108,44 +115,43 @@ class Kind(NamedTuple):
   ) -> exchange.Leaves:
     """The leaves with the values of each piece replaced."""
     leaves = dict(leaves)
-    for (place, start), piece in zip(enumerate(self._starts(starts)), self.pieces):
+    for place, piece in enumerate(self.pieces):
       leaf, values = leaves[piece.path], rows[str(place)]
-      whole = leaf.shape == piece.shape
-      leaves[piece.path] = (
-        values if whole else jax.lax.dynamic_update_slice_in_dim(leaf, values, start, 0)
-      )
+      if leaf.shape != piece.shape:
+        values = self._as_leaf(place, values)
+        values = jax.lax.dynamic_update_slice_in_dim(leaf, values, self._start(place, starts), 0)
+      leaves[piece.path] = values
     return leaves
 
-  def _starts(self, starts: jax.Array) -> Iterator[Any]:
-    for place, piece in enumerate(self.pieces):
-      yield piece.start if _splits_rows(self.leaves[int(piece.path)]) else starts[place]
+  def _start(self, place: int, starts: jax.Array) -> Any:
+    piece = self.pieces[place]
+    return piece.start if _splits_rows(self.leaves[int(piece.path)]) else starts[place]
+
+  def _as_leaf(self, place: int, rows: jax.Array) -> jax.Array:
+    """Some rows, split as their leaf. Otherwise the compiler may gather the whole leaf to split
+    these rows along another axis."""
+    leaf = self.leaves[int(self.pieces[place].path)]
+    if self.parts == 1 or not _is_on(self.sharding.mesh, leaf.sharding) or _splits_rows(leaf):
+      return rows
+    at = NamedSharding(self._auto_mesh, leaf.sharding.spec)
+    return jax.lax.with_sharding_constraint(rows, at)
 
   def digest(self, values_n: jax.Array) -> jax.Array:
     """The digest of the whole fragment, uint32[2], from the values of this device."""
     if self.parts == 1:
       return digest.digest(values_n)
-    total, first = jnp.zeros(2, jnp.uint32), 0
+    zero = total = jnp.zeros(2, jnp.uint32)
+    shares, first = collections.defaultdict(lambda: zero), 0  # by the axes that split a piece
     for (local, start, stop), piece, spec in zip(
       fragments.places(self.local), self.pieces, self.specs
     ):
-      if any(spec):
-        share = digest.at(
-          fragments.shaped(local, codecs.part(values_n, start, local.padded_size)),
-          first + _places(piece, local, spec),
-        )
+      if axes := tuple(sorted(sum(map(_axes, spec), ()))):
+        shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
+        shares[axes] += digest.at(shaped, first + _places(piece, local, spec))
       else:
-        share = digest.digest(values_n[start:stop], first)
-      total += jnp.where(self._counts(spec), share, jnp.uint32(0))
+        total += digest.digest(values_n[start:stop], first)
       first += piece.padded_size
-    return jax.lax.psum(total, self.sharding.mesh.axis_names)
-
-  def _counts(self, spec: P) -> jax.Array:
-    """Whether the part of this device counts: of equal ones that of one device does."""
-    used, counts = {axis for entry in spec for axis in _axes(entry)}, jnp.bool_(True)
-    for axis in self.sharding.mesh.axis_names:
-      if axis not in used:
-        counts &= jax.lax.axis_index(axis) == 0
-    return counts
+    return sum((jax.lax.psum(share, axes) for axes, share in shares.items()), total)
 
 
 def named(values: Iterable[Any]) -> dict[str, Any]:
@@ -192,7 +198,7 @@ def _spec(
 ) -> P:
   """As the leaf is split, if the parts are whole blocks; else along the first axis for which they
   are; else the piece is not split."""
-  if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+  if not _is_on(mesh, sharding):
     return P()
   entries = [_axes(entry) for entry in sharding.spec]
   entries = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in entries]
@@ -208,6 +214,10 @@ def _spec(
     if even and math.prod(shape[last:]) // ways[last] % codecs.BLOCK == 0:
       return P(*(entry or None for entry in choice))
   return P()
+
+
+def _is_on(mesh: jax.sharding.Mesh, sharding: jax.sharding.Sharding | None) -> bool:
+  return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class LearnerWork:
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
     self._tokens = 0
+    self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
 
@@ -78,6 +79,7 @@ class LearnerWork:
         while (clock := self.next_step()) is not None:
           self._step(clock)
           stepped.set()
+        self._finish()
     finally:
       ended.set()
       stepped.set()
@@ -155,30 +157,38 @@ class LearnerWork:
       self.exchange.rewind()
     self._island.read_from(use.shard, use.cursor)
 
-  def _step(self, step: int) -> None:
-    result = self._island.step(step)
-    self._steps += 1
-    self._tokens += result.tokens
-    saving_ns, idle_ns = self.take_between()
-    self._post(
-      events.StepDone(
-        tokens=result.tokens,
-        step_ns=int(result.seconds * 1e9),
-        data_ns=int(result.data_s * 1e9),
-        saving_ns=saving_ns,
+  def _step(self, clock: int) -> None:
+    """Dispatches the step, and waits for the one before only: the work of the boundary follows on
+    the devices, where it belongs. In lock step, and after the last step, the machine waits for
+    others next, so here for this step, too."""
+    self._island.dispatch(clock)
+    self._finish(0 if self._lock_step or clock + 1 >= self._config.train.steps else 1)
+    self._post(events.StepDone(tokens=self._island.tokens_per_step, **self._times))
+    self._times = {'step_ns': 0, 'saving_ns': 0}
+
+  def _finish(self, ahead: int = 0) -> None:
+    """Waits for the steps that were dispatched, but not for the newest `ahead` of them."""
+    while self._island.must_finish(ahead):
+      result = self._island.finish()
+      self._steps += 1
+      self._tokens += result.tokens
+      saving_ns, idle_ns = self.take_between()
+      self._times = {
+        'step_ns': int(result.seconds * 1e9),
+        'data_ns': int(result.data_s * 1e9),
+        'saving_ns': self._times['saving_ns'] + saving_ns,
+      }
+      record_step(
+        self._records,
+        self._config,
+        self._island,
+        self._steps,
+        self._tokens,
+        result,
+        saving_s=saving_ns / 1e9,
+        # Before its first step a process joins: no wait for others.
+        waited_s=idle_ns / 1e9 if self._lock_step and self._steps > 1 else 0.0,
       )
-    )
-    record_step(
-      self._records,
-      self._config,
-      step + 1,
-      self._steps,
-      self._tokens,
-      result,
-      saving_s=saving_ns / 1e9,
-      # Before its first step a process joins: no wait for others.
-      waited_s=idle_ns / 1e9 if self._lock_step and self._steps > 1 else 0.0,
-    )
 
   def take_between(self) -> tuple[int, int]:
     """Time in ns since the last step that saves took on this thread, and without any work."""
@@ -199,7 +209,9 @@ class LearnerWork:
     )
 
   def _save(self, save: actions.Save) -> None:
-    """Starts an asynchronous save; a separate thread waits for its end."""
+    """Starts an asynchronous save; a separate thread waits for its end. The steps before it are
+    done first, so that their time does not count as that of the save."""
+    self._finish()
     begun_ns = time.monotonic_ns()
     try:
       wait = self._island.save(save.clock, save.machine_state)
@@ -224,7 +236,7 @@ class LearnerWork:
 def record_step(
   records: records_lib.Recorder,
   config: run_config.Config,
-  step: int,
+  island: island_lib.Island,
   steps: int,
   tokens: int,
   result: island_lib.StepResult,
@@ -233,9 +245,9 @@ def record_step(
 ) -> None:
   """Records one inner step; every log_every steps also writes curves and a line for people.
 
-  `step` is the clock after it, `steps` and `tokens` are the totals of this process; for the others
-  see facts.Step.
+  `steps` and `tokens` are the totals of this process; for the others see facts.Step.
   """
+  step = result.clock + 1
   records.report(
     facts.Step(
       step=step,
@@ -251,14 +263,19 @@ def record_step(
   if steps % config.train.log_every:
     return
   rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
+  cost = facts.Cost(**island.cost()._asdict())
+  records.report(cost)
   records.scalars(
     step,
     {
       'perf/step_time_seconds': result.seconds,
       'perf/tokens_per_second': result.tokens / result.seconds,
+      'perf/tokens_per_step': cost.tokens,
+      'perf/parameters': cost.parameters,
+      **{f'perf/{name}': value for name, value in cost.speed(result.seconds).items()},
       'learning/loss': result.loss,
       'learning/grad_norm': result.grad_norm,
       'learning/learning_rate': rate,
     },
   )
-  records.completed(step, result.seconds, result.tokens, result.loss)
+  records.completed(step, result.seconds, result.loss, cost)

@@ -25,10 +25,11 @@ The last two take the order of layers from the numbers in the paths, behind 'lay
 else alone between two separators: embeddings are the first layer, then come the numbered layers,
 and all other leaves are the last layer.
 
-A leaf labelled 'expert' is a stack of tensors, one per expert of a Mixture of Experts. Every kind
-cuts it between all its rows first, so that each expert is merged by itself. For the last two kinds
-each expert of a layer, with all its tensors, is a layer of its own after the rest of that layer: it
-can be a fragment.
+A leaf labelled 'layer' is a stack of tensors, one per layer, as a scan over layers wants them; one
+labelled 'expert' has one per expert of a Mixture of Experts. Every kind cuts them between all their
+rows first, so that each layer or expert is merged by itself. For the last two kinds the rows i of
+all stacks of layers are layer i; each expert of a layer, with all its tensors, is a layer of its
+own after the rest of that layer: it can be a fragment.
 """
 
 import dataclasses
@@ -45,6 +46,7 @@ import jax.numpy as jnp
 BLOCK = 32  # values that share a scale in the integer codecs; the length of pieces is a multiple
 KINDS = ('balanced', 'layer', 'strided')
 EXPERT = 'expert'  # the label of stacks of experts
+LAYER = 'layer'  # the label of stacks of layers
 STATISTIC = 'statistic'  # the label of what is counted and not trained, as BatchNorm's variance
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
@@ -131,7 +133,7 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
   leaves = [
     piece
     for leaf in _leaves(tree, label)
-    for piece in _cut(leaf, leaf.stop if leaf.label == EXPERT else 1)
+    for piece in _cut(leaf, leaf.stop if leaf.label in (EXPERT, LAYER) else 1)
   ]
   if kind == 'balanced':
     fragments = _balanced(leaves, num_fragments)
@@ -299,7 +301,8 @@ def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[P
   layers: dict[tuple[float, int], list[Piece]] = {}
   for leaf in leaves:
     expert = leaf.start if leaf.label == EXPERT else -1
-    layers.setdefault((_layer(leaf.path), expert), []).append(leaf)
+    number = leaf.start if leaf.label == LAYER else _layer(leaf.path)
+    layers.setdefault((number, expert), []).append(leaf)
   if num_fragments > len(layers):
     raise ValueError(
       f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '

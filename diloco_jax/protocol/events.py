@@ -60,9 +60,9 @@ class Stop:
 
 @_event
 class StepDone:
-  """One inner step is done; it took `step_ns` and trained on `tokens` tokens (0: given up).
-  `data_ns`: of it, the wait for its batch; `saving_ns`: how long saves have kept the island since
-  the step before."""
+  """One inner step on `tokens` tokens (0: given up) is done, or is dispatched and the step before
+  is done. That newest one that is done took `step_ns` (0: none is), of it `data_ns` to wait for its
+  batch; `saving_ns`: how long saves have kept the island before it."""
 
   tokens: int
   step_ns: int

@@ -4,6 +4,7 @@ The facts of the protocol's machines are in protocol/facts.py.
 """
 
 import dataclasses
+import math
 import typing
 from typing import Any
 
@@ -26,6 +27,51 @@ class Step:
   data_s: float = 0.0
   saving_s: float = 0.0
   waited_s: float = 0.0
+
+
+@protocol_facts.fact
+class Cost:
+  """What a learner trains, and on what (train/flops.py), at each log line. `tokens` of an inner
+  step; `flops` of an inner step on one of its `devices`, `peak_flops` of one in a second;
+  `memory_bytes`: the most that one has held. 0: not known."""
+
+  parameters: int
+  tokens: int
+  devices: int
+  kind: str
+  flops: float
+  peak_flops: float
+  memory_bytes: int
+  memory_limit_bytes: int
+
+  def __str__(self) -> str:
+    return (
+      f'{self.parameters / 1e6:.4g} million parameters, {self.tokens:,} tokens a step, '
+      f'{self.devices} x {self.kind}'
+    )
+
+  def speed(self, seconds: float) -> dict[str, float]:
+    """The figures of a step of `seconds` that are known: TFLOP/s of one device, as a share of the
+    peak, and the share of its memory that was held at most."""
+    rate = self.flops / seconds if seconds > 0 else 0.0
+    found = {
+      'tflops': rate / 1e12,
+      'mfu': rate / (self.peak_flops or math.inf),
+      'memory': self.memory_bytes / (self.memory_limit_bytes or math.inf),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+SPEED = {'tflops': ('TFLOP/s', '{:.3g}'), 'mfu': ('MFU', '{:.0%}'), 'memory': ('HBM', '{:.0%}')}
+"""The title and form for people of each figure of Cost.speed."""
+
+
+def speed_text(speed: dict[str, float]) -> str:
+  """
+  >>> speed_text({'tflops': 412.37, 'mfu': 0.449, 'memory': 0.871})
+  'TFLOP/s 412, MFU 45%, HBM 87%'
+  """
+  return ', '.join(f'{SPEED[name][0]} {SPEED[name][1].format(v)}' for name, v in speed.items())
 
 
 @protocol_facts.fact
@@ -128,7 +174,8 @@ class Exit:
 
 
 _OfSyncer = Outer | Traffic | Recovered
-Fact = protocol_facts.Fact | Step | Eval | Startup | Moments | Missing | _OfSyncer | Process | Exit
+_OfLearner = Step | Cost | Eval | Moments
+Fact = protocol_facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
 
 name = protocol_facts.name
 _KINDS = {

@@ -17,7 +17,7 @@ from rich import console as console_lib
 from rich import table as table_lib
 from rich import text as text_lib
 
-from diloco_jax.report import run_facts
+from diloco_jax.report import facts, run_facts
 
 LOCAL = 'local'
 _STATUS_S = 5.0
@@ -139,9 +139,10 @@ def status_line(view: run_facts.RunFacts) -> str:
 
 
 def picture(view: run_facts.RunFacts, elapsed_s: float, width: int) -> console_lib.Group:
-  """The whole display: progress, the last event, learners, syncer. A terminal that is too low shows
-  its beginning."""
+  """The whole display: progress, models, the last event, learners, syncer. A terminal that is too
+  low shows its beginning."""
   parts = [_progress(view, elapsed_s)]
+  parts += [text_lib.Text(f' {cost}', style='dim', no_wrap=True) for cost in _costs(view)]
   if view.last_event:
     parts.append(text_lib.Text(f' {view.last_event}', style='yellow', no_wrap=True))
   parts.append(_table(_learner_columns(view), width))
@@ -192,12 +193,32 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('state    ', states, [_COLOURS.get(state, '') for state in states], text=True),
     _Column('    step', [str(learner.step) for learner in learners]),
     _Column('tokens/s', rates),
+    *_speeds(learners),
     _Column('   loss', losses),
     _Column('goodput', [_percent(view.training(name)) for name in view.learners]),
     _Column('contributions', [str(len(learner.merged_s)) for learner in learners]),
     _Column('staleness', [str(learner.staleness) for learner in learners]),
     _Column('incarnation', [str(learner.incarnation) for learner in learners]),
   ]
+
+
+def _costs(view: run_facts.RunFacts) -> list[str]:
+  """What the learners train, and on what; those that are alike share a line."""
+  alike: dict[str, list[str]] = {}
+  for name, learner in view.learners.items():
+    if learner.cost:
+      alike.setdefault(str(learner.cost), []).append(name)
+  return [f'{" ".join(names)}: {cost}' for cost, names in alike.items()]
+
+
+def _speeds(learners: list[run_facts.Learner]) -> list[_Column]:
+  """TFLOP/s of a device, MFU and memory: those that any learner can tell."""
+  speeds, columns = [learner.speed for learner in learners], []
+  for name, (title, form) in facts.SPEED.items():
+    if any(name in speed for speed in speeds):
+      cells = [form.format(speed[name]) if name in speed else '' for speed in speeds]
+      columns.append(_Column(title, cells))
+  return columns
 
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:

@@ -98,6 +98,7 @@ class Learner:
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
     fresh: how many of its processes joined a run in progress with fresh moments.
+    cost: the newest one; None: no log line yet, or a loop of a user's own.
   """
 
   state: str = 'waiting'
@@ -108,6 +109,7 @@ class Learner:
   staleness: int = 0
   incarnation: int = 0
   fresh: int = 0
+  cost: facts.Cost | None = None
   processes: list[Process] = dataclasses.field(default_factory=list)
   merged_s: array.array = dataclasses.field(default_factory=_times)
   steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
@@ -126,6 +128,11 @@ class Learner:
   @property
   def tokens_per_second(self) -> float:
     return self.tokens_per_step / self.step_s if self.step_s and self.state not in _GONE else 0.0
+
+  @property
+  def speed(self) -> dict[str, float]:
+    """The known figures of its devices (facts.Cost), over the newest steps."""
+    return self.cost.speed(self.step_s) if self.cost and self.state not in _GONE else {}
 
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
@@ -320,6 +327,8 @@ class RunFacts:
         learner.staleness = fact.staleness
         if not fact.whole:
           learner.steps_between.append(fact.steps_between)
+      case facts.Cost():
+        learner.cost = fact
       case facts.Moments(of=''):
         learner.fresh += 1
       case protocol_facts.State():

@@ -6,6 +6,7 @@ number of fragments and rounds so that the sums still add up.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import shlex
@@ -17,7 +18,7 @@ from typing import Any
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
-from diloco_jax.report import live, run_facts
+from diloco_jax.report import facts, live, run_facts
 from diloco_jax.report import records as records_lib
 
 _REASONS = {
@@ -154,6 +155,7 @@ def _learner(
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
   status = statuses.get(name, run_facts.Status(state='done'))
+  cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
@@ -165,7 +167,9 @@ def _learner(
     'fresh_moments': learner.fresh,
     'status': status.state,
     'error': status.last_error,
-    'step_seconds_median': _median([step.seconds for step in learner.steps]),
+    'step_seconds_median': median_s,
+    'cost': cost and dataclasses.asdict(cost),
+    'speed': cost and cost.speed(median_s or 0.0),
   }
 
 
@@ -296,6 +300,9 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     lines.append(line + _describe_status(row))
+    if row['cost']:
+      told = str(facts.Cost(**row['cost'])), facts.speed_text(row['speed'])
+      lines.append(' ' * (10 + len(name)) + '; '.join(filter(None, told)))
   if summary['outer_steps'] and any(
     0 < row['steps'] < summary['steps'] for row in summary['learners'].values()
   ):

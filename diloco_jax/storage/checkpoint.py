@@ -11,7 +11,9 @@ for a while.
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, and the
                           SHA-256 of all these
 
-The first save of a process is read back before it counts: what was never read may be no checkpoint.
+The first save of a process of one host is read back before it counts: what was never read may be no
+checkpoint. Several hosts save one checkpoint together, each its part of the arrays; the first of
+them changes all other files.
 
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
@@ -34,6 +36,8 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.protocol import rate_limited_log
@@ -77,9 +81,12 @@ class Checkpoints:
   def __init__(self, root: str, keep_every: int = 0):
     files.require_name(pathlib.Path(root))
     self._root = pathlib.Path(root).resolve()
-    self._reads_back = False  # a save of this process has been read
+    # A save of this process has been read. Of several hosts none could read it alone: Orbax counts
+    # the loads of each, and they would wait for each other.
+    self._reads_back = jax.process_count() > 1
     self._keep_every = keep_every
-    _require_writable(self._root)
+    if _leads():
+      _require_writable(self._root)
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
       context=orbax_context.context(),
@@ -110,7 +117,7 @@ class Checkpoints:
 
   def warm_up(self, state: Any) -> None:
     """Compiles what a save computes, so that the first one takes no longer than later ones."""
-    tree_digest.digests({'state': state})
+    tree_digest.compile_digests({'state': state})
 
   def save(
     self,
@@ -146,6 +153,8 @@ class Checkpoints:
     )  # other values than JSON fail here, not in the background
     self._wait_or_warn()
     number = max([int(step), *(saved + 1 for saved in self.numbers)])
+    if jax.process_count() > 1:
+      number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     record |= {'sha256': json_files.sha256(record)}
     _ONE_OPERATION.acquire()
     try:
@@ -245,6 +254,9 @@ class Checkpoints:
     folder = self._root / str(number)
     try:
       response.result()
+      if not _leads():
+        done.set_result(number)
+        return
       json_files.fsync_tree(folder)
       if like is not None:
         with orbax_context.context():
@@ -304,13 +316,16 @@ class Checkpoints:
       _one_line(error),
       aside,
     )
-    if aside.exists():
-      shutil.rmtree(aside)
-    (self._root / str(number)).rename(aside)
+    if _leads():
+      if aside.exists():
+        shutil.rmtree(aside)
+      (self._root / str(number)).rename(aside)
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices(aside.name)
     self._checkpointer.reload()
 
   def _failed(self, number: int, error: Exception) -> CheckpointError:
-    for partial in (
+    for partial in _leads() * (
       # Also of earlier saves: threads of Orbax may write on for a while after it has raised.
       *self._root.glob('*.orbax-checkpoint-tmp*'),
       self._root / str(number),  # it did not read back
@@ -359,7 +374,7 @@ def read_part(folder: pathlib.Path, part: str, like: Any) -> tuple[int, Any, dic
   """Returns step, a part of the state (numpy arrays) and the machine's state. Raises any error."""
   json_files.files_in(folder)  # no links, before anything is opened
   record, load = _read_record(folder), lambda tree: ocp.load_checkpointables(folder, tree)
-  with _ONE_OPERATION, orbax_context.context():
+  with _ONE_OPERATION, orbax_context.context(alone=True):
     described = {'state': ocp.checkpointables_metadata(folder).metadata['state']}
     found = tree_digest.read_part(f'state/{part}/', like, record, described, load)
   return record['step'], found, record['protocol']
@@ -408,6 +423,11 @@ def _abstract_of(
   del described['record']
   tree_digest.require_size(described, most_bytes)
   return arrays
+
+
+def _leads() -> bool:
+  """Whether this process changes the files. All hosts of a learner save and read its arrays."""
+  return jax.process_index() == 0
 
 
 def _require_writable(root: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 KEEP_ALL = ocp.training.preservation_policies.PreserveAll()
@@ -25,8 +26,10 @@ def kept(numbers: Sequence[int], newest: int, every: int) -> list[int]:
   return sorted({*first.values(), *numbers[-newest:]})
 
 
-def context() -> ocp.Context:
-  """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
+def context(alone: bool = False) -> ocp.Context:
+  """`alone`: the other hosts of the learner do not read along.
+
+  Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
 
   One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
   more than half of the time that `save` blocks a small island.
@@ -36,6 +39,9 @@ def context() -> ocp.Context:
   context = ocp.Context()
   context.checkpointables.registry = registry
   context.array.saving.use_replica_parallel = False
+  if alone:
+    me = jax.process_index()
+    context.multiprocessing.primary_host, context.multiprocessing.active_processes = me, {me}
   return context
 
 

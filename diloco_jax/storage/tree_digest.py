@@ -48,6 +48,11 @@ def digests(tree: Any) -> dict[str, int]:
   }
 
 
+def compile_digests(tree: Any) -> None:
+  """Compiles `digests` of such a tree without running it."""
+  _digest_leaves.lower(tree).compile()
+
+
 @jax.jit
 def _digest_leaves(tree: Any) -> Any:
   return jax.tree.map(digest_leaf, tree)

@@ -9,7 +9,8 @@ remedy.
 import dataclasses
 import math
 
-_ACTIVATION_DTYPES = ('float32', 'bfloat16')
+_DTYPES = ('float32', 'bfloat16')
+REMATS = ('none', 'dots', 'full')
 _OPTIMIZERS = ('adamw', 'muon')
 MAX_LAYERS = 10**4
 MAX_PARAMETERS = 10**12
@@ -47,7 +48,15 @@ class ModelConfig:
     tied_head: whether the output head is the embedding, transposed.
     rope_theta: wavelengths run from 2 pi to 2 pi rope_theta positions.
     logit_softcap: c of logits <- c tanh(logits / c); 0 = off.
-    dtype: of activations, 'float32' or 'bfloat16'; parameters are always float32.
+    dtype: of activations, 'float32' or 'bfloat16'.
+    param_dtype: of parameters, the same; moments and what is exchanged are always float32.
+    window: how many positions, itself included, a position attends to; 0 = all before it.
+    global_every: layers k, 2k, 3k ... attend to all positions all the same; 0 = none does.
+    scan: one program for all layers, their tensors stacked along a first axis; not with experts.
+    remat: what is computed twice, to save memory: 'none', 'dots' (all of a layer but products with
+      its tensors) or 'full' (each layer). Each learner chooses.
+    loss_chunk: positions whose logits exist at the same time, a divisor of data.seq_len; 0 = all.
+      Each learner chooses.
   """
 
   vocab_size: int = 256
@@ -64,6 +73,18 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   logit_softcap: float = 30.0
   dtype: str = 'float32'
+  param_dtype: str = 'float32'
+  window: int = 0
+  global_every: int = 0
+  scan: bool = False
+  remat: str = 'none'
+  loss_chunk: int = 0
+
+  @property
+  def sees_all(self) -> list[bool]:
+    """Of each layer, whether its attention has no window."""
+    numbers, every = range(1, self.num_layers + 1), self.global_every
+    return [not self.window or bool(every and number % every == 0) for number in numbers]
 
   def _least_parameters(self) -> int:
     """Of the embedding, the projections of attention, and the feed-forward blocks."""
@@ -110,8 +131,16 @@ class ModelConfig:
       raise ValueError(f'balance_loss is {self.balance_loss}: use 0 to switch it off')
     if not 0 <= self.logit_softcap < math.inf:
       raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')
-    if self.dtype not in _ACTIVATION_DTYPES:
-      raise ValueError(f'dtype {self.dtype!r} is unknown: choose one of {_ACTIVATION_DTYPES}')
+    for name, known in (('dtype', _DTYPES), ('param_dtype', _DTYPES), ('remat', REMATS)):
+      if getattr(self, name) not in known:
+        raise ValueError(f'{name} {getattr(self, name)!r} is unknown: choose one of {known}')
+    for name in ('window', 'global_every', 'loss_chunk'):
+      if getattr(self, name) < 0:
+        raise ValueError(f'{name} is {getattr(self, name)}: use 0 to switch it off')
+    if self.scan and self.num_experts:
+      raise ValueError(
+        f'scan with num_experts {self.num_experts}: experts are stacked already; use scan=False'
+      )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -164,7 +193,9 @@ class DataConfig:
   Attributes:
     corpus: 'stdlib' = Python's own sources; else a directory or a glob of files.
     seq_len: L, tokens predicted per sequence.
-    batch_size: B, sequences per inner step of one learner.
+    batch_size: B, sequences per batch of a shard; the same on every learner of a run.
+    batch_rows: how many of them this learner trains on; 0 = all. Each learner chooses, so that
+      slow devices take as long for a step as fast ones.
     shards: V, the number of shards; at least the largest number of learners.
     seed: of the shuffle; the same on every learner of a run.
     eval_batches: how many batches of the held-out files an evaluation reads.
@@ -174,13 +205,23 @@ class DataConfig:
   corpus: str = 'stdlib'
   seq_len: int = 128
   batch_size: int = 8
+  batch_rows: int = 0
   shards: int = 16
   seed: int = 0
   eval_batches: int = 8
   eval_batch_size: int = 32
 
+  @property
+  def rows(self) -> int:
+    """Sequences per inner step of this learner."""
+    return self.batch_rows or self.batch_size
+
   def validate(self) -> None:
     _require_positive(self, 'seq_len', 'batch_size', 'shards', 'eval_batches', 'eval_batch_size')
+    if not 0 <= self.batch_rows <= self.batch_size:
+      raise ValueError(
+        f'batch_rows is {self.batch_rows}, of a batch_size of {self.batch_size}: use 0 for all'
+      )
     if not self.corpus:
       raise ValueError("corpus is empty: use 'stdlib', a directory, or a glob of text files")
     if not 0 <= self.seed < 2**32:
@@ -195,18 +236,24 @@ class MeshConfig:
     data: batch split, parameters replicated.
     fsdp: batch split, parameters split.
     tensor: heads and hidden units split.
+    hosts: the processes that `diloco train` starts for each learner; they share the devices evenly.
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
+  hosts: int = 1
 
   @property
   def num_devices(self) -> int:
     return self.data * self.fsdp * self.tensor
 
   def validate(self) -> None:
-    _require_positive(self, 'data', 'fsdp', 'tensor')
+    _require_positive(self, 'data', 'fsdp', 'tensor', 'hosts')
+    if self.num_devices % self.hosts:
+      raise ValueError(
+        f'mesh.hosts is {self.hosts}: {self.num_devices} devices do not split evenly over them'
+      )
 
 
 def validate_decoder(model: ModelConfig, data: DataConfig, mesh: MeshConfig) -> None:
@@ -215,8 +262,10 @@ def validate_decoder(model: ModelConfig, data: DataConfig, mesh: MeshConfig) -> 
   data.validate()
   if model.vocab_size < 256:
     raise ValueError(f'vocab_size {model.vocab_size} cannot hold bytes: use at least 256')
+  if model.loss_chunk and data.seq_len % model.loss_chunk:
+    raise ValueError(f'loss_chunk {model.loss_chunk} does not divide seq_len {data.seq_len}')
   ways = mesh.data * mesh.fsdp
-  for name in ('batch_size', 'eval_batch_size'):
+  for name in ('batch_rows' if data.batch_rows else 'batch_size', 'eval_batch_size'):
     if getattr(data, name) % ways:
       raise ValueError(
         f'{name} {getattr(data, name)} does not split {ways} ways (data '

@@ -117,8 +117,8 @@ class Windows:
 
 
 class Shard:
-  """The endless batches of a shard, by index from 0: examples with a leading axis batch_size; of a
-  corpus uint8[batch_size, seq_len + 1]."""
+  """The endless batches of a shard, by index from 0: the first `config.rows` examples of each, with
+  a leading axis; of a corpus uint8[rows, seq_len + 1]."""
 
   def __init__(self, examples: Examples, config: config_lib.DataConfig, shard: int):
     import grain  # here: the syncer reads no shard, and it takes half a second
@@ -132,7 +132,7 @@ class Shard:
     number, place = divmod(index, self._batches)
     if self._pass is None or self._pass[0] != number:
       self._pass = number, self._order(number)
-    return self._pass[1][place]
+    return jax.tree.map(lambda leaf: leaf[: self._config.rows], self._pass[1][place])
 
   def _order(self, number: int) -> 'grain.MapDataset':
     """The batches of pass `number`."""

@@ -7,18 +7,21 @@ r"""The reference task: a small Gemma-like decoder over bytes of text, a flax.nn
 RMSNorm precedes each block (Gemma 2 and later also norm after it, which gains nothing at this
 size); its scale is 1 + s, s starts at 0, so weight decay would pull the scale towards 1. Queries
 and keys are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K
-key-value heads (GQA); attention is causal.
+key-value heads (GQA); attention is causal, and of most layers limited to a window if
+`config.window` says so (attention.py).
 
 With `config.num_experts` the feed-forward block is a Mixture of Experts (experts.py), whose balance
 loss is added to the gradient of the loss.
 
 Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V words.
-Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
-protocol cuts fragments between tensors and layers. For the same reason there is no scan over
-layers: at these depths the unrolled model compiles in seconds. Activations have `config.dtype`.
-Outside this file the parameters are a plain tree, `nnx.to_pure_dict` of the module's state.
+Outside this file the parameters are a plain tree, `nnx.to_pure_dict` of the module's state: one
+leaf per tensor and layer (`params['layers'][3]['query']`), or with `config.scan` one per tensor,
+with a first axis of layers (`params['layers']['query']`), for a program that does not grow with the
+depth. The protocol cuts both between layers (numerics/fragments.py), and both begin with the same
+values.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -31,27 +34,43 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from diloco_jax.numerics import fragments
+from diloco_jax.train import attention as attention_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import experts as experts_lib
+from diloco_jax.train import flops as flops_lib
+from diloco_jax.train import initial
 from diloco_jax.train import task as task_lib
 
 Params = dict[str, Any]
 
+_SPLIT = (
+  (r'(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
+  (r'out', P('tensor', 'fsdp', None)),  # N H D
+  (r'(gate|up)', P('fsdp', 'tensor')),  # D F
+  (r'down', P(('tensor', 'fsdp'), None)),  # F D
+)
 PARTITION = (
   (r'embedding', P('tensor', 'fsdp')),  # V D
   (r'head', P('fsdp', 'tensor')),  # D V
-  (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
-  (r'layers/\d+/out', P('tensor', 'fsdp', None)),  # N H D
-  (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
-  (r'layers/\d+/down', P(('tensor', 'fsdp'), None)),  # F D
+  *((rf'layers/\d+/{name}', spec) for name, spec in _SPLIT),
+  *((rf'layers/{name}', P(None, *spec)) for name, spec in _SPLIT),
   *experts_lib.PARTITION,
 )
 MATRICES = (
   (r'layers/\d+/(query|key|value)', ((0,), (1, 2))),  # D -> N H
   (r'layers/\d+/out', ((0, 1), (2,))),  # N H -> D
+  (r'layers/(query|key|value)', ((1,), (2, 3))),  # the same behind an axis of layers
+  (r'layers/out', ((1, 2), (3,))),
+  (r'layers/(gate|up|down)', ((1,), (2,))),
+  (r'layers/\w+_norm', None),
   *experts_lib.MATRICES,
 )
+_SAVED = {  # by config.remat: what a layer keeps for the backward pass
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'full': jax.checkpoint_policies.nothing_saveable,
+}
 _EMBED_STD = 0.02
 
 
@@ -59,53 +78,57 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
   """The decoder on the corpus of `data`, which is read on first use."""
   corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus))
   return task_lib.Task(
-    init=functools.partial(init_params, model),
+    init=functools.partial(initial_params, model),
     loss=functools.partial(loss, model),
     batches=lambda shard: data_lib.make_shard(corpus(), data, shard),
-    tokens_per_batch=data.batch_size * data.seq_len,
+    tokens_per_batch=data.rows * data.seq_len,
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     label=label,
     partition=PARTITION,
     matrices=MATRICES,
     data_digest=lambda: data_lib.digest(corpus(), data),
+    flops_per_token=flops_lib.decoder(model, data.seq_len),
   )
 
 
 class Block(nnx.Module):
   """One layer: attention, then the gated feed-forward block."""
 
-  def __init__(self, config: config_lib.ModelConfig, rng: np.random.Generator):
+  def __init__(self, config: config_lib.ModelConfig):
     """Draws projections with standard deviation 1/sqrt(fan in); those whose output is added to the
     residual sum are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with
     depth."""
+    self.window = config.window
     D, N, K = config.embed_dim, config.num_heads, config.num_kv_heads
     H, F = config.head_dim, config.hidden_dim
     residual = (2 * config.num_layers) ** -0.5
     self.attention_norm = nnx.Param(np.zeros((D,), np.float32))
-    self.query = normal(rng, (D, N, H), D**-0.5)
-    self.key = normal(rng, (D, K, H), D**-0.5)
-    self.value = normal(rng, (D, K, H), D**-0.5)
+    self.query = normal((D, N, H), D**-0.5)
+    self.key = normal((D, K, H), D**-0.5)
+    self.value = normal((D, K, H), D**-0.5)
     self.query_norm = nnx.Param(np.zeros((H,), np.float32))
     self.key_norm = nnx.Param(np.zeros((H,), np.float32))
-    self.out = normal(rng, (N, H, D), (N * H) ** -0.5 * residual)
+    self.out = normal((N, H, D), (N * H) ** -0.5 * residual)
     self.mlp_norm = nnx.Param(np.zeros((D,), np.float32))
     if config.num_experts:
-      self.experts = experts_lib.Experts(config, functools.partial(normal, rng), residual)
+      self.experts = experts_lib.Experts(config, normal, residual)
     else:
-      self.gate = normal(rng, (D, F), D**-0.5)
-      self.up = normal(rng, (D, F), D**-0.5)
-      self.down = normal(rng, (F, D), F**-0.5 * residual)
+      self.gate = normal((D, F), D**-0.5)
+      self.up = normal((D, F), D**-0.5)
+      self.down = normal((F, D), F**-0.5 * residual)
 
   def __call__(
     self,
     x_BxLxD: jax.Array,
     sin_LxH: jax.Array,
     cos_LxH: jax.Array,
+    sees_all: bool | jax.Array,
     sharding: jax.sharding.NamedSharding | None,
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the new x_BxLxD and the balance loss of the experts, 0 if there are none."""
+    """Returns the new x_BxLxD and the balance loss of the experts, 0 if there are none. `sees_all`:
+    attention has no window."""
     normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm[...])
-    x_BxLxD = x_BxLxD + self._attention(normed_BxLxD, sin_LxH, cos_LxH)
+    x_BxLxD = x_BxLxD + self._attention(normed_BxLxD, sin_LxH, cos_LxH, sees_all, sharding)
     normed_BxLxD = rms_norm(x_BxLxD, self.mlp_norm[...])
     if hasattr(self, 'experts'):
       mixed_BxLxD, balance = self.experts(normed_BxLxD, sharding)
@@ -113,16 +136,28 @@ class Block(nnx.Module):
       mixed_BxLxD, balance = self._geglu(normed_BxLxD), jnp.float32(0)
     return x_BxLxD + mixed_BxLxD, balance
 
-  def _attention(self, x_BxLxD: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
+  def _attention(
+    self,
+    x_BxLxD: jax.Array,
+    sin_LxH: jax.Array,
+    cos_LxH: jax.Array,
+    sees_all: bool | jax.Array,
+    sharding: jax.sharding.NamedSharding | None,
+  ) -> jax.Array:
     query_BxLxNxH = jnp.einsum('bld,dnh->blnh', x_BxLxD, self.query[...])
     key_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, self.key[...])
     value_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, self.value[...])
     query_BxLxNxH = _rope(rms_norm(query_BxLxNxH, self.query_norm[...]), sin_LxH, cos_LxH)
     key_BxLxKxH = _rope(rms_norm(key_BxLxKxH, self.key_norm[...]), sin_LxH, cos_LxH)
-    with jax.numpy_dtype_promotion('standard'):  # JAX's own attention promotes bfloat16 logits
-      mixed_BxLxNxH = jax.nn.dot_product_attention(
-        query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True
-      )
+    of_all, of_window = (
+      functools.partial(attention_lib.attention, window=window, sharding=sharding)
+      for window in (0, self.window)
+    )
+    arrays = query_BxLxNxH, key_BxLxKxH, value_BxLxKxH
+    if isinstance(sees_all, jax.Array):  # of a scan: one program for all layers
+      mixed_BxLxNxH = jax.lax.cond(sees_all, of_all, of_window, *arrays)
+    else:
+      mixed_BxLxNxH = (of_all if sees_all else of_window)(*arrays)
     return jnp.einsum('blnh,nhd->bld', mixed_BxLxNxH, self.out[...])
 
   def _geglu(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -130,19 +165,18 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-  """The whole model; the initial loss is close to ln V.
+  """The whole model; the initial loss is close to ln V."""
 
-  The draw is on the host (numpy float32) so that learners on different devices and meshes, and a
-  syncer without a mesh, start from the same bits, and so that nothing has to be compiled for it.
-  """
-
-  def __init__(self, config: config_lib.ModelConfig, rng: np.random.Generator):
+  def __init__(self, config: config_lib.ModelConfig):
     self.config = config
-    self.embedding = normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD)
+    self.embedding = normal((config.vocab_size, config.embed_dim), _EMBED_STD)
     self.final_norm = nnx.Param(np.zeros((config.embed_dim,), np.float32))
-    self.layers = nnx.List([Block(config, rng) for _ in range(config.num_layers)])
+    if config.scan:
+      self.layers = Block(config)  # `bind` gives its parameters the axis of layers
+    else:
+      self.layers = nnx.List([Block(config) for _ in range(config.num_layers)])
     if not config.tied_head:
-      self.head = normal(rng, (config.embed_dim, config.vocab_size), _EMBED_STD)
+      self.head = normal((config.embed_dim, config.vocab_size), _EMBED_STD)
 
   def __call__(
     self,
@@ -151,7 +185,17 @@ class Decoder(nnx.Module):
     prefix_BxIxD: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     """Returns float32 logits_BxLxV of the token that follows each position, and the sum of the
-    layers' balance losses.
+    layers' balance losses. Arguments: of `features`."""
+    x_BxLxD, balance = self.features(tokens_BxL, sharding, prefix_BxIxD)
+    return self.logits(x_BxLxD), balance
+
+  def features(
+    self,
+    tokens_BxL: jax.Array,
+    sharding: jax.sharding.NamedSharding | None = None,
+    prefix_BxIxD: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns x_BxLxD, of which `logits` predicts, and the sum of the layers' balance losses.
 
     Args:
       tokens_BxL: of an integer type.
@@ -159,37 +203,77 @@ class Decoder(nnx.Module):
         partitioner may gather the batch instead of the split parameters.
       prefix_BxIxD: what stands in the sequence in front of the tokens.
     """
-    config = self.config
-    scale = jnp.asarray(config.embed_dim**0.5, self.embedding[...].dtype)
+    scale = jnp.asarray(self.config.embed_dim**0.5, self.embedding[...].dtype)
     x_BxLxD = self.embedding[...][tokens_BxL] * scale
     if prefix_BxIxD is not None:
       x_BxLxD = jnp.concatenate([prefix_BxIxD, x_BxLxD], axis=1)
-    sin_LxH, cos_LxH = _rope_table(config, x_BxLxD.shape[1])
-    balance = jnp.float32(0)
-    for layer in self.layers:
-      x_BxLxD, more = layer(_pin(x_BxLxD, sharding), sin_LxH, cos_LxH, sharding)
-      balance += more
+    x_BxLxD, balance = self._through_layers(x_BxLxD, sharding)
     x_BxLxD = x_BxLxD[:, -tokens_BxL.shape[1] :]
-    x_BxLxD = rms_norm(_pin(x_BxLxD, sharding), self.final_norm[...])
+    return rms_norm(_pin(x_BxLxD, sharding), self.final_norm[...]), balance
+
+  def _through_layers(
+    self, x_BxLxD: jax.Array, sharding: jax.sharding.NamedSharding | None
+  ) -> tuple[jax.Array, jax.Array]:
+    config, tables = self.config, _rope_table(self.config, x_BxLxD.shape[1])
+    sees_all = config.sees_all
+    block, _ = nnx.split(self.layers if config.scan else self.layers[0])
+
+    def layer(x_BxLxD: jax.Array, leaves: nnx.State, sees_all: bool | jax.Array):
+      return nnx.merge(block, leaves)(_pin(x_BxLxD, sharding), *tables, sees_all, sharding)
+
+    def remat(function):
+      saved = _SAVED.get(config.remat)
+      return (
+        jax.checkpoint(function, policy=saved, prevent_cse=not config.scan) if saved else function
+      )
+
+    if not config.scan:
+      balance = jnp.float32(0)
+      for one, sees in zip(self.layers, sees_all):
+        x_BxLxD, more = remat(functools.partial(layer, sees_all=sees))(x_BxLxD, nnx.state(one))
+        balance += more
+      return x_BxLxD, balance
+    rows = [nnx.state(self.layers)]
+    if len(set(sees_all)) == 1:
+      layer = functools.partial(layer, sees_all=sees_all[0])
+    else:
+      rows.append(jnp.asarray(sees_all))
+    step = remat(layer)
+    x_BxLxD, balance_L = jax.lax.scan(lambda x_BxLxD, row: step(x_BxLxD, *row), x_BxLxD, rows)
+    return x_BxLxD, jnp.sum(balance_L)
+
+  def logits(self, x_BxLxD: jax.Array) -> jax.Array:
+    config = self.config
     head_DxV = self.embedding[...].T if config.tied_head else self.head[...]
     logits_BxLxV, cap = (x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap
-    return cap * jnp.tanh(logits_BxLxV / cap) if cap else logits_BxLxV, balance
+    return cap * jnp.tanh(logits_BxLxV / cap) if cap else logits_BxLxV
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> nnx.Param:
-  return nnx.Param(rng.standard_normal(shape, np.float32) * np.float32(std))
+def normal(shape: tuple[int, ...], std: float) -> nnx.Param:
+  return nnx.Param(initial.Normal(shape, std))
+
+
+def initial_params(
+  config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder
+) -> Params:
+  """The initial parameters of a model, drawn when they are read (initial.py)."""
+  module = kind(dataclasses.replace(config, scan=False))
+  params = initial.named(nnx.to_pure_dict(nnx.state(module, nnx.Param)), seed, config.param_dtype)
+  if config.scan:
+    layers = [params['layers'][number] for number in range(config.num_layers)]
+    params['layers'] = jax.tree.map(lambda *leaves: initial.Stacked(leaves), *layers)
+  return params
 
 
 def init_params(config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder) -> Params:
-  """Draws the parameters of a model, as numpy arrays."""
-  return nnx.to_pure_dict(nnx.state(kind(config, np.random.default_rng(seed)), nnx.Param))
+  """The same as numpy arrays."""
+  return jax.tree.map(np.asarray, initial_params(config, seed, kind))
 
 
 def bind(config: config_lib.ModelConfig, params: Params, kind: type[Decoder] = Decoder) -> Any:
   """The model with the parameters of a tree, which computes in `config.dtype`."""
-  dtype = jnp.dtype(config.dtype)
-  module = nnx.eval_shape(lambda: kind(config, np.random.default_rng(0)))
-  nnx.update(module, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+  module = kind(config)
+  nnx.update(module, jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(config.dtype)), params))
   return module
 
 
@@ -207,8 +291,22 @@ def loss(
   """Mean cross-entropy of the next token, in nats: L predictions from L + 1 tokens of an integer
   type."""
   tokens_BxL1 = tokens_BxL1.astype(jnp.int32)
-  logits_BxLxV, balance = bind(config, params)(tokens_BxL1[:, :-1], sharding)
-  return text_loss(config, logits_BxLxV, tokens_BxL1[:, 1:], balance)
+  module, targets_BxL = bind(config, params), tokens_BxL1[:, 1:]
+  x_BxLxD, balance = module.features(tokens_BxL1[:, :-1], sharding)
+  size = config.loss_chunk
+  if not size:
+    return text_loss(config, module.logits(x_BxLxD), targets_BxL, balance)
+
+  def part(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    x_BxCxD, targets_BxC = chunk
+    entropies_BxC = optax.softmax_cross_entropy_with_integer_labels(
+      module.logits(_pin(x_BxCxD, sharding)), targets_BxC
+    )
+    return total + jnp.sum(entropies_BxC), None
+
+  cut = lambda array: array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
+  total, _ = jax.lax.scan(jax.checkpoint(part), jnp.float32(0), (cut(x_BxLxD), cut(targets_BxL)))
+  return total / targets_BxL.size + _only_gradient(config.balance_loss * balance)
 
 
 def text_loss(
@@ -220,8 +318,11 @@ def text_loss(
   """The mean cross-entropy, with the gradient of the balance loss but not its value: so losses of
   training, held-out losses, and those of models without experts can be compared."""
   entropies_BxL = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL)
-  weighted = config.balance_loss * balance
-  return jnp.mean(entropies_BxL) + (weighted - jax.lax.stop_gradient(weighted))
+  return jnp.mean(entropies_BxL) + _only_gradient(config.balance_loss * balance)
+
+
+def _only_gradient(value: jax.Array) -> jax.Array:
+  return value - jax.lax.stop_gradient(value)
 
 
 def sample(
@@ -268,9 +369,12 @@ def label(path: str) -> str:
   ('embedding', 'head', 'body')
   >>> label("['layers'][0]['experts']['router']"), label("['layers'][0]['experts']['up']")
   ('router', 'expert')
+  >>> label("['layers']['query']")  # of a scan
+  'layer'
   """
   name = path.split("'")[-2]
-  inside = 'expert' if "['experts']" in path else 'body'
+  inside = fragments.LAYER if path.startswith("['layers']['") else 'body'
+  inside = fragments.EXPERT if "['experts']" in path else inside
   return {'embedding': 'embedding', 'head': 'head', 'router': 'router'}.get(name, inside)
 
 

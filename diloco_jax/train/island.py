@@ -9,15 +9,19 @@ step; the island does not keep it.
   for clock in range(1000):
     print(island.step(clock).loss)
 
-A step blocks until the device is done: a step boundary must be one moment for the learner, and
-collectives on emulated devices have aborted when the host ran ahead.
+`step` is `dispatch` and `finish`. Between the two a caller may prepare and dispatch the next step,
+so that the devices never wait for the host; all programs run in the order of their dispatch. One
+thread dispatches, and it should be at most one step ahead: every step that waits holds a batch, and
+collectives on emulated devices have aborted when the host ran far ahead.
 """
 
+import collections
 import contextlib
 import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +32,10 @@ from diloco_jax.storage import checkpoint
 from diloco_jax.storage import files as files_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import evaluate as evaluate_lib
+from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
+from diloco_jax.train import profile as profile_lib
 from diloco_jax.train import step as step_lib
 from diloco_jax.train import task as task_lib
 
@@ -44,8 +50,18 @@ class StepResult(NamedTuple):
   loss: float  # of the batch before the update
   grad_norm: float  # before clipping
   tokens: int  # predicted and trained on
-  seconds: float  # wall, batch to device included
+  seconds: float  # wall, from its dispatch or the end of the step before, whichever is later
   data_s: float  # of them, until the batch was on the device
+  clock: int  # before it
+
+
+class _Dispatched(NamedTuple):
+  """A step that may still run."""
+
+  clock: int
+  begun_ns: int
+  placed_ns: int  # its batch was on the device
+  ended: futures.Future  # loss, gradient norm, and when they were there, in ns
 
 
 class Island:
@@ -61,6 +77,7 @@ class Island:
     checkpoint_dir: this island's own folder, locked until `close`; None = `save` and `restore` are
       refused.
     keep_every: of its checkpoints (storage/checkpoint.py).
+    profile: which steps are traced, and where to.
 
   Raises:
     DirectoryError: another process has the folder of checkpoints. Two that save in one folder would
@@ -79,9 +96,14 @@ class Island:
     shard: int = 0,
     checkpoint_dir: str | None = None,
     keep_every: int = 0,
+    profile: profile_lib.Profile | None = None,
   ):
     self._task = task
     self.read_from(shard)
+    self._dispatched: collections.deque[_Dispatched] = collections.deque()
+    self._watcher = futures.ThreadPoolExecutor(1)  # sees when a step ends, whatever others do then
+    self._ended_ns = self._finished = 0
+    self._profile = profile
     self.mesh = mesh_lib.make_mesh(mesh, devices)
     tx = optimizer_lib.make_optimizer(optimizer, task)
     self._rate = optimizer_lib.schedule(optimizer, total_steps)
@@ -95,7 +117,8 @@ class Island:
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
       try:
-        self._folder.lock('learner')
+        if jax.process_index() == 0:  # for all hosts of the island
+          self._folder.lock('learner')
         self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, keep_every)
       except BaseException:
         self._folder.close()
@@ -115,7 +138,8 @@ class Island:
     """
     other = copy.copy(self)
     other._state = jax.tree.map(jnp.copy, self._state)
-    other._folder = other._checkpoints = None
+    other._folder = other._checkpoints = other._profile = None
+    other._dispatched, other._watcher = collections.deque(), futures.ThreadPoolExecutor(1)
     other._rate = rate or self._rate
     if task is not None:
       other._task, other._eval_batches = task, None
@@ -137,6 +161,20 @@ class Island:
     if self._checkpoints is not None:
       self._checkpoints.warm_up(self._state)
 
+  def cost(self) -> flops_lib.Cost:
+    """What the steps of this island cost; the memory is that held until now."""
+    devices, leaves = self.mesh.devices.size, jax.tree.leaves(self.params)
+    kind = self.mesh.devices.flat[0].device_kind
+    return flops_lib.Cost(
+      sum(leaf.size for leaf in leaves),
+      self.tokens_per_step,
+      devices,
+      kind,
+      self._task.flops_per_token * self.tokens_per_step / devices,
+      flops_lib.peak(kind),
+      *flops_lib.memory(self.mesh.local_devices),
+    )
+
   def step(self, clock: int) -> StepResult:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done.
 
@@ -144,24 +182,54 @@ class Island:
       RuntimeError: a task's batches or arithmetic raised ValueError, which elsewhere means a wrong
         setting.
     """
+    self.dispatch(clock)
+    return self.finish()
+
+  def dispatch(self, clock: int) -> None:
+    """Starts the step. Raises RuntimeError, as `step`."""
+    if self._profile is not None:
+      self._profile.begins(self._finished + len(self._dispatched))
     try:
-      return self._step(clock)
+      self._dispatch(clock)
     except ValueError as error:
       raise RuntimeError(f'the inner step at clock {clock} failed: {error}') from error
 
-  def _step(self, clock: int) -> StepResult:
-    start_ns = time.monotonic_ns()
+  def _dispatch(self, clock: int) -> None:
+    begun_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._read())
-    data_ns = time.monotonic_ns() - start_ns
+    placed_ns = time.monotonic_ns()
     rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
-    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
+    with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
+      self._state, metrics = self._train_step(self._state, batch, rate)
     self._next_index += 1
+    if all(value.is_ready() for value in metrics.values()):  # CPUs that compute at the dispatch
+      ended = futures.Future()
+      ended.set_result(_await(metrics))
+    else:
+      ended = self._watcher.submit(_await, metrics)
+    self._dispatched.append(_Dispatched(clock, begun_ns, placed_ns, ended))
+
+  def must_finish(self, ahead: int) -> bool:
+    """Whether `finish` is due: a dispatched step is done, or there are more than `ahead` others."""
+    steps = self._dispatched
+    return len(steps) > ahead or bool(steps and steps[0].ended.done())
+
+  def finish(self) -> StepResult:
+    """Blocks until the oldest dispatched step is done."""
+    clock, begun_ns, placed_ns, ended = self._dispatched.popleft()
+    loss, grad_norm, ended_ns = ended.result()
+    start_ns = max(begun_ns, self._ended_ns)
+    self._ended_ns = ended_ns
+    if self._profile is not None:
+      self._profile.ended(self._finished)
+    self._finished += 1
     return StepResult(
-      float(metrics['loss']),
-      float(metrics['grad_norm']),
+      loss,
+      grad_norm,
       self.tokens_per_step,
-      (time.monotonic_ns() - start_ns) / 1e9,
-      data_ns / 1e9,
+      (ended_ns - start_ns) / 1e9,
+      max(0, placed_ns - start_ns) / 1e9,
+      clock,
     )
 
   def _read(self) -> task_lib.Batch:
@@ -292,6 +360,9 @@ class Island:
     return restored._replace(state=None, protocol=restored.protocol['protocol'])
 
   def close(self) -> None:
+    self._watcher.shutdown(wait=False)
+    if self._profile is not None:
+      self._profile.close()
     if self._checkpoints:
       try:
         self._checkpoints.close()
@@ -302,6 +373,13 @@ class Island:
     if self._checkpoints is None:
       raise ValueError('this island has no checkpoint folder: pass checkpoint_dir')
     return self._checkpoints
+
+
+def _await(metrics: dict[str, jax.Array]) -> tuple[float, float, int]:
+  """The metrics of a step once it is done, and when that was."""
+  jax.block_until_ready(metrics)
+  ended_ns = time.monotonic_ns()
+  return float(metrics['loss']), float(metrics['grad_norm']), ended_ns
 
 
 def _place(tree: Any, like: Any, shardings: Any) -> Any:
@@ -334,7 +412,9 @@ def _fits(tree: Any, like: Any) -> bool:
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
-  return leaf if placed else jax.device_put(leaf, sharding)
+  if placed or isinstance(leaf, jax.Array):
+    return leaf if placed else jax.device_put(leaf, sharding)
+  return mesh_lib.put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:

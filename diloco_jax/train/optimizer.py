@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from diloco_jax.numerics import fragments
@@ -81,11 +82,24 @@ def make_optimizer(
   """
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
   adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
-  return optax.chain(
-    clip,
-    _promoting(adam if config.name == 'adamw' else _muon(config, task, adam)),
-    optax.add_decayed_weights(config.weight_decay, mask=functools.partial(_decayed, task)),
-    optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
+  return _in_float32(
+    optax.chain(
+      clip,
+      _promoting(adam if config.name == 'adamw' else _muon(config, task, adam)),
+      optax.add_decayed_weights(config.weight_decay, mask=functools.partial(_decayed, task)),
+      optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
+    )
+  )
+
+
+def _in_float32(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Moments and updates in float32, whatever the parameters have."""
+  cast = functools.partial(optax.tree.cast, dtype=jnp.float32)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: tx.init(cast(params)),
+    lambda grads, state, params, **kwargs: tx.update(cast(grads), state, cast(params), **kwargs),
   )
 
 
@@ -108,7 +122,7 @@ def _matrix_axes(
   task: task_lib.Task, path: jax.tree_util.KeyPath, leaf: jax.Array
 ) -> optax.contrib.MuonDimensionNumbers | None:
   """The input and output axes of a matrix of the body, else None."""
-  if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT):
+  if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT, fragments.LAYER):
     return None
   is_matrix = leaf.ndim == 2 and not _is_vectors(path)
   axes = task_lib.first_match(task.matrices, _text(path), ((0,), (1,)) if is_matrix else None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from diloco_jax.train import mesh as mesh_lib
@@ -17,7 +18,7 @@ from diloco_jax.train import task as task_lib
 class TrainState(NamedTuple):
   """The arrays that an inner step changes. Clock, counters and cursor are integers elsewhere."""
 
-  params: Any  # float32
+  params: Any
   opt_state: Any  # moments have the sharding of their parameters
 
 
@@ -55,8 +56,9 @@ def make_train_step(
   def train_step(state: TrainState, batch: task_lib.Batch, rate: jax.Array):
     loss, grads = jax.value_and_grad(task.loss)(state.params, batch, batch_sharding)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, rate=rate)
-    params = optax.apply_updates(state.params, updates)
-    metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads)}
+    add = lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype)
+    params = jax.tree.map(add, state.params, updates)
+    metrics = {'loss': loss, 'grad_norm': optax.tree.norm(optax.tree.cast(grads, np.float32))}
     return TrainState(params, opt_state), metrics
 
   return jax.jit(

@@ -72,7 +72,8 @@ class Task:
   Attributes:
     init: seed -> the initial parameters. Every learner and the syncer call it and must get the same
       bits, so draw on the host (numpy) or on one device. If jax cannot trace it, it is called for
-      the shapes, too.
+      the shapes, too. A leaf may be drawn when it is read (initial.py), so that no host of a large
+      model draws all of it.
     loss: (params, batch, sharding) -> the mean loss per token or example, a float32 scalar; traced
       by jit. `sharding` is that of the batch axis on the learner's mesh, for
       `jax.lax.with_sharding_constraint`; a model may ignore it.
@@ -81,9 +82,9 @@ class Task:
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
     label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
-      rule; or 'expert' for tensors of the body with one row per expert, each merged by itself; or
-      'statistic' for running statistics, which become the mean of the learners': no outer optimizer
-      moves them.
+      rule; or 'expert' or 'layer' for tensors of the body with one row per expert or layer, each
+      merged by itself; or 'statistic' for running statistics, which become the mean of the
+      learners': no outer optimizer moves them.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a
@@ -93,6 +94,7 @@ class Task:
       maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
       has: without Muon and without decay.
     data_digest: a text that differs if the data does; compared when a learner joins.
+    flops_per_token: of training, forward and backward (train/flops.py); 0: TFLOP/s are not shown.
   """
 
   init: Callable[[int], Params]
@@ -104,3 +106,4 @@ class Task:
   partition: Partition = ()
   matrices: Matrices = ()
   data_digest: Callable[[], str] = str
+  flops_per_token: float = 0.0

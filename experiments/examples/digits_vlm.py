@@ -115,11 +115,11 @@ def load() -> Digits:
 class VisionDecoder(decoder.Decoder):
   """The decoder, and a projection of patches."""
 
-  def __init__(self, config: train_config.ModelConfig, rng: np.random.Generator):
-    super().__init__(config, rng)
+  def __init__(self, config: train_config.ModelConfig):
+    super().__init__(config)
     values, count = PATCH**2, (SIDE // PATCH) ** 2
-    self.patches = decoder.normal(rng, (values, config.embed_dim), values**-0.5)
-    self.positions = decoder.normal(rng, (count, config.embed_dim), 1.0)
+    self.patches = decoder.normal((values, config.embed_dim), values**-0.5)
+    self.positions = decoder.normal((count, config.embed_dim), 1.0)
 
   def caption(
     self,
@@ -178,10 +178,10 @@ def task(config: run_config.Config) -> task_lib.Task:
   """The captions of the digits; one caption has `config.data.seq_len` bytes. Raises ValueError."""
   model, data = config.model, config.data
   return task_lib.Task(
-    init=functools.partial(decoder.init_params, model, kind=VisionDecoder),
+    init=functools.partial(decoder.initial_params, model, kind=VisionDecoder),
     loss=functools.partial(loss, model),
     batches=lambda shard: data_lib.make_shard(load(), data, shard),
-    tokens_per_batch=data.batch_size * data.seq_len,
+    tokens_per_batch=data.rows * data.seq_len,
     eval_batches=lambda: data_lib.eval_batches(load(), data),
     label=label,
     partition=PARTITION,

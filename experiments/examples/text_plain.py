@@ -49,7 +49,7 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
     init=init,
     loss=loss,
     batches=lambda shard: data_lib.make_shard(corpus(), data, shard),
-    tokens_per_batch=data.batch_size * data.seq_len,
+    tokens_per_batch=data.rows * data.seq_len,
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     data_digest=lambda: data_lib.digest(corpus(), data),
   )

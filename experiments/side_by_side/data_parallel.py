@@ -73,7 +73,7 @@ def run(config: run_config.Config, workdir: pathlib.Path, name: str, floor_s: fl
     result = island.step(step)
     step += 1
     steps = step - start
-    learner_work.record_step(records, config, step, steps, steps * tokens, result)
+    learner_work.record_step(records, config, island, steps, steps * tokens, result)
     if step % every == 0:
       checkpoints.save_async(step, island.state)
   checkpoints.save(step, island.state, overwrite=True)

@@ -17,17 +17,17 @@ from diloco_jax.train import island as island_lib
 
 def put(island: island_lib.Island, floor_s: float) -> None:
   """From now on a step of the island ends `floor_s` after the one before, or later."""
-  compute, ended_s = island.step, -floor_s
+  finish, ended_s = island.finish, -floor_s
 
-  def step(clock: int) -> island_lib.StepResult:
+  def finish_later() -> island_lib.StepResult:
     nonlocal ended_s
-    start_s = time.monotonic()
-    result = compute(clock)
+    result = finish()
+    start_s = max(ended_s, time.monotonic() - result.seconds)
     time.sleep(max(0.0, ended_s + floor_s - time.monotonic()))
     ended_s = time.monotonic()
     return result._replace(seconds=ended_s - start_s)
 
-  island.step = step
+  island.finish = finish_later
 
 
 class _Work(learner_work.LearnerWork):

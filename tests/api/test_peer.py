@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import diloco_jax
 from diloco_jax.config import load
@@ -110,6 +111,81 @@ def test_two_loops_learn_together_and_the_first_brings_the_model():
   for params in ends:
     assert jax.tree.structure(params) == jax.tree.structure(_params())
     assert float(_loss(params, words)) < 2.0
+
+
+class _Deep(nnx.Module):
+  """Four residual layers under a scan, their tensors stacked."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.embed = nnx.Embed(_WORDS, _WIDTH, rngs=rngs)
+    make = nnx.vmap(lambda rngs: nnx.Linear(_WIDTH, _WIDTH, rngs=rngs))
+    self.layers = make(rngs.split(4))
+    self.out = nnx.Linear(_WIDTH, _WORDS, rngs=rngs)
+
+  def __call__(self, words):
+    add = lambda x, layer: x + jax.nn.relu(layer(x))
+    return self.out(nnx.scan(add, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+      self.embed(words), self.layers
+    ))  # fmt: skip
+
+
+def _by_hand(params, words):
+  """The same of a plain tree, layer by layer."""
+  x, layers = params['embed']['embedding'][words], params['layers']
+  for kernel, bias in zip(layers['kernel'], layers['bias']):
+    x = x + jax.nn.relu(x @ kernel + bias[None])
+  return x @ params['out']['kernel'] + params['out']['bias'][None]
+
+
+def test_a_scanned_nnx_model_on_eight_devices_learns_with_a_plain_one():
+  """Six fragments: there are as many only if they are cut between the stacked layers."""
+  sync = _sync(fragmentation='layer')
+  sync.fragments = sync.period = 6
+  label = lambda name: 'layer' if name.startswith('layers/') else 'body'
+  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))
+  place = lambda leaf: jax.device_put(
+    leaf,
+    jax.sharding.NamedSharding(
+      mesh,
+      jax.sharding.PartitionSpec(*(None,) * (leaf.ndim - 1), 'fsdp' if leaf.ndim > 1 else None),
+    ),
+  )
+  graph, state = nnx.split(_Deep())
+  models = {
+    'l0': (lambda params, words: nnx.merge(graph, params)(words), jax.tree.map(place, state)),
+    'l1': (_by_hand, nnx.to_pure_dict(state)),
+  }
+  losses = {name: [] for name in models}
+
+  def learn(name: str, address: str) -> None:
+    logits, params = models[name]
+    loss = lambda params, words: optax.softmax_cross_entropy_with_integer_labels(
+      logits(params, words), jnp.asarray(_RULE)[words]
+    ).mean()
+
+    @jax.jit
+    def step(params, opt_state, words):
+      value, grads = jax.value_and_grad(loss)(params, words)
+      with jax.numpy_dtype_promotion('standard'):
+        updates, opt_state = _TX.update(grads, opt_state, params)
+      return value, optax.apply_updates(params, updates), opt_state
+
+    opt_state = _TX.init(params)
+    with diloco_jax.join(
+      params, learner=name, syncer=address, total_steps=120, sync=sync, label=label
+    ) as peer:
+      params = peer.params
+      for _clock, words in peer.steps(_batch):
+        value, params, opt_state = step(params, opt_state, words)
+        losses[name].append(float(value))
+        params = peer.sync(params, tokens=words.size)
+
+  with diloco_jax.run_syncer(total_steps=120, sync=sync) as server:
+    _threads(*(lambda name=name: learn(name, server.address) for name in models))
+    server.wait(_DEADLINE_S)
+  for each in losses.values():
+    assert np.mean(each[-5:]) < 1.5 < np.log(_WORDS)
 
 
 def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, capfd):

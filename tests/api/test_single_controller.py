@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 
+import jax
 import pytest
 
+import diloco_jax
 from diloco_jax.api import single_controller
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import stdlib_lm
@@ -73,6 +75,24 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
   monkeypatch.setattr(syncer_process, '_export', exports)
   run(MORE)
   assert heard == [True]
+
+
+def test_stacked_layers_in_bfloat16_learn_with_anchors_in_float32(tmp_path):
+  """Learners of two devices and the syncer hold the same bits all the time. What comes back has the
+  type of the parameters."""
+  config = _config(MORE)
+  config.model.scan, config.model.param_dtype = True, 'bfloat16'
+  config.model.window, config.model.global_every = 8, 2
+  config.model.remat, config.model.loss_chunk = 'full', 8
+  config.mesh.fsdp = 2
+  exits = single_controller.run(config, tmp_path)
+  assert {one.code for one in exits.values()} == {0}, exits
+  losses = [fact['loss'] for fact in _facts(tmp_path, 'syncer', 'eval')]
+  assert losses[-1] < losses[0] - 1.0, losses
+  ledger = _facts(tmp_path, 'syncer', 'ledger')[-1]
+  assert ledger['repaired'] == 0 and ledger['merged'] > 0, ledger
+  merged = jax.tree.leaves(diloco_jax.load_params(tmp_path))
+  assert {leaf.dtype.name for leaf in merged} == {'bfloat16'}
 
 
 def test_a_run_that_cannot_start_claims_no_folder(tmp_path):

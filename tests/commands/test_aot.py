@@ -1,4 +1,4 @@
-"""`diloco aot`: what the TPU compiler says. The compiler runs where the extra [aot] is installed."""
+"""`diloco aot`: what the TPU compiler says. It runs where the extra [aot] is installed."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ def function(name: str, outputs: int, temporaries: int) -> aot.Function:
   return aot.Function(name, 0, outputs, temporaries, 0, {}, 0.0, 0.0)
 
 
-# --- without a compiler ----------------------------------------------------------------------------
+# --- without a compiler ---------------------------------------------------------------------------
 
 
 def test_what_fits_is_what_is_held_and_what_the_fullest_function_takes_beside_it():
@@ -75,7 +75,7 @@ def test_without_the_compiler_it_names_the_package():
     assert done.returncode == 42 and 'pip install "libtpu' in done.stderr
 
 
-# --- with the compiler -----------------------------------------------------------------------------
+# --- with the compiler ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')

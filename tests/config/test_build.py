@@ -246,3 +246,17 @@ def test_learners_with_other_data_do_not_agree(config, tmp_path):
   assert agreements['here'] == agreements['there']
   found = agreement.differences(agreements['here'], agreements['other'])
   assert len(found) == 1 and found[0].startswith('data ')
+
+
+def test_learners_of_one_run_may_train_on_unequal_shares_of_a_batch(config):
+  """They agree, count other tokens, and none of them is more than the syncer believes."""
+  syncer = build.assemble(config)
+  config.data.batch_rows, config.model.remat, config.model.loss_chunk = 2, 'full', 16
+  config.validate()
+  learner = build.assemble(config)
+  assert learner.agreement == syncer.agreement
+  rows, seq_len = config.data.batch_size, config.data.seq_len
+  assert learner.task.tokens_per_batch == 2 * seq_len < rows * seq_len
+  assert syncer.task.tokens_per_batch == rows * seq_len
+  for one in (syncer, learner):  # a syncer with the flag of a learner believes the others, too
+    assert one.protocol.max_step_tokens == rows * seq_len

@@ -117,6 +117,14 @@ def test_a_run_of_too_many_fragments_is_refused():
       'sync.strikes is -1, it must be between 0 and 1000000: how many refused updates',
     ),
     ('train.log_every', 0, 'train.log_every is 0'),
+    *(
+      (
+        'train.profile_steps',
+        steps,
+        f"train.profile_steps is {steps!r}; use two numbers as '10:13'",
+      )
+      for steps in ('10', '13:10', '10:10', ':3', '1:2:3', '-1:2', '1:2\n', '\u0661:\u0662', ' ')
+    ),
     ('train.steps', 1e3, 'train.steps is 1000.0, a float; it must be int'),
     ('train.seed', np.int64(1), 'a int64; it must be int'),
     ('sync.quorum', True, 'sync.quorum is True, a bool; it must be int'),
@@ -136,6 +144,14 @@ def test_a_wrong_setting_is_refused_with_both_values(name, value, words):
     config.validate()
   assert words in str(caught.value)
   assert '\n' not in str(caught.value)
+
+
+def test_the_steps_that_are_traced():
+  config = stdlib_lm.get_config('cpu')
+  assert not config.train.profiled
+  config.train.profile_steps = '10:13'
+  config.validate()
+  assert list(config.train.profiled) == [10, 11, 12]
 
 
 def test_an_unknown_victim_is_refused():

@@ -14,7 +14,6 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
-from diloco_jax.storage import tree_digest
 from diloco_jax.transport import payloads
 
 
@@ -69,16 +68,16 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   island.close()
 
 
-def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path):
+def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
   """The time before it is booked already, as that of joining."""
   config = stdlib_lm.get_config('tiny')
-  config.sync.overlap = 0
+  config.sync.overlap, config.train.log_every = 0, 2
   assembled = build.assemble(config)
   assert assembled.protocol.lag == 0
   island = learner_process.make_island(
     assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
   )
-  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+  with contextlib.closing(records.Recorder(tmp_path, 'l0')) as recorder:
     work = learner_work.LearnerWork(
       assembled, island, lambda event: None, None, payloads.PayloadStore(), recorder
     )
@@ -87,11 +86,19 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path):
       work.submit(actions.Step(clock=clock))
     work.stop()
     work.run()
-  waited_s = [
-    fact['waited_s'] for _, fact in records.TailAll(tmp_path).read() if 'waited_s' in fact
-  ]
+  facts = [fact for _, fact in records.TailAll(tmp_path).read()]
+  waited_s = [fact['waited_s'] for fact in facts if 'waited_s' in fact]
   assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
   island.close()
+
+  (cost,) = [fact for fact in facts if fact['name'] == 'cost']  # as every log line
+  assert cost['parameters'] == assembled.parameters
+  assert (cost['tokens'], cost['devices']) == (island.tokens_per_step, 2)
+  assert cost['flops'] == assembled.task.flops_per_token * cost['tokens'] / 2
+  (line,) = [one for one in capsys.readouterr().out.splitlines() if 'TFLOP/s ' in one]
+  assert line.startswith('completed step: 2, ') and 'MFU' not in line and 'HBM' not in line
+  curves = b''.join(path.read_bytes() for path in (tmp_path / 'tensorboard' / 'l0').iterdir())
+  assert all(b'perf/' + name in curves for name in (b'tflops', b'parameters', b'tokens_per_step'))
 
 
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
@@ -102,9 +109,20 @@ def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
   island.warm_up()
   island.step(0)
-  compiled = tree_digest._digest_leaves._cache_size()
-  island.save(1)()
-  assert tree_digest._digest_leaves._cache_size() == compiled
+  compiled = []
+
+  def listen(name: str, seconds: float, **more) -> None:
+    if name.endswith('backend_compile_duration'):
+      compiled.append((name, seconds))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    island.save(1)()
+    assert not compiled
+    jax.jit(lambda x: 3 * x)(1.0)
+    assert compiled, 'else the name of the event has changed'
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
   island.close()
 
 

@@ -172,11 +172,33 @@ def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
 def test_curves_and_log_lines(tmp_path, capsys):
   recorder = records.Recorder(tmp_path, 'l0')
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
-  recorder.completed(step=20, seconds=0.187, tokens=2044, loss=3.0214)
-  recorder.close()
-  assert capsys.readouterr().out == (
-    'completed step: 20, seconds: 0.187, tokens/s: 10930, loss: 3.021\n'
+  cost = facts.Cost(
+    parameters=10**9,
+    tokens=65_536,
+    devices=16,
+    kind='TPU v6 lite',
+    flops=412e12,
+    peak_flops=918e12,
+    memory_bytes=28 << 30,
+    memory_limit_bytes=32 << 30,
   )
+  recorder.completed(step=20, seconds=0.187, loss=3.0214, cost=dataclasses.replace(cost, flops=0.0))
+  recorder.completed(step=99_990, seconds=1.187, loss=3.0214, cost=cost)
+  recorder.completed(
+    step=99_990,
+    seconds=1.187,
+    loss=3.0214,
+    cost=dataclasses.replace(cost, peak_flops=0.0, memory_bytes=0),
+  )
+  recorder.close()
+  lines = capsys.readouterr().out.splitlines()
+  long = 'completed step: 99990, seconds: 1.187, tokens/s: 55211, loss: 3.021, TFLOP/s 347'
+  assert lines == [
+    'completed step: 20, seconds: 0.187, tokens/s: 350460, loss: 3.021, HBM 88%',
+    f'{long}, MFU 38%, HBM 88%',
+    long,
+  ]
+  assert all(len(line) <= 100 for line in lines)
   events = b''.join(p.read_bytes() for p in (tmp_path / 'tensorboard' / 'l0').iterdir())
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
 

@@ -381,6 +381,39 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     assert words in text
 
 
+def _costs():
+  """l0 trains on TPUs, l1 on CPUs, whose peak and memory nobody tells."""
+  tpu = {'kind': 'TPU v6 lite', 'peak_flops': 918e12, 'memory_limit_bytes': 32 << 30}
+  cpu = {'kind': 'cpu', 'peak_flops': 0.0, 'memory_limit_bytes': 0}
+  for name, flops, memory, kind in (('l0', 150e12, 24 << 30, tpu), ('l1', 5e9, 0, cpu)):
+    given = {'parameters': 2_500_000, 'tokens': 1024, 'devices': 4, **kind}
+    yield name, row(12.5, facts.Cost(flops=flops, memory_bytes=memory, **given))
+
+
+def test_what_devices_do_is_in_the_table_and_in_the_summary_where_it_is_known(config, tmp_path):
+  """Steps take half a second."""
+  run = run_facts.RunFacts(['l0', 'l1'], 10).take([*_ROWS[:9], *_costs()])
+  console = console_lib.Console(file=io.StringIO(), width=120)
+  console.print(live.picture(run, elapsed_s=14, width=120))
+  lines = console.file.getvalue().splitlines()
+  head = next(line for line in lines if 'tokens/s' in line)
+  cells = {line.split()[0]: line for line in lines if line.split()[:1] in (['l0'], ['l1'])}
+  assert head.index('tokens/s') < head.index('TFLOP/s') < head.index('MFU') < head.index('HBM')
+  assert all(word in cells['l0'].split() for word in ('300', '33%', '75%'))
+  assert '0.01' in cells['l1'].split() and '%' not in cells['l1'][: head.index('goodput')]
+  model = '2.5 million parameters, 1,024 tokens a step, 4 x'
+  assert f' l0: {model} TPU v6 lite' in lines and f' l1: {model} cpu' in lines
+
+  run.take(_ROWS[9:])
+  summary = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)
+  mine = summary['learners']['l0']
+  assert mine['cost']['parameters'] == 2_500_000
+  assert mine['speed'] == pytest.approx({'tflops': 300, 'mfu': 300 / 918, 'memory': 0.75})
+  text = summary_lib.text(json.loads(json.dumps(summary)), tmp_path)
+  assert f'\n            {model} TPU v6 lite; TFLOP/s 300, MFU 33%, HBM 75%\n' in text
+  assert f'\n            {model} cpu; TFLOP/s 0.01\n' in text
+
+
 @pytest.mark.parametrize('width', [20, 50, 80, 88, 120])
 def test_a_narrow_terminal_gets_the_columns_that_fit_and_a_mark(width):
   view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])

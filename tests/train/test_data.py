@@ -1,6 +1,7 @@
 """Every window belongs to one shard, every batch is a function of its index."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -158,3 +159,11 @@ def test_too_little_text_says_how_much_is_needed(numbered):
     data_lib.eval_batches(numbered, config)
   with pytest.raises(ValueError, match=r'shard 16 is outside \[0, 16\)'):
     data_lib.make_shard(numbered, config, 16)
+
+
+def test_a_share_of_a_batch_is_its_first_rows(data, corpus):
+  """So batch i of a shard is the same for learners of any speed, and is read once."""
+  whole = data_lib.make_shard(corpus, data, 1)
+  share = data_lib.make_shard(corpus, dataclasses.replace(data, batch_rows=3), 1)
+  for index in (0, 1, 30):
+    np.testing.assert_array_equal(share[index], whole[index][:3])

@@ -91,7 +91,7 @@ def test_each_layer_has_its_own_leaves(model):
 
 
 def test_examples_in_docstrings():
-  assert doctest.testmod(decoder) == (0, 2)
+  assert doctest.testmod(decoder) == (0, 3)
 
 
 def test_initial_parameters_are_a_function_of_the_seed(model):

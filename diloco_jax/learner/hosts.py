@@ -1,0 +1,328 @@
+"""A learner of several hosts: one leads, and every host does its part of the array work.
+
+Host 0, the *lead*, has the machine, the sessions, the tape and the records. Before it queues a work
+action it writes it to the key-value store of jax's coordination service, and the other hosts, the
+*followers*, take it from there. So all hosts launch the same device programs in the same order,
+which is all that their devices need. What the lead has received reaches the followers over the
+network of the devices.
+"""
+
+import dataclasses
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+from diloco_jax.config import build
+from diloco_jax.learner import island_port
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import ports
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.tape import codec
+from diloco_jax.report import records as records_lib
+from diloco_jax.train import mesh as mesh_lib
+
+HEARTBEAT_S = 20  # a host that is silent for so long ends the learner
+START_S = 600  # for all hosts to start, and then to compile
+_SHUTDOWN_S = 60
+_WAIT_MS = 3_600_000
+_KEPT_STEPS = 1000  # whose actions a follower can still read; no host can be so far behind
+_STATE = distributed.global_state  # jax.process_index() would start the backend
+_STOP = 'diloco/stop'
+_STREAMS, _VALUES = itertools.count(), itertools.count()  # alike on all hosts
+
+
+class Cluster(NamedTuple):
+  """The hosts of a learner.
+
+  Attributes:
+    hosts: how many; 0: jax finds all three values itself, on TPU VMs and GKE.
+    host: which of them this is; 0 leads.
+    coordinator: 'HOST:PORT', where the lead listens for the others. Whoever reaches it can stop the
+      learner, so it must be in a network of theirs alone.
+  """
+
+  hosts: int = 0
+  host: int = 0
+  coordinator: str = ''
+
+
+def connect(cluster: Cluster) -> int:
+  """Waits for the other hosts and returns their number. Before anything else of jax."""
+  jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM
+  given = {}
+  if cluster.hosts:
+    given = {
+      'coordinator_address': cluster.coordinator,
+      'coordinator_bind_address': cluster.coordinator,
+      'num_processes': cluster.hosts,
+      'process_id': cluster.host,
+      'cluster_detection_method': 'deactivate',
+    }
+  jax.distributed.initialize(
+    **given,
+    initialization_timeout=START_S,
+    heartbeat_timeout_seconds=HEARTBEAT_S,
+    shutdown_timeout_seconds=_SHUTDOWN_S,
+  )
+  return _STATE.num_processes
+
+
+def leads() -> bool:
+  """Whether this is the first host of the learner, or the only one."""
+  return jax.process_index() == 0
+
+
+def are_several(params: Any) -> bool:
+  """Whether arrays are on the devices of several hosts. Raises ValueError if there are other hosts
+  and the arrays are not."""
+  several = not all(leaf.is_fully_addressable for leaf in _arrays(params))
+  if jax.process_count() > 1 and not several:
+    raise ValueError(
+      f'the parameters are on one of {jax.process_count()} hosts: put them on a mesh of all '
+      'devices, or leave jax.distributed.initialize out'
+    )
+  return several
+
+
+def on_all(tree: Any, params: Any) -> Any:
+  """The tree with those arrays that only this host has, such as the counts of optax, on all devices
+  of `params`."""
+  mesh = next(leaf for leaf in _arrays(params) if not leaf.is_fully_addressable).sharding.mesh
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  is_there = lambda leaf: isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+  put = lambda leaf: leaf if is_there(leaf) else mesh_lib.put(np.asarray(leaf), everywhere)
+  return jax.tree.map(put, tree)
+
+
+def gather(arrays: dict[str, jax.Array]) -> Callable[[], dict[str, np.ndarray]]:
+  """Returns what gives the lead the values of all hosts, float32."""
+  values = {}
+  for name, leaf in arrays.items():
+    whole = multihost_utils.process_allgather(leaf, tiled=True)
+    if leads():
+      values[name] = np.asarray(whole, np.float32)
+  return lambda: values
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+  return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+def ready() -> None:
+  """Waits until every host has compiled: on CPUs the first exchange of a group of devices must
+  begin on all of them within 30 s."""
+  if _STATE.num_processes > 1:
+    _STATE.client.wait_at_barrier(f'diloco/ready/{next(_VALUES)}', START_S * 1000)
+
+
+def of_lead(text: str) -> str:
+  """Returns the text that the lead has called this with."""
+  key = f'diloco/value/{next(_VALUES)}'
+  if _STATE.process_id:
+    return _wait_for(key)
+  if _STATE.num_processes > 1:
+    _STATE.client.key_value_set(key, text)
+  return text
+
+
+def require_same(name: str, text: str) -> None:
+  """Raises RuntimeError on a follower whose text is not that of the lead."""
+  if (expected := of_lead(text)) != text:
+    raise RuntimeError(
+      f'{name} of host {_STATE.process_id} is {text}, of the lead {expected}: all hosts of a '
+      'learner need the same command, and one folder'
+    )
+
+
+def ask_to_stop(reason: str) -> None:
+  """On any host: asks the lead to end the learner in order."""
+  _STATE.client.key_value_set(_STOP, reason, allow_overwrite=True)
+
+
+def _wait_for(key: str) -> str:
+  while True:
+    try:
+      return _STATE.client.blocking_key_value_get(key, _WAIT_MS)
+    except jax.errors.JaxRuntimeError as error:
+      if 'DEADLINE_EXCEEDED' not in str(error):
+        raise
+
+
+class _Place:
+  """The place of an action among those that the lead publishes. Its folder is the step it comes
+  before."""
+
+  def __init__(self):
+    self._stream, self._step, self._number = next(_STREAMS), 0, 0
+
+  def folder(self, ago: int = 0) -> str:
+    return f'diloco/work/{self._stream}/{self._step - ago}'
+
+  def key(self) -> str:
+    return f'{self.folder()}/{self._number}'
+
+  def advance(self, action: actions.Work | None) -> None:
+    self._number += 1
+    if isinstance(action, actions.Step):
+      self._step, self._number = self._step + 1, 0
+
+
+class _SentPayloads:
+  """The payload store of the lead; what its step thread takes, all hosts get."""
+
+  def __init__(self, store: ports.Payloads):
+    self._store = store
+    self.put, self.drop = store.put, store.drop
+
+  def size(self, payload_id: int) -> int:
+    return memoryview(self._store.get(payload_id)).nbytes
+
+  def get(self, payload_id: int) -> memoryview:
+    return _broadcast(np.frombuffer(self._store.get(payload_id), np.uint8))
+
+
+class _ReceivedPayloads:
+  """The payloads of a follower: it receives what the lead takes."""
+
+  def __init__(self):
+    self.sizes: dict[int, int] = {}  # in bytes
+
+  def get(self, payload_id: int) -> memoryview:
+    return _broadcast(np.zeros(self.sizes[payload_id], np.uint8))
+
+  def drop(self, payload_id: int) -> None:
+    del self.sizes[payload_id]
+
+
+def _broadcast(data: np.ndarray) -> memoryview:
+  return memoryview(np.ascontiguousarray(multihost_utils.broadcast_one_to_all(data)))
+
+
+class _HostWork(learner_work.LearnerWork):
+  """The work of one of several hosts."""
+
+  def _save(self, save: actions.Save) -> None:
+    """Also compares how many device programs the hosts have launched."""
+    self._finish()
+    launched = f'{self._steps} steps and {self.exchange.launches} others'
+    require_same('the number of launches', launched)
+    super()._save(save)
+
+
+class LeadWork(_HostWork):
+  """The work of the lead. All calls of `submit` and `stop` come from one thread."""
+
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    island: island_port.IslandState,
+    post: ports.Post,
+    fail: Callable[[BaseException], None],
+    payloads: ports.Payloads,
+    records: records_lib.Recorder,
+  ):
+    self._sent = _SentPayloads(payloads)
+    super().__init__(assembled, island, post, fail, self._sent, records)
+    self._place = _Place()
+    self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)
+    self._awaiting.start()
+
+  def submit(self, action: actions.Work) -> None:
+    self._publish(action)
+    super().submit(action)
+
+  def stop(self) -> None:
+    self._publish(None)
+    ask_to_stop('')
+    self._awaiting.join()  # a process that ends while it waits crashes
+    super().stop()
+
+  def _publish(self, action: actions.Work | None) -> None:
+    size, told = 0, action
+    if isinstance(action, actions.Adopt):
+      size = self._sent.size(action.payload_id)
+    elif isinstance(action, actions.Save):  # the lead writes it
+      told = dataclasses.replace(action, machine_state={})
+    _STATE.client.key_value_set(self._place.key(), codec.encode([size, told]))
+    if isinstance(action, actions.Step):
+      _STATE.client.key_value_delete(self._place.folder(ago=_KEPT_STEPS))
+    self._place.advance(action)
+
+  def _await_stop(self) -> None:
+    if reason := _wait_for(_STOP):
+      self._post(events.Stop(reason=reason))
+
+
+class FollowerWork(_HostWork):
+  """The work of a follower: what the lead publishes. It answers nobody."""
+
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    island: island_port.IslandState,
+    records: records_lib.Recorder,
+  ):
+    self._received = _ReceivedPayloads()
+    fail = lambda error: self._queue.put(error)
+    super().__init__(assembled, island, lambda event: None, fail, self._received, records)
+    self._place = _Place()
+    threading.Thread(target=self._receive, name='receive', daemon=True).start()
+
+  def _receive(self) -> None:
+    """Queues what the lead publishes, up to its end."""
+    try:
+      action = self._receive_one()
+      while action is not None:
+        self._queue.put(action)
+        action = self._receive_one()
+      self.stop()
+    except BaseException as error:
+      self._queue.put(error)
+
+  def _receive_one(self) -> actions.Work | None:
+    size, data = json.loads(_wait_for(self._place.key()))
+    action = None if data is None else codec.decode(actions.Work, data)
+    if isinstance(action, actions.Adopt):
+      self._received.sizes[action.payload_id] = size
+    self._place.advance(action)
+    return action
+
+  def _take(self) -> actions.Work | None:
+    action = super()._take()
+    if isinstance(action, BaseException):
+      raise action
+    return action
+
+  def _drain(self) -> None:
+    """What the egress thread does is the lead's alone."""
+    while self._egress.get() is not None:
+      pass
+
+
+class Quiet:
+  """The records of a follower (node.ports.Records): its lines for people, and nothing else."""
+
+  def __init__(self, name: str):
+    self._name = name
+
+  def say(self, text: str) -> None:
+    print(f'[{self._name}] {text}\n', end='', flush=True)
+
+  def report(self, fact: Any) -> None:
+    pass
+
+  def scalars(self, step: int, values: dict[str, float]) -> None:
+    pass
+
+  def completed(self, *step: Any) -> None:
+    pass
+
+  def close(self) -> None:
+    pass

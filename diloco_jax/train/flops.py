@@ -1,0 +1,63 @@
+"""What an inner step costs and what its devices could do: FLOPs by formula, peaks, memory.
+
+The compiler's own count is no measure: it counts the body of a scan once and no Pallas kernel.
+"""
+
+import re
+from typing import NamedTuple
+
+import jax
+
+from diloco_jax.train import config as config_lib
+
+# Dense bfloat16 FLOPs a second of one device, by its `device_kind`; from the makers' data sheets.
+_PEAKS = (
+  (r'TPU v6 lite|TPU v6e', 918e12),
+  (r'TPU v5 lite|TPU v5e', 197e12),
+  (r'TPU v5', 459e12),
+  (r'TPU v4$', 275e12),
+  (r'H[12]00(?!.*(PCIe|NVL))', 989e12),
+  (r'A100', 312e12),
+)
+
+
+class Cost(NamedTuple):
+  """What a learner trains, and on what; 0: not known."""
+
+  parameters: int
+  tokens: int  # of an inner step
+  devices: int
+  kind: str  # of the devices
+  flops: float  # of an inner step on one device, by the formula of the task
+  peak_flops: float  # of one device, in a second
+  memory_bytes: int  # the most that any device of this host has held
+  memory_limit_bytes: int
+
+
+def decoder(model: config_lib.ModelConfig, seq_len: int) -> float:
+  """FLOPs of training on one token, forward and backward: 6 for each weight that it is multiplied
+  with, and 12 H N L for the attention of a layer with L keys (PaLM, arXiv 2204.02311, appendix B).
+
+  The look-up of the embedding counts nothing, the output head counts, tied or not; of experts those
+  count that a token is given to. Attention counts all keys of its window: a causal mask does not
+  halve it, as it does for MaxText. What remat computes again does not count.
+  """
+  D, N, K = model.embed_dim, model.num_heads, model.num_kv_heads
+  mixed = 3 * D * model.hidden_dim
+  if model.num_experts:
+    mixed = mixed * model.experts_per_token + D * model.num_experts
+  layer = 6 * (2 * D * model.head_dim * (N + K) + mixed)
+  keys = sum(seq_len if sees_all else min(model.window, seq_len) for sees_all in model.sees_all)
+  return model.num_layers * layer + 12 * model.head_dim * N * keys + 6.0 * D * model.vocab_size
+
+
+def peak(kind: str) -> float:
+  """Dense bfloat16 FLOPs a second of a device; 0: not known."""
+  return next((flops for pattern, flops in _PEAKS if re.search(pattern, kind)), 0.0)
+
+
+def memory(devices: list[jax.Device]) -> tuple[int, int]:
+  """The most bytes that any of these devices of this host has held, and its limit; 0 each: a
+  backend that does not count, as on CPUs."""
+  stats = [device.memory_stats() or {} for device in devices]
+  return max((one.get('peak_bytes_in_use', 0), one.get('bytes_limit', 0)) for one in stats)

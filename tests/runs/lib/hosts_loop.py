@@ -1,0 +1,54 @@
+"""The loop of experiments/examples/loop_optax.py on the devices of several hosts, split over them.
+
+python tests/runs/lib/hosts_loop.py LEARNER SYNCER WORKDIR HOST COORDINATOR [STEP]
+
+It is one of two hosts; with STEP this one raises an exception after so many steps.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import diloco_jax
+from diloco_jax.train import mesh as mesh_lib
+from tests.runs.lib import gated_loop
+
+HOSTS, DEVICES = 2, 2  # DEVICES on each
+SPLIT = {'table': PartitionSpec('all'), 'hidden': PartitionSpec(None, 'all')}
+
+
+def main(learner: str, syncer: str, workdir: str, host: str, coordinator: str, step: str = '0'):
+  jax.config.update('jax_num_cpu_devices', DEVICES)
+  jax.config.update('jax_enable_preemption_service', False)
+  jax.distributed.initialize(coordinator, HOSTS, int(host), heartbeat_timeout_seconds=20)
+  loop = gated_loop.example('loop_optax')
+  mesh = jax.make_mesh((HOSTS * DEVICES,), ('all',), axis_types=(jax.sharding.AxisType.Auto,))
+  at = lambda name: NamedSharding(mesh, SPLIT.get(name, PartitionSpec()))
+  params = {name: mesh_lib.put(np.asarray(leaf), at(name)) for name, leaf in loop.init().items()}
+  opt_state, losses = loop.TX.init(params), []
+  with diloco_jax.join(
+    params,
+    learner=learner,
+    syncer=syncer,
+    total_steps=loop.STEPS,
+    label=loop.LABEL,
+    opt_state=opt_state,
+    workdir=workdir,
+    checkpoint_every_steps=20,
+  ) as peer:
+    params, opt_state = peer.params, peer.opt_state
+    for clock, batch in peer.steps(loop.read):
+      batch = mesh_lib.put(batch, NamedSharding(mesh, PartitionSpec('all')))
+      rate = np.float32(loop.RATE(clock))
+      params, opt_state, loss = loop.step(params, opt_state, batch, rate)
+      params = peer.sync(params, tokens=loop.BATCH, opt_state=opt_state)
+      losses.append(float(loss))
+      if len(losses) == int(step):
+        raise RuntimeError('a bug of the loop')
+  print(f'{len(losses)} steps, the mean loss of the last 20 is {sum(losses[-20:]) / 20:.2f}')
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
