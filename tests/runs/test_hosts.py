@@ -222,8 +222,8 @@ def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
 def test_two_hosts_exchange_the_bytes_and_digests_of_one():
   """Of equal parameters. Steps differ in the last bit: the sums of gloo have another order."""
   found = []
-  for hosts in (1, 2):
-    said, codes = end_of(start_hosts(hosts_bits, hosts, hosts))
+  for count in (1, 2):
+    said, codes = end_of(start_hosts(hosts_bits, count, count))
     assert not any(codes), '\n'.join(said)
     print(*said)
     found += [line for line in said[0].splitlines() if line.startswith('[[')]

@@ -2,9 +2,9 @@
 
 python -m tests.runs.lib.hosts_bits HOSTS HOST COORDINATOR
 
-The lead prints a line of JSON: for each fragment the checksum of its payload and the digests of what
-was adopted; at the end a checksum of the parameters. With several hosts it also prints the CPU time
-of an agreement.
+The lead prints a line of JSON: for each fragment the checksum of its payload and the digests of
+what was adopted; at the end those of the parameters. Several hosts also print the CPU time of an
+agreement.
 """
 
 import json
