@@ -100,7 +100,13 @@ def look_up(topology: str) -> list[Any]:
 
 
 class Learner:
-  """A learner of a config on these devices, made of shapes. Raises ValueError."""
+  """A learner of a config on these devices, made of shapes. Raises ValueError.
+
+  Attributes:
+    kind: of the fragment that takes the most memory.
+    arrays: what a chip holds all the time, each fragment captured.
+    flops: of a step on a chip, by the formula of the task; 0: it has none.
+  """
 
   def __init__(self, config: Any, devices: list[Any]):
     import jax
@@ -141,6 +147,7 @@ class Learner:
     )
     self.kind = max(self._exchange.kinds, key=lambda kind: kind.size)
     values = sum(kind.size for kind in self._exchange.kinds)
+    self.flops = task.flops_per_token * task.tokens_per_batch / len(devices)
     self.arrays = {
       'parameters': _bytes(state.params),
       'moments': _bytes(state.opt_state),

@@ -1,15 +1,17 @@
 """A learner of several hosts: one leads, and every host does its part of the array work.
 
-Host 0, the *lead*, has the machine, the sessions, the tape and the records. Before it queues a work
-action it writes it to the key-value store of jax's coordination service, and the other hosts, the
-*followers*, take it from there. So all hosts launch the same device programs in the same order,
+Host 0, the *lead*, has the machine, the sessions, the tape and the records. Before it performs a
+work action it writes it to the key-value store of jax's coordination service, and the other hosts,
+the *followers*, take it from there. So all hosts launch the same device programs in the same order,
 which is all that their devices need. What the lead has received reaches the followers over the
 network of the devices.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ HEARTBEAT_S = 20  # a host that is silent for so long ends the learner
 START_S = 600  # for all hosts to start, and then to compile
 _SHUTDOWN_S = 60
 _WAIT_MS = 3_600_000
-_KEPT_STEPS = 1000  # whose actions a follower can still read; no host can be so far behind
+_FOLDER, _KEPT = 100, 1000  # messages; no follower is as many behind as are kept
 _STATE = distributed.global_state  # jax.process_index() would start the backend
 _STOP = 'diloco/stop'
 _STREAMS, _VALUES = itertools.count(), itertools.count()  # alike on all hosts
@@ -155,23 +157,12 @@ def _wait_for(key: str) -> str:
         raise
 
 
-class _Place:
-  """The place of an action among those that the lead publishes. Its folder is the step it comes
-  before."""
+def _key(stream: int, number: int) -> str:
+  return f'{_folder(stream, number)}/{number}'
 
-  def __init__(self):
-    self._stream, self._step, self._number = next(_STREAMS), 0, 0
 
-  def folder(self, ago: int = 0) -> str:
-    return f'diloco/work/{self._stream}/{self._step - ago}'
-
-  def key(self) -> str:
-    return f'{self.folder()}/{self._number}'
-
-  def advance(self, action: actions.Work | None) -> None:
-    self._number += 1
-    if isinstance(action, actions.Step):
-      self._step, self._number = self._step + 1, 0
+def _folder(stream: int, number: int) -> str:
+  return f'diloco/work/{stream}/{number // _FOLDER}'
 
 
 class _SentPayloads:
@@ -230,30 +221,42 @@ class LeadWork(_HostWork):
   ):
     self._sent = _SentPayloads(payloads)
     super().__init__(assembled, island, post, fail, self._sent, records)
-    self._place = _Place()
+    self._stream, self._told = next(_STREAMS), 0
+    self._untold: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)
     self._awaiting.start()
 
   def submit(self, action: actions.Work) -> None:
-    self._publish(action)
+    self._untold.put(action)
     super().submit(action)
 
   def stop(self) -> None:
-    self._publish(None)
     ask_to_stop('')
     self._awaiting.join()  # a process that ends while it waits crashes
+    self._untold.put(None)
     super().stop()
 
-  def _publish(self, action: actions.Work | None) -> None:
-    size, told = 0, action
+  def _take(self) -> actions.Work | None:
+    """Before an action is performed all that were submitted so far are published, in one message
+    most times, as the machine asks for those of a boundary together."""
+    action, told = super()._take(), []
+    with contextlib.suppress(queue.Empty):
+      while True:
+        told.append(self._described(self._untold.get_nowait()))
+    if told:
+      _STATE.client.key_value_set(_key(self._stream, self._told), codec.encode(told))
+      if self._told % _FOLDER == 0:
+        _STATE.client.key_value_delete(_folder(self._stream, self._told - _KEPT))
+      self._told += 1
+    return action
+
+  def _described(self, action: actions.Work | None) -> list[Any]:
+    """The action, and the size of its payload."""
     if isinstance(action, actions.Adopt):
-      size = self._sent.size(action.payload_id)
-    elif isinstance(action, actions.Save):  # the lead writes it
-      told = dataclasses.replace(action, machine_state={})
-    _STATE.client.key_value_set(self._place.key(), codec.encode([size, told]))
-    if isinstance(action, actions.Step):
-      _STATE.client.key_value_delete(self._place.folder(ago=_KEPT_STEPS))
-    self._place.advance(action)
+      return [action, self._sent.size(action.payload_id)]
+    if isinstance(action, actions.Save):  # the lead writes the state
+      action = dataclasses.replace(action, machine_state={})
+    return [action, 0]
 
   def _await_stop(self) -> None:
     if reason := _wait_for(_STOP):
@@ -272,27 +275,23 @@ class FollowerWork(_HostWork):
     self._received = _ReceivedPayloads()
     fail = lambda error: self._queue.put(error)
     super().__init__(assembled, island, lambda event: None, fail, self._received, records)
-    self._place = _Place()
     threading.Thread(target=self._receive, name='receive', daemon=True).start()
 
   def _receive(self) -> None:
     """Queues what the lead publishes, up to its end."""
+    stream = next(_STREAMS)
     try:
-      action = self._receive_one()
-      while action is not None:
-        self._queue.put(action)
-        action = self._receive_one()
-      self.stop()
+      for number in itertools.count():
+        for data, size in json.loads(_wait_for(_key(stream, number))):
+          if data is None:
+            self.stop()
+            return
+          action = codec.decode(actions.Work, data)
+          if isinstance(action, actions.Adopt):
+            self._received.sizes[action.payload_id] = size
+          self.submit(action)
     except BaseException as error:
       self._queue.put(error)
-
-  def _receive_one(self) -> actions.Work | None:
-    size, data = json.loads(_wait_for(self._place.key()))
-    action = None if data is None else codec.decode(actions.Work, data)
-    if isinstance(action, actions.Adopt):
-      self._received.sizes[action.payload_id] = size
-    self._place.advance(action)
-    return action
 
   def _take(self) -> actions.Work | None:
     action = super()._take()

@@ -146,7 +146,7 @@ class Kind(NamedTuple):
       fragments.places(self.local), self.pieces, self.specs
     ):
       if axes := tuple(sorted(sum(map(_axes, spec), ()))):
-        shaped = fragments.shaped(local, codecs.part(values_n, start, stop))
+        shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
         shares[axes] += digest.at(shaped, first + _places(piece, local, spec))
       else:
         total += digest.digest(values_n[start:stop], first)

@@ -37,7 +37,7 @@ digests and sums of squares need to cross to the host.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,8 @@ from diloco_jax.numerics import digest as digest_lib
 PyTree = Any
 Pieces = tuple[fragments.Piece, ...]  # of one fragment
 Leaves = dict[str, jax.Array]  # parameters by the paths of its pieces
+
+_AT_ONCE = 1 << 20  # values
 
 
 class Values(NamedTuple):
@@ -86,11 +88,45 @@ def pseudo_gradient(
   Tensor by tensor: the flat fragment is never made. Give `data`, a payload of the same size that is
   not needed any more, to jit as donated: the new one takes its place.
   """
-  moved = []
-  for piece, start, stop in fragments.places(pieces):
-    theta = fragments.rows(leaves, piece)
-    moved.append(_held(anchor_N[start:stop], theta.dtype) - fragments.flat(piece, theta))
-  return codec.encode_into(data, moved)
+  n, oks = anchor_N.shape[0], []
+  for piece, start, _ in fragments.places(pieces):
+
+    def encode(state: tuple[jax.Array, jax.Array], first: Any, rows: jax.Array):
+      (data, ok), at, theta_n = state, start + first, fragments.flat(piece, rows)
+      anchor_n = codecs.part(anchor_N, at, theta_n.size)
+      data, finite = codec.encode_into(data, n, at, _held(anchor_n, rows.dtype) - theta_n)
+      return data, ok & finite
+
+    data, ok = _in_turns(fragments.rows(leaves, piece), encode, (data, jnp.bool_(True)))
+    oks.append(ok)
+  return data, functools.reduce(jnp.logical_and, oks)
+
+
+def _in_turns(array: jax.Array, function: Callable, state: Any) -> Any:
+  """state <- function(state, 0, array); on TPU function(state, place of the first value, some rows)
+  for all rows one after the other, so many that there are about _AT_ONCE values.
+
+  For TPU the blocks of a codec take eight times the memory of their values, and a program grows
+  with its arrays: a loop bounds both. On CPUs it can take twice as long.
+  """
+  width = array.shape[-1] if array.ndim else 1
+  count = _AT_ONCE // width // codecs.BLOCK * codecs.BLOCK
+  if array.size <= _AT_ONCE or array.size % codecs.BLOCK or not count:
+    return function(state, 0, array)
+
+  def loop(array: jax.Array, state: Any) -> Any:
+    array = array.reshape(-1, width)
+    turns, rest = divmod(len(array), count)
+
+    def turn(i: jax.Array, state: Any) -> Any:
+      rows = jax.lax.dynamic_slice_in_dim(array, i * count, count)
+      return function(state, i * count * width, rows)
+
+    state = jax.lax.fori_loop(0, turns, turn, state)
+    return function(state, turns * count * width, array[-rest:]) if rest else state
+
+  whole = lambda array, state: function(state, 0, array)
+  return jax.lax.platform_dependent(array, state, tpu=loop, default=whole)
 
 
 def _held(anchor_n: jax.Array, dtype: Any) -> jax.Array:
@@ -171,11 +207,13 @@ def adopt(
     rows = fragments.rows(leaves, piece)
     theta = rows.astype(jnp.float32)
     delta_n = codec_down.decode_range(published.data, n, start, stop)
-    value = shaped(_published(codecs.part(published.base_N, start, stop), delta_n))
+    value = shaped(_published(codecs.part(published.base_N, start, stop - start), delta_n))
     if alpha is None:
       given_n = codec_up.decode_range(published.capture, n, start, stop)
       merged_n = jnp.where(published.merged, given_n, 0.0)
-      carried = theta - shaped(_held(codecs.part(anchor_N, start, stop), rows.dtype) - merged_n)
+      carried = theta - shaped(
+        _held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
+      )
     else:
       carried = alpha * (theta - value) if alpha else 0.0
     fragments.replace_rows(leaves, piece, value + jnp.where(kept(piece), carried, 0.0))

@@ -48,7 +48,7 @@ def works(values: int) -> dict[str, Callable[[], Any]]:
 
 
 def _encode(codec: codecs.Codec, anchor: jax.Array, theta: jax.Array) -> Callable[[], Any]:
-  encode = jax.jit(lambda data, a, b: codec.encode_into(data, [a - b]), donate_argnums=0)
+  encode = jax.jit(lambda data, a, b: codec.encode_into(data, a.size, 0, a - b), donate_argnums=0)
   data = jnp.zeros(codec.encoded_size(theta.size), jnp.uint8)
 
   def work() -> None:

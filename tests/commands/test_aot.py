@@ -99,8 +99,8 @@ def test_each_chip_encodes_and_adopts_what_it_has(compiled):
   total = 4 * learner.assembled.parameters
   for name in ('encode', 'adopt', 'apply'):
     assert 'all-gather' not in functions[name].collectives
-    # Parameters, anchor, base, payload and capture.
-    assert functions[name].arguments <= 3.6 * fragment / len(learner.devices)
+    # Parameters, anchor, base, payload, capture; and the other rows of tensors that are cut.
+    assert functions[name].arguments <= 4 * fragment / len(learner.devices)
   assert functions['encode'].temporaries <= fragment / 8
   assert learner.arrays['anchors'] == pytest.approx(total / len(learner.devices), rel=0.02)
   assert functions['step'].collectives

@@ -229,6 +229,16 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   assert programs['syncer'].environment['JAX_NUM_CPU_DEVICES'] == '1'
 
 
+def test_the_hosts_of_a_learner_share_its_devices(config, tmp_path):
+  config.mesh.data, config.mesh.fsdp, config.mesh.hosts = 4, 2, 4
+  programs = {p.name: p for p in local_run.programs(config, tmp_path, [], alone=False)}
+  assert [one['JAX_NUM_CPU_DEVICES'] for one in programs['l1'].hosts] == ['2'] * 4
+  assert len(programs['syncer'].hosts) == 1
+  config.mesh.hosts = 3
+  with pytest.raises(ValueError, match='mesh.hosts is 3: 8 devices do not split evenly'):
+    config.validate()
+
+
 def test_a_lone_learner_has_no_syncer(config, tmp_path):
   [learner] = local_run.programs(config, tmp_path, [], alone=True)
   assert '--syncer=none' in learner.command

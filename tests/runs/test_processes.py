@@ -231,3 +231,26 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   for program in (first, syncer):
     program.process.send_signal(signal.SIGTERM)
     assert program.end() == 0, program.lines
+
+
+@pytest.mark.full
+def test_learners_of_unequal_batches_train_one_run(start, tmp_path):
+  """One of them on all four rows of its batches, one on one row and with other memory."""
+  workdir, rows = tmp_path / 'run', {'l0': 4, 'l1': 1}
+  flags = (CONFIG, f'--workdir={workdir}', '--config.sync.learners=2', '--config.sync.quorum=2')
+  flags += '--config.mesh.data=1', '--config.train.eval_every=0', '--config.sync.lease_s=60'
+  own = '--config.data.batch_rows=1', '--config.model.remat=full', '--config.model.loss_chunk=8'
+  address = f'--syncer=file:{workdir}/syncer/address'
+  nodes = [
+    start('syncer', *flags),
+    start('learner', *flags, address, '--learner_id=l0'),
+    start('learner', *flags, address, '--learner_id=l1', *own),
+  ]
+  assert [node.end() for node in nodes] == [0, 0, 0], [node.lines for node in nodes]
+  ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
+  for name, account in ledger['learners'].items():
+    assert account['tokens'] == account['steps'] * rows[name] * 32 > 0
+    assert account['merged'] > 0
+  assert ledger['trained'] * ledger['fragments'] == (
+    ledger['merged'] + sum(ledger['discarded'].values())
+  )
