@@ -20,16 +20,16 @@ import operator
 import pathlib
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
+from diloco_jax.api import admission as admission_lib
+from diloco_jax.api import own_arrays
 from diloco_jax.config import build, run_config
 from diloco_jax.launch import cli, nodes, own_model, run_folder
 from diloco_jax.learner import hosts
@@ -37,10 +37,9 @@ from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events, ids, messages
+from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files
-from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -50,119 +49,13 @@ class Ended(RuntimeError):
   """The learner cannot go on: the syncer has refused it. Errors of its node come as they are."""
 
 
-class _Shardings(NamedTuple):
-  params: Any
-  opt_state: Any
-
-
-class _Arrays:
-  """The user's arrays between two steps (learner/island_port.py). Arrays that are committed to no
-  device stay so, since a jitted step is compiled anew for committed ones."""
-
-  def __init__(self, params: dict[str, jax.Array], moments: Any):
-    self.checkpoints: checkpoint.Checkpoints | None = None
-    self.replicated = _replicated(params)
-    self.shardings = _Shardings(
-      {name: self.replicated and leaf.sharding for name, leaf in params.items()},
-      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
-    )
-    self.params, self.moments = params, moments
-    self.devices = next(iter(params.values())).devices()
-    self.shard, self.next_index = 0, 0
-
-  @property
-  def consumed(self) -> bool:
-    """Whether a step has been given these arrays as donated ones."""
-    held = self.params, self.moments
-    return any(leaf.is_deleted() for leaf in jax.tree.leaves(held))
-
-  def take(self, params: dict[str, Any], moments: Any) -> None:
-    """Holds these arrays from now on, where those of `join` were."""
-    at = self.shardings
-    self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
-    self.moments = jax.tree.map(_put, moments, at.opt_state)
-
-  def read_from(self, shard: int, next_index: int = 0) -> None:
-    self.shard, self.next_index = shard, next_index
-
-  def must_finish(self, ahead: int) -> bool:  # the loop waits for its own steps
-    return False
-
-  def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
-    """Saves the moments, if there are any: a process takes the parameters from the syncer."""
-    if self.checkpoints is None:
-      return lambda: clock
-    record = {'shard': self.shard, 'protocol': protocol}
-    return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
-
-
-def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
-  """Of an array that is whole on the same devices; None if no array is committed. Raises
-  ValueError."""
-  shardings = [leaf.sharding for leaf in params.values()]
-  devices = {frozenset(sharding.device_set) for sharding in shardings}
-  if len(devices) != 1:
-    raise ValueError(
-      f'the parameters are on {len(devices)} different sets of devices; put all of them on the '
-      'devices of one learner'
-    )
-  if not any(leaf.committed for leaf in params.values()):
-    return None
-  for sharding in shardings:
-    if isinstance(sharding, jax.sharding.NamedSharding):
-      return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-  return shardings[0]
-
-
-class _Admission:
-  """The wait of a learner for the syncer to admit it. After `wait_s` its node fails: a run that has
-  ended says nothing."""
-
-  def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
-    self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s
-    self._timer = threading.Timer(min(wait_s, threading.TIMEOUT_MAX), self._give_up)
-    self._timer.daemon = True
-    self._refused = 0  # the session of the last refusal
-    self._reason = 'no syncer has answered'
-
-  def begin(self, post: ports.Post) -> ports.Post:
-    """Begins the wait, which what is posted ends."""
-    self._timer.start()
-
-    def watched(event: events.Event) -> None:
-      self._watch(event)
-      post(event)
-
-    return watched
-
-  def cancel(self) -> None:
-    self._timer.cancel()
-
-  def _watch(self, event: events.Event) -> None:
-    match event:
-      case events.Received(message=messages.Heartbeat() | messages.Joined()) | events.Stop():
-        self._timer.cancel()  # a syncer sends heartbeats to members only
-      case events.Received(session=session, message=messages.Refused(text=text)):
-        self._refused, self._reason = session, text
-      case events.Disconnected(session=session, reason=reason) if session != self._refused:
-        self._reason = reason
-
-  def _give_up(self) -> None:
-    self._event_queue.fail(
-      TimeoutError(
-        f'no syncer has admitted learner {self._learner} within {self._wait_s:g} s: '
-        f'{self._reason}. If the run has ended, it takes no more learners'
-      )
-    )
-
-
 class Peer:
   """A learner that the user's loop drives. Made by `join`; all calls come from one thread."""
 
   def __init__(self, params: Any, moments: Any):
     self._structure = jax.tree.structure(params)
     self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
-    self._arrays = _Arrays(own_model.by_name(params), moments)
+    self._arrays = own_arrays.OwnArrays(own_model.by_name(params), moments)
     self._work: learner_work.LearnerWork | None = None
     self._post: Callable[[events.Event], None] | None = None
     self._say: Callable[[str], None] | None = None
@@ -276,8 +169,10 @@ class Peer:
     held, moments = self._arrays.params, self._arrays.moments
     for name in sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
-      if mine is None or its is None or _shape(mine) != _shape(its):
-        raise ValueError(f'{name} is {_shape(its)}, join was given {_shape(mine)}')
+      if mine is None or its is None or own_arrays.shape(mine) != own_arrays.shape(its):
+        raise ValueError(
+          f'{name} is {own_arrays.shape(its)}, join was given {own_arrays.shape(mine)}'
+        )
       if isinstance(its, jax.Array) and its.is_deleted():
         raise ValueError(
           f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
@@ -292,7 +187,7 @@ class Peer:
     if (opt_state is None) != (moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    if _like(opt_state) != _like(moments):
+    if own_arrays.like(opt_state) != own_arrays.like(moments):
       raise ValueError('opt_state is another tree, or has other shapes, than the one given to join')
     self._arrays.take(named, opt_state)
 
@@ -300,27 +195,6 @@ class Peer:
     """Performs work until the next step may begin or the node has ended."""
     self.clock = self._work.next_step()
     self._boundary_ns = time.monotonic_ns()
-
-
-def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-  is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
-  if isinstance(leaf, np.ndarray) and sharding is not None:
-    return mesh_lib.put(leaf, sharding)
-  return leaf if is_there else jax.device_put(leaf, sharding)
-
-
-def _like(tree: Any) -> tuple[Any, list[str]]:
-  leaves, structure = jax.tree.flatten(tree)
-  return structure, list(map(_shape, leaves))
-
-
-def _shape(leaf: Any) -> str:
-  if leaf is None:
-    return 'absent'
-  value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number
-  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-  dtype = value.dtype if is_key else jax.dtypes.canonicalize_dtype(value.dtype)
-  return f'{dtype}{list(value.shape)}'
 
 
 @contextlib.contextmanager
@@ -384,14 +258,8 @@ def join(
   """
   if not ids.is_learner(learner):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  params, opt_state = (
-    own_model.as_arrays(tree, name) for tree, name in ((params, 'params'), (opt_state, 'opt_state'))
-  )
+  params, opt_state = _on_devices(params, opt_state)
   several = hosts.are_several(params)
-  if several:
-    params, opt_state = hosts.on_all(params, params), hosts.on_all(opt_state, params)
-  else:
-    params, opt_state = jax.device_put(params), jax.device_put(opt_state)
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync, shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
@@ -425,30 +293,48 @@ def join(
       begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
       ended = begin(peer, assembled, learner, found, event_queue, cleanup)
       if unlabelled:
-        peer._say(
-          f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), '
-          'and the outer optimizer would move them beyond what the learners have counted: give '
-          "them the label 'statistic', on all learners. Parameters that are trained are right as "
-          'they are.'
-        )
+        peer._say(_about_statistics(unlabelled))
       peer._next()
     _require_well(peer, ended)
     try:
       with at_once():
         yield peer
     finally:
-      peer._check_taken()
-      lost = peer._arrays.consumed
-      if lost:  # there is nothing to contribute or to adopt into, as after a crash
-        event_queue.fail(Ended('left after a step that had consumed the parameters'))
-      peer._post(events.Stop(reason='its loop ended'))
-      if peer.clock is not None:
-        peer._post(events.StepDone(tokens=0, step_ns=0))
-      while peer.clock is not None:
-        peer._next()
+      lost = _leave(peer, event_queue)
     if not lost:
       _require_well(peer, ended)
       peer._say(ended.result().text)
+
+
+def _on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
+  """The arrays of the user as those of jax, on all hosts of the learner."""
+  params = own_model.as_arrays(params, 'params')
+  opt_state = own_model.as_arrays(opt_state, 'opt_state')
+  if hosts.are_several(params):
+    return hosts.on_all(params, params), hosts.on_all(opt_state, params)
+  return jax.device_put(params), jax.device_put(opt_state)
+
+
+def _about_statistics(unlabelled: list[str]) -> str:
+  return (
+    f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and the '
+    'outer optimizer would move them beyond what the learners have counted: give them the label '
+    "'statistic', on all learners. Parameters that are trained are right as they are."
+  )
+
+
+def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
+  """Ends the learner; returns whether its last step has consumed the parameters."""
+  peer._check_taken()
+  lost = peer._arrays.consumed
+  if lost:  # there is nothing to contribute or to adopt into, as after a crash
+    event_queue.fail(Ended('left after a step that had consumed the parameters'))
+  peer._post(events.Stop(reason='its loop ended'))
+  if peer.clock is not None:
+    peer._post(events.StepDone(tokens=0, step_ns=0))
+  while peer.clock is not None:
+    peer._next()
+  return lost
 
 
 def _lead(
@@ -476,7 +362,7 @@ def _lead(
   peer._work, peer._post, peer._say = work, event_queue.post, records.say
   work.exchange.compile_all()
   hosts.ready()
-  admission = _Admission(learner, event_queue, wait_s)
+  admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
   cleanup.enter_context(work.egress())
   dial = connect(records.say)
@@ -520,7 +406,7 @@ def _follow(
 
 @contextlib.contextmanager
 def _checkpoints(
-  workdir: pathlib.Path, learner: str, arrays: _Arrays, keep_every: int
+  workdir: pathlib.Path, learner: str, arrays: own_arrays.OwnArrays, keep_every: int
 ) -> Iterator[moments_lib.Found | None]:
   """Gives the arrays the moments that are found, and a place to save theirs. Raises DirectoryError
   if another process has it."""

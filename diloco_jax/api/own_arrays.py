@@ -1,0 +1,95 @@
+"""The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diloco_jax.storage import checkpoint
+from diloco_jax.train import mesh as mesh_lib
+
+
+class _Shardings(NamedTuple):
+  params: Any
+  opt_state: Any
+
+
+class OwnArrays:
+  """The user's arrays between two steps (learner/island_port.py). Arrays that are committed to no
+  device stay so, since a jitted step is compiled anew for committed ones."""
+
+  def __init__(self, params: dict[str, jax.Array], moments: Any):
+    self.checkpoints: checkpoint.Checkpoints | None = None
+    self.replicated = _replicated(params)
+    self.shardings = _Shardings(
+      {name: self.replicated and leaf.sharding for name, leaf in params.items()},
+      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
+    )
+    self.params, self.moments = params, moments
+    self.devices = next(iter(params.values())).devices()
+    self.shard, self.next_index = 0, 0
+
+  @property
+  def consumed(self) -> bool:
+    """Whether a step has been given these arrays as donated ones."""
+    held = self.params, self.moments
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(held))
+
+  def take(self, params: dict[str, Any], moments: Any) -> None:
+    """Holds these arrays from now on, where those of `join` were."""
+    at = self.shardings
+    self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
+    self.moments = jax.tree.map(_put, moments, at.opt_state)
+
+  def read_from(self, shard: int, next_index: int = 0) -> None:
+    self.shard, self.next_index = shard, next_index
+
+  def must_finish(self, ahead: int) -> bool:  # the loop waits for its own steps
+    return False
+
+  def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
+    """Saves the moments, if there are any: a process takes the parameters from the syncer."""
+    if self.checkpoints is None:
+      return lambda: clock
+    record = {'shard': self.shard, 'protocol': protocol}
+    return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
+
+
+def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
+  """Of an array that is whole on the same devices; None if no array is committed. Raises
+  ValueError."""
+  shardings = [leaf.sharding for leaf in params.values()]
+  devices = {frozenset(sharding.device_set) for sharding in shardings}
+  if len(devices) != 1:
+    raise ValueError(
+      f'the parameters are on {len(devices)} different sets of devices; put all of them on the '
+      'devices of one learner'
+    )
+  if not any(leaf.committed for leaf in params.values()):
+    return None
+  for sharding in shardings:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return shardings[0]
+
+
+def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
+  if isinstance(leaf, np.ndarray) and sharding is not None:
+    return mesh_lib.put(leaf, sharding)
+  return leaf if is_there else jax.device_put(leaf, sharding)
+
+
+def like(tree: Any) -> tuple[Any, list[str]]:
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, list(map(shape, leaves))
+
+
+def shape(leaf: Any) -> str:
+  if leaf is None:
+    return 'absent'
+  value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number
+  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+  dtype = value.dtype if is_key else jax.dtypes.canonicalize_dtype(value.dtype)
+  return f'{dtype}{list(value.shape)}'
