@@ -20,7 +20,6 @@ import operator
 import pathlib
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from diloco_jax.api import admission as admission_lib
 from diloco_jax.config import build, run_config
 from diloco_jax.launch import cli, nodes, own_model, run_folder
 from diloco_jax.learner import hosts
@@ -37,7 +37,7 @@ from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events, ids, messages
+from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files
 from diloco_jax.train import mesh as mesh_lib
@@ -112,48 +112,6 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
   return shardings[0]
-
-
-class _Admission:
-  """The wait of a learner for the syncer to admit it. After `wait_s` its node fails: a run that has
-  ended says nothing."""
-
-  def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
-    self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s
-    self._timer = threading.Timer(min(wait_s, threading.TIMEOUT_MAX), self._give_up)
-    self._timer.daemon = True
-    self._refused = 0  # the session of the last refusal
-    self._reason = 'no syncer has answered'
-
-  def begin(self, post: ports.Post) -> ports.Post:
-    """Begins the wait, which what is posted ends."""
-    self._timer.start()
-
-    def watched(event: events.Event) -> None:
-      self._watch(event)
-      post(event)
-
-    return watched
-
-  def cancel(self) -> None:
-    self._timer.cancel()
-
-  def _watch(self, event: events.Event) -> None:
-    match event:
-      case events.Received(message=messages.Heartbeat() | messages.Joined()) | events.Stop():
-        self._timer.cancel()  # a syncer sends heartbeats to members only
-      case events.Received(session=session, message=messages.Refused(text=text)):
-        self._refused, self._reason = session, text
-      case events.Disconnected(session=session, reason=reason) if session != self._refused:
-        self._reason = reason
-
-  def _give_up(self) -> None:
-    self._event_queue.fail(
-      TimeoutError(
-        f'no syncer has admitted learner {self._learner} within {self._wait_s:g} s: '
-        f'{self._reason}. If the run has ended, it takes no more learners'
-      )
-    )
 
 
 class Peer:
@@ -476,7 +434,7 @@ def _lead(
   peer._work, peer._post, peer._say = work, event_queue.post, records.say
   work.exchange.compile_all()
   hosts.ready()
-  admission = _Admission(learner, event_queue, wait_s)
+  admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
   cleanup.enter_context(work.egress())
   dial = connect(records.say)
