@@ -44,8 +44,8 @@ def _header(learner: aot.Learner, name: str, hbm: int) -> str:
     f'{_TOPOLOGY.value}: {len(learner.devices)} chips ({device.device_kind}) of '
     f'{hbm / aot.GIB:.0f} GiB\n'
     f'a chip holds, MiB: {held}\n'
-    f'the largest fragment has {learner.kind.size:,} values on a chip; a step takes '
-    f'{learner.flops:.3g} FLOPs by the formula of the task'
+    f'the largest fragment has {learner.kind.size:,} values on a chip'
+    + (f'; a step takes {learner.flops:.3g} FLOPs by formula' if learner.flops else '')
   )
 
 

@@ -121,6 +121,11 @@ class Learner:
     self.devices, task = devices, self.assembled.task
     if task is None:
       raise ValueError('a loop of your own has no step here: compile it with jax itself')
+    if config.mesh.num_devices != len(devices):
+      raise ValueError(
+        f'the topology has {len(devices)} chips and the mesh {config.mesh.num_devices}: '
+        f'for example --config.mesh.data=1 --config.mesh.fsdp={len(devices)}'
+      )
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     tx = optimizer.make_optimizer(config.optimizer, task)
     abstract = jax.eval_shape(
