@@ -199,14 +199,16 @@ def end_of(processes: list[subprocess.Popen]) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize('bug', [0, 30])
 def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
   """Or, if it has a bug on one host, ends on both."""
-  module = gated_loop.example('loop_optax')
-  with diloco_jax.run_syncer(total_steps=module.STEPS, workdir=tmp_path / 'syncer') as server:
+  module, sync = gated_loop.example('loop_optax'), hosts_loop.sync(bug)
+  with diloco_jax.run_syncer(
+    total_steps=module.STEPS, sync=sync, workdir=tmp_path / 'syncer'
+  ) as server:
     processes = start_hosts(
       hosts_loop, hosts_loop.HOSTS, 'l0', server.address, tmp_path / 'l0', bug
     )
     if not bug:
       with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-        losses = module.train(learner='l1', syncer=server.address)
+        losses = module.train(learner='l1', syncer=server.address, sync=sync)
     said, codes = end_of(processes)
   if bug:
     assert codes[1] == cli.NOT_IN_TIME and 'error: a bug of the loop' in said[1]

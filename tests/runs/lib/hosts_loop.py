@@ -12,11 +12,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import diloco_jax
+from diloco_jax.config import run_config
+from diloco_jax.configs import own_loop
 from diloco_jax.train import mesh as mesh_lib
 from tests.runs.lib import gated_loop
 
 HOSTS, DEVICES = 2, 2  # DEVICES on each
 SPLIT = {'table': PartitionSpec('all'), 'hidden': PartitionSpec(None, 'all')}
+
+
+def sync(bug: int) -> run_config.SyncConfig:
+  """Without a bug the run begins once a second learner is there."""
+  made = own_loop.get_config().sync
+  made.learners = made.quorum = 1 if bug else 2
+  return made
 
 
 def main(learner: str, syncer: str, workdir: str, bug: str, host: str, coordinator: str) -> None:
@@ -33,6 +42,7 @@ def main(learner: str, syncer: str, workdir: str, bug: str, host: str, coordinat
     learner=learner,
     syncer=syncer,
     total_steps=loop.STEPS,
+    sync=sync(int(bug)),
     label=loop.LABEL,
     opt_state=opt_state,
     workdir=workdir,
