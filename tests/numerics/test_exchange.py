@@ -79,7 +79,7 @@ def test_the_loop_of_a_tpu_makes_the_bytes_of_the_whole(name, monkeypatch):
     return tpu(*operands)
 
   monkeypatch.setattr(jax.lax, 'platform_dependent', on_tpu)
-  monkeypatch.setattr(exchange, '_AT_ONCE', 128)
+  monkeypatch.setattr(exchange, '_AT_ONCE', 160)
   encode = lambda data, *held: exchange.pseudo_gradient(_layout().fragments[0], codec, data, *held)
   data, still_ok = jax.jit(encode)(jnp.zeros_like(whole), fragments.by_path(params), anchor_N)
   np.testing.assert_array_equal(data, whole)
