@@ -6,7 +6,7 @@ import pytest
 
 from diloco_jax.accounting import step_times
 from diloco_jax.config import run_config
-from diloco_jax.launch import accelerators, cli, kill_plan, supervisor
+from diloco_jax.launch import accelerators, cli, kill_plan, process_group
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts as report_facts
@@ -28,7 +28,7 @@ from tests.runs.lib import faulty_learner
     cli,
     live,
     summary,
-    supervisor,
+    process_group,
     picture,
   ],
 )

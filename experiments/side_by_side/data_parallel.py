@@ -41,7 +41,6 @@ def run(config: run_config.Config, workdir: pathlib.Path, name: str, floor_s: fl
   every = config.train.checkpoint_every_steps
   config.mesh.data = len(names)
   config.data.batch_size *= len(names)
-  nodes.prepare_jax(1)
   jax.distributed.initialize(
     (workdir / ADDRESS).read_text(),
     len(names),
@@ -50,6 +49,7 @@ def run(config: run_config.Config, workdir: pathlib.Path, name: str, floor_s: fl
     heartbeat_timeout_seconds=DEAD_S,
     shutdown_timeout_seconds=DEAD_S,
   )
+  nodes.prepare_jax(1)  # not before: it asks for the devices
   _every_process_caches()
   asked_to_end: list[int] = []  # before this a signal ends the process at once
   signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.append(number))

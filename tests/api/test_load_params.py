@@ -162,7 +162,8 @@ def test_the_parameters_are_those_that_the_loss_takes(run):
   task = build.make_task(config)
   loss = jax.jit(lambda params, batch: task.loss(params, batch, None))
   batch = task.eval_batches()[0]
-  before, after = task.init(config.train.seed), diloco_jax.load_params(run)
+  before = jax.tree.map(np.asarray, task.init(config.train.seed))
+  after = diloco_jax.load_params(run)
   assert jax.tree.structure(before) == jax.tree.structure(after)
   assert float(loss(after, batch)) < float(loss(before, batch)) - 0.1
 

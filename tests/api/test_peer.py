@@ -156,7 +156,7 @@ def test_a_scanned_nnx_model_on_eight_devices_learns_with_a_plain_one():
     'l0': (lambda params, words: nnx.merge(graph, params)(words), jax.tree.map(place, state)),
     'l1': (_by_hand, nnx.to_pure_dict(state)),
   }
-  losses = {name: [] for name in models}
+  final = {}
 
   def learn(name: str, address: str) -> None:
     logits, params = models[name]
@@ -177,15 +177,14 @@ def test_a_scanned_nnx_model_on_eight_devices_learns_with_a_plain_one():
     ) as peer:
       params = peer.params
       for _clock, words in peer.steps(_batch):
-        value, params, opt_state = step(params, opt_state, words)
-        losses[name].append(float(value))
+        _, params, opt_state = step(params, opt_state, words)
         params = peer.sync(params, tokens=words.size)
+      final[name] = float(loss(peer.params, words))
 
   with diloco_jax.run_syncer(total_steps=120, sync=sync) as server:
     _threads(*(lambda name=name: learn(name, server.address) for name in models))
     server.wait(_DEADLINE_S)
-  for each in losses.values():
-    assert np.mean(each[-5:]) < 1.5 < np.log(_WORDS)
+  assert max(final.values()) < 1.5 < np.log(_WORDS), final  # whoever has trained more
 
 
 def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, capfd):

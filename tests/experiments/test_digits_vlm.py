@@ -52,7 +52,7 @@ def _logits(model, params, batch):
 
 
 def test_a_caption_depends_on_the_whole_image_and_on_no_later_byte(model, batch):
-  params = decoder.init_params(model, 0, digits_vlm.VisionDecoder)
+  params = jax.device_put(decoder.init_params(model, 0, digits_vlm.VisionDecoder))
   logits = jax.jit(lambda batch: _logits(model, params, batch))
   before = logits(batch)
   assert before.shape == (16, L, 256)
@@ -67,7 +67,7 @@ def test_a_caption_depends_on_the_whole_image_and_on_no_later_byte(model, batch)
 
 
 def test_the_loss_is_that_of_the_caption_alone(model, batch):
-  params = decoder.init_params(model, 0, digits_vlm.VisionDecoder)
+  params = jax.device_put(decoder.init_params(model, 0, digits_vlm.VisionDecoder))
   log_p = jax.nn.log_softmax(_logits(model, params, batch))
   chosen = np.take_along_axis(np.asarray(log_p), batch['text'][:, 1:, None].astype(int), axis=2)
   value, grads = jax.jit(jax.value_and_grad(lambda p: digits_vlm.loss(model, p, batch)))(params)

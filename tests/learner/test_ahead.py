@@ -19,6 +19,7 @@ from diloco_jax.transport import payloads
 STEPS, SAVED = 8, 4
 config = stdlib_lm.get_config('tiny')
 config.mesh.data, config.train.steps, config.optimizer.warmup_steps = 1, STEPS, 2
+config.sync.fragments = 2
 config.data.batch_size = 64  # a step is longer than what the host does in between
 assembled, folder = build.assemble(config), pathlib.Path(sys.argv[1])
 layout = assembled.layout

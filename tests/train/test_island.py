@@ -130,13 +130,14 @@ def test_a_trace_has_the_programs_of_the_chosen_steps(make_island, tmp_path):
   assert any('train_step' in name for name in names)
 
 
-def test_of_two_islands_that_are_traced_at_once_one_trains_without(make_island, tmp_path, caplog):
-  """A process has one profiler. What an island traced is written when it ends early."""
-  first, second = (make_island(profile=profile.Profile(tmp_path / name, range(9))) for name in 'ab')
-  assert first.step(0).loss == second.step(0).loss
+def test_of_two_islands_that_are_traced_at_once_one_trains_without(tmp_path, caplog):
+  """A process has one profiler. What was traced is written, also by an island that ends early."""
+  first, second = (profile.Profile(tmp_path / name, range(9)) for name in 'ab')
+  for one in (first, second):
+    one.begins(0)
   assert str(tmp_path / 'b') in caplog.text
-  first.close()
-  second.close()
+  for one in (first, second):
+    one.close()
   assert list(tmp_path.rglob('*.xplane.pb')) and not (tmp_path / 'b').exists()
 
 

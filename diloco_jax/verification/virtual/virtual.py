@@ -136,8 +136,9 @@ def train(
   seed: int = 0,
   trained_tokens: int | None = None,
   progress: Progress | None = None,
+  only_schedule: bool = False,
 ) -> Result:
-  """Trains a run in virtual time.
+  """Trains a run in virtual time; `schedule` carries it out without arrays, in seconds.
 
   Args:
     config: of the run, as for real processes. Not used are its mesh (each island has one device of
@@ -149,6 +150,7 @@ def train(
       the protocol alone, whose schedule is that of the run. Default: the run ends at
       `config.train.steps`, and learners that skipped steps of the clock have trained less.
     progress: called after inner steps with (tokens trained, tokens at the end or 0).
+    only_schedule: everything but losses and Theta.
 
   Raises:
     ValueError: the config cannot work.
@@ -156,6 +158,9 @@ def train(
   """
   where = _Conditions(hardware, network, faults, seed)
   assembled = _assemble(config, where, trained_tokens)
+  book = _Book(where, progress, trained_tokens or 0)
+  if only_schedule:
+    return _run(assembled, _no_arrays(assembled), where, book)
   curve: list[Point] = []
 
   def evaluate(sync: int) -> None:
@@ -169,7 +174,6 @@ def train(
   }
   keep_moments = bool(faults.death_every or faults.plan)
   model = arrays.Model(assembled, evaluate, keep_moments, lies, faults.shared)
-  book = _Book(where, progress, trained_tokens or 0)
   evaluate(0)
   result = _run(assembled, model, where, book)
   evaluate(assembled.config.train.steps)
@@ -182,21 +186,7 @@ def train(
   )
 
 
-def schedule(
-  config: run_config.Config,
-  *,
-  hardware: conditions.Hardware = conditions.Hardware(),  # noqa: B008, immutable
-  network: conditions.Network = conditions.Network(),  # noqa: B008
-  faults: conditions.Faults = conditions.Faults(),  # noqa: B008
-  seed: int = 0,
-  trained_tokens: int | None = None,
-  progress: Progress | None = None,
-) -> Result:
-  """The same run without arrays: everything but losses and Theta, in seconds."""
-  where = _Conditions(hardware, network, faults, seed)
-  assembled = _assemble(config, where, trained_tokens)
-  book = _Book(where, progress, trained_tokens or 0)
-  return _run(assembled, _no_arrays(assembled), where, book)
+schedule = functools.partial(train, only_schedule=True)
 
 
 def alone(config: run_config.Config, progress: Progress | None = None) -> Result:
