@@ -100,7 +100,8 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Places a host array; each host of an island passes the whole array and keeps its part."""
+  """Places a host array, or a leaf that is drawn when it is read (initial.py); each host of an
+  island passes the whole and keeps its part."""
   return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
