@@ -37,6 +37,7 @@ digests and sums of squares need to cross to the host.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ PyTree = Any
 Pieces = tuple[fragments.Piece, ...]  # of one fragment
 Leaves = dict[str, jax.Array]  # parameters by the paths of its pieces
 
-_AT_ONCE = 1 << 20  # values
+_AT_ONCE = 1 << 18  # values
 
 
 class Values(NamedTuple):
@@ -110,7 +111,8 @@ def _in_turns(array: jax.Array, function: Callable, state: Any) -> Any:
   with its arrays: a loop bounds both. On CPUs it can take twice as long.
   """
   width = array.shape[-1] if array.ndim else 1
-  count = _AT_ONCE // width // codecs.BLOCK * codecs.BLOCK
+  even = codecs.BLOCK // math.gcd(width, codecs.BLOCK)  # so many rows are whole blocks
+  count = _AT_ONCE // width // even * even
   if array.size <= _AT_ONCE or array.size % codecs.BLOCK or not count:
     return function(state, 0, array)
 

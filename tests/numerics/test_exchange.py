@@ -67,6 +67,27 @@ def test_the_pseudo_gradient_is_anchor_minus_local():
   np.testing.assert_allclose(delta_N, 0.5, atol=1e-6)
 
 
+@pytest.mark.parametrize('name', codecs.CODECS)
+def test_the_loop_of_a_tpu_makes_the_bytes_of_the_whole(name, monkeypatch):
+  codec, params = codecs.get(name), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), _tree())
+  anchor_N = fragments.gather(_layout(), 0, _tree(1))
+  whole, ok = _pseudo_gradient(0, codec, params, anchor_N)
+  turns = []
+
+  def on_tpu(*operands, tpu, default):
+    turns.append(operands[0].shape)
+    return tpu(*operands)
+
+  monkeypatch.setattr(jax.lax, 'platform_dependent', on_tpu)
+  monkeypatch.setattr(exchange, '_AT_ONCE', 160)
+  encode = lambda data, *held: exchange.pseudo_gradient(_layout().fragments[0], codec, data, *held)
+  data, still_ok = jax.jit(encode)(jnp.zeros_like(whole), fragments.by_path(params), anchor_N)
+  np.testing.assert_array_equal(data, whole)
+  assert ok and still_ok and turns
+  broken = fragments.scatter(_layout(), 0, params, anchor_N.at[3].set(jnp.nan))
+  assert not jax.jit(encode)(data, fragments.by_path(broken), anchor_N)[1]
+
+
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize('merged', [True, False])
 def test_the_rounding_of_an_adopted_value_is_no_training(dtype, merged):
