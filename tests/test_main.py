@@ -69,6 +69,22 @@ def test_ways_to_train_that_exclude_each_other_are_refused():
   assert 'exclude each other' in done.stderr
 
 
+@pytest.mark.parametrize(
+  'hosts, words',
+  {
+    '--hosts=two: give the number': ['--hosts=two'],
+    '--host=2: with --hosts=2 it is 0 to 1': ['--hosts=2', '--host=2', '--coordinator=x:1'],
+    '--hosts=2 needs --coordinator': ['--hosts=2', '--host=1'],
+    'has one host': ['--hosts=auto', '--syncer=none'],
+  }.items(),
+)
+def test_hosts_that_cannot_meet_are_refused(hosts: str, words: list[str], tmp_path):
+  common = ['--config=stdlib_lm:tiny', '--learner_id=l0', '--syncer=x:1', f'--workdir={tmp_path}']
+  done = diloco('learner', *common, *words)
+  assert (done.returncode, done.stdout) == (42, '')
+  assert hosts in done.stderr and done.stderr.count('\n') == 1
+
+
 @pytest.mark.parametrize('command', __main__.COMMANDS)
 def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   done = diloco(command, '--help')
