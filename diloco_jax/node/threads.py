@@ -2,6 +2,8 @@
 
 import threading
 
+_LOOK_S = 1.0  # a signal that another thread of the process has received wakes no wait
+
 
 class Thread(threading.Thread):
   """A daemon thread whose `join` may be interrupted and called again.
@@ -33,7 +35,10 @@ class Thread(threading.Thread):
       self._runs.release()
 
   def join(self, timeout: float | None = None) -> None:
-    if not self._over and self._runs.acquire(timeout=-1 if timeout is None else timeout):
-      self._runs.release()
+    while not self._over:
+      if self._runs.acquire(timeout=_LOOK_S if timeout is None else timeout):
+        self._runs.release()
+      elif timeout is not None:
+        break
     if self._over and self.ident is not None:
       super().join()
