@@ -75,9 +75,11 @@ _ALONE = 'tests/runs/test_hostile.py'  # with --all
 # Rooms that compile models and whose tests do not ask for the bits of production's own compilation,
 # as those of numerics, learner and syncer do.
 _QUICKLY_COMPILED = (
+  'tests/api/',
   'tests/config/',
   'tests/experiments/',
   'tests/launch/',
+  'tests/learner/test_moments.py',
   'tests/learner/test_split.py',
   'tests/verification/virtual/',
   'tests/runs/',
@@ -87,6 +89,7 @@ _ONE_BY_ONE = ('tests/verification/test_mutants.py', 'tests/verification/test_se
 _LONGEST_FIRST = (
   _ALONE,
   *_REAL_RUNS,
+  'tests/api/',
   'tests/protocol/test_hostile_words.py',
   'tests/verification/test_seeds.py',
   'tests/launch/test_restore.py',
