@@ -209,13 +209,18 @@ def late_payload_is_not_reported(original):
 
 
 @mutant(
-  'Of two late payloads of a learner the syncer keeps the older, and is silent about the other.',
+  'Of two payloads of a learner the syncer keeps the older, late one, and is silent about the other.',
   gathering.Gathering,
-  '_drop_older',
+  '_judge',
   'I7c',
 )
 def older_late_payload_stays(original):
-  return lambda self, *args: None
+  def judge(self, member, message, gather):
+    if gather is not None and not gather.merging and member.learner in gather.payloads:
+      return verdicts.REPEATED
+    return original(self, member, message, gather)
+
+  return judge
 
 
 @mutant(

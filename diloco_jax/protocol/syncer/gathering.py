@@ -166,13 +166,13 @@ class Gathering:
     if reason == Reason.LATE and self._config.rebases:
       later = self._next(member, message)
       if later is not None:
-        self._drop_older(later, member, message)
         gather, reason = later, self._judge(member, message, later)
     if not reason and not self._shards.counts(member.learner, message):
       reason = Reason.DUPLICATE
     if reason:
       self._reject(member, message, payload_id, reason)
       return
+    self._drop_older(gather, member)
     gather.waiting.discard(member.learner)
     gather.payloads[member.learner] = (message, payload_id)
 
@@ -207,14 +207,10 @@ class Gathering:
       return None
     return self.due.setdefault(p, gather_lib.Gather(sync=0, fragment=p))
 
-  def _drop_older(
-    self, gather: gather_lib.Gather, member: members_lib.Member, message: messages.Contribution
-  ) -> None:
-    """Two payloads of a learner were late: it was told of the older one's sync, and waits for what
-    becomes of the newer one."""
-    older, _ = gather.payloads.get(member.learner, (message, 0))
-    if older.sync < message.sync:
-      self._out.drop(gather.withdraw(member.learner))
+  def _drop_older(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
+    """An older payload of a learner was late and waits in a sync for which a newer one has come.
+    The learner was told of the older one's sync, and waits for what becomes of the newer one."""
+    self._out.drop(gather.withdraw(member.learner))
 
   def _reject(
     self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str

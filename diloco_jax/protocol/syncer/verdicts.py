@@ -50,8 +50,10 @@ def judge(
     oldest: the oldest version that its anchor may have.
   """
   held = gather.payloads.get(learner) if gather is not None else None
-  if held is not None and (held[0] == message or not gather.merging):
-    return REPEATED  # while merging, what is held may have been late for the sync before
+  if held is not None and (
+    held[0] == message or not gather.merging and held[0].sync >= message.sync
+  ):
+    return REPEATED  # else what is held was late for a sync before
   if gather is None and message.sync > fragment.last_sync:
     return messages.CANCELLED
   if gather is None or gather.merging or gather.fragment != message.fragment:
