@@ -209,7 +209,7 @@ def late_payload_is_not_reported(original):
 
 
 @mutant(
-  'Of two payloads of a learner the syncer keeps the older, late one, and is silent about the other.',
+  'Of two payloads of a learner the syncer keeps the older, late one, and is silent about the new.',
   gathering.Gathering,
   '_judge',
   'I7c',

@@ -149,6 +149,26 @@ def test_a_payload_during_the_merge_of_the_late_one_before_counts_for_the_next_s
   machine.check()
 
 
+def test_a_payload_that_is_due_replaces_a_late_one_that_waits_in_its_sync():
+  """The learner was asked for it before its late payload came (seen in a run of processes)."""
+  machine = two_learners_of(quorum=1, max_staleness=3)
+  machine.handle(3, received(2, contribution(sync=2, shard=1), payload_id=1))
+  machine.handle(4, merge_done(2))
+  assert machine.handle(5, received(1, contribution(sync=2), payload_id=2)) == []  # late
+  machine.handle(6, received(1, progress(3)))
+  newer = contribution(sync=4, tokens_from=0, tokens_to=30)
+  assert machine.handle(7, received(1, newer, payload_id=3)) == [actions.Drop(payload_id=2)]
+  made = machine.handle(8, received(1, progress(4)))
+  (merge,) = [action for action in made if isinstance(action, actions.Merge)]
+  assert [one.payload_id for one in merge.participants] == [3]
+  answers = machine.handle(9, merge_done(4))
+  settled = [
+    a.message for a in answers if isinstance(getattr(a, 'message', None), messages.Settled)
+  ]
+  assert [(one.sync, one.merged) for one in settled] == [(4, True)]
+  machine.check()
+
+
 def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption():
   # Paper section 2: c_steps, c_tokens = "steps and tokens since it last received fragment p".
   seen = Recording(learners=1, fragments=2, period=4, overlap=1, quorum=1, total_steps=20)
