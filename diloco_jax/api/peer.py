@@ -266,9 +266,7 @@ def join(
   assembled = own_model.complete(model, config)
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
-  unlabelled = sorted(
-    name for name in own_model.statistics(params) if model.labels[name] != 'statistic'
-  )
+  warning = _about_statistics(params, model)
   at_once = nodes.at_once if several else contextlib.nullcontext
   event_queue = loop.EventQueue()
   with contextlib.ExitStack() as cleanup:
@@ -284,16 +282,14 @@ def join(
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
       place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
-      found = None
-      if workdir is not None and peer.opt_state is not None:
-        found = cleanup.enter_context(
-          _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
-        )
+      saved = _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
+      saves = workdir is not None and peer.opt_state is not None
+      found = cleanup.enter_context(saved) if saves else None
       connect = lambda say: nodes.dialer(assembled, address, access, say)
       begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
       ended = begin(peer, assembled, learner, found, event_queue, cleanup)
-      if unlabelled:
-        peer._say(_about_statistics(unlabelled))
+      if warning:
+        peer._say(warning)
       peer._next()
     _require_well(peer, ended)
     try:
@@ -315,7 +311,12 @@ def _on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
   return jax.device_put(params), jax.device_put(opt_state)
 
 
-def _about_statistics(unlabelled: list[str]) -> str:
+def _about_statistics(params: Any, model: own_model.Model) -> str:
+  """A warning if arrays look like running statistics and have no such label, else ''."""
+  found = own_model.statistics(params)
+  unlabelled = sorted(name for name in found if model.labels[name] != 'statistic')
+  if not unlabelled:
+    return ''
   return (
     f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and the '
     'outer optimizer would move them beyond what the learners have counted: give them the label '

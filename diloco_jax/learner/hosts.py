@@ -3,8 +3,8 @@
 Host 0, the *lead*, has the machine, the sessions, the tape and the records. Before it performs a
 work action it writes it to the key-value store of jax's coordination service, and the other hosts,
 the *followers*, take it from there. So all hosts launch the same device programs in the same order,
-which is all that their devices need. What the lead has received reaches the followers over the
-network of the devices.
+which is all that their devices need. Payloads that the lead has received reach the followers over
+the network of the devices.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class Cluster(NamedTuple):
   Attributes:
     hosts: how many; 0: jax finds all three values itself, on TPU VMs and GKE.
     host: which of them this is; 0 leads.
-    coordinator: 'HOST:PORT', where the lead listens for the others. Whoever reaches it can stop the
-      learner, so it must be in a network of theirs alone.
+    coordinator: 'HOST:PORT', where the lead listens for the others. Every process that reaches it
+      can stop the learner, so it must be in a network of these hosts alone.
   """
 
   hosts: int = 0

@@ -40,7 +40,7 @@ def decoder(model: config_lib.ModelConfig, seq_len: int) -> float:
 
   The look-up of the embedding counts nothing, the output head counts, tied or not; of experts those
   count that a token is given to. Attention counts all keys of its window: a causal mask does not
-  halve it, as it does for MaxText. What remat computes again does not count.
+  halve it, as it does for MaxText. Repeated work of remat does not count.
   """
   D, N, K = model.embed_dim, model.num_heads, model.num_kv_heads
   mixed = 3 * D * model.hidden_dim

@@ -78,8 +78,8 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
 
 
 def test_stacked_layers_in_bfloat16_learn_with_anchors_in_float32(tmp_path):
-  """Learners of two devices and the syncer hold the same bits all the time. What comes back has the
-  type of the parameters."""
+  """Learners of two devices and the syncer hold the same bits all the time. The trained
+  model has the type of the parameters."""
   config = _config(MORE)
   config.model.scan, config.model.param_dtype = True, 'bfloat16'
   config.model.window, config.model.global_every = 8, 2

@@ -1,4 +1,4 @@
-"""A learner whose devices compute while the host goes on, as accelerators do."""
+"""A learner dispatches a step ahead: its devices compute meanwhile, as accelerators do."""
 
 import json
 import os

@@ -131,7 +131,7 @@ def test_a_trace_has_the_programs_of_the_chosen_steps(make_island, tmp_path):
 
 
 def test_of_two_islands_that_are_traced_at_once_one_trains_without(tmp_path, caplog):
-  """A process has one profiler. What was traced is written, also by an island that ends early."""
+  """A process has one profiler. An island that ends early writes its trace, too."""
   first, second = (profile.Profile(tmp_path / name, range(9)) for name in 'ab')
   for one in (first, second):
     one.begins(0)

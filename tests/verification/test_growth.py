@@ -94,6 +94,6 @@ def test_books_of_machines_checkers_and_world_do_not_grow_with_deaths_nor_with_t
   versions = sum(world.syncer.theta.versions)
   before, *_, after = (deaths() for _ in range(ROUNDS))
   assert sum(world.syncer.theta.versions) > versions + 5 * DEATHS
-  # A leak grows with every death. What saves share, and a merge in hand, go up and down by 30.
+  # A leak grows with every death. The objects of a save or a merge come and go, up to 30.
   most = (ROUNDS - 1) * DEATHS // 2
   assert not {way: (before[way], after[way]) for way in after if after[way] > before[way] + most}
