@@ -39,7 +39,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -54,8 +54,8 @@ class Peer:
 
   def __init__(self, params: Any, moments: Any):
     self._structure = jax.tree.structure(params)
-    self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
-    self._arrays = own_arrays.OwnArrays(own_model.by_name(params), moments)
+    self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
+    self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
     self._work: learner_work.LearnerWork | None = None
     self._post: Callable[[events.Event], None] | None = None
     self._say: Callable[[str], None] | None = None
@@ -165,7 +165,7 @@ class Peer:
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
     same = structure == self._structure
-    named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
+    named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
     for name in sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
@@ -272,7 +272,7 @@ def join(
   with contextlib.ExitStack() as cleanup:
     with at_once():
       if several:
-        model = dataclasses.replace(model, values=hosts.gather(own_model.by_name(params)))
+        model = dataclasses.replace(model, values=hosts.gather(arrays.by_name(params)))
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)

@@ -84,6 +84,6 @@ def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: in
   """None: the task has no held-out batches."""
   loss = island.evaluate()
   if loss is not None:
-    records.report(facts.Eval(step=step, loss=loss))
+    records.report(facts.Eval(step=step, loss=loss, bits_per_byte=island.bits_per_byte(loss)))
     records.scalars(step, {'evaluation/loss': loss})
   return loss

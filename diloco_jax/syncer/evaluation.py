@@ -70,7 +70,9 @@ class Evaluation:
     mesh = mesh_lib.make_mesh(train_config.MeshConfig(), jax.local_devices()[:1])
     shardings = mesh_lib.tree_shardings(mesh, self._theta.shapes, self._task.partition)
     eval_step = evaluate.make_eval_step(self._task, mesh, shardings)
-    batches = [mesh_lib.put_batch(mesh, batch) for batch in self._task.eval_batches()]
+    batches = self._task.eval_batches()
+    bits_per_byte = evaluate.bits_per_byte(self._task, batches)
+    batches = [mesh_lib.put_batch(mesh, batch) for batch in batches]
     while asked is not None:
       step, params = asked
       if batches:
@@ -78,7 +80,7 @@ class Evaluation:
         loss = evaluate.evaluate(eval_step, params, batches, lambda: self._stopped)
         if loss is None:
           return
-        self._records.report(facts.Eval(step=step, loss=loss))
+        self._records.report(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte(loss)))
         self._records.scalars(step, {'evaluation/loss': loss})
       asked = self._next()
 
