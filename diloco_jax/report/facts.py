@@ -76,8 +76,8 @@ def speed_text(speed: dict[str, float]) -> str:
 
 @protocol_facts.fact
 class Eval:
-  """Held-out loss at a clock: of the global model, or of a learner without a syncer; 0 bits per byte
-  where there is no text."""
+  """Held-out loss at a clock: of the global model, or of a learner without a syncer. The bits per
+  byte are 0 where there is no text."""
 
   step: int
   loss: float

@@ -115,9 +115,7 @@ def file(name: str, corpus: str) -> pathlib.Path:
       raise ValueError(f'tokenizer {name!r} is not there (seen from {pathlib.Path.cwd()})')
     return pathlib.Path(name)
   try:
-    train = spec.make(
-      name, {'bpe': lambda size=2048: functools.partial(_train_bpe, size)}, callable
-    )
+    train = spec.make(name, {'bpe': _bpe}, callable)
   except ValueError as error:
     raise ValueError(
       f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'

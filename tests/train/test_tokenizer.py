@@ -1,10 +1,10 @@
 """Ids of a tokenizer instead of bytes: the same text comes back, each corpus is encoded once."""
 
+import dataclasses
 import math
-import multiprocessing
-import os
 import pathlib
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -12,8 +12,8 @@ import pytest
 import sentencepiece
 from array_record.python import array_record_module
 
-from diloco_jax.train import corpus_files, decoder, evaluate
 from diloco_jax.train import data as data_lib
+from diloco_jax.train import decoder, evaluate
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 BPE = 'bpe(size=400)'
@@ -60,31 +60,29 @@ def test_ids_are_those_of_the_present_files(tmp_path):
   assert both > len(before.train_ids) + len(before.eval_ids) and after.digest != before.digest
 
 
-def _build(built: pathlib.Path, dies: bool = False) -> None:
-  def build(folder: pathlib.Path) -> None:
-    with open(built, 'a') as file:
-      file.write('built\n')
-    (folder / 'half').touch()
-    if dies:
-      os.kill(os.getpid(), signal.SIGKILL)
-    (folder / 'half').rename(folder / 'whole')
+_BUILDS = """
+import os, pathlib, signal, sys
+from diloco_jax.train import corpus_files
+built, dies = sys.argv[1:]
 
-  assert [path.name for path in corpus_files.cached('x', build).iterdir()] == ['whole']
+def build(folder):
+  with open(built, 'a') as file:
+    file.write('built\\n')
+  (folder / 'half').touch()
+  if dies == 'dies':
+    os.kill(os.getpid(), signal.SIGKILL)
+  (folder / 'half').rename(folder / 'whole')
+
+assert os.listdir(corpus_files.cached('x', build)) == ['whole']
+"""
 
 
 def test_processes_that_start_together_build_once_also_after_one_that_died(tmp_path):
-  spawn = multiprocessing.get_context('spawn')
   built = tmp_path / 'built'
-  dead = spawn.Process(target=_build, args=(built, True))
-  dead.start()
-  dead.join(DEADLINE_S)
-  assert dead.exitcode == -signal.SIGKILL
-  others = [spawn.Process(target=_build, args=(built,)) for _ in range(3)]
-  for other in others:
-    other.start()
-  for other in others:
-    other.join(DEADLINE_S)
-  assert [other.exitcode for other in others] == [0, 0, 0]
+  start = lambda word: subprocess.Popen([sys.executable, '-c', _BUILDS, str(built), word])
+  assert start('dies').wait(DEADLINE_S) == -signal.SIGKILL
+  others = [start('lives') for _ in range(3)]
+  assert [other.wait(DEADLINE_S) for other in others] == [0, 0, 0]
   assert built.read_text() == 'built\n' * 2
 
 
@@ -163,9 +161,9 @@ def test_a_vocabulary_that_is_too_small_is_refused(model, data, text):
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(model, data, text):
   """A uniform model of bytes needs 8 bits for each; a loss per id counts for the bytes in it."""
-  data.corpus, as_bytes = str(text), decoder.task(model, data)
-  data.tokenizer = BPE
-  as_ids = decoder.task(model, data)
+  data.corpus = str(text)
+  as_bytes = decoder.task(model, data)
+  as_ids = decoder.task(model, dataclasses.replace(data, tokenizer=BPE))
   of = lambda task: evaluate.bits_per_byte(task, task.eval_batches())
   assert of(as_bytes)(math.log(256)) == pytest.approx(8.0)
   targets = [row[1:] for batch in as_ids.eval_batches() for row in batch]
