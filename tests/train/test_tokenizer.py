@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,11 @@ DEADLINE_S = 60
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
+
+
+@pytest.fixture(name='text')
+def _text(text, tmp_path_factory) -> pathlib.Path:
+  return shutil.copytree(text, tmp_path_factory.mktemp('own') / 'text')
 
 
 def _documents(ids: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> list[str]:
