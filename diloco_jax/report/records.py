@@ -86,11 +86,14 @@ class Recorder:
     # In one write, so that the threads of one process do not mix their lines.
     self._guard(lambda: print(f'{self._prefix}{text}\n', end='', flush=True))
 
-  def completed(self, step: int, seconds: float, loss: float, cost: facts.Cost) -> None:
-    """Prints a line about a step like MaxText's; what follows the loss is of one device."""
+  def completed(
+    self, step: int, seconds: float, measured: dict[str, float], cost: facts.Cost
+  ) -> None:
+    """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
-    line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, loss: {loss:.3f}'
-    self.say(', '.join(filter(None, [line, facts.speed_text(cost.speed(seconds))])))
+    line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
+    found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
+    self.say(', '.join(filter(None, [line, *found, facts.speed_text(cost.speed(seconds))])))
 
   def close(self) -> None:
     """Flushes everything to disk."""
