@@ -19,7 +19,8 @@ from diloco_jax.report import facts
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
-_GONE = ('down', 'done', 'refused', 'failed')
+_GONE = ('down', 'done', 'refused', 'failed', 'trained')
+_WINDOW = 8  # steps of a process before its pace foretells the end
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
@@ -92,6 +93,8 @@ class Learner:
 
   Attributes:
     state: its activity, in a word for people.
+    phase: of a process before its first step: importing, building, restoring, compiling, joining,
+      waiting (for other learners); then ''. phase_s: when it began.
     by_hand: no supervisor of this folder has started it.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
@@ -102,6 +105,8 @@ class Learner:
   """
 
   state: str = 'waiting'
+  phase: str = ''
+  phase_s: float = 0.0
   by_hand: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
@@ -127,12 +132,33 @@ class Learner:
 
   @property
   def tokens_per_second(self) -> float:
-    return self.tokens_per_step / self.step_s if self.step_s and self.state not in _GONE else 0.0
+    return self.tokens_per_step / self.step_s if self.step_s and self.is_training else 0.0
+
+  @property
+  def is_training(self) -> bool:
+    return not self.phase and self.state not in _GONE
 
   @property
   def speed(self) -> dict[str, float]:
     """The known figures of its devices (facts.Cost), over the newest steps."""
-    return self.cost.speed(self.step_s) if self.cost and self.state not in _GONE else {}
+    return self.cost.speed(self.step_s) if self.cost and self.is_training else {}
+
+  def begin(self, phase: str, at_s: float) -> None:
+    self.phase, self.phase_s = phase, at_s
+
+  @property
+  def pace(self) -> tuple[int, float]:
+    """The newer half of the steps of its process, and the clocks a second in them; 0.0: the pace is
+    not known, as it has stepped too little or does not train."""
+    first_s = self.processes[-1].first_step_s if self.processes else 0.0
+    if first_s is None or not self.is_training:
+      return 0, 0.0
+    begin = bisect.bisect_left(self.steps, first_s, key=lambda step: step.at_s)
+    count = (len(self.steps) - begin) // 2
+    if 2 * count < _WINDOW:
+      return 0, 0.0
+    old, new = self.steps[-count - 1], self.steps[-1]
+    return count, (new.step - old.step) / max(new.at_s - old.at_s, 1e-9)
 
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
@@ -222,6 +248,22 @@ class RunFacts:
     """Share of the run that is done, by the clock of the foremost learner: 0 to 1."""
     foremost = max((learner.step for learner in self.learners.values()), default=0)
     return min(1.0, foremost / self.total_steps)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Of all learners."""
+    return sum(learner.tokens_per_second for learner in self.learners.values())
+
+  @property
+  def seconds_left(self) -> float | None:
+    """Until the last step, at the pace of the learner that has stepped for longest without a
+    restart, in the newer half of its steps; None: not known."""
+    _, pace = max((learner.pace for learner in self.learners.values()), default=(0, 0.0))
+    return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
+
+  def seconds_at(self, time_s: float) -> float:
+    """Seconds of the run at a time of the wall clock."""
+    return 0.0 if self.began_s is None else time_s - self.began_s - self._cut_s
 
   def training(self, name: str) -> float | None:
     """The share of the time since a learner joined that it spent in inner steps at the ideal pace;
@@ -331,13 +373,18 @@ class RunFacts:
         learner.cost = fact
       case facts.Moments(of=''):
         learner.fresh += 1
+      case facts.Startup(phase=done) if done in _PHASES:
+        learner.begin(_PHASES[done], at_s)
       case protocol_facts.State():
         learner.state = _SAID.get(fact.state, fact.state)
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
+        if learner.phase and fact.state == 'joined':
+          learner.begin('waiting', at_s)
 
   def _step(self, learner: Learner, at_s: float, fact: facts.Step) -> None:
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
+    learner.begin('', at_s)
     if learner.state in ('waiting', 'starting'):
       learner.state = 'training'
     self.tokens += round(learner.tokens_per_step)
@@ -374,6 +421,7 @@ class RunFacts:
       self.syncer = fact.state
     elif fact.child in self.learners:
       self.learners[fact.child].state = fact.state
+      self.learners[fact.child].begin('importing' if fact.state == 'starting' else '', at_s)
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
       self._begin(self._processes(fact.child), at_s)
 
@@ -384,6 +432,12 @@ class RunFacts:
     processes.append(Process(at_s))
 
 
+_PHASES = {  # what follows a phase that has ended (facts.Startup)
+  'imported': 'building',
+  'built': 'restoring',
+  'restored': 'compiling',
+  'compiled': 'joining',
+}
 PHASES = {
   'imported': book_lib.PREP,
   'built': book_lib.RESTORE,
