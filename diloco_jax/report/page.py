@@ -8,7 +8,9 @@ import pathlib
 import re
 from typing import Any
 
-WEB = pathlib.Path(__file__).parent / 'web'
+CHART = 'uPlot.iife.min.js'
+FILES = ('page.js', 'page.css', CHART, 'uPlot.min.css')  # that page.html loads
+_WEB = pathlib.Path(__file__).parent / 'web'
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -17,24 +19,23 @@ def inline(states: list[dict[str, Any]]) -> str:
   as report/state.py gives it, are drawn into one chart."""
   data = json.dumps(states, separators=(',', ':')).replace('<', '\\u003c')
   head = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-  page = re.sub(r'<link rel="stylesheet" href="(.*)">', _style, _text('page.html'))
+  page = re.sub(r'<link rel="stylesheet" href="(.*)">', _style, text('page.html'))
   page = re.sub(r'<script src="(.*)"></script>', _script, page)
   data = f'<script id="data" type="application/json">{data}</script>'
   return page.replace('<!-- head -->', head).replace('<!-- runs -->', data)
 
 
-def _text(name: str) -> str:
-  return (WEB / name).read_text('utf-8')
+def text(name: str) -> str:
+  return (_WEB / name).read_text('utf-8')
 
 
 def _style(found: re.Match) -> str:
-  return f'<style>{_text(found[1])}</style>'
+  return f'<style>{text(found[1])}</style>'
 
 
 def _script(found: re.Match) -> str:
-  """The script; that of a library with its licence instead of its first comment, a link."""
-  text, licence = _text(found[1]).replace('</script', '<\\/script'), ''
-  if (WEB / f'{found[1].split(".")[0]}.LICENSE').is_file():
-    licence = f'/* {_text("uPlot.LICENSE")} */\n'
-    text = text.partition('\n')[2]
-  return f'<script>{licence}{text}</script>'
+  """A script; uPlot's with its licence instead of its first line, a link."""
+  script = text(found[1]).replace('</script', '<\\/script')
+  if found[1] == CHART:
+    script = f'/* {text("uPlot.LICENSE")} */\n' + script.partition('\n')[2]
+  return f'<script>{script}</script>'
