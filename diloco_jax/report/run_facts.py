@@ -200,7 +200,8 @@ class RunFacts:
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
-      live: how many learners; waited_ns: from the opening of its sync to the decision.
+      live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
+      versions since its oldest anchor.
     evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then, ascending.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
@@ -229,7 +230,9 @@ class RunFacts:
     self.total_steps = total_steps
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
-    self.participants, self.live, self.waited_ns = (array.array('q') for _ in range(3))
+    self.participants, self.live, self.waited_ns, self.staleness = (
+      array.array('q') for _ in range(4)
+    )
     self.evaluations: list[facts.Eval] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
@@ -416,6 +419,7 @@ class RunFacts:
     self.merges_s.append(at_s)
     self.participants.append(len(fact.participants))
     self.waited_ns.append(fact.waited_ns)
+    self.staleness.append(fact.staleness)
     self.live.append(sum(one.is_live for one in self.learners.values()))
     if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
       self.syncer_processes[-1].first_step_s = at_s
