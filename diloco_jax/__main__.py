@@ -22,6 +22,7 @@ COMMANDS = {
   'restore': 'bring a run back to a kept checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
   'sample': 'print text of a trained model',
+  'example': 'print a file to begin with: a loop or a model of your own',
   'certs': 'make and check the certificates of a run on several machines',
   'aot': 'compile a config for a TPU slice on a machine without TPUs',
   'doctor': 'say what this machine has, and what would not work on it',

@@ -36,7 +36,7 @@ class Batches(Protocol):
   """The endless batches of a shard, by index from 0. A batch is a pure function of its index, so a
   learner continues from an integer."""
 
-  def __getitem__(self, index: int) -> Batch: ...
+  def __getitem__(self, index: int, /) -> Batch: ...
 
 
 def embeddings(path: str) -> str:
