@@ -1,4 +1,4 @@
-"""The documentation site: `python -m sphinx -W docs runs/site`, with the extra [docs].
+"""The documentation site, with the extra [docs]: python -m sphinx -W docs runs/site
 
 The pages of docs/reference are made here from the code; a mark in them says where. Links to files
 of the repo that are no page lead to the repo. Diagrams are drawn where docs/_static has a
@@ -17,15 +17,13 @@ import tomllib
 from docutils import nodes
 from docutils.parsers import rst
 
-DOCS = pathlib.Path(__file__).resolve().parent
-ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
-
 import diloco_jax
 from diloco_jax import __main__
 from diloco_jax.config import fields
 from diloco_jax.report import facts
 
+DOCS = pathlib.Path(__file__).resolve().parent
+ROOT = DOCS.parent
 REPO = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Source']
 
 project = 'diloco_jax'
@@ -65,6 +63,8 @@ def commands() -> str:
   pages = []
   for name, process in started.items():
     text = process.communicate()[0].split('\nFields of the config')[0].strip()
+    if process.returncode:
+      raise RuntimeError(f'diloco {name} --help ended with {process.returncode}')
     pages.append(f'## diloco {name}\n\n```text\n{text}\n```')
   return '\n\n'.join(pages)
 
@@ -137,7 +137,7 @@ def to_the_repo(app, docname: str, source: list[str]) -> None:
       return match[0]
     if target.resolve().is_relative_to(DOCS):
       return match[0]
-    return f']({REPO}/blob/main/{target.resolve().relative_to(ROOT)}{match[2]})'
+    return f']({REPO}/blob/main/{target.resolve().relative_to(ROOT)}{match[2] or ""})'
 
   source[0] = re.sub(r'\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)', link, source[0])
 
