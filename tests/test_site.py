@@ -17,7 +17,7 @@ PAGES = [
   for page in [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
   if page.parent.name != 'log'  # what was true on its day
 ]
-COMMAND = re.compile(r'(?:^ *|`)diloco (\w+)((?:[^`\n#\\]|\\\n)*)', re.M)
+COMMAND = re.compile(r'(?:^ *|`)diloco ([a-z]\w*)((?:[^`\n#\\]|\\\n)*)', re.M)
 FLAG = re.compile(r'--(?:no(?=chaos))?([a-z][\w.\[\]]*)')
 
 
