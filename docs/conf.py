@@ -1,18 +1,19 @@
 """The documentation site, with the extra [docs]: python -m sphinx -W docs runs/site
 
 The pages of docs/reference are made here from the code; a mark in them says where. Links to files
-of the repo that are no page lead to the repo. Diagrams are drawn where docs/_static has a
+of the repo that are no page lead to the repo; where its address is not known they are paths in the
+text. Diagrams are drawn where docs/_static has a
 mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
 """
 
 import dataclasses
 import html
 import inspect
+import os
 import pathlib
 import re
 import subprocess
 import sys
-import tomllib
 
 from docutils import nodes
 from docutils.parsers import rst
@@ -24,7 +25,7 @@ from diloco_jax.report import facts
 
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
-REPO = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Source']
+REPO = os.environ.get('READTHEDOCS_GIT_CLONE_URL', '').removesuffix('.git')
 
 project = 'diloco_jax'
 author = 'The diloco_jax authors'
@@ -32,7 +33,7 @@ copyright = author
 release = version = diloco_jax.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'sphinx_book_theme'
-html_theme_options = {'repository_url': REPO, 'use_repository_button': True}
+html_theme_options = {'repository_url': REPO, 'use_repository_button': True} if REPO else {}
 html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
 html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
 exclude_patterns = ['_build']
@@ -129,17 +130,16 @@ def generate(app, docname: str, source: list[str]) -> None:
 
 
 def to_the_repo(app, docname: str, source: list[str]) -> None:
-  """Links to files of the repo that are no page of the site become links to the repo."""
+  """Links to files of the repo that are no page of the site lead to the repo."""
 
   def link(match: re.Match) -> str:
-    target = (DOCS / docname).parent / match[1]
-    if match[1].endswith('.md') and target.resolve().is_relative_to(DOCS) or not target.exists():
+    file = (DOCS / docname).parent.joinpath(match[2]).resolve()
+    if not file.exists() or file.is_relative_to(DOCS):
       return match[0]
-    if target.resolve().is_relative_to(DOCS):
-      return match[0]
-    return f']({REPO}/blob/main/{target.resolve().relative_to(ROOT)}{match[2] or ""})'
+    path = file.relative_to(ROOT)
+    return f'[{match[1]}]({REPO}/blob/main/{path})' if REPO else f'{match[1]} (`{path}`)'
 
-  source[0] = re.sub(r'\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)', link, source[0])
+  source[0] = re.sub(r'(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
 
 
 class Mermaid(rst.Directive):
