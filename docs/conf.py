@@ -33,11 +33,16 @@ copyright = author
 release = version = diloco_jax.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'sphinx_book_theme'
-html_theme_options = {'repository_url': REPO, 'use_repository_button': True} if REPO else {}
+html_title = 'diloco_jax'
+html_theme_options = {
+  'navbar_persistent': [],  # a second field for the search
+  **({'repository_url': REPO, 'use_repository_button': True} if REPO else {}),
+}
 html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
 html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
 exclude_patterns = ['_build']
 highlight_language = 'none'
+smartquotes = False  # quotes are code here
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
 myst_fence_as_directive = ['mermaid']
@@ -74,8 +79,11 @@ def config() -> str:
   """A table for each section of the config."""
   sections: dict[str, list[str]] = {}
   for field in fields.walk():
+    if field.section:
+      continue
     name = field.name.rpartition('.')[0]
-    cells = (f'`{field.name}`', field.type, f'`{field.default or " "}`', _cell(field.doc))
+    default = f'`{field.default}`' if field.default else ''
+    cells = (f'`{field.name}`', field.type, default, _cell(field.doc))
     sections.setdefault(name, []).append('| ' + ' | '.join(cells) + ' |')
   head = '| field | type | default | meaning |\n|---|---|---|---|\n'
   return '\n\n'.join(
