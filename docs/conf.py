@@ -14,6 +14,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 from docutils import nodes
 from docutils.parsers import rst
@@ -25,7 +26,8 @@ from diloco_jax.report import facts
 
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
-REPO = os.environ.get('READTHEDOCS_GIT_CLONE_URL', '').removesuffix('.git')
+URLS = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']
+REPO = os.environ.get('READTHEDOCS_GIT_CLONE_URL', URLS.get('Source', '')).removesuffix('.git')
 
 project = 'diloco_jax'
 author = 'The diloco_jax authors'

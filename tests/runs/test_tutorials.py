@@ -7,9 +7,11 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -76,22 +78,23 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
 
 @contextlib.contextmanager
 def started(block: Block, machines: pathlib.Path, environment: dict) -> Iterator[subprocess.Popen]:
-  process = subprocess.Popen(
-    ['bash', '-euo', 'pipefail', '-c', block.text],
-    cwd=machines / block.place,
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    start_new_session=True,
-  )
-  try:
-    yield process
-  finally:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(process.pid, 9)
+  with tempfile.TemporaryFile('w+') as output:
+    process = subprocess.Popen(
+      ['bash', '-euo', 'pipefail', '-c', block.text],
+      cwd=machines / block.place,
+      env=environment,
+      stdout=output,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
+    try:
+      yield process
+    finally:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      output.seek(0)
+      print(block.text, output.read(), sep='\n')  # pytest shows it if the test fails
 
 
 def require_success(process: subprocess.Popen) -> None:
-  output, _ = process.communicate(timeout=DEADLINE_S)
-  assert process.returncode == 0, f'{process.args[-1]}\n{output}'
+  assert process.wait(DEADLINE_S) == 0, process.args[-1]
