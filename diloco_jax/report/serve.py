@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_jax.config import load
 from diloco_jax.protocol import ids
-from diloco_jax.report import page, records, run_facts, state, summary
+from diloco_jax.report import folder, page, records, run_facts, state
 
 _READ_S = 0.5  # the longest that an answer reads records: those of a long run are minutes of work
 _EVERY_S = 1.0  # one state is sent
@@ -32,9 +31,9 @@ class Watch:
   """The newest state of a run. Thread-safe. Raises ValueError, OSError: no run in the folder."""
 
   def __init__(self, workdir: str | os.PathLike):
-    self._config = load.read(pathlib.Path(workdir))
-    steps, pace = self._config.train.steps, summary.pace(self._config)
-    self._run = run_facts.RunFacts((), steps, **pace)
+    self._config = folder.config_of(pathlib.Path(workdir))
+    pace = folder.pace(self._config)
+    self._run = run_facts.RunFacts((), self._config.train.steps, **pace)
     self._tails, self._rows = records.TailAll(workdir), iter(())
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
 

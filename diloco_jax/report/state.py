@@ -13,8 +13,8 @@ from diloco_jax.report import run_facts
 POINTS = 400  # of a curve
 _SMOOTH_STEPS = 10  # a point of a curve is the mean loss of so many steps
 _EVENTS = 60
-_OF_RUN = 'began_s end_s progress total_steps tokens syncer'.split()
-_OF_LEARNER = 'state step tokens_per_second staleness incarnation'.split()
+_OF_RUN = 'began_s end_s progress total_steps tokens tokens_per_second seconds_left syncer'.split()
+_OF_LEARNER = 'state phase step tokens_per_second staleness incarnation'.split()
 
 
 def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
@@ -22,14 +22,9 @@ def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
   the first fact; a number that is not finite is None."""
   sync, wire = config.sync, run.wire
   about = f'{config.task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
-  left_s = [
-    (run.total_steps - one.step) * one.step_s for one in run.learners.values() if one.step_s
-  ]
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name,
     'about': f'{about} {sync.codec_up}',
-    'tokens_per_second': sum(one.tokens_per_second for one in run.learners.values()),
-    'seconds_left': min(left_s, default=None) if run.progress < 1 else 0,
     'outer_steps': len(run.merges_s),
     'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
