@@ -21,7 +21,8 @@ def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
   sync, wire = config.sync, run.wire
-  about = f'{config.task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
+  task = config.task.rpartition('/')[2] or 'own loops'
+  about = f'{task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name,
     'began_s': round(run.began_s or 0),

@@ -131,7 +131,8 @@ function draw(runs) {
   $('top').replaceChildren(...many ? [el('h1', {}, 'Runs'), table([['run'], ['done'], ...figures(first)].map(one => [one[0]]),
     runs.map((run, r) => [dot(colour(r), `${run.name} (${run.about})`), done(run), ...figures(run).map(one => one[1])]))]
     : [el('h1', {}, first.name, ' ', el('small', {}, first.about)),
-      `${done(first)} of ${num(first.total_steps)} steps, ${time(first.end_s)}` + (first.seconds_left ? `, about ${time(first.seconds_left)} left` : ''),
+      `${done(first)} of ${num(first.total_steps)} steps, ${time(first.end_s)}` + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '')
+        + (first.syncer == 'down' ? ', the syncer is down' : ''),
       el('div', {class: 'bar thin'}, el('i', {style: `width:${100 * first.progress}%;background:#0072B2`})),
       el('div', {class: 'cards'}, ...figures(first).map(([name, value, more]) =>
         el('div', {}, el('small', {}, name), el('b', {}, value), el('small', {}, more || ''))))]);
@@ -143,12 +144,13 @@ function draw(runs) {
 }
 
 let shown = $('data') && JSON.parse($('data').textContent);
-const again = () => shown && draw(shown);
+const live = !shown, again = () => shown && draw(shown);
+const notice = text => { $('notice').hidden = !text; $('notice').textContent = text; };
 addEventListener('resize', again);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
 again();
-if (!shown) {
-  const source = new EventSource('events'), notice = text => { $('notice').hidden = !text; $('notice').textContent = text; };
+if (live) {
+  const source = new EventSource('events');
   source.onerror = () => notice('The page has lost its server: what is below is old.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
