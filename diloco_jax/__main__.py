@@ -16,6 +16,7 @@ COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
+  'status': 'show a run in the browser, while it trains and afterwards',
   'report': 'print and draw what happened in a run, or in several',
   'sample': 'print text of a trained model',
   'simulate': 'run the state machines in a simulated world with drawn faults',
@@ -26,7 +27,7 @@ COMMANDS = {
   'certs': 'make and check the certificates of a run on several machines',
   'doctor': 'say what this machine has, and what would not work on it',
 }
-_FIRST = {'train': 'run', 'report': 'look', 'simulate': 'prove', 'restore': 'keep'}  # of each group
+_FIRST = {'train': 'run', 'status': 'look', 'simulate': 'prove', 'restore': 'keep'}  # of each group
 _OF_VERIFICATION = ('simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, summary
+from diloco_jax.report import live, page, summary
+from diloco_jax.report.state import state
 
 
 def names(workdirs: Sequence[pathlib.Path]) -> list[str]:
@@ -46,11 +47,13 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
 
 
 def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -> str:
-  """Writes table and picture; returns why the table could not be written."""
+  """Writes table, page and picture; returns why the table could not be written."""
   if plot:
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
     summary.write_file(out / 'beside.png', lambda path: picture.draw_beside(found, path))
+  states = [{**state(one.run, one.config), 'name': name} for name, one in found.items()]
+  summary.write_file(out / 'beside.html', page.inline(states))
   return summary.write_file(out / 'beside.txt', text(found))
 
 

@@ -21,9 +21,10 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
-from diloco_jax.report import facts, live, run_facts
+from diloco_jax.report import facts, live, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
+from diloco_jax.report import state as state_lib
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
@@ -67,6 +68,7 @@ def write(
   folder = out or workdir / REPORT
   if why := write_file(folder / SUMMARY, json.dumps(summary, indent=2) + '\n'):
     summary['disk'] = why
+  write_file(folder / PAGE, page.inline([state_lib.state(found.run, found.config)]))
   pictures = {}
   if plot and any(learner.steps for learner in found.run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s

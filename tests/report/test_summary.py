@@ -239,6 +239,27 @@ def test_a_second_process_by_hand_is_a_process_of_its_own():
   ]
 
 
+def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
+  """As of a notebook, or of a syncer whose learners are elsewhere; the second time it continues."""
+  run = run_facts.RunFacts(['l0'], 10)
+  for at in (0, 100):
+    run.take(
+      [
+        ('syncer', row(at, facts.Startup(phase='assembled', cpu_s=1.0))),
+        ('l0', row(at + 1, facts.Startup(phase='built', cpu_s=1.0))),
+        ('l0', row(at + 2, facts.Startup(phase='compiled', cpu_s=1.0))),
+        ('l0', step(at + 3, at + 1, 1, 5.0)),
+        ('syncer', row(at + 4, _SYNCED)),
+      ]
+    )
+  for processes, ready, end in ((run.learners['l0'].processes, 3, 3), (run.syncer_processes, 4, 4)):
+    assert [(one.first_step_s, one.ended_s) for one in processes] == [
+      (ready, end),
+      (100 + ready, None),
+    ]
+    assert [one.started_s for one in processes] == [4 - ready, 104 - ready]
+
+
 def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
   """The clocks went back from 8 to 4."""
   recovered = facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
@@ -318,12 +339,18 @@ def test_the_text_names_only_files_that_exist(config, workdir):
 
 def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   (workdir / 'report').mkdir()
-  for name in ('summary.new.json', 'timeline.new.png', 'time.new.png', 'report.new.txt'):
+  for name in (
+    'summary.new.json',
+    'timeline.new.png',
+    'time.new.png',
+    'report.new.txt',
+    'index.new.html',
+  ):
     (workdir / 'report' / name).symlink_to('/dev/full')
   summary = summary_lib.write(workdir, _FATES)
   assert summary['tokens_trained'] == 250
   errors = capsys.readouterr().err.splitlines()
-  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 4
+  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 5
   assert list((workdir / 'report').iterdir()) == []
   text = summary_lib.text(summary, workdir)
   assert 'report       ' not in text and 'disk  ' in text and 'space and continue' in text
@@ -557,6 +584,7 @@ def test_the_command_reports_a_run_of_which_nobody_tells_the_end(workdir):
   assert 'training when its records ended' in done.stdout.replace('\n            ', ' ')
   assert not (workdir / 'report').exists()
   assert sorted(path.name for path in (workdir / 'elsewhere').iterdir()) == [
+    'index.html',
     'report.txt',
     'summary.json',
   ]
