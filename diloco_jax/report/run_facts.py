@@ -21,7 +21,6 @@ SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 _GONE = ('down', 'done', 'refused', 'failed', 'trained')
 _WINDOW = 8  # steps of a process before its pace foretells the end
-_FIRST_PHASES = ('imported', 'built', 'assembled')  # of a process (facts.Startup)
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
@@ -322,9 +321,10 @@ class RunFacts:
     if process in self.learners:
       self._of_learner(self.learners[process], at_s, fact)
     processes = self._processes(process)
-    if isinstance(fact, facts.Startup) and fact.phase in _FIRST_PHASES:
+    if isinstance(fact, facts.Startup):
       newest = processes[-1] if processes else None
-      if newest is None or newest.ended_s is not None or newest.first_step_s is not None:
+      stepped = newest and newest.first_step_s is not None and fact.phase != 'compiled'
+      if newest is None or newest.ended_s is not None or stepped:
         self._begin(processes, at_s)  # no supervisor has told of it
     if processes:
       processes[-1].last_s = at_s

@@ -249,6 +249,7 @@ def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
         ('l0', row(at + 1, facts.Startup(phase='built', cpu_s=1.0))),
         ('l0', row(at + 2, facts.Startup(phase='compiled', cpu_s=1.0))),
         ('l0', step(at + 3, at + 1, 1, 5.0)),
+        ('l0', row(at + 3, facts.Startup(phase='compiled', cpu_s=1.0))),
         ('syncer', row(at + 4, _SYNCED)),
       ]
     )
