@@ -27,7 +27,7 @@ from typing import Any
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import safe_json
-from diloco_jax.report import facts
+from diloco_jax.report import facts, header
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
@@ -84,7 +84,7 @@ class Recorder:
   def say(self, text: str) -> None:
     """Prints a line for people on standard output."""
     # In one write, so that the threads of one process do not mix their lines.
-    self._guard(lambda: print(f'{self._prefix}{text}\n', end='', flush=True))
+    self._guard(lambda: print(f'{self._prefix}{header.clock()}{text}\n', end='', flush=True))
 
   def completed(self, step: int, seconds: float, loss: float, cost: facts.Cost) -> None:
     """Prints a line about a step like MaxText's; what follows the loss is of one device."""

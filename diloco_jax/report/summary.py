@@ -18,7 +18,7 @@ from typing import Any
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
-from diloco_jax.report import facts, live, run_facts
+from diloco_jax.report import facts, header, run_facts
 from diloco_jax.report import records as records_lib
 
 _REASONS = {
@@ -393,11 +393,11 @@ def goodput_lines(found: Mapping[str, Any]) -> list[str]:
 def _wire_lines(summary: Mapping[str, Any]) -> list[str]:
   up, down = summary['wire_bytes_up'], summary['wire_bytes_down']
   baseline = summary['wire_bytes_data_parallel']
-  lines = [f'on the wire    {live.size(up)} up, {live.size(down)} down']
+  lines = [f'on the wire    {header.size(up)} up, {header.size(down)} down']
   if baseline and up + down:
     lines.append(
       f'               data-parallel training (a ring all-reduce of bfloat16 gradients) '
-      f'would have moved {live.size(baseline)}, {baseline / (up + down):.0f} times '
+      f'would have moved {header.size(baseline)}, {baseline / (up + down):.0f} times '
       'as much'
     )
   return lines

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -191,9 +192,10 @@ def test_curves_and_log_lines(tmp_path, capsys):
     cost=dataclasses.replace(cost, peak_flops=0.0, memory_bytes=0),
   )
   recorder.close()
-  lines = capsys.readouterr().out.splitlines()
+  clocks, lines = zip(*(line.split(' ', 1) for line in capsys.readouterr().out.splitlines()))
+  assert all(re.fullmatch(r'\d\d:\d\d:\d\d', clock) for clock in clocks)
   long = 'completed step: 99990, seconds: 1.187, tokens/s: 55211, loss: 3.021, TFLOP/s 347'
-  assert lines == [
+  assert list(lines) == [
     'completed step: 20, seconds: 0.187, tokens/s: 350460, loss: 3.021, HBM 88%',
     f'{long}, MFU 38%, HBM 88%',
     long,
