@@ -92,7 +92,7 @@ class Learner:
   """Everything about one learner.
 
   Attributes:
-    state: its activity, in a word for people.
+    state: its activity, in a word for people. said: what its supervisor told of it last.
     phase: of a process before its first step: importing, building, restoring, compiling, joining,
       waiting (for other learners); then ''. phase_s: when it began.
     by_hand: no supervisor of this folder has started it.
@@ -107,6 +107,7 @@ class Learner:
   state: str = 'waiting'
   phase: str = ''
   phase_s: float = 0.0
+  said: str = ''
   by_hand: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
@@ -200,8 +201,9 @@ class RunFacts:
     total_steps: the clock at which the run is over.
     layout: what it trains and exchanges, in numbers and in words.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
-      live: how many learners; waited_ns: from the opening of its sync to the decision.
-    evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
+      live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
+      versions since its oldest anchor.
+    evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then, ascending.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
@@ -230,7 +232,9 @@ class RunFacts:
     self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
-    self.participants, self.live, self.waited_ns = (array.array('q') for _ in range(3))
+    self.participants, self.live, self.waited_ns, self.staleness = (
+      array.array('q') for _ in range(4)
+    )
     self.evaluations: list[facts.Eval] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
@@ -320,8 +324,7 @@ class RunFacts:
       processes[-1].last_s = at_s
     match fact:
       case facts.Eval():
-        self.evaluations.append(fact)
-        self.evaluated_tokens.append(self.tokens_at(fact.step))
+        self._evaluated(fact)
       case facts.Recovered(sync=sync):  # after a restore the clocks go back
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
@@ -344,6 +347,16 @@ class RunFacts:
         if processes := self._processes(name):
           ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, 'stopped' if stopped else ended)
+
+  def _evaluated(self, fact: facts.Eval) -> None:
+    clocks, _ = self._reached
+    ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
+    tokens = self.tokens if ended else self.tokens_at(fact.step)
+    if self.evaluated_tokens and tokens <= self.evaluated_tokens[-1]:  # the same steps, once more
+      self.evaluations.pop()
+      tokens = max(tokens, self.evaluated_tokens.pop())
+    self.evaluations.append(fact)
+    self.evaluated_tokens.append(tokens)
 
   def _processes(self, name: str) -> list[Process]:
     """The processes of a program, oldest first."""
@@ -410,6 +423,7 @@ class RunFacts:
     self.merges_s.append(at_s)
     self.participants.append(len(fact.participants))
     self.waited_ns.append(fact.waited_ns)
+    self.staleness.append(fact.staleness)
     self.live.append(sum(one.is_live for one in self.learners.values()))
     if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
       self.syncer_processes[-1].first_step_s = at_s
@@ -424,8 +438,9 @@ class RunFacts:
     if fact.child == 'syncer':
       self.syncer = fact.state
     elif fact.child in self.learners:
-      self.learners[fact.child].state = fact.state
-      self.learners[fact.child].begin('importing' if fact.state == 'starting' else '', at_s)
+      learner = self.learners[fact.child]
+      learner.state, learner.said = fact.state, fact.text
+      learner.begin('importing' if fact.state == 'starting' else '', at_s)
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
       self._begin(self._processes(fact.child), at_s)
 
