@@ -82,7 +82,7 @@ def test_the_display_tells_what_is_waited_for_and_what_is_left(monkeypatch):
   display.tick(run)
   text = console.file.getvalue()
   assert 'waiting for l1 12 s' in text and 'compiling 12 s' in text
-  assert text.index('H = 4 steps') < text.index(' learner  state') and '2.0 kB up as int8' in text
+  assert text.index('H = 4 steps') < text.index('waiting for l1') and '2.0 kB up as int8' in text
   assert live.status_line(run) == '0%: l0 waiting for l1, l1 compiling'
 
   run.take(_joined(14, 'l1'))
