@@ -41,6 +41,7 @@ def _run(
     )
   step = 0 if restored is None else restored.step
   learner_work.introduce(island, records)
+  records.config(config.to_dict())
   island.warm_up()
   train = config.train
   if restored is None:

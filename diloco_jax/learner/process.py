@@ -59,8 +59,8 @@ class LearnerRecords:
       self._records.scalars(
         fact.clock,
         {
-          'diloco/inner_steps_between_syncs': fact.steps_between,
-          'diloco/staleness': fact.staleness,
+          'sync/inner_steps_between_syncs': fact.steps_between,
+          'sync/staleness': fact.staleness,
         },
       )
 

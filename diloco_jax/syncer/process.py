@@ -50,6 +50,7 @@ class SyncerRecords:
     self._traffic = traffic
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
+    self._steps = assembled.config.train.steps
     self.say = records.say
 
   def report(self, fact: protocol_facts.Fact) -> None:
@@ -65,11 +66,12 @@ class SyncerRecords:
         self._records.scalars(
           fact.sync,
           {
-            'diloco/participants': len(fact.participants),
-            'diloco/grace_seconds': fact.grace_ns / 1e9,
-            'diloco/staleness': fact.staleness,
-            'diloco/bytes_up': up,
-            'diloco/bytes_down': down,
+            'sync/participants': len(fact.participants),
+            'sync/staleness': fact.staleness,
+            'sync/bytes_up': up,
+            'sync/bytes_down': down,
+            # A closing sync waits for everybody.
+            **({'sync/grace_seconds': fact.grace_ns / 1e9} if fact.sync <= self._steps else {}),
           },
         )
 
@@ -177,6 +179,7 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
     sum(map(assembled.codec_down.encoded_size, sizes)),
   )
   records.report(fact)
+  records.config(assembled.config.to_dict())
   for line in fact.lines:
     records.say(line)
 

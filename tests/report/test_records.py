@@ -172,6 +172,7 @@ def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
 
 def test_curves_and_log_lines(tmp_path, capsys):
   recorder = records.Recorder(tmp_path, 'l0')
+  recorder.config({'train': {'steps': 24}})
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
   cost = facts.Cost(
     parameters=10**9,
@@ -203,6 +204,7 @@ def test_curves_and_log_lines(tmp_path, capsys):
   assert all(len(line) <= 100 for line in lines)
   events = b''.join(p.read_bytes() for p in (tmp_path / 'tensorboard' / 'l0').iterdir())
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
+  assert b'config/text_summary' in events and b'    "steps": 24' in events
 
 
 def test_every_fact_is_read_from_its_line(tmp_path):
