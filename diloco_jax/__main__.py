@@ -19,6 +19,7 @@ COMMANDS = {
   'simulate': 'run the state machines in a simulated world with drawn faults',
   'chaos': 'carry out a plan of faults on real processes and check their tapes',
   'status': 'show a run in the browser, while it trains and afterwards',
+  'track': 'send the curves of a run to Weights & Biases',
   'restore': 'bring a run back to a kept checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
   'sample': 'print text of a trained model',
