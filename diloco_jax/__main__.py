@@ -19,6 +19,7 @@ COMMANDS = {
   'example': 'print a file to begin with: a loop or a model of your own',
   'status': 'show a run in the browser, while it trains and afterwards',
   'report': 'print and draw what happened in a run, or in several',
+  'track': 'send the curves of a run to Weights & Biases',
   'sample': 'print text of a trained model',
   'simulate': 'run the state machines in a simulated world with drawn faults',
   'chaos': 'carry out a plan of faults on real processes and check their tapes',

@@ -242,6 +242,14 @@ class LearnerWork:
       self._post(events.SaveDone(clock=step))
 
 
+def introduce(island: island_lib.Island, records: records_lib.Recorder) -> None:
+  """Records and says what the learner trains, before it compiles that."""
+  cost = facts.Cost(**island.cost()._asdict())
+  records.report(cost)
+  flops = f', {cost.flops * cost.devices / 1e9:.3g} GFLOP a step' if cost.flops else ''
+  records.say(f'compiles the step: {cost}{flops}')
+
+
 def record_step(
   records: records_lib.Recorder,
   config: run_config.Config,

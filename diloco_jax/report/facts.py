@@ -128,6 +128,19 @@ class Missing:
 
 
 @protocol_facts.fact
+class Layout:
+  """What a run trains and exchanges. `tokens`: of an inner step, 0: only the user's loop knows;
+  `bytes_up`, `bytes_down`: of the pseudo-gradients and of the deltas of all fragments; `lines`: for
+  people."""
+
+  parameters: int
+  tokens: int
+  bytes_up: int
+  bytes_down: int
+  lines: list[str]
+
+
+@protocol_facts.fact
 class Outer:
   """An outer step was computed and is in the log; `norm`: of the outer gradient."""
 
@@ -182,7 +195,7 @@ class Exit:
   stopped: bool = False
 
 
-_OfSyncer = Outer | Traffic | Recovered
+_OfSyncer = Layout | Outer | Traffic | Recovered
 _OfLearner = Step | Metrics | Cost | Eval | Moments
 Fact = protocol_facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
 

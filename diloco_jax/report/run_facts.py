@@ -204,6 +204,7 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
+    layout: what it trains and exchanges, in numbers and in words.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
       versions since its oldest anchor.
@@ -234,6 +235,7 @@ class RunFacts:
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps = total_steps
+    self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
     self.participants, self.live, self.waited_ns, self.staleness = (
@@ -341,6 +343,8 @@ class RunFacts:
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
           del column[place:]
+      case facts.Layout():
+        self.layout = fact
       case facts.Traffic():
         self.wire.take(fact)
       case facts.Missing(facts=count, error=error):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -171,6 +172,7 @@ def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
 
 def test_curves_and_log_lines(tmp_path, capsys):
   recorder = records.Recorder(tmp_path, 'l0')
+  recorder.config({'train': {'steps': 24}})
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
   cost = facts.Cost(
     parameters=10**9,
@@ -189,9 +191,10 @@ def test_curves_and_log_lines(tmp_path, capsys):
   recorder.completed(20, 0.187, {**loss, 'accuracy': 0.51234}, slow)
   recorder.completed(20, 0.187, {}, dataclasses.replace(slow, memory_bytes=0))
   recorder.close()
-  lines = capsys.readouterr().out.splitlines()
+  clocks, lines = zip(*(line.split(' ', 1) for line in capsys.readouterr().out.splitlines()))
+  assert all(re.fullmatch(r'\d\d:\d\d:\d\d', clock) for clock in clocks)
   long = 'completed step: 99990, seconds: 1.187, tokens/s: 55211, loss: 3.021, TFLOP/s 347'
-  assert lines == [
+  assert list(lines) == [
     'completed step: 20, seconds: 0.187, tokens/s: 350460, loss: 3.021, HBM 88%',
     f'{long}, MFU 38%, HBM 88%',
     long,
@@ -201,6 +204,7 @@ def test_curves_and_log_lines(tmp_path, capsys):
   assert all(len(line) <= 100 for line in lines)
   events = b''.join(p.read_bytes() for p in (tmp_path / 'tensorboard' / 'l0').iterdir())
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
+  assert b'config/text_summary' in events and b'    "steps": 24' in events
 
 
 def test_every_fact_is_read_from_its_line(tmp_path):
