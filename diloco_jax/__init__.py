@@ -4,6 +4,16 @@ The names below are imported on first use, so that `import diloco_jax` does not 
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from diloco_jax.api.load_params import load_params
+  from diloco_jax.api.peer import Ended, Peer, join
+  from diloco_jax.api.run_syncer import run_syncer
+  from diloco_jax.api.single_controller import run
+  from diloco_jax.config.run_config import SyncConfig
+  from diloco_jax.report.records import records
+  from diloco_jax.train.task import Task
 
 __version__ = '0.1.0'
 
@@ -31,10 +41,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-  if name not in _HOME:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
+if not TYPE_CHECKING:  # a checker would take every other name for one of ours
+
+  def __getattr__(name: str) -> object:
+    if name not in _HOME:
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
 
 
 def __dir__() -> list[str]:

@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
 
     from diloco_jax.api import load_params
     from diloco_jax.config import build
+    from diloco_jax.report import facts
     from diloco_jax.storage import checkpoint
     from diloco_jax.train import config as train_config
     from diloco_jax.train import evaluate
@@ -61,6 +62,6 @@ def main(argv: list[str]) -> int:
   on_device = [mesh_lib.put_batch(mesh, batch) for batch in batches]
   loss = evaluate.evaluate(step, jax.device_put(params, shardings), on_device)
   bits = evaluate.bits_per_byte(task, batches)(loss)
-  text = f', {bits:.4f} bits per byte' if bits else ''
-  print(f'held-out loss {loss:.4f} nats{text}: {len(batches)} batches of {data.corpus}')
+  fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
+  print(f'held-out loss {fact.text} in {len(batches)} batches of {data.corpus}')
   return 0

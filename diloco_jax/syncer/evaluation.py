@@ -80,7 +80,9 @@ class Evaluation:
         loss = evaluate.evaluate(eval_step, params, batches, lambda: self._stopped)
         if loss is None:
           return
-        self._records.report(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte(loss)))
+        fact = facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte(loss))
+        self._records.report(fact)
+        self._records.say(f'held-out loss at clock {step}: {fact.text}')
         self._records.scalars(step, {'evaluation/loss': loss})
       asked = self._next()
 

@@ -139,7 +139,7 @@ def test_train_sample_evaluate_export_and_train_on(config, tmp_path):
   done = diloco('evaluate', f'--workdir={run}')
   assert done.returncode == 0, done.stderr
   loss, bits = re.fullmatch(
-    r'held-out loss (\S+) nats, (\S+) bits per byte: 2 batches of .*text\n', done.stdout
+    r'held-out loss (\S+) \((\S+) bits per byte\) in 2 batches of .*text\n', done.stdout
   ).groups()
   words = [f'--config.train.init_from={out}', '--config.train.steps=24', '--syncer=none']
   done = diloco('train', f'--config={run}', f'--workdir={tmp_path / "more"}', *words)
