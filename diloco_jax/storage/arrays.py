@@ -79,20 +79,14 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 def start(path: str, shapes: Any) -> Any:
   """The arrays of a *.safetensors file, or of a folder that Orbax wrote, such as RUN/model, in the
-  tree and the types of `shapes`.
-
-  Raises:
-    ValueError: it cannot be read, or a name or a shape differs.
-  """
+  tree and the types of `shapes`. Raises ValueError: it is not readable, or of another model."""
   try:
     if path.endswith('.safetensors'):
-      from safetensors import numpy
+      from safetensors import numpy  # of the extra [data]
 
       found = numpy.load_file(path)
     else:
       found = by_name(load(pathlib.Path(path)))
-  except ImportError as error:
-    raise ValueError(f"{path} needs {error.name}: pip install 'diloco-jax[data]'") from error
   except Exception as error:  # Rust's
     raise ValueError(f'cannot read {path}: {error}') from error
   wanted = by_name(shapes)
@@ -105,10 +99,8 @@ def start(path: str, shapes: Any) -> Any:
 
 
 def export(path: pathlib.Path, tree: Any, metadata: dict[str, str]) -> None:
-  """Writes a *.safetensors file, replacing an older one at once. Raises ValueError, OSError."""
-  try:
-    from safetensors import numpy
-  except ImportError as error:
-    raise ValueError("this needs safetensors: pip install 'diloco-jax[data]'") from error
-  named = {name: np.ascontiguousarray(leaf) for name, leaf in by_name(tree).items()}
+  """Writes a *.safetensors file, replacing an older one at once. Raises ImportError, OSError."""
+  from safetensors import numpy
+
+  named = {name: np.asarray(leaf, order='C') for name, leaf in by_name(tree).items()}
   json_files.replace(path, numpy.save(named, metadata))

@@ -5,7 +5,6 @@ A file is one document; each row of `text` of a *.parquet file, and each record 
 file, is one.
 """
 
-import contextlib
 import fcntl
 import glob
 import hashlib
@@ -90,17 +89,11 @@ def _read(path: str) -> Iterator[bytes]:
 
 def stamp(source: str) -> str:
   """A text that differs if the files do: names, sizes, times. Raises ValueError."""
-  with _readable(source):
-    stats = [(name, os.stat(path)) for name, path in list_files(source)]
-  return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
-
-
-@contextlib.contextmanager
-def _readable(source: str) -> Iterator[None]:
   try:
-    yield
+    stats = [(name, os.stat(path)) for name, path in list_files(source)]
   except OSError as error:
-    raise ValueError(f'corpus {source!r}: {error}; make it readable or leave it out') from error
+    raise ValueError(f'{error}; make it readable or leave it out') from error
+  return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def cached(made_of: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import task as task_lib
 
@@ -41,15 +42,37 @@ def evaluate(
   return total / len(batches)
 
 
-def bits_per_byte(task: task_lib.Task, batches: Sequence[task_lib.Batch]) -> Callable:
-  """loss -> bits per byte of the text that these batches of the host predict, so that losses of two
-  tokenizers can be compared; 0.0 if the task has no tokenizer."""
+class HeldOut:
+  """The held-out batches of a task, on one device."""
+
+  def __init__(self, task: task_lib.Task, shapes: task_lib.Params):
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.local_devices()[:1])
+    self._shardings = mesh_lib.tree_shardings(mesh, shapes, task.partition)
+    self._step = make_eval_step(task, mesh, self._shardings)
+    batches = task.eval_batches()
+    self._bits_per_byte = bits_per_byte(task, batches)
+    self.batches = [mesh_lib.put_batch(mesh, batch) for batch in batches]
+
+  def evaluate(
+    self, params: task_lib.Params, stopped: Callable[[], bool] = lambda: False
+  ) -> tuple[float, float] | None:
+    """The loss, and the bits per byte; None: as `evaluate`."""
+    if not self.batches:
+      return None
+    loss = evaluate(self._step, jax.device_put(params, self._shardings), self.batches, stopped)
+    return None if loss is None else (loss, self._bits_per_byte(loss))
+
+
+def bits_per_byte(
+  task: task_lib.Task, batches: Sequence[task_lib.Batch]
+) -> Callable[[float], float]:
+  """From loss to bits per byte of the text that these batches of the host predict, so that losses
+  of two tokenizers can be compared; 0.0 if the task has no tokenizer."""
   if task.tokenizer is None or not batches:
     return lambda loss: 0.0
-  tokenizer = task.tokenizer()
   targets = [row[1:] for batch in batches for row in np.asarray(batch).tolist()]
-  ids, size = sum(map(len, targets)), sum(map(tokenizer.num_bytes, targets))
-  return lambda loss: loss / math.log(2) * ids / max(size, 1)
+  size = sum(map(task.tokenizer().num_bytes, targets))
+  return lambda loss: loss / math.log(2) * sum(map(len, targets)) / max(size, 1)
 
 
 def sample(

@@ -55,7 +55,7 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
     tokens_per_batch=data.rows * data.seq_len,
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     data_digest=lambda: data_lib.digest(corpus(), data),
-    tokenizer=tokenizer_lib.Bytes,  # of these two `diloco sample` prints text
+    tokenizer=tokenizer_lib.Tokenizer,  # of these two `diloco sample` prints text
     logits=logits,
   )
 
