@@ -308,7 +308,7 @@ def join(
     TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
   """
-  if not ids.is_learner(learner):
+  if not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
   params, opt_state = _on_devices(params, opt_state)
   several = hosts.are_several(params)
