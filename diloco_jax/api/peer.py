@@ -68,6 +68,7 @@ class Peer:
     self._replaced: dict[str, weakref.ref] = {}
     self._told = False
     self._boundary_ns = self._data_ns = 0
+    self._measured = False  # a step
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
     self.clock: int | None = None
 
@@ -121,7 +122,8 @@ class Peer:
       opt_state: the inner optimizer's state after the step, if `join` was given one.
       metrics: scalars of this step by name, on a device or not: `loss`, and any others. They become
         curves, lines and records under `workdir`; the syncer records the loss, too. `sync` waits
-        for those of the step before at most, so that the devices need not wait for the loop.
+        for those of the step before at most, so that the devices need not wait for the loop; after
+        the first step and the last one, for those of this step.
 
     Returns:
       The parameters to go on with: the same tree, dtypes and shardings.
@@ -161,10 +163,12 @@ class Peer:
 
   def _measure(self, clock: int, tokens: int, metrics: dict[str, Any]) -> None:
     """Tells the machine of the step, and records the one before, of which the metrics are due: the
-    devices have this one to do. A step that is done, as the last one must be, is recorded now."""
-    last = clock + 1 >= self._total_steps
+    devices have this one to do. A step that is done is recorded now, as the first one and the last
+    one must be."""
+    waits = not self._measured or clock + 1 >= self._total_steps
+    self._measured = True
     before = self._unrecorded[0].metrics if self._unrecorded else {}
-    jax.block_until_ready([before, metrics if last else {}])
+    jax.block_until_ready([before, metrics if waits else {}])
     step_ns = time.monotonic_ns() - self._boundary_ns
     data_ns = min(self._data_ns, step_ns)
     self._data_ns = 0
@@ -172,7 +176,7 @@ class Peer:
     between = self._work.take_between()
     result = island_lib.StepResult(None, None, tokens, step_ns / 1e9, data_ns / 1e9, clock, metrics)
     self._unrecorded = result, between
-    if last or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
+    if waits or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
       self._record()
     self._post(
       events.StepDone(
@@ -302,7 +306,7 @@ def join(
     TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
   """
-  if not ids.is_learner(learner):
+  if not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
   params, opt_state = _on_devices(params, opt_state)
   several = hosts.are_several(params)

@@ -271,7 +271,7 @@ def record_step(
       step=step,
       steps=steps,
       tokens=tokens,
-      loss=measured.get('loss', math.nan),
+      loss=result.loss,
       seconds=result.seconds,
       data_s=result.data_s,
       saving_s=saving_s,
