@@ -154,7 +154,8 @@ if (live) {
   source.onerror = () => notice('The page has lost its server: what is below is old.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
-    const silent = Date.now() / 1000 - shown[0].began_s - shown[0].end_s;
-    notice(silent > 10 && shown[0].progress < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
+    const [run] = shown, silent = Date.now() / 1000 - run.began_s - run.end_s;
+    notice(run.behind ? 'The records are still being read: what is below is an earlier moment of the run.'
+      : silent > 10 && run.progress < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
   };
 }
