@@ -116,4 +116,4 @@ def metrics(run: dict[str, Any]) -> str:
   for learner, found in run['learners'].items():
     rows += [(f'learner_{n}', f'{{learner={json.dumps(learner)}}}', x) for n, x in found.items()]
   told = sorted(row for row in rows if isinstance(row[2], int | float))
-  return ''.join(f'diloco_{name}{labels} {value}\n' for name, labels, value in told)
+  return ''.join(f'diloco_{name}{labels} {+value}\n' for name, labels, value in told)
