@@ -62,6 +62,7 @@ class Recorder:
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
+    self._first: tuple[int, float] | None = None  # clock and time
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
@@ -92,6 +93,17 @@ class Recorder:
     """Prints a line for people on standard output."""
     # In one write, so that the threads of one process do not mix their lines.
     self._guard(lambda: print(f'{self._prefix}{header.clock()}{text}\n', end='', flush=True))
+
+  def left(self, clock: int, total: int) -> str:
+    """The time until the last step, at the pace since the first call; '' then, and at the end."""
+    now_s = time.monotonic()
+    self._first = self._first or (clock, now_s)
+    done, seconds = clock - self._first[0], now_s - self._first[1]
+    return (
+      f'{header.duration((total - clock) * seconds / done)} left'
+      if 0 < done and clock < total
+      else ''
+    )
 
   def completed(self, step: int, seconds: float, loss: float, cost: facts.Cost) -> None:
     """Prints a line about a step like MaxText's; what follows the loss is of one device."""
