@@ -31,6 +31,13 @@ class Read:
     """From the first fact to the last one."""
     return self.run.end_s
 
+  @property
+  def loss_unit(self) -> str:
+    """'' if only the user knows it."""
+    if self.config.task != run_config.DECODER:
+      return ''
+    return 'nats per token' if getattr(self.config.data, 'tokenizer', '') else 'nats per byte'
+
 
 def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   """Reads the run in a folder. `how`: arguments of RunFacts, beyond those of the config.
@@ -39,13 +46,7 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
     ValueError: there is no run in the folder.
   """
   folder = pathlib.Path(workdir).absolute()
-  names = sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
-  if (folder / load.FILE).is_file():
-    config = load.read(folder)
-  elif names:  # of learners whose syncer has another folder
-    config = load.load('own_loop')
-  else:
-    raise ValueError(f'there is no run in {folder}: it has neither {load.FILE} nor records')
+  config, names = config_of(folder), _names(folder)
   learners = [name for name in names if name not in ids.NO_LEARNERS]
   if not learners and config.task != run_config.OWN_LOOP:
     learners = run_config.learner_ids(config.sync.learners)
@@ -58,6 +59,19 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   if run.syncer is not None:
     statuses['syncer'] = run_facts.Status(run.syncer, len(run.syncer_processes))
   return Read(folder, config, run, statuses)
+
+
+def config_of(folder: pathlib.Path) -> run_config.Config:
+  """The config of the run in a folder. Raises ValueError."""
+  if (folder / load.FILE).is_file():
+    return load.read(folder)
+  if _names(folder):  # of learners whose syncer has another folder
+    return load.load('own_loop')
+  raise ValueError(f'there is no run in {folder}: it has neither {load.FILE} nor records')
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+  return sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
 
 
 def pace(config: run_config.Config) -> dict[str, Any]:
@@ -74,3 +88,14 @@ def _status(learner: run_facts.Learner, total_steps: int) -> run_facts.Status:
     if state == 'trained' or learner.step >= total_steps or left or ended:
       state = 'done'
   return run_facts.Status(state, len(learner.processes), learner.said)
+
+
+def duration(seconds: float) -> str:
+  """Seconds for people.
+
+  >>> duration(90), duration(1_830), duration(40_000)
+  ('90 s', '30 min', '11 h')
+  """
+  if seconds < 600:
+    return f'{seconds:.0f} s'
+  return f'{seconds / 60:.0f} min' if seconds < 7200 else f'{seconds / 3600:.0f} h'

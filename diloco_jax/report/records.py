@@ -99,17 +99,24 @@ class Recorder:
     now_s = time.monotonic()
     self._first = self._first or (clock, now_s)
     done, seconds = clock - self._first[0], now_s - self._first[1]
-    return (
-      f'{header.duration((total - clock) * seconds / done)} left'
-      if 0 < done and clock < total
-      else ''
-    )
+    if done <= 0 or clock >= total:
+      return ''
+    return f'{header.duration((total - clock) * seconds / done)} left'
 
-  def completed(self, step: int, seconds: float, loss: float, cost: facts.Cost) -> None:
-    """Prints a line about a step like MaxText's; what follows the loss is of one device."""
+  def completed(
+    self,
+    step: int,
+    seconds: float,
+    measured: dict[str, float],
+    cost: facts.Cost,
+    left: str = '',
+  ) -> None:
+    """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
-    line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, loss: {loss:.3f}'
-    self.say(', '.join(filter(None, [line, facts.speed_text(cost.speed(seconds))])))
+    line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
+    found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
+    told = [line, *found, facts.speed_text(cost.speed(seconds)), left]
+    self.say(', '.join(filter(None, told)))
 
   def close(self) -> None:
     """Flushes everything to disk."""
