@@ -301,5 +301,4 @@ def record_step(
       **curves,
     },
   )
-  left = records.left(step, config.train.steps)
-  records.completed(step, result.seconds, measured, cost, left)
+  records.completed(step, result.seconds, measured, cost, config.train.steps)

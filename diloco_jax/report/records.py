@@ -109,13 +109,14 @@ class Recorder:
     seconds: float,
     measured: dict[str, float],
     cost: facts.Cost,
-    left: str = '',
+    total: int = 0,
   ) -> None:
-    """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
+    """Prints a line about a step like MaxText's; what follows the metrics is of one device, and the
+    time until step `total`."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
     found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
-    told = [line, *found, facts.speed_text(cost.speed(seconds)), left]
+    told = [line, *found, facts.speed_text(cost.speed(seconds)), self.left(step, total)]
     self.say(', '.join(filter(None, told)))
 
   def close(self) -> None:

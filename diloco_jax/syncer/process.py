@@ -81,7 +81,7 @@ class SyncerRecords:
 
   def _say(self, ledger: protocol_facts.Ledger) -> None:
     """Says a line about the whole run, every now and then."""
-    if ledger.sync < self._steps and time.monotonic() >= self._next_s:
+    if 0 < ledger.sync < self._steps and time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _SAY_S
       left = self._records.left(ledger.sync, self._steps)
       self.say(
