@@ -313,9 +313,9 @@ def _place_lines(
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
   place = _short(workdir)
-  files = [name for name in (TEXT, SUMMARY, TIMELINE, TIME, PAGE) if (report / name).is_file()]
+  files = [name for name in (SUMMARY, PAGE, TIMELINE, TIME) if (report / name).is_file()]
   folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
-  lines = [f'report       {_short(report)}: {", ".join(files)}'] if files else []
+  lines = [f'report       {_short(report)}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
     lines.append(f'model        diloco_jax.load_params({place!r})')
