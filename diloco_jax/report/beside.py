@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, summary
+from diloco_jax.report import header, page, summary
 from diloco_jax.report.state import state
 
 
@@ -31,8 +31,8 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
     'learners': [str(sum(row['steps'] > 0 for row in run['learners'].values())) for run in runs],
     'tokens trained': [f'{run["tokens_trained"]:,}' for run in runs],
     'outer steps': [f'{run["outer_steps"]:,}' for run in runs],
-    'on the wire': [live.size(run['wire_bytes_up'] + run['wire_bytes_down']) for run in runs],
-    'time': [folder_lib.duration(run['wall_seconds']) for run in runs],
+    'on the wire': [header.size(run['wire_bytes_up'] + run['wire_bytes_down']) for run in runs],
+    'time': [header.duration(run['wall_seconds']) for run in runs],
     'kills': [str(len(run['kills'])) for run in runs],
     'goodput since joined': [_number(_of(run, 'training_since_joined'), '.1%') for run in runs],
     'token goodput': [_number(_of(run, 'token'), '.1%') for run in runs],

@@ -18,7 +18,7 @@ from matplotlib import lines, patches, ticker
 from matplotlib import pyplot as plt
 
 from diloco_jax.accounting import book
-from diloco_jax.report import folder, run_facts
+from diloco_jax.report import folder, header, run_facts
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
 _SYNCER = '#444444'
@@ -141,8 +141,12 @@ def _title(found: folder.Read) -> str:
   words = [config.name]
   if run.began_s is not None:
     words.append(time.strftime('%Y-%m-%d %H:%M', time.localtime(run.began_s)))
-  if costs := [one.cost for one in run.learners.values() if one.cost]:
-    words.append(f'{_COUNT(costs[0].parameters)} parameters')
+  if sizes := [
+    one.parameters
+    for one in [run.layout, *(learner.cost for learner in run.learners.values())]
+    if one
+  ]:
+    words.append(f'{_COUNT(sizes[0])} parameters')
   if run.syncer is not None:
     sync = config.sync
     words.append(
@@ -301,7 +305,7 @@ def _mark_death(axes: axes_lib.Axes, x: float, y: float) -> None:
 def _draw_pause(axes: axes_lib.Axes, at_s: float, pause_s: float) -> None:
   axes.axvline(at_s, color='black', linewidth=0.8, linestyle=':')
   axes.annotate(
-    f' {folder.duration(pause_s)} pause',
+    f' {header.duration(pause_s)} pause',
     (at_s, 0),
     xycoords=('data', 'axes fraction'),
     fontsize=8,

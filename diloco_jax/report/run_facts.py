@@ -14,8 +14,7 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol import ids
-from diloco_jax.report import facts
+from diloco_jax.report import booking, facts
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
@@ -324,7 +323,7 @@ class RunFacts:
     return self.end_s
 
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
-    book(self.book, process, round(at_s * 1e9), fact)
+    booking.book(self.book, process, round(at_s * 1e9), fact)
     if process in self.learners:
       self.learners[process].speaks = True
       self._of_learner(self.learners[process], at_s, fact)
@@ -524,35 +523,3 @@ _PHASES = {  # what follows a phase that has ended (facts.Startup)
   'restored': 'compiling',
   'compiled': 'joining',
 }
-PHASES = {
-  'imported': book_lib.PREP,
-  'built': book_lib.RESTORE,
-  'restored': book_lib.COMPILE,
-}
-
-
-def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> None:
-  """Books a fact from the records."""
-  match fact:
-    case facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
-      account.starts(child, at_ns)
-    case facts.Exit(child='syncer'):
-      account.syncer_died(at_ns)
-    case facts.Exit(child=child, code=code, stopped=stopped):
-      account.died(child, at_ns, killed=code != 0 and not stopped)
-    case facts.Startup(phase='compiled') if process not in ids.NO_LEARNERS:
-      account.waits(process, at_ns)
-    case facts.Startup(phase=phase) if process not in ids.NO_LEARNERS:
-      account.enters(process, at_ns, PHASES[phase])
-    case facts.Step():
-      account.stepped(
-        process,
-        at_ns,
-        fact.tokens // fact.steps,
-        round(fact.seconds * 1e9),
-        round(fact.data_s * 1e9),
-        round(fact.saving_s * 1e9),
-        round(fact.waited_s * 1e9),
-      )
-    case _:
-      account.take(process, at_ns, fact)

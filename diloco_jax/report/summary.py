@@ -117,6 +117,7 @@ def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) 
     'learners_expected': config.sync.learners,
     'steps': config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
+    'layout': run.layout.lines if run.layout else [],
     'loss_unit': found.loss_unit,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
@@ -253,7 +254,9 @@ def text(
 ) -> str:
   """The summary for people, in lines of at most `width` columns, but for words that are longer. The
   headline comes first and last, as a terminal shows the end."""
-  lines = [*_disk_lines(summary, workdir), *_headline(summary), '', *_learner_lines(summary)]
+  lines = [*_disk_lines(summary, workdir), *_headline(summary), '']
+  lines += [f'{"" if number else "run":13}{line}' for number, line in enumerate(summary['layout'])]
+  lines += _learner_lines(summary)
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
   if summary['goodput']:
@@ -286,7 +289,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
-  time = folder_lib.duration(summary['wall_seconds'])
+  time = header.duration(summary['wall_seconds'])
   lines = [f'{summary["name"]}: {time}, {summary["tokens_trained"]:,} tokens']
   if summary['outer_steps']:
     lines[0] += f' in {summary["outer_steps"]} outer steps'
