@@ -6,8 +6,8 @@
 The run may have ended, been killed, or be under way, and any program may have started it: `diloco
 train`, a notebook, or a syncer whose learners are on other machines. All of it comes from the
 records in the folder, which may be a copy. Of one run the files are in DIR/report: report.txt,
-summary.json, timeline.png, time.png; of several beside.txt, beside.png. Exit codes: 0 done, 42
-there is no such run, 74 the disk failed.
+summary.json, index.html, timeline.png; of several in that of the first DIR: beside.txt,
+beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 the disk failed.
 """
 
 import pathlib

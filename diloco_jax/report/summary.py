@@ -40,7 +40,7 @@ _REASONS = {
 }
 
 REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
-TIMELINE, TIME, PAGE = 'timeline.png', 'time.png', 'index.html'
+TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
 LAST_STEPS = 10  # whose training loss is told
@@ -69,22 +69,14 @@ def write(
   if why := write_file(folder / SUMMARY, json.dumps(summary, indent=2) + '\n'):
     summary['disk'] = why
   write_file(folder / PAGE, page.inline([state_lib.state(found.run, found.config)]))
-  pictures = {}
   if plot and any(learner.steps for learner in found.run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
     shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S)
-    pictures[TIMELINE] = lambda path: picture.draw(shown, path)
-    if summary['goodput']:
-      rows = {name: row['shares'] for name, row in summary['goodput']['learners'].items()}
-      title = f'{found.config.name}: where the time went'
-      pictures[TIME] = lambda path: picture.draw_time(rows, path, title)
-  for name in (TIMELINE, TIME):
-    if name in pictures:
-      write_file(folder / name, pictures[name])
-    else:
-      with contextlib.suppress(OSError):
-        (folder / name).unlink()  # of the run before it continued
+    write_file(folder / TIMELINE, lambda path: picture.draw(shown, path))
+  else:
+    with contextlib.suppress(OSError):
+      (folder / TIMELINE).unlink()  # of the run before it continued
   write_file(folder / TEXT, text(summary, workdir, out=folder))
   return summary
 
@@ -316,7 +308,7 @@ def _place_lines(
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
   place = _short(workdir)
-  files = [name for name in (SUMMARY, PAGE, TIMELINE, TIME) if (report / name).is_file()]
+  files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
   folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
   lines = [f'report       {_short(report)}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
