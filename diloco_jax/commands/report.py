@@ -16,7 +16,7 @@ import shutil
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.report import beside, folder, summary
+from diloco_jax.report import beside, summary
 
 POSITIONAL = True
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
       made = summary.write(workdirs[0], plot=_PLOT.value, out=out)
       text, failed = summary.text(made, workdirs[0], width, out), made.get('disk')
     else:
-      found = dict(zip(beside.names(workdirs), map(folder.read, workdirs)))
+      found = beside.read(workdirs)
       text, failed = beside.text(found), beside.write(found, out, _PLOT.value)
   print(text, end='')
   return cli.DISK_FAILED if failed else 0

@@ -48,23 +48,13 @@ LONGEST_PAUSE_S = 30.0  # a longer one is cut to this in the picture
 
 
 def write(
-  workdir: pathlib.Path,
-  statuses: Mapping[str, run_facts.Status] | None = None,
-  plot: bool = True,
-  out: pathlib.Path | None = None,
+  workdir: pathlib.Path, plot: bool = True, out: pathlib.Path | None = None
 ) -> dict[str, Any]:
-  """Writes the report of the run in a folder and returns the summary. A full disk costs the report,
-  not the run: an error line names each file that is missing.
-
-  Args:
-    statuses: None: those in the records.
-    out: where the files are written; None: WORKDIR/report.
-
-  Raises:
-    ValueError: there is no run in the folder.
-  """
+  """Writes the report of the run in a folder to `out` (None: WORKDIR/report) and returns the
+  summary. A full disk costs the report, not the run: an error line names each file that is missing.
+  Raises ValueError: there is no run in the folder."""
   found = folder_lib.read(workdir)
-  summary = summarize(found, found.statuses if statuses is None else statuses)
+  summary = summarize(found)
   folder = out or workdir / REPORT
   if why := write_file(folder / SUMMARY, json.dumps(summary, indent=2) + '\n'):
     summary['disk'] = why
@@ -97,7 +87,7 @@ def write_file(path: pathlib.Path, what: str | Callable[[pathlib.Path], object])
     return error.strerror or str(error)
 
 
-def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) -> dict[str, Any]:
+def summarize(found: folder_lib.Read) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded)."""
   config, run = found.config, found.run
   ledger, evaluations = run.ledger, run.evaluations
@@ -125,7 +115,7 @@ def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) 
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
     'waited_steps_median': _waited_steps(run),
-    'learners': {name: _learner(name, run, statuses) for name, learner in run.learners.items()},
+    'learners': {name: _learner(name, found) for name, learner in run.learners.items()},
     'kills': [
       _kill(run, name, process.ended_s)
       for name, learner in run.learners.items()
@@ -152,12 +142,10 @@ def _waited_steps(run: run_facts.RunFacts) -> float | None:
   return round(waited_ns / 1e9 / statistics.median(steps), 3)
 
 
-def _learner(
-  name: str, run: run_facts.RunFacts, statuses: Mapping[str, run_facts.Status]
-) -> dict[str, Any]:
+def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
+  run, status = found.run, found.statuses[name]
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  status = statuses.get(name, run_facts.Status(state='done'))
   losses = [step.loss for step in itertools.islice(reversed(learner.steps), LAST_STEPS)]
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
@@ -270,14 +258,8 @@ def _wrap(line: str, width: int) -> list[str]:
   """
   label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
   indent = ' ' * min(label.end(), width // 3)
-  return textwrap.wrap(
-    line,
-    width,
-    subsequent_indent=indent,
-    break_long_words=False,
-    break_on_hyphens=False,
-    drop_whitespace=True,
-  ) or ['']
+  unbroken = {'break_long_words': False, 'break_on_hyphens': False}
+  return textwrap.wrap(line, width, subsequent_indent=indent, **unbroken) or ['']
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
