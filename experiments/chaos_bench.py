@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
   out.mkdir(parents=True, exist_ok=True)
   logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
   jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
-  jax.config.update('jax_compilation_cache_dir', str(local_run.cache_folder()))
+  jax.config.update('jax_compilation_cache_dir', str(cli.cache_folder()))
   book = study.Book(out / 'rows.jsonl')
   planned = cells(short)
   rehearsed: set[str] = set()

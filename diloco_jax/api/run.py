@@ -1,0 +1,168 @@
+"""A run as a notebook shows it: what it has recorded, and a table that follows it."""
+
+import html
+import io
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib import figure as figure_lib
+from rich import console as console_lib
+
+from diloco_jax.api import load_params
+from diloco_jax.config import run_config
+from diloco_jax.protocol import actions
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import live, page, run_facts, state, summary
+from diloco_jax.report import records as records_lib
+
+_WIDTH = 100  # of the table, in characters
+REDRAW_S = 2.0
+_HEIGHT = 900  # of the page, in pixels
+
+
+class Curve(NamedTuple):
+  """A loss as arrays, one value for each point.
+
+  Attributes:
+    clock: of the learner; of an evaluation that of the global model.
+    tokens: trained by all learners until then.
+    loss: in nats for each token.
+  """
+
+  clock: np.ndarray
+  tokens: np.ndarray
+  loss: np.ndarray
+
+
+class Run:
+  """A run in a folder, also one that is under way or was killed: what its records tell by now.
+
+  A notebook shows it as the page of `diloco status`. Made by `diloco_jax.run` and `open_run`.
+
+  Attributes:
+    workdir: its folder.
+    exits: how each node ended, by its name ('syncer', 'l0', ...); empty if `open_run` made this.
+  """
+
+  def __init__(self, workdir: str | pathlib.Path, exits: Mapping[str, actions.Exit]):
+    self.workdir = pathlib.Path(workdir).absolute()
+    self.exits = dict(exits)
+    self._size, self._found = -1, folder_lib.read(self.workdir)
+
+  def _read(self) -> folder_lib.Read:
+    """The records, which are read again only if there are more."""
+    size = sum(file.stat().st_size for file in self.workdir.glob(f'{records_lib.RECORDS}/*.jsonl'))
+    if size != self._size:
+      self._size, self._found = size, folder_lib.read(self.workdir)
+    return self._found
+
+  def __repr__(self) -> str:
+    return f'<Run of {self.config.name!r} in {self.workdir}: {live.status_line(self._read().run)}>'
+
+  def _repr_html_(self) -> str:
+    found = self._read()
+    inner = html.escape(page.inline([state.state(found.run, found.config)]))
+    return (
+      f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="{html.escape(found.config.name)}" '
+      f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+    )
+
+  @property
+  def config(self) -> run_config.Config:
+    """Its config."""
+    return self._found.config
+
+  @property
+  def params(self) -> Any:
+    """The trained model, or that of the newest checkpoint: see `load_params`."""
+    return load_params.load_params(self.workdir)
+
+  @property
+  def summary(self) -> dict[str, Any]:
+    """Losses, tokens, learners, kills, goodput and bytes: what `diloco report` writes as
+    summary.json."""
+    found = self._read()
+    return summary.summarize(found.config, found.run, found.statuses, found.wall_seconds)
+
+  @property
+  def evaluations(self) -> Curve:
+    """The held-out loss of the global model, or of the learner that trains alone."""
+    run = self._read().run
+    return _curve(
+      (one.step, tokens, one.loss) for one, tokens in zip(run.evaluations, run.evaluated_tokens)
+    )
+
+  def losses(self, learner: str) -> Curve:
+    """The training loss of a learner ('l0', ...), one point for each inner step. Raises KeyError:
+    the run has no such learner."""
+    return _curve((s.step, s.tokens, s.loss) for s in self._read().run.learners[learner].steps)
+
+  def plot(self) -> figure_lib.Figure:
+    """The picture of the report: losses against tokens, processes against time."""
+    from matplotlib import pyplot  # noqa: F401  # with it a kernel can show a figure
+
+    from diloco_jax.report import picture
+
+    found = folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S)
+    return picture.figure(found.run, found.config.name)
+
+
+def open_run(workdir: str | pathlib.Path) -> Run:
+  """The run in a folder, whoever has started it: `diloco train`, a notebook, a syncer.
+
+  Raises:
+    ValueError: there is no run in the folder.
+  """
+  return Run(workdir, {})
+
+
+def _curve(points: Iterable[tuple[int, int, float]]) -> Curve:
+  clock, tokens, loss = zip(*points) or ((), (), ())
+  return Curve(np.array(clock, int), np.array(tokens, int), np.array(loss, float))
+
+
+class Display:
+  """The table of `diloco train` under the cell of a notebook that trains a run."""
+
+  def __init__(self, workdir: pathlib.Path, config: run_config.Config, alone: bool):
+    names = run_config.learner_ids(1 if alone else config.sync.learners)
+    self._view = run_facts.RunFacts(
+      names, config.train.steps, syncer=not alone, **folder_lib.pace(config)
+    )
+    self._tails = records_lib.TailAll(workdir)
+    self._began_s = time.monotonic()
+    self._shown = None
+
+  def draw(self) -> None:
+    """Reads what is new and draws the table again."""
+    from IPython import display
+
+    self._view.take(self._tails.read())
+    console = console_lib.Console(
+      file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False
+    )
+    console.print(live.picture(self._view, time.monotonic() - self._began_s, _WIDTH))
+    table = {
+      'text/plain': console.export_text(clear=False),
+      'text/html': console.export_html(inline_styles=True, code_format='<pre>{code}</pre>'),
+    }
+    if self._shown is None:
+      self._shown = display.display(table, raw=True, display_id=True)
+    else:
+      self._shown.update(table, raw=True)
+
+
+class CellRecorder(records_lib.Recorder):
+  """The recorder of a node in a notebook: the table has what its lines about steps would say."""
+
+  def completed(self, *args: Any) -> None: ...
+
+
+def in_kernel() -> bool:
+  """Whether this is the main thread's cell in a notebook."""
+  ipython = sys.modules.get('IPython')
+  return getattr(ipython and ipython.get_ipython(), 'kernel', None) is not None
