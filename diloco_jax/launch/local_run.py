@@ -4,13 +4,12 @@ import asyncio
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, kill_plan, run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import live, run_facts
+from diloco_jax.report import folder, live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
@@ -157,7 +156,6 @@ def run(
   single: runs all nodes in this process instead of starting a process for each.
   """
   print(f'run {config.name} in {workdir}', flush=True)
-  started_s = time.monotonic()
   if (single or alone) and config.chaos.enabled and config.chaos.kills:
     which = '--controller=single' if single else '--syncer=none'
     print(f'no chaos with {which}: after a kill nothing would train on', flush=True)
@@ -168,8 +166,7 @@ def run(
       outcome = _run_processes(config, workdir, config_flags, alone)
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
-  wall_s = time.monotonic() - started_s
-  summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
+  summary = summary_lib.write(workdir, outcome.statuses or None, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
   if outcome.code:
     given = {'--syncer=none': alone, '--controller=single': single is not None}
@@ -201,7 +198,7 @@ def _run_processes(
   supervisor = supervisor_lib.Supervisor(
     programs(config, workdir, config_flags, alone),
     workdir,
-    run_facts.RunFacts(names, config.train.steps, syncer=not alone, **summary_lib.pace(config)),
+    run_facts.RunFacts(names, config.train.steps, syncer=not alone, **folder.pace(config)),
     recorder,
     kills=() if alone else kill_plan.plan(config.chaos, names),
     listen=display.listen,

@@ -91,7 +91,7 @@ class Learner:
   """Everything about one learner.
 
   Attributes:
-    state: its activity, in a word for people.
+    state: its activity, in a word for people. said: what its supervisor told of it last.
     by_hand: no supervisor of this folder has started it.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
@@ -102,6 +102,7 @@ class Learner:
   """
 
   state: str = 'waiting'
+  said: str = ''
   by_hand: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
@@ -174,7 +175,7 @@ class RunFacts:
     total_steps: the clock at which the run is over.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision.
-    evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
+    evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then, ascending.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
@@ -276,8 +277,7 @@ class RunFacts:
       processes[-1].last_s = at_s
     match fact:
       case facts.Eval():
-        self.evaluations.append(fact)
-        self.evaluated_tokens.append(self.tokens_at(fact.step))
+        self._evaluated(fact)
       case facts.Recovered(sync=sync):  # after a restore the clocks go back
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
@@ -298,6 +298,16 @@ class RunFacts:
         if processes := self._processes(name):
           ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, 'stopped' if stopped else ended)
+
+  def _evaluated(self, fact: facts.Eval) -> None:
+    clocks, _ = self._reached
+    ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
+    tokens = self.tokens if ended else self.tokens_at(fact.step)
+    if self.evaluated_tokens and tokens <= self.evaluated_tokens[-1]:  # the same steps, once more
+      self.evaluations.pop()
+      tokens = max(tokens, self.evaluated_tokens.pop())
+    self.evaluations.append(fact)
+    self.evaluated_tokens.append(tokens)
 
   def _processes(self, name: str) -> list[Process]:
     """The processes of a program, oldest first."""
@@ -373,7 +383,8 @@ class RunFacts:
     if fact.child == 'syncer':
       self.syncer = fact.state
     elif fact.child in self.learners:
-      self.learners[fact.child].state = fact.state
+      learner = self.learners[fact.child]
+      learner.state, learner.said = fact.state, fact.text
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
       self._begin(self._processes(fact.child), at_s)
 

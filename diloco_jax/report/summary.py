@@ -17,8 +17,8 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
-from diloco_jax.protocol import ids
 from diloco_jax.report import facts, live, run_facts
+from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 
 _REASONS = {
@@ -40,18 +40,18 @@ LONGEST_PAUSE_S = 30.0  # a longer one is cut to this in the picture
 
 
 def write(
-  config: run_config.Config,
   workdir: pathlib.Path,
-  statuses: Mapping[str, run_facts.Status],
-  wall_seconds: float,
+  statuses: Mapping[str, run_facts.Status] | None = None,
   plot: bool = True,
 ) -> dict[str, Any]:
-  """Writes the report of a finished run and returns the summary. A full disk costs the report, not
-  the run: an error line names each file that is missing."""
-  names = _learners(config, workdir)
-  run = run_facts.RunFacts(names, config.train.steps, **pace(config))
-  run.take(records_lib.TailAll(workdir).stream())
-  summary = summarize(config, run, statuses, wall_seconds)
+  """Writes the report of the run in a folder and returns the summary. `statuses`: None: those in
+  the records. A full disk costs the report, not the run: an error line names each file that is
+  missing. Raises ValueError: there is no run in the folder."""
+  found = folder_lib.read(workdir)
+  config, run = found.config, found.run
+  summary = summarize(
+    config, run, found.statuses if statuses is None else statuses, found.wall_seconds
+  )
   folder = workdir / REPORT
   text = json.dumps(summary, indent=2) + '\n'
   if why := _write(folder / SUMMARY, lambda path: path.write_text(text)):
@@ -59,8 +59,7 @@ def write(
   if plot and any(learner.steps for learner in run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-    shown = run_facts.RunFacts(names, config.train.steps, longest_pause_s=LONGEST_PAUSE_S)
-    shown.take(records_lib.TailAll(workdir).stream())
+    shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S).run
     _write(folder / TIMELINE, lambda path: picture.draw(shown, path, title=f'{config.name}'))
   else:
     with contextlib.suppress(OSError):
@@ -82,19 +81,6 @@ def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> str:
         stale.unlink()
     print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
     return error.strerror or str(error)
-
-
-def pace(config: run_config.Config) -> dict[str, Any]:
-  """Arguments of RunFacts: the quorum, and inner steps between two outer steps."""
-  sync = config.sync
-  return {'quorum': sync.quorum, 'steps_per_sync': sync.period / sync.fragments}
-
-
-def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
-  """The ids of all learners that have written records, also of those that a person started."""
-  names = sorted(path.stem for path in (workdir / records_lib.RECORDS).glob('*.jsonl'))
-  learners = [name for name in names if name not in ids.NO_LEARNERS]
-  return learners or run_config.learner_ids(config.sync.learners)
 
 
 def summarize(

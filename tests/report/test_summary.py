@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich import console as console_lib
 
+from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, live, records, run_facts
+from diloco_jax.report import facts, folder, live, records, run_facts
 from diloco_jax.report import summary as summary_lib
 
 _LEDGER = protocol_facts.Ledger(
@@ -277,8 +278,9 @@ def test_the_text_has_the_summary(config, run, tmp_path):
 
 
 @pytest.fixture(name='workdir')
-def _workdir(tmp_path):
+def _workdir(config, tmp_path):
   """The folder of a run with records."""
+  load.write(tmp_path, config)
   for name in ('supervisor', 'syncer', 'l0', 'l1'):
     path = tmp_path / 'records' / f'{name}.jsonl'
     path.parent.mkdir(exist_ok=True)
@@ -290,7 +292,7 @@ def test_the_text_names_only_files_that_exist(config, workdir):
   """After Ctrl-C there is no picture, not even an older one, and early on no checkpoints."""
   (workdir / 'report').mkdir()
   (workdir / 'report' / 'timeline.png').touch()
-  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0, plot=False)
+  summary = summary_lib.write(workdir, _FATES, plot=False)
   text = summary_lib.text(summary, workdir)
   assert f'{workdir / "report"} (summary.json)' in text
   for word in ('timeline.png', 'checkpoints', 'tensorboard'):
@@ -307,7 +309,7 @@ def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   (workdir / 'report').mkdir()
   for name in ('summary.new.json', 'timeline.new.png'):
     (workdir / 'report' / name).symlink_to('/dev/full')
-  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
+  summary = summary_lib.write(workdir, _FATES)
   assert summary['tokens_trained'] == 250
   errors = capsys.readouterr().err.splitlines()
   assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 2
@@ -327,7 +329,7 @@ def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
 
 
 def test_the_report_is_written_from_the_records_of_a_run(config, workdir):
-  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
+  summary = summary_lib.write(workdir, _FATES)
   assert json.loads((workdir / 'report' / 'summary.json').read_text()) == summary
   assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
@@ -338,7 +340,7 @@ def test_a_long_silence_is_cut_in_the_picture_and_not_in_the_summary(config, wor
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     later = ({**one, 'time': one['time'] + 900 * (one['time'] > 15)} for one in rows)
     path.write_text(''.join(json.dumps(one) + '\n' for one in later))
-  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=915.0)
+  summary = summary_lib.write(workdir, _FATES)
   found = summary['goodput']['learners']['l0']
   assert found['wall_s'] == pytest.approx(915)
   assert found['shares']['infra_recovery'] == pytest.approx(908 / 915, abs=0.01)
@@ -346,7 +348,8 @@ def test_a_long_silence_is_cut_in_the_picture_and_not_in_the_summary(config, wor
 
 
 def test_a_run_without_a_step_has_a_report(config, tmp_path):
-  summary = summary_lib.write(config, tmp_path, {}, wall_seconds=1.0)
+  load.write(tmp_path, config)
+  summary = summary_lib.write(tmp_path)
   assert (summary['tokens_trained'], summary['eval_loss_start']) == (0, None)
   assert 'was not measured' in summary_lib.text(summary, tmp_path)
 
@@ -460,3 +463,38 @@ def test_records_of_a_real_recorder_can_be_read_back(tmp_path):
   recorder.close()
   run = run_facts.RunFacts(['l0'], 10).take(records.TailAll(tmp_path).read())
   assert [s.loss for s in run.learners['l0'].steps] == [2.0]
+
+
+def test_a_run_is_read_from_its_folder_alone(config, workdir):
+  """Also when no supervisor is left to say how it ended."""
+  found = folder.read(workdir)
+  assert found.config.to_dict() == config.to_dict() and found.wall_seconds == 15
+  assert {name: one.state for name, one in found.statuses.items()} == {
+    'l0': 'done',
+    'l1': 'done',
+    'syncer': 'merging',
+  }
+  refused = child(26, 'l1', 'refused', 'another model')
+  with open(workdir / 'records' / 'supervisor.jsonl', 'a') as file:
+    file.write(json.dumps(refused) + '\n')
+  assert folder.read(workdir).statuses['l1'] == run_facts.Status('refused', 1, 'another model')
+  with pytest.raises(ValueError, match='there is no run in'):
+    folder.read(workdir / 'records')
+
+
+def test_of_learners_whose_syncer_is_elsewhere_there_is_no_config(workdir):
+  for name in ('config.json', 'records/syncer.jsonl', 'records/supervisor.jsonl'):
+    (workdir / name).unlink()
+  found = folder.read(workdir)
+  assert list(found.run.learners) == ['l0', 'l1'] and found.run.syncer is None
+  assert found.run.tokens == 250
+
+
+def test_the_closing_evaluation_stands_at_all_tokens_and_none_twice(run):
+  """Sync 12 of 10 steps has merged what was left; the last one came to no new token."""
+  later = [('syncer', row(26, facts.Eval(step=step, loss=loss))) for step, loss in [(12, 3.1)]]
+  run.take([('l1', step(25.5, 6, 3, 3.6)), *later])
+  assert run.evaluated_tokens == [0, 250, 300]
+  run.take([('syncer', row(27, facts.Eval(step=13, loss=3.0)))])
+  assert run.evaluated_tokens == [0, 250, 300]
+  assert [one.loss for one in run.evaluations] == [5.5, 3.5, 3.0]

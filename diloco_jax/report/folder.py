@@ -1,0 +1,76 @@
+"""A run as its folder has it: of `diloco train`, of a notebook, or of a syncer or learners that
+were started one by one; ended, killed, or under way."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from diloco_jax.config import load, run_config
+from diloco_jax.protocol import ids
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
+
+_ENDED = ('down', 'done', 'refused', 'failed')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+  """What `read` has found.
+
+  Attributes:
+    statuses: of each program; 'training' and the like if its end is not in the records.
+  """
+
+  workdir: pathlib.Path
+  config: run_config.Config
+  run: run_facts.RunFacts
+  statuses: dict[str, run_facts.Status]
+
+  @property
+  def wall_seconds(self) -> float:
+    """From the first fact to the last one."""
+    return self.run.end_s
+
+
+def read(workdir: str | pathlib.Path, **how: Any) -> Read:
+  """Reads the run in a folder. `how`: arguments of RunFacts, beyond those of the config.
+
+  Raises:
+    ValueError: there is no run in the folder.
+  """
+  folder = pathlib.Path(workdir).absolute()
+  names = sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
+  if (folder / load.FILE).is_file():
+    config = load.read(folder)
+  elif names:  # of learners whose syncer has another folder
+    config = load.load('own_loop')
+  else:
+    raise ValueError(f'there is no run in {folder}: it has neither {load.FILE} nor records')
+  learners = [name for name in names if name not in ids.NO_LEARNERS]
+  if not learners and config.task != run_config.OWN_LOOP:
+    learners = run_config.learner_ids(config.sync.learners)
+  syncer = 'syncer' in names or not names
+  run = run_facts.RunFacts(
+    learners, config.train.steps, **{'syncer': syncer, **pace(config), **how}
+  )
+  run.take(records_lib.TailAll(folder).stream())
+  statuses = {name: _status(learner, run.total_steps) for name, learner in run.learners.items()}
+  if run.syncer is not None:
+    statuses['syncer'] = run_facts.Status(run.syncer, len(run.syncer_processes))
+  return Read(folder, config, run, statuses)
+
+
+def pace(config: run_config.Config) -> dict[str, Any]:
+  """Arguments of RunFacts: the quorum, and inner steps between two outer steps."""
+  sync = config.sync
+  return {'quorum': sync.quorum, 'steps_per_sync': sync.period / sync.fragments}
+
+
+def _status(learner: run_facts.Learner, total_steps: int) -> run_facts.Status:
+  state = learner.state
+  if state not in _ENDED:  # no supervisor has told of its end
+    left = learner.lost and not learner.is_live and learner.lost[-1][1].startswith('left')
+    ended = learner.processes and learner.processes[-1].ended == 'done'
+    if state == 'trained' or learner.step >= total_steps or left or ended:
+      state = 'done'
+  return run_facts.Status(state, len(learner.processes), learner.said)
