@@ -38,7 +38,26 @@ __all__ = [
 def __getattr__(name: str) -> object:
   if name not in _HOME:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
+  from diloco_jax.api import interrupts
+
+  _warn_of_an_old_jax()
+  with interrupts.put_off():
+    return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
+
+
+def _warn_of_an_old_jax() -> None:
+  """A notebook may have imported jax before `pip install` replaced it."""
+  import importlib.metadata
+  import sys
+  import warnings
+
+  imported = getattr(sys.modules.get('jax'), '__version__', None)
+  if imported and imported != (installed := importlib.metadata.version('jax')):
+    warnings.warn(
+      f'jax {imported} was imported before jax {installed} was installed: restart the kernel '
+      '(in Colab: Runtime, Restart session)',
+      stacklevel=3,
+    )
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 from absl import flags
 
+from diloco_jax.api import interrupts
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import nodes, run_folder
@@ -175,18 +176,18 @@ def run(
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
-  if isinstance(config, str):
-    config = load.load(config)
   if syncer not in ('local', 'none'):
     raise ValueError(f"syncer is {syncer!r}: give 'local' or 'none'")
   alone = syncer == 'none'
-  config.validate()
-  nodes.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
   folder = pathlib.Path(workdir).absolute()
-  controller = SingleController(
-    config, folder, alone=alone
-  )  # a config that cannot work claims no folder
-  run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
+  with interrupts.put_off():
+    if isinstance(config, str):
+      config = load.load(config)
+    config.validate()
+    nodes.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
+    # A config that cannot work claims no folder.
+    controller = SingleController(config, folder, alone=alone)
+    run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
   try:
     controller.start()
     shown = run_lib.Display(folder, config, alone).draw if run_lib.in_kernel() else None

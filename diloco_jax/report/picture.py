@@ -6,12 +6,9 @@ and thick; every learner has one colour in both halves.
 
 import pathlib
 
-import matplotlib
-
-matplotlib.use('Agg')
 from matplotlib import axes as axes_lib
+from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
-from matplotlib import pyplot as plt
 
 from diloco_jax.report import run_facts
 
@@ -22,21 +19,20 @@ _SMOOTHING_STEPS = 10
 
 def draw(run: run_facts.RunFacts, path: pathlib.Path, title: str) -> None:
   """Writes the picture as PNG."""
+  figure(run, title).savefig(path, dpi=140)
+
+
+def figure(run: run_facts.RunFacts, title: str) -> figure_lib.Figure:
+  """Draws the picture."""
   learners = [name for name, learner in run.learners.items() if learner.processes]
   rows = len(learners) + bool(run.syncer_processes)
-  figure, (top, bottom) = plt.subplots(
-    2,
-    1,
-    figsize=(10, 5.2 + 0.42 * rows),
-    layout='constrained',
-    gridspec_kw={'height_ratios': [4.2, 0.6 + 0.42 * rows]},
-  )
+  drawn = figure_lib.Figure(figsize=(10, 5.2 + 0.42 * rows), layout='constrained')
+  top, bottom = drawn.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(learners)}
   _draw_loss(top, run, colours)
   _draw_processes(bottom, run, colours)
   top.set_title(title, loc='left', fontsize=11)
-  figure.savefig(path, dpi=140)
-  plt.close(figure)
+  return drawn
 
 
 def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
