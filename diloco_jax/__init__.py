@@ -4,6 +4,17 @@ The names below are imported on first use, so that `import diloco_jax` does not 
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from diloco_jax.api.load_params import load_params
+  from diloco_jax.api.peer import Ended, Peer, join
+  from diloco_jax.api.run import Run, open_run
+  from diloco_jax.api.run_syncer import run_syncer
+  from diloco_jax.api.single_controller import run
+  from diloco_jax.config.run_config import SyncConfig
+  from diloco_jax.report.records import records
+  from diloco_jax.train.task import Task
 
 __version__ = '0.1.0'
 
@@ -35,29 +46,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-  if name not in _HOME:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  from diloco_jax.api import interrupts
+if not TYPE_CHECKING:  # a checker would take every other name for one of ours
 
-  _warn_of_an_old_jax()
-  with interrupts.put_off():
-    return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
+  def __getattr__(name: str) -> object:
+    if name not in _HOME:
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    from diloco_jax.api import importing
 
-
-def _warn_of_an_old_jax() -> None:
-  """A notebook may have imported jax before `pip install` replaced it."""
-  import importlib.metadata
-  import sys
-  import warnings
-
-  imported = getattr(sys.modules.get('jax'), '__version__', None)
-  if imported and imported != (installed := importlib.metadata.version('jax')):
-    warnings.warn(
-      f'jax {imported} was imported before jax {installed} was installed: restart the kernel '
-      '(in Colab: Runtime, Restart session)',
-      stacklevel=3,
-    )
+    with importing.whole():
+      return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
 
 
 def __dir__() -> list[str]:

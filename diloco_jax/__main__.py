@@ -18,6 +18,7 @@ COMMANDS = {
   'learner': 'run one learner as one process, or train alone',
   'simulate': 'run the state machines in a simulated world with drawn faults',
   'chaos': 'carry out a plan of faults on real processes and check their tapes',
+  'status': 'show a run in the browser, while it trains and afterwards',
   'restore': 'bring a run back to a kept checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
   'sample': 'print text of a trained model',

@@ -3,5 +3,6 @@
 #   ./scripts/train.sh [--workdir=DIR] [--config=stdlib_lm:tiny] \
 #     [--config.sync.quorum=2 ...]
 set -euo pipefail
+lock=requirements.lock
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 exec "$python" -m diloco_jax train "$@"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 from absl import flags
 
-from diloco_jax.api import interrupts
+from diloco_jax.api import importing
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import nodes, run_folder
@@ -180,7 +180,7 @@ def run(
     raise ValueError(f"syncer is {syncer!r}: give 'local' or 'none'")
   alone = syncer == 'none'
   folder = pathlib.Path(workdir).absolute()
-  with interrupts.put_off():
+  with importing.uninterrupted():
     if isinstance(config, str):
       config = load.load(config)
     config.validate()

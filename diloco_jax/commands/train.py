@@ -4,6 +4,7 @@
     diloco train --config=stdlib_lm:tiny --chaos=off
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
+    diloco train --status                         # and a page in the browser, as diloco status
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
 timeline.png, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
@@ -13,11 +14,13 @@ import functools
 import os
 import pathlib
 import signal
+import threading
 
 from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli, local_run, run_folder, supervisor
+from diloco_jax.report import serve
 from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
@@ -38,6 +41,7 @@ _SYNCER = flags.DEFINE_enum(
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
 )
+_STATUS = flags.DEFINE_bool('status', False, 'Serve the page of `diloco status` meanwhile.')
 
 
 def main(argv: list[str]) -> int:
@@ -51,6 +55,10 @@ def main(argv: list[str]) -> int:
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
     workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value, alone=alone)
+  if _STATUS.value:
+    server, url = serve.make(workdir)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(f'the page of this run: {url}', flush=True)
   return local_run.run(
     config,
     workdir,

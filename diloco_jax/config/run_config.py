@@ -13,44 +13,20 @@ import dataclasses
 import json
 import re
 import typing
-from typing import Annotated, Any
+from typing import Any
 
+from diloco_jax.config import protocol_sections
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
-
-OptionalInt = Annotated[int | None, 'an integer, or none']
-"""A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
 
 DECODER = 'decoder'  # the reference task
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
 
-def _section(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
-  """The protocol's settings of a section: a dataclass in the units of the config, and the rows of
-  the table."""
-  rows = {}
-  for one in protocol_config.TABLE.values():
-    where, name = one.name.split('.')
-    if where == section:
-      rows[name] = one
-  fields = [(name, _type(one), one.written(one.default)) for name, one in rows.items()]
-  return dataclasses.make_dataclass(f'_{section}', fields, kw_only=True, slots=True), rows
-
-
-def _type(one: protocol_config.Setting) -> Any:
-  if one.choices:
-    return str
-  return OptionalInt if one.default is None else int if one.unit == 1 else float
-
-
-_Sync, _SYNC = _section('sync')
-_Train, _TRAIN = _section('train')
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
-class SyncConfig(_Sync):
+class SyncConfig(protocol_sections.Sync):
   """How learners and syncer exchange fragments. Letters: paper section 2. The protocol's settings
   are in protocol/config.py; here are those that concern arrays and bytes only.
 
@@ -104,11 +80,13 @@ class SyncConfig(_Sync):
     _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')
 
 
-SyncConfig.__doc__ = protocol_config.described(SyncConfig.__doc__, _SYNC)
+SyncConfig.__doc__ = protocol_config.described(
+  SyncConfig.__doc__, protocol_sections.settings('sync')
+)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class TrainConfig(_Train):
+class TrainConfig(protocol_sections.Train):
   """How long to train, how often to evaluate and log, and how much to keep of it.
 
   Attributes:
@@ -146,7 +124,9 @@ class TrainConfig(_Train):
     _within('train.tapes_mib', self.tapes_mib, 32, 10**6, 'a day of a small run needs about 1000')
 
 
-TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)
+TrainConfig.__doc__ = protocol_config.described(
+  TrainConfig.__doc__, protocol_sections.settings('train')
+)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

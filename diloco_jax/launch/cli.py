@@ -37,7 +37,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco_jax.config import fields, load, run_config
+from diloco_jax.config import fields, load, protocol_sections, run_config
 from diloco_jax.storage import files_port, wal
 from diloco_jax.transport import addresses
 
@@ -130,7 +130,7 @@ class _OptionalIntParser(flags.ArgumentParser):
 
 
 flags.disclaim_key_flags()  # --help lists --config under the program that defines it
-config_flags.register_flag_parser_for_type(run_config.OptionalInt, _OptionalIntParser())
+config_flags.register_flag_parser_for_type(protocol_sections.OptionalInt, _OptionalIntParser())
 
 
 class _ConfigParser(flags.ArgumentParser):

@@ -218,6 +218,7 @@ class ProtocolConfig:
     20 * SECOND_NS,
     'a new run starts once M learners have joined, or this long after the first of them',
     high=86_400 * SECOND_NS,
+    shared=False,
   )
   longest_redial_ns: int = setting(
     10 * SECOND_NS,

@@ -19,7 +19,8 @@ from diloco_jax.report import facts
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
-_GONE = ('down', 'done', 'refused', 'failed')
+_GONE = ('down', 'done', 'refused', 'failed', 'trained')
+_WINDOW = 8  # steps of a process before its pace foretells the end
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
@@ -92,6 +93,8 @@ class Learner:
 
   Attributes:
     state: its activity, in a word for people. said: what its supervisor told of it last.
+    phase: of a process before its first step: importing, building, restoring, compiling, joining,
+      waiting (for other learners); then ''. phase_s: when it began.
     by_hand: no supervisor of this folder has started it.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
@@ -102,6 +105,8 @@ class Learner:
   """
 
   state: str = 'waiting'
+  phase: str = ''
+  phase_s: float = 0.0
   said: str = ''
   by_hand: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
@@ -128,12 +133,33 @@ class Learner:
 
   @property
   def tokens_per_second(self) -> float:
-    return self.tokens_per_step / self.step_s if self.step_s and self.state not in _GONE else 0.0
+    return self.tokens_per_step / self.step_s if self.step_s and self.is_training else 0.0
+
+  @property
+  def is_training(self) -> bool:
+    return not self.phase and self.state not in _GONE
 
   @property
   def speed(self) -> dict[str, float]:
     """The known figures of its devices (facts.Cost), over the newest steps."""
-    return self.cost.speed(self.step_s) if self.cost and self.state not in _GONE else {}
+    return self.cost.speed(self.step_s) if self.cost and self.is_training else {}
+
+  def begin(self, phase: str, at_s: float) -> None:
+    self.phase, self.phase_s = phase, at_s
+
+  @property
+  def pace(self) -> tuple[int, float]:
+    """The newer half of the steps of its process, and the clocks a second in them; 0.0: the pace is
+    not known, as it has stepped too little or does not train."""
+    first_s = self.processes[-1].first_step_s if self.processes else 0.0
+    if first_s is None or not self.is_training:
+      return 0, 0.0
+    begin = bisect.bisect_left(self.steps, first_s, key=lambda step: step.at_s)
+    count = (len(self.steps) - begin) // 2
+    if 2 * count < _WINDOW:
+      return 0, 0.0
+    old, new = self.steps[-count - 1], self.steps[-1]
+    return count, (new.step - old.step) / max(new.at_s - old.at_s, 1e-9)
 
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
@@ -174,7 +200,8 @@ class RunFacts:
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
-      live: how many learners; waited_ns: from the opening of its sync to the decision.
+      live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
+      versions since its oldest anchor.
     evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then, ascending.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
@@ -203,7 +230,9 @@ class RunFacts:
     self.total_steps = total_steps
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
-    self.participants, self.live, self.waited_ns = (array.array('q') for _ in range(3))
+    self.participants, self.live, self.waited_ns, self.staleness = (
+      array.array('q') for _ in range(4)
+    )
     self.evaluations: list[facts.Eval] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
@@ -223,6 +252,22 @@ class RunFacts:
     """Share of the run that is done, by the clock of the foremost learner: 0 to 1."""
     foremost = max((learner.step for learner in self.learners.values()), default=0)
     return min(1.0, foremost / self.total_steps)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """Of all learners."""
+    return sum(learner.tokens_per_second for learner in self.learners.values())
+
+  @property
+  def seconds_left(self) -> float | None:
+    """Until the last step, at the pace of the learner that has stepped for longest without a
+    restart, in the newer half of its steps; None: not known."""
+    _, pace = max((learner.pace for learner in self.learners.values()), default=(0, 0.0))
+    return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
+
+  def seconds_at(self, time_s: float) -> float:
+    """Seconds of the run at a time of the wall clock."""
+    return 0.0 if self.began_s is None else time_s - self.began_s - self._cut_s
 
   def training(self, name: str) -> float | None:
     """The share of the time since a learner joined that it spent in inner steps at the ideal pace;
@@ -341,13 +386,18 @@ class RunFacts:
         learner.cost = fact
       case facts.Moments(of=''):
         learner.fresh += 1
+      case facts.Startup(phase=done) if done in _PHASES:
+        learner.begin(_PHASES[done], at_s)
       case protocol_facts.State():
         learner.state = _SAID.get(fact.state, fact.state)
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
+        if learner.phase and fact.state == 'joined':
+          learner.begin('waiting', at_s)
 
   def _step(self, learner: Learner, at_s: float, fact: facts.Step) -> None:
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
+    learner.begin('', at_s)
     if learner.state in ('waiting', 'starting'):
       learner.state = 'training'
     self.tokens += round(learner.tokens_per_step)
@@ -369,6 +419,7 @@ class RunFacts:
     self.merges_s.append(at_s)
     self.participants.append(len(fact.participants))
     self.waited_ns.append(fact.waited_ns)
+    self.staleness.append(fact.staleness)
     self.live.append(sum(one.is_live for one in self.learners.values()))
     if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
       self.syncer_processes[-1].first_step_s = at_s
@@ -385,6 +436,7 @@ class RunFacts:
     elif fact.child in self.learners:
       learner = self.learners[fact.child]
       learner.state, learner.said = fact.state, fact.text
+      learner.begin('importing' if fact.state == 'starting' else '', at_s)
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
       self._begin(self._processes(fact.child), at_s)
 
@@ -395,6 +447,12 @@ class RunFacts:
     processes.append(Process(at_s))
 
 
+_PHASES = {  # what follows a phase that has ended (facts.Startup)
+  'imported': 'building',
+  'built': 'restoring',
+  'restored': 'compiling',
+  'compiled': 'joining',
+}
 PHASES = {
   'imported': book_lib.PREP,
   'built': book_lib.RESTORE,

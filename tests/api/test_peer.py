@@ -190,7 +190,8 @@ def test_a_scanned_nnx_model_on_eight_devices_learns_with_a_plain_one():
 def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, capfd):
   """Each process takes a few steps and is left, as by an exception."""
   kwargs = {'total_steps': 1_000_000, 'sync': _sync(), 'opt_state': _TX.init(_params())}
-  with diloco_jax.run_syncer(_params(), total_steps=1_000_000, sync=_sync()) as server:
+  sync = _sync(start_wait_s=0.0)
+  with diloco_jax.run_syncer(_params(), total_steps=1_000_000, sync=sync) as server:
 
     def count(learner: str, workdir: str) -> int:
       """The updates in the moments with which it begins."""
@@ -289,7 +290,7 @@ def test_the_arrays_that_join_was_given_do_not_live_on():
   params = _params()
   opt_state = _TX.init(params)
   given = [weakref.ref(leaf) for leaf in jax.tree.leaves((params, opt_state))]
-  with diloco_jax.run_syncer(total_steps=120, sync=_sync()) as server:
+  with diloco_jax.run_syncer(total_steps=120, sync=_sync(start_wait_s=0.0)) as server:
     with diloco_jax.join(
       params,
       learner='l0',

@@ -1,0 +1,34 @@
+"""Shows a run in the browser: one that trains, one that has ended, or a copy of its folder.
+
+    diloco status --workdir=runs/x             # prints the address of the page
+    diloco status --workdir=runs/x --port=8080 --open
+
+The page is served on 127.0.0.1 alone, from the records in the folder, and nothing on it acts on the
+run. From another machine: ssh -L 8080:127.0.0.1:8080 HOST, then http://localhost:8080/. The same
+address with /metrics is for Prometheus, with /run.json for programs. Exit codes: 0 after Ctrl-C, 42
+there is no run in the folder, or the port is in use.
+"""
+
+import contextlib
+import webbrowser
+
+from absl import flags
+
+from diloco_jax.launch import cli
+from diloco_jax.report import serve
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_PORT = flags.DEFINE_integer('port', 0, 'On 127.0.0.1; 0: any that is free.', 0, 65535)
+_OPEN = flags.DEFINE_bool('open', False, 'Open the page in the browser.')
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  with cli.never_retry(ValueError, OSError):
+    server, url = serve.make(_WORKDIR.value, _PORT.value)
+  print(url, flush=True)
+  if _OPEN.value:
+    webbrowser.open(url)
+  with contextlib.suppress(KeyboardInterrupt):
+    server.serve_forever()
+  return 0

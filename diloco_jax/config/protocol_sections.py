@@ -1,0 +1,38 @@
+"""The sections of a config that are views of the protocol's table, in the units that users write.
+
+Type checkers cannot see what `make_dataclass` makes: protocol_sections.pyi says it to them, and
+scripts/config_stub.py writes it.
+"""
+
+import dataclasses
+from typing import Annotated, Any
+
+from diloco_jax.protocol import config as protocol_config
+
+OptionalInt = Annotated[int | None, 'an integer, or none']
+"""A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
+
+
+def settings(section: str) -> dict[str, protocol_config.Setting]:
+  """The rows of the table that a section holds, by the names of its fields."""
+  rows = {}
+  for one in protocol_config.TABLE.values():
+    where, name = one.name.split('.')
+    if where == section:
+      rows[name] = one
+  return rows
+
+
+def _section(section: str) -> type:
+  fields = [(name, _type(one), one.written(one.default)) for name, one in settings(section).items()]
+  return dataclasses.make_dataclass(f'_{section}', fields, kw_only=True, slots=True)
+
+
+def _type(one: protocol_config.Setting) -> Any:
+  if one.choices:
+    return str
+  return OptionalInt if one.default is None else int if one.unit == 1 else float
+
+
+Sync = _section('sync')
+Train = _section('train')

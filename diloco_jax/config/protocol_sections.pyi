@@ -1,0 +1,87 @@
+"""Written by scripts/config_stub.py from protocol/config.py."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from diloco_jax.protocol import config as protocol_config
+
+OptionalInt = Annotated[int | None, 'an integer, or none']
+
+def settings(section: str) -> dict[str, protocol_config.Setting]: ...
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Sync:
+  learners: int = 4
+  """M, how many learners are expected; more may join (see `shards`)"""
+  quorum: int = 1
+  """K, payloads without which nothing is merged; closing syncs, after the last inner step, need
+  none"""
+  wait_for: Literal['quorum', 'live'] = 'quorum'
+  """which learners a sync waits for. quorum: K of them, and the others for the grace window;
+  live: all that are live, and for their payloads one lease long. With live and tau = 0 no learner
+  trains on before all live ones are there, and a dead one is not waited for"""
+  period: int = 12
+  """H, inner steps between two syncs of one fragment"""
+  fragments: int = 12
+  """P, how many fragments the model is cut into"""
+  overlap: int = 3
+  """tau, how many syncs may be in flight, and the latency budget of one sync in inner steps. 0: a
+  learner waits at its step boundary for the sync (one sync in flight, and max_lag is 0)"""
+  max_lag: OptionalInt = None
+  """how many steps a learner may run ahead of the oldest sync that it has not adopted; none: it
+  never waits"""
+  ahead: int = 1
+  """how many inner steps before the time t of its sync a learner captures a fragment, so that the
+  payload is there when the sync opens; in lock-step modes it captures at t"""
+  adopt: Literal['overwrite', 'blend', 'rebase'] = 'rebase'
+  """what becomes of a learner's own steps when it adopts a version. rebase: it carries those that
+  were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it keeps
+  the share sync.alpha of its own value"""
+  max_misses: int = 2
+  """of how many versions of a fragment in a row a learner may carry its steps on although none of
+  them was merged; then it drops them, as too old"""
+  max_staleness: int = 1
+  """a payload whose anchor is more versions old than this is not merged"""
+  gamma: float = 0.9
+  """gamma, the share of the slack that the grace window may use"""
+  max_step_tokens: int = 16777216
+  """the most tokens of one inner step; a learner that reports more is refused. A task of the
+  config lowers it to the tokens of its batch"""
+  heartbeat_s: float = 2.0
+  """the longest time that a live peer sends nothing"""
+  lease_s: float = 10.0
+  """a learner that sends nothing for this long is lost. A learner whose session closes is lost at
+  once"""
+  start_wait_s: float = 20.0
+  """a new run starts once M learners have joined, or this long after the first of them"""
+  longest_redial_s: float = 10.0
+  """the longest pause of a learner before a new attempt to connect"""
+  redial_s: float = 0.2
+  """the first pause of a learner before a new attempt to connect; each is a quarter longer"""
+  checkpoint_every_syncs: int = 0
+  """after how many outer steps the syncer saves (0: only at the end)"""
+  norm_factor: int = 4
+  """the syncer refuses a pseudo-gradient whose norm is more than this many times the running
+  median norm of its fragment (0: no such limit; NaN and Inf are always refused)"""
+  norm_warmup: int = 8
+  """how many outer steps of a fragment come before its first norm limit"""
+  strikes: int = 3
+  """how many refused updates or implausible messages in a row put a learner into quarantine (0:
+  never)"""
+  say_again_s: float = 60.0
+  """after this long the syncer says a line about the same trouble again, with the number of
+  times"""
+  keep_every: int = 0
+  """every node keeps its first checkpoint of every so many inner steps of its clock, and saves
+  then (0: only the newest two are kept)"""
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Train:
+  steps: int = 300
+  """the clock at which training ends; a learner that joins late or adopts a newer version jumps
+  ahead on the clock and makes fewer inner steps itself"""
+  drain_s: float = 7.0
+  """how long a process may take to end in order after SIGTERM; then it ends anyway. A learner
+  waits half of this time, `drain_ns`, for the verdicts on its payloads"""
+  checkpoint_every_steps: int = 60
+  """after how many inner steps a learner saves (0: only at the end)"""

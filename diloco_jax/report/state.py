@@ -1,0 +1,123 @@
+"""The state of a run as JSON, which the page shows (report/page.py) and a server sends."""
+
+import bisect
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from diloco_jax.config import run_config
+from diloco_jax.report import run_facts
+
+POINTS = 400  # of a curve
+_SMOOTH_STEPS = 10  # a point of a curve is the mean loss of so many steps
+_EVENTS = 60
+_OF_RUN = 'began_s end_s progress total_steps tokens syncer'.split()
+_OF_LEARNER = 'state step tokens_per_second staleness incarnation'.split()
+
+
+def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
+  """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
+  the first fact; a number that is not finite is None."""
+  sync, wire = config.sync, run.wire
+  about = f'{config.task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
+  left_s = [
+    (run.total_steps - one.step) * one.step_s for one in run.learners.values() if one.step_s
+  ]
+  found = {name: getattr(run, name) for name in _OF_RUN} | {
+    'name': config.name,
+    'about': f'{about} {sync.codec_up}',
+    'tokens_per_second': sum(one.tokens_per_second for one in run.learners.values()),
+    'seconds_left': min(left_s, default=None) if run.progress < 1 else 0,
+    'outer_steps': len(run.merges_s),
+    'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],
+    'figures': dataclasses.asdict(run.figures) if run.figures else {},
+    'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
+    'syncer_lives': _lives(run.syncer_processes),
+    'learners': {name: _learner(run, name) for name in run.learners},
+    'merges': _merges(run),
+    'events': heapq.nlargest(_EVENTS, _events(run)),
+  }
+  return _json(found)
+
+
+def _json(value: Any) -> Any:
+  """
+  >>> _json({'loss': [1.23456789, 0.000123456, float('nan')], 'step': (3,)})
+  {'loss': [1.2346, 0.0001235, None], 'step': [3]}
+  """
+  match value:
+    case float() if math.isfinite(value):
+      return round(value, 4) if abs(value) >= 1 else float(f'{value:.4g}')
+    case float():
+      return None
+    case dict():
+      return {key: _json(item) for key, item in value.items()}
+    case list() | tuple():
+      return [_json(item) for item in value]
+  return value
+
+
+def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
+  learner = run.learners[name]
+  spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
+  return {name: getattr(learner, name) for name in _OF_LEARNER} | {
+    'loss': learner.steps[-1].loss if learner.steps else None,
+    'goodput': run.training(name),
+    'merged': len(learner.merged_s),
+    'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
+    'curve': _curve(learner),
+    'lives': _lives(learner.processes),
+    'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 0},
+  }
+
+
+def _stride(column: Sequence) -> int:
+  return max(1, -(-len(column) // POINTS))
+
+
+def _curve(learner: run_facts.Learner) -> list[list]:
+  """Columns: tokens; loss; how a process ended, at its last step. A None follows it, so that no
+  line bridges an absence."""
+  steps, points = learner.steps, []
+  starts = [process.started_s for process in learner.processes[1:]]
+  places = [bisect.bisect_left(steps, at_s, key=lambda step: step.at_s) for at_s in starts]
+  for process, begin, end in zip(learner.processes, [0, *places], [*places, len(steps)]):
+    for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
+      some = steps[max(begin, last + 1 - _SMOOTH_STEPS) : last + 1].loss
+      points.append((steps[last].tokens, sum(some) / len(some), ''))
+    if begin < end:
+      points[-1:] = [(*points[-1][:2], process.ended), (points[-1][0] + 1, None, '')]
+  return [list(column) for column in zip(*points)] or [[], [], []]
+
+
+def _merges(run: run_facts.RunFacts) -> list[list]:
+  """Columns: when; participants; learners that were connected; staleness. Of several outer steps
+  means, and the last time and the largest staleness."""
+  stride = _stride(run.merges_s)
+  mean = lambda values: sum(values) / len(values)
+  columns = (run.merges_s, max), (run.participants, mean), (run.live, mean), (run.staleness, max)
+  starts = range(0, len(run.merges_s), stride)
+  return [[how(column[at : at + stride]) for at in starts] for column, how in columns]
+
+
+def _lives(processes: list[run_facts.Process]) -> list[list]:
+  """Of each process: began, first step, end or else last fact, and how it ended ('': not known)."""
+  ends = [one.last_s if one.ended_s is None else one.ended_s for one in processes]
+  return [[p.started_s, p.first_step_s, end_s, p.ended] for p, end_s in zip(processes, ends)]
+
+
+def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
+  """(when, who, what), in no order."""
+  programs = {name: learner.processes for name, learner in run.learners.items()}
+  for name, processes in {'syncer': run.syncer_processes, **programs}.items():
+    for number, process in enumerate(processes, 1):
+      yield process.started_s, name, f'process {number} starts' if number > 1 else 'starts'
+      if process.ended_s is not None:
+        yield process.ended_s, name, process.ended
+  for name, learner in run.learners.items():
+    for at_s, incarnation in learner.joined:
+      yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
+    for at_s, reason in learner.lost:
+      yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

@@ -1,0 +1,158 @@
+"""The documentation site: `python -m sphinx -W docs runs/site`, with the extra [docs].
+
+The pages of docs/reference are made here from the code; a mark in them says where. Links to files
+of the repo that are no page lead to the repo. Diagrams are drawn where docs/_static has a
+mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
+"""
+
+import dataclasses
+import html
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+from docutils import nodes
+from docutils.parsers import rst
+
+DOCS = pathlib.Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+import diloco_jax
+from diloco_jax import __main__
+from diloco_jax.config import fields
+from diloco_jax.report import facts
+
+REPO = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Source']
+
+project = 'diloco_jax'
+author = 'The diloco_jax authors'
+copyright = author
+release = version = diloco_jax.__version__
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
+html_theme = 'sphinx_book_theme'
+html_theme_options = {'repository_url': REPO, 'use_repository_button': True}
+html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
+html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
+exclude_patterns = ['_build']
+highlight_language = 'none'
+myst_enable_extensions = ['dollarmath']
+myst_heading_anchors = 3
+myst_fence_as_directive = ['mermaid']
+nb_execution_mode = 'off'
+napoleon_custom_sections = [('Of the protocol', 'Attributes')]  # SyncConfig
+autodoc_member_order = 'bysource'
+autodoc_typehints = 'none'  # the docstrings say what the types cannot
+
+
+# --- The reference --------------------------------------------------------------------------------
+
+
+def commands() -> str:
+  """Every command with its help; the fields of the config are a page of their own."""
+  started = {
+    name: subprocess.Popen(
+      [sys.executable, '-m', 'diloco_jax', name, '--help'],
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for name in __main__.COMMANDS
+  }
+  pages = []
+  for name, process in started.items():
+    text = process.communicate()[0].split('\nFields of the config')[0].strip()
+    pages.append(f'## diloco {name}\n\n```text\n{text}\n```')
+  return '\n\n'.join(pages)
+
+
+def config() -> str:
+  """A table for each section of the config."""
+  sections: dict[str, list[str]] = {}
+  for field in fields.walk():
+    name = field.name.rpartition('.')[0]
+    cells = (f'`{field.name}`', field.type, f'`{field.default or " "}`', _cell(field.doc))
+    sections.setdefault(name, []).append('| ' + ' | '.join(cells) + ' |')
+  head = '| field | type | default | meaning |\n|---|---|---|---|\n'
+  return '\n\n'.join(
+    f'## {name or "The run"}\n\n{head}' + '\n'.join(rows) for name, rows in sections.items()
+  )
+
+
+def api() -> str:
+  """Every public name."""
+  lines = []
+  for name in diloco_jax.__all__:
+    value = getattr(diloco_jax, name)
+    kind = 'class' if inspect.isclass(value) else 'function'
+    # The docstring of a dataclass has its fields.
+    members = '' if kind == 'function' or dataclasses.is_dataclass(value) else '\n   :members:'
+    lines += [f'## {name}', '', '```{eval-rst}', f'.. auto{kind}:: diloco_jax.{name}{members}']
+    lines += ['```', '']
+  return '\n'.join(lines)
+
+
+def records() -> str:
+  """Every fact that the records may hold."""
+  rows = []
+  for name, (kind, names) in sorted(facts._KINDS.items()):
+    order = [field for field in kind.__dataclass_fields__ if field in names]
+    listed = ', '.join(f'`{field}`' for field in order)
+    rows.append(f'| `{name}` | {listed} | {_cell(inspect.getdoc(kind) or "")} |')
+  return '| name | fields | meaning |\n|---|---|---|\n' + '\n'.join(rows)
+
+
+def curves() -> str:
+  """The tags of TensorBoard, as the code writes them."""
+  found = set()
+  for path in (ROOT / 'diloco_jax').rglob('*.py'):
+    found |= set(re.findall(r"'((?:diloco|evaluation|learning|perf)/\w+)'", path.read_text()))
+  return '\n'.join(f'* `{tag}`' for tag in sorted(found))
+
+
+def _cell(text: str) -> str:
+  return ' '.join(text.split()).replace('|', '\\|').replace('*', '\\*').replace('<', '&lt;')
+
+
+GENERATED = {make.__name__: make for make in (commands, config, api, records, curves)}
+
+
+def generate(app, docname: str, source: list[str]) -> None:
+  """Puts what the code says in the place of each `<!-- generated: NAME -->`."""
+  source[0] = re.sub(r'<!-- generated: (\w+) -->', lambda m: GENERATED[m[1]](), source[0])
+
+
+# --- Links and diagrams ---------------------------------------------------------------------------
+
+
+def to_the_repo(app, docname: str, source: list[str]) -> None:
+  """Links to files of the repo that are no page of the site become links to the repo."""
+
+  def link(match: re.Match) -> str:
+    target = (DOCS / docname).parent / match[1]
+    if match[1].endswith('.md') and target.resolve().is_relative_to(DOCS) or not target.exists():
+      return match[0]
+    if target.resolve().is_relative_to(DOCS):
+      return match[0]
+    return f']({REPO}/blob/main/{target.resolve().relative_to(ROOT)}{match[2]})'
+
+  source[0] = re.sub(r'\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)', link, source[0])
+
+
+class Mermaid(rst.Directive):
+  """A diagram: text that mermaid.js draws."""
+
+  has_content = True
+
+  def run(self) -> list[nodes.Node]:
+    text = html.escape('\n'.join(self.content))
+    return [nodes.raw('', f'<pre class="mermaid">{text}</pre>', format='html')]
+
+
+def setup(app) -> None:
+  app.add_directive('mermaid', Mermaid)
+  app.connect('source-read', generate)
+  app.connect('source-read', to_the_repo)
