@@ -103,10 +103,12 @@ class Run:
 
   def plot(self) -> figure_lib.Figure:
     """The picture of the report: losses against tokens, processes against time."""
-    from matplotlib import pyplot  # noqa: F401  # with it a kernel can show a figure
-
     from diloco_jax.report import picture
 
+    if in_kernel():  # which shows figures once it has loaded its backend
+      from matplotlib import pyplot
+
+      pyplot.switch_backend(pyplot.get_backend())
     found = folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S)
     return picture.figure(found.run, found.config.name)
 
