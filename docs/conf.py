@@ -1,8 +1,8 @@
 """The documentation site: `python -m sphinx -W docs runs/site`, with the extra [docs].
 
 The pages of docs/reference are made here from the code; a mark in them says where. Links to files
-of the repo that are no page lead to the repo. Diagrams are drawn where docs/_static has a
-mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
+of the repo that are no page lead to the repo, once it has an address. Diagrams are drawn where
+docs/_static has a mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from diloco_jax import __main__
 from diloco_jax.config import fields
 from diloco_jax.report import facts
 
-REPO = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Source']
+PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+REPO = PROJECT['urls'].get('Source', '')
 
 project = 'diloco_jax'
 author = 'The diloco_jax authors'
@@ -34,7 +35,7 @@ copyright = author
 release = version = diloco_jax.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'sphinx_book_theme'
-html_theme_options = {'repository_url': REPO, 'use_repository_button': True}
+html_theme_options = {'repository_url': REPO, 'use_repository_button': bool(REPO)}
 html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
 html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
 exclude_patterns = ['_build']
@@ -129,17 +130,21 @@ def generate(app, docname: str, source: list[str]) -> None:
 
 
 def to_the_repo(app, docname: str, source: list[str]) -> None:
-  """Links to files of the repo that are no page of the site become links to the repo."""
+  """Links to files of the repo that are no page of the site become links to the repo, or the names
+  of the files."""
 
   def link(match: re.Match) -> str:
-    target = (DOCS / docname).parent / match[1]
-    if match[1].endswith('.md') and target.resolve().is_relative_to(DOCS) or not target.exists():
+    target = (DOCS / docname).parent / match[2]
+    if match[2].endswith('.md') and target.resolve().is_relative_to(DOCS) or not target.exists():
       return match[0]
     if target.resolve().is_relative_to(DOCS):
       return match[0]
-    return f']({REPO}/blob/main/{target.resolve().relative_to(ROOT)}{match[2]})'
+    path = target.resolve().relative_to(ROOT)
+    if not REPO:
+      return f'{match[1]} (`{path}`)'
+    return f'[{match[1]}]({REPO}/blob/main/{path}{match[3] or ""})'
 
-  source[0] = re.sub(r'\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)', link, source[0])
+  source[0] = re.sub(r'\[([^\[\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)', link, source[0])
 
 
 class Mermaid(rst.Directive):
