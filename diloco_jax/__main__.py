@@ -16,16 +16,18 @@ COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
+  'status': 'show a run in the browser, while it trains and afterwards',
+  'report': 'print and draw what happened in a run, or in several',
+  'sample': 'print text of a trained model',
   'simulate': 'run the state machines in a simulated world with drawn faults',
   'chaos': 'carry out a plan of faults on real processes and check their tapes',
-  'status': 'show a run in the browser, while it trains and afterwards',
-  'restore': 'bring a run back to a kept checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
-  'sample': 'print text of a trained model',
-  'certs': 'make and check the certificates of a run on several machines',
   'aot': 'compile a config for a TPU slice on a machine without TPUs',
+  'restore': 'bring a run back to a kept checkpoint',
+  'certs': 'make and check the certificates of a run on several machines',
   'doctor': 'say what this machine has, and what would not work on it',
 }
+_FIRST = {'train': 'run', 'status': 'look', 'simulate': 'prove', 'restore': 'keep'}  # of each group
 _OF_VERIFICATION = ('simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')
@@ -53,12 +55,13 @@ def module(name: str) -> str:
 
 
 def usage() -> str:
-  """The commands, one line each."""
+  """The commands in their groups, one line each."""
   width = max(map(len, COMMANDS))
-  lines = [f'  {name:{width}}  {text}' for name, text in COMMANDS.items()]
-  return '\n'.join(
-    ['usage: diloco COMMAND [--flag=value ...]', '', *lines, '', 'diloco COMMAND --help: its flags']
-  )
+  lines = ['usage: diloco COMMAND [--flag=value ...]']
+  for name, text in COMMANDS.items():
+    lines += ['', _FIRST[name]] if name in _FIRST else []
+    lines.append(f'  {name:{width}}  {text}')
+  return '\n'.join([*lines, '', 'diloco COMMAND --help: its flags'])
 
 
 def _unknown(name: str) -> str:

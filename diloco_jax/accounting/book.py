@@ -2,7 +2,7 @@
 
 | category | what the learner does | name in ml-goodput-measurement 0.2.3 |
 |---|---|---|
-| goodput | inner steps at the ideal pace that were merged, without data_wait | productive time |
+| merged_progress | merged inner steps at the ideal pace, without data_wait | productive time |
 | wasted_progress | other inner steps, a killed process's last | WASTED_PROGRESS_FROM_DISRUPTION |
 | slow_step | inner steps: what they take above the ideal pace | - |
 | data_wait | waits for a batch | DATA_LOADING_SYNC |
@@ -35,13 +35,13 @@ from typing import Any
 from diloco_jax.accounting import step_times
 from diloco_jax.protocol import facts
 
-GOODPUT, WASTED, SLOW = 'goodput', 'wasted_progress', 'slow_step'
+MERGED, WASTED, SLOW = 'merged_progress', 'wasted_progress', 'slow_step'
 DATA, COMM, SAVE = 'data_wait', 'comm_exposed', 'checkpoint_save_blocking'
 QUORUM, STRAGGLER, SYNCER_DOWN = 'wait_quorum', 'wait_straggler', 'syncer_down'
 INIT, PREP, COMPILE, RESTORE = 'init', 'prep', 'startup_compile', 'checkpoint_restore'
 DOWN, AFTER_END, OTHER = 'infra_recovery', 'after_end', 'other'
 CATEGORIES = (
-  GOODPUT,
+  MERGED,
   WASTED,
   SLOW,
   DATA,
@@ -318,7 +318,7 @@ class Book:
     steps_ns = learner.times.total_ns - spent[DATA]
     ideal_ns = min(steps_ns, max(0.0, learner.ideal_ns - spent[DATA]))
     merged_ns = ideal_ns * min(1.0, self._merged(name) * _inverse(learner.tokens))
-    spent[GOODPUT] += merged_ns
+    spent[MERGED] += merged_ns
     spent[WASTED] += ideal_ns - merged_ns
     spent[SLOW] += steps_ns - ideal_ns
     return {category: float(spent[category]) for category in CATEGORIES}

@@ -5,18 +5,19 @@ import io
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import figure as figure_lib
+from matplotlib import pyplot
 from rich import console as console_lib
 
 from diloco_jax.api import load_params
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, run_facts, state, summary
+from diloco_jax.report import live, page, picture, run_facts, state, summary
 from diloco_jax.report import records as records_lib
 
 _WIDTH = 100  # of the table, in characters
@@ -30,11 +31,13 @@ class Curve(NamedTuple):
   Attributes:
     clock: of the learner; of an evaluation that of the global model.
     tokens: trained by all learners until then.
-    loss: in nats for each token.
+    seconds: from the first fact of the run until then.
+    loss: as the task gives it; of a decoder in nats for each token.
   """
 
   clock: np.ndarray
   tokens: np.ndarray
+  seconds: np.ndarray
   loss: np.ndarray
 
 
@@ -86,31 +89,43 @@ class Run:
     """Losses, tokens, learners, kills, goodput and bytes: what `diloco report` writes as
     summary.json."""
     found = self._read()
-    return summary.summarize(found.config, found.run, found.statuses, found.wall_seconds)
+    return summary.summarize(found, found.statuses)
 
   @property
   def evaluations(self) -> Curve:
     """The held-out loss of the global model, or of the learner that trains alone."""
-    run = self._read().run
+    run, found = self._read().run, self._read().run.evaluations
     return _curve(
-      (one.step, tokens, one.loss) for one, tokens in zip(run.evaluations, run.evaluated_tokens)
+      [one.step for one in found],
+      run.evaluated_tokens,
+      run.evaluated_s,
+      [one.loss for one in found],
     )
 
   def losses(self, learner: str) -> Curve:
     """The training loss of a learner ('l0', ...), one point for each inner step. Raises KeyError:
     the run has no such learner."""
-    return _curve((s.step, s.tokens, s.loss) for s in self._read().run.learners[learner].steps)
+    steps = list(self._read().run.learners[learner].steps)
+    return _curve(*([getattr(s, what) for s in steps] for what in 'step tokens at_s loss'.split()))
 
-  def plot(self) -> figure_lib.Figure:
-    """The picture of the report: losses against tokens, processes against time."""
-    from diloco_jax.report import picture
-
+  def plot(self, *others: 'Run') -> figure_lib.Figure:
+    """The picture of the report: losses against tokens, processes against time. With `others` the
+    losses of all these runs, against tokens and against time."""
     if in_kernel():  # which shows figures once it has loaded its backend
-      from matplotlib import pyplot
-
       pyplot.switch_backend(pyplot.get_backend())
-    found = folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S)
-    return picture.figure(found.run, found.config.name)
+    if others:
+      return picture.draw_beside({one.workdir.name: one._read() for one in (self, *others)})
+    return picture.draw(folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S))
+
+  def watch(self, until: Callable[[], bool]) -> None:
+    """Draws the table of `diloco train` under the cell of a notebook until `until()` is true."""
+    found = self._read()
+    alone = found.run.syncer is None and any(one.steps for one in found.run.learners.values())
+    display = Display(self.workdir, found.config, alone)
+    while not until():
+      display.draw()
+      time.sleep(REDRAW_S)
+    display.draw()
 
 
 def open_run(workdir: str | pathlib.Path) -> Run:
@@ -122,9 +137,12 @@ def open_run(workdir: str | pathlib.Path) -> Run:
   return Run(workdir, {})
 
 
-def _curve(points: Iterable[tuple[int, int, float]]) -> Curve:
-  clock, tokens, loss = zip(*points) or ((), (), ())
-  return Curve(np.array(clock, int), np.array(tokens, int), np.array(loss, float))
+def _curve(
+  clock: Sequence[int], tokens: Sequence[int], seconds: Sequence[float], loss: Sequence[float]
+) -> Curve:
+  return Curve(
+    np.array(clock, int), np.array(tokens, int), np.array(seconds, float), np.array(loss, float)
+  )
 
 
 class Display:

@@ -6,8 +6,8 @@
     diloco train --controller=single              # all in one process
     diloco train --status                         # and a page in the browser, as diloco status
 
-Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
-timeline.png, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
+Every process gets the same --config and overrides. At the end WORKDIR/report holds what `diloco
+report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
 """
 
 import functools

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -167,7 +168,7 @@ def run(
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
   summary = summary_lib.write(workdir, outcome.statuses or None, not outcome.interrupted)
-  print(summary_lib.text(summary, workdir))
+  print('\n' + summary_lib.text(summary, workdir, shutil.get_terminal_size().columns), end='')
   if outcome.code:
     given = {'--syncer=none': alone, '--controller=single': single is not None}
     words = [word for word, is_given in given.items() if is_given] + cli.file_flags()

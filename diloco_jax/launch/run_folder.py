@@ -10,7 +10,7 @@ WORKDIR/syncer/, islands/  checkpoints
 WORKDIR/model/             the trained model, for Orbax (storage/arrays.py)
 WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
 WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
-WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
+WORKDIR/report/            text, figures, page, pictures (report/summary.py)
 """
 
 import contextlib

@@ -31,6 +31,13 @@ class Read:
     """From the first fact to the last one."""
     return self.run.end_s
 
+  @property
+  def loss_unit(self) -> str:
+    """'' if only the user knows it."""
+    if self.config.task != run_config.DECODER:
+      return ''
+    return 'nats per token' if getattr(self.config.data, 'tokenizer', '') else 'nats per byte'
+
 
 def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   """Reads the run in a folder. `how`: arguments of RunFacts, beyond those of the config.
@@ -74,3 +81,14 @@ def _status(learner: run_facts.Learner, total_steps: int) -> run_facts.Status:
     if state == 'trained' or learner.step >= total_steps or left or ended:
       state = 'done'
   return run_facts.Status(state, len(learner.processes), learner.said)
+
+
+def duration(seconds: float) -> str:
+  """Seconds for people.
+
+  >>> duration(90), duration(1_830), duration(40_000)
+  ('90 s', '30 min', '11 h')
+  """
+  if seconds < 600:
+    return f'{seconds:.0f} s'
+  return f'{seconds / 60:.0f} min' if seconds < 7200 else f'{seconds / 3600:.0f} h'

@@ -1,38 +1,144 @@
-"""The picture of a run: loss against tokens, and below it the processes against time.
+"""The pictures of a run: loss against tokens, and below it the processes against time; where the
+time went; the losses of several runs.
 
 The colours are Okabe and Ito's, distinct for every kind of colour vision. The global model is black
 and thick; every learner has one colour in both halves.
 """
 
-import pathlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping
 
 from matplotlib import axes as axes_lib
 from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
 
-from diloco_jax.report import run_facts
+from diloco_jax.accounting import book
+from diloco_jax.report import folder, run_facts
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
 _SYNCER = '#444444'
 _SMOOTHING_STEPS = 10
+DPI = 140  # of the files
+_COUNT = ticker.EngFormatter(sep='', places=1)
+_DEATHS = ('killed', 'failed')
+_TOKENS, _SECONDS = 'tokens trained by all learners', 'seconds since the start'
+_STARTS, _SYNCS, _LOST = '#56B4E9', '#E69F00', '#D55E00'  # one colour for each kind of category
+_CATEGORY = {  # colour, hatch
+  book.MERGED: ('#009E73', ''),
+  book.WASTED: (_LOST, ''),
+  book.SLOW: ('#009E73', '....'),
+  book.DATA: ('#F0E442', ''),
+  book.COMM: (_SYNCS, ''),
+  book.SAVE: ('#CC79A7', ''),
+  book.QUORUM: (_SYNCS, '////'),
+  book.STRAGGLER: (_SYNCS, '....'),
+  book.SYNCER_DOWN: (_LOST, '....'),
+  book.INIT: (_STARTS, ''),
+  book.PREP: (_STARTS, '////'),
+  book.COMPILE: (_STARTS, '....'),
+  book.RESTORE: (_STARTS, 'xxxx'),
+  book.DOWN: (_LOST, '////'),
+  book.AFTER_END: ('#DDDDDD', ''),
+  book.OTHER: ('#999999', ''),
+}
 
 
-def draw(run: run_facts.RunFacts, path: pathlib.Path, title: str) -> None:
-  """Writes the picture as PNG."""
-  figure(run, title).savefig(path, dpi=140)
-
-
-def figure(run: run_facts.RunFacts, title: str) -> figure_lib.Figure:
-  """Draws the picture."""
+def draw(found: folder.Read) -> figure_lib.Figure:
+  """Draws the picture of a run."""
+  run = found.run
   learners = [name for name, learner in run.learners.items() if learner.processes]
   rows = len(learners) + bool(run.syncer_processes)
-  drawn = figure_lib.Figure(figsize=(10, 5.2 + 0.42 * rows), layout='constrained')
-  top, bottom = drawn.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
+  figure = figure_lib.Figure(figsize=(10, 5.2 + 0.42 * rows), layout='constrained')
+  top, bottom = figure.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(learners)}
   _draw_loss(top, run, colours)
+  top.set_ylabel(_loss(found))
+  top.set_title(_title(found), loc='left', fontsize=10)
   _draw_processes(bottom, run, colours)
-  top.set_title(title, loc='left', fontsize=11)
-  return drawn
+  return figure
+
+
+def draw_time(shares: Mapping[str, Mapping[str, float]], title: str) -> figure_lib.Figure:
+  """Draws where the time of each learner went. `shares`: of each learner, by category, which add up
+  to 1."""
+  figure = figure_lib.Figure(figsize=(10, 1.8 + 0.42 * len(shares)), layout='constrained')
+  axes = figure.subplots()
+  edges = dict.fromkeys(shares, 0.0)
+  for category in book.CATEGORIES:
+    widths = [100 * found.get(category, 0.0) for found in shares.values()]
+    if max(widths) >= 0.1:
+      colour, hatch = _CATEGORY[category]
+      bars = axes.barh(
+        list(shares),
+        widths,
+        left=list(edges.values()),
+        height=0.62,
+        label=category,
+        color=colour,
+        hatch=hatch,
+        edgecolor='white',
+        linewidth=0.3,
+      )
+      axes.bar_label(
+        bars, [f'{width:.0f}' if width >= 4 else '' for width in widths], label_type='center'
+      )
+      edges = {name: edge + width for (name, edge), width in zip(edges.items(), widths)}
+  axes.invert_yaxis()
+  axes.set_xlim(0, 100)
+  axes.set_xlabel("% of the learner's wall time")
+  axes.set_title(title, loc='left', fontsize=10)
+  figure.legend(loc='outside lower center', ncols=5, frameon=False, fontsize=8)
+  _open(axes)
+  return figure
+
+
+def draw_beside(runs: Mapping[str, folder.Read]) -> figure_lib.Figure:
+  """Draws the held-out losses of several runs: over the tokens, and over the time. Of a run without
+  evaluations these are the training losses."""
+  figure = figure_lib.Figure(figsize=(12, 4.8), layout='constrained')
+  both = figure.subplots(1, 2, sharey=True)
+  for index, (name, found) in enumerate(runs.items()):
+    run, colour = found.run, _COLOURS[index % len(_COLOURS)]
+    for learner in run.learners.values():
+      for _, steps in _of_processes(learner):
+        losses = smooth([step.loss for step in steps])
+        for axes, x in zip(both, ([s.tokens for s in steps], [s.at_s for s in steps])):
+          axes.plot(x, losses, color=colour, linewidth=0.8, alpha=0.35)
+    label = f'{name}: held-out' if run.evaluations else f'{name}: training loss'
+    values = [one.loss for one in run.evaluations]
+    for axes, x in zip(both, (run.evaluated_tokens, run.evaluated_s)):
+      axes.plot(x, values, color=colour, linewidth=2.2, marker='o', markersize=4, label=label)
+  for axes, what in zip(both, (_TOKENS, _SECONDS)):
+    axes.set_xlabel(what)
+    axes.margins(x=0.01)
+    _open(axes)
+  _log(both[0])
+  both[0].xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
+  both[0].set_ylabel(_loss(next(iter(runs.values()))))
+  both[1].legend(frameon=False, fontsize=9)
+  return figure
+
+
+def _loss(found: folder.Read) -> str:
+  return f'loss, {found.loss_unit} (log)' if found.loss_unit else 'loss (log)'
+
+
+def _title(found: folder.Read) -> str:
+  """Which run it is, of what size, and how its fragments are exchanged."""
+  run, config = found.run, found.config
+  words = [config.name]
+  if run.began_s is not None:
+    words.append(time.strftime('%Y-%m-%d %H:%M', time.localtime(run.began_s)))
+  if costs := [one.cost for one in run.learners.values() if one.cost]:
+    words.append(f'{_COUNT(costs[0].parameters)} parameters')
+  if run.syncer is not None:
+    sync = config.sync
+    words.append(
+      f'M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments} tau={sync.overlap}'
+    )
+    words.append(f'{sync.codec_up} up, {sync.codec_down} down')
+  return ', '.join(words)
 
 
 def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
@@ -48,9 +154,22 @@ def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
 
 def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
   for name in colours:
-    for tokens, losses in _process_curves(run.learners[name]):
+    for process, steps in _of_processes(run.learners[name]):
+      tokens, losses = [step.tokens for step in steps], [step.loss for step in steps]
+      shown = smooth(losses)
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
-      axes.plot(tokens, smooth(losses), color=colours[name], linewidth=1.2, label=name)
+      axes.plot(tokens, shown, color=colours[name], linewidth=1.2)
+      if process.ended in _DEATHS:
+        _mark_death(axes, tokens[-1], shown[-1])
+        axes.annotate(
+          f'{name} {process.ended}',
+          (tokens[-1], shown[-1]),
+          xytext=(0, -16),
+          textcoords='offset points',
+          ha='center',
+          fontsize=8,
+          bbox={'facecolor': 'white', 'alpha': 0.7, 'linewidth': 0, 'pad': 1},
+        )
   if run.evaluations:
     axes.plot(
       run.evaluated_tokens,
@@ -59,7 +178,6 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
       linewidth=2.2,
       marker='o',
       markersize=4,
-      label='held-out',
     )
   handles = [
     lines.Line2D([], [], color=colour, label=f'learner {name}, training loss')
@@ -79,21 +197,34 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
       )
     )
   axes.legend(handles=handles, frameon=False, fontsize=9)
-  axes.set_xlabel('tokens trained by all learners')
-  axes.set_ylabel('loss')
+  axes.set_xlabel(_TOKENS)
   axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
   axes.margins(x=0.01)
+  _log(axes)
   _open(axes)
 
 
-def _process_curves(learner: run_facts.Learner):
-  """Yields (tokens, losses) of each process that stepped, so that no line bridges an absence."""
-  starts = [process.started_s for process in learner.processes[1:]] + [float('inf')]
+def _log(axes: axes_lib.Axes) -> None:
+  """A logarithmic axis of losses, unless one is not above 0; with ticks that people can read."""
+  losses = [value for line in axes.get_lines() for value in line.get_ydata()]
+  if not losses or min(losses) <= 0:
+    return
+  axes.set_yscale('log')
+  if max(losses) < 20 * min(losses):
+    axes.yaxis.set_major_locator(ticker.MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
+  axes.yaxis.set_major_formatter('{x:g}')
+  axes.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _of_processes(
+  learner: run_facts.Learner,
+) -> Iterator[tuple[run_facts.Process, list[run_facts.Step]]]:
+  """Each process that stepped, and its steps, so that no line bridges an absence."""
   begin_s = float('-inf')
-  for end_s in starts:
-    part = [step for step in learner.steps if begin_s <= step.at_s < end_s]
-    if part:
-      yield [step.tokens for step in part], [step.loss for step in part]
+  for process, following in itertools.zip_longest(learner.processes, learner.processes[1:]):
+    end_s = following.started_s if following else float('inf')
+    if steps := [step for step in learner.steps if begin_s <= step.at_s < end_s]:
+      yield process, steps
     begin_s = end_s
 
 
@@ -112,7 +243,7 @@ def _draw_processes(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[
   axes.set_yticks(range(len(names)), names)
   axes.set_ylim(len(names) - 0.4, -0.6)
   axes.set_xlim(0, run.end_s * 1.01)
-  axes.set_xlabel('seconds since the start' + (', with shorter pauses' if run.pauses else ''))
+  axes.set_xlabel(_SECONDS + (', with shorter pauses' if run.pauses else ''))
   axes.legend(
     handles=_process_legend(),
     frameon=False,
@@ -146,32 +277,25 @@ def _draw_process(
     linewidth=0,
   )
   axes.barh(row, over_s - ready_s, left=ready_s, height=0.4, color=colour, linewidth=0)
-  if process.ended in ('killed', 'failed'):
-    axes.plot(over_s, row, marker='X', color='black', markersize=10, zorder=4, clip_on=False)
+  if process.ended in _DEATHS:
+    _mark_death(axes, over_s, row)
   if not first and process.first_step_s is not None:
     axes.plot(ready_s, row, marker='>', color='black', markersize=9, zorder=4, clip_on=False)
+
+
+def _mark_death(axes: axes_lib.Axes, x: float, y: float) -> None:
+  axes.plot(x, y, marker='X', color='black', markersize=10, zorder=4, clip_on=False)
 
 
 def _draw_pause(axes: axes_lib.Axes, at_s: float, pause_s: float) -> None:
   axes.axvline(at_s, color='black', linewidth=0.8, linestyle=':')
   axes.annotate(
-    f' {_duration(pause_s)} pause',
+    f' {folder.duration(pause_s)} pause',
     (at_s, 0),
     xycoords=('data', 'axes fraction'),
     fontsize=8,
     va='bottom',
   )
-
-
-def _duration(seconds: float) -> str:
-  """Seconds for people.
-
-  >>> _duration(90), _duration(1_830), _duration(40_000)
-  ('90 s', '30 min', '11 h')
-  """
-  if seconds < 120:
-    return f'{seconds:.0f} s'
-  return f'{seconds / 60:.0f} min' if seconds < 7200 else f'{seconds / 3600:.0f} h'
 
 
 def _process_legend() -> list:

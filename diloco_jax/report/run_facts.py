@@ -202,7 +202,8 @@ class RunFacts:
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
       versions since its oldest anchor.
-    evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then, ascending.
+    evaluations: of the held-out loss; evaluated_s: when; evaluated_tokens: the tokens trained by
+      then, ascending.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
@@ -234,6 +235,7 @@ class RunFacts:
       array.array('q') for _ in range(4)
     )
     self.evaluations: list[facts.Eval] = []
+    self.evaluated_s: list[float] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
@@ -318,11 +320,17 @@ class RunFacts:
     book(self.book, process, round(at_s * 1e9), fact)
     if process in self.learners:
       self._of_learner(self.learners[process], at_s, fact)
-    if processes := self._processes(process):
+    processes = self._processes(process)
+    if isinstance(fact, facts.Startup):
+      newest = processes[-1] if processes else None
+      stepped = newest and newest.first_step_s is not None and fact.phase != 'compiled'
+      if newest is None or newest.ended_s is not None or stepped:
+        self._begin(processes, at_s)  # no supervisor has told of it
+    if processes:
       processes[-1].last_s = at_s
     match fact:
       case facts.Eval():
-        self._evaluated(fact)
+        self._evaluated(at_s, fact)
       case facts.Recovered(sync=sync):  # after a restore the clocks go back
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
@@ -344,14 +352,16 @@ class RunFacts:
           ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, 'stopped' if stopped else ended)
 
-  def _evaluated(self, fact: facts.Eval) -> None:
+  def _evaluated(self, at_s: float, fact: facts.Eval) -> None:
     clocks, _ = self._reached
     ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
     tokens = self.tokens if ended else self.tokens_at(fact.step)
     if self.evaluated_tokens and tokens <= self.evaluated_tokens[-1]:  # the same steps, once more
       self.evaluations.pop()
+      self.evaluated_s.pop()
       tokens = max(tokens, self.evaluated_tokens.pop())
     self.evaluations.append(fact)
+    self.evaluated_s.append(at_s)
     self.evaluated_tokens.append(tokens)
 
   def _processes(self, name: str) -> list[Process]:

@@ -1,4 +1,4 @@
-"""The report of an ended run: WORKDIR/report/summary.json, timeline.png, and a text for people.
+"""The report of a run, in WORKDIR/report: report.txt for people, summary.json, pictures.
 
 All of it comes from the records. The ledger counts *fragment-tokens* (a token trains every fragment
 and each fragment is merged separately; protocol/syncer/ledger.py); the report divides them by the
@@ -7,19 +7,24 @@ number of fragments and rounds so that the sums still add up.
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import pathlib
+import re
 import shlex
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
-from diloco_jax.report import facts, live, run_facts
+from diloco_jax.report import facts, live, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
+from diloco_jax.report import state as state_lib
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
@@ -34,8 +39,11 @@ _REASONS = {
   'unsettled': 'not settled before the records ended',
 }
 
-REPORT, SUMMARY, TIMELINE = 'report', 'summary.json', 'timeline.png'
+REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
+TIMELINE, TIME, PAGE = 'timeline.png', 'time.png', 'index.html'
+COLUMNS = 80
 KILL_WINDOW_S = 10
+LAST_STEPS = 10  # whose training loss is told
 LONGEST_PAUSE_S = 30.0  # a longer one is cut to this in the picture
 
 
@@ -43,36 +51,50 @@ def write(
   workdir: pathlib.Path,
   statuses: Mapping[str, run_facts.Status] | None = None,
   plot: bool = True,
+  out: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-  """Writes the report of the run in a folder and returns the summary. `statuses`: None: those in
-  the records. A full disk costs the report, not the run: an error line names each file that is
-  missing. Raises ValueError: there is no run in the folder."""
+  """Writes the report of the run in a folder and returns the summary. A full disk costs the report,
+  not the run: an error line names each file that is missing.
+
+  Args:
+    statuses: None: those in the records.
+    out: where the files are written; None: WORKDIR/report.
+
+  Raises:
+    ValueError: there is no run in the folder.
+  """
   found = folder_lib.read(workdir)
-  config, run = found.config, found.run
-  summary = summarize(
-    config, run, found.statuses if statuses is None else statuses, found.wall_seconds
-  )
-  folder = workdir / REPORT
-  text = json.dumps(summary, indent=2) + '\n'
-  if why := _write(folder / SUMMARY, lambda path: path.write_text(text)):
+  summary = summarize(found, found.statuses if statuses is None else statuses)
+  folder = out or workdir / REPORT
+  if why := write_file(folder / SUMMARY, json.dumps(summary, indent=2) + '\n'):
     summary['disk'] = why
-  if plot and any(learner.steps for learner in run.learners.values()):
+  write_file(folder / PAGE, page.inline([state_lib.state(found.run, found.config)]))
+  pictures = {}
+  if plot and any(learner.steps for learner in found.run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-    shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S).run
-    _write(folder / TIMELINE, lambda path: picture.draw(shown, path, title=f'{config.name}'))
-  else:
-    with contextlib.suppress(OSError):
-      (folder / TIMELINE).unlink()  # of the run before it continued
+    shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S)
+    pictures[TIMELINE] = picture.draw(shown)
+    if summary['goodput']:
+      rows = {name: row['shares'] for name, row in summary['goodput']['learners'].items()}
+      title = f'{found.config.name}: where the time went'
+      pictures[TIME] = picture.draw_time(rows, title)
+  for name in (TIMELINE, TIME):
+    if name in pictures:
+      write_file(folder / name, lambda path: pictures[name].savefig(path, dpi=picture.DPI))
+    else:
+      with contextlib.suppress(OSError):
+        (folder / name).unlink()  # of the run before it continued
+  write_file(folder / TEXT, text(summary, workdir, out=folder))
   return summary
 
 
-def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> str:
-  """Replaces a file; returns why it could not be written."""
+def write_file(path: pathlib.Path, what: str | Callable[[pathlib.Path], object]) -> str:
+  """Replaces a file by a text, or by what a function writes; returns why it was not possible."""
   new = path.with_stem(f'{path.stem}.new')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(new)
+    new.write_text(what) if isinstance(what, str) else what(new)
     new.replace(path)
     return ''
   except OSError as error:
@@ -83,13 +105,9 @@ def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> str:
     return error.strerror or str(error)
 
 
-def summarize(
-  config: run_config.Config,
-  run: run_facts.RunFacts,
-  statuses: Mapping[str, run_facts.Status],
-  wall_seconds: float,
-) -> dict[str, Any]:
+def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded)."""
+  config, run = found.config, found.run
   ledger, evaluations = run.ledger, run.evaluations
   tokens = _tokens(run)
   between = [n for learner in run.learners.values() for n in learner.steps_between]
@@ -98,8 +116,14 @@ def summarize(
     'task': config.task,
     'learners_expected': config.sync.learners,
     'steps': config.train.steps,
+    'clock': max((learner.step for learner in run.learners.values()), default=0),
+    'loss_unit': found.loss_unit,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
+    'evaluations': [
+      {'step': one.step, 'tokens': tokens, 'seconds': round(at_s, 3), 'loss': one.loss}
+      for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
+    ],
     'tokens_trained': tokens['trained'],
     'tokens_merged': tokens['merged'],
     'tokens_discarded': tokens['discarded'],
@@ -122,7 +146,7 @@ def summarize(
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
-    'wall_seconds': round(wall_seconds, 3),
+    'wall_seconds': round(found.wall_seconds, 3),
   }
 
 
@@ -141,11 +165,14 @@ def _learner(
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
   status = statuses.get(name, run_facts.Status(state='done'))
+  losses = [step.loss for step in itertools.islice(reversed(learner.steps), LAST_STEPS)]
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
     'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
+    'tokens_per_step': learner.tokens_per_step,
+    'loss': statistics.fmean(losses) if losses else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
@@ -218,38 +245,94 @@ def _median(values: list[float]) -> float | None:
   return round(statistics.median(values), 4) if values else None
 
 
-def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
-  """The summary for people."""
-  lines = [
-    '',
-    f'{summary["name"]}: {summary["wall_seconds"]:.0f} s',
-    *_disk_lines(summary, workdir),
-  ]
-  lines += _loss_lines(summary)
-  lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
+def text(
+  summary: Mapping[str, Any],
+  workdir: pathlib.Path,
+  width: int = COLUMNS,
+  out: pathlib.Path | None = None,
+) -> str:
+  """The summary for people, in lines of at most `width` columns, but for words that are longer. The
+  headline comes first and last, as a terminal shows the end."""
+  lines = [*_disk_lines(summary, workdir), *_headline(summary), '', *_learner_lines(summary)]
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
   if summary['goodput']:
-    lines += ['', *goodput_lines(summary['goodput'])]
-  return '\n'.join([*lines, '', *_place_lines(summary, workdir)])
+    lines += ['', *goodput_lines(summary['goodput'], width)]
+  lines += [
+    '',
+    *_place_lines(summary, workdir, out or workdir / REPORT),
+    '',
+    *_headline(summary),
+    *_kill_lines(summary),
+  ]
+  return '\n'.join(itertools.chain.from_iterable(_wrap(line, width) for line in lines)) + '\n'
 
 
-def _place_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
+def _wrap(line: str, width: int) -> list[str]:
+  """
+  >>> _wrap('model        a folder of arrays', 22)
+  ['model        a folder', '             of arrays']
+  """
+  label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
+  indent = ' ' * min(label.end(), width // 3)
+  return textwrap.wrap(
+    line,
+    width,
+    subsequent_indent=indent,
+    break_long_words=False,
+    break_on_hyphens=False,
+    drop_whitespace=True,
+  ) or ['']
+
+
+def _headline(summary: Mapping[str, Any]) -> list[str]:
+  time = folder_lib.duration(summary['wall_seconds'])
+  lines = [f'{summary["name"]}: {time}, {summary["tokens_trained"]:,} tokens']
+  if summary['outer_steps']:
+    lines[0] += f' in {summary["outer_steps"]} outer steps'
+  rows = {name: row for name, row in summary['learners'].items() if row['steps']}
+  if summary['eval_loss_start'] is not None:
+    unit = summary['loss_unit'] and f'{summary["loss_unit"]}, '
+    lines.append(
+      f'held-out loss  {summary["eval_loss_start"]:.3f} before, {summary["eval_loss_end"]:.3f} '
+      f'after ({unit}on unseen data)'
+    )
+  else:
+    lines.append('held-out loss  was not measured')
+    losses = [f'{name} {row["loss"]:.3f}' for name, row in rows.items() if row['loss'] is not None]
+    lines += [f'training loss  {", ".join(losses)}: mean of the last {LAST_STEPS} steps'] * any(
+      losses
+    )
+  if not any(row['status'] == 'done' for row in summary['learners'].values()):
+    lines.append(f'not ended      at clock {summary["clock"]} of {summary["steps"]}')
+  return lines
+
+
+def _place_lines(
+  summary: Mapping[str, Any], workdir: pathlib.Path, report: pathlib.Path
+) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
-  report = workdir / REPORT
-  files = [name for name in (TIMELINE, SUMMARY) if (report / name).is_file()]
-  folders = [str(path) for path in (workdir / 'islands', workdir / 'syncer') if path.is_dir()]
-  lines = [f'report       {report} ({", ".join(files)})'] if files else []
+  place = _short(workdir)
+  files = [name for name in (TEXT, SUMMARY, TIMELINE, TIME, PAGE) if (report / name).is_file()]
+  folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
+  lines = [f'report       {_short(report)}: {", ".join(files)}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
-    model = workdir / 'model'
-    place = f'{model} (orbax.checkpoint.v1.load), ' if model.is_dir() else ''
-    lines.append(f'model        {place}diloco_jax.load_params({str(workdir)!r})')
+    lines.append(f'model        diloco_jax.load_params({place!r})')
+    if (workdir / 'model').is_dir():
+      lines.append(f'             orbax.checkpoint.v1.load({place + "/model"!r})')
     if summary['task'] == run_config.DECODER:
-      lines.append(f'             diloco sample --workdir={shlex.quote(str(workdir))}')
+      lines.append(f'             diloco sample --workdir={shlex.quote(place)}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
-    lines.append(f'curves       tensorboard --logdir {workdir / records_lib.TENSORBOARD}')
+    lines.append(
+      f'curves       tensorboard --logdir={shlex.quote(place)}/{records_lib.TENSORBOARD}'
+    )
   return lines
+
+
+def _short(path: pathlib.Path) -> str:
+  """As seen from the current folder, if that is shorter."""
+  return min(str(path), os.path.relpath(path), key=len)
 
 
 def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
@@ -257,8 +340,8 @@ def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
   lines = []
   if why := summary.get('disk'):
     lines.append(
-      f'disk           {workdir} cannot be written: {why}. Records end early, and outer steps wait '
-      'for the disk: make space and continue the run'
+      f'disk           {workdir} cannot be written: {why}. Records of a run under way end early, '
+      'and its outer steps wait for the disk: make space and continue the run'
     )
   for name, row in summary['missing_facts'].items():
     lines.append(
@@ -268,35 +351,45 @@ def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
   return lines
 
 
-def _loss_lines(summary: Mapping[str, Any]) -> list[str]:
-  start, end = summary['eval_loss_start'], summary['eval_loss_end']
-  if start is None:
-    return ['held-out loss  was not measured']
-  return [
-    f'held-out loss  {start:.3f} before, {end:.3f} after (on data that no learner trained on)'
-  ]
-
-
 def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
-  lines = []
+  costs = {str(facts.Cost(**row['cost'])) for row in summary['learners'].values() if row['cost']}
+  same = len(costs) == 1
+  lines = [f'each         {cost}' for cost in costs if same]
   for name, row in summary['learners'].items():
     if not row['processes'] and not row['steps']:
       continue
     line = f'learner {name}  {row["steps"]} steps, {row["tokens"]:,} tokens'
+    if row['step_seconds_median']:
+      line += f', {row["tokens_per_step"] / row["step_seconds_median"]:,.0f} tokens/s'
+    if row['loss'] is not None:
+      line += f', loss {row["loss"]:.3f}'
+    line += (speed := facts.speed_text(row['speed'] or {})) and f', {speed}'
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     lines.append(line + _describe_status(row))
-    if row['cost']:
-      told = str(facts.Cost(**row['cost'])), facts.speed_text(row['speed'])
-      lines.append(' ' * (10 + len(name)) + '; '.join(filter(None, told)))
-  if summary['outer_steps'] and any(
-    0 < row['steps'] < summary['steps'] for row in summary['learners'].values()
-  ):
-    lines += [
-      f'train.steps={summary["steps"]} is a clock, not a number of steps: the clock of a learner '
-      'that is behind',
-      'jumps ahead when it adopts a newer version. Compare runs by their tokens.',
-    ]
+    if row['cost'] and not same:
+      lines.append(' ' * (10 + len(name)) + str(facts.Cost(**row['cost'])))
+  if between := summary['inner_steps_between_syncs_mean']:
+    lines.append(f'{between:.1f} inner steps between two syncs of a fragment, on average')
+  return lines + _clock_lines(summary)
+
+
+def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
+  """Why the steps of the learners do not add up, and what to compare the run with."""
+  rows = [row for row in summary['learners'].values() if row['steps']]
+  lines = []
+  if summary['outer_steps'] and any(row['steps'] < summary['clock'] for row in rows):
+    lines.append(
+      f'clock        train.steps={summary["steps"]} is a clock, not a number of steps: the clock '
+      'of a learner that is behind jumps ahead when it adopts a newer version'
+    )
+  each = {row['tokens_per_step'] for row in rows}
+  if summary['outer_steps'] and len(each) == 1 and min(each) > 0:
+    steps = round(summary['tokens_trained'] / min(each))
+    lines.append(
+      f'alone        a learner alone trains as many tokens in {steps:,} steps: compare with '
+      f'--syncer=none --config.train.steps={steps}, not with {summary["clock"]:,} steps'
+    )
   return lines
 
 
@@ -309,9 +402,6 @@ def _kill_lines(summary: Mapping[str, Any]) -> list[str]:
         f"when {kill['learner']} was killed: the others' median step took {before:.3f} s in the "
         f'{KILL_WINDOW_S} s before, {after:.3f} s in the {KILL_WINDOW_S} s after'
       )
-  between = summary['inner_steps_between_syncs_mean']
-  if between:
-    lines.append(f'inner steps between two syncs of a fragment: {between:.1f} on average')
   return lines
 
 
@@ -324,7 +414,9 @@ def _describe_status(row: Mapping[str, Any]) -> str:
     text = f'; down for {row["seconds_down"]:.1f} s'
   if row['fresh_moments']:
     text += f'; began {row["fresh_moments"]} times with fresh moments'
-  if row['status'] != 'done':
+  if row['status'] in ('training', 'alone', 'starting', 'waiting'):
+    text += f'; {row["status"]} when its records ended'
+  elif row['status'] != 'done':
     text += f'; {row["status"]}' + (f': {row["error"]}' if row['error'] else '')
   return text
 
@@ -352,17 +444,19 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def goodput_lines(found: Mapping[str, Any]) -> list[str]:
+def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   """Book.summary for people: a table of categories and learners, then the figures."""
-  rows = found['learners']
-  occurring = [c for c in book_lib.CATEGORIES if any(c in row['shares'] for row in rows.values())]
-  lines = ['wall time, %'.ljust(25) + ''.join(f'{name:>8}' for name in rows)]
-  for category in occurring:
-    cells = [f'{100 * row["shares"].get(category, 0):8.1f}' for row in rows.values()]
-    lines.append(f'  {category:23}' + ''.join(cells))
+  lines = []
+  rows, across = sorted(found['learners'].items()), max(1, (width - 26) // 8)
+  for some in (rows[first : first + across] for first in range(0, len(rows), across)):
+    lines.append('wall time, %'.ljust(26) + ''.join(f'{name:>8}' for name, _ in some))
+    for category in book_lib.CATEGORIES:
+      cells = [f'{100 * row["shares"].get(category, 0):.1f}' for _, row in some]
+      if any(cell != '0.0' for cell in cells):
+        lines.append(f'  {category:24}' + ''.join(f'{cell:>8}' for cell in cells))
   lines.append(
     f'goodput        {found["training"]:.1%} of the time of all learners in inner steps at the '
-    f'ideal pace; {found["training_since_joined"]:.1%} since they joined'
+    f'ideal pace, merged or not; {found["training_since_joined"]:.1%} since they joined'
   )
   lines.append(
     f'token goodput  {found["token"]:.1%} of what they could have trained since then is in the '

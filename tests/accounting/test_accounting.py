@@ -38,7 +38,7 @@ def test_the_time_of_every_learner_adds_up_to_the_whole():
     assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
     assert all(ns >= 0 for ns in found.values()) and not found[book_lib.OTHER]
   shares = {name: book.summary(world.now_ns)['learners'][name]['shares'] for name in book.learners}
-  assert shares['l0'][book_lib.GOODPUT] > 0.9 and book_lib.DOWN not in shares['l0']
+  assert shares['l0'][book_lib.MERGED] > 0.9 and book_lib.DOWN not in shares['l0']
   assert shares['l1'][book_lib.DOWN] == pytest.approx(3 / 20, abs=1e-3)
   assert shares['l2'][book_lib.DOWN] == pytest.approx(2 / 20, abs=1e-3)
   figures = book.figures(world.now_ns)

@@ -5,6 +5,9 @@ import dataclasses
 import io
 import json
 import math
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -109,6 +112,10 @@ _FATES = {
 }
 
 
+def summarized(config, run: run_facts.RunFacts, fates: dict) -> dict[str, Any]:
+  return summary_lib.summarize(folder.Read(pathlib.Path('x'), config, run, {}), fates)
+
+
 @pytest.fixture(name='config')
 def _config():
   config = stdlib_lm.get_config('tiny')
@@ -122,7 +129,7 @@ def _run():
 
 
 def test_the_summary_adds_up(config, run):
-  summary = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)
+  summary = summarized(config, run, _FATES)
   assert summary['tokens_trained'] == 250
   assert summary['tokens_merged'] + sum(summary['tokens_discarded'].values()) == 250
   assert summary['tokens_merged'] == 150
@@ -136,7 +143,7 @@ def test_the_summary_adds_up(config, run):
 
 
 def test_downtime_lasts_until_the_next_step(config, run):
-  learners = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)['learners']
+  learners = summarized(config, run, _FATES)['learners']
   assert (
     learners['l0'].items()
     >= {'incarnations': 2, 'steps': 3, 'seconds_down': 9.0, 'kills': 1}.items()
@@ -150,18 +157,18 @@ def test_a_process_that_the_supervisor_cut_off_counts_as_stopped_not_as_killed(c
   end = row(26, facts.Exit(child='l0', pid=1, code=-9, stopped=True))
   run = run_facts.RunFacts(['l0', 'l1'], 10).take([*_ROWS[:-2], ('supervisor', end)])
   assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'stopped']
-  summary = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)
+  summary = summarized(config, run, _FATES)
   assert summary['learners']['l0']['kills'] == len(summary['kills']) == 1
 
 
 def test_the_time_of_a_learner_is_accounted_for_from_its_records(config, run):
   """l0 is killed after 13 s, starts again at 21 s, and trains no more after 22 s."""
-  found = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)['goodput']
+  found = summarized(config, run, _FATES)['goodput']
   mine = found['learners']['l0']
   assert mine['wall_s'] == 15 and sum(mine['shares'].values()) == pytest.approx(1)
   assert mine['shares'] == pytest.approx(
     {
-      'goodput': 1 / 15,  # two of its steps of half a second were merged
+      'merged_progress': 1 / 15,  # two of its steps of half a second were merged
       'wasted_progress': (0.5 + 0.5) / 15,
       'comm_exposed': 1 / 15,
       'init': (0.5 + 0.5) / 15,
@@ -232,6 +239,28 @@ def test_a_second_process_by_hand_is_a_process_of_its_own():
   ]
 
 
+def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
+  """As of a notebook, or of a syncer whose learners are elsewhere; the second time it continues."""
+  run = run_facts.RunFacts(['l0'], 10)
+  for at in (0, 100):
+    run.take(
+      [
+        ('syncer', row(at, facts.Startup(phase='assembled', cpu_s=1.0))),
+        ('l0', row(at + 1, facts.Startup(phase='built', cpu_s=1.0))),
+        ('l0', row(at + 2, facts.Startup(phase='compiled', cpu_s=1.0))),
+        ('l0', step(at + 3, at + 1, 1, 5.0)),
+        ('l0', row(at + 3, facts.Startup(phase='compiled', cpu_s=1.0))),
+        ('syncer', row(at + 4, _SYNCED)),
+      ]
+    )
+  for processes, ready, end in ((run.learners['l0'].processes, 3, 3), (run.syncer_processes, 4, 4)):
+    assert [(one.first_step_s, one.ended_s) for one in processes] == [
+      (ready, end),
+      (100 + ready, None),
+    ]
+    assert [one.started_s for one in processes] == [4 - ready, 104 - ready]
+
+
 def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
   """The clocks went back from 8 to 4."""
   recovered = facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
@@ -262,17 +291,19 @@ def test_bytes_add_up_over_the_processes_of_a_syncer():
 
 
 def test_the_text_has_the_summary(config, run, tmp_path):
-  text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
+  text = summary_lib.text(summarized(config, run, _FATES), tmp_path)
   for words in (
-    'held-out loss  5.500 before, 3.500 after',
-    'learner l0  3 steps, 150 tokens, 1 updates of a fragment merged; killed once, down for 9.0 s',
-    'learner l1  2 steps, 100 tokens, 1 updates of a fragment merged; refused: another model',
+    'held-out loss  5.500 before, 3.500 after (nats per byte, on unseen data)\n',
+    'learner l0  3 steps, 150 tokens, 100 tokens/s, loss 4.467, 1 updates of a\n'
+    '            fragment merged; killed once, down for 9.0 s\n',
+    'loss 4.600, 1 updates of a\n            fragment merged; refused: another model\n',
+    'alone        a learner alone trains as many tokens in 5 steps: compare with\n',
     'is a clock, not a number of steps',
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
     'would have moved 80.0 kB, 20 times as much',
-    'infra_recovery             73.3',
-    'in inner steps at the ideal pace',
+    'infra_recovery              73.3',
+    'in inner steps at the ideal\n               pace, merged or not;',
   ):
     assert words in text
 
@@ -293,45 +324,53 @@ def test_the_text_names_only_files_that_exist(config, workdir):
   (workdir / 'report').mkdir()
   (workdir / 'report' / 'timeline.png').touch()
   summary = summary_lib.write(workdir, _FATES, plot=False)
-  text = summary_lib.text(summary, workdir)
-  assert f'{workdir / "report"} (summary.json)' in text
+  text = summary_lib.text(summary, workdir, 200)
+  assert f'report {workdir / "report"}: report.txt, summary.json' in ' '.join(text.split())
   for word in ('timeline.png', 'checkpoints', 'tensorboard'):
     assert word not in text
   (workdir / 'islands').mkdir()
-  text = summary_lib.text(summary, workdir)
+  text = summary_lib.text(summary, workdir, 200)
   assert f'checkpoints  {workdir / "islands"}\n' in text
   assert f'model        diloco_jax.load_params({str(workdir)!r})' in text
   (workdir / 'model').mkdir()
-  assert f'model        {workdir / "model"} (orbax' in summary_lib.text(summary, workdir)
+  assert f'orbax.checkpoint.v1.load({str(workdir / "model")!r})' in summary_lib.text(
+    summary, workdir, 200
+  )
 
 
 def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   (workdir / 'report').mkdir()
-  for name in ('summary.new.json', 'timeline.new.png'):
+  for name in (
+    'summary.new.json',
+    'timeline.new.png',
+    'time.new.png',
+    'report.new.txt',
+    'index.new.html',
+  ):
     (workdir / 'report' / name).symlink_to('/dev/full')
   summary = summary_lib.write(workdir, _FATES)
   assert summary['tokens_trained'] == 250
   errors = capsys.readouterr().err.splitlines()
-  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 2
+  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 5
   assert list((workdir / 'report').iterdir()) == []
   text = summary_lib.text(summary, workdir)
-  assert 'report  ' not in text and 'disk  ' in text and 'make space' in text
+  assert 'report       ' not in text and 'disk  ' in text and 'space and continue' in text
 
 
 def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
-  assert 'disk  ' not in summary_lib.text(
-    summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path
-  )
+  assert 'disk  ' not in summary_lib.text(summarized(config, run, _FATES), tmp_path)
   for count in (3, 4):
     run.take([('l0', row(30, facts.Missing(facts=count, error='No space left on device')))])
-  text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
+  text = summary_lib.text(summarized(config, run, _FATES), tmp_path)
   assert '7 facts of l0 could not be written (No space left on device)' in text
 
 
 def test_the_report_is_written_from_the_records_of_a_run(config, workdir):
   summary = summary_lib.write(workdir, _FATES)
   assert json.loads((workdir / 'report' / 'summary.json').read_text()) == summary
-  assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
+  assert (workdir / 'report' / 'report.txt').read_text().startswith('tiny: 15 s, 250 tokens in 9')
+  for name in ('timeline.png', 'time.png'):
+    assert (workdir / 'report' / name).read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_long_silence_is_cut_in_the_picture_and_not_in_the_summary(config, workdir):
@@ -361,7 +400,7 @@ def test_a_learner_alone_has_no_ledger(config):
       ('l0', step(2, 1, 1, 4.0)),
     ]
   )
-  summary = summary_lib.summarize(config, run, {}, wall_seconds=1.0)
+  summary = summarized(config, run, {})
   assert (summary['tokens_trained'], summary['tokens_merged'], summary['outer_steps']) == (50, 0, 0)
 
 
@@ -408,13 +447,13 @@ def test_what_devices_do_is_in_the_table_and_in_the_summary_where_it_is_known(co
   assert f' l0: {model} TPU v6 lite' in lines and f' l1: {model} cpu' in lines
 
   run.take(_ROWS[9:])
-  summary = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)
+  summary = summarized(config, run, _FATES)
   mine = summary['learners']['l0']
   assert mine['cost']['parameters'] == 2_500_000
   assert mine['speed'] == pytest.approx({'tflops': 300, 'mfu': 300 / 918, 'memory': 0.75})
   text = summary_lib.text(json.loads(json.dumps(summary)), tmp_path)
-  assert f'\n            {model} TPU v6 lite; TFLOP/s 300, MFU 33%, HBM 75%\n' in text
-  assert f'\n            {model} cpu; TFLOP/s 0.01\n' in text
+  assert 'TFLOP/s 300, MFU 33%, HBM 75%' in text.replace('\n            ', ' ')
+  assert f'\n            {model} TPU v6 lite\n' in text and f'\n            {model} cpu\n' in text
 
 
 @pytest.mark.parametrize('width', [20, 50, 80, 88, 120])
@@ -498,3 +537,64 @@ def test_the_closing_evaluation_stands_at_all_tokens_and_none_twice(run):
   run.take([('syncer', row(27, facts.Eval(step=13, loss=3.0)))])
   assert run.evaluated_tokens == [0, 250, 300]
   assert [one.loss for one in run.evaluations] == [5.5, 3.5, 3.0]
+
+
+@pytest.mark.parametrize('width', [40, 80, 200])
+def test_lines_end_with_the_terminal_and_the_headline_comes_first_and_last(config, run, width):
+  """Rows of the table that are 0.0 for all are left out, and a wide table is cut in two."""
+  run.take([('supervisor', child(20, f'x{number}', 'starting')) for number in range(9)])
+  found = summarized(config, run, _FATES)
+  lines = summary_lib.text(found, pathlib.Path('x'), width).splitlines()
+  assert max(map(len, lines)) <= width
+  (first, last) = [at for at, line in enumerate(lines) if line.startswith('tiny: 15 s')]
+  assert first == 0 and lines[last + 1].startswith('held-out loss  5.500 before, 3.5')
+  tables = [line for line in lines if line.startswith('wall time, %')]
+  assert [len(line.split()) - 3 for line in tables] == {40: [1] * 11, 80: [6, 5], 200: [11]}[width]
+  assert not any(line.split()[1:] and set(line.split()[1:]) == {'0.0'} for line in lines)
+
+
+def test_runs_are_set_beside_each_other_after_equal_tokens_and_at_equal_clocks(config, workdir):
+  """The second run is a learner alone: 5.0, 4.0 and 3.0 after 0, 100 and 200 tokens."""
+  alone = workdir / 'alone'
+  load.write(alone, config)
+  recorder = records.Recorder(alone, 'l0', tensorboard=False)
+  for clock, loss in ((0, 5.0), (2, 4.0), (4, 3.0)):
+    recorder.report(facts.Eval(step=clock, loss=loss))
+    for number in (1, 2):
+      recorder.report(facts.parse(step(0, clock + number, clock + number, 4.5)))
+  recorder.close()
+  done = diloco('report', str(workdir), str(alone))
+  assert done.returncode == 0, done.stderr
+  rows = {line[:26].strip(): line[26:].split() for line in done.stdout.splitlines()}
+  assert rows['held-out loss at its end'] == ['3.500', '3.000']
+  assert rows['after 200 tokens'] == ['3.900', '3.000']
+  assert rows['at clock 4'] == ['4.167', '3.000']
+  assert rows['tokens trained'] == ['250', '300'] and rows['outer steps'] == ['9', '0']
+  assert (workdir / 'report' / 'beside.txt').read_text() == done.stdout
+  assert (workdir / 'report' / 'beside.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_command_reports_a_run_of_which_nobody_tells_the_end(workdir):
+  """Its supervisor was killed; the folder is named in both ways."""
+  path = workdir / 'records' / 'supervisor.jsonl'
+  path.write_text(''.join(path.read_text().splitlines(keepends=True)[:-2]))
+  done = diloco('report', f'--workdir={workdir}', '--noplot', f'--out={workdir / "elsewhere"}')
+  assert done.returncode == 0, done.stderr
+  assert 'held-out loss  5.500 before, 3.500 after' in done.stdout
+  assert 'not ended      at clock 6 of 24' in done.stdout
+  assert 'training when its records ended' in done.stdout.replace('\n            ', ' ')
+  assert not (workdir / 'report').exists()
+  assert sorted(path.name for path in (workdir / 'elsewhere').iterdir()) == [
+    'index.html',
+    'report.txt',
+    'summary.json',
+  ]
+  for words, why in ((), 'no folder of a run given'), (('none',), 'there is no run in'):
+    refused = diloco('report', *words)
+    assert (refused.returncode, refused.stdout) == (42, '') and why in refused.stderr
+
+
+def diloco(*words: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', *words], text=True, capture_output=True, check=False
+  )

@@ -2,7 +2,7 @@
 const COLOURS = ['#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#B8A800', '#999999'];
 const STATES = {training: '#009E73', merging: '#009E73', alone: '#E69F00', starting: '#56B4E9',
   waiting: '#888888', done: '#0072B2', trained: '#0072B2'};  // any other one is bad
-const SPENT = {goodput: '#009E73', wasted_progress: '#D55E00', slow_step: '#E69F00', data_wait: '#B8A800',
+const SPENT = {merged_progress: '#009E73', wasted_progress: '#D55E00', slow_step: '#E69F00', data_wait: '#B8A800',
   comm_exposed: '#CC79A7', checkpoint_save_blocking: '#882255', wait_quorum: '#56B4E9',
   wait_straggler: '#88CCEE', syncer_down: '#5533AA', init: '#BBBBBB', prep: '#999999', startup_compile:
   '#777777', checkpoint_restore: '#117733', infra_recovery: '#AA2211', after_end: '#8886', other: '#DDCC77'};

@@ -1,0 +1,42 @@
+"""Prints and writes the report of a run, or sets several runs beside each other.
+
+    diloco report runs/x               # or --workdir=runs/x
+    diloco report runs/x runs/alone    # their losses after equal tokens, and in one picture
+
+The run may have ended, been killed, or be under way, and any program may have started it: `diloco
+train`, a notebook, or a syncer whose learners are on other machines. All of it comes from the
+records in the folder, which may be a copy. Of one run the files are in DIR/report: report.txt,
+summary.json, timeline.png, time.png; of several beside.txt, beside.png. Exit codes: 0 done, 42
+there is no such run, 74 the disk failed.
+"""
+
+import pathlib
+import shutil
+
+from absl import flags
+
+from diloco_jax.launch import cli
+from diloco_jax.report import beside, folder, summary
+
+POSITIONAL = True
+
+_WORKDIR = flags.DEFINE_string('workdir', '', 'Folder of the run; as the first DIR.')
+_OUT = flags.DEFINE_string('out', '', 'Folder of the files; default report/ in the first DIR.')
+_PLOT = flags.DEFINE_bool('plot', True, 'Draw pictures.')
+
+
+def main(argv: list[str]) -> int:
+  workdirs = [pathlib.Path(word) for word in filter(None, [_WORKDIR.value, *argv[1:]])]
+  if not workdirs:
+    raise cli.NeverRetry('no folder of a run given; for example diloco report runs/x')
+  out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary.REPORT
+  width = shutil.get_terminal_size().columns
+  with cli.never_retry(ValueError):
+    if len(workdirs) == 1:
+      made = summary.write(workdirs[0], plot=_PLOT.value, out=out)
+      text, failed = summary.text(made, workdirs[0], width, out), made.get('disk')
+    else:
+      found = dict(zip(beside.names(workdirs), map(folder.read, workdirs)))
+      text, failed = beside.text(found), beside.write(found, out, _PLOT.value)
+  print(text, end='')
+  return cli.DISK_FAILED if failed else 0
