@@ -6,19 +6,20 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib import figure as figure_lib
-from matplotlib import pyplot
 from rich import console as console_lib
 
 from diloco_jax.api import load_params
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, picture, run_facts, state, summary
+from diloco_jax.report import live, page, run_facts, state, summary
 from diloco_jax.report import records as records_lib
+
+if TYPE_CHECKING:
+  from matplotlib import figure as figure_lib
 
 _WIDTH = 100  # of the table, in characters
 REDRAW_S = 2.0
@@ -94,13 +95,9 @@ class Run:
   @property
   def evaluations(self) -> Curve:
     """The held-out loss of the global model, or of the learner that trains alone."""
-    run, found = self._read().run, self._read().run.evaluations
-    return _curve(
-      [one.step for one in found],
-      run.evaluated_tokens,
-      run.evaluated_s,
-      [one.loss for one in found],
-    )
+    run = self._read().run
+    clock, loss = ([getattr(one, what) for one in run.evaluations] for what in ('step', 'loss'))
+    return _curve(clock, run.evaluated_tokens, run.evaluated_s, loss)
 
   def losses(self, learner: str) -> Curve:
     """The training loss of a learner ('l0', ...), one point for each inner step. Raises KeyError:
@@ -108,9 +105,13 @@ class Run:
     steps = list(self._read().run.learners[learner].steps)
     return _curve(*([getattr(s, what) for s in steps] for what in 'step tokens at_s loss'.split()))
 
-  def plot(self, *others: 'Run') -> figure_lib.Figure:
+  def plot(self, *others: 'Run') -> 'figure_lib.Figure':
     """The picture of the report: losses against tokens, processes against time. With `others` the
     losses of all these runs, against tokens and against time."""
+    from matplotlib import pyplot  # pylint: disable=g-import-not-at-top  # 1 s
+
+    from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top
+
     if in_kernel():  # which shows figures once it has loaded its backend
       pyplot.switch_backend(pyplot.get_backend())
     if others:
