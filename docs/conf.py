@@ -1,13 +1,15 @@
-"""The documentation site: `python -m sphinx -W docs runs/site`, with the extra [docs].
+"""The documentation site, with the extra [docs]: python -m sphinx -W docs runs/site
 
 The pages of docs/reference are made here from the code; a mark in them says where. Links to files
-of the repo that are no page lead to the repo, once it has an address. Diagrams are drawn where
-docs/_static has a mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
+of the repo that are no page lead to the repo; where its address is not known they are paths in the
+text. Diagrams are drawn where docs/_static has a
+mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
 """
 
 import dataclasses
 import html
 import inspect
+import os
 import pathlib
 import re
 import subprocess
@@ -17,17 +19,15 @@ import tomllib
 from docutils import nodes
 from docutils.parsers import rst
 
-DOCS = pathlib.Path(__file__).resolve().parent
-ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))
-
 import diloco_jax
 from diloco_jax import __main__
 from diloco_jax.config import fields
 from diloco_jax.report import facts
 
-PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-REPO = PROJECT['urls'].get('Source', '')
+DOCS = pathlib.Path(__file__).resolve().parent
+ROOT = DOCS.parent
+URLS = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']
+REPO = os.environ.get('READTHEDOCS_GIT_CLONE_URL', URLS.get('Source', '')).removesuffix('.git')
 
 project = 'diloco_jax'
 author = 'The diloco_jax authors'
@@ -35,11 +35,16 @@ copyright = author
 release = version = diloco_jax.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'sphinx_book_theme'
-html_theme_options = {'repository_url': REPO, 'use_repository_button': bool(REPO)}
+html_title = 'diloco_jax'
+html_theme_options = {
+  'navbar_persistent': [],  # a second field for the search
+  **({'repository_url': REPO, 'use_repository_button': True} if REPO else {}),
+}
 html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
 html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
 exclude_patterns = ['_build']
 highlight_language = 'none'
+smartquotes = False  # quotes are code here
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
 myst_fence_as_directive = ['mermaid']
@@ -66,6 +71,8 @@ def commands() -> str:
   pages = []
   for name, process in started.items():
     text = process.communicate()[0].split('\nFields of the config')[0].strip()
+    if process.returncode:
+      raise RuntimeError(f'diloco {name} --help ended with {process.returncode}')
     pages.append(f'## diloco {name}\n\n```text\n{text}\n```')
   return '\n\n'.join(pages)
 
@@ -74,8 +81,11 @@ def config() -> str:
   """A table for each section of the config."""
   sections: dict[str, list[str]] = {}
   for field in fields.walk():
+    if field.section:
+      continue
     name = field.name.rpartition('.')[0]
-    cells = (f'`{field.name}`', field.type, f'`{field.default or " "}`', _cell(field.doc))
+    default = f'`{field.default}`' if field.default else ''
+    cells = (f'`{field.name}`', field.type, default, _cell(field.doc))
     sections.setdefault(name, []).append('| ' + ' | '.join(cells) + ' |')
   head = '| field | type | default | meaning |\n|---|---|---|---|\n'
   return '\n\n'.join(
@@ -130,21 +140,16 @@ def generate(app, docname: str, source: list[str]) -> None:
 
 
 def to_the_repo(app, docname: str, source: list[str]) -> None:
-  """Links to files of the repo that are no page of the site become links to the repo, or the names
-  of the files."""
+  """Links to files of the repo that are no page of the site lead to the repo."""
 
   def link(match: re.Match) -> str:
-    target = (DOCS / docname).parent / match[2]
-    if match[2].endswith('.md') and target.resolve().is_relative_to(DOCS) or not target.exists():
+    file = (DOCS / docname).parent.joinpath(match[2]).resolve()
+    if not file.exists() or file.is_relative_to(DOCS):
       return match[0]
-    if target.resolve().is_relative_to(DOCS):
-      return match[0]
-    path = target.resolve().relative_to(ROOT)
-    if not REPO:
-      return f'{match[1]} (`{path}`)'
-    return f'[{match[1]}]({REPO}/blob/main/{path}{match[3] or ""})'
+    path = file.relative_to(ROOT)
+    return f'[{match[1]}]({REPO}/blob/main/{path})' if REPO else f'{match[1]} (`{path}`)'
 
-  source[0] = re.sub(r'\[([^\[\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)]*)?\)', link, source[0])
+  source[0] = re.sub(r'(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
 
 
 class Mermaid(rst.Directive):

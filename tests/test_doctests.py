@@ -10,7 +10,7 @@ from diloco_jax.launch import accelerators, cli, kill_plan, process_group
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts as report_facts
-from diloco_jax.report import live, picture, summary
+from diloco_jax.report import header, picture, summary
 from tests.runs.lib import faulty_learner
 
 
@@ -26,7 +26,7 @@ from tests.runs.lib import faulty_learner
     protocol_facts,
     report_facts,
     cli,
-    live,
+    header,
     summary,
     process_group,
     picture,

@@ -1,6 +1,7 @@
-"""The wheel holds the package with its configs and its command, and nothing else."""
+"""The wheel holds the package with its configs, its examples and its command, and nothing else."""
 
 import configparser
+import email
 import pathlib
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from diloco_jax import __main__
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / 'experiments' / 'examples').glob('*.py'))
 
 
 @pytest.fixture(scope='module', name='wheel')
@@ -36,7 +38,8 @@ def test_it_holds_every_file_of_the_package_and_no_other(wheel):
     for path in (ROOT / 'diloco_jax').rglob('*')
     if path.is_file() and '__pycache__' not in path.parts
   }
-  assert files == here
+  examples = {f'diloco_jax/examples/{path.name}' for path in EXAMPLES}
+  assert files == here | examples and examples
   assert 'diloco_jax/configs/stdlib_lm.py' in files
 
 
@@ -46,3 +49,29 @@ def test_it_installs_the_command(wheel):
   points.read_string(wheel.read(name).decode())
   assert dict(points['console_scripts']) == {'diloco': 'diloco_jax.__main__:main'}
   assert callable(__main__.main)
+
+
+def test_the_installed_command_prints_the_examples(wheel, tmp_path):
+  wheel.extractall(tmp_path)
+  say = lambda *words: subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'example', *words],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  names = [line.split()[0] for line in say().stdout.splitlines()]
+  assert names == [path.stem for path in EXAMPLES]
+  printed = say('loop_optax').stdout
+  assert 'diloco_jax.join' in printed and '\n    python loop_optax.py --learner=l0\n' in printed
+  wrong = say('loop_optx')
+  assert (wrong.returncode, wrong.stdout) == (42, '') and 'loop_optax' in wrong.stderr
+
+
+def test_the_description_is_one_that_an_index_accepts(wheel):
+  (name,) = [name for name in wheel.namelist() if name.endswith('METADATA')]
+  found = email.message_from_bytes(wheel.read(name))
+  extras = set(found.get_all('Provides-Extra'))
+  assert extras >= {'data', 'docs', 'notebook', 'profile', 'test', 'tpu', 'wandb'}
+  assert found['Description-Content-Type'] == 'text/markdown'
+  assert 'Typing :: Typed' in found.get_all('Classifier')

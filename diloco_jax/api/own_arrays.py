@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from diloco_jax.storage import checkpoint
+from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib
 
 
@@ -29,6 +30,7 @@ class OwnArrays:
     self.params, self.moments = params, moments
     self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
+    self.tokens_per_step = 0  # in the newest step
 
   @property
   def consumed(self) -> bool:
@@ -44,6 +46,20 @@ class OwnArrays:
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
+
+  def cost(self) -> flops.Cost:
+    """As of an Island; the FLOPs are not known."""
+    devices = sorted(self.devices, key=lambda device: device.id)
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    return flops.Cost(
+      sum(leaf.size for leaf in self.params.values()),
+      self.tokens_per_step,
+      len(devices),
+      devices[0].device_kind,
+      0.0,
+      flops.peak(devices[0].device_kind),
+      *flops.memory(local),
+    )
 
   def must_finish(self, ahead: int) -> bool:  # the loop waits for its own steps
     return False

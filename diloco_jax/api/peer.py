@@ -4,7 +4,7 @@
       params = peer.params
       for clock in peer.steps():
         params, loss = my_step(params, next(batches))
-        params = peer.sync(params, tokens=4096)
+        params = peer.sync(params, tokens=4096, metrics={'loss': loss})
 
 The loop keeps its model, optimizer and data. `sync` is the boundary between two inner
 steps: it gives the parameters to the protocol and returns those to go on with, the same tree with
@@ -22,11 +22,12 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
 import jax
+import numpy as np
 
 from diloco_jax.api import admission as admission_lib
 from diloco_jax.api import own_arrays
@@ -40,6 +41,7 @@ from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files
+from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -52,10 +54,11 @@ class Ended(RuntimeError):
 class Peer:
   """A learner that the user's loop drives. Made by `join`; all calls come from one thread."""
 
-  def __init__(self, params: Any, moments: Any):
+  def __init__(self, params: Any, moments: Any, total_steps: int):
     self._structure = jax.tree.structure(params)
     self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = own_arrays.OwnArrays(own_model.by_name(params), moments)
+    self._total_steps = total_steps
     self._work: learner_work.LearnerWork | None = None
     self._post: Callable[[events.Event], None] | None = None
     self._say: Callable[[str], None] | None = None
@@ -65,6 +68,7 @@ class Peer:
     self._replaced: dict[str, weakref.ref] = {}
     self._told = False
     self._boundary_ns = self._data_ns = 0
+    self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
     self.clock: int | None = None
 
   @property
@@ -100,7 +104,14 @@ class Peer:
       self._data_ns = time.monotonic_ns() - begun_ns
       yield given
 
-  def sync(self, params: Any, *, tokens: int, opt_state: Any = None) -> Any:
+  def sync(
+    self,
+    params: Any,
+    *,
+    tokens: int,
+    opt_state: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+  ) -> Any:
     """The boundary after an inner step.
 
     Args:
@@ -108,6 +119,9 @@ class Peer:
         with what is returned.
       tokens: trained on in this step, more than 0: the weight of this learner in merges.
       opt_state: the inner optimizer's state after the step, if `join` was given one.
+      metrics: scalars of this step by name, on a device or not: `loss`, and any others. They become
+        curves, lines and records under `workdir`; the syncer records the loss, too. `sync` waits
+        for those of the step before at most, so that the devices need not wait for the loop.
 
     Returns:
       The parameters to go on with: the same tree, dtypes and shardings.
@@ -115,28 +129,27 @@ class Peer:
     Raises:
       Ended: the run is over.
       TypeError: `tokens` is not an integer.
-      ValueError: the arrays are not like those given to `join`, or there are no tokens.
+      ValueError: the arrays are not like those given to `join`, there are no tokens, or a metric
+        is no scalar.
     """
     if self.clock is None:
       raise Ended('the run is over: leave the loop once peer.clock is None')
     tokens = operator.index(tokens)  # also of NumPy and JAX: tapes and messages hold plain ones
     if tokens <= 0:
       raise ValueError(f'tokens is {tokens}: a step trains on at least one')
+    metrics = dict(metrics or {})
+    for name, value in metrics.items():
+      if np.ndim(value):
+        raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
     if not self._taken:
       raise RuntimeError('begin with `params = peer.params`: the learner may have joined a run')
     held = self._arrays.params
     self._give(params, opt_state)
     trained = self._arrays.params
-    step_ns = time.monotonic_ns() - self._boundary_ns
+    self._arrays.tokens_per_step = tokens
     self._arrays.next_index += 1
     self._synced = True
-    saving_ns, _ = self._work.take_between()
-    self._post(
-      events.StepDone(
-        tokens=tokens, step_ns=step_ns, data_ns=min(self._data_ns, step_ns), saving_ns=saving_ns
-      )
-    )
-    self._data_ns = 0
+    self._measure(tokens, metrics)
     self._next()
     after = self._arrays.params
     self._replaced = {
@@ -145,6 +158,41 @@ class Peer:
       if leaf is not after[name] and leaf is not held[name]
     }
     return self.params
+
+  def _measure(self, tokens: int, metrics: dict[str, Any]) -> None:
+    """Tells the machine of the step, and records the one before, of which the metrics are due: the
+    devices have this one to do. A step that is done, as the last one must be, is recorded now."""
+    last = self.clock + 1 >= self._total_steps
+    before = self._unrecorded[0].metrics if self._unrecorded else {}
+    jax.block_until_ready([before, metrics if last else {}])
+    step_ns = time.monotonic_ns() - self._boundary_ns
+    data_ns = min(self._data_ns, step_ns)
+    self._data_ns = 0
+    self._record()
+    between = self._work.take_between()
+    result = island_lib.StepResult(
+      None, None, tokens, step_ns / 1e9, data_ns / 1e9, self.clock, metrics
+    )
+    self._unrecorded = result, between
+    if last or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
+      self._record()
+    self._post(
+      events.StepDone(
+        tokens=tokens,
+        step_ns=step_ns,
+        data_ns=data_ns,
+        saving_ns=between[0],
+        loss=self._work.loss,
+      )
+    )
+
+  def _record(self) -> None:
+    """Records the step that is not recorded yet, if there is one, once its metrics are there."""
+    if self._unrecorded is not None:
+      (result, between), self._unrecorded = self._unrecorded, None
+      metrics = {name: float(value) for name, value in result.metrics.items()}
+      loss = metrics.pop('loss', None)
+      self._work.record(result._replace(loss=loss, metrics=metrics), *between)
 
   def _check_taken(self) -> None:
     """Says once that the loop goes on with arrays other than those that `sync` returned: it still
@@ -278,7 +326,7 @@ def join(
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
         own_model.bring(model, address, access, wait_s)
-      peer = Peer(params, opt_state)
+      peer = Peer(params, opt_state, config.train.steps)
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
@@ -328,6 +376,8 @@ def _about_statistics(params: Any, model: own_model.Model) -> str:
 def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
   """Ends the learner; returns whether its last step has consumed the parameters."""
   peer._check_taken()
+  with contextlib.suppress(Exception):  # of a step that has failed, whose error the loop has
+    peer._record()
   lost = peer._arrays.consumed
   if lost:  # there is nothing to contribute or to adopt into, as after a crash
     event_queue.fail(Ended('left after a step that had consumed the parameters'))

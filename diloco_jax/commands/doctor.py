@@ -30,6 +30,7 @@ PYTHON = (3, 11)
 MEMORY_GIB = 4  # the demo: five processes of about half a GiB, and their compilers
 DISK_GIB = 2  # the demo writes a few hundred MiB
 OPEN_FILES = 1024
+_SHOWN = ('jax', 'flax', 'orbax-checkpoint')
 _OFF = ('', '0', 'false', 'f', 'no', 'off')
 _GIB = 1 << 30
 
@@ -94,7 +95,8 @@ def packages(needed: Sequence[str] = ()) -> str:
       [sys.executable, '-m', 'pip', 'install', *(str(one) for one, _ in missing)]
     )
     raise Bad(f'{", ".join(f"{one.name} {version}" for one, version in missing)}: {install}')
-  return ', '.join(f'{one.name} {version}' for one, version in found)
+  first = [f'{one.name} {version}' for one, version in found if one.name in _SHOWN]
+  return f'{len(found)} fit, among them {", ".join(first)}'
 
 
 def _needed() -> list[str]:

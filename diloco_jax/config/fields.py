@@ -43,7 +43,7 @@ def walk(kind: type = run_config.Config, prefix: str = '') -> Iterator[Field]:
   for field in dataclasses.fields(kind):
     hint, name = hints[field.name], prefix + field.name
     (element,) = typing.get_args(hint) if typing.get_origin(hint) is list else (hint,)
-    section = dataclasses.is_dataclass(element)
+    section = isinstance(element, type) and dataclasses.is_dataclass(element)
     yield Field(
       name=name,
       type='section' if section else _type(hint),
@@ -58,7 +58,7 @@ def walk(kind: type = run_config.Config, prefix: str = '') -> Iterator[Field]:
 def docs_of(kind: type) -> dict[str, str]:
   """The entries `name: meaning` of a docstring, by name."""
   docs, name = {}, ''
-  for line in inspect.cleandoc(kind.__doc__).splitlines():
+  for line in inspect.cleandoc(kind.__doc__ or '').splitlines():
     entry = _ENTRY.fullmatch(f'  {line}')
     if entry:
       name, docs[entry[1]] = entry[1], entry[2]

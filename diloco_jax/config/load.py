@@ -80,12 +80,13 @@ def module(path: pathlib.Path) -> types.ModuleType:
   if folder not in sys.path:
     sys.path.append(folder)  # a config file may import files beside it, as a script does
   spec = importlib.util.spec_from_file_location(_MODULE, path)
+  assert spec and spec.loader  # a path has both
   made = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = made  # dataclasses look up the module of a class by its name
   try:
     spec.loader.exec_module(made)
   except flags.DuplicateFlagError as error:
-    name = re.search("'(.*?)'", str(error))[1]
+    name = re.findall("'(.*?)'", str(error))[0]
     raise ValueError(
       f'{path} defines the flag --{name}, which the program has, too: give it another name, or '
       "define it under `if __name__ == '__main__':`"

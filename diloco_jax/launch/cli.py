@@ -278,16 +278,30 @@ def run_command(module: types.ModuleType) -> NoReturn:
   """Runs a command of `diloco`: the `main` of a module. The module may also define DEFAULT_CONFIG
   (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
   POSITIONAL (whether it takes arguments that are not flags)."""
-  if any(re.fullmatch(r'-?-(h|help|helpfull|\?)', word) for word in sys.argv[1:]):
-    sys.exit(_guarded(lambda argv: print(_help(module), flush=True), []))
+  for word in sys.argv[1:]:
+    if asked := re.fullmatch(r'-?-(?:h|help|helpfull|\?)(?:=(.*))?', word):
+      sys.exit(_guarded(lambda argv: print(_help(module, asked[1] or ''), flush=True), []))
   sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
   run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
 
 
-def _help(module: types.ModuleType) -> str:
+_FIELDS = (
+  'Fields of the config, --config.NAME=VALUE (type, default); --help=sync prints one section:'
+)
+
+
+def _help(module: types.ModuleType, section: str) -> str:
+  """The help of a command, or of one section of the config."""
+  if section and 'config' in flags.FLAGS:
+    parts: dict[str, list[str]] = {}
+    for field in fields.walk():
+      parts.setdefault(re.split(r'\W', field.name)[0], []).append(field.text())
+    if section not in parts:
+      raise NeverRetry(f'--help={section}: the config has {", ".join(parts)}')
+    return '\n'.join(parts[section])
   lines = [module.__doc__, 'Flags:', flags.FLAGS.module_help(module).strip().partition('\n')[2]]
   if 'config' in flags.FLAGS:
-    lines += ['', 'Fields of the config, --config.NAME=VALUE (type, default):', '']
+    lines += ['', _FIELDS, '']
     lines += [field.text() for field in fields.walk()]
   return '\n'.join(lines)
 

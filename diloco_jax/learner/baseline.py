@@ -40,6 +40,8 @@ def _run(
       '--syncer=none out, or choose another folder'
     )
   step = 0 if restored is None else restored.step
+  learner_work.introduce(island, records)
+  records.config(config.to_dict())
   island.warm_up()
   train = config.train
   if restored is None:
@@ -72,18 +74,16 @@ def _run(
   finish()
   if steps and save is None:
     save = island.save(step)
-  if step >= train.steps and (loss := _evaluate(island, records, step)) is not None:
-    records.say(f'held-out loss at step {step}: {loss:.4f}')
+  if step >= train.steps:
+    _evaluate(island, records, step)
   if save is not None:
     save()
   what = 'done' if step >= train.steps else 'stopped'
   return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')
 
 
-def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> float | None:
-  """None: the task has no held-out batches."""
-  loss = island.evaluate()
-  if loss is not None:
+def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> None:
+  if (loss := island.evaluate()) is not None:  # else the task has no held-out batches
     records.report(facts.Eval(step=step, loss=loss))
+    records.say(f'held-out loss at step {step}: {loss:.4f}')
     records.scalars(step, {'evaluation/loss': loss})
-  return loss

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import jax
 
+from diloco_jax.train import flops
+
 
 class IslandState(Protocol):
   """The arrays of an island (train/island.py), or of a loop of the user's own (api/peer.py).
@@ -24,6 +26,9 @@ class IslandState(Protocol):
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     """Switches to a data shard, at its committed cursor."""
+
+  def cost(self) -> flops.Cost:
+    """What a step costs."""
 
   def must_finish(self, ahead: int) -> bool:
     """Whether a step that the island has dispatched is done, or more than `ahead` are not."""

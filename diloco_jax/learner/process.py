@@ -11,6 +11,7 @@ import os
 import pathlib
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
@@ -26,6 +27,7 @@ from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts as report_facts
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, tapes
 from diloco_jax.train import island as island_lib
@@ -57,8 +59,8 @@ class LearnerRecords:
       self._records.scalars(
         fact.clock,
         {
-          'diloco/inner_steps_between_syncs': fact.steps_between,
-          'diloco/staleness': fact.staleness,
+          'sync/inner_steps_between_syncs': fact.steps_between,
+          'sync/staleness': fact.staleness,
         },
       )
 
@@ -107,11 +109,14 @@ def run(
     work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
     if restored is not None:
       records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
+    began_s = time.monotonic()
+    learner_work.introduce(island, records)
     if own_process:
       _compile(island, work, restored)
     else:  # islands of one process have different devices and share no compiled functions
       island.warm_up()
     records_lib.report_startup(records, 'compiled')
+    records.say(f'compiled in {header.duration(time.monotonic() - began_s)}; joins the run')
     state = None if restored is None else restored.protocol
     with running_node(
       assembled,

@@ -10,6 +10,7 @@ ahead of use and the wait for a save have threads while they last.
 
 import contextlib
 import functools
+import math
 import queue
 import threading
 import time
@@ -56,6 +57,7 @@ class LearnerWork:
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
     self._tokens = 0
+    self.loss: float | None = None  # of the newest recorded step, if it is finite
     self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
@@ -163,32 +165,39 @@ class LearnerWork:
     others next, so here for this step, too."""
     self._island.dispatch(clock)
     self._finish(0 if self._lock_step or clock + 1 >= self._config.train.steps else 1)
-    self._post(events.StepDone(tokens=self._island.tokens_per_step, **self._times))
+    tokens = self._island.tokens_per_step
+    self._post(events.StepDone(tokens=tokens, loss=self.loss, **self._times))
     self._times = {'step_ns': 0, 'saving_ns': 0}
 
   def _finish(self, ahead: int = 0) -> None:
     """Waits for the steps that were dispatched, but not for the newest `ahead` of them."""
     while self._island.must_finish(ahead):
       result = self._island.finish()
-      self._steps += 1
-      self._tokens += result.tokens
       saving_ns, idle_ns = self.take_between()
       self._times = {
         'step_ns': int(result.seconds * 1e9),
         'data_ns': int(result.data_s * 1e9),
         'saving_ns': self._times['saving_ns'] + saving_ns,
       }
-      record_step(
-        self._records,
-        self._config,
-        self._island,
-        self._steps,
-        self._tokens,
-        result,
-        saving_s=saving_ns / 1e9,
-        # Before its first step a process joins: no wait for others.
-        waited_s=idle_ns / 1e9 if self._lock_step and self._steps > 1 else 0.0,
-      )
+      self.record(result, saving_ns, idle_ns)
+
+  def record(self, result: island_lib.StepResult, saving_ns: int, idle_ns: int) -> None:
+    """Records a step, and what `take_between` has returned after it."""
+    self._steps += 1
+    self._tokens += result.tokens
+    if result.loss is not None:
+      self.loss = result.loss if math.isfinite(result.loss) else None
+    record_step(
+      self._records,
+      self._config,
+      self._island,
+      self._steps,
+      self._tokens,
+      result,
+      saving_s=saving_ns / 1e9,
+      # Before its first step a process joins: no wait for others.
+      waited_s=idle_ns / 1e9 if self._lock_step and self._steps > 1 else 0.0,
+    )
 
   def take_between(self) -> tuple[int, int]:
     """Time in ns since the last step that saves took on this thread, and without any work."""
@@ -233,10 +242,18 @@ class LearnerWork:
       self._post(events.SaveDone(clock=step))
 
 
+def introduce(island: island_lib.Island, records: records_lib.Recorder) -> None:
+  """Records and says what the learner trains, before it compiles that."""
+  cost = facts.Cost(**island.cost()._asdict())
+  records.report(cost)
+  flops = f', {cost.flops * cost.devices / 1e9:.3g} GFLOP a step' if cost.flops else ''
+  records.say(f'compiles the step: {cost}{flops}')
+
+
 def record_step(
   records: records_lib.Recorder,
   config: run_config.Config,
-  island: island_lib.Island,
+  island: island_port.IslandState,
   steps: int,
   tokens: int,
   result: island_lib.StepResult,
@@ -248,21 +265,28 @@ def record_step(
   `steps` and `tokens` are the totals of this process; for the others see facts.Step.
   """
   step = result.clock + 1
+  measured = ({} if result.loss is None else {'loss': result.loss}) | result.metrics
   records.report(
     facts.Step(
       step=step,
       steps=steps,
       tokens=tokens,
-      loss=result.loss,
+      loss=measured.get('loss', math.nan),
       seconds=result.seconds,
       data_s=result.data_s,
       saving_s=saving_s,
       waited_s=waited_s,
     )
   )
+  if result.metrics:
+    records.report(facts.Metrics(step=step, values=result.metrics))
   if steps % config.train.log_every:
     return
-  rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
+  curves = dict(measured)
+  if result.grad_norm is not None:
+    curves['grad_norm'] = result.grad_norm
+    rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
+    curves['learning_rate'] = rate
   cost = facts.Cost(**island.cost()._asdict())
   records.report(cost)
   records.scalars(
@@ -273,9 +297,7 @@ def record_step(
       'perf/tokens_per_step': cost.tokens,
       'perf/parameters': cost.parameters,
       **{f'perf/{name}': value for name, value in cost.speed(result.seconds).items()},
-      'learning/loss': result.loss,
-      'learning/grad_norm': result.grad_norm,
-      'learning/learning_rate': rate,
+      **{f'learning/{name}': value for name, value in curves.items()},
     },
   )
-  records.completed(step, result.seconds, result.loss, cost)
+  records.completed(step, result.seconds, measured, cost)

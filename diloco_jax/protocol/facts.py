@@ -120,6 +120,19 @@ class Member:
   reason: str = ''
 
 
+@fact
+class Progress:
+  """What a learner has told, once per heartbeat in which it steps and at its loss: its clock, the
+  `steps` and `tokens` of all its incarnations, its loss (None: unknown) and its usual step time."""
+
+  learner: str
+  clock: int
+  steps: int
+  tokens: int
+  loss: float | None
+  step_ns: int
+
+
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
@@ -149,5 +162,5 @@ class Adopted:
   reason: str
 
 
-_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member
+_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress
 Fact = _SyncerFact | State | Adopted

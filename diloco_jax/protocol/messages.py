@@ -1,6 +1,6 @@
 """The messages between a learner and the syncer.
 
-Every message is an immutable tuple of integers and short strings. Array bytes never enter a
+Every message is an immutable tuple of numbers and short strings. Array bytes never enter a
 message: `Contribution` and `Publish` announce a *payload* by size and checksum, and the
 transport delivers the message only once the payload is complete (see `transport/` and
 `docs/wire_format.md`).
@@ -95,13 +95,16 @@ class Confirm:
 
 @_message
 class Progress:
-  """Report after an inner step: the clock, this incarnation's totals, and the step's duration."""
+  """Report after an inner step: the clock, this incarnation's totals, and the step's duration.
+  `loss`: the newest that the learner knows, for people; None: it knows none, or one that is not
+  finite."""
 
   clock: int
   steps: int
   tokens: int
   step_ns: int
   finished: bool
+  loss: float | None = None
 
 
 @_message

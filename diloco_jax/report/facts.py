@@ -15,9 +15,10 @@ from diloco_jax.protocol import facts as protocol_facts
 
 @protocol_facts.fact
 class Step:
-  """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process;
-  `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long saves kept the island since
-  the step before; `waited_s`: how long the learner waited for others since then (in lock step)."""
+  """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process; `loss`:
+  NaN if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
+  saves kept the island since the step before; `waited_s`: how long the learner waited for others
+  since then (in lock step)."""
 
   step: int
   steps: int
@@ -27,6 +28,14 @@ class Step:
   data_s: float = 0.0
   saving_s: float = 0.0
   waited_s: float = 0.0
+
+
+@protocol_facts.fact
+class Metrics:
+  """What a loop, or the loss of a task, has measured in the step before, beside the loss."""
+
+  step: int
+  values: dict[str, float]
 
 
 @protocol_facts.fact
@@ -119,6 +128,19 @@ class Missing:
 
 
 @protocol_facts.fact
+class Layout:
+  """What a run trains and exchanges. `tokens`: of an inner step, 0: only the user's loop knows;
+  `bytes_up`, `bytes_down`: of the pseudo-gradients and of the deltas of all fragments; `lines`: for
+  people."""
+
+  parameters: int
+  tokens: int
+  bytes_up: int
+  bytes_down: int
+  lines: list[str]
+
+
+@protocol_facts.fact
 class Outer:
   """An outer step was computed and is in the log; `norm`: of the outer gradient."""
 
@@ -173,8 +195,8 @@ class Exit:
   stopped: bool = False
 
 
-_OfSyncer = Outer | Traffic | Recovered
-_OfLearner = Step | Cost | Eval | Moments
+_OfSyncer = Layout | Outer | Traffic | Recovered
+_OfLearner = Step | Metrics | Cost | Eval | Moments
 Fact = protocol_facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
 
 name = protocol_facts.name

@@ -46,13 +46,7 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
     ValueError: there is no run in the folder.
   """
   folder = pathlib.Path(workdir).absolute()
-  names = sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
-  if (folder / load.FILE).is_file():
-    config = load.read(folder)
-  elif names:  # of learners whose syncer has another folder
-    config = load.load('own_loop')
-  else:
-    raise ValueError(f'there is no run in {folder}: it has neither {load.FILE} nor records')
+  config, names = config_of(folder), _names(folder)
   learners = [name for name in names if name not in ids.NO_LEARNERS]
   if not learners and config.task != run_config.OWN_LOOP:
     learners = run_config.learner_ids(config.sync.learners)
@@ -65,6 +59,19 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   if run.syncer is not None:
     statuses['syncer'] = run_facts.Status(run.syncer, len(run.syncer_processes))
   return Read(folder, config, run, statuses)
+
+
+def config_of(folder: pathlib.Path) -> run_config.Config:
+  """The config of the run in a folder. Raises ValueError."""
+  if (folder / load.FILE).is_file():
+    return load.read(folder)
+  if _names(folder):  # of learners whose syncer has another folder
+    return load.load('own_loop')
+  raise ValueError(f'there is no run in {folder}: it has neither {load.FILE} nor records')
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+  return sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
 
 
 def pace(config: run_config.Config) -> dict[str, Any]:

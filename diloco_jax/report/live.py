@@ -2,7 +2,7 @@
 
 The table is redrawn in place, and the lines of the processes are in their logs only. If the output
 is a file or a pipe, every line is printed with the name of its process, and a status line every few
-seconds.
+seconds, if it says something new.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from rich import console as console_lib
 from rich import table as table_lib
 from rich import text as text_lib
 
-from diloco_jax.report import facts, run_facts
+from diloco_jax.report import facts, header, run_facts
 
 LOCAL = 'local'
 _STATUS_S = 5.0
@@ -54,19 +54,22 @@ def make(stream=None) -> Display:
 
 
 class PlainDisplay:
-  """Prints the lines of the processes, and a status line every five seconds."""
+  """Prints the lines of the processes, and every five seconds a status line, if it is new."""
 
   def __init__(self, stream):
     self._stream = stream
     self._next_s = 0.0
+    self._said = ''
 
   def listen(self, name: str, line: str) -> None:
-    self._print(f'[{name}] {line}')
+    self._print(f'[{name}] {header.clock()}{line}' if name == LOCAL else f'[{name}] {line}')
 
   def tick(self, view: run_facts.RunFacts) -> None:
     if time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _STATUS_S
-      self._print(f'[{LOCAL}] {status_line(view)}')
+      if (line := status_line(view)) != self._said:
+        self._said = line
+        self.listen(LOCAL, line)
 
   def close(self) -> None: ...
 
@@ -86,16 +89,24 @@ class LiveDisplay:
     self._started_s = time.monotonic()
     self._next_s = 0.0
     self._view: run_facts.RunFacts | None = None
+    self._header = False  # whether it was printed
     self._size = console.size
 
   def listen(self, name: str, line: str) -> None:
     if name == LOCAL or line.startswith('error: '):
-      self._guard(lambda: self._live.console.print(text_lib.Text(f'[{name}] {line}')))
+      self._print(f'[{name}] {header.clock()}{line}')
 
   def tick(self, view: run_facts.RunFacts) -> None:
     if time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _REDRAW_S
+      if view.layout and not self._header:
+        self._header = True
+        for line in view.layout.lines:
+          self._print(line)
       self._guard(lambda: self._draw(view))
+
+  def _print(self, line: str) -> None:
+    self._guard(lambda: self._live.console.print(text_lib.Text(line)))
 
   def _draw(self, view: run_facts.RunFacts) -> None:
     self._view = view
@@ -126,23 +137,44 @@ class LiveDisplay:
 def status_line(view: run_facts.RunFacts) -> str:
   """The state of the run in one line."""
   learners = ', '.join(
-    f'{name} {learner.state} {learner.step}' for name, learner in view.learners.items()
+    f'{name} {_activity(view, name)}{f" {learner.step}" if learner.step else ""}'
+    for name, learner in view.learners.items()
   )
-  if view.syncer is None:
-    return f'{view.progress:.0%}: {learners}'
-  figures = view.figures
-  goodput = f', goodput {_percent(figures.training_since_joined)}' if figures else ''
-  return (
-    f'{view.progress:.0%}: {learners}; {len(view.merges_s)} outer steps{goodput}, '
-    f'up {size(view.wire.bytes_up)}, down {size(view.wire.bytes_down)}'
-  )
+  told = _pace(view)
+  if view.merges_s:
+    up, down = header.size(view.wire.bytes_up), header.size(view.wire.bytes_down)
+    told += [f'{len(view.merges_s)} outer steps', f'up {up}', f'down {down}']
+    if view.figures:
+      told.append(f'goodput {_percent(view.figures.training_since_joined)}')
+  return f'{view.progress:.0%}: {learners}{"; " if told else ""}{", ".join(told)}'
+
+
+def _pace(view: run_facts.RunFacts) -> list[str]:
+  """What the learners train together, and how long the run will take."""
+  left_s = view.seconds_left
+  return [
+    *([f'{view.tokens:,} tokens'] if view.tokens else []),
+    *([f'{view.tokens_per_second:,.0f} tokens/s'] if view.tokens_per_second else []),
+    *([f'{header.duration(left_s)} left'] if left_s else []),
+  ]
+
+
+def _activity(view: run_facts.RunFacts, name: str) -> str:
+  """What a learner does, in words; of the phases of its start the present one."""
+  learner = view.learners[name]
+  if learner.phase == 'waiting':
+    others = [other for other, one in view.learners.items() if not one.is_live]
+    more = ' …' if len(others) > 1 else ''
+    return f'waiting for {others[0]}{more}' if others else 'joined'
+  return learner.phase or learner.state
 
 
 def picture(view: run_facts.RunFacts, elapsed_s: float, width: int) -> console_lib.Group:
   """The whole display: progress, models, the last event, learners, syncer. A terminal that is too
   low shows its beginning."""
   parts = [_progress(view, elapsed_s)]
-  parts += [text_lib.Text(f' {cost}', style='dim', no_wrap=True) for cost in _costs(view)]
+  dim = [*_costs(view), ', '.join(_pace(view)[:2])]
+  parts += [text_lib.Text(f' {line}', style='dim', no_wrap=True) for line in dim if line]
   if view.last_event:
     parts.append(text_lib.Text(f' {view.last_event}', style='yellow', no_wrap=True))
   parts.append(_table(_learner_columns(view), width))
@@ -185,18 +217,22 @@ def _table(columns: list[_Column], width: int) -> table_lib.Table:
 def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
   """The columns of the learners, the less important ones last."""
   learners = list(view.learners.values())
-  states = [learner.state for learner in learners]
+  states = ['starting' if learner.phase else learner.state for learner in learners]
+  now_s = view.seconds_at(time.time())
+  doing = [
+    f'{_activity(view, name)}{f" {now_s - one.phase_s:.0f} s" if one.phase else ""}'
+    for name, one in view.learners.items()
+  ]
   losses = [f'{learner.steps[-1].loss:.3f}' if learner.steps else '' for learner in learners]
   rates = [f'{learner.tokens_per_second:,.0f}' for learner in learners]
   return [
     _Column('learner', list(view.learners), text=True),
-    _Column('state    ', states, [_COLOURS.get(state, '') for state in states], text=True),
+    _Column('state     ', doing, [_COLOURS.get(state, '') for state in states], text=True),
     _Column('    step', [str(learner.step) for learner in learners]),
     _Column('tokens/s', rates),
     *_speeds(learners),
     _Column('   loss', losses),
     _Column('goodput', [_percent(view.training(name)) for name in view.learners]),
-    _Column('contributions', [str(len(learner.merged_s)) for learner in learners]),
     _Column('staleness', [str(learner.staleness) for learner in learners]),
     _Column('incarnation', [str(learner.incarnation) for learner in learners]),
   ]
@@ -231,8 +267,8 @@ def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('goodput', [_percent(figures and figures.training_since_joined)]),
     _Column('of tokens', [_percent(figures and figures.token)]),
     _Column('uptime', [_percent(figures and figures.uptime)]),
-    _Column('      up', [size(view.wire.bytes_up)]),
-    _Column('    down', [size(view.wire.bytes_down)]),
+    _Column('      up', [header.size(view.wire.bytes_up)]),
+    _Column('    down', [header.size(view.wire.bytes_down)]),
     _Column('  grace', [f'{last.grace_ns / 1e6 if last else 0:.0f} ms']),
     _Column('participants', [' '.join(last.participants) if last else '-'], text=True),
   ]
@@ -243,23 +279,15 @@ def _percent(share: float | None) -> str:
 
 
 def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:
+  left_s = view.seconds_left
+  left = [f'{header.duration(left_s)} left'] if left_s else []
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
     '',
     progress_bar.ProgressBar(total=1.0, completed=view.progress, width=20),
-    f'{view.progress:4.0%} of {view.total_steps} steps, {elapsed_s:.0f} s',
+    ', '.join(
+      [f'{view.progress:4.0%} of {view.total_steps} steps', header.duration(elapsed_s), *left]
+    ),
+    text_lib.Text(header.clock(), style='dim'),
   )
   return grid
-
-
-def size(count_bytes: float) -> str:
-  """Bytes for people.
-
-  >>> size(512), size(2_500_000)
-  ('512 B', '2.5 MB')
-  """
-  for unit in ('B', 'kB', 'MB', 'GB'):
-    if count_bytes < 1000:
-      return f'{count_bytes:.0f} B' if unit == 'B' else f'{count_bytes:.1f} {unit}'
-    count_bytes /= 1000
-  return f'{count_bytes:.1f} TB'

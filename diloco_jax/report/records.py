@@ -20,6 +20,7 @@ import math
 import os
 import pathlib
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from typing import Any
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import safe_json
-from diloco_jax.report import facts
+from diloco_jax.report import facts, header
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
@@ -76,21 +77,30 @@ class Recorder:
       self._guard(lambda: self._append(line))
 
   def scalars(self, step: int, values: dict[str, float]) -> None:
-    """Adds points to curves such as `perf/step_time_seconds`, `learning/loss`, `diloco/...`."""
+    """Adds points to curves such as `learning/loss`, `perf/step_time_seconds`, `sync/...`."""
     with self._lock:
       if self._curves is not None:
         self._guard(lambda: self._curves.add(step, values))
 
+  def config(self, config: dict[str, Any]) -> None:
+    """Adds the config of the run beside the curves, as a text."""
+    with self._lock:
+      if self._curves is not None:
+        self._guard(lambda: self._curves.text('config', json.dumps(config, indent=2)))
+
   def say(self, text: str) -> None:
     """Prints a line for people on standard output."""
     # In one write, so that the threads of one process do not mix their lines.
-    self._guard(lambda: print(f'{self._prefix}{text}\n', end='', flush=True))
+    self._guard(lambda: print(f'{self._prefix}{header.clock()}{text}\n', end='', flush=True))
 
-  def completed(self, step: int, seconds: float, loss: float, cost: facts.Cost) -> None:
-    """Prints a line about a step like MaxText's; what follows the loss is of one device."""
+  def completed(
+    self, step: int, seconds: float, measured: dict[str, float], cost: facts.Cost
+  ) -> None:
+    """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
-    line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, loss: {loss:.3f}'
-    self.say(', '.join(filter(None, [line, facts.speed_text(cost.speed(seconds))])))
+    line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
+    found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
+    self.say(', '.join(filter(None, [line, *found, facts.speed_text(cost.speed(seconds))])))
 
   def close(self) -> None:
     """Flushes everything to disk."""
@@ -174,12 +184,20 @@ class Curves:
   def add(self, step: int, values: dict[str, float]) -> None:
     """Adds a point to each curve. Raises OSError."""
     from tensorboardX import summary  # pylint: disable=g-import-not-at-top
-    from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
 
     for key, value in values.items():
-      self._writer.write_event(
-        event_pb2.Event(summary=summary.scalar(key, value), step=step, wall_time=time.time())
-      )
+      self._write(step, summary.scalar(key, value))
+
+  def text(self, key: str, text: str) -> None:
+    """Adds a text, which is shown as it is. Raises OSError."""
+    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
+
+    self._write(0, summary.text(key, textwrap.indent(text, '    ')))
+
+  def _write(self, step: int, summary: Any) -> None:
+    from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
+
+    self._writer.write_event(event_pb2.Event(summary=summary, step=step, wall_time=time.time()))
 
   def close(self) -> None:
     """Writes the buffer to disk. Raises OSError."""

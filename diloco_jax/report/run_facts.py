@@ -95,20 +95,25 @@ class Learner:
     state: its activity, in a word for people. said: what its supervisor told of it last.
     phase: of a process before its first step: importing, building, restoring, compiling, joining,
       waiting (for other learners); then ''. phase_s: when it began.
-    by_hand: no supervisor of this folder has started it.
+    supervised: a supervisor of this folder has started it.
+    speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
+      `steps` are those at heartbeats.
+    told: the steps and tokens of all its processes that the syncer has recorded.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
     fresh: how many of its processes joined a run in progress with fresh moments.
-    cost: the newest one; None: no log line yet, or a loop of a user's own.
+    cost: the newest one; None: no log line yet.
   """
 
   state: str = 'waiting'
   phase: str = ''
   phase_s: float = 0.0
   said: str = ''
-  by_hand: bool = False
+  supervised: bool = False
+  speaks: bool = False
+  told: tuple[int, int] = (0, 0)
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
@@ -199,6 +204,7 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
+    layout: what it trains and exchanges, in numbers and in words.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
       versions since its oldest anchor.
@@ -229,6 +235,7 @@ class RunFacts:
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps = total_steps
+    self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
     self.participants, self.live, self.waited_ns, self.staleness = (
@@ -319,6 +326,7 @@ class RunFacts:
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
     book(self.book, process, round(at_s * 1e9), fact)
     if process in self.learners:
+      self.learners[process].speaks = True
       self._of_learner(self.learners[process], at_s, fact)
     processes = self._processes(process)
     if isinstance(fact, facts.Startup):
@@ -335,6 +343,8 @@ class RunFacts:
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
           del column[place:]
+      case facts.Layout():
+        self.layout = fact
       case facts.Traffic():
         self.wire.take(fact)
       case facts.Missing(facts=count, error=error):
@@ -345,6 +355,8 @@ class RunFacts:
         self._synced(at_s, fact)
       case protocol_facts.Member():
         self._member(at_s, fact)
+      case protocol_facts.Progress(learner=name) if name in self.learners:
+        self._progressed(self.learners[name], at_s, fact)
       case facts.Process():
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code, stopped=stopped):
@@ -373,16 +385,58 @@ class RunFacts:
   def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, Learner(by_hand=True))
+      learner = self.learners.setdefault(fact.learner, Learner())
       learner.joined.append((at_s, fact.incarnation))
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
       learner.lost.append((at_s, fact.reason))
     else:
       return
-    if learner.by_hand:  # the last word on it, unless it says more in this folder
-      gone = 'done' if fact.reason.startswith('left') else 'down'
-      learner.state = 'training' if fact.state == 'joined' else gone
-      learner.incarnation = max(learner.incarnation, fact.incarnation)
+    if learner.supervised:
+      return
+    left = fact.reason.startswith('left')
+    if not learner.speaks:
+      self._of_another_machine(learner, at_s, fact, left)
+    # The last word on it, unless it says more in this folder.
+    learner.state = 'training' if fact.state == 'joined' else 'done' if left else 'down'
+    learner.incarnation = max(learner.incarnation, fact.incarnation)
+
+  def _of_another_machine(
+    self, learner: Learner, at_s: float, fact: protocol_facts.Member, left: bool
+  ) -> None:
+    """Follows a process of which only the syncer tells."""
+    processes, at_ns = learner.processes, round(at_s * 1e9)
+    if fact.state == 'lost':
+      self.book.died(fact.learner, at_ns, killed=not left)
+      if processes:
+        processes[-1].end(at_s, 'done' if left else 'failed')
+      return
+    self.book.joined(fact.learner, at_ns)
+    if not processes or fact.incarnation > learner.incarnation:
+      self._begin(processes, at_s)
+    else:  # it was the connection
+      processes[-1].ended_s, processes[-1].ended = None, ''
+
+  def _progressed(self, learner: Learner, at_s: float, fact: protocol_facts.Progress) -> None:
+    steps, tokens = fact.steps - learner.told[0], fact.tokens - learner.told[1]
+    if learner.speaks or steps <= 0:
+      return
+    learner.told = fact.steps, fact.tokens
+    learner.step_s = fact.step_ns / 1e9 or learner.step_s
+    learner.tokens_per_step = tokens / steps
+    loss = math.nan if fact.loss is None else fact.loss
+    self._trained(learner, at_s, tokens, fact.clock, loss, learner.step_s)
+    if learner.processes:
+      process = learner.processes[-1]
+      process.steps, process.last_s = process.steps + steps, at_s
+      if process.first_step_s is None:
+        process.first_step_s = at_s
+    at_ns = round(at_s * 1e9)
+    account = self.book.learners.get(fact.learner)
+    step_ns = min(fact.step_ns, max(0, at_ns - account.at_ns) // steps if account else 0)
+    for ahead in reversed(range(steps)):
+      self.book.stepped(fact.learner, at_ns - ahead * step_ns, tokens // steps, step_ns)
+    if fact.clock >= self.total_steps:
+      self.book.trained(fact.learner, at_ns)
 
   def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
     match fact:
@@ -410,17 +464,24 @@ class RunFacts:
     learner.begin('', at_s)
     if learner.state in ('waiting', 'starting'):
       learner.state = 'training'
-    self.tokens += round(learner.tokens_per_step)
-    learner.steps.append(Step(at_s, self.tokens, fact.step, fact.loss, fact.seconds))
-    clocks, tokens = self._reached
-    if not clocks or fact.step > clocks[-1]:
-      clocks.append(fact.step)
-      tokens.append(self.tokens)
+    tokens = round(learner.tokens_per_step)
+    self._trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
       self._begin(learner.processes, at_s)  # started by hand: no supervisor has told of it
     learner.processes[-1].steps = fact.steps
     if learner.processes[-1].first_step_s is None:
       learner.processes[-1].first_step_s = at_s
+
+  def _trained(
+    self, learner: Learner, at_s: float, tokens: int, clock: int, loss: float, seconds: float
+  ) -> None:
+    """A learner has reached a clock by `tokens` more."""
+    self.tokens += tokens
+    learner.steps.append(Step(at_s, self.tokens, clock, loss, seconds))
+    clocks, reached = self._reached
+    if not clocks or clock > clocks[-1]:
+      clocks.append(clock)
+      reached.append(self.tokens)
 
   def _synced(self, at_s: float, fact: protocol_facts.Synced) -> None:
     if self.syncer is not None:
@@ -445,7 +506,7 @@ class RunFacts:
       self.syncer = fact.state
     elif fact.child in self.learners:
       learner = self.learners[fact.child]
-      learner.state, learner.said = fact.state, fact.text
+      learner.state, learner.said, learner.supervised = fact.state, fact.text, True
       learner.begin('importing' if fact.state == 'starting' else '', at_s)
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
       self._begin(self._processes(fact.child), at_s)

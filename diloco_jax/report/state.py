@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import heapq
-import math
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,23 +13,20 @@ from diloco_jax.report import run_facts
 POINTS = 400  # of a curve
 _SMOOTH_STEPS = 10  # a point of a curve is the mean loss of so many steps
 _EVENTS = 60
-_OF_RUN = 'began_s end_s progress total_steps tokens syncer'.split()
-_OF_LEARNER = 'state step tokens_per_second staleness incarnation'.split()
+_OF_RUN = 'end_s progress total_steps tokens tokens_per_second seconds_left syncer'.split()
+_OF_LEARNER = 'state phase step tokens_per_second staleness incarnation'.split()
 
 
 def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
   sync, wire = config.sync, run.wire
-  about = f'{config.task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
-  left_s = [
-    (run.total_steps - one.step) * one.step_s for one in run.learners.values() if one.step_s
-  ]
+  task = config.task.rpartition('/')[2] or 'own loops'
+  about = f'{task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name,
+    'began_s': round(run.began_s or 0),
     'about': f'{about} {sync.codec_up}',
-    'tokens_per_second': sum(one.tokens_per_second for one in run.learners.values()),
-    'seconds_left': min(left_s, default=None) if run.progress < 1 else 0,
     'outer_steps': len(run.merges_s),
     'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
@@ -39,24 +36,8 @@ def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
     'merges': _merges(run),
     'events': heapq.nlargest(_EVENTS, _events(run)),
   }
-  return _json(found)
-
-
-def _json(value: Any) -> Any:
-  """
-  >>> _json({'loss': [1.23456789, 0.000123456, float('nan')], 'step': (3,)})
-  {'loss': [1.2346, 0.0001235, None], 'step': [3]}
-  """
-  match value:
-    case float() if math.isfinite(value):
-      return round(value, 4) if abs(value) >= 1 else float(f'{value:.4g}')
-    case float():
-      return None
-    case dict():
-      return {key: _json(item) for key, item in value.items()}
-    case list() | tuple():
-      return [_json(item) for item in value]
-  return value
+  digits = lambda text: float(f'{float(text):.5g}')
+  return json.loads(json.dumps(found), parse_float=digits, parse_constant=lambda _: None)
 
 
 def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:

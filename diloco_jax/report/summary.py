@@ -21,7 +21,7 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
-from diloco_jax.report import facts, live, page, run_facts
+from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import state as state_lib
@@ -473,11 +473,11 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
 def _wire_lines(summary: Mapping[str, Any]) -> list[str]:
   up, down = summary['wire_bytes_up'], summary['wire_bytes_down']
   baseline = summary['wire_bytes_data_parallel']
-  lines = [f'on the wire    {live.size(up)} up, {live.size(down)} down']
+  lines = [f'on the wire    {header.size(up)} up, {header.size(down)} down']
   if baseline and up + down:
     lines.append(
       f'               data-parallel training (a ring all-reduce of bfloat16 gradients) '
-      f'would have moved {live.size(baseline)}, {baseline / (up + down):.0f} times '
+      f'would have moved {header.size(baseline)}, {baseline / (up + down):.0f} times '
       'as much'
     )
   return lines

@@ -79,6 +79,7 @@ class Evaluation:
         if loss is None:
           return
         self._records.report(facts.Eval(step=step, loss=loss))
+        self._records.say(f'held-out loss at clock {step}: {loss:.4f}')
         self._records.scalars(step, {'evaluation/loss': loss})
       asked = self._next()
 

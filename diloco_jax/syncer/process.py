@@ -24,7 +24,7 @@ from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
-from diloco_jax.report import facts
+from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, json_files, outer_log, restore_note, tapes
 from diloco_jax.storage import files as files_lib
@@ -50,6 +50,7 @@ class SyncerRecords:
     self._traffic = traffic
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
+    self._steps = assembled.config.train.steps
     self.say = records.say
 
   def report(self, fact: protocol_facts.Fact) -> None:
@@ -65,11 +66,12 @@ class SyncerRecords:
         self._records.scalars(
           fact.sync,
           {
-            'diloco/participants': len(fact.participants),
-            'diloco/grace_seconds': fact.grace_ns / 1e9,
-            'diloco/staleness': fact.staleness,
-            'diloco/bytes_up': up,
-            'diloco/bytes_down': down,
+            'sync/participants': len(fact.participants),
+            'sync/staleness': fact.staleness,
+            'sync/bytes_up': up,
+            'sync/bytes_down': down,
+            # A closing sync waits for everybody.
+            **({'sync/grace_seconds': fact.grace_ns / 1e9} if fact.sync <= self._steps else {}),
           },
         )
 
@@ -116,6 +118,7 @@ def run(
     log = commit.CommitLog(log_files, assembled.agreement, records.say)
     cleanup.callback(log.close)
     restored = restore_note.read(workdir)  # behind the lock: now none begins
+    _introduce(assembled, records)
     payloads = payloads_lib.PayloadStore()
     work: syncer_work.SyncerWork | None = None
 
@@ -162,6 +165,23 @@ def run(
       _export(theta, workdir, records)
       _wait_or_stop(evaluation, event_queue)
     return result
+
+
+def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None:
+  """Says what the run trains and exchanges."""
+  layout, task = assembled.layout, assembled.task
+  sizes = [layout.size(p) for p in range(layout.num_fragments)]
+  fact = header.layout(
+    assembled.config,
+    assembled.parameters,
+    task.tokens_per_batch if task else 0,
+    sum(assembled.payload_bytes),
+    sum(map(assembled.codec_down.encoded_size, sizes)),
+  )
+  records.report(fact)
+  records.config(assembled.config.to_dict())
+  for line in fact.lines:
+    records.say(line)
 
 
 def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.EventQueue) -> None:

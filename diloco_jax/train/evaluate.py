@@ -13,7 +13,7 @@ def make_eval_step(task: task_lib.Task, mesh: jax.sharding.Mesh, params_sharding
   """Returns jitted (params, batch) -> mean loss, a float32 scalar."""
   batch_sharding = mesh_lib.batch_sharding(mesh)
   return jax.jit(
-    lambda params, batch: task.loss(params, batch, batch_sharding),
+    lambda params, batch: task.measured(params, batch, batch_sharding)[0],
     in_shardings=(params_shardings, batch_sharding),
     out_shardings=mesh_lib.replicated(mesh),
   )

@@ -47,12 +47,13 @@ _LOG = logging.getLogger(__name__)
 class StepResult(NamedTuple):
   """The result of one inner step."""
 
-  loss: float  # of the batch before the update
-  grad_norm: float  # before clipping
+  loss: float | None  # of the batch before the update; None: a loop of a user's own tells none
+  grad_norm: float | None  # before clipping; None: of such a loop
   tokens: int  # predicted and trained on
   seconds: float  # wall, from its dispatch or the end of the step before, whichever is later
   data_s: float  # of them, until the batch was on the device
   clock: int  # before it
+  metrics: dict[str, float]  # what else the task or the loop has measured
 
 
 class _Dispatched(NamedTuple):
@@ -61,7 +62,7 @@ class _Dispatched(NamedTuple):
   clock: int
   begun_ns: int
   placed_ns: int  # its batch was on the device
-  ended: futures.Future  # loss, gradient norm, and when they were there, in ns
+  ended: futures.Future  # the metrics, and when they were there, in ns
 
 
 class Island:
@@ -217,19 +218,20 @@ class Island:
   def finish(self) -> StepResult:
     """Blocks until the oldest dispatched step is done."""
     clock, begun_ns, placed_ns, ended = self._dispatched.popleft()
-    loss, grad_norm, ended_ns = ended.result()
+    metrics, ended_ns = ended.result()
     start_ns = max(begun_ns, self._ended_ns)
     self._ended_ns = ended_ns
     if self._profile is not None:
       self._profile.ended(self._finished)
     self._finished += 1
     return StepResult(
-      loss,
-      grad_norm,
+      metrics.pop('loss'),
+      metrics.pop('grad_norm'),
       self.tokens_per_step,
       (ended_ns - start_ns) / 1e9,
       max(0, placed_ns - start_ns) / 1e9,
       clock,
+      metrics,
     )
 
   def _read(self) -> task_lib.Batch:
@@ -375,11 +377,11 @@ class Island:
     return self._checkpoints
 
 
-def _await(metrics: dict[str, jax.Array]) -> tuple[float, float, int]:
+def _await(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], int]:
   """The metrics of a step once it is done, and when that was."""
   jax.block_until_ready(metrics)
   ended_ns = time.monotonic_ns()
-  return float(metrics['loss']), float(metrics['grad_norm']), ended_ns
+  return {name: float(value) for name, value in metrics.items()}, ended_ns
 
 
 def _place(tree: Any, like: Any, shardings: Any) -> Any:

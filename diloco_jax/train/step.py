@@ -49,17 +49,19 @@ def make_train_step(
 ) -> Callable:
   """Returns jitted (state, batch, rate float32) -> (state, metrics).
 
-  Metrics are replicated float32 scalars: `loss` and `grad_norm` before clipping.
+  Metrics are replicated scalars: `loss`, `grad_norm` before clipping, both float32, and those of
+  the task.
   """
   batch_sharding, scalar = mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh)
 
   def train_step(state: TrainState, batch: task_lib.Batch, rate: jax.Array):
-    loss, grads = jax.value_and_grad(task.loss)(state.params, batch, batch_sharding)
+    measure = jax.value_and_grad(task.measured, has_aux=True)
+    (loss, others), grads = measure(state.params, batch, batch_sharding)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, rate=rate)
     add = lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype)
     params = jax.tree.map(add, state.params, updates)
-    metrics = {'loss': loss, 'grad_norm': optax.tree.norm(optax.tree.cast(grads, np.float32))}
-    return TrainState(params, opt_state), metrics
+    norm = optax.tree.norm(optax.tree.cast(grads, np.float32))
+    return TrainState(params, opt_state), {**others, 'loss': loss, 'grad_norm': norm}
 
   return jax.jit(
     train_step,

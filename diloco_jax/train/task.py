@@ -18,6 +18,7 @@ Batch = Any  # a tree of host arrays; each has the batch as its first axis, none
 Partition = Sequence[tuple[str, PartitionSpec]]
 Axes = tuple[int, ...]
 Matrices = Sequence[tuple[str, tuple[Axes, Axes] | None]]
+Measured = tuple[jax.Array, dict[str, jax.Array]]  # the loss, and other scalars by name
 _Rule = TypeVar('_Rule')
 _STATISTIC = re.compile('batch_stats|(running|moving)_(mean|var|variance)|(mean|var)_ema')
 
@@ -35,7 +36,7 @@ class Batches(Protocol):
   """The endless batches of a shard, by index from 0. A batch is a pure function of its index, so a
   learner continues from an integer."""
 
-  def __getitem__(self, index: int) -> Batch: ...
+  def __getitem__(self, index: int, /) -> Batch: ...
 
 
 def embeddings(path: str) -> str:
@@ -75,7 +76,8 @@ class Task:
       the shapes, too. A leaf may be drawn when it is read (initial.py), so that no host of a large
       model draws all of it.
     loss: (params, batch, sharding) -> the mean loss per token or example, a float32 scalar; traced
-      by jit. `sharding` is that of the batch axis on the learner's mesh, for
+      by jit. Or that and a dict of other scalars, such as an accuracy: curves and records have them
+      by their names (`measured`). `sharding` is that of the batch axis on the learner's mesh, for
       `jax.lax.with_sharding_constraint`; a model may ignore it.
     batches: shard in [0, config.data.shards) -> its batches. Each learner leases another
       shard, so two shards should not have the same batches at the same time.
@@ -98,7 +100,7 @@ class Task:
   """
 
   init: Callable[[int], Params]
-  loss: Callable[[Params, Batch, jax.sharding.Sharding], jax.Array]
+  loss: Callable[[Params, Batch, jax.sharding.Sharding], jax.Array | Measured]
   batches: Callable[[int], Batches]
   tokens_per_batch: int
   eval_batches: Callable[[], Sequence[Batch]] = tuple
@@ -107,3 +109,8 @@ class Task:
   matrices: Matrices = ()
   data_digest: Callable[[], str] = str
   flops_per_token: float = 0.0
+
+  def measured(self, params: Params, batch: Batch, sharding: jax.sharding.Sharding) -> Measured:
+    """The loss, and the other scalars that `loss` returns."""
+    found = self.loss(params, batch, sharding)
+    return found if isinstance(found, tuple) else (found, {})

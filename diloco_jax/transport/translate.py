@@ -5,7 +5,7 @@ small reader and one small writer, driven by the annotations of the classes, ser
 ends check these rules, which protobuf does not, before encoding and after decoding:
 
   range     integers are in [0, 2^53], `Held.version` may be -1, nonces and digests are in
-            [0, 2^64), checksums in [0, 2^32)
+            [0, 2^64), checksums in [0, 2^32); other numbers are finite
   length    strings have at most the UTF-8 bytes of `MAX_STRING_BYTES`, tuples at most `MAX_ITEMS`;
             of a learner, as many as the run has fragments
   missing   a nested message must be present (protobuf would invent one of zeros)
@@ -19,6 +19,7 @@ Ids and agreements are compared, not read, and stay as they are.
 
 import dataclasses
 import functools
+import math
 import re
 import types
 import typing
@@ -187,6 +188,8 @@ def _checked(cls: type, name: str, value: Any) -> Any:
       pass
     case int():
       _check_range(cls, name, value)
+    case float() if math.isfinite(value):
+      pass
     case str():
       _check_string(cls, name, value)
     case tuple():

@@ -3,8 +3,8 @@
     python experiments/examples/loop_linen.py     # alone
 
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/linen
-    python experiments/examples/loop_linen.py --learner=l0
-    python experiments/examples/loop_linen.py --learner=l1
+    python experiments/examples/loop_linen.py --learner=l0 --workdir=runs/linen
+    python experiments/examples/loop_linen.py --learner=l1 --workdir=runs/linen
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model is a decoder in the
 manner of nanodo. A learner that was killed and is started again with the same --workdir takes the
@@ -85,8 +85,8 @@ def train(**run: str | None) -> list[float]:
     state = state.replace(params=peer.params, opt_state=peer.opt_state)
     for _, batch in peer.steps(read):
       state, loss = step(state, batch)
-      params = peer.sync(state.params, tokens=batch.size, opt_state=state.opt_state)
-      state = state.replace(params=params)
+      told = {'opt_state': state.opt_state, 'metrics': {'loss': loss}}
+      state = state.replace(params=peer.sync(state.params, tokens=batch.size, **told))
       losses.append(float(loss))
   return losses
 

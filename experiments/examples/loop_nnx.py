@@ -3,8 +3,8 @@
     python experiments/examples/loop_nnx.py     # alone
 
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/nnx
-    python experiments/examples/loop_nnx.py --learner=l0
-    python experiments/examples/loop_nnx.py --learner=l1
+    python experiments/examples/loop_nnx.py --learner=l0 --workdir=runs/nnx
+    python experiments/examples/loop_nnx.py --learner=l1 --workdir=runs/nnx
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
 after a token; its embedding is merged by averaging, since its path says `embed`.
@@ -62,25 +62,28 @@ def train_alone() -> list[float]:
   losses = []
   for clock in range(STEPS):
     batch = read(0, clock)
-    losses.append(float(step(model, optimizer, batch)))
+    loss = step(model, optimizer, batch)
+    losses.append(float(loss))
   return losses
 
 
-def train(**run: str) -> list[float]:
+def train(**run: str | None) -> list[float]:
   model = Model(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
   losses = []
   with diloco_jax.join(nnx.state(model, nnx.Param), total_steps=STEPS, **run) as peer:
     nnx.update(model, peer.params)
     for _, batch in peer.steps(read):
-      losses.append(float(step(model, optimizer, batch)))
-      nnx.update(model, peer.sync(nnx.state(model, nnx.Param), tokens=BATCH))
+      loss = step(model, optimizer, batch)
+      mine = nnx.state(model, nnx.Param)
+      nnx.update(model, peer.sync(mine, tokens=BATCH, metrics={'loss': loss}))
+      losses.append(float(loss))
   return losses
 
 
 def main(argv: list[str]) -> None:
   del argv
-  run = {'learner': flags.FLAGS.learner, 'syncer': flags.FLAGS.syncer}
+  run = {name: flags.FLAGS[name].value for name in ('learner', 'syncer', 'workdir')}
   losses = train(**run) if flags.FLAGS.learner else train_alone()
   print(f'{len(losses)} steps, the mean loss of the last 20 is {np.mean(losses[-20:]):.2f}')
 
@@ -90,4 +93,5 @@ if __name__ == '__main__':
   flags.DEFINE_string(
     'syncer', 'file:runs/nnx/syncer/address', 'Where the syncer listens, as for diloco_jax.join.'
   )
+  flags.DEFINE_string('workdir', None, 'As for diloco_jax.join.')
   app.run(main)

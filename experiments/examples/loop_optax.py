@@ -3,8 +3,8 @@
     python experiments/examples/loop_optax.py     # alone
 
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/optax
-    python experiments/examples/loop_optax.py --learner=l0
-    python experiments/examples/loop_optax.py --learner=l1
+    python experiments/examples/loop_optax.py --learner=l0 --workdir=runs/optax
+    python experiments/examples/loop_optax.py --learner=l1 --workdir=runs/optax
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
 after a token. `LABEL` says which arrays are merged by averaging: the table of embeddings and the
@@ -74,7 +74,7 @@ def train_alone() -> list[float]:
   return losses
 
 
-def train(**run: str) -> list[float]:
+def train(**run: str | None) -> list[float]:
   params = init()
   opt_state = TX.init(params)
   losses = []
@@ -82,14 +82,14 @@ def train(**run: str) -> list[float]:
     params = peer.params
     for clock, batch in peer.steps(read):
       params, opt_state, loss = step(params, opt_state, batch, RATE(clock))
-      params = peer.sync(params, tokens=BATCH)
+      params = peer.sync(params, tokens=BATCH, metrics={'loss': loss})
       losses.append(float(loss))
   return losses
 
 
 def main(argv: list[str]) -> None:
   del argv
-  run = {'learner': flags.FLAGS.learner, 'syncer': flags.FLAGS.syncer}
+  run = {name: flags.FLAGS[name].value for name in ('learner', 'syncer', 'workdir')}
   losses = train(**run) if flags.FLAGS.learner else train_alone()
   print(f'{len(losses)} steps, the mean loss of the last 20 is {np.mean(losses[-20:]):.2f}')
 
@@ -99,4 +99,5 @@ if __name__ == '__main__':
   flags.DEFINE_string(
     'syncer', 'file:runs/optax/syncer/address', 'Where the syncer listens, as for diloco_jax.join.'
   )
+  flags.DEFINE_string('workdir', None, 'As for diloco_jax.join.')
   app.run(main)

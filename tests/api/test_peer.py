@@ -1,5 +1,6 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
+import re
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ import diloco_jax
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import own_model, run_folder
+from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
 from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
@@ -61,7 +63,7 @@ def _step(params, opt_state, words):
   return optax.apply_updates(params, updates), opt_state, loss
 
 
-def _loop(server, name, losses, seed=0, **kwargs):
+def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwargs):
   params = _params(seed)
   opt_state = _TX.init(params)
   with diloco_jax.join(
@@ -70,8 +72,9 @@ def _loop(server, name, losses, seed=0, **kwargs):
     params = peer.params
     for _clock, words in peer.steps(_batch):
       params, opt_state, loss = _step(params, opt_state, words)
+      tokens = np.prod(words.shape)  # an integer of NumPy
+      params = peer.sync(params, tokens=tokens, metrics=told(loss))
       losses.append(float(loss))
-      params = peer.sync(params, tokens=np.prod(words.shape))  # an integer of NumPy
   return params
 
 
@@ -97,14 +100,24 @@ def _threads(*calls):
   return [results[number] for number in range(len(calls))]
 
 
-def test_two_loops_learn_together_and_the_first_brings_the_model():
-  losses = {'l0': [], 'l1': []}
-  with diloco_jax.run_syncer(total_steps=120, sync=_sync()) as server:
+def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd):
+  """What they measure is in their folders; the syncer's own tells of both, too."""
+  losses, place, told = {'l0': [], 'l1': []}, tmp_path / 'l0', lambda loss: {'loss': loss, 'two': 2}
+  with diloco_jax.run_syncer(total_steps=120, sync=_sync(), workdir=tmp_path / 'run') as server:
     ends = _threads(
-      lambda: _loop(server, 'l0', losses['l0']),
+      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place),
       lambda: _loop(server, 'l1', losses['l1'], seed=1),  # takes version 0 from the syncer
     )
     merged = server.wait(_DEADLINE_S)
+  rows = list(diloco_jax.records(place))
+  assert [row['loss'] for row in rows if row['name'] == 'step'] == losses['l0']
+  assert [row['values'] for row in rows if row['name'] == 'metrics'] == [{'two': 2.0}] * 120
+  assert re.search(r'\[l0\] completed step: 120, .* loss: 0\.\d+, two: 2\n', capfd.readouterr().out)
+  seen = run_facts.RunFacts((), 120).take(records.TailAll(tmp_path / 'run').read())
+  for name, learner in seen.learners.items():
+    assert (learner.step, learner.told, learner.state) == (120, (120, 120 * 32), 'done')
+    assert learner.steps[-1].loss in losses[name][-2:] and learner.tokens_per_step == 32
+  assert seen.learners.keys() == losses.keys() and seen.progress == 1
   assert sorted(merged) == ['embed', 'hidden', 'out']
   words = jnp.arange(_WORDS)
   assert float(_loss(merged, words)) < 2.0 < np.log(_WORDS)
@@ -363,6 +376,8 @@ def test_wrong_calls_are_refused_with_a_remedy():
       mine = peer.params
       with pytest.raises(ValueError, match='tokens is 0'):
         peer.sync(mine, tokens=0)
+      with pytest.raises(ValueError, match=r'loss has the shape \(8,\), give one number'):
+        peer.sync(mine, tokens=1, metrics={'loss': jnp.zeros(8)})
       with pytest.raises(TypeError, match='float'):
         peer.sync(mine, tokens=1.0)
       with pytest.raises(ValueError, match='join was given no opt_state'):
@@ -404,6 +419,40 @@ def _train_alone(learner: str, step: Callable[[Any], Any], params: Any, take: bo
         if take:
           params = returned
         del returned
+
+
+def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
+  """But for those of the last step, after which nothing is left to do."""
+
+  class Late:
+    ndim = 0
+
+    def __init__(self, clock: int):
+      self.clock = clock
+
+    def is_ready(self) -> bool:
+      return self.clock == 1  # as of a loop that waits for its step
+
+    def block_until_ready(self) -> None:
+      waited.append(self.clock)
+
+    def __float__(self) -> float:
+      return float(self.clock)
+
+  waited, seen = [], []
+  run = {
+    'total_steps': 4,
+    'sync': diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1),
+  }
+  params = {'w': jnp.ones((8, 8))}
+  with diloco_jax.run_syncer(**run) as server:
+    place = {'syncer': server.address, 'workdir': tmp_path}
+    with diloco_jax.join(params, learner='l0', **place, **run) as peer:
+      params = peer.params
+      for clock in peer.steps():
+        params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
+        seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
+  assert seen == [([], 0), ([0], 2), ([0], 2), ([0, 2, 3], 4)]
 
 
 def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay(capfd):

@@ -1,9 +1,13 @@
 """What a run shows while it runs: phases, rates, the time that is left."""
 
-import pytest
+import io
 
+import pytest
+from rich import console as console_lib
+
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, run_facts
+from diloco_jax.report import facts, header, live, run_facts
 from tests.report.test_records import row
 
 
@@ -58,3 +62,51 @@ def test_the_time_left_is_that_of_the_steps_since_a_restart():
     run.take([_process(at_s, 'l1', 'down')])
     assert run.seconds_left is None
   assert run.seconds_at(1000.0) == 1000 - run.began_s
+
+
+def _joined(at_s: float, name: str) -> list[tuple[str, dict]]:
+  state = protocol_facts.State(state='joined', incarnation=1, clock=0)
+  member = protocol_facts.Member(learner=name, state='joined', incarnation=1)
+  return [(name, row(at_s, state)), ('syncer', row(at_s, member))]
+
+
+def test_the_display_tells_what_is_waited_for_and_what_is_left(monkeypatch):
+  run = run_facts.RunFacts(['l0', 'l1'], 100)
+  layout = header.layout(stdlib_lm.get_config('tiny'), 1_000, 50, 2_000, 3_000)
+  run.take([_process(0, 'l0', 'starting'), _process(0, 'l1', 'starting')])
+  run.take([('syncer', row(1, layout)), *_joined(2, 'l0')])
+  run.take([('l1', row(2, facts.Startup(phase='restored', cpu_s=1.0)))])
+  monkeypatch.setattr(live.time, 'time', lambda: 14.0)
+  console = console_lib.Console(file=io.StringIO(), width=80, force_terminal=True)
+  display = live.LiveDisplay(console)
+  display.tick(run)
+  text = console.file.getvalue()
+  assert 'waiting for l1 12 s' in text and 'compiling 12 s' in text
+  assert text.index('H = 4 steps') < text.index('waiting for l1') and '2.0 kB up as int8' in text
+  assert live.status_line(run) == '0%: l0 waiting for l1, l1 compiling'
+
+  run.take(_joined(14, 'l1'))
+  for count in range(1, 21):
+    run.take([(name, _step(14 + 2 * count, count, count)) for name in run.learners])
+  display.close()
+  last = console.file.getvalue()[len(text) :]
+  assert '2 min 40 s left' in last and '2,000 tokens, 200 tokens/s' in last
+  assert live.status_line(run) == (
+    '20%: l0 training 20, l1 training 20; 2,000 tokens, 200 tokens/s, 2 min 40 s left'
+  )
+
+
+def test_a_status_line_is_printed_only_if_it_says_something_new(monkeypatch):
+  now_s = [0.0]
+  monkeypatch.setattr(live.time, 'monotonic', lambda: now_s[0])
+  display = live.make(stream := io.StringIO())
+  run = run_facts.RunFacts(['l0'], 100)
+  for at_s in range(0, 60, 6):
+    now_s[0] = at_s
+    if at_s == 30:
+      run.take([_process(0, 'l0', 'starting')])
+    display.tick(run)
+  assert [line.split(' ', 2)[2] for line in stream.getvalue().splitlines()] == [
+    '0%: l0 waiting',
+    '0%: l0 importing',
+  ]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -171,6 +172,7 @@ def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
 
 def test_curves_and_log_lines(tmp_path, capsys):
   recorder = records.Recorder(tmp_path, 'l0')
+  recorder.config({'train': {'steps': 24}})
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
   cost = facts.Cost(
     parameters=10**9,
@@ -182,30 +184,32 @@ def test_curves_and_log_lines(tmp_path, capsys):
     memory_bytes=28 << 30,
     memory_limit_bytes=32 << 30,
   )
-  recorder.completed(step=20, seconds=0.187, loss=3.0214, cost=dataclasses.replace(cost, flops=0.0))
-  recorder.completed(step=99_990, seconds=1.187, loss=3.0214, cost=cost)
-  recorder.completed(
-    step=99_990,
-    seconds=1.187,
-    loss=3.0214,
-    cost=dataclasses.replace(cost, peak_flops=0.0, memory_bytes=0),
-  )
+  loss, slow = {'loss': 3.0214}, dataclasses.replace(cost, flops=0.0)
+  recorder.completed(20, 0.187, loss, slow)
+  recorder.completed(99_990, 1.187, loss, cost)
+  recorder.completed(99_990, 1.187, loss, dataclasses.replace(cost, peak_flops=0.0, memory_bytes=0))
+  recorder.completed(20, 0.187, {**loss, 'accuracy': 0.51234}, slow)
+  recorder.completed(20, 0.187, {}, dataclasses.replace(slow, memory_bytes=0))
   recorder.close()
-  lines = capsys.readouterr().out.splitlines()
+  clocks, lines = zip(*(line.split(' ', 1) for line in capsys.readouterr().out.splitlines()))
+  assert all(re.fullmatch(r'\d\d:\d\d:\d\d', clock) for clock in clocks)
   long = 'completed step: 99990, seconds: 1.187, tokens/s: 55211, loss: 3.021, TFLOP/s 347'
-  assert lines == [
+  assert list(lines) == [
     'completed step: 20, seconds: 0.187, tokens/s: 350460, loss: 3.021, HBM 88%',
     f'{long}, MFU 38%, HBM 88%',
     long,
+    'completed step: 20, seconds: 0.187, tokens/s: 350460, loss: 3.021, accuracy: 0.5123, HBM 88%',
+    'completed step: 20, seconds: 0.187, tokens/s: 350460',
   ]
   assert all(len(line) <= 100 for line in lines)
   events = b''.join(p.read_bytes() for p in (tmp_path / 'tensorboard' / 'l0').iterdir())
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
+  assert b'config/text_summary' in events and b'    "steps": 24' in events
 
 
 def test_every_fact_is_read_from_its_line(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  values = {str: 'x', int: 1, float: 0.5, bool: True, int | None: None}
+  values = {str: 'x', int: 1, float: 0.5, bool: True, int | None: None, float | None: 0.5}
   reported = []
   for kind in typing.get_args(facts.Fact):
     hints = typing.get_type_hints(kind)
@@ -290,6 +294,43 @@ def test_a_learner_that_joins_by_hand_is_followed():
   assert hand.state == 'down'
   run.take([member('joined'), member('lost', 'left: done')])
   assert hand.state == 'done'
+
+
+def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
+  """`own` has records in this folder, so what the syncer says of its steps does not count twice."""
+  run = run_facts.RunFacts(['own'], total_steps=40)
+
+  def told(at_s: float, learner: str, clock: int, steps: int, loss: float | None = 2.5):
+    fact = protocol_facts.Progress(
+      learner=learner, clock=clock, steps=steps, tokens=8 * steps, loss=loss, step_ns=10**8
+    )
+    return 'syncer', row(at_s, fact)
+
+  def member(at_s: float, learner: str, state: str, incarnation: int = 1, reason: str = ''):
+    fact = protocol_facts.Member(
+      learner=learner, state=state, incarnation=incarnation, reason=reason
+    )
+    return 'syncer', row(at_s, fact)
+
+  joined = protocol_facts.State(state='joined', incarnation=1, clock=0)
+  run.take([member(1, 'own', 'joined'), ('own', row(1, joined)), member(1, 'far', 'joined')])
+  run.take([('own', row(2, step(5))), told(3, 'own', 5, 5), told(3, 'far', 10, 10)])
+  far = run.learners['far']
+  assert (far.state, far.step, far.tokens_per_second, run.tokens) == ('training', 10, 80, 88)
+  assert run.progress == 0.25 and far.steps[-1].loss == 2.5
+  run.take([member(4, 'far', 'lost', reason='lease expired'), member(6, 'far', 'joined', 2)])
+  run.take([told(7, 'far', 30, 16, None), told(8, 'far', 40, 20), told(9, 'far', 40, 20)])
+  run.take([member(9, 'far', 'lost', 2, 'left: done')])
+  assert (far.state, far.step, [one.tokens for one in far.steps]) == ('done', 40, [88, 136, 168])
+  assert [(p.steps, p.first_step_s, p.ended_s, p.ended) for p in far.processes] == [
+    (10, 2, 3, 'failed'),
+    (10, 6, 8, 'done'),
+  ]
+  account = run.book.learners['far']
+  assert account.tokens == 160 and account.times.count == 20
+  spent = run.book.partition('far', 9 * 10**9)
+  assert sum(spent.values()) == 9e9 and all(value >= 0 for value in spent.values())
+  assert spent[book_lib.DOWN] == 2e9
 
 
 def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:

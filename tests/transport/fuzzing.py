@@ -229,7 +229,7 @@ _FROM_LEARNER = (
   messages.Confirm(
     nonce=7, incarnation=1, clock=5, steps=5, tokens=50, held=_HELD, shard=1, cursor=5
   ),
-  messages.Progress(clock=2, steps=2, tokens=20, step_ns=10**8, finished=True),
+  messages.Progress(clock=2, steps=2, tokens=20, step_ns=10**8, finished=True, loss=2.5),
   messages.Contribution(
     sync=2,
     fragment=1,

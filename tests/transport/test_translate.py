@@ -40,6 +40,8 @@ def values(cls, name, kind):
     return st.text(_ASCII if name == 'agreement' else _PRINTABLE, max_size=15)
   if kind is bool:
     return st.booleans()
+  if kind is float:
+    return st.floats(allow_nan=False, allow_infinity=False)
   low, high = translate._RANGES.get((cls, name), translate._COUNT)
   return st.integers(low, high)
 
@@ -116,6 +118,7 @@ def envelope(**body):
     (bytes.fromhex('fa0100'), 'body'),  # body 31, of some later version
     (envelope(contribution=sync_pb2.Contribution(sync=1)), 'missing'),
     (envelope(progress=sync_pb2.Progress(tokens=-1)), 'range'),
+    (envelope(progress=sync_pb2.Progress(loss=float('nan'))), 'type'),
     (envelope(join=sync_pb2.Join(learner='x' * 64)), 'length'),
     (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held()] * 4097)), 'length'),
     (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held(version=-2)])), 'range'),

@@ -72,6 +72,7 @@ class LearnerMachine:
     self.clock = 0
     self.steps = 0
     self.tokens = 0
+    self._loss: float | None = None
     held = (
       [anchor_lib.UNKNOWN] * config.fragments
       if digests is None
@@ -291,6 +292,7 @@ class LearnerMachine:
     self.clock += 1
     self.steps += 1
     self.tokens += done.tokens
+    self._loss = done.loss
     self._position = self._position._replace(cursor=self._position.cursor + 1)
     self._progress(done.step_ns)
 
@@ -304,6 +306,7 @@ class LearnerMachine:
           tokens=self.tokens,
           step_ns=step_ns,
           finished=self.clock >= self._config.total_steps,
+          loss=self._loss,
         )
       )
 

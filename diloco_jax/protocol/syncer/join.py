@@ -357,6 +357,7 @@ class Membership:
     account.train(progress.steps, progress.tokens)
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
+    member.loss = progress.loss
     self._pace.report(now_ns, member, progress.clock, account.steps, new_steps)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
@@ -419,6 +420,7 @@ class Membership:
       return
     self._pace.drop_learner(member.learner)
     self._gathering.drop_learner(member.learner)
+    self.report_progress(member)
     self._report(member, 'lost', reason=reason)
 
   def leave(self, member: members_lib.Member, reason: str, finished: bool) -> None:
@@ -457,6 +459,23 @@ class Membership:
   def _report(self, member: members_lib.Member, state: str, **values: str) -> None:
     self._out.report(
       facts.Member(learner=member.learner, state=state, incarnation=member.incarnation, **values)
+    )
+
+  def report_progress(self, member: members_lib.Member) -> None:
+    """Tells the records of the steps since the last time."""
+    steps, tokens = self._ledger.trained(member.learner)
+    if steps <= member.told_steps:
+      return
+    member.told_steps = steps
+    self._out.report(
+      facts.Progress(
+        learner=member.learner,
+        clock=member.claimed,
+        steps=steps,
+        tokens=tokens,
+        loss=member.loss,
+        step_ns=member.inner_step_ns,
+      )
     )
 
   def check(self) -> None:

@@ -179,6 +179,11 @@ class Ledger:
       row['discarded'] += sum(account.discarded.values())
     return rows
 
+  def trained(self, learner: str) -> tuple[int, int]:
+    """Steps and tokens of a learner over all its incarnations."""
+    mine = [account for (name, _), account in self.accounts.items() if name == learner]
+    return sum(account.steps for account in mine), sum(account.trained for account in mine)
+
   def check(self) -> None:
     for account in self.accounts.values():
       account.check()

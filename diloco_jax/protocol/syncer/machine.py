@@ -408,6 +408,8 @@ class SyncerMachine:
   # --- Reports, machine state, checks -------------------------------------------------------------
 
   def _report_ledger(self) -> None:
+    for member in self._members.live():
+      self._membership.report_progress(member)
     self._out.report(
       facts.Ledger(
         **self._ledger.totals(),

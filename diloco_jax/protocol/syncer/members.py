@@ -44,6 +44,8 @@ class Member:
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # reported
   report_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # measured
   reported_ns: int = 0
+  loss: float | None = None  # reported
+  told_steps: int = 0  # of all incarnations, when the records were last told of its progress
   # By fragment: its tokens when it adopted its anchor.
   anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
   left: bool = False  # it sent Leave
@@ -138,6 +140,7 @@ class Members:
       member.clock = member.claimed = 0
       member.since, member.steps_marks = (0, now_ns), [(0, now_ns)]
       member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
+      member.loss = None
       member.anchor_tokens.clear()
       member.spoiled.clear()
       member.strikes = member.max_strikes = 0

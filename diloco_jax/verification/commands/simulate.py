@@ -12,12 +12,14 @@ about 45 s on two cores.
 
 import pathlib
 import sys
+import textwrap
 import time
 
 from absl import flags
 from rich import progress
 
 from diloco_jax.launch import cli, die_with_parent
+from diloco_jax.protocol import config as protocol_config
 from diloco_jax.storage import tapes as tapes_lib
 from diloco_jax.verification.sim import many_seeds, narrate, random_settings, tapes
 from diloco_jax.verification.sim import seeds as seeds_lib
@@ -51,9 +53,11 @@ def main(argv: list[str]) -> int:
 
 def _one(seed: int) -> int:
   """Runs one seed; prints its settings and, on request, its story, and writes its tapes."""
-  print(f'seed {seed}: {random_settings.draw(seed).config}')
+  print(_settings(seed))
   tape = tapes.Tapes(_tapes_folder(), tapes_lib.commit())
   teller = narrate.Story(print)
+  if _STORY.value:
+    print(f'{"ms":>6} node')
   watchers = [tape, teller] if _STORY.value else [tape]
   note = teller.note if _STORY.value else lambda now_ns, text: None
   outcome = seeds_lib.run_seed(seed, watchers, note)
@@ -64,6 +68,17 @@ def _one(seed: int) -> int:
   if _TAPES.value:
     print(f'tapes: diloco replay {_TAPES.value}')
   return _verdict([outcome])
+
+
+def _settings(seed: int) -> str:
+  """Those of a seed that are not the default."""
+  config = random_settings.draw(seed).config
+  drawn = [
+    f'{one.name}={one.written(value)}'
+    for field, one in protocol_config.TABLE.items()
+    if (value := getattr(config, field)) != one.default
+  ]
+  return textwrap.fill(f'seed {seed}: {", ".join(drawn)}', 80, subsequent_indent='  ')
 
 
 def _tapes_folder() -> pathlib.Path | None:

@@ -1,0 +1,34 @@
+"""Prints an example, a file to begin with: a loop of your own or a model of your own.
+
+    diloco example                               # their names
+    diloco example loop_optax > my_loop.py       # then: python my_loop.py
+    diloco example text_plain > my_model.py      # then: diloco train --config=my_model.py
+
+docs/your_model.md explains them.
+"""
+
+import ast
+import pathlib
+
+import diloco_jax
+from diloco_jax.launch import cli
+
+POSITIONAL = True
+FOLDER = (
+  cli.CHECKOUT / 'experiments' / 'examples'
+  if cli.CHECKOUT
+  else pathlib.Path(diloco_jax.__file__).parent / 'examples'  # put there by pyproject.toml
+)
+
+
+def main(argv: list[str]) -> None:
+  found = {path.stem: path.read_text() for path in sorted(FOLDER.glob('*.py'))}
+  match argv[1:]:
+    case []:
+      for name, text in found.items():
+        first_line = (ast.get_docstring(ast.parse(text)) or '').partition('\n')[0]
+        print(f'{name:14}{first_line}')
+    case [name] if name in found:
+      print(found[name].replace('experiments/examples/', ''), end='')  # it is not in a checkout now
+    case words:
+      raise cli.NeverRetry(f'there is no example {" ".join(words)!r}: use {", ".join(found)}')

@@ -1,0 +1,95 @@
+"""`diloco track`: every row of the records becomes a point once, in the line of its process."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.report import facts, records
+
+ROOT = pathlib.Path(__file__).parents[2]
+_READ = """
+import json, pathlib, sys
+from wandb.proto import wandb_internal_pb2
+
+def records(data):  # of a log of LevelDB, of blocks of 32 KiB, after 7 bytes
+  at, whole = 7, b''
+  while at < len(data):
+    left = -at % 32768
+    if left < 7:
+      at += left
+      continue
+    size, kind = int.from_bytes(data[at + 4 : at + 6], 'little'), data[at + 6]
+    whole += data[at + 7 : at + 7 + size]
+    at += 7 + size
+    if kind in (1, 4):  # whole, or the last piece
+      yield wandb_internal_pb2.Record.FromString(whole)
+      whole = b''
+
+for path in sorted(pathlib.Path(sys.argv[1]).glob('wandb/offline-run-*/run-*.wandb')):
+  points, run = [], None
+  for record in records(path.read_bytes()):
+    if record.WhichOneof('record_type') == 'run':
+      run = record.run
+    if record.WhichOneof('record_type') == 'history':
+      items = record.history.item
+      points.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
+  print(json.dumps([run.run_id, run.display_name, run.run_group, run.project, points]))
+"""
+
+
+def _train(workdir: pathlib.Path, first: int) -> None:
+  """What a process of a learner and one of the syncer record."""
+  with contextlib.closing(records.Recorder(workdir, 'l0', tensorboard=False)) as l0:
+    for step in range(first, first + 3):
+      l0.report(facts.Step(step=step, steps=1, tokens=8, loss=5.0 - step, seconds=0.1))
+  with contextlib.closing(records.Recorder(workdir, 'syncer', tensorboard=False)) as syncer:
+    syncer.report(facts.Eval(step=first, loss=6.0))
+
+
+def _track(workdir: pathlib.Path, *words: str) -> subprocess.Popen[str]:
+  return subprocess.Popen(
+    [sys.executable, '-m', 'diloco_jax', 'track', f'--workdir={workdir}', '--project=p', *words],
+    cwd=ROOT,
+    env={**os.environ, 'WANDB_MODE': 'offline'},
+    text=True,
+    stdout=subprocess.PIPE,
+  )
+
+
+@pytest.fixture(name='workdir')
+def _workdir(tmp_path):
+  return tmp_path / 'a_run'
+
+
+def test_a_run_that_is_continued_continues_its_lines(workdir):
+  _train(workdir, 1)
+  with _track(workdir) as first:
+    said = first.stdout.read().splitlines()
+  assert first.returncode == 0 and {line.split(':')[0] for line in said} == {'l0', 'syncer'}
+
+  with _track(workdir, '--follow') as second:  # it begins after the rows that were sent
+    _train(workdir, 4)
+    for _ in range(2):
+      assert second.stdout.readline()
+    second.send_signal(signal.SIGTERM)
+  assert second.returncode == 0
+
+  read = subprocess.run(
+    [sys.executable, '-c', _READ, str(workdir)], text=True, capture_output=True, check=True
+  )
+  lines: dict[tuple, list[dict]] = {}
+  for line in map(json.loads, read.stdout.splitlines()):
+    lines.setdefault(tuple(line[:4]), []).extend(line[4])
+  assert {key[1:] for key in lines} == {('l0', 'a_run', 'p'), ('syncer', 'a_run', 'p')}
+  assert len(lines) == 2, 'each process has one id'
+  points = {key[1]: found for key, found in lines.items()}
+  assert [(one['clock'], one['learning/loss']) for one in points['l0']] == [
+    (step, 5.0 - step) for step in range(1, 7)
+  ]
+  assert [one['evaluation/loss'] for one in points['syncer']] == [6.0, 6.0]

@@ -1,0 +1,278 @@
+"""The page of a run: its state, the file without a server, the server, and a browser (--all)."""
+
+import contextlib
+import dataclasses
+import html.parser
+import http.client
+import json
+import math
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from prometheus_client import parser
+
+from diloco_jax.config import load
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts, folder, page, records, serve, state
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 2_000
+
+
+def row(at_s: float, fact: facts.Fact) -> str:
+  line = {'t_ns': 0, 'time': 1e9 + at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}
+  return json.dumps(line) + '\n'
+
+
+def step(at_s: float, clock: int, steps: int, loss: float) -> str:
+  fact = facts.Step(step=clock, steps=steps, tokens=50 * steps, loss=loss, seconds=0.1)
+  return row(at_s, fact)
+
+
+def add(workdir: pathlib.Path, process: str, *lines: str) -> None:
+  path = workdir / records.RECORDS / f'{process}.jsonl'
+  path.parent.mkdir(exist_ok=True)
+  with open(path, 'a') as file:
+    file.writelines(lines)
+
+
+@pytest.fixture(name='workdir')
+def _workdir(tmp_path) -> pathlib.Path:
+  """l0 is killed at 60 s and trains again from 80 s on; l1 has a loss of NaN."""
+  load.write(tmp_path, stdlib_lm.get_config('tiny'))
+  starts = [row(0, facts.Process(child=name, state='starting', text='')) for name in ('l0', 'l1')]
+  killed = [
+    row(60, facts.Process(child='l0', state='down', text='killed')),
+    row(60, facts.Exit(child='l0', pid=1, code=-9)),
+    row(70, facts.Process(child='l0', state='starting', text='restarted')),
+  ]
+  add(tmp_path, 'supervisor', *starts, *killed)
+  before = [step(10 + i / 40, i + 1, i + 1, 5 - i / STEPS) for i in range(STEPS)]
+  add(tmp_path, 'l0', *before, *[step(80 + i, STEPS + i, i + 1, 4.0) for i in range(10)])
+  add(tmp_path, 'l1', step(11, 1, 1, math.nan), step(12, 2, 2, 4.5))
+  member = protocol_facts.Member(learner='l1', state='joined', incarnation=1)
+  left = protocol_facts.Member(learner='l1', state='lost', incarnation=1, reason='left: done')
+  add(tmp_path, 'syncer', row(9, member), row(85, facts.Eval(step=2, loss=3.25)), row(90, left))
+  return tmp_path
+
+
+def read(workdir: pathlib.Path) -> dict:
+  found = folder.read(workdir)
+  return state.state(found.run, found.config)
+
+
+def test_no_line_bridges_an_absence_and_the_kill_is_marked(workdir):
+  tokens, losses, ended = read(workdir)['learners']['l0']['curve']
+  assert tokens == sorted(set(tokens))
+  gap = losses.index(None)
+  assert ended[gap - 1] == 'killed' and ended.count('killed') == 1
+  assert set(losses[gap + 1 : -1]) == {4.0} and losses[-1] is None
+  assert losses[gap - 1] == pytest.approx(4.0, abs=0.01)
+
+
+def test_a_curve_has_few_points_however_long_the_run_is(workdir):
+  tokens, *_ = read(workdir)['learners']['l0']['curve']
+  assert state.POINTS / 2 < len(tokens) < state.POINTS + 20
+
+
+def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
+  found = read(workdir)
+  assert found['learners']['l1']['curve'][1][:2] == [None, None]
+  json.dumps(found, allow_nan=False)
+
+
+def test_events_are_the_newest_first_and_who_left_was_not_lost(workdir):
+  events = read(workdir)['events']
+  assert [at_s for at_s, *_ in events] == sorted((at_s for at_s, *_ in events), reverse=True)
+  assert events[0] == [90.0, 'l1', 'left: done']
+  assert [60.0, 'l0', 'killed'] in events and [70.0, 'l0', 'process 2 starts'] in events
+
+
+class _Links(html.parser.HTMLParser):
+  """What a page would load or lead to, and its data."""
+
+  def __init__(self, text: str):
+    super().__init__()
+    self.links, self.data, self.title, self._tag = [], '', '', ''
+    self.feed(text)
+
+  def handle_starttag(self, tag, attrs):
+    self._tag = dict(attrs).get('id') or tag
+    self.links += [value for name, value in attrs if name in ('src', 'href')]
+
+  def handle_data(self, data):
+    self.data += data if self._tag == 'data' else ''
+
+
+def test_the_inlined_page_is_one_file_with_the_runs(workdir):
+  found = [read(workdir), read(workdir) | {'name': '</script><b>&"'}]
+  text = page.inline(found)
+  parsed = _Links(text)
+  assert parsed.links == ['data:,']
+  assert not re.search('https?:', text)
+  assert json.loads(parsed.data) == found
+  assert 'Permission is hereby granted' in text  # the licence of the charts goes with them
+  assert len(text) < 150_000
+
+
+def test_the_files_are_those_that_the_page_loads():
+  assert {*_Links(page.text(page.PAGE)).links, page.PAGE} == {*page.FILES, 'data:,'}
+
+
+@pytest.fixture(name='port')
+def _port(workdir):
+  server, url = serve.make(workdir)
+  thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
+  thread.start()
+  yield int(re.fullmatch(r'http://127\.0\.0\.1:(\d+)/', url)[1])
+  server.shutdown()
+  server.server_close()
+  thread.join()
+
+
+def ask(port: int, path: str, method: str = 'GET', **headers: str) -> tuple[int, str, dict]:
+  with contextlib.closing(http.client.HTTPConnection('127.0.0.1', port, timeout=60)) as connection:
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), dict(answer.headers)
+
+
+def test_it_answers_this_host_and_only_gets(port):
+  assert ask(port, '/')[0] == ask(port, '/', Host=f'localhost:{port}')[0] == 200
+  assert ask(port, '/run.json', Host='evil.example')[0] == 421
+  assert ask(port, '/run.json', Host=f'evil.example:{port}')[0] == 421
+  assert ask(port, '/', 'POST')[0] == ask(port, '/', 'DELETE')[0] == 501
+  assert ask(port, '/../state.py')[0] == ask(port, '/%2e%2e/state.py')[0] == 404
+
+
+def test_scripts_come_from_itself_alone(port):
+  status, text, headers = ask(port, '/')
+  assert headers['Content-Security-Policy'].startswith("default-src 'none'; script-src 'self';")
+  assert 'unsafe' not in headers['Content-Security-Policy'] and 'style=' not in text
+  for name in page.FILES:
+    status, text, headers = ask(port, f'/{name}')
+    assert (status, text) == (200, page.text(name)), name
+    kind = {'.js': 'javascript', '.css': 'css', '.html': 'html'}[pathlib.Path(name).suffix]
+    assert kind in headers['Content-Type']
+
+
+def test_the_state_follows_the_records(port, workdir):
+  before = json.loads(ask(port, '/run.json')[1])
+  assert before == read(workdir) | {'syncer': 'waiting'}
+  add(workdir, 'l7', step(95, 2_500, 1, 3.0))  # that nobody has told of
+  while 'l7' not in (now := json.loads(ask(port, '/run.json')[1]))['learners']:
+    time.sleep(0.05)
+  assert now['learners']['l7']['step'] == 2_500 and now['tokens'] == before['tokens'] + 50
+
+
+def test_events_are_sent_as_they_come(port, workdir):
+  with contextlib.closing(http.client.HTTPConnection('127.0.0.1', port, timeout=60)) as connection:
+    connection.request('GET', '/events')
+    answer = connection.getresponse()
+    assert answer.headers['Content-Type'] == 'text/event-stream'
+    (first,) = json.loads(answer.readline().removeprefix(b'data: '))
+    assert first['learners']['l0']['state'] != 'down'
+    add(workdir, 'supervisor', row(100, facts.Process(child='l0', state='down', text='')))
+    while True:
+      line = answer.readline()
+      if (
+        line.startswith(b'data: ') and json.loads(line[6:])[0]['learners']['l0']['state'] == 'down'
+      ):
+        return
+
+
+def test_prometheus_reads_the_metrics(port):
+  status, text, _ = ask(port, '/metrics')
+  found = {
+    (sample.name, sample.labels.get('learner')): sample.value
+    for family in parser.text_string_to_metric_families(text)
+    for sample in family.samples
+  }
+  assert found['diloco_held_out_loss', None] == 3.25
+  assert found['diloco_learner_step', 'l0'] == STEPS + 9
+  assert found['diloco_tokens', None] == 50 * (STEPS + 12)
+
+
+def test_the_command_serves_a_run_until_ctrl_c(workdir):
+  command = [sys.executable, '-m', 'diloco_jax', 'status', f'--workdir={workdir}']
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+    url = program.stdout.readline().strip()
+    assert ask(int(url.strip('/').rpartition(':')[2]), '/run.json')[0] == 200
+    program.send_signal(signal.SIGINT)
+    assert program.wait(60) == 0
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+  command = [sys.executable, '-m', 'diloco_jax', 'status', f'--workdir={tmp_path}']
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 42 and 'there is no run in' in done.stderr
+
+
+@pytest.fixture(name='browser')
+def _browser():
+  sync_api = pytest.importorskip('playwright.sync_api', reason='pip install playwright')
+  chromium = shutil.which('chromium') or shutil.which('google-chrome')
+  if chromium is None:
+    pytest.skip('no browser: apt install chromium')
+  with sync_api.sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=chromium, args=['--no-sandbox'])
+    yield browser
+    browser.close()
+
+
+def opened(browser, url: str, said: list[str], **how):
+  """A page of the browser; what it writes to its console is appended to `said`."""
+  shown = browser.new_page(**how)
+  shown.on('console', lambda message: said.append(message.text))
+  shown.on('pageerror', lambda error: said.append(str(error)))
+  shown.goto(url)
+  shown.wait_for_selector('#runs td')
+  return shown
+
+
+@pytest.mark.full
+def test_a_browser_shows_a_kill_within_3_s(browser, tmp_path):
+  workdir, said = tmp_path / 'run', []
+  command = [sys.executable, '-m', 'diloco_jax', 'train', '--config=stdlib_lm:tiny', '--status']
+  command += [f'--workdir={workdir}', '--chaos=on', '--config.train.steps=500']
+  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+    url = next(line for line in run.stdout if 'the page of this run' in line).split()[-1]
+    threading.Thread(target=run.stdout.read, daemon=True).start()
+    shown = opened(browser, url, said)
+    titles, late_s = [shown.title()], None
+    while run.poll() is None:
+      if late_s is None and 'killed' in shown.inner_text('#runs ol'):
+        rows = records.records(workdir)
+        late_s = time.time() - next(r['time'] for r in rows if r['name'] == 'exit' and r['code'])
+        assert 'down' in shown.inner_text('#runs table')
+      titles.append(shown.title())
+      shown.wait_for_timeout(100)
+    assert run.returncode == 0 and late_s < 3
+    parts = [int(title.removesuffix(' % tiny')) for title in titles]
+    assert parts == sorted(parts) and len(set(parts)) > 10
+    shown.wait_for_selector('text=The page has lost its server', timeout=30_000)
+  assert not [text for text in said if 'ERR_' not in text]  # the server has gone
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_a_browser_opens_the_file_also_on_a_phone(browser, workdir, scheme):
+  file, said = workdir / 'index.html', []
+  file.write_text(page.inline([read(workdir)] * 2))
+  phone = {'width': 390, 'height': 800}
+  shown = opened(browser, file.as_uri(), said, color_scheme=scheme, viewport=phone)
+  assert shown.evaluate('document.documentElement.scrollWidth') <= 390
+  assert shown.locator('canvas').count() == 1 and shown.locator('svg rect').count() > 4
+  ink, paper = (
+    shown.evaluate(f'getComputedStyle(document.body).{name}') for name in ('color', 'background')
+  )
+  assert (int(re.search(r'\d+', ink)[0]) > int(re.search(r'\d+', paper)[0])) == (scheme == 'dark')
+  assert not said

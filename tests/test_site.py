@@ -1,0 +1,72 @@
+"""The documentation site builds without a warning, and names what exists."""
+
+import html
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import diloco_jax
+from diloco_jax.config import fields
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+REPO = 'https://repo.example/diloco_jax'
+PAGES = [
+  page
+  for page in [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+  if page.parent.name != 'log'  # what was true on its day
+]
+COMMAND = re.compile(r'(?:^ *|`)diloco ([a-z]\w*)((?:[^`\n#\\]|\\\n)*)', re.M)
+FLAG = re.compile(r'--(?:no(?=chaos))?([a-z][\w.\[\]]*)')
+
+
+@pytest.fixture(scope='module', name='site')
+def _site(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp('site')
+  built = subprocess.run(
+    [sys.executable, '-m', 'sphinx', '-qW', '--keep-going', 'docs', folder],
+    cwd=ROOT,
+    env={**os.environ, 'READTHEDOCS_GIT_CLONE_URL': f'{REPO}.git'},
+    capture_output=True,
+    text=True,
+  )
+  assert built.returncode == 0, built.stderr
+  return folder
+
+
+def text_of(page: pathlib.Path) -> str:
+  return html.unescape(re.sub('<[^>]+>', '', page.read_text()))
+
+
+@pytest.fixture(scope='module', name='flags')
+def _flags(site: pathlib.Path) -> dict[str, set[str]]:
+  """The flags of each command, as the site shows them."""
+  parts = re.split(r'\ndiloco (\w+)#', text_of(site / 'reference' / 'commands.html'))
+  found = dict(zip(parts[1::2], parts[2::2]))
+  return {name: set(re.findall(r'--(?:\[no\])?(\w+)', help)) for name, help in found.items()}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_commands_flags_and_fields_that_exist(page, flags):
+  known = {field.name for field in fields.walk()}
+  for name, words in COMMAND.findall(page.read_text()):
+    assert name in flags, name
+    for flag in FLAG.findall(words):
+      flag, _, field = flag.partition('.')
+      assert flag in flags[name], f'diloco {name} --{flag}'
+      assert not field or re.sub(r'\[\d\]', '[0]', field) in known, field
+
+
+def test_the_reference_has_every_public_name_and_every_field(site):
+  api, config = (text_of(site / 'reference' / f'{page}.html') for page in ('api', 'config'))
+  assert all(f'diloco_jax.{name}' in api for name in diloco_jax.__all__)
+  assert all(field.name in config for field in fields.walk())
+
+
+def test_links_to_files_of_the_repo_lead_there(site):
+  links = re.findall(rf'href="{REPO}/blob/main/([^"]+)"', (site / 'wire_format.html').read_text())
+  assert 'diloco_jax/transport/link.py' in links
+  assert all((ROOT / link).is_file() for link in links)
