@@ -33,7 +33,7 @@ import matplotlib.figure
 from absl import app, flags, logging
 from rich import progress
 
-from diloco_jax.launch import cli, local_run
+from diloco_jax.launch import cli
 from diloco_jax.verification.faults import conductor
 from experiments.side_by_side import run as run_lib
 from experiments.side_by_side import systems

@@ -48,7 +48,7 @@ class Run:
   A notebook shows it as the page of `diloco status`. Made by `diloco_jax.run` and `open_run`.
 
   Attributes:
-    workdir: its folder.
+    workdir, config: its folder, and its config.
     exits: how each node ended, by its name ('syncer', 'l0', ...); empty if `open_run` made this.
   """
 
@@ -56,6 +56,7 @@ class Run:
     self.workdir = pathlib.Path(workdir).absolute()
     self.exits = dict(exits)
     self._size, self._found = -1, folder_lib.read(self.workdir)
+    self.config: run_config.Config = self._found.config
 
   def _read(self) -> folder_lib.Read:
     """The records, which are read again only if there are more."""
@@ -68,17 +69,11 @@ class Run:
     return f'<Run of {self.config.name!r} in {self.workdir}: {live.status_line(self._read().run)}>'
 
   def _repr_html_(self) -> str:
-    found = self._read()
-    inner = html.escape(page.inline([state.state(found.run, found.config)]))
+    inner = html.escape(page.inline([state.state(self._read().run, self.config)]))
     return (
-      f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="{html.escape(found.config.name)}" '
+      f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="the page of the run" '
       f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
     )
-
-  @property
-  def config(self) -> run_config.Config:
-    """Its config."""
-    return self._found.config
 
   @property
   def params(self) -> Any:
@@ -120,9 +115,9 @@ class Run:
 
   def watch(self, until: Callable[[], bool]) -> None:
     """Draws the table of `diloco train` under the cell of a notebook until `until()` is true."""
-    found = self._read()
-    alone = found.run.syncer is None and any(one.steps for one in found.run.learners.values())
-    display = Display(self.workdir, found.config, alone)
+    run = self._read().run
+    alone = run.syncer is None and any(one.steps for one in run.learners.values())
+    display = Display(self.workdir, self.config, alone)
     while not until():
       display.draw()
       time.sleep(REDRAW_S)
@@ -138,12 +133,8 @@ def open_run(workdir: str | pathlib.Path) -> Run:
   return Run(workdir, {})
 
 
-def _curve(
-  clock: Sequence[int], tokens: Sequence[int], seconds: Sequence[float], loss: Sequence[float]
-) -> Curve:
-  return Curve(
-    np.array(clock, int), np.array(tokens, int), np.array(seconds, float), np.array(loss, float)
-  )
+def _curve(*columns: Sequence[float]) -> Curve:
+  return Curve(*map(np.array, columns, (int, int, float, float)))
 
 
 class Display:
@@ -166,6 +157,8 @@ class Display:
     console = console_lib.Console(
       file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False
     )
+    for line in self._view.layout.lines if self._view.layout else ():
+      console.print(f' {line}', style='dim', highlight=False)
     console.print(live.picture(self._view, time.monotonic() - self._began_s, _WIDTH))
     table = {
       'text/plain': console.export_text(clear=False),
