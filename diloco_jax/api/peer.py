@@ -313,6 +313,7 @@ def join(
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync, shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
+  nodes.keep_compiled()
   assembled = own_model.complete(model, config)
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
