@@ -120,7 +120,7 @@ def curves() -> str:
   """The tags of TensorBoard, as the code writes them."""
   found = set()
   for path in (ROOT / 'diloco_jax').rglob('*.py'):
-    found |= set(re.findall(r"'((?:diloco|evaluation|learning|perf)/\w+)'", path.read_text()))
+    found |= set(re.findall(r"'((?:evaluation|learning|perf|sync)/\w+)'", path.read_text()))
   return '\n'.join(f'* `{tag}`' for tag in sorted(found))
 
 

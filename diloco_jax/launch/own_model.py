@@ -95,7 +95,7 @@ def as_arrays(tree: Any, what: str) -> Any:
   narrowed = []
 
   def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the whole'
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
       raise ValueError(

@@ -16,14 +16,14 @@ from diloco_jax.protocol import facts as protocol_facts
 @protocol_facts.fact
 class Step:
   """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process; `loss`:
-  NaN if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
+  None if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
   saves kept the island since the step before; `waited_s`: how long the learner waited for others
   since then (in lock step)."""
 
   step: int
   steps: int
   tokens: int
-  loss: float
+  loss: float | None
   seconds: float
   data_s: float = 0.0
   saving_s: float = 0.0

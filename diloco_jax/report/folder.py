@@ -33,10 +33,7 @@ class Read:
 
   @property
   def loss_unit(self) -> str:
-    """'' if only the user knows it."""
-    if self.config.task != run_config.DECODER:
-      return ''
-    return 'nats per token' if getattr(self.config.data, 'tokenizer', '') else 'nats per byte'
+    return loss_unit(self.config)
 
 
 def read(workdir: str | pathlib.Path, **how: Any) -> Read:
@@ -72,6 +69,13 @@ def config_of(folder: pathlib.Path) -> run_config.Config:
 
 def _names(folder: pathlib.Path) -> list[str]:
   return sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
+
+
+def loss_unit(config: run_config.Config) -> str:
+  """'' if only the user knows it."""
+  if config.task != run_config.DECODER:
+    return ''
+  return 'nats per token' if getattr(config.data, 'tokenizer', '') else 'nats per byte'
 
 
 def pace(config: run_config.Config) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Learner:
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
     told: the steps and tokens of all its processes that the syncer has recorded.
+    tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
@@ -113,6 +114,7 @@ class Learner:
   supervised: bool = False
   speaks: bool = False
   told: tuple[int, int] = (0, 0)
+  tells_loss: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
@@ -129,6 +131,10 @@ class Learner:
   @property
   def step(self) -> int:
     return self.steps[-1].step if self.steps else 0
+
+  @property
+  def loss(self) -> float | None:
+    return self.steps[-1].loss if self.tells_loss else None
 
   @property
   def is_live(self) -> bool:
@@ -422,18 +428,14 @@ class RunFacts:
     learner.told = fact.steps, fact.tokens
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
-    loss = math.nan if fact.loss is None else fact.loss
-    self._trained(learner, at_s, tokens, fact.clock, loss, learner.step_s)
+    self._trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)
     if learner.processes:
       process = learner.processes[-1]
       process.steps, process.last_s = process.steps + steps, at_s
       if process.first_step_s is None:
         process.first_step_s = at_s
     at_ns = round(at_s * 1e9)
-    account = self.book.learners.get(fact.learner)
-    step_ns = min(fact.step_ns, max(0, at_ns - account.at_ns) // steps if account else 0)
-    for ahead in reversed(range(steps)):
-      self.book.stepped(fact.learner, at_ns - ahead * step_ns, tokens // steps, step_ns)
+    booking.book_steps(self.book, at_ns, fact, steps, tokens)
     if fact.clock >= self.total_steps:
       self.book.trained(fact.learner, at_ns)
 
@@ -472,10 +474,12 @@ class RunFacts:
       learner.processes[-1].first_step_s = at_s
 
   def _trained(
-    self, learner: Learner, at_s: float, tokens: int, clock: int, loss: float, seconds: float
+    self, learner: Learner, at_s: float, tokens: int, clock: int, loss: float | None, seconds: float
   ) -> None:
     """A learner has reached a clock by `tokens` more."""
     self.tokens += tokens
+    learner.tells_loss = learner.tells_loss or loss is not None
+    loss = math.nan if loss is None else loss
     learner.steps.append(Step(at_s, self.tokens, clock, loss, seconds))
     clocks, reached = self._reached
     if not clocks or clock > clocks[-1]:

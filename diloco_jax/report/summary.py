@@ -155,7 +155,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'steps': account.get('steps', len(learner.steps)),
     'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
-    'loss': statistics.fmean(losses) if losses else None,
+    'loss': statistics.fmean(losses) if learner.tells_loss else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 Params = Any  # a tree of float arrays whose paths do not change during a run
@@ -111,6 +112,10 @@ class Task:
   flops_per_token: float = 0.0
 
   def measured(self, params: Params, batch: Batch, sharding: jax.sharding.Sharding) -> Measured:
-    """The loss, and the other scalars that `loss` returns."""
+    """The loss, and the other scalars that `loss` returns. Raises ValueError for other shapes."""
     found = self.loss(params, batch, sharding)
-    return found if isinstance(found, tuple) else (found, {})
+    loss, others = found if isinstance(found, tuple) else (found, {})
+    for name, value in {**others, 'loss': loss}.items():
+      if np.ndim(value):
+        raise ValueError(f'{name} of the task has the shape {np.shape(value)}, return one number')
+    return loss, others

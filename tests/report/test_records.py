@@ -1,5 +1,6 @@
 """Records survive kills, torn lines and full disks, and the fold follows them."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -352,3 +353,13 @@ def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
   booking.book(book, 'supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
   found = book.partition('l0', 100)
   assert (found[book_lib.INIT], found[book_lib.DOWN], found[book_lib.AFTER_END]) == (10, 90, 0)
+
+
+def test_a_process_knows_how_long_it_will_take_at_its_own_pace(tmp_path, monkeypatch):
+  now_s = [0.0]
+  monkeypatch.setattr(records.time, 'monotonic', lambda: now_s[0])
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    told = []
+    for now_s[0], clock in ((5, 20), (7, 20), (15, 30), (95, 100)):
+      told.append(recorder.left(clock, 100))
+  assert told == ['', '', '1 min 10 s left', '']
