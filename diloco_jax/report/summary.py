@@ -255,8 +255,8 @@ def text(
 
 def _wrap(line: str, width: int) -> list[str]:
   """
-  >>> _wrap('model        a folder of arrays', 22)
-  ['model        a folder', '             of arrays']
+  >>> _wrap('model        a folder of arrays, of the types of the task', 42)
+  ['model        a folder of arrays, of the', '             types of the task']
   """
   label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
   indent = ' ' * min(label.end(), width // 3)
