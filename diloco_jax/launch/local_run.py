@@ -31,19 +31,11 @@ _MALLOC = ':'.join(
 )
 
 
-def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
-  """The folder of compiled functions: in the checkout, else in the user's cache folder."""
-  if cli.CHECKOUT:
-    return cli.CHECKOUT / '.cache' / 'jax'
-  home = base.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-  return pathlib.Path(home) / 'diloco_jax' / 'jax'
-
-
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
   """The environment of a process that has `devices` emulated devices if jax finds no accelerator;
   the user's settings win."""
   ours = {
-    'JAX_COMPILATION_CACHE_DIR': str(cache_folder(base)),
+    'JAX_COMPILATION_CACHE_DIR': str(cli.cache_folder(base)),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     'TF_CPP_MIN_LOG_LEVEL': '2',
@@ -175,7 +167,7 @@ def run(
       outcome = _run_processes(config, workdir, config_flags, alone)
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
-  summary = summary_lib.write(workdir, outcome.statuses or None, not outcome.interrupted)
+  summary = summary_lib.write(workdir, plot=not outcome.interrupted)
   print('\n' + summary_lib.text(summary, workdir, shutil.get_terminal_size().columns), end='')
   if outcome.code:
     given = {'--syncer=none': alone, '--controller=single': single is not None}

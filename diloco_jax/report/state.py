@@ -43,7 +43,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _OF_LEARNER} | {
-    'loss': learner.steps[-1].loss if learner.steps else None,
+    'loss': learner.loss,
     'goodput': run.training(name),
     'merged': len(learner.merged_s),
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
