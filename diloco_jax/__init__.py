@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from diloco_jax.api.load_params import load_params
   from diloco_jax.api.peer import Ended, Peer, join
+  from diloco_jax.api.run import Run, open_run
   from diloco_jax.api.run_syncer import run_syncer
   from diloco_jax.api.single_controller import run
   from diloco_jax.config.run_config import SyncConfig
@@ -20,10 +21,12 @@ __version__ = '0.1.0'
 _HOME = {
   'Ended': 'api.peer',
   'Peer': 'api.peer',
+  'Run': 'api.run',
   'SyncConfig': 'config.run_config',
   'Task': 'train.task',
   'join': 'api.peer',
   'load_params': 'api.load_params',
+  'open_run': 'api.run',
   'records': 'report.records',
   'run': 'api.single_controller',
   'run_syncer': 'api.run_syncer',
@@ -31,10 +34,12 @@ _HOME = {
 __all__ = [
   'Ended',
   'Peer',
+  'Run',
   'SyncConfig',
   'Task',
   'join',
   'load_params',
+  'open_run',
   'records',
   'run',
   'run_syncer',
@@ -46,7 +51,10 @@ if not TYPE_CHECKING:  # a checker would take every other name for one of ours
   def __getattr__(name: str) -> object:
     if name not in _HOME:
       raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
+    from diloco_jax.api import importing
+
+    with importing.whole():
+      return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
 
 
 def __dir__() -> list[str]:

@@ -33,7 +33,7 @@ import matplotlib.figure
 from absl import app, flags, logging
 from rich import progress
 
-from diloco_jax.launch import cli, local_run
+from diloco_jax.launch import cli
 from diloco_jax.verification.faults import conductor
 from experiments.side_by_side import run as run_lib
 from experiments.side_by_side import systems
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
   out.mkdir(parents=True, exist_ok=True)
   logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
   jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
-  jax.config.update('jax_compilation_cache_dir', str(local_run.cache_folder()))
+  jax.config.update('jax_compilation_cache_dir', str(cli.cache_folder()))
   book = study.Book(out / 'rows.jsonl')
   planned = cells(short)
   rehearsed: set[str] = set()

@@ -40,7 +40,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -56,8 +56,8 @@ class Peer:
 
   def __init__(self, params: Any, moments: Any, total_steps: int):
     self._structure = jax.tree.structure(params)
-    self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
-    self._arrays = own_arrays.OwnArrays(own_model.by_name(params), moments)
+    self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
+    self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
     self._total_steps = total_steps
     self._work: learner_work.LearnerWork  # these three are set by _lead or _follow
     self._post: Callable[[events.Event], None]
@@ -215,7 +215,7 @@ class Peer:
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
     same = structure == self._structure
-    named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
+    named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
     for name in sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
@@ -313,6 +313,7 @@ def join(
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync, shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
+  nodes.keep_compiled()
   assembled = own_model.complete(model, config)
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
@@ -322,7 +323,7 @@ def join(
   with contextlib.ExitStack() as cleanup:
     with at_once():
       if several:
-        model = dataclasses.replace(model, values=hosts.gather(own_model.by_name(params)))
+        model = dataclasses.replace(model, values=hosts.gather(arrays.by_name(params)))
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)

@@ -150,6 +150,7 @@ def run_syncer(
   access = cli.make_access(tls, plaintext_loopback)
   config = own_model.config(total_steps, sync, shards)
   config.validate()
+  nodes.keep_compiled()
   model = None
   if init is not None:
     tree = init() if callable(init) else init

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import jax
 from absl import flags
 
+from diloco_jax.api import importing
+from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import nodes, run_folder
 from diloco_jax.learner import baseline
@@ -54,9 +56,8 @@ class SingleController:
     self._workdir = workdir
     self._alone = alone
     self._stopping = threading.Event()
-    self._make_recorder = make_recorder or (
-      lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
-    )
+    kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
+    self._make_recorder = make_recorder or (lambda name: kind(workdir, name, prefix=f'[{name}] '))
     self._hub = in_process.InProcessHub()
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     needed = config.mesh.num_devices * len(names)
@@ -134,9 +135,15 @@ class SingleController:
     for event_queue in self._event_queues.values():
       event_queue.post(events.Stop(reason=reason))
 
-  def join(self, timeout_s: float | None = None) -> dict[str, actions.Exit]:
-    """Waits for every node; raises the error of a failed node, or TimeoutError."""
+  def join(
+    self, timeout_s: float | None = None, tick: Callable[[], None] | None = None
+  ) -> dict[str, actions.Exit]:
+    """Waits for every node, and calls `tick` every two seconds meanwhile; raises the error of a
+    failed node, or TimeoutError."""
     for thread in self._threads:
+      while tick and thread.is_alive():
+        thread.join(run_lib.REDRAW_S)
+        tick()
       thread.join(timeout_s)
       if thread.is_alive():
         raise TimeoutError(f'{thread.name} has not ended within {timeout_s} s')
@@ -150,8 +157,10 @@ class SingleController:
 
 def run(
   config: run_config.Config | str, workdir: str | pathlib.Path, syncer: str = 'local'
-) -> dict[str, actions.Exit]:
+) -> run_lib.Run:
   """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
+
+  A notebook shows the table of `diloco train` meanwhile.
 
   Args:
     config: of the run, or its name as for `diloco train --config`: 'stdlib_lm:tiny'.
@@ -159,7 +168,7 @@ def run(
     syncer: 'local', or 'none': one learner trains alone, the baseline.
 
   Returns:
-    The exit of each node by its name.
+    What the run has recorded, with the exit of each node.
 
   Raises:
     ValueError: a setting cannot work, the folder holds another run, or there are too few devices.
@@ -169,21 +178,22 @@ def run(
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
-  if isinstance(config, str):
-    config = load.load(config)
   if syncer not in ('local', 'none'):
     raise ValueError(f"syncer is {syncer!r}: give 'local' or 'none'")
   alone = syncer == 'none'
-  config.validate()
-  nodes.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
   folder = pathlib.Path(workdir).absolute()
-  controller = SingleController(
-    config, folder, alone=alone
-  )  # a config that cannot work claims no folder
-  run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
+  with importing.uninterrupted():
+    if isinstance(config, str):
+      config = load.load(config)
+    config.validate()
+    nodes.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
+    # A config that cannot work claims no folder.
+    controller = SingleController(config, folder, alone=alone)
+    run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
   try:
     controller.start()
-    return controller.join()
+    shown = run_lib.Display(folder, config, alone).draw if run_lib.in_kernel() else None
+    return run_lib.Run(folder, controller.join(tick=shown))
   except BaseException:  # else the nodes would train on, and the folder would stay locked
     controller.stop('interrupted')
     controller.join()

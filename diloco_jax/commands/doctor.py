@@ -189,7 +189,7 @@ def disk(workdir: pathlib.Path) -> str:
 
 def cache() -> str:
   """The folder of compiled functions."""
-  folder = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR') or local_run.cache_folder())
+  folder = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR') or cli.cache_folder())
   remedy = 'set JAX_COMPILATION_CACHE_DIR to a folder that this user may write'
   try:
     folder.mkdir(parents=True, exist_ok=True)

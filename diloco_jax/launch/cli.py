@@ -31,7 +31,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -59,6 +59,14 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
+
+
+def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
+  """The folder of compiled functions: in the checkout, else in the user's cache folder."""
+  if CHECKOUT:
+    return CHECKOUT / '.cache' / 'jax'
+  home = base.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(home) / 'diloco_jax' / 'jax'
 
 
 def end_signals() -> list[signal.Signals]:
@@ -379,6 +387,17 @@ def importing_jax() -> Iterator[None]:
   finally:
     gc.freeze()
     gc.enable()
+
+
+@contextlib.contextmanager
+def reading_a_model() -> Iterator[None]:
+  """The same for a command that reads the model of a run, which may be under way and hold the
+  accelerators: on the CPU, unless JAX_PLATFORMS names others."""
+  chosen = os.environ.get('JAX_PLATFORMS', 'cpu')
+  os.environ['JAX_PLATFORMS'] = chosen if 'cpu' in chosen.split(',') else f'{chosen},cpu'
+  logging.set_verbosity(logging.ERROR)  # Orbax writes many lines
+  with importing_jax():
+    yield
 
 
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:

@@ -31,19 +31,11 @@ _MALLOC = ':'.join(
 )
 
 
-def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
-  """The folder of compiled functions: in the checkout, else in the user's cache folder."""
-  if cli.CHECKOUT:
-    return cli.CHECKOUT / '.cache' / 'jax'
-  home = base.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-  return pathlib.Path(home) / 'diloco_jax' / 'jax'
-
-
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
   """The environment of a process that has `devices` emulated devices if jax finds no accelerator;
   the user's settings win."""
   ours = {
-    'JAX_COMPILATION_CACHE_DIR': str(cache_folder(base)),
+    'JAX_COMPILATION_CACHE_DIR': str(cli.cache_folder(base)),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     'TF_CPP_MIN_LOG_LEVEL': '2',

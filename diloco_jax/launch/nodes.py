@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
@@ -318,10 +319,20 @@ def prepare_jax(devices: int) -> None:
     with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
       jax.config.update('jax_num_cpu_devices', devices)
   jax.config.update('jax_cpu_enable_async_dispatch', False)
+  keep_compiled()
   try:
     jax.local_devices()
   except Exception as error:  # of several types, also an AssertionError without a text
     raise cli.NeverRetry(accelerators.no_device(error)) from error
+
+
+def keep_compiled() -> None:
+  """Keeps compiled functions on disk for the next process, unless the user has chosen a folder."""
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update('jax_compilation_cache_dir', str(cli.cache_folder()))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+    compilation_cache.reset_cache()  # else, after a first compilation, it stays off
 
 
 def prepare_syncer() -> None:

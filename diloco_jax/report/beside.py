@@ -23,7 +23,8 @@ def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -
   if plot:
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-    summary.write_file(out / 'beside.png', lambda path: picture.draw_beside(found, path))
+    drawn = picture.draw_beside(found)
+    summary.write_file(out / 'beside.png', lambda path: drawn.savefig(path, dpi=picture.DPI))
   states = [{**state(one.run, one.config), 'name': name} for name, one in found.items()]
   summary.write_file(out / 'beside.html', page.inline(states))
   return summary.write_file(out / 'beside.txt', text(found))

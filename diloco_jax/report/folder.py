@@ -75,7 +75,7 @@ def loss_unit(config: run_config.Config) -> str:
   """'' if only the user knows it."""
   if config.task != run_config.DECODER:
     return ''
-  return 'nats per token' if getattr(config.data, 'tokenizer', '') else 'nats per byte'
+  return 'nats per token' if config.data.tokenizer else 'nats per byte'
 
 
 def pace(config: run_config.Config) -> dict[str, Any]:

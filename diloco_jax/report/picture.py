@@ -6,51 +6,44 @@ and thick; every learner has one colour in both halves.
 """
 
 import itertools
-import pathlib
 import time
 from collections.abc import Iterator, Mapping
 
-import matplotlib
-
-matplotlib.use('Agg')
 from matplotlib import axes as axes_lib
+from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
-from matplotlib import pyplot as plt
 
 from diloco_jax.report import folder, header, run_facts
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
 _SYNCER = '#444444'
 _SMOOTHING_STEPS = 10
+DPI = 140  # of the files
 _COUNT = ticker.EngFormatter(sep='', places=1)
 _DEATHS = ('killed', 'failed')
 _TOKENS, _SECONDS = 'tokens trained by all learners', 'seconds since the start'
 
 
-def draw(found: folder.Read, path: pathlib.Path) -> None:
-  """Writes the picture of a run as PNG."""
+def draw(found: folder.Read) -> figure_lib.Figure:
+  """Draws the picture of a run."""
   run = found.run
   learners = [name for name, learner in run.learners.items() if learner.processes]
   rows = len(learners) + bool(run.syncer_processes)
-  figure, (top, bottom) = plt.subplots(
-    2,
-    1,
-    figsize=(10, 5.2 + 0.42 * rows),
-    layout='constrained',
-    gridspec_kw={'height_ratios': [4.2, 0.6 + 0.42 * rows]},
-  )
+  figure = figure_lib.Figure(figsize=(10, 5.2 + 0.42 * rows), layout='constrained')
+  top, bottom = figure.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(learners)}
   _draw_loss(top, run, colours)
   _scale(top, found.loss_unit)
   top.set_title(_title(found), loc='left', fontsize=10)
   _draw_processes(bottom, run, colours)
-  _save(figure, path)
+  return figure
 
 
-def draw_beside(runs: Mapping[str, folder.Read], path: pathlib.Path) -> None:
-  """Writes the held-out losses of several runs as PNG: over the tokens, and over the time. Of a run
-  without evaluations these are the training losses."""
-  figure, both = plt.subplots(1, 2, figsize=(12, 4.8), layout='constrained', sharey=True)
+def draw_beside(runs: Mapping[str, folder.Read]) -> figure_lib.Figure:
+  """Draws the held-out losses of several runs: over the tokens, and over the time. Of a run without
+  evaluations these are the training losses."""
+  figure = figure_lib.Figure(figsize=(12, 4.8), layout='constrained')
+  both = figure.subplots(1, 2, sharey=True)
   for index, (name, found) in enumerate(runs.items()):
     run, colour = found.run, _COLOURS[index % len(_COLOURS)]
     for learner in run.learners.values():
@@ -69,12 +62,7 @@ def draw_beside(runs: Mapping[str, folder.Read], path: pathlib.Path) -> None:
   _scale(both[0], next(iter(runs.values())).loss_unit)
   both[0].xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
   both[1].legend(frameon=False, fontsize=9)
-  _save(figure, path)
-
-
-def _save(figure: plt.Figure, path: pathlib.Path) -> None:
-  figure.savefig(path, dpi=140)
-  plt.close(figure)
+  return figure
 
 
 def _title(found: folder.Read) -> str:

@@ -63,7 +63,8 @@ def write(
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
     shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S)
-    write_file(folder / TIMELINE, lambda path: picture.draw(shown, path))
+    drawn = picture.draw(shown)
+    write_file(folder / TIMELINE, lambda path: drawn.savefig(path, dpi=picture.DPI))
   else:
     with contextlib.suppress(OSError):
       (folder / TIMELINE).unlink()  # of the run before it continued

@@ -41,7 +41,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
   """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 
   def run(steps: int) -> dict:
-    exits = single_controller.run(_config(steps, learners=1), tmp_path)
+    exits = single_controller.run(_config(steps, learners=1), tmp_path).exits
     assert {one.code for one in exits.values()} == {0}, exits
     return _facts(tmp_path, 'syncer', 'ledger')[-1]
 
@@ -85,7 +85,7 @@ def test_stacked_layers_in_bfloat16_learn_with_anchors_in_float32(tmp_path):
   config.model.window, config.model.global_every = 8, 2
   config.model.remat, config.model.loss_chunk = 'full', 8
   config.mesh.fsdp = 2
-  exits = single_controller.run(config, tmp_path)
+  exits = single_controller.run(config, tmp_path).exits
   assert {one.code for one in exits.values()} == {0}, exits
   losses = [fact['loss'] for fact in _facts(tmp_path, 'syncer', 'eval')]
   assert losses[-1] < losses[0] - 1.0, losses

@@ -286,7 +286,7 @@ def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeyp
 
 
 def test_the_cache_of_an_installed_package_is_the_users(monkeypatch):
-  assert local_run.cache_folder() == cli.CHECKOUT / '.cache' / 'jax'
+  assert cli.cache_folder() == cli.CHECKOUT / '.cache' / 'jax'
   monkeypatch.setattr(cli, 'CHECKOUT', None)
-  assert local_run.cache_folder({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
-  assert local_run.cache_folder({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'
+  assert cli.cache_folder({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
+  assert cli.cache_folder({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'

@@ -223,8 +223,9 @@ def test_every_fact_is_read_from_its_line(tmp_path):
 
 
 def test_rows_that_are_no_facts_are_skipped():
-  row = {'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 1, 'loss': 2.0}
-  for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, {'name': 'eval', 'step': 1, 'loss': 2.0}):
+  fields = {'name': 'eval', 'step': 1, 'loss': 2.0, 'bits_per_byte': 0.0}
+  row = {'t_ns': 1, 'time': 1.0, **fields}
+  for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, fields):
     assert facts.parse(other) is None
   assert facts.parse(row) == facts.Eval(step=1, loss=2.0)
 

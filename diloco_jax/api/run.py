@@ -1,0 +1,182 @@
+"""A run as a notebook shows it: what it has recorded, and a table that follows it."""
+
+import html
+import io
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich import console as console_lib
+
+from diloco_jax.api import load_params
+from diloco_jax.config import run_config
+from diloco_jax.protocol import actions
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import live, page, run_facts, state, summary
+from diloco_jax.report import records as records_lib
+
+if TYPE_CHECKING:
+  from matplotlib import figure as figure_lib
+
+_WIDTH = 100  # of the table, in characters
+REDRAW_S = 2.0
+_HEIGHT = 900  # of the page, in pixels
+
+
+class Curve(NamedTuple):
+  """A loss as arrays, one value for each point.
+
+  Attributes:
+    clock: of the learner; of an evaluation that of the global model.
+    tokens: trained by all learners until then.
+    seconds: from the first fact of the run until then.
+    loss: as the task gives it; of a decoder in nats for each token.
+  """
+
+  clock: np.ndarray
+  tokens: np.ndarray
+  seconds: np.ndarray
+  loss: np.ndarray
+
+
+class Run:
+  """A run in a folder, also one that is under way or was killed: what its records tell by now.
+
+  A notebook shows it as the page of `diloco status`. Made by `diloco_jax.run` and `open_run`.
+
+  Attributes:
+    workdir, config: its folder, and its config.
+    exits: how each node ended, by its name ('syncer', 'l0', ...); empty if `open_run` made this.
+  """
+
+  def __init__(self, workdir: str | pathlib.Path, exits: Mapping[str, actions.Exit]):
+    self.workdir = pathlib.Path(workdir).absolute()
+    self.exits = dict(exits)
+    self._size, self._found = -1, folder_lib.read(self.workdir)
+    self.config: run_config.Config = self._found.config
+
+  def _read(self) -> folder_lib.Read:
+    """The records, which are read again only if there are more."""
+    size = sum(file.stat().st_size for file in self.workdir.glob(f'{records_lib.RECORDS}/*.jsonl'))
+    if size != self._size:
+      self._size, self._found = size, folder_lib.read(self.workdir)
+    return self._found
+
+  def __repr__(self) -> str:
+    return f'<Run of {self.config.name!r} in {self.workdir}: {live.status_line(self._read().run)}>'
+
+  def _repr_html_(self) -> str:
+    inner = html.escape(page.inline([state.state(self._read().run, self.config)]))
+    return (
+      f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="the page of the run" '
+      f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
+    )
+
+  @property
+  def params(self) -> Any:
+    """The trained model, or that of the newest checkpoint: see `load_params`."""
+    return load_params.load_params(self.workdir)
+
+  @property
+  def summary(self) -> dict[str, Any]:
+    """Losses, tokens, learners, kills, goodput and bytes: what `diloco report` writes as
+    summary.json."""
+    found = self._read()
+    return summary.summarize(found, found.statuses)
+
+  @property
+  def evaluations(self) -> Curve:
+    """The held-out loss of the global model, or of the learner that trains alone."""
+    run = self._read().run
+    clock, loss = ([getattr(one, what) for one in run.evaluations] for what in ('step', 'loss'))
+    return _curve(clock, run.evaluated_tokens, run.evaluated_s, loss)
+
+  def losses(self, learner: str) -> Curve:
+    """The training loss of a learner ('l0', ...), one point for each inner step. Raises KeyError:
+    the run has no such learner."""
+    steps = list(self._read().run.learners[learner].steps)
+    return _curve(*([getattr(s, what) for s in steps] for what in 'step tokens at_s loss'.split()))
+
+  def plot(self, *others: 'Run') -> 'figure_lib.Figure':
+    """The picture of the report: losses against tokens, processes against time. With `others` the
+    losses of all these runs, against tokens and against time."""
+    from matplotlib import pyplot  # pylint: disable=g-import-not-at-top  # 1 s
+
+    from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top
+
+    if in_kernel():  # which shows figures once it has loaded its backend
+      pyplot.switch_backend(pyplot.get_backend())
+    if others:
+      return picture.draw_beside({one.workdir.name: one._read() for one in (self, *others)})
+    return picture.draw(folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S))
+
+  def watch(self, until: Callable[[], bool]) -> None:
+    """Draws the table of `diloco train` under the cell of a notebook until `until()` is true."""
+    run = self._read().run
+    alone = run.syncer is None and any(one.steps for one in run.learners.values())
+    display = Display(self.workdir, self.config, alone)
+    while not until():
+      display.draw()
+      time.sleep(REDRAW_S)
+    display.draw()
+
+
+def open_run(workdir: str | pathlib.Path) -> Run:
+  """The run in a folder, whoever has started it: `diloco train`, a notebook, a syncer.
+
+  Raises:
+    ValueError: there is no run in the folder.
+  """
+  return Run(workdir, {})
+
+
+def _curve(*columns: Sequence[float]) -> Curve:
+  return Curve(*map(np.array, columns, (int, int, float, float)))
+
+
+class Display:
+  """The table of `diloco train` under the cell of a notebook that trains a run."""
+
+  def __init__(self, workdir: pathlib.Path, config: run_config.Config, alone: bool):
+    names = run_config.learner_ids(1 if alone else config.sync.learners)
+    self._view = run_facts.RunFacts(
+      names, config.train.steps, syncer=not alone, **folder_lib.pace(config)
+    )
+    self._tails = records_lib.TailAll(workdir)
+    self._began_s = time.monotonic()
+    self._shown = None
+
+  def draw(self) -> None:
+    """Reads what is new and draws the table again."""
+    from IPython import display
+
+    self._view.take(self._tails.read())
+    console = console_lib.Console(
+      file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False
+    )
+    for line in self._view.layout.lines if self._view.layout else ():
+      console.print(f' {line}', style='dim', highlight=False)
+    console.print(live.picture(self._view, time.monotonic() - self._began_s, _WIDTH))
+    table = {
+      'text/plain': console.export_text(clear=False),
+      'text/html': console.export_html(inline_styles=True, code_format='<pre>{code}</pre>'),
+    }
+    if self._shown is None:
+      self._shown = display.display(table, raw=True, display_id=True)
+    else:
+      self._shown.update(table, raw=True)
+
+
+class CellRecorder(records_lib.Recorder):
+  """The recorder of a node in a notebook: the table has what its lines about steps would say."""
+
+  def completed(self, *args: Any) -> None: ...
+
+
+def in_kernel() -> bool:
+  """Whether this is the main thread's cell in a notebook."""
+  ipython = sys.modules.get('IPython')
+  return getattr(ipython and ipython.get_ipython(), 'kernel', None) is not None
