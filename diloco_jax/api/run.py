@@ -157,8 +157,6 @@ class Display:
     console = console_lib.Console(
       file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False
     )
-    for line in self._view.layout.lines if self._view.layout else ():
-      console.print(f' {line}', style='dim', highlight=False)
     console.print(live.picture(self._view, time.monotonic() - self._began_s, _WIDTH))
     table = {
       'text/plain': console.export_text(clear=False),
