@@ -21,6 +21,8 @@ COMMANDS = {
   'report': 'print and draw what happened in a run, or in several',
   'track': 'send the curves of a run to Weights & Biases',
   'sample': 'print text of a trained model',
+  'evaluate': 'print the held-out loss of a trained model',
+  'export': 'write a trained model as one *.safetensors file',
   'simulate': 'run the state machines in a simulated world with drawn faults',
   'chaos': 'carry out a plan of faults on real processes and check their tapes',
   'replay': 'run the machines of a past run again from their tapes',

@@ -36,10 +36,7 @@ release = version = diloco_jax.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'sphinx_book_theme'
 html_title = 'diloco_jax'
-html_theme_options = {
-  'navbar_persistent': [],  # a second field for the search
-  **({'repository_url': REPO, 'use_repository_button': True} if REPO else {}),
-}
+html_theme_options = {'navbar_persistent': []}  # it would have a second field for the search
 html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
 html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
 exclude_patterns = ['_build']
@@ -120,7 +117,7 @@ def curves() -> str:
   """The tags of TensorBoard, as the code writes them."""
   found = set()
   for path in (ROOT / 'diloco_jax').rglob('*.py'):
-    found |= set(re.findall(r"'((?:diloco|evaluation|learning|perf)/\w+)'", path.read_text()))
+    found |= set(re.findall(r"'((?:evaluation|learning|perf|sync)/\w+)'", path.read_text()))
   return '\n'.join(f'* `{tag}`' for tag in sorted(found))
 
 

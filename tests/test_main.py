@@ -132,3 +132,11 @@ def test_a_flag_that_is_missing_is_explained():
   done = diloco('learner', '--workdir=x', '--learner_id=l0')
   assert done.returncode == 42
   assert done.stderr.startswith('error: --syncer is missing: Where the syncer listens: HOST:PORT')
+
+
+def test_a_story_begins_with_what_was_drawn_and_the_unit_of_its_times():
+  lines = diloco('simulate', '--seed=17', '--story').stdout.splitlines()
+  head = lines.index('    ms node')
+  drawn = ' '.join(lines[:head])
+  assert drawn.startswith('seed 17: sync.') and 'sync.period=6' in drawn and 'quorum' not in drawn
+  assert max(map(len, lines[:head])) <= 80 and lines[head + 1].split()[0].isdecimal()

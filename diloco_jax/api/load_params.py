@@ -38,8 +38,8 @@ def load_params(workdir: str | pathlib.Path) -> Any:
     tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
-  named = own_model.by_name(tree)
-  leaves = [np.asarray(named[name]) for name in own_model.by_name(assembled.shapes)]
+  named = arrays.by_name(tree)
+  leaves = [np.asarray(named[name]) for name in arrays.by_name(assembled.shapes)]
   return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
 
 

@@ -91,10 +91,11 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-  is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
+  if isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding):
+    return leaf
   if isinstance(leaf, np.ndarray) and sharding is not None:
     return mesh_lib.put(leaf, sharding)
-  return leaf if is_there else jax.device_put(leaf, sharding)
+  return jax.device_put(leaf, sharding)
 
 
 def like(tree: Any) -> tuple[Any, list[str]]:
@@ -106,6 +107,6 @@ def shape(leaf: Any) -> str:
   if leaf is None:
     return 'absent'
   value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number
-  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+  is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
   dtype = value.dtype if is_key else jax.dtypes.canonicalize_dtype(value.dtype)
   return f'{dtype}{list(value.shape)}'

@@ -40,7 +40,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -56,18 +56,19 @@ class Peer:
 
   def __init__(self, params: Any, moments: Any, total_steps: int):
     self._structure = jax.tree.structure(params)
-    self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
-    self._arrays = own_arrays.OwnArrays(own_model.by_name(params), moments)
+    self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
+    self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
     self._total_steps = total_steps
-    self._work: learner_work.LearnerWork | None = None
-    self._post: Callable[[events.Event], None] | None = None
-    self._say: Callable[[str], None] | None = None
+    self._work: learner_work.LearnerWork  # these three are set by _lead or _follow
+    self._post: Callable[[events.Event], None]
+    self._say: Callable[[str], None]
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
     # Trained arrays that `sync` was given, by the names for which it returned others.
     self._replaced: dict[str, weakref.ref] = {}
     self._told = False
     self._boundary_ns = self._data_ns = 0
+    self._measured = False  # a step
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
     self.clock: int | None = None
 
@@ -121,7 +122,8 @@ class Peer:
       opt_state: the inner optimizer's state after the step, if `join` was given one.
       metrics: scalars of this step by name, on a device or not: `loss`, and any others. They become
         curves, lines and records under `workdir`; the syncer records the loss, too. `sync` waits
-        for those of the step before at most, so that the devices need not wait for the loop.
+        for those of the step before at most, so that the devices need not wait for the loop; after
+        the first step and the last one, for those of this step.
 
     Returns:
       The parameters to go on with: the same tree, dtypes and shardings.
@@ -149,7 +151,7 @@ class Peer:
     self._arrays.tokens_per_step = tokens
     self._arrays.next_index += 1
     self._synced = True
-    self._measure(tokens, metrics)
+    self._measure(self.clock, tokens, metrics)
     self._next()
     after = self._arrays.params
     self._replaced = {
@@ -159,22 +161,22 @@ class Peer:
     }
     return self.params
 
-  def _measure(self, tokens: int, metrics: dict[str, Any]) -> None:
+  def _measure(self, clock: int, tokens: int, metrics: dict[str, Any]) -> None:
     """Tells the machine of the step, and records the one before, of which the metrics are due: the
-    devices have this one to do. A step that is done, as the last one must be, is recorded now."""
-    last = self.clock + 1 >= self._total_steps
+    devices have this one to do. A step that is done is recorded now, as the first one and the last
+    one must be."""
+    waits = not self._measured or clock + 1 >= self._total_steps
+    self._measured = True
     before = self._unrecorded[0].metrics if self._unrecorded else {}
-    jax.block_until_ready([before, metrics if last else {}])
+    jax.block_until_ready([before, metrics if waits else {}])
     step_ns = time.monotonic_ns() - self._boundary_ns
     data_ns = min(self._data_ns, step_ns)
     self._data_ns = 0
     self._record()
     between = self._work.take_between()
-    result = island_lib.StepResult(
-      None, None, tokens, step_ns / 1e9, data_ns / 1e9, self.clock, metrics
-    )
+    result = island_lib.StepResult(None, None, tokens, step_ns / 1e9, data_ns / 1e9, clock, metrics)
     self._unrecorded = result, between
-    if last or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
+    if waits or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
       self._record()
     self._post(
       events.StepDone(
@@ -213,7 +215,7 @@ class Peer:
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
     same = structure == self._structure
-    named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
+    named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
     for name in sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
@@ -304,7 +306,7 @@ def join(
     TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
   """
-  if not ids.is_learner(learner):
+  if not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
   params, opt_state = _on_devices(params, opt_state)
   several = hosts.are_several(params)
@@ -321,7 +323,7 @@ def join(
   with contextlib.ExitStack() as cleanup:
     with at_once():
       if several:
-        model = dataclasses.replace(model, values=hosts.gather(own_model.by_name(params)))
+        model = dataclasses.replace(model, values=hosts.gather(arrays.by_name(params)))
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
@@ -402,13 +404,13 @@ def _lead(
 ) -> futures.Future[actions.Exit]:
   """Begins the learner, or the host that leads it; returns how its node ends."""
   payloads = payloads_lib.PayloadStore()
-  own = found is not None and found.learner == learner
+  own = found if found is not None and found.learner == learner else None
   origin = found, moments_lib.told(found, place, 'the opt_state that join was given')
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
   )
   if own:
-    records.say(f'{learner} continues with the moments of its checkpoint at step {found.step}')
+    records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
   work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
   work = work_class(assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records)
   peer._work, peer._post, peer._say = work, event_queue.post, records.say
@@ -424,7 +426,7 @@ def _lead(
       work,
       place,
       learner,
-      found.protocol if own else None,
+      own.protocol if own else None,
       event_queue,
       lambda post, payloads: dial(admission.begin(post), payloads),
       payloads,

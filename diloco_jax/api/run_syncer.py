@@ -38,9 +38,9 @@ class Server:
     self._listens = threading.Event()
     self._stopped = threading.Event()
     self._event_queue = loop.EventQueue()
-    self._theta: global_model_lib.Theta | None = None
+    self._theta: global_model_lib.Theta  # of a run that is not refused
     self._result: actions.Exit | BaseException | None = None
-    self._thread: threads.Thread | None = None
+    self._thread: threads.Thread  # set by run_syncer
 
   def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
     """Waits for the end of the run; returns the global model, name -> array of the loop's type.

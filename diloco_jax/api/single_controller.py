@@ -147,10 +147,12 @@ class SingleController:
       thread.join(timeout_s)
       if thread.is_alive():
         raise TimeoutError(f'{thread.name} has not ended within {timeout_s} s')
-    for result in self._exits.values():
+    exits = {}
+    for name, result in self._exits.items():
       if isinstance(result, BaseException):
         raise result
-    return self._exits
+      exits[name] = result
+    return exits
 
 
 def run(

@@ -6,8 +6,8 @@
 The run may have ended, been killed, or be under way, and any program may have started it: `diloco
 train`, a notebook, or a syncer whose learners are on other machines. All of it comes from the
 records in the folder, which may be a copy. Of one run the files are in DIR/report: report.txt,
-summary.json, timeline.png, time.png; of several beside.txt, beside.png. Exit codes: 0 done, 42
-there is no such run, 74 the disk failed.
+summary.json, index.html, timeline.png; of several in that of the first DIR: beside.txt,
+beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 the disk failed.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ import shutil
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.report import beside, folder, summary
+from diloco_jax.report import beside, summary
 
 POSITIONAL = True
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
       made = summary.write(workdirs[0], plot=_PLOT.value, out=out)
       text, failed = summary.text(made, workdirs[0], width, out), made.get('disk')
     else:
-      found = dict(zip(beside.names(workdirs), map(folder.read, workdirs)))
+      found = beside.read(workdirs)
       text, failed = beside.text(found), beside.write(found, out, _PLOT.value)
   print(text, end='')
   return cli.DISK_FAILED if failed else 0

@@ -118,6 +118,8 @@ def curves(fact: facts.Fact) -> dict[str, float]:
         'perf/step_time_seconds': fact.seconds,
         'perf/tokens': fact.tokens,
       }
+    case facts.Metrics():
+      return {'clock': fact.step, **{f'learning/{name}': v for name, v in fact.values.items()}}
     case facts.Eval():
       return {'clock': fact.step, 'evaluation/loss': fact.loss}
     case protocol_facts.Synced():

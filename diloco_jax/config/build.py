@@ -16,16 +16,19 @@ import importlib
 import pathlib
 import re
 import types
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from diloco_jax.config import load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
+from diloco_jax.storage import arrays
 from diloco_jax.train import decoder, optimizer
 from diloco_jax.train import task as task_lib
 
@@ -79,8 +82,8 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
 
   Args:
     config: validated.
-    data: False: the data is not read, for who reads a model only. The agreement then lacks its
-      digest, and no process of the run would accept it.
+    data: False: the data and train.init_from are not read, for who reads a model only. The
+      agreement then lacks their digests, and no process of the run would accept it.
 
   Raises:
     ValueError: there is no such task, its data cannot be read, the model has too few tensors for P,
@@ -94,14 +97,19 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   except TypeError:  # it computes with values, on the host, or its leaves are drawn when read
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
-  return _assemble(
-    config,
-    init,
-    shapes,
-    task.label,
-    {**config.agreement(), **({'data': task.data_digest()} if data else {})},
-    task,
-  )
+  shared = config.agreement()
+  if data:
+    shared['data'] = task.data_digest()
+    if config.train.init_from:
+      init = functools.partial(arrays.start, config.train.init_from, shapes)
+      task = dataclasses.replace(task, init=lambda seed: init())
+      shared['init'] = _digest(init())
+  return _assemble(config, init, shapes, task.label, shared, task)
+
+
+def _digest(tree: Any) -> str:
+  crcs = [zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8)) for leaf in jax.tree.leaves(tree)]
+  return f'{zlib.crc32(str(crcs).encode()):08x}'
 
 
 def assemble_own_loop(

@@ -13,6 +13,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.storage import json_files
+from diloco_jax.train import tokenizer
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
@@ -52,8 +53,9 @@ def load(name: str) -> run_config.Config:
 
 
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
-  """Writes the config of the run in a folder, with absolute paths of the task and the corpus, so
-  that the run can be continued from any folder. Raises OSError."""
+  """Writes the config of the run in a folder, with absolute paths of the task, the corpus and the
+  initial arrays, so that the run can be continued from any folder, and its tokenizer: it belongs to
+  the model, so it stays with it. Raises OSError, and ValueError for another tokenizer."""
   values = config.to_dict()
   file, dot_py, call = config.task.partition('.py:')
   if dot_py:
@@ -61,6 +63,15 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   corpus = config.data.corpus
   if corpus != _STDLIB and glob.glob(corpus, recursive=True):
     values['data']['corpus'] = os.path.abspath(corpus)
+  if config.train.init_from:
+    values['train']['init_from'] = os.path.abspath(config.train.init_from)
+  if config.data.tokenizer:
+    file = tokenizer.file(config.data.tokenizer, corpus)
+    kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
+    if not (workdir / kept).is_file():
+      json_files.replace(workdir / kept, file.read_bytes())
+    elif (workdir / kept).read_bytes() != file.read_bytes():
+      raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
   json_files.write(workdir / FILE, values)
 
 
@@ -68,9 +79,12 @@ def read(workdir: pathlib.Path) -> run_config.Config:
   """Reads the config of the run in a folder. Raises ValueError, OSError."""
   path = workdir / FILE
   try:
-    return run_config.Config.from_dict(json_files.read(path))
+    config = run_config.Config.from_dict(json_files.read(path))
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
+  if config.data.tokenizer:
+    config.data.tokenizer = str(workdir / config.data.tokenizer)
+  return config
 
 
 def module(path: pathlib.Path) -> types.ModuleType:

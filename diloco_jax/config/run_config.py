@@ -93,6 +93,8 @@ class TrainConfig(protocol_sections.Train):
     log_every: inner steps between two log lines.
     eval_every: clock steps between two evaluations of the global model (0: first and last).
     seed: of the initial parameters.
+    init_from: begin with the arrays of a *.safetensors file, or of a folder that Orbax wrote, such
+      as RUN/model, instead; '' for none.
     tapes_mib: the most that the tapes of one node may take on disk, in MiB (storage/tapes.py).
     profile_steps: inner steps of each process that are traced, counted from 0: '10:13' are three of
       them (train/profile.py); '' traces none. The trace is in WORKDIR/islands/ID/profile.
@@ -101,6 +103,7 @@ class TrainConfig(protocol_sections.Train):
   log_every: int = 10
   eval_every: int = 60
   seed: int = 0
+  init_from: str = ''
   tapes_mib: int = 2048
   profile_steps: str = ''
 

@@ -21,6 +21,7 @@ In a notebook: `diloco_jax.run(stdlib_lm.get_config('tiny'), 'runs/notebook')`.
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
 | diloco | DiLoCo: K=M, one fragment, no learner trains while it is in flight |
 | small | decoupled, with a model for studies: 48 wide, 2 layers |
+| bpe | small, on the ids of a tokenizer that is trained on the text first |
 | moe | small, with a Mixture of Experts in each layer, and a fragment for each expert |
 | data_parallel | one learner with the batch of all four, to compare with |
 """
@@ -134,6 +135,15 @@ def small() -> run_config.Config:
   return config
 
 
+def bpe() -> run_config.Config:
+  """Small, on ids of byte-level BPE, of which each stands for about three bytes. Needs the extra
+  [data]; the text is encoded once, in half a minute."""
+  config = small()
+  config.data.tokenizer, config.model.vocab_size = 'bpe(size=2048)', 2048
+  config.train.steps = 500
+  return config
+
+
 def moe() -> run_config.Config:
   """Small, with a Mixture of Experts: a token is given to two of four experts, each half as wide as
   the dense block, so that a step computes as much. Each expert of a layer is a fragment."""
@@ -153,7 +163,7 @@ def data_parallel() -> run_config.Config:
 
 VARIANTS: dict[str, Callable[[], run_config.Config]] = {
   make.__name__: make
-  for make in (cpu, tiny, decoupled, streaming, diloco, small, moe, data_parallel)
+  for make in (cpu, tiny, decoupled, streaming, diloco, small, bpe, moe, data_parallel)
 }
 
 

@@ -389,6 +389,17 @@ def importing_jax() -> Iterator[None]:
     gc.enable()
 
 
+@contextlib.contextmanager
+def reading_a_model() -> Iterator[None]:
+  """The same for a command that reads the model of a run, which may be under way and hold the
+  accelerators: on the CPU, unless JAX_PLATFORMS names others."""
+  chosen = os.environ.get('JAX_PLATFORMS', 'cpu')
+  os.environ['JAX_PLATFORMS'] = chosen if 'cpu' in chosen.split(',') else f'{chosen},cpu'
+  logging.set_verbosity(logging.ERROR)  # Orbax writes many lines
+  with importing_jax():
+    yield
+
+
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint

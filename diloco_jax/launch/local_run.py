@@ -167,7 +167,7 @@ def run(
       outcome = _run_processes(config, workdir, config_flags, alone)
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
-  summary = summary_lib.write(workdir, outcome.statuses or None, not outcome.interrupted)
+  summary = summary_lib.write(workdir, plot=not outcome.interrupted)
   print('\n' + summary_lib.text(summary, workdir, shutil.get_terminal_size().columns), end='')
   if outcome.code:
     given = {'--syncer=none': alone, '--controller=single': single is not None}

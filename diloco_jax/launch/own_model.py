@@ -10,7 +10,6 @@ syncer writes them to WORKDIR/syncer/model, so that a restarted syncer has them.
 complete does not know the call, which tells the learner to go on and join.
 """
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -95,7 +94,7 @@ def as_arrays(tree: Any, what: str) -> Any:
   narrowed = []
 
   def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the whole'
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
       raise ValueError(
@@ -126,7 +125,7 @@ def as_arrays(tree: Any, what: str) -> Any:
 
 def describe(params: Any, label: Callable[[str], str] | None) -> Model:
   """The model of a tree of parameters; `label` maps a name to a label, None: the usual ones."""
-  named = by_name(params)
+  named = arrays.by_name(params)
   if label is None:
     counted = statistics(params)
     label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
@@ -146,29 +145,9 @@ def statistics(params: Any) -> set[str]:
                          is_leaf=is_counted)  # fmt: skip
   return {
     name
-    for name, found in by_name(counted).items()
+    for name, found in arrays.by_name(counted).items()
     if found or task_lib.embeddings(name) == 'statistic'
   }
-
-
-def by_name(tree: Any) -> dict[str, Any]:
-  """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
-  leaves = [
-    (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-  below = collections.Counter(
-    name[:at] for name, _ in leaves for at, c in enumerate(name) if c in '/.'
-  )
-  named = {}
-  for name, leaf in leaves:
-    parent = name.removesuffix('/value').removesuffix('.value')
-    if below[parent] == 1:  # of a flax.nnx variable; 'value' among others is a name
-      name = parent
-    if name in named:
-      raise ValueError(f'two parameters have the name {name!r}; names are paths joined by "/"')
-    named[name] = leaf
-  return named
 
 
 def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) -> run_config.Config:

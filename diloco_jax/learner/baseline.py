@@ -84,6 +84,7 @@ def _run(
 
 def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> None:
   if (loss := island.evaluate()) is not None:  # else the task has no held-out batches
-    records.report(facts.Eval(step=step, loss=loss))
-    records.say(f'held-out loss at step {step}: {loss:.4f}')
+    fact = facts.Eval(step=step, loss=loss, bits_per_byte=island.bits_per_byte(loss))
+    records.report(fact)
+    records.say(f'held-out loss at step {step}: {fact.text}')
     records.scalars(step, {'evaluation/loss': loss})

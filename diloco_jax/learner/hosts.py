@@ -270,7 +270,7 @@ class FollowerWork(_HostWork):
     self,
     assembled: build.Assembly,
     island: island_port.IslandState,
-    records: records_lib.Recorder,
+    records: 'records_lib.Recorder | Quiet',
   ):
     self._received = _ReceivedPayloads()
     fail = lambda error: self._queue.put(error)

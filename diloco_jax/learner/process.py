@@ -49,6 +49,7 @@ class LearnerRecords:
   def report(self, fact: facts.Fact) -> None:
     self._records.report(fact)
     if isinstance(fact, facts.State) and fact.state == 'joined':
+      self.say(f'joined the run at clock {fact.clock}')
       origin, self._origin = self._origin, None
       if origin and fact.clock:
         found, text = origin
@@ -116,7 +117,7 @@ def run(
     else:  # islands of one process have different devices and share no compiled functions
       island.warm_up()
     records_lib.report_startup(records, 'compiled')
-    records.say(f'compiled in {header.duration(time.monotonic() - began_s)}; joins the run')
+    records.say(f'compiled in {header.duration(time.monotonic() - began_s)}')
     state = None if restored is None else restored.protocol
     with running_node(
       assembled,

@@ -260,7 +260,7 @@ def record_step(
   saving_s: float = 0.0,
   waited_s: float = 0.0,
 ) -> None:
-  """Records one inner step; every log_every steps also writes curves and a line for people.
+  """Records one inner step; every log_every steps also the other curves and a line for people.
 
   `steps` and `tokens` are the totals of this process; for the others see facts.Step.
   """
@@ -271,7 +271,7 @@ def record_step(
       step=step,
       steps=steps,
       tokens=tokens,
-      loss=measured.get('loss', math.nan),
+      loss=result.loss,
       seconds=result.seconds,
       data_s=result.data_s,
       saving_s=saving_s,
@@ -280,13 +280,14 @@ def record_step(
   )
   if result.metrics:
     records.report(facts.Metrics(step=step, values=result.metrics))
+  curves = {f'learning/{name}': value for name, value in measured.items()}
   if steps % config.train.log_every:
+    records.scalars(step, curves)
     return
-  curves = dict(measured)
   if result.grad_norm is not None:
-    curves['grad_norm'] = result.grad_norm
+    curves['learning/grad_norm'] = result.grad_norm
     rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
-    curves['learning_rate'] = rate
+    curves['learning/learning_rate'] = rate
   cost = facts.Cost(**island.cost()._asdict())
   records.report(cost)
   records.scalars(
@@ -297,7 +298,7 @@ def record_step(
       'perf/tokens_per_step': cost.tokens,
       'perf/parameters': cost.parameters,
       **{f'perf/{name}': value for name, value in cost.speed(result.seconds).items()},
-      **{f'learning/{name}': value for name, value in curves.items()},
+      **curves,
     },
   )
-  records.completed(step, result.seconds, measured, cost)
+  records.completed(step, result.seconds, measured, cost, config.train.steps)

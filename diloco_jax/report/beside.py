@@ -7,43 +7,15 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, summary
+from diloco_jax.report import header, page, summary
 from diloco_jax.report.state import state
 
 
-def names(workdirs: Sequence[pathlib.Path]) -> list[str]:
-  """A short name of each folder, none twice."""
-  last = [workdir.absolute().name for workdir in workdirs]
-  return last if len(set(last)) == len(last) else [str(workdir) for workdir in workdirs]
-
-
-def text(found: Mapping[str, folder_lib.Read]) -> str:
-  """A table with a column for each run."""
-  runs = [summary.summarize(one, one.statuses) for one in found.values()]
-  rows = {'held-out loss at its end': [_number(run['eval_loss_end'], '.3f') for run in runs]}
-  curves = [run['evaluations'] for run in runs]
-  if all(curves):
-    for by, what in (('tokens', 'after {:,} tokens'), ('step', 'at clock {:,}')):
-      common = min(curve[-1][by] for curve in curves)
-      rows[f'  {what.format(common)}'] = [f'{_at(curve, by, common):.3f}' for curve in curves]
-  rows |= {
-    'training loss at its end': [_number(_mean(run, 'loss'), '.3f') for run in runs],
-    'learners': [str(sum(row['steps'] > 0 for row in run['learners'].values())) for run in runs],
-    'tokens trained': [f'{run["tokens_trained"]:,}' for run in runs],
-    'outer steps': [f'{run["outer_steps"]:,}' for run in runs],
-    'on the wire': [live.size(run['wire_bytes_up'] + run['wire_bytes_down']) for run in runs],
-    'time': [folder_lib.duration(run['wall_seconds']) for run in runs],
-    'kills': [str(len(run['kills'])) for run in runs],
-    'goodput since joined': [_number(_of(run, 'training_since_joined'), '.1%') for run in runs],
-    'token goodput': [_number(_of(run, 'token'), '.1%') for run in runs],
-  }
-  units = {one.loss_unit for one in found.values()} - {''}
-  head = f'loss in {" and ".join(sorted(units))}' if units else ''
-  wide = max(len(name) for name in rows) + 2
-  width = 2 + max(len(cell) for cells in (found, *rows.values()) for cell in cells)
-  lines = [head.ljust(wide) + ''.join(f'{name:>{width}}' for name in found)]
-  lines += [f'{name:{wide}}' + ''.join(f'{cell:>{width}}' for cell in rows[name]) for name in rows]
-  return '\n'.join(lines) + '\n'
+def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
+  """The runs by the names of their folders. Raises ValueError."""
+  names = [workdir.absolute().name for workdir in workdirs]
+  names = names if len(set(names)) == len(names) else list(map(str, workdirs))
+  return dict(zip(names, map(folder_lib.read, workdirs)))
 
 
 def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -> str:
@@ -58,19 +30,42 @@ def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -
   return summary.write_file(out / 'beside.txt', text(found))
 
 
+def text(found: Mapping[str, folder_lib.Read]) -> str:
+  """A table with a column for each run."""
+  runs = [summary.summarize(one) for one in found.values()]
+  units = sorted({run['loss_unit'] for run in runs} - {''})
+  rows = {f'loss in {" and ".join(units)}' if units else '': list(found)}
+
+  def add(name: str, form: str, values: Sequence[float | None]) -> None:
+    rows[name] = ['-' if value is None else form.format(value) for value in values]
+
+  add('held-out loss at its end', '{:.3f}', [run['eval_loss_end'] for run in runs])
+  curves = [run['evaluations'] for run in runs]
+  for by, what in (('tokens', 'after {:,} tokens'), ('step', 'at clock {:,}')):
+    if all(curves):
+      where = min(curve[-1][by] for curve in curves)
+      add('  ' + what.format(where), '{:.3f}', [_at(curve, by, where) for curve in curves])
+  add('training loss at its end', '{:.3f}', list(map(_training_loss, runs)))
+  add('tokens trained', '{:,}', [run['tokens_trained'] for run in runs])
+  add('outer steps', '{:,}', [run['outer_steps'] for run in runs])
+  bytes_both = [run['wire_bytes_up'] + run['wire_bytes_down'] for run in runs]
+  add('on the wire', '{}', list(map(header.size, bytes_both)))
+  add('time', '{}', [header.duration(run['wall_seconds']) for run in runs])
+  add('kills', '{}', [len(run['kills']) for run in runs])
+  figures = [run['goodput'] or {} for run in runs]
+  add('goodput since joined', '{:.1%}', [one.get('training_since_joined') for one in figures])
+  add('token goodput', '{:.1%}', [one.get('token') for one in figures])
+  wide = max(map(len, rows)) + 2
+  width = 2 + max(len(cell) for cells in rows.values() for cell in cells)
+  lines = (name.ljust(wide) + ''.join(cell.rjust(width) for cell in rows[name]) for name in rows)
+  return '\n'.join(lines) + '\n'
+
+
 def _at(curve: Sequence[Mapping[str, Any]], by: str, where: float) -> float:
   """The loss between two evaluations."""
   return float(np.interp(where, [one[by] for one in curve], [one['loss'] for one in curve]))
 
 
-def _mean(run: Mapping[str, Any], what: str) -> float | None:
-  values = [row[what] for row in run['learners'].values() if row[what] is not None]
-  return float(np.mean(values)) if values else None
-
-
-def _of(run: Mapping[str, Any], figure: str) -> float | None:
-  return run['goodput'] and run['goodput'][figure]
-
-
-def _number(value: float | None, form: str) -> str:
-  return '-' if value is None else format(value, form)
+def _training_loss(run: Mapping[str, Any]) -> float | None:
+  losses = [row['loss'] for row in run['learners'].values() if row['loss'] is not None]
+  return float(np.mean(losses)) if losses else None

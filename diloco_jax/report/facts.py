@@ -16,14 +16,14 @@ from diloco_jax.protocol import facts as protocol_facts
 @protocol_facts.fact
 class Step:
   """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process; `loss`:
-  NaN if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
+  None if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
   saves kept the island since the step before; `waited_s`: how long the learner waited for others
   since then (in lock step)."""
 
   step: int
   steps: int
   tokens: int
-  loss: float
+  loss: float | None
   seconds: float
   data_s: float = 0.0
   saving_s: float = 0.0
@@ -85,10 +85,17 @@ def speed_text(speed: dict[str, float]) -> str:
 
 @protocol_facts.fact
 class Eval:
-  """Held-out loss at a clock: of the global model, or of a learner without a syncer."""
+  """Held-out loss at a clock: of the global model, or of a learner without a syncer. The bits per
+  byte are 0 where there is no text."""
 
   step: int
   loss: float
+  bits_per_byte: float = 0.0
+
+  @property
+  def text(self) -> str:
+    bits = f' ({self.bits_per_byte:.4f} bits per byte)' if self.bits_per_byte else ''
+    return f'{self.loss:.4f}{bits}'
 
 
 # --- Of a learner or the syncer -------------------------------------------------------------------
@@ -210,8 +217,9 @@ _COMMON = {'t_ns', 'time', 'name'}  # in every line of the records
 def parse(row: dict[str, Any]) -> Fact | None:
   """The fact in a line of the records; None if there is no such fact or its fields differ.
 
-  >>> parse({'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 3, 'loss': 2.5})
-  Eval(step=3, loss=2.5)
+  >>> row = {'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 3, 'loss': 2.5, 'bits_per_byte': 0.9}
+  >>> parse(row)
+  Eval(step=3, loss=2.5, bits_per_byte=0.9)
   """
   kind, fields = _KINDS.get(row.get('name'), (None, set()))
   if row.keys() != fields | _COMMON or kind is None:

@@ -33,10 +33,7 @@ class Read:
 
   @property
   def loss_unit(self) -> str:
-    """'' if only the user knows it."""
-    if self.config.task != run_config.DECODER:
-      return ''
-    return 'nats per token' if getattr(self.config.data, 'tokenizer', '') else 'nats per byte'
+    return loss_unit(self.config)
 
 
 def read(workdir: str | pathlib.Path, **how: Any) -> Read:
@@ -74,6 +71,13 @@ def _names(folder: pathlib.Path) -> list[str]:
   return sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
 
 
+def loss_unit(config: run_config.Config) -> str:
+  """'' if only the user knows it."""
+  if config.task != run_config.DECODER:
+    return ''
+  return 'nats per token' if config.data.tokenizer else 'nats per byte'
+
+
 def pace(config: run_config.Config) -> dict[str, Any]:
   """Arguments of RunFacts: the quorum, and inner steps between two outer steps."""
   sync = config.sync
@@ -88,14 +92,3 @@ def _status(learner: run_facts.Learner, total_steps: int) -> run_facts.Status:
     if state == 'trained' or learner.step >= total_steps or left or ended:
       state = 'done'
   return run_facts.Status(state, len(learner.processes), learner.said)
-
-
-def duration(seconds: float) -> str:
-  """Seconds for people.
-
-  >>> duration(90), duration(1_830), duration(40_000)
-  ('90 s', '30 min', '11 h')
-  """
-  if seconds < 600:
-    return f'{seconds:.0f} s'
-  return f'{seconds / 60:.0f} min' if seconds < 7200 else f'{seconds / 3600:.0f} h'

@@ -223,7 +223,7 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
     f'{_activity(view, name)}{f" {now_s - one.phase_s:.0f} s" if one.phase else ""}'
     for name, one in view.learners.items()
   ]
-  losses = [f'{learner.steps[-1].loss:.3f}' if learner.steps else '' for learner in learners]
+  losses = ['' if learner.loss is None else f'{learner.loss:.3f}' for learner in learners]
   rates = [f'{learner.tokens_per_second:,.0f}' for learner in learners]
   return [
     _Column('learner', list(view.learners), text=True),

@@ -1,5 +1,5 @@
-"""The pictures of a run: loss against tokens, and below it the processes against time; where the
-time went; the losses of several runs.
+"""The pictures of a run: loss against tokens, and below it the processes against time; the losses
+of several runs.
 
 The colours are Okabe and Ito's, distinct for every kind of colour vision. The global model is black
 and thick; every learner has one colour in both halves.
@@ -13,8 +13,7 @@ from matplotlib import axes as axes_lib
 from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
 
-from diloco_jax.accounting import book
-from diloco_jax.report import folder, run_facts
+from diloco_jax.report import folder, header, run_facts
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
 _SYNCER = '#444444'
@@ -23,25 +22,6 @@ DPI = 140  # of the files
 _COUNT = ticker.EngFormatter(sep='', places=1)
 _DEATHS = ('killed', 'failed')
 _TOKENS, _SECONDS = 'tokens trained by all learners', 'seconds since the start'
-_STARTS, _SYNCS, _LOST = '#56B4E9', '#E69F00', '#D55E00'  # one colour for each kind of category
-_CATEGORY = {  # colour, hatch
-  book.MERGED: ('#009E73', ''),
-  book.WASTED: (_LOST, ''),
-  book.SLOW: ('#009E73', '....'),
-  book.DATA: ('#F0E442', ''),
-  book.COMM: (_SYNCS, ''),
-  book.SAVE: ('#CC79A7', ''),
-  book.QUORUM: (_SYNCS, '////'),
-  book.STRAGGLER: (_SYNCS, '....'),
-  book.SYNCER_DOWN: (_LOST, '....'),
-  book.INIT: (_STARTS, ''),
-  book.PREP: (_STARTS, '////'),
-  book.COMPILE: (_STARTS, '....'),
-  book.RESTORE: (_STARTS, 'xxxx'),
-  book.DOWN: (_LOST, '////'),
-  book.AFTER_END: ('#DDDDDD', ''),
-  book.OTHER: ('#999999', ''),
-}
 
 
 def draw(found: folder.Read) -> figure_lib.Figure:
@@ -53,43 +33,9 @@ def draw(found: folder.Read) -> figure_lib.Figure:
   top, bottom = figure.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(learners)}
   _draw_loss(top, run, colours)
-  top.set_ylabel(_loss(found))
+  _scale(top, found.loss_unit)
   top.set_title(_title(found), loc='left', fontsize=10)
   _draw_processes(bottom, run, colours)
-  return figure
-
-
-def draw_time(shares: Mapping[str, Mapping[str, float]], title: str) -> figure_lib.Figure:
-  """Draws where the time of each learner went. `shares`: of each learner, by category, which add up
-  to 1."""
-  figure = figure_lib.Figure(figsize=(10, 1.8 + 0.42 * len(shares)), layout='constrained')
-  axes = figure.subplots()
-  edges = dict.fromkeys(shares, 0.0)
-  for category in book.CATEGORIES:
-    widths = [100 * found.get(category, 0.0) for found in shares.values()]
-    if max(widths) >= 0.1:
-      colour, hatch = _CATEGORY[category]
-      bars = axes.barh(
-        list(shares),
-        widths,
-        left=list(edges.values()),
-        height=0.62,
-        label=category,
-        color=colour,
-        hatch=hatch,
-        edgecolor='white',
-        linewidth=0.3,
-      )
-      axes.bar_label(
-        bars, [f'{width:.0f}' if width >= 4 else '' for width in widths], label_type='center'
-      )
-      edges = {name: edge + width for (name, edge), width in zip(edges.items(), widths)}
-  axes.invert_yaxis()
-  axes.set_xlim(0, 100)
-  axes.set_xlabel("% of the learner's wall time")
-  axes.set_title(title, loc='left', fontsize=10)
-  figure.legend(loc='outside lower center', ncols=5, frameon=False, fontsize=8)
-  _open(axes)
   return figure
 
 
@@ -105,7 +51,7 @@ def draw_beside(runs: Mapping[str, folder.Read]) -> figure_lib.Figure:
         losses = smooth([step.loss for step in steps])
         for axes, x in zip(both, ([s.tokens for s in steps], [s.at_s for s in steps])):
           axes.plot(x, losses, color=colour, linewidth=0.8, alpha=0.35)
-    label = f'{name}: held-out' if run.evaluations else f'{name}: training loss'
+    label = f'{name}: held-out loss' if run.evaluations else f'{name}: training loss'
     values = [one.loss for one in run.evaluations]
     for axes, x in zip(both, (run.evaluated_tokens, run.evaluated_s)):
       axes.plot(x, values, color=colour, linewidth=2.2, marker='o', markersize=4, label=label)
@@ -113,15 +59,10 @@ def draw_beside(runs: Mapping[str, folder.Read]) -> figure_lib.Figure:
     axes.set_xlabel(what)
     axes.margins(x=0.01)
     _open(axes)
-  _log(both[0])
+  _scale(both[0], next(iter(runs.values())).loss_unit)
   both[0].xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
-  both[0].set_ylabel(_loss(next(iter(runs.values()))))
   both[1].legend(frameon=False, fontsize=9)
   return figure
-
-
-def _loss(found: folder.Read) -> str:
-  return f'loss, {found.loss_unit} (log)' if found.loss_unit else 'loss (log)'
 
 
 def _title(found: folder.Read) -> str:
@@ -130,8 +71,8 @@ def _title(found: folder.Read) -> str:
   words = [config.name]
   if run.began_s is not None:
     words.append(time.strftime('%Y-%m-%d %H:%M', time.localtime(run.began_s)))
-  if costs := [one.cost for one in run.learners.values() if one.cost]:
-    words.append(f'{_COUNT(costs[0].parameters)} parameters')
+  if run.layout:
+    words.append(f'{_COUNT(run.layout.parameters)} parameters')
   if run.syncer is not None:
     sync = config.sync
     words.append(
@@ -200,20 +141,19 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
   axes.set_xlabel(_TOKENS)
   axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
   axes.margins(x=0.01)
-  _log(axes)
   _open(axes)
 
 
-def _log(axes: axes_lib.Axes) -> None:
+def _scale(axes: axes_lib.Axes, unit: str) -> None:
   """A logarithmic axis of losses, unless one is not above 0; with ticks that people can read."""
   losses = [value for line in axes.get_lines() for value in line.get_ydata()]
-  if not losses or min(losses) <= 0:
-    return
-  axes.set_yscale('log')
-  if max(losses) < 20 * min(losses):
-    axes.yaxis.set_major_locator(ticker.MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-  axes.yaxis.set_major_formatter('{x:g}')
-  axes.yaxis.set_minor_locator(ticker.NullLocator())
+  axes.set_ylabel(f'loss, {unit}' if unit else 'loss')
+  if losses and min(losses) > 0:
+    axes.set_yscale('log')
+    if max(losses) < 20 * min(losses):
+      axes.yaxis.set_major_locator(ticker.MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter('{x:g}')
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _of_processes(
@@ -290,7 +230,7 @@ def _mark_death(axes: axes_lib.Axes, x: float, y: float) -> None:
 def _draw_pause(axes: axes_lib.Axes, at_s: float, pause_s: float) -> None:
   axes.axvline(at_s, color='black', linewidth=0.8, linestyle=':')
   axes.annotate(
-    f' {folder.duration(pause_s)} pause',
+    f' {header.duration(pause_s)} pause',
     (at_s, 0),
     xycoords=('data', 'axes fraction'),
     fontsize=8,

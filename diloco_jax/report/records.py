@@ -62,6 +62,7 @@ class Recorder:
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
+    self._first: tuple[int, float] | None = None  # clock and time
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
@@ -93,14 +94,30 @@ class Recorder:
     # In one write, so that the threads of one process do not mix their lines.
     self._guard(lambda: print(f'{self._prefix}{header.clock()}{text}\n', end='', flush=True))
 
+  def left(self, clock: int, total: int) -> str:
+    """The time until the last step, at the pace since the first call; '' then, and at the end."""
+    now_s = time.monotonic()
+    self._first = self._first or (clock, now_s)
+    done, seconds = clock - self._first[0], now_s - self._first[1]
+    if done <= 0 or clock >= total:
+      return ''
+    return f'{header.duration((total - clock) * seconds / done)} left'
+
   def completed(
-    self, step: int, seconds: float, measured: dict[str, float], cost: facts.Cost
+    self,
+    step: int,
+    seconds: float,
+    measured: dict[str, float],
+    cost: facts.Cost,
+    total: int = 0,
   ) -> None:
-    """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
+    """Prints a line about a step like MaxText's; what follows the metrics is of one device, and the
+    time until step `total`."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
     found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
-    self.say(', '.join(filter(None, [line, *found, facts.speed_text(cost.speed(seconds))])))
+    told = [line, *found, facts.speed_text(cost.speed(seconds)), self.left(step, total)]
+    self.say(', '.join(filter(None, told)))
 
   def close(self) -> None:
     """Flushes everything to disk."""

@@ -14,8 +14,7 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol import ids
-from diloco_jax.report import facts
+from diloco_jax.report import booking, facts
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
@@ -99,6 +98,7 @@ class Learner:
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
     told: the steps and tokens of all its processes that the syncer has recorded.
+    tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
@@ -114,6 +114,7 @@ class Learner:
   supervised: bool = False
   speaks: bool = False
   told: tuple[int, int] = (0, 0)
+  tells_loss: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
@@ -130,6 +131,10 @@ class Learner:
   @property
   def step(self) -> int:
     return self.steps[-1].step if self.steps else 0
+
+  @property
+  def loss(self) -> float | None:
+    return self.steps[-1].loss if self.tells_loss else None
 
   @property
   def is_live(self) -> bool:
@@ -324,7 +329,7 @@ class RunFacts:
     return self.end_s
 
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
-    book(self.book, process, round(at_s * 1e9), fact)
+    booking.book(self.book, process, round(at_s * 1e9), fact)
     if process in self.learners:
       self.learners[process].speaks = True
       self._of_learner(self.learners[process], at_s, fact)
@@ -423,18 +428,14 @@ class RunFacts:
     learner.told = fact.steps, fact.tokens
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
-    loss = math.nan if fact.loss is None else fact.loss
-    self._trained(learner, at_s, tokens, fact.clock, loss, learner.step_s)
+    self._trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)
     if learner.processes:
       process = learner.processes[-1]
       process.steps, process.last_s = process.steps + steps, at_s
       if process.first_step_s is None:
         process.first_step_s = at_s
     at_ns = round(at_s * 1e9)
-    account = self.book.learners.get(fact.learner)
-    step_ns = min(fact.step_ns, max(0, at_ns - account.at_ns) // steps if account else 0)
-    for ahead in reversed(range(steps)):
-      self.book.stepped(fact.learner, at_ns - ahead * step_ns, tokens // steps, step_ns)
+    booking.book_steps(self.book, at_ns, fact, steps, tokens)
     if fact.clock >= self.total_steps:
       self.book.trained(fact.learner, at_ns)
 
@@ -473,10 +474,12 @@ class RunFacts:
       learner.processes[-1].first_step_s = at_s
 
   def _trained(
-    self, learner: Learner, at_s: float, tokens: int, clock: int, loss: float, seconds: float
+    self, learner: Learner, at_s: float, tokens: int, clock: int, loss: float | None, seconds: float
   ) -> None:
     """A learner has reached a clock by `tokens` more."""
     self.tokens += tokens
+    learner.tells_loss = learner.tells_loss or loss is not None
+    loss = math.nan if loss is None else loss
     learner.steps.append(Step(at_s, self.tokens, clock, loss, seconds))
     clocks, reached = self._reached
     if not clocks or clock > clocks[-1]:
@@ -524,35 +527,3 @@ _PHASES = {  # what follows a phase that has ended (facts.Startup)
   'restored': 'compiling',
   'compiled': 'joining',
 }
-PHASES = {
-  'imported': book_lib.PREP,
-  'built': book_lib.RESTORE,
-  'restored': book_lib.COMPILE,
-}
-
-
-def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> None:
-  """Books a fact from the records."""
-  match fact:
-    case facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
-      account.starts(child, at_ns)
-    case facts.Exit(child='syncer'):
-      account.syncer_died(at_ns)
-    case facts.Exit(child=child, code=code, stopped=stopped):
-      account.died(child, at_ns, killed=code != 0 and not stopped)
-    case facts.Startup(phase='compiled') if process not in ids.NO_LEARNERS:
-      account.waits(process, at_ns)
-    case facts.Startup(phase=phase) if process not in ids.NO_LEARNERS:
-      account.enters(process, at_ns, PHASES[phase])
-    case facts.Step():
-      account.stepped(
-        process,
-        at_ns,
-        fact.tokens // fact.steps,
-        round(fact.seconds * 1e9),
-        round(fact.data_s * 1e9),
-        round(fact.saving_s * 1e9),
-        round(fact.waited_s * 1e9),
-      )
-    case _:
-      account.take(process, at_ns, fact)

@@ -37,16 +37,18 @@ class Watch:
     with self._lock:
       if time.monotonic() > self._made_s + _EVERY_S / 2:
         self._run.take(self._new(time.monotonic() + _READ_S))
-        self._state = state.state(self._run, self._config)
+        self._state = state.state(self._run, self._config) | {'behind': self._behind}
         self._made_s = time.monotonic()
       return self._state
 
   def _new(self, until_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """New records; those that are left at `until_s` come the next time."""
+    self._behind = True
     while time.monotonic() < until_s:
       if (found := next(self._rows, None)) is None:
         self._rows = self._tails.stream()
         if (found := next(self._rows, None)) is None:
+          self._behind = False
           return
       for name in (found[0], found[1].get('child', found[0])):
         if name not in ids.NO_LEARNERS:
@@ -114,4 +116,4 @@ def metrics(run: dict[str, Any]) -> str:
   for learner, found in run['learners'].items():
     rows += [(f'learner_{n}', f'{{learner={json.dumps(learner)}}}', x) for n, x in found.items()]
   told = sorted(row for row in rows if isinstance(row[2], int | float))
-  return ''.join(f'diloco_{name}{labels} {value}\n' for name, labels, value in told)
+  return ''.join(f'diloco_{name}{labels} {+value}\n' for name, labels, value in told)

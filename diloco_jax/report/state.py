@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_jax.config import run_config
-from diloco_jax.report import run_facts
+from diloco_jax.report import folder, run_facts
 
 POINTS = 400  # of a curve
 _SMOOTH_STEPS = 10  # a point of a curve is the mean loss of so many steps
@@ -20,13 +20,12 @@ _OF_LEARNER = 'state phase step tokens_per_second staleness incarnation'.split()
 def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
-  sync, wire = config.sync, run.wire
-  task = config.task.rpartition('/')[2] or 'own loops'
-  about = f'{task}, M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments}'
+  wire, told = run.wire, run.layout
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name,
     'began_s': round(run.began_s or 0),
-    'about': f'{about} {sync.codec_up}',
+    'about': '; '.join(told.lines) if told else '',
+    'loss_unit': folder.loss_unit(config),
     'outer_steps': len(run.merges_s),
     'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
@@ -44,7 +43,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _OF_LEARNER} | {
-    'loss': learner.steps[-1].loss if learner.steps else None,
+    'loss': learner.loss,
     'goodput': run.training(name),
     'merged': len(learner.merged_s),
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),

@@ -40,7 +40,7 @@ _REASONS = {
 }
 
 REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
-TIMELINE, TIME, PAGE = 'timeline.png', 'time.png', 'index.html'
+TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
 LAST_STEPS = 10  # whose training loss is told
@@ -48,43 +48,26 @@ LONGEST_PAUSE_S = 30.0  # a longer one is cut to this in the picture
 
 
 def write(
-  workdir: pathlib.Path,
-  statuses: Mapping[str, run_facts.Status] | None = None,
-  plot: bool = True,
-  out: pathlib.Path | None = None,
+  workdir: pathlib.Path, plot: bool = True, out: pathlib.Path | None = None
 ) -> dict[str, Any]:
-  """Writes the report of the run in a folder and returns the summary. A full disk costs the report,
-  not the run: an error line names each file that is missing.
-
-  Args:
-    statuses: None: those in the records.
-    out: where the files are written; None: WORKDIR/report.
-
-  Raises:
-    ValueError: there is no run in the folder.
-  """
+  """Writes the report of the run in a folder to `out` (None: WORKDIR/report) and returns the
+  summary. A full disk costs the report, not the run: an error line names each file that is missing.
+  Raises ValueError: there is no run in the folder."""
   found = folder_lib.read(workdir)
-  summary = summarize(found, found.statuses if statuses is None else statuses)
+  summary = summarize(found)
   folder = out or workdir / REPORT
   if why := write_file(folder / SUMMARY, json.dumps(summary, indent=2) + '\n'):
     summary['disk'] = why
   write_file(folder / PAGE, page.inline([state_lib.state(found.run, found.config)]))
-  pictures = {}
   if plot and any(learner.steps for learner in found.run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
     shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S)
-    pictures[TIMELINE] = picture.draw(shown)
-    if summary['goodput']:
-      rows = {name: row['shares'] for name, row in summary['goodput']['learners'].items()}
-      title = f'{found.config.name}: where the time went'
-      pictures[TIME] = picture.draw_time(rows, title)
-  for name in (TIMELINE, TIME):
-    if name in pictures:
-      write_file(folder / name, lambda path: pictures[name].savefig(path, dpi=picture.DPI))
-    else:
-      with contextlib.suppress(OSError):
-        (folder / name).unlink()  # of the run before it continued
+    drawn = picture.draw(shown)
+    write_file(folder / TIMELINE, lambda path: drawn.savefig(path, dpi=picture.DPI))
+  else:
+    with contextlib.suppress(OSError):
+      (folder / TIMELINE).unlink()  # of the run before it continued
   write_file(folder / TEXT, text(summary, workdir, out=folder))
   return summary
 
@@ -105,7 +88,7 @@ def write_file(path: pathlib.Path, what: str | Callable[[pathlib.Path], object])
     return error.strerror or str(error)
 
 
-def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) -> dict[str, Any]:
+def summarize(found: folder_lib.Read) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded)."""
   config, run = found.config, found.run
   ledger, evaluations = run.ledger, run.evaluations
@@ -117,6 +100,7 @@ def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) 
     'learners_expected': config.sync.learners,
     'steps': config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
+    'layout': run.layout.lines if run.layout else [],
     'loss_unit': found.loss_unit,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
@@ -132,7 +116,7 @@ def summarize(found: folder_lib.Read, statuses: Mapping[str, run_facts.Status]) 
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
     'waited_steps_median': _waited_steps(run),
-    'learners': {name: _learner(name, run, statuses) for name, learner in run.learners.items()},
+    'learners': {name: _learner(name, found) for name, learner in run.learners.items()},
     'kills': [
       _kill(run, name, process.ended_s)
       for name, learner in run.learners.items()
@@ -159,12 +143,10 @@ def _waited_steps(run: run_facts.RunFacts) -> float | None:
   return round(waited_ns / 1e9 / statistics.median(steps), 3)
 
 
-def _learner(
-  name: str, run: run_facts.RunFacts, statuses: Mapping[str, run_facts.Status]
-) -> dict[str, Any]:
+def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
+  run, status = found.run, found.statuses[name]
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  status = statuses.get(name, run_facts.Status(state='done'))
   losses = [step.loss for step in itertools.islice(reversed(learner.steps), LAST_STEPS)]
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
@@ -172,7 +154,7 @@ def _learner(
     'steps': account.get('steps', len(learner.steps)),
     'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
-    'loss': statistics.fmean(losses) if losses else None,
+    'loss': statistics.fmean(losses) if learner.tells_loss else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
@@ -253,7 +235,9 @@ def text(
 ) -> str:
   """The summary for people, in lines of at most `width` columns, but for words that are longer. The
   headline comes first and last, as a terminal shows the end."""
-  lines = [*_disk_lines(summary, workdir), *_headline(summary), '', *_learner_lines(summary)]
+  lines = [*_disk_lines(summary, workdir), *_headline(summary), '']
+  lines += [f'{"" if number else "run":13}{line}' for number, line in enumerate(summary['layout'])]
+  lines += _learner_lines(summary)
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
   if summary['goodput']:
@@ -275,18 +259,12 @@ def _wrap(line: str, width: int) -> list[str]:
   """
   label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
   indent = ' ' * min(label.end(), width // 3)
-  return textwrap.wrap(
-    line,
-    width,
-    subsequent_indent=indent,
-    break_long_words=False,
-    break_on_hyphens=False,
-    drop_whitespace=True,
-  ) or ['']
+  unbroken = {'break_long_words': False, 'break_on_hyphens': False}
+  return textwrap.wrap(line, width, subsequent_indent=indent, **unbroken) or ['']
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
-  time = folder_lib.duration(summary['wall_seconds'])
+  time = header.duration(summary['wall_seconds'])
   lines = [f'{summary["name"]}: {time}, {summary["tokens_trained"]:,} tokens']
   if summary['outer_steps']:
     lines[0] += f' in {summary["outer_steps"]} outer steps'
@@ -313,9 +291,9 @@ def _place_lines(
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
   place = _short(workdir)
-  files = [name for name in (TEXT, SUMMARY, TIMELINE, TIME, PAGE) if (report / name).is_file()]
+  files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
   folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
-  lines = [f'report       {_short(report)}: {", ".join(files)}'] if files else []
+  lines = [f'report       {_short(report)}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
     lines.append(f'model        diloco_jax.load_params({place!r})')

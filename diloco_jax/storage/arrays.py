@@ -1,9 +1,11 @@
-"""A tree of arrays in a folder that plain Orbax reads: an exported model, an initial one.
+"""A tree of arrays in a folder that plain Orbax reads: a trained model, an initial one; or in a
+*.safetensors file.
 
 from orbax.checkpoint import v1 as ocp
 params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 """
 
+import collections
 import pathlib
 import re
 from typing import Any
@@ -53,3 +55,52 @@ def load(
     return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+  """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
+  leaves = [
+    (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  below = collections.Counter(
+    name[:at] for name, _ in leaves for at, c in enumerate(name) if c in '/.'
+  )
+  named = {}
+  for name, leaf in leaves:
+    parent = name.removesuffix('/value').removesuffix('.value')
+    if below[parent] == 1:  # of a flax.nnx variable; 'value' among others is a name
+      name = parent
+    if name in named:
+      raise ValueError(f'two parameters have the name {name!r}; names are paths joined by "/"')
+    named[name] = leaf
+  return named
+
+
+def start(path: str, shapes: Any) -> Any:
+  """The arrays of a *.safetensors file, or of a folder that Orbax wrote, such as RUN/model, in the
+  tree and the types of `shapes`. Raises ValueError: it is not readable, or of another model."""
+  try:
+    if path.endswith('.safetensors'):
+      from safetensors import numpy  # of the extra [data]
+
+      found = numpy.load_file(path)
+    else:
+      found = by_name(load(pathlib.Path(path)))
+  except Exception as error:  # Rust's
+    raise ValueError(f'cannot read {path}: {error}') from error
+  wanted = by_name(shapes)
+  for name in [*wanted, *found]:
+    here, there = (tree[name].shape if name in tree else 'absent' for tree in (found, wanted))
+    if here != there:
+      raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
+  leaves = [np.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
+  return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def export(path: pathlib.Path, tree: Any, metadata: dict[str, str]) -> None:
+  """Writes a *.safetensors file, replacing an older one at once. Raises ImportError, OSError."""
+  from safetensors import numpy
+
+  named = {name: np.asarray(leaf, order='C') for name, leaf in by_name(tree).items()}
+  json_files.replace(path, numpy.save(named, metadata))

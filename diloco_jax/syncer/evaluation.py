@@ -3,14 +3,10 @@
 import threading
 from typing import Any
 
-import jax
-
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.train import config as train_config
 from diloco_jax.train import evaluate
-from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import task as task_lib
 
 DROP_S = 1.0  # how long `stop` waits for the batch that is being evaluated
@@ -67,20 +63,17 @@ class Evaluation:
     if self._task is None:
       return
     asked = self._next()  # before it prepares: the first evaluation is of the first model
-    mesh = mesh_lib.make_mesh(train_config.MeshConfig(), jax.local_devices()[:1])
-    shardings = mesh_lib.tree_shardings(mesh, self._theta.shapes, self._task.partition)
-    eval_step = evaluate.make_eval_step(self._task, mesh, shardings)
-    batches = [mesh_lib.put_batch(mesh, batch) for batch in self._task.eval_batches()]
+    held_out = evaluate.HeldOut(self._task, self._theta.shapes)
     while asked is not None:
       step, params = asked
-      if batches:
-        params = jax.device_put(params, shardings)
-        loss = evaluate.evaluate(eval_step, params, batches, lambda: self._stopped)
-        if loss is None:
+      if held_out.batches:
+        found = held_out.evaluate(params, lambda: self._stopped)
+        if found is None:
           return
-        self._records.report(facts.Eval(step=step, loss=loss))
-        self._records.say(f'held-out loss at clock {step}: {loss:.4f}')
-        self._records.scalars(step, {'evaluation/loss': loss})
+        fact = facts.Eval(step=step, loss=found[0], bits_per_byte=found[1])
+        self._records.report(fact)
+        self._records.say(f'held-out loss at clock {step}: {fact.text}')
+        self._records.scalars(step, {'evaluation/loss': fact.loss})
       asked = self._next()
 
   def _next(self) -> tuple[int, Any] | None:

@@ -12,6 +12,7 @@ import pathlib
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
 MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
+_SAY_S = 60.0
 RUN = 'syncer/run'  # the name of the run
 
 
@@ -51,6 +53,7 @@ class SyncerRecords:
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
     self._steps = assembled.config.train.steps
+    self._next_s = 0.0
     self.say = records.say
 
   def report(self, fact: protocol_facts.Fact) -> None:
@@ -62,6 +65,7 @@ class SyncerRecords:
         self._records.report(
           facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
+        self._say(fact)
       case protocol_facts.Synced():
         self._records.scalars(
           fact.sync,
@@ -74,6 +78,16 @@ class SyncerRecords:
             **({'sync/grace_seconds': fact.grace_ns / 1e9} if fact.sync <= self._steps else {}),
           },
         )
+
+  def _say(self, ledger: protocol_facts.Ledger) -> None:
+    """Says a line about the whole run, every now and then."""
+    if 0 < ledger.sync < self._steps and time.monotonic() >= self._next_s:
+      self._next_s = time.monotonic() + _SAY_S
+      left = self._records.left(ledger.sync, self._steps)
+      self.say(
+        f'{ledger.sync / self._steps:.0%}: clock {ledger.sync} of {self._steps}, {ledger.synced} '
+        f'outer steps, {ledger.trained:,} tokens{left and f", {left}"}'
+      )
 
   def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:
     """The bytes that data-parallel training of the same steps would have moved: in every inner step

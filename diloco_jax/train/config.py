@@ -35,7 +35,7 @@ class ModelConfig:
   """A Gemma-like decoder (decoder.py). The letters are the axes in the names of arrays.
 
   Attributes:
-    vocab_size: V, the number of tokens; 256 = bytes.
+    vocab_size: V, the number of ids; 256 = bytes.
     num_layers: how many blocks of attention and feed-forward.
     embed_dim: D, the width of the residual stream.
     num_heads: N, query heads.
@@ -188,10 +188,13 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DataConfig:
-  """Bytes of text, cut into windows, read by shards (data.py).
+  """Ids of text, cut into windows, read by shards (data.py).
 
   Attributes:
-    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files.
+    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files of text, *.parquet
+      (rows of `text`) or *.array_record (records of text).
+    tokenizer: '' = bytes; FILE.json of Hugging Face's tokenizers, FILE.model of SentencePiece, or
+      'bpe(size=2048)', which is trained on the corpus. model.vocab_size must hold its ids.
     seq_len: L, tokens predicted per sequence.
     batch_size: B, sequences per batch of a shard; the same on every learner of a run.
     batch_rows: how many of them this learner trains on; 0 = all. Each learner chooses, so that
@@ -203,6 +206,7 @@ class DataConfig:
   """
 
   corpus: str = 'stdlib'
+  tokenizer: str = ''
   seq_len: int = 128
   batch_size: int = 8
   batch_rows: int = 0
@@ -260,7 +264,7 @@ def validate_decoder(model: ModelConfig, data: DataConfig, mesh: MeshConfig) -> 
   """Validates the parts of the decoder, and that they fit together and on a mesh."""
   model.validate()
   data.validate()
-  if model.vocab_size < 256:
+  if model.vocab_size < 256 and not data.tokenizer:
     raise ValueError(f'vocab_size {model.vocab_size} cannot hold bytes: use at least 256')
   if model.loss_chunk and data.seq_len % model.loss_chunk:
     raise ValueError(f'loss_chunk {model.loss_chunk} does not divide seq_len {data.seq_len}')

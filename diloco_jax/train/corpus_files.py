@@ -1,9 +1,23 @@
-"""The files of a corpus. Imports no jax, so a run without any text is refused before it begins."""
+"""The files of a corpus, the documents in them, and a cache of what is made of them. Imports no
+jax, so a run without any text is refused before it begins.
 
+A file is one document; each row of `text` of a *.parquet file, and each record of a *.array_record
+file, is one.
+"""
+
+import fcntl
 import glob
+import hashlib
 import os
+import pathlib
+import shutil
 import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 
+from diloco_jax.storage import json_files
+
+HELD_OUT_OF_1000 = 30
 _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
 
 
@@ -35,3 +49,77 @@ def _walk(root: str, suffix: str) -> list[str]:
     subdirectories[:] = [d for d in subdirectories if d not in _SKIPPED_DIRECTORIES]
     paths += [os.path.join(directory, name) for name in files if name.endswith(suffix)]
   return paths
+
+
+def documents(files: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, bytes]]:
+  """Whether it is held out, and its text, of every document; a hash of its name decides.
+
+  Raises:
+    ValueError: a file is not readable.
+  """
+  for name, path in files:
+    try:
+      for number, text in enumerate(_read(path)):
+        one = f'{name}#{number}' if path.endswith(_OF_ROWS) else name
+        crc = zlib.crc32(one.encode('utf-8', 'surrogateescape'))
+        yield crc % 1000 < HELD_OUT_OF_1000, text
+    except ImportError as error:
+      raise ValueError(f'{path} needs a package: {error}; install it with pip') from error
+    except OSError as error:
+      why = error.strerror or error
+      raise ValueError(f'cannot read {path}: {why}; make it readable or leave it out') from error
+
+
+_OF_ROWS = ('.parquet', '.array_record')
+
+
+def _read(path: str) -> Iterator[bytes]:
+  if path.endswith('.parquet'):
+    from pyarrow import parquet
+
+    for rows in parquet.ParquetFile(path).iter_batches(columns=['text']):
+      yield from (str(text).encode() for text in rows.column(0).to_pylist())
+  elif path.endswith('.array_record'):
+    import grain
+
+    yield from grain.sources.ArrayRecordDataSource([path])
+  else:
+    yield pathlib.Path(path).read_bytes()
+
+
+def stamp(source: str) -> str:
+  """A text that differs if the files do: names, sizes, times. Raises ValueError."""
+  try:
+    stats = [(name, os.stat(path)) for name, path in list_files(source)]
+  except OSError as error:
+    raise ValueError(f'{error}; make it readable or leave it out') from error
+  return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+
+def cached(made_of: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
+  """A folder that `build` has filled, once for all processes of this machine: the others wait. It
+  is whole or not there; a process that dies while it builds leaves it to the next.
+
+  Raises:
+    ValueError: it cannot be written, or `build` raises it.
+  """
+  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
+  folder = home / 'diloco_jax' / 'corpora' / hashlib.sha256(made_of.encode()).hexdigest()[:32]
+  if folder.is_dir():
+    return folder
+  try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix('.lock'), 'w') as lock:
+      fcntl.flock(lock, fcntl.LOCK_EX)
+      if not folder.is_dir():
+        new = folder.with_suffix('.new')
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        build(new)
+        json_files.fsync_tree(new)
+        new.rename(folder)
+  except OSError as error:
+    raise ValueError(
+      f'cannot write {folder}: {error.strerror}; make space, or set XDG_CACHE_HOME'
+    ) from error
+  return folder

@@ -1,10 +1,11 @@
-"""Bytes of text: a corpus, its held-out files, and shards of its windows.
+"""Ids of text: a corpus, its held-out documents, and shards of its windows.
 
 A corpus is a list of files in sorted order of their relative names. One pass reads them into one
-array with a zero byte after each file. A hash of its relative name decides whether a file is held
-out: the split needs no list, and a new file does not move another. Of a few files that leave one
-part empty, the end of the text is held out. Windows overlap by one byte, so that every byte but the
-first is a target exactly once.
+array of ids with an end after each document; without a tokenizer the ids are the bytes, and a zero
+ends a document. The ids of a tokenizer are kept in a cache that all processes of a machine map into
+memory. A hash of its name decides whether a document is held out: the split needs no list, and a
+new file does not move another. Of a few files that leave one part empty, the end of the text is
+held out. Windows overlap by one id, so that every id but the first is a target exactly once.
 
 A seeded shuffle divides the windows once into V slices. A learner trains on a leased shard v of V:
 one slice after the other, each in an order drawn for that pass. Batch i is a pure function of
@@ -16,8 +17,11 @@ a window than random access, so images with captions have them too.
 """
 
 import dataclasses
+import hashlib
+import io
+import pathlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import jax
@@ -26,11 +30,13 @@ import numpy as np
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import corpus_files
 from diloco_jax.train import task as task_lib
+from diloco_jax.train import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
   import grain
 
-_HELD_OUT_OF_1000 = 30
+_PARTS, _DIGEST = ('train.ids', 'held_out.ids'), 'digest'
+_PIECE_BYTES = 1 << 20
 
 
 class Examples(Protocol):
@@ -42,7 +48,7 @@ class Examples(Protocol):
 
 
 class Source(Protocol):
-  """What is read: examples to train on and held-out ones, with `length` bytes to predict each;
+  """What is read: examples to train on and held-out ones, with `length` ids to predict each;
   `digest` differs if they do."""
 
   digest: int
@@ -54,51 +60,98 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-  """The bytes of a corpus, a zero after each file, files in order of their relative names."""
+  """The ids of a corpus, an end after each document, files in order of their relative names."""
 
-  train_bytes: np.ndarray  # uint8
-  eval_bytes: np.ndarray  # uint8
+  train_ids: np.ndarray  # uint8, uint16 or uint32
+  eval_ids: np.ndarray
   digest: int  # crc32 of both parts: learners of one run must agree on it
 
   def train(self, length: int) -> 'Windows':
-    """The windows to train on, of `length` + 1 bytes."""
-    return Windows(self.train_bytes, length)
+    """The windows to train on, of `length` + 1 ids."""
+    return Windows(self.train_ids, length)
 
   def held_out(self, length: int) -> 'Windows':
-    return Windows(self.eval_bytes, length)
+    return Windows(self.eval_ids, length)
 
 
-def load_corpus(source: str) -> Corpus:
-  """Reads 'stdlib' (Python's own sources), a directory, or a glob of text files.
+def load_corpus(source: str, tokenizer: str = '') -> Corpus:
+  """Reads 'stdlib' (Python's own sources), a directory, or a glob of files (corpus_files.py).
+
+  Args:
+    source: `data.corpus`.
+    tokenizer: `data.tokenizer`, '' for bytes.
 
   Raises:
-    ValueError: there is no file, or a file is not readable.
+    ValueError: there is no file, or a file is not readable, or the tokenizer not usable.
   """
-  names = corpus_files.list_files(source)
-  parts: tuple[list[bytes], list[bytes]] = [], []
-  for name, path in names:
-    try:
-      held_out = zlib.crc32(name.encode('utf-8', 'surrogateescape')) % 1000 < _HELD_OUT_OF_1000
-      with open(path, 'rb') as file:
-        parts[held_out].append(file.read())
-    except OSError as error:
-      raise ValueError(
-        f'corpus {source!r}: cannot read {path}: {error.strerror}; make it readable or leave it out'
-      ) from error
-  train_bytes, eval_bytes = map(_concatenate, parts)
-  if not train_bytes.size or not eval_bytes.size:
-    whole = np.concatenate([train_bytes, eval_bytes])
-    train_bytes, eval_bytes = np.split(whole, [len(whole) * (1000 - _HELD_OUT_OF_1000) // 1000])
-  digest = zlib.crc32(eval_bytes, zlib.crc32(train_bytes))
-  return Corpus(train_bytes, eval_bytes, digest)
+  files = corpus_files.list_files(source)
+  try:
+    if not tokenizer:
+      parts: tuple[list[bytes], list[bytes]] = [], []
+      for held_out, text in corpus_files.documents(files):
+        parts[held_out].extend((text, b'\0'))
+      return _split(*(np.frombuffer(b''.join(part), np.uint8) for part in parts))
+    loaded = tokenizer_lib.load(tokenizer, source)
+    file = tokenizer_lib.file(tokenizer, source).read_bytes()
+    made_of = f'ids of {hashlib.sha256(file).hexdigest()} of {corpus_files.stamp(source)}'
+    folder = corpus_files.cached(made_of, lambda new: _write_ids(files, loaded, new))
+  except ValueError as error:
+    raise ValueError(f'corpus {source!r}: {error}') from error
+  return _split(*_mapped(folder, loaded.size), int((folder / _DIGEST).read_text()))
 
 
-def _concatenate(files: Sequence[bytes]) -> np.ndarray:
-  return np.frombuffer(b''.join(part for file in files for part in (file, b'\0')), np.uint8)
+def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = None) -> Corpus:
+  if not train_ids.size or not eval_ids.size:
+    whole = train_ids if train_ids.size else eval_ids
+    cut = len(whole) * (1000 - corpus_files.HELD_OUT_OF_1000) // 1000
+    train_ids, eval_ids = whole[:cut], whole[cut:]
+  if digest is None:
+    digest = zlib.crc32(eval_ids, zlib.crc32(train_ids))
+  return Corpus(train_ids, eval_ids, digest)
+
+
+def _mapped(folder: pathlib.Path, size: int) -> list[np.ndarray]:
+  kind, paths = _id_type(size), [folder / name for name in _PARTS]
+  return [np.memmap(p, kind, 'r') if p.stat().st_size else np.empty(0, kind) for p in paths]
+
+
+def _id_type(size: int) -> type[np.unsignedinteger]:
+  return np.uint16 if size <= 1 << 16 else np.uint32
+
+
+def _write_ids(
+  files: Sequence[tuple[str, str]], tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
+) -> None:
+  """Writes the ids of both parts, and their digest. The library encodes some MiB at a time, on all
+  cores."""
+  kind = _id_type(tokenizer.size)
+  with open(folder / _PARTS[0], 'wb') as train, open(folder / _PARTS[1], 'wb') as held_out:
+    for pieces in _batched(files):
+      for (part, ends, _), ids in zip(pieces, tokenizer.encode([text for _, _, text in pieces])):
+        (held_out if part else train).write(
+          np.asarray([*ids, *(tokenizer.end if ends else ())], kind)
+        )
+  digest = _split(*_mapped(folder, tokenizer.size)).digest
+  (folder / _DIGEST).write_text(str(digest))
+
+
+def _batched(files: Sequence[tuple[str, str]]) -> Iterator[list[tuple[bool, bool, str]]]:
+  """Pieces of documents: whether it is held out, whether its end is in it, its text. A long one is
+  cut behind a line."""
+  pieces, size = [], 0
+  for held_out, text in corpus_files.documents(files):
+    lines = io.BytesIO(text)
+    while piece := b''.join(lines.readlines(_PIECE_BYTES)):
+      pieces.append((held_out, lines.tell() == len(text), piece.decode('utf-8', 'replace')))
+      size += len(piece)
+      if size >= 4 * _PIECE_BYTES:
+        yield pieces
+        pieces, size = [], 0
+  yield pieces
 
 
 class Windows:
-  """Random access to the windows of `length` + 1 bytes that start every `length` bytes."""
+  """Random access to the windows of `length` + 1 ids that start every `length` ids."""
 
   def __init__(self, values: np.ndarray, length: int):
     self._values, self._length = values, length
@@ -118,7 +171,7 @@ class Windows:
 
 class Shard:
   """The endless batches of a shard, by index from 0: the first `config.rows` examples of each, with
-  a leading axis; of a corpus uint8[rows, seq_len + 1]."""
+  a leading axis; of a corpus ids[rows, seq_len + 1]."""
 
   def __init__(self, examples: Examples, config: config_lib.DataConfig, shard: int):
     import grain  # here: the syncer reads no shard, and it takes half a second
@@ -168,7 +221,7 @@ def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Sha
   need = config.shards * config.batch_size
   if len(examples) < need:
     raise ValueError(
-      f'corpus {config.corpus!r} has {len(examples)} training windows of {config.seq_len} bytes, '
+      f'corpus {config.corpus!r} has {len(examples)} training windows of {config.seq_len} ids, '
       f'fewer than one batch of {config.batch_size} for each of {config.shards} shards '
       f'({need}): use more text, fewer shards or a smaller batch'
     )
@@ -187,7 +240,7 @@ def _held_out_examples(source: Source, config: config_lib.DataConfig) -> Example
   need = config.eval_batches * config.eval_batch_size
   if len(examples) < need:
     raise ValueError(
-      f'corpus {config.corpus!r} has {len(examples)} held-out examples of {config.seq_len} bytes, '
+      f'corpus {config.corpus!r} has {len(examples)} held-out examples of {config.seq_len} ids, '
       f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text, or '
       'fewer or smaller evaluation batches (data.eval_batches, data.eval_batch_size)'
     )

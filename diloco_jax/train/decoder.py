@@ -1,4 +1,4 @@
-r"""The reference task: a small Gemma-like decoder over bytes of text, a flax.nnx module.
+r"""The reference task: a small Gemma-like decoder over ids of text, a flax.nnx module.
 
   x = E[tokens] sqrt(D)
   x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
@@ -23,8 +23,6 @@ values.
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,6 +40,7 @@ from diloco_jax.train import experts as experts_lib
 from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import initial
 from diloco_jax.train import task as task_lib
+from diloco_jax.train import tokenizer as tokenizer_lib
 
 Params = dict[str, Any]
 
@@ -76,7 +75,17 @@ _EMBED_STD = 0.02
 
 def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib.Task:
   """The decoder on the corpus of `data`, which is read on first use."""
-  corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus))
+  corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus, data.tokenizer))
+  tokenizer = functools.cache(lambda: tokenizer_lib.load(data.tokenizer, data.corpus))
+
+  def digest() -> str:
+    if tokenizer().size > model.vocab_size:
+      raise ValueError(
+        f'tokenizer {data.tokenizer!r} has {tokenizer().size} ids, model.vocab_size is '
+        f'{model.vocab_size}: raise it, on a TPU to a multiple of 128'
+      )
+    return data_lib.digest(corpus(), data)
+
   return task_lib.Task(
     init=functools.partial(initial_params, model),
     loss=functools.partial(loss, model),
@@ -86,7 +95,9 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     label=label,
     partition=PARTITION,
     matrices=MATRICES,
-    data_digest=lambda: data_lib.digest(corpus(), data),
+    data_digest=digest,
+    tokenizer=tokenizer,
+    logits=functools.partial(apply, model),
     flops_per_token=flops_lib.decoder(model, data.seq_len),
   )
 
@@ -323,41 +334,6 @@ def text_loss(
 
 def _only_gradient(value: jax.Array) -> jax.Array:
   return value - jax.lax.stop_gradient(value)
-
-
-def sample(
-  config: config_lib.ModelConfig,
-  params: Params,
-  prompt: bytes,
-  length: int,
-  temperature: float = 0.8,
-  seed: int = 0,
-) -> Iterator[int]:
-  """Draws one byte after the other, without end, each from the `length` bytes before it.
-
-  Args:
-    config, params: of the model.
-    prompt: what comes first, at least one byte.
-    length: L, as in training.
-    temperature: divides the logits; 0 takes the likeliest byte.
-    seed: of the draws.
-  """
-
-  @jax.jit
-  def draw(params: Params, window_L: jax.Array, end: jax.Array, key: jax.Array) -> jax.Array:
-    logits_V = apply(config, params, window_L[None])[0, end - 1, :256]  # bytes, of any vocabulary
-    likeliest = jnp.argmax(logits_V)
-    drawn = jax.random.categorical(key, logits_V / (temperature or 1.0))
-    return drawn if temperature else likeliest
-
-  params, key = jax.device_put(params), jax.random.key(seed)
-  text = list(prompt)
-  for index in itertools.count():
-    window = text[-length:]
-    window_L = np.zeros(length, np.int32)  # what comes after `end` changes nothing before it
-    window_L[: len(window)] = window
-    text.append(int(draw(params, window_L, np.int32(len(window)), jax.random.fold_in(key, index))))
-    yield text[-1]
 
 
 def label(path: str) -> str:

@@ -1,10 +1,15 @@
-"""Held-out loss of parameters: of an island's own, or of the global model."""
+"""What parameters are worth, an island's own or the global model: held-out loss, and text drawn."""
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import task as task_lib
 
@@ -35,3 +40,73 @@ def evaluate(
       return None
     total += float(eval_step(params, batch))
   return total / len(batches)
+
+
+class HeldOut:
+  """The held-out batches of a task, on one device."""
+
+  def __init__(self, task: task_lib.Task, shapes: task_lib.Params):
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.local_devices()[:1])
+    self._shardings = mesh_lib.tree_shardings(mesh, shapes, task.partition)
+    self._step = make_eval_step(task, mesh, self._shardings)
+    batches = task.eval_batches()
+    self._bits_per_byte = bits_per_byte(task, batches)
+    self.batches = [mesh_lib.put_batch(mesh, batch) for batch in batches]
+
+  def evaluate(
+    self, params: task_lib.Params, stopped: Callable[[], bool] = lambda: False
+  ) -> tuple[float, float] | None:
+    """The loss, and the bits per byte; None: as `evaluate`."""
+    if not self.batches:
+      return None
+    loss = evaluate(self._step, jax.device_put(params, self._shardings), self.batches, stopped)
+    return None if loss is None else (loss, self._bits_per_byte(loss))
+
+
+def bits_per_byte(
+  task: task_lib.Task, batches: Sequence[task_lib.Batch]
+) -> Callable[[float], float]:
+  """From loss to bits per byte of the text that these batches of the host predict, so that losses
+  of two tokenizers can be compared; 0.0 if the task has no tokenizer."""
+  if task.tokenizer is None or not batches:
+    return lambda loss: 0.0
+  targets = [row[1:] for batch in batches for row in np.asarray(batch).tolist()]
+  size = sum(map(task.tokenizer().num_bytes, targets))
+  return lambda loss: loss / math.log(2) * sum(map(len, targets)) / max(size, 1)
+
+
+def sample(
+  task: task_lib.Task,
+  params: Any,
+  prompt: Sequence[int],
+  length: int,
+  temperature: float = 0.8,
+  seed: int = 0,
+) -> Iterator[int]:
+  """Draws one id after the other, without end, each from the `length` ids before it.
+
+  Args:
+    task: with `logits` and a tokenizer.
+    params: of the model.
+    prompt: what comes first, at least one id.
+    length: L, as in training.
+    temperature: divides the logits; 0 takes the likeliest id.
+    seed: of the draws.
+  """
+  size = task.tokenizer().size  # the model may have room for more
+
+  @jax.jit
+  def draw(params: Any, window_L: jax.Array, end: jax.Array, key: jax.Array) -> jax.Array:
+    logits_V = task.logits(params, window_L[None])[0, end - 1, :size]
+    likeliest = jnp.argmax(logits_V)
+    drawn = jax.random.categorical(key, logits_V / (temperature or 1.0))
+    return drawn if temperature else likeliest
+
+  params, key = jax.device_put(params), jax.random.key(seed)
+  ids = list(prompt)
+  for index in itertools.count():
+    window = ids[-length:]
+    window_L = np.zeros(length, np.int32)  # what comes after `end` changes nothing before it
+    window_L[: len(window)] = window
+    ids.append(int(draw(params, window_L, np.int32(len(window)), jax.random.fold_in(key, index))))
+    yield ids[-1]

@@ -267,9 +267,9 @@ class Island:
     """Held-out loss of the island's parameters or of `params`; None: the task has no batches for
     it."""
     if self._eval_batches is None:  # most islands of a run never evaluate
-      self._eval_batches = [
-        mesh_lib.put_batch(self.mesh, batch) for batch in self._task.eval_batches()
-      ]
+      batches = self._task.eval_batches()
+      self.bits_per_byte = evaluate_lib.bits_per_byte(self._task, batches)  # of a loss
+      self._eval_batches = [mesh_lib.put_batch(self.mesh, batch) for batch in batches]
     params = self.params if params is None else self._place_params(params)
     return evaluate_lib.evaluate(self._eval_step, params, self._eval_batches)
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
+
+from diloco_jax.train import tokenizer as tokenizer_lib
 
 Params = Any  # a tree of float arrays whose paths do not change during a run
 Batch = Any  # a tree of host arrays; each has the batch as its first axis, none is a scalar
@@ -96,6 +99,9 @@ class Task:
       maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
       has: without Muon and without decay.
     data_digest: a text that differs if the data does; compared when a learner joins.
+    tokenizer: of a task of text, whose batches are windows of L + 1 ids: gives losses in bits per
+      byte as well, and, with `logits`, the text of `diloco sample`.
+    logits: (params, ids_BxL) -> logits_BxLxV of the id that follows each position.
     flops_per_token: of training, forward and backward (train/flops.py); 0: TFLOP/s are not shown.
   """
 
@@ -108,9 +114,15 @@ class Task:
   partition: Partition = ()
   matrices: Matrices = ()
   data_digest: Callable[[], str] = str
+  tokenizer: Callable[[], tokenizer_lib.Tokenizer] | None = None
+  logits: Callable[[Params, jax.Array], jax.Array] | None = None
   flops_per_token: float = 0.0
 
   def measured(self, params: Params, batch: Batch, sharding: jax.sharding.Sharding) -> Measured:
-    """The loss, and the other scalars that `loss` returns."""
+    """The loss, and the other scalars that `loss` returns. Raises ValueError for other shapes."""
     found = self.loss(params, batch, sharding)
-    return found if isinstance(found, tuple) else (found, {})
+    loss, others = found if isinstance(found, tuple) else (found, {})
+    for name, value in {**others, 'loss': loss}.items():
+      if np.ndim(value):
+        raise ValueError(f'{name} of the task has the shape {np.shape(value)}, return one number')
+    return loss, others

@@ -68,6 +68,8 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     OSError: the address cannot be bound, or the process may open too few files for the places.
   """
 
+  nonce = 0  # only learners are named
+
   def __init__(
     self,
     address: str,

@@ -16,6 +16,7 @@ import optax
 from diloco_jax.config import run_config
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import task as task_lib
+from diloco_jax.train import tokenizer as tokenizer_lib
 
 BYTES, DECAY = 256, 0.7
 
@@ -33,16 +34,18 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
       'head': draw((4 * width, BYTES), np.float32) * np.float32(0.02),
     }
 
-  def loss(params: dict, batch_BxL1: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    tokens_BxL, targets_BxL = batch_BxL1[:, :-1], batch_BxL1[:, 1:].astype(jnp.int32)
+  def logits(params: dict, tokens_BxL: jax.Array) -> jax.Array:
     x_BxLxD = params['embedding'][tokens_BxL.astype(jnp.int32)]
-    x_BxLxD = jax.lax.with_sharding_constraint(x_BxLxD, sharding)
     mean_BxLxD = jax.lax.associative_scan(
       lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]),
       (jnp.full_like(x_BxLxD, DECAY), x_BxLxD * (1 - DECAY)),
       axis=1,
     )[1]
-    logits_BxLxV = jax.nn.gelu(mean_BxLxD @ params['hidden']) @ params['head']
+    return jax.nn.gelu(mean_BxLxD @ params['hidden']) @ params['head']
+
+  def loss(params: dict, batch_BxL1: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    batch_BxL1 = jax.lax.with_sharding_constraint(batch_BxL1.astype(jnp.int32), sharding)
+    logits_BxLxV, targets_BxL = logits(params, batch_BxL1[:, :-1]), batch_BxL1[:, 1:]
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL).mean()
 
   return task_lib.Task(
@@ -52,6 +55,8 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
     tokens_per_batch=data.rows * data.seq_len,
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     data_digest=lambda: data_lib.digest(corpus(), data),
+    tokenizer=tokenizer_lib.Tokenizer,  # of these two `diloco sample` prints text
+    logits=logits,
   )
 
 

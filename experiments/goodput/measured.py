@@ -5,7 +5,7 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.report import facts, records, run_facts
+from diloco_jax.report import booking, facts, records
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.replay import tape_files
 
@@ -25,7 +25,7 @@ def account(
   book = book_lib.Book(config.quorum, config.period / config.fragments)
   for at_ns, who, fact in facts_of(workdir, object):
     if at_ns <= until_ns and fact is not None:
-      run_facts.book(book, who, at_ns, fact)
+      booking.book(book, who, at_ns, fact)
   return book
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, own_model
+from diloco_jax.storage import arrays
 from diloco_jax.transport import addresses, listen
 
 _DEADLINE_S = 60
@@ -229,14 +230,14 @@ def test_a_header_that_no_syncer_takes_is_not_sent():
 
 def test_a_parameter_called_value_keeps_its_name():
   leaf = jnp.zeros((2, 2))
-  assert list(own_model.by_name({'attention': {'key': leaf, 'value': leaf}})) == [
+  assert list(arrays.by_name({'attention': {'key': leaf, 'value': leaf}})) == [
     'attention/key',
     'attention/value',
   ]
   layer = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
-  assert sorted(own_model.by_name(layer)) == ['bias', 'kernel']
+  assert sorted(arrays.by_name(layer)) == ['bias', 'kernel']
   read = {'kernel': {'value': leaf}, 'bias': {'value': leaf}}  # as Orbax reads it
-  assert sorted(own_model.by_name(read)) == ['bias', 'kernel']
+  assert sorted(arrays.by_name(read)) == ['bias', 'kernel']
 
 
 def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():

@@ -166,7 +166,7 @@ def test_scripts_come_from_itself_alone(port):
 
 def test_the_state_follows_the_records(port, workdir):
   before = json.loads(ask(port, '/run.json')[1])
-  assert before == read(workdir) | {'syncer': 'waiting'}
+  assert before == read(workdir) | {'behind': False}
   add(workdir, 'l7', step(95, 2_500, 1, 3.0))  # that nobody has told of
   while 'l7' not in (now := json.loads(ask(port, '/run.json')[1]))['learners']:
     time.sleep(0.05)

@@ -1,5 +1,6 @@
 """Records survive kills, torn lines and full disks, and the fold follows them."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -16,7 +17,7 @@ import pytest
 import diloco_jax
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, records, run_facts
+from diloco_jax.report import booking, facts, records, run_facts
 
 
 def step(number: int) -> facts.Step:
@@ -222,8 +223,9 @@ def test_every_fact_is_read_from_its_line(tmp_path):
 
 
 def test_rows_that_are_no_facts_are_skipped():
-  row = {'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 1, 'loss': 2.0}
-  for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, {'name': 'eval', 'step': 1, 'loss': 2.0}):
+  fields = {'name': 'eval', 'step': 1, 'loss': 2.0, 'bits_per_byte': 0.0}
+  row = {'t_ns': 1, 'time': 1.0, **fields}
+  for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, fields):
     assert facts.parse(other) is None
   assert facts.parse(row) == facts.Eval(step=1, loss=2.0)
 
@@ -348,7 +350,17 @@ def test_records_that_cannot_be_read_now_are_read_later(tmp_path):
 
 def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
   book = book_lib.Book()
-  run_facts.book(book, 'supervisor', 0, facts.Process(child='l0', state='starting', text=''))
-  run_facts.book(book, 'supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
+  booking.book(book, 'supervisor', 0, facts.Process(child='l0', state='starting', text=''))
+  booking.book(book, 'supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
   found = book.partition('l0', 100)
   assert (found[book_lib.INIT], found[book_lib.DOWN], found[book_lib.AFTER_END]) == (10, 90, 0)
+
+
+def test_a_process_knows_how_long_it_will_take_at_its_own_pace(tmp_path, monkeypatch):
+  now_s = [0.0]
+  monkeypatch.setattr(records.time, 'monotonic', lambda: now_s[0])
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    told = []
+    for now_s[0], clock in ((5, 20), (7, 20), (15, 30), (95, 100)):
+      told.append(recorder.left(clock, 100))
+  assert told == ['', '', '1 min 10 s left', '']

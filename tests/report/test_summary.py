@@ -114,7 +114,8 @@ _FATES = {
 
 
 def summarized(config, run: run_facts.RunFacts, fates: dict) -> dict[str, Any]:
-  return summary_lib.summarize(folder.Read(pathlib.Path('x'), config, run, {}), fates)
+  statuses = {name: fates.get(name, run_facts.Status()) for name in run.learners}
+  return summary_lib.summarize(folder.Read(pathlib.Path('x'), config, run, statuses))
 
 
 @pytest.fixture(name='config')
@@ -324,7 +325,7 @@ def test_the_text_names_only_files_that_exist(config, workdir):
   """After Ctrl-C there is no picture, not even an older one, and early on no checkpoints."""
   (workdir / 'report').mkdir()
   (workdir / 'report' / 'timeline.png').touch()
-  summary = summary_lib.write(workdir, _FATES, plot=False)
+  summary = summary_lib.write(workdir, plot=False)
   text = summary_lib.text(summary, workdir, 200)
   assert f'report {workdir / "report"}: report.txt, summary.json' in ' '.join(text.split())
   for word in ('timeline.png', 'checkpoints', 'tensorboard'):
@@ -344,15 +345,14 @@ def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   for name in (
     'summary.new.json',
     'timeline.new.png',
-    'time.new.png',
     'report.new.txt',
     'index.new.html',
   ):
     (workdir / 'report' / name).symlink_to('/dev/full')
-  summary = summary_lib.write(workdir, _FATES)
+  summary = summary_lib.write(workdir)
   assert summary['tokens_trained'] == 250
   errors = capsys.readouterr().err.splitlines()
-  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 5
+  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 4
   assert list((workdir / 'report').iterdir()) == []
   text = summary_lib.text(summary, workdir)
   assert 'report       ' not in text and 'disk  ' in text and 'space and continue' in text
@@ -367,11 +367,10 @@ def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
 
 
 def test_the_report_is_written_from_the_records_of_a_run(config, workdir):
-  summary = summary_lib.write(workdir, _FATES)
+  summary = summary_lib.write(workdir)
   assert json.loads((workdir / 'report' / 'summary.json').read_text()) == summary
   assert (workdir / 'report' / 'report.txt').read_text().startswith('tiny: 15 s, 250 tokens in 9')
-  for name in ('timeline.png', 'time.png'):
-    assert (workdir / 'report' / name).read_bytes().startswith(b'\x89PNG')
+  assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_long_silence_is_cut_in_the_picture_and_not_in_the_summary(config, workdir):
@@ -380,7 +379,7 @@ def test_a_long_silence_is_cut_in_the_picture_and_not_in_the_summary(config, wor
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     later = ({**one, 'time': one['time'] + 900 * (one['time'] > 15)} for one in rows)
     path.write_text(''.join(json.dumps(one) + '\n' for one in later))
-  summary = summary_lib.write(workdir, _FATES)
+  summary = summary_lib.write(workdir)
   found = summary['goodput']['learners']['l0']
   assert found['wall_s'] == pytest.approx(915)
   assert found['shares']['infra_recovery'] == pytest.approx(908 / 915, abs=0.01)

@@ -162,6 +162,42 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   assert ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
 
 
+@pytest.mark.full
+def test_a_run_whose_supervisor_was_killed_has_a_report(start, tmp_path):
+  workdir = tmp_path / 'run'
+  run = start(
+    'train',
+    CONFIG,
+    f'--workdir={workdir}',
+    '--config.train.steps=100000',
+    '--config.sync.learners=2',
+    slow_data.FLAG,
+  )
+  run.wait_for('completed step: ')
+  while sum(fact['name'] == 'eval' for fact in _facts(workdir, 'syncer')) < 3:
+    run.wait_for('completed step: ')
+  os.kill(run.process.pid, signal.SIGKILL)
+  assert run.end() == -signal.SIGKILL
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'report', 'run'],
+    cwd=tmp_path,
+    env={**_environment(), 'PYTHONPATH': str(ROOT), 'COLUMNS': '80'},
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert max(map(len, done.stdout.splitlines())) <= 80
+  *_, loss, ended = [line for line in done.stdout.splitlines() if line.startswith(('held', 'not'))]
+  assert loss.startswith('held-out loss  5.5') and ended.endswith(' of 100000')
+  report = workdir / 'report'
+  assert (report / 'report.txt').read_text() == done.stdout
+  assert (report / 'timeline.png').is_file() and (report / 'index.html').is_file()
+  evaluations = json.loads((report / 'summary.json').read_text())['evaluations']
+  tokens = [one['tokens'] for one in evaluations]
+  assert len(tokens) > 1 and tokens == sorted(set(tokens))
+
+
 @pytest.mark.parametrize(
   'command,flags,words',
   [

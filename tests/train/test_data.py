@@ -18,14 +18,14 @@ def _numbered() -> data_lib.Corpus:
 
 
 def _pass(numbered, config, shard: int, number: int) -> list[bytes]:
-  each = len(data_lib.Windows(numbered.train_bytes, 16)) // config.shards // config.batch_size
+  each = len(data_lib.Windows(numbered.train_ids, 16)) // config.shards // config.batch_size
   batches = data_lib.make_shard(numbered, config, shard)
   return [row.tobytes() for i in range(number * each, (number + 1) * each) for row in batches[i]]
 
 
 def test_a_pass_of_all_shards_is_every_window_once(numbered):
   config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=4)
-  windows = [w.tobytes() for w in data_lib.Windows(numbered.train_bytes, 16)]
+  windows = [w.tobytes() for w in data_lib.Windows(numbered.train_ids, 16)]
   rows = [row for v in range(4) for row in _pass(numbered, config, v, 0)]
   assert len(set(rows)) == len(rows) >= len(windows) - 4  # slices are not all equally long
   assert set(rows) <= set(windows)
@@ -35,7 +35,7 @@ def test_a_pass_of_all_shards_is_every_window_once(numbered):
 def test_learners_read_every_window_once_before_any_twice(numbered, shards, learners):
   """Issue 4: learners train on each example about once, for any number of unleased shards."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
-  windows = data_lib.Windows(numbered.train_bytes, 16)
+  windows = data_lib.Windows(numbered.train_ids, 16)
   rows = [
     row
     for number in range(shards // learners)
@@ -49,7 +49,7 @@ def test_learners_read_every_window_once_before_any_twice(numbered, shards, lear
 def test_any_number_of_learners_reads_about_evenly(numbered, shards, learners):
   """After the passes of one epoch every window was read at most twice, and most of them once."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
-  windows = data_lib.Windows(numbered.train_bytes, 16)
+  windows = data_lib.Windows(numbered.train_ids, 16)
   rows = [
     row
     for number in range(shards // learners)
@@ -62,10 +62,10 @@ def test_any_number_of_learners_reads_about_evenly(numbered, shards, learners):
 
 
 def test_every_byte_but_the_first_is_a_target_once(numbered):
-  windows = data_lib.Windows(numbered.train_bytes, 16)
+  windows = data_lib.Windows(numbered.train_ids, 16)
   targets = np.concatenate([window[1:] for window in windows])
-  np.testing.assert_array_equal(targets, numbered.train_bytes[1 : len(targets) + 1])
-  assert len(numbered.train_bytes) - len(targets) <= 16
+  np.testing.assert_array_equal(targets, numbered.train_ids[1 : len(targets) + 1])
+  assert len(numbered.train_ids) - len(targets) <= 16
 
 
 def test_a_batch_is_a_function_of_its_index(numbered):
@@ -91,7 +91,7 @@ def test_held_out_files_are_in_no_shard(tmp_path):
   for i in range(300):
     (tmp_path / f'{i}.txt').write_text(f'<{i}>' * 10)
   corpus = data_lib.load_corpus(str(tmp_path))
-  train, held_out = corpus.train_bytes.tobytes(), corpus.eval_bytes.tobytes()
+  train, held_out = corpus.train_ids.tobytes(), corpus.eval_ids.tobytes()
   in_train = {i for i in range(300) if f'<{i}>'.encode() in train}
   in_eval = {i for i in range(300) if f'<{i}>'.encode() in held_out}
   assert in_train | in_eval == set(range(300)) and not in_train & in_eval
@@ -103,13 +103,13 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path):
   text = bytes(range(1, 201)) * 50
   (tmp_path / 'input.txt').write_bytes(text)
   corpus = data_lib.load_corpus(str(tmp_path / 'input.txt'))
-  both = corpus.train_bytes.tobytes() + corpus.eval_bytes.tobytes()
-  assert both == text + b'\0' and 0.02 < len(corpus.eval_bytes) / len(both) < 0.04
+  both = corpus.train_ids.tobytes() + corpus.eval_ids.tobytes()
+  assert both == text + b'\0' and 0.02 < len(corpus.eval_ids) / len(both) < 0.04
 
 
 def test_too_little_to_evaluate_is_said_before_the_training(numbered):
   config = config_lib.DataConfig(seq_len=16, eval_batches=100, eval_batch_size=4)
-  with pytest.raises(ValueError, match='has 127 held-out examples of 16 bytes, fewer than 100 x 4'):
+  with pytest.raises(ValueError, match='has 127 held-out examples of 16 ids, fewer than 100 x 4'):
     data_lib.digest(numbered, config)
 
 
@@ -127,8 +127,8 @@ def test_a_glob_reads_what_a_directory_reads(tmp_path):
 
 def test_the_standard_library_is_enough_text():
   corpus = data_lib.load_corpus('stdlib')
-  assert len(corpus.train_bytes) > 10_000_000
-  assert 0.01 < len(corpus.eval_bytes) / len(corpus.train_bytes) < 0.1
+  assert len(corpus.train_ids) > 10_000_000
+  assert 0.01 < len(corpus.eval_ids) / len(corpus.train_ids) < 0.1
   config = config_lib.DataConfig()
   assert len(data_lib.eval_batches(corpus, config)) == config.eval_batches
 

@@ -41,7 +41,7 @@ def test_a_task_of_one_file_trains_on_a_mesh(name):
 def test_the_text_example_needs_text_for_its_evaluation_before_it_trains():
   config = load.load(str(EXAMPLES / 'text_plain.py'))
   config.data.eval_batches = 1_000_000
-  with pytest.raises(ValueError, match='held-out examples of 64 bytes, fewer than 1000000 x'):
+  with pytest.raises(ValueError, match='held-out examples of 64 ids, fewer than 1000000 x'):
     build.assemble(config)
 
 

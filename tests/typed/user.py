@@ -43,7 +43,7 @@ def loop(address: str) -> dict[str, jax.Array]:
     params = peer.params
     for clock, batch in peer.steps(lambda shard, index: np.full(8, shard + index)):
       params = {'w': params['w'] + batch / (1 + clock)}
-      params = peer.sync(params, tokens=batch.size)
+      params = peer.sync(params, tokens=batch.size, metrics={'loss': params['w'].sum()})
       peer.snyc(params, tokens=batch.size)  # wrong
   return params
 

@@ -1,14 +1,14 @@
 'use strict';
-const COLOURS = '#0072B2 #E69F00 #009E73 #CC79A7 #56B4E9 #D55E00 #B8A800 #999999'.split(' '), BAD = '#D55E00';
-const STATES = {training: '#009E73', merging: '#009E73', alone: '#E69F00', starting: '#56B4E9', waiting: '#888888',
-  done: '#2A8FD0', trained: '#2A8FD0'};  // any other state is bad
+const COLOURS = '#0072B2 #E69F00 #009E73 #CC79A7 #56B4E9 #D55E00 #B8A800 #999999'.split(' '), BAD = '#D55E00', GREY = '#888888';
+const STATES = {training: '#009E73', merging: '#009E73', alone: '#E69F00', starting: '#56B4E9', waiting: GREY,
+  done: '#2A8FD0', trained: '#2A8FD0'};  // any other one is bad
 const SPENT = {merged_progress: '#009E73', wasted_progress: '#D55E00', slow_step: '#E69F00', data_wait: '#B8A800',
   comm_exposed: '#CC79A7', checkpoint_save_blocking: '#882255', wait_quorum: '#56B4E9', wait_straggler: '#88CCEE',
   syncer_down: '#5533AA', init: '#BBBBBB', prep: '#999999', startup_compile: '#777777', checkpoint_restore: '#117733',
   infra_recovery: '#AA2211', after_end: '#8886', other: '#DDCC77'};
 const PAUSE_S = 30;  // a longer time without a process is drawn as so much
 const $ = id => document.getElementById(id), colour = i => COLOURS[i % COLOURS.length];
-const wide = id => Math.max(300, $(id).clientWidth), was_killed = how => how == 'killed' || how == 'failed';
+const wide = id => Math.max(300, $(id).clientWidth), isKill = how => how == 'killed' || how == 'failed';
 const el = (tag, values, ...children) => {
   const space = ['svg', 'rect', 'text', 'path'].includes(tag) ? $('mark').namespaceURI : document.body.namespaceURI;
   const made = document.createElementNS(space, tag);
@@ -21,20 +21,19 @@ const dot = (fill, text) => el('span', {}, el('span', {class: 'dot', style: `bac
 const head = (text, hint = '') => el('h2', {}, text + ' ', el('small', {}, hint));
 const table = (titles, rows) => el('div', {class: 'wide'}, el('table', {}, ...[titles.map(one => one[0]), ...rows].map(
   (cells, i) => el('tr', {}, ...cells.map((cell, k) => el(i ? 'td' : 'th', {class: titles[k][1] ?? ''}, cell))))));
-const num = (x, digits = 0) => x == null ? '–'
-  : x.toLocaleString('en', {maximumFractionDigits: digits, minimumFractionDigits: digits});
+const num = (x, digits = 0) => x?.toLocaleString('en', {maximumFractionDigits: digits, minimumFractionDigits: digits}) ?? '–';
 const percent = x => x == null ? '–' : num(100 * x, 1) + ' %';
 const si = (x, step = x / 100) => {  // with the digits that tell ticks of this distance apart
   const power = Math.max(0, Math.min(5, Math.floor(Math.log10(Math.max(x, 1)) / 3 + 1e-9)));
   const digits = Math.max(0, Math.min(3, Math.ceil(-Math.log10(step / 1000 ** power) - 1e-9)));
   return num(x / 1000 ** power, x && digits) + ['', ' k', ' M', ' G', ' T', ' P'][power];
 };
-const two = (s, big, small) => num(Math.floor(s / big[0])) + big[1] + (s % big[0] >= small[0] ? num(s % big[0] / small[0]) + small[1] : '');
-const time = s => s == null ? '–' : s < 120 ? num(s) + ' s' : s < 7200 ? two(s, [60, ' min '], [1, ' s']) : two(s, [3600, ' h '], [60, ' min']);
+const time = s => s == null ? '–' : s < 120 ? num(s) + ' s'
+  : s < 7200 ? num(s / 60, 1).replace('.0', '') + ' min' : num(s / 3600, 1).replace('.0', '') + ' h';
 const clock = (s, how) => new Date(1000 * s).toLocaleString(undefined, how);
 const lives = run => [run.syncer_lives, ...Object.values(run.learners).map(one => one.lives)];
 
-function shorten(run) {  // returns a time without the long part of each pause, and the pauses
+function shorten(run) {  // returns a function that takes the long part of each pause out of a time, and the pauses
   const pauses = [];
   let until = 0;
   for (const [began, , end] of lives(run).flat().sort((a, b) => a[0] - b[0])) {
@@ -49,10 +48,7 @@ function plot(id, tables, series, options) {  // a new chart only if its lines, 
   const ink = getComputedStyle(document.body).color, width = wide(id), data = uPlot.join(tables);
   const key = JSON.stringify([series.map(one => one.label), ink, width]);
   if (plots[id]?.key == key && $(id).firstChild) return plots[id].setData(data);
-  const nearest = (u, s, i) => {  // point of a line
-    for (let d = 0, y = u.data[s]; d < y.length; d++) for (const k of [i - d, i + d]) if (y[k] != null) return k;
-    return i;
-  };
+  const nearest = (u, s, i) => u.data[s].reduce((best, y, k) => y != null && Math.abs(k - i) < Math.abs(best - i) ? k : best, 1e9);
   $(id).replaceChildren();
   plots[id] = new uPlot({width, cursor: {dataIdx: nearest}, ...options,
     axes: options.axes.map(one => ({stroke: ink, grid: {stroke: '#8883', width: 1}, ticks: {stroke: '#8883'}, ...one})),
@@ -61,52 +57,49 @@ function plot(id, tables, series, options) {  // a new chart only if its lines, 
 }
 
 function drawLoss(runs) {
-  const many = runs.length > 1, tables = [], killed = [], series = [{label: 'tokens', value: (_, x) => x == null ? '' : si(x)}];
+  const many = runs.length > 1, tables = [], kills = [], series = [{label: 'tokens', value: (_, x) => x == null ? '' : si(x)}];
   const add = (label, columns, stroke, more) => {
     tables.push(columns);
     series.push({label, stroke, width: 1, value: (_, y) => num(y, 3), ...more});
   };
   runs.forEach((run, r) => {
-    const prefix = many ? run.name + ' ' : '';
+    const prefix = many ? run.name + ' ' : '', held = {width: 2.5, points: {show: true, size: 6}};
     Object.entries(run.learners).forEach(([name, {curve: [tokens, losses, ended]}], i) => {
       if (tokens.length) add(prefix + name, [tokens, losses], many ? colour(r) + '66' : colour(i));
-      ended.forEach((how, k) => was_killed(how) && killed.push([tokens[k], losses[k]]));
+      ended.forEach((how, k) => isKill(how) && kills.push([tokens[k], losses[k]]));
     });
-    if (run.held_out[0].length)
-      add(prefix + 'held-out', run.held_out, many ? colour(r) : null, {width: 2.5, points: {show: true, size: 6}});
+    if (run.held_out[0].length) add(prefix + 'held-out', run.held_out, many ? colour(r) : null, held);
   });
-  if (killed.length) add('killed', [0, 1].map(k => killed.sort((a, b) => a[0] - b[0]).map(one => one[k])), BAD,
-    {paths: () => null, points: {show: true, size: 13, width: 3, fill: '#0000'}});
-  if (!tables.length) return;
-  const log = tables.every(one => one[1].every(y => y == null || y > 0));
-  const nice = (u, axis, low, high) => [...Array(16)].flatMap((_, e) => [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8]
-    .map(x => x * 10 ** (e - 9))).filter(x => low <= x && x <= high);
-  const y = log && {splits: nice, filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map(x => `${+x.toPrecision(2)}`)};
-  plot('loss', tables, series, {height: 320,
-    scales: {x: {time: false}, y: log ? {distr: 3, range: (_, low, high) => [low / 1.04, high * 1.04]} : {}},
-    axes: [{values: (_, ticks, axis, space, step) => ticks.map(x => si(x, step))}, y || {}]});
+  kills.sort((a, b) => a[0] - b[0]);
+  const marks = {paths: () => null, points: {show: true, size: 13, width: 3, fill: '#0000'}};
+  if (kills.length) add('killed', [0, 1].map(k => kills.map(one => one[k])), BAD, marks);
+  const values = (_, ticks, axis, space, step) => ticks.map(x => si(x, step)), log = tables.flatMap(one => one[1]).every(y => y == null || y > 0);
+  const splits = (u, axis, low, high) => [...Array(16).keys()].flatMap(e => [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8].map(x => x * 10 ** (e - 9)))
+    .filter(x => low <= x && x <= high);
+  const y = {splits, filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map(x => `${+x.toPrecision(2)}`)};
+  const scale = {distr: 3, range: (_, low, high) => [low / 1.04, high * 1.04]};
+  if (tables.length) plot('loss', tables, series, {height: 320, axes: [{values}, log ? y : {}], scales: {x: {time: false}, y: log ? scale : {}}});
 }
 
 function drawLanes(run, short, pauses) {
-  const rows = ['syncer', ...Object.keys(run.learners)], width = wide('runs') - 84, end_s = Math.max(.001, short(run.end_s));
-  const x = s => 60 + width * short(s) / end_s, bottom = 28 * rows.length;
+  const width = wide('runs') - 84, end_s = Math.max(.001, short(run.end_s)), x = s => 60 + width * short(s) / end_s;
+  const names = ['syncer', ...Object.keys(run.learners)], bottom = 28 * names.length;
   const rect = (from, to, y, fill, opacity) => el('rect', {x: from, y, width: Math.max(0, to - from), height: 14, fill, opacity});
   const text = (x, y, words, more) => el('text', {x, y, ...more}, words);
   const step_s = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400].find(s => end_s / s < width / 80) ?? 604800;
-  return el('svg', {height: bottom + 26}, ...rows.flatMap((name, i) => [text(0, 28 * i + 19, name),
-    ...lives(run)[i].flatMap(([began, first, end, how]) => [
-      rect(x(began), x(first ?? end), 28 * i + 8, i ? colour(i - 1) : '#777777', .3),
-      rect(x(first ?? end), x(end), 28 * i + 8, i ? colour(i - 1) : '#777777', 1),
-      ...was_killed(how) ? [text(x(end), 28 * i + 20, '✖', {'text-anchor': 'middle'})] : []]),
+  return el('svg', {height: bottom + 26}, ...names.flatMap((name, i) => [text(0, 28 * i + 19, name),
+    ...lives(run)[i].flatMap(([began, first, end, how]) => [rect(x(began), x(first ?? end), 28 * i + 8, i ? colour(i - 1) : GREY, .3),
+      rect(x(first ?? end), x(end), 28 * i + 8, i ? colour(i - 1) : GREY, 1), text(x(end), 28 * i + 20, isKill(how) ? '✖' : '', {'text-anchor': 'middle'})]),
     el('path', {d: 'M0 0' + (run.learners[name]?.merges_s ?? []).map(s => `M${x(s).toFixed(1)} ${28 * i + 2}v5`).join('')})]),
   ...pauses.map(([s, long]) => text(x(s), bottom + 8, `┆ ${time(long)} pause`)),
-  ...[...Array(Math.floor(end_s / step_s) + 1)].map((_, i) => text(60 + width * i * step_s / end_s, bottom + 20, time(i * step_s), {opacity: .7})));
+  ...[...Array(Math.floor(end_s / step_s) + 1).keys()].map(i => text(60 + width * i * step_s / end_s, bottom + 20, time(i * step_s), {opacity: .7})));
 }
 
 function drawRun(run, r, many) {
   const learners = Object.entries(run.learners), sum = {};
   for (const [category, s] of learners.flatMap(([, one]) => Object.entries(one.spent_s))) sum[category] = (sum[category] ?? 0) + s;
-  const all = Object.values(sum).reduce((a, b) => a + b, 0);
+  const all = Object.values(sum).reduce((a, b) => a + b, 0), part = ([category, s]) =>
+    el('i', {style: `flex:${s};background:${SPENT[category]}`, title: `${category} ${time(s)}`});
   return el('div', {}, ...many ? [el('h1', {style: `color:${colour(r)};margin-top:30px`}, run.name)] : [],
     head('Learners'), table([['learner'], ['state', 'text'], ['step'], ['tokens/s'], ['loss'], ['goodput'], ['merged', 'more'],
       ['staleness', 'more'], ['incarnation', 'more']], learners.map(([name, one], i) => [dot(colour(i), name),
@@ -114,32 +107,33 @@ function drawRun(run, r, many) {
       num(one.loss, 3), percent(one.goodput), num(one.merged), num(one.staleness), num(one.incarnation)])),
     head('Processes against time', `light: starting; ticks: merged; ✖ killed; began ${clock(run.began_s, {timeZoneName: 'short'})}`),
     drawLanes(run, ...shorten(run)),
-    head('Where the time went'), table([[''], ['', 'rest']], learners.map(([name, one]) => [name, el('div', {class: 'bar'},
-      ...Object.entries(one.spent_s).map(([category, s]) => el('i', {style: `flex:${s};background:${SPENT[category]}`, title: `${category} ${time(s)}`})))])),
-    el('div', {class: 'key'}, ...Object.entries(sum).sort((a, b) => b[1] - a[1]).map(([category, s]) => dot(SPENT[category], `${category} ${percent(s / all)}`))),
+    head('Where the time went'), table([[''], ['', 'rest']], learners.map(([name, one]) =>
+      [name, el('div', {class: 'bar'}, ...Object.entries(one.spent_s).map(part))])),
+    el('div', {class: 'key'}, ...Object.entries(sum).sort((a, b) => b[1] - a[1]).map(([category, s]) =>
+      dot(SPENT[category], `${category} ${percent(s / all)}`))),
     head('Outer steps against seconds'), el('div', {id: `merges${r}`}),
     head('Events'), el('ol', {}, ...run.events.map(([s, who, what]) => el('li', {},
       el('time', {}, `${time(s)} · ${clock(run.began_s + s, {timeStyle: 'medium'})}`), el('b', {}, who + ' '), what))));
 }
 
 function draw(runs) {
-  const many = runs.length > 1, [first] = runs, done = run => Math.floor(100 * run.progress) + ' %';
+  const many = runs.length > 1, [first] = runs, done = run => Math.floor(100 * run.progress) + ' %', unit = first.loss_unit && ` in ${first.loss_unit}`;
   const figures = ({figures, wire, ...run}) => [['held-out loss', num(run.held_out[1].at(-1), 3)], ['tokens', si(run.tokens)],
-    ['tokens/s', num(run.tokens_per_second)], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined)],
+    ['tokens/s', num(run.tokens_per_second)], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
     ['token goodput', percent(figures.token)], ['on the wire', si(wire.up + wire.down) + 'B', wire.parallel && `data-parallel: ${si(wire.parallel)}B`]];
+  const now = `${done(first)} of ${num(first.total_steps)} steps, ${time(first.end_s)}` + (first.syncer == 'down' ? ', the syncer is down' : '')
+    + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '');
   document.title = many ? runs.map(run => run.name).join(' | ') : `${done(first)} ${first.name}`;
   $('top').replaceChildren(...many ? [el('h1', {}, 'Runs'), table([['run'], ['done'], ...figures(first)].map(one => [one[0]]),
-    runs.map((run, r) => [dot(colour(r), `${run.name} (${run.about})`), done(run), ...figures(run).map(one => one[1])]))]
-    : [el('h1', {}, first.name, ' ', el('small', {}, first.about)),
-      `${done(first)} of ${num(first.total_steps)} steps, ${time(first.end_s)}` + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '')
-        + (first.syncer == 'down' ? ', the syncer is down' : ''),
-      el('div', {class: 'bar thin'}, el('i', {style: `width:${100 * first.progress}%;background:#0072B2`})),
-      el('div', {class: 'cards'}, ...figures(first).map(([name, value, more]) =>
-        el('div', {}, el('small', {}, name), el('b', {}, value), el('small', {}, more || ''))))]);
+    runs.map((run, r) => [dot(colour(r), run.name), done(run), ...figures(run).map(one => one[1])]))]
+    : [el('h1', {}, first.name), el('small', {}, first.about), el('div', {class: 'bar thin'}, el('i', {style: `width:${100 * first.progress}%;background:#0072B2`})),
+      el('p', {}, now), el('div', {class: 'cards'}, ...figures(first).map(([name, value, more]) =>
+        el('div', {}, el('small', {}, name), el('b', {}, value), el('small', {}, more || ''))))],
+    head(`Loss${unit} against tokens of all learners`, 'thin: training; thick: held-out'));
   drawLoss(runs);
   $('runs').replaceChildren(...runs.map((run, r) => drawRun(run, r, many)));
-  runs.forEach(({merges: [at_s, ...columns]}, r) => at_s.length && plot(`merges${r}`, columns.map(column => [at_s, column]),
-    [{label: 'seconds'}, {label: 'participants', stroke: colour(0)}, {label: 'connected', stroke: '#888888', dash: [4, 3]}, {label: 'staleness', stroke: BAD}],
+  runs.forEach(({merges: [at_s, ...columns]}, r) => at_s.length && plot(`merges${r}`, columns.map(column => [at_s, column]), [{label: 'seconds'},
+    {label: 'participants', stroke: colour(0)}, {label: 'connected', stroke: GREY, dash: [4, 3]}, {label: 'staleness', stroke: BAD}],
     {height: 150, scales: {x: {time: false}}, axes: [{}, {size: 30}]}));
 }
 
@@ -154,7 +148,8 @@ if (live) {
   source.onerror = () => notice('The page has lost its server: what is below is old.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
-    const silent = Date.now() / 1000 - shown[0].began_s - shown[0].end_s;
-    notice(silent > 10 && shown[0].progress < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
+    const [run] = shown, silent = Date.now() / 1000 - run.began_s - run.end_s;
+    notice(run.behind ? 'The records are still being read: what is below is an earlier moment of the run.'
+      : silent > 10 && run.progress < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
   };
 }

@@ -22,7 +22,7 @@ def task(config: run_config.Config) -> task_lib.Task:
   return dataclasses.replace(
     decoder.task(config.model, config.data),
     batches=lambda shard: Region(
-      data_lib.Windows(corpus().train_bytes, config.data.seq_len), config.data, shard
+      data_lib.Windows(corpus().train_ids, config.data.seq_len), config.data, shard
     ),
   )
 

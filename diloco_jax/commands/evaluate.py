@@ -1,0 +1,44 @@
+"""Prints the held-out loss of a trained model, of text also in bits per byte.
+
+    diloco evaluate --workdir=runs/x
+    diloco evaluate --workdir=runs/x --corpus='books/*.txt' --batches=9 --batch_size=8
+
+A run under way is judged by its newest checkpoint; on the CPU, unless JAX_PLATFORMS names another
+platform. Exit codes: 0 done, 42 there is no such run, no model yet, or no held-out data.
+"""
+
+import pathlib
+
+from absl import flags
+
+from diloco_jax.launch import cli
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
+_BATCHES = flags.DEFINE_integer('batches', None, 'Instead of data.eval_batches.', 1)
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Instead of data.eval_batch_size.', 1)
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  with cli.reading_a_model():  # after the flags are checked
+    from diloco_jax.api import load_params
+    from diloco_jax.config import build
+    from diloco_jax.report import facts
+    from diloco_jax.storage import checkpoint
+    from diloco_jax.train import evaluate
+
+  folder = pathlib.Path(_WORKDIR.value)
+  with cli.never_retry(ValueError, checkpoint.CheckpointError):
+    assembled = load_params.assemble(folder)
+    data = assembled.config.data
+    data.corpus = _CORPUS.value or data.corpus
+    data.eval_batches = _BATCHES.value or data.eval_batches
+    data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
+    held_out = evaluate.HeldOut(build.make_task(assembled.config), assembled.shapes)
+    if not held_out.batches:
+      raise ValueError(f'the task of the run in {folder} has no held-out batches')
+    loss, bits = held_out.evaluate(load_params.load_params(folder))
+  fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
+  print(f'held-out loss {fact.text} in {len(held_out.batches)} batches of {data.corpus}')
+  return 0

@@ -1,0 +1,33 @@
+"""Writes a trained model as one *.safetensors file, which other programs read.
+
+    diloco export --workdir=runs/x --out=m.safetensors
+    diloco train --config.train.init_from=m.safetensors    # begins with it
+
+Names are paths in the tree of the parameters, 'layers/3/query'; the metadata has the config. A run
+under way gives its newest checkpoint. Needs the extra [data]. Exit codes: 0 done, 42 there is no
+such run, no model yet, or the file cannot be written.
+"""
+
+import json
+import pathlib
+
+from absl import flags
+
+from diloco_jax.launch import cli
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_OUT = flags.DEFINE_string('out', None, 'The file, *.safetensors.', required=True)
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  with cli.reading_a_model():  # after the flags are checked
+    from diloco_jax.api import load_params
+    from diloco_jax.storage import arrays, checkpoint
+
+  folder, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
+  with cli.never_retry(ValueError, checkpoint.CheckpointError, OSError, ImportError):
+    config = load_params.assemble(folder).config.to_dict()
+    arrays.export(out, load_params.load_params(folder), {'config': json.dumps(config)})
+  print(f'{out}: {out.stat().st_size:,} bytes')
+  return 0

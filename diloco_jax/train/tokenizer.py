@@ -1,0 +1,123 @@
+"""Tokenizers: text to ids and back. Imports no jax, and for bytes no library.
+
+`data.tokenizer` names one: '' are the bytes of the text; FILE.json is one of the library
+`tokenizers`, FILE.model one of SentencePiece (most of which lose newlines); 'bpe(size=2048)' is
+trained on the corpus itself, byte-level BPE. All but bytes need the extra [data].
+"""
+
+import functools
+import importlib
+import pathlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+
+from diloco_jax.numerics import spec
+from diloco_jax.train import corpus_files
+
+_ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]')
+_TRAINED_ON_BYTES = 8 << 20
+
+
+class Tokenizer:
+  """Bytes as UTF-8. `size` is the number of ids, `end` stands after each document."""
+
+  size, end = 256, [0]
+
+  def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    return [list(text.encode('utf-8', 'surrogateescape')) for text in texts]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return bytes(ids).decode('utf-8', 'replace')
+
+  def num_bytes(self, ids: Sequence[int]) -> int:
+    """How many bytes of text they stand for."""
+    return len(ids)
+
+
+class _Subwords(Tokenizer):
+  def __init__(self, encode: Callable, decode: Callable, size: int, end: list[int]):
+    self.encode = lambda texts: encode(list(texts))
+    self.decode = lambda ids: decode([int(one) for one in ids])
+    self.size, self.end = size, end
+
+  def num_bytes(self, ids: Sequence[int]) -> int:
+    # A character that a window cuts is a U+FFFD, of three bytes: counted as one.
+    text = self.decode(ids)
+    return len(text.encode()) - 2 * text.count('\ufffd')
+
+
+def load(name: str, corpus: str) -> Tokenizer:
+  """The tokenizer of `data.tokenizer` and `data.corpus`. Raises ValueError."""
+  if not name:
+    return Tokenizer()
+  path = file(name, corpus)
+  try:
+    if path.suffix == '.model':
+      made = _import('sentencepiece').SentencePieceProcessor(model_file=str(path))
+      end = [made.eos_id()] if made.eos_id() >= 0 else []
+      return _Subwords(made.encode, made.decode, made.vocab_size(), end)
+    made = _import('tokenizers').Tokenizer.from_file(str(path))
+    made.no_truncation()  # a file may ask for both
+    made.no_padding()
+    encode = functools.partial(made.encode_batch_fast, add_special_tokens=False)
+    ends = [made.token_to_id(end) for end in _ENDS if made.token_to_id(end) is not None]
+    ids = lambda texts: [one.ids for one in encode(texts)]
+    return _Subwords(ids, made.decode, made.get_vocab_size(), ends[:1])
+  except Exception as error:  # the libraries raise plain ones
+    raise ValueError(f'tokenizer {name!r}: {error}') from error
+
+
+def _import(name: str) -> types.ModuleType:
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    raise ValueError(f"this needs the package {name}: pip install 'diloco-jax[data]'") from error
+
+
+def file(name: str, corpus: str) -> pathlib.Path:
+  """Its file; one that is to be trained is, once on this machine. Raises ValueError."""
+  if name.endswith(('.json', '.model')):
+    if not pathlib.Path(name).is_file():
+      raise ValueError(f'tokenizer {name!r} is not there (seen from {pathlib.Path.cwd()})')
+    return pathlib.Path(name)
+  try:
+    size = spec.make(name, {'bpe': _size}, int)
+  except ValueError as error:
+    raise ValueError(
+      f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'
+    ) from None
+  made_of = f'bpe {size} of {corpus_files.stamp(corpus)}'
+  build = lambda new: _train_bpe(size, corpus, new / 'tokenizer.json')
+  return corpus_files.cached(made_of, build) / 'tokenizer.json'
+
+
+def _size(size: int = 2048) -> int:
+  if not 256 < size <= 1 << 20:
+    raise ValueError('size must be more than the 256 bytes, and at most 2^20')
+  return size
+
+
+def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:
+  tokenizers = _import('tokenizers')
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=size,
+    special_tokens=[_ENDS[0]],
+    initial_alphabet=made.pre_tokenizer.alphabet(),
+    show_progress=False,
+  )
+  made.train_from_iterator(_some(corpus), trainer)
+  made.save(str(path))
+
+
+def _some(corpus: str) -> Iterator[str]:
+  """Documents to train on, from evenly spread files."""
+  files = corpus_files.list_files(corpus)
+  total = sum(pathlib.Path(path).stat().st_size for _, path in files)
+  left = _TRAINED_ON_BYTES
+  for held_out, text in corpus_files.documents(files[:: 1 + total // _TRAINED_ON_BYTES]):
+    if not held_out and left > 0:
+      yield text[:left].decode('utf-8', 'replace')
+      left -= len(text)

@@ -1,0 +1,155 @@
+"""A trained model of text: sample, evaluate, export, and begin with it."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+import diloco_jax
+from diloco_jax.config import build, load
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import cli
+from diloco_jax.report import records
+from diloco_jax.storage import arrays
+from diloco_jax.train import tokenizer as tokenizer_lib
+
+LINES = 'def f{0}(x):\n  """Adds {0}."""\n  return x + {0}\n\n\n'
+
+
+def diloco(*words: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', *words], capture_output=True, text=True, timeout=300
+  )
+
+
+@pytest.fixture(name='config')
+def _config(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  (tmp_path / 'text').mkdir()
+  for number in range(200):
+    (tmp_path / 'text' / f'{number}.py').write_text(LINES.format(number) * 20)
+  config = stdlib_lm.get_config('bpe')
+  config.data.corpus, config.data.tokenizer = str(tmp_path / 'text'), 'bpe(size=300)'
+  config.model.vocab_size, config.data.eval_batches, config.data.eval_batch_size = 384, 2, 8
+  config.sync.learners, config.train.steps = 2, 40
+  return config
+
+
+def _same(one, other) -> None:
+  assert jax.tree.structure(one) == jax.tree.structure(other)
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_an_exported_model_has_the_same_bits_and_another_run_begins_with_it(
+  config, tmp_path, dtype
+):
+  config.model.param_dtype = dtype
+  load.write(tmp_path / 'run', config)
+  params = jax.tree.map(np.asarray, build.assemble(config).init())
+  arrays.save(tmp_path / 'run' / 'model', params)
+  out = tmp_path / 'm.safetensors'
+  if dtype == 'float32':
+    done = diloco('export', f'--workdir={tmp_path / "run"}', f'--out={out}')
+    assert (done.returncode, done.stdout) == (0, f'{out}: {out.stat().st_size:,} bytes\n'), (
+      done.stderr
+    )
+    with safetensors.safe_open(out, 'np') as file:
+      assert json.loads(file.metadata()['config']) == load.read(tmp_path / 'run').to_dict()
+  else:
+    arrays.export(out, params, {})
+  named = safetensors.load_file(out)
+  np.testing.assert_array_equal(named['layers/1/query'], params['layers'][1]['query'])
+  assert named.keys() == arrays.by_name(params).keys()
+
+  config.train.seed = 7
+  for path in (out, tmp_path / 'run' / 'model'):
+    config.train.init_from = str(path)
+    assembled = build.assemble(config)
+    _same(assembled.init(), params)
+    _same(assembled.task.init(0), params)
+  without = dataclasses.replace(config.train, init_from='')
+  assert build.assemble(dataclasses.replace(config, train=without)).agreement != assembled.agreement
+
+
+def test_arrays_of_another_model_are_refused_by_name(config, tmp_path):
+  params = build.make_task(config).init(0)
+  config.train.init_from = str(tmp_path / 'm.safetensors')
+  cases = {
+    'final_norm is absent, in the model of this run (48,)': lambda p: p.pop('final_norm'),
+    'more is (1,), in the model of this run absent': lambda p: p.update(more=np.zeros(1)),
+    'embedding is (9, 48), in': lambda p: p.update(embedding=np.zeros((9, 48))),
+  }
+  for text, change in cases.items():
+    changed = dict(params)
+    change(changed)
+    arrays.export(tmp_path / 'm.safetensors', changed, {})
+    with pytest.raises(ValueError, match=re.escape(text)):
+      build.assemble(config)
+  config.train.init_from = str(tmp_path / 'nothing')
+  with pytest.raises(ValueError, match='cannot read .*nothing'):
+    build.assemble(config)
+
+
+def test_a_run_keeps_its_tokenizer(config, tmp_path):
+  """Also where the text is another one, or the folder is elsewhere."""
+  load.write(tmp_path / 'run', config)
+  tokenizer = tokenizer_lib.load(config.data.tokenizer, config.data.corpus)
+  moved = (tmp_path / 'run').rename(tmp_path / 'moved')
+  (tmp_path / 'text' / 'more.py').write_text('something else, entirely. ' * 100)
+  found = load.read(moved)
+  assert found.data.tokenizer == str(moved / 'tokenizer.json')
+  kept = tokenizer_lib.load(found.data.tokenizer, found.data.corpus)
+  assert kept.encode([LINES]) == tokenizer.encode([LINES])
+  load.write(moved, found)
+  with pytest.raises(ValueError, match='is not the tokenizer of the run in .*moved'):
+    load.write(moved, config)
+
+
+@pytest.mark.full
+def test_train_sample_evaluate_export_and_train_on(config, tmp_path):
+  run, out = tmp_path / 'run', tmp_path / 'm.safetensors'
+  load.write(tmp_path, config)
+  for name in ('config.json', 'tokenizer.json'):
+    shutil.move(tmp_path / name, tmp_path / 'cache' / name)
+  done = diloco('train', f'--config={tmp_path / "cache"}', f'--workdir={run}')
+  assert done.returncode == 0, done.stderr
+  first, *_, last = _evaluations(run)
+  assert last['loss'] < first['loss'] and last['bits_per_byte'] < 0.8 * last['loss']
+
+  shutil.rmtree(tmp_path / 'text')  # a model is read without it
+  done = diloco('sample', f'--workdir={run}', '--prompt=def ', '--tokens=40')
+  assert (done.returncode, done.stderr) == (0, '')
+  assert done.stdout.startswith('def ') and len(done.stdout) > 20
+  done = diloco('export', f'--workdir={run}', f'--out={out}')
+  assert done.returncode == 0, done.stderr
+  params = diloco_jax.load_params(run)
+  _same(safetensors.load_file(out), dict(sorted(arrays.by_name(params).items())))
+  done = diloco('evaluate', f'--workdir={run}')
+  assert done.returncode == cli.NEVER_RETRY and 'has no files' in done.stderr
+
+  (tmp_path / 'text').mkdir()
+  (tmp_path / 'text' / 'one.py').write_text(LINES.format(3) * 3000)
+  done = diloco('evaluate', f'--workdir={run}')
+  assert done.returncode == 0, done.stderr
+  loss, bits = re.fullmatch(
+    r'held-out loss (\S+) \((\S+) bits per byte\) in 2 batches of .*text\n', done.stdout
+  ).groups()
+  words = [f'--config.train.init_from={out}', '--config.train.steps=24', '--syncer=none']
+  done = diloco('train', f'--config={run}', f'--workdir={tmp_path / "more"}', *words)
+  assert done.returncode == 0, done.stderr
+  first = _evaluations(tmp_path / 'more')[0]
+  assert first['loss'] == pytest.approx(float(loss), abs=2e-4)
+  assert first['bits_per_byte'] == pytest.approx(float(bits), abs=2e-4)
+
+
+def _evaluations(workdir: pathlib.Path) -> list[dict]:
+  return [row for row in records.records(workdir) if row['name'] == 'eval']

@@ -1,0 +1,185 @@
+"""Ids of a tokenizer instead of bytes: the same text comes back, each corpus is encoded once."""
+
+import dataclasses
+import math
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import sentencepiece
+from array_record.python import array_record_module
+
+from diloco_jax.train import data as data_lib
+from diloco_jax.train import decoder, evaluate
+from diloco_jax.train import tokenizer as tokenizer_lib
+
+BPE = 'bpe(size=400)'
+DEADLINE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
+
+
+@pytest.fixture(name='text')
+def _text(text, tmp_path_factory) -> pathlib.Path:
+  return shutil.copytree(text, tmp_path_factory.mktemp('own') / 'text')
+
+
+def _documents(ids: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> list[str]:
+  ends = np.flatnonzero(ids == tokenizer.end[0])
+  return [tokenizer.decode(part[part != tokenizer.end[0]]) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def test_every_document_comes_back_whole_on_its_own_side(text, monkeypatch):
+  (text / 'odd.txt').write_text('\tгде\r\n\n  0 \u20ac \U0001f600\n' * 30)
+  monkeypatch.setattr(data_lib, '_PIECE_BYTES', 64)  # a document is many pieces
+  tokenizer = tokenizer_lib.load(BPE, str(text))
+  corpus, as_bytes = data_lib.load_corpus(str(text), BPE), data_lib.load_corpus(str(text))
+  assert isinstance(corpus.train_ids, np.memmap) and corpus.train_ids.dtype == np.uint16
+  assert max(corpus.train_ids.max(), corpus.eval_ids.max()) < tokenizer.size == 400
+  for ids, whole in ((corpus.train_ids, as_bytes.train_ids), (corpus.eval_ids, as_bytes.eval_ids)):
+    assert _documents(ids, tokenizer) == whole.tobytes().decode().split('\0')[:-1]
+    assert len(ids) < 0.6 * len(whole)
+
+
+def test_two_machines_train_the_same_tokenizer_and_read_the_same_ids(text, monkeypatch, tmp_path):
+  first = tokenizer_lib.file(BPE, str(text)).read_bytes()
+  digest = data_lib.load_corpus(str(text), BPE).digest
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  assert tokenizer_lib.file(BPE, str(text)).read_bytes() == first
+  assert data_lib.load_corpus(str(text), BPE).digest == digest
+
+
+def test_ids_are_those_of_the_present_files(tmp_path):
+  (tmp_path / 'a.txt').write_text('some words\n' * 100)
+  before = data_lib.load_corpus(str(tmp_path), BPE)
+  assert data_lib.load_corpus(str(tmp_path), BPE).digest == before.digest
+  (tmp_path / 'b.txt').write_text('other things\n' * 100)
+  after = data_lib.load_corpus(str(tmp_path), BPE)
+  both = len(after.train_ids) + len(after.eval_ids)
+  assert both > len(before.train_ids) + len(before.eval_ids) and after.digest != before.digest
+
+
+_BUILDS = """
+import os, pathlib, signal, sys
+from diloco_jax.train import corpus_files
+built, dies = sys.argv[1:]
+
+def build(folder):
+  with open(built, 'a') as file:
+    file.write('built\\n')
+  (folder / 'half').touch()
+  if dies == 'dies':
+    os.kill(os.getpid(), signal.SIGKILL)
+  (folder / 'half').rename(folder / 'whole')
+
+assert os.listdir(corpus_files.cached('x', build)) == ['whole']
+"""
+
+
+def test_processes_that_start_together_build_once_also_after_one_that_died(tmp_path):
+  built = tmp_path / 'built'
+  start = lambda word: subprocess.Popen([sys.executable, '-c', _BUILDS, str(built), word])
+  assert start('dies').wait(DEADLINE_S) == -signal.SIGKILL
+  others = [start('lives') for _ in range(3)]
+  assert [other.wait(DEADLINE_S) for other in others] == [0, 0, 0]
+  assert built.read_text() == 'built\n' * 2
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_line(text, monkeypatch, tmp_path):
+  (tmp_path / 'file').touch()
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
+  with pytest.raises(ValueError, match='cannot write .*: Not a directory; make space, or set XDG'):
+    data_lib.load_corpus(str(text), BPE)
+
+
+def test_sentencepiece(text, tmp_path):
+  path = tmp_path / 'small.model'
+  with open(path, 'wb') as file:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(one.read_text() for one in text.iterdir()),
+      model_writer=file,
+      vocab_size=90,
+      minloglevel=2,
+    )
+  tokenizer = tokenizer_lib.load(str(path), '')
+  line = 'file 7: the quick brown fox'
+  assert tokenizer.decode(tokenizer.encode([line])[0]) == line
+  corpus = data_lib.load_corpus(str(text), str(path))
+  assert tokenizer.size == 90 and _documents(corpus.eval_ids, tokenizer)[0].startswith('file ')
+
+
+def test_records_are_documents(tmp_path):
+  writer = array_record_module.ArrayRecordWriter(str(tmp_path / 'a.array_record'), 'group_size:1')
+  for number in range(300):
+    writer.write(f'<{number}>'.encode())
+  writer.close()
+  corpus = data_lib.load_corpus(str(tmp_path))
+  parts = [ids.tobytes().decode().split('\0')[:-1] for ids in (corpus.train_ids, corpus.eval_ids)]
+  assert sorted(parts[0] + parts[1]) == sorted(f'<{number}>' for number in range(300))
+  assert 1 <= len(parts[1]) <= 25
+
+
+@pytest.mark.parametrize(
+  'name, match',
+  [
+    ('none.json', "tokenizer 'none.json' is not there"),
+    ('bad.json', "tokenizer '.*bad.json': "),
+    ('bad.model', "tokenizer '.*bad.model': "),
+    ('gpt2', "'gpt2' is unknown; use one of: bpe; or name a file of tokenizers"),
+    ('bpe(size=100)', r'size must be more than the 256 bytes.*it is bpe\(size: int = 2048\)'),
+    ('bpe(vocab=1)', 'unexpected keyword'),
+  ],
+)
+def test_a_tokenizer_that_is_none_is_one_clear_line(text, tmp_path, name, match):
+  if name.startswith('bad'):
+    name = str(tmp_path / name)
+    pathlib.Path(name).write_text('not one')
+  with pytest.raises(ValueError, match=match):
+    data_lib.load_corpus(str(text), name)
+
+
+@pytest.mark.parametrize('package', ['tokenizers', 'sentencepiece', 'pyarrow'])
+def test_a_package_that_is_not_installed_is_named(text, tmp_path, monkeypatch, package):
+  monkeypatch.setitem(sys.modules, package, None)
+  for name in ('x.model', 'x.parquet'):
+    (tmp_path / name).touch()
+  source, tokenizer = {
+    'tokenizers': (text, BPE),
+    'sentencepiece': (text, str(tmp_path / 'x.model')),
+    'pyarrow': (tmp_path / '*.parquet', ''),
+  }[package]
+  with pytest.raises(ValueError, match=rf'{package}.*pip'):
+    data_lib.load_corpus(str(source), tokenizer)
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(model, data, text):
+  data.corpus, data.tokenizer = str(text), BPE
+  with pytest.raises(ValueError, match='has 400 ids, model.vocab_size is 256: raise it'):
+    decoder.task(model, data).data_digest()
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(model, data, text):
+  """A uniform model of bytes needs 8 bits for each; a loss per id counts for the bytes in it."""
+  data.corpus = str(text)
+  as_bytes = decoder.task(model, data)
+  as_ids = decoder.task(model, dataclasses.replace(data, tokenizer=BPE))
+  of = lambda task: evaluate.bits_per_byte(task, task.eval_batches())
+  assert of(as_bytes)(math.log(256)) == pytest.approx(8.0)
+  targets = [row[1:] for batch in as_ids.eval_batches() for row in batch]
+  bytes_per_id = sum(map(as_ids.tokenizer().num_bytes, targets)) / sum(map(len, targets))
+  assert bytes_per_id > 1.5
+  assert of(as_ids)(bytes_per_id * math.log(256)) == pytest.approx(8.0)
+
+
+def test_a_character_that_a_window_cuts_counts_for_the_bytes_that_are_in_it(tmp_path):
+  (tmp_path / 'a.txt').write_text('abc ' * 100)
+  tokenizer = tokenizer_lib.load('bpe(size=257)', str(tmp_path))  # the bytes, and the end
+  ids = tokenizer.encode(['a\U0001f600b'])[0]
+  assert [tokenizer.num_bytes(ids[cut:]) for cut in range(4)] == [6, 5, 4, 3]
