@@ -85,8 +85,7 @@ class Run:
   def summary(self) -> dict[str, Any]:
     """Losses, tokens, learners, kills, goodput and bytes: what `diloco report` writes as
     summary.json."""
-    found = self._read()
-    return summary.summarize(found, found.statuses)
+    return summary.summarize(self._read())
 
   @property
   def evaluations(self) -> Curve:
