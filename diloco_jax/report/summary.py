@@ -105,6 +105,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'loss_unit': found.loss_unit,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
+    'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
       {'step': one.step, 'tokens': tokens, 'seconds': round(at_s, 3), 'loss': one.loss}
       for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
@@ -277,6 +278,8 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
       f'held-out loss  {summary["eval_loss_start"]:.3f} before, {summary["eval_loss_end"]:.3f} '
       f'after ({unit}on unseen data)'
     )
+    if bits := summary['bits_per_byte_end']:
+      lines.append(f'               {bits:.3f} bits per byte after')
   else:
     lines.append('held-out loss  was not measured')
     losses = [f'{name} {row["loss"]:.3f}' for name, row in rows.items() if row['loss'] is not None]
@@ -299,6 +302,7 @@ def _place_lines(
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
     lines.append(f'model        diloco_jax.load_params({place!r})')
+    lines.append(f'             diloco export --workdir={shlex.quote(place)} --out=m.safetensors')
     if (workdir / 'model').is_dir():
       lines.append(f'             orbax.checkpoint.v1.load({place + "/model"!r})')
     if summary['task'] == run_config.DECODER:

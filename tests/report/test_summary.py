@@ -100,7 +100,7 @@ _ROWS = [
   ('supervisor', child(21, 'l0', 'starting', 'restarted (process 2)')),
   ('l0', row(21.5, protocol_facts.State(state='joined', incarnation=2, clock=5))),
   ('l0', step(22, 6, 1, 3.9)),
-  ('syncer', row(23, facts.Eval(step=6, loss=3.5))),
+  ('syncer', row(23, facts.Eval(step=6, loss=3.5, bits_per_byte=5.049))),
   ('syncer', row(24, _LEDGER)),
   ('syncer', row(24, facts.Traffic(bytes_up=1_000, bytes_down=3_000, bytes_data_parallel=80_000))),
   ('supervisor', exited(25, 'l0', 0)),
@@ -295,7 +295,8 @@ def test_bytes_add_up_over_the_processes_of_a_syncer():
 def test_the_text_has_the_summary(config, run, tmp_path):
   text = summary_lib.text(summarized(config, run, _FATES), tmp_path)
   for words in (
-    'held-out loss  5.500 before, 3.500 after (nats per byte, on unseen data)\n',
+    'held-out loss  5.500 before, 3.500 after (nats per byte, on unseen data)\n'
+    '               5.049 bits per byte after\n',
     'learner l0  3 steps, 150 tokens, 100 tokens/s, loss 4.467, 1 updates of a\n'
     '            fragment merged; killed once, down for 9.0 s\n',
     'loss 4.600, 1 updates of a\n            fragment merged; refused: another model\n',
