@@ -77,12 +77,8 @@ class Corpus:
 def load_corpus(source: str, tokenizer: str = '') -> Corpus:
   """Reads 'stdlib' (Python's own sources), a directory, or a glob of files (corpus_files.py).
 
-  Args:
-    source: `data.corpus`.
-    tokenizer: `data.tokenizer`, '' for bytes.
-
   Raises:
-    ValueError: there is no file, or a file is not readable, or the tokenizer not usable.
+    ValueError: there is no file, or a file or the tokenizer is not usable.
   """
   files = corpus_files.list_files(source)
   try:
