@@ -454,8 +454,9 @@ def test_what_devices_do_is_in_the_table_and_in_the_summary_where_it_is_known(co
   assert mine['cost']['parameters'] == 2_500_000
   assert mine['speed'] == pytest.approx({'tflops': 300, 'mfu': 300 / 918, 'memory': 0.75})
   text = summary_lib.text(json.loads(json.dumps(summary)), tmp_path)
-  assert 'TFLOP/s 300, MFU 33%, HBM 75%' in text.replace('\n            ', ' ')
-  assert f'\n            {model} TPU v6 lite\n' in text and f'\n            {model} cpu\n' in text
+  text = text.replace('\n            ', ' ')
+  assert ', 4 x TPU v6 lite, TFLOP/s 300, MFU 33%, HBM 75%, 1 updates' in text
+  assert ', 4 x cpu, TFLOP/s 0.01, 1 updates' in text
 
 
 @pytest.mark.parametrize('width', [20, 50, 80, 88, 120])
