@@ -40,6 +40,7 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
     rows[name] = ['-' if value is None else form.format(value) for value in values]
 
   add('held-out loss at its end', '{:.3f}', [run['eval_loss_end'] for run in runs])
+  add('  bits per byte', '{:.3f}', [run['bits_per_byte_end'] for run in runs])
   curves = [run['evaluations'] for run in runs]
   for by, what in (('tokens', 'after {:,} tokens'), ('step', 'at clock {:,}')):
     if all(curves):

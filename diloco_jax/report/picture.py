@@ -104,15 +104,8 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
       axes.plot(tokens, shown, color=colours[name], linewidth=1.2, marker=marker)
       if process.ended in _DEATHS:
         _mark_death(axes, tokens[-1], shown[-1])
-        axes.annotate(
-          f'{name} {process.ended}',
-          (tokens[-1], shown[-1]),
-          xytext=(0, -16),
-          textcoords='offset points',
-          ha='center',
-          fontsize=8,
-          bbox={'facecolor': 'white', 'alpha': 0.7, 'linewidth': 0, 'pad': 1},
-        )
+        told = f'\n{name} {process.ended}'  # below the mark
+        axes.text(tokens[-1], shown[-1], told, ha='center', va='top', fontsize=8)
   if run.evaluations:
     axes.plot(
       run.evaluated_tokens,
