@@ -65,7 +65,7 @@ def _curve(learner: run_facts.Learner) -> list[list]:
   places = [bisect.bisect_left(steps, at_s, key=lambda step: step.at_s) for at_s in starts]
   for process, begin, end in zip(learner.processes, [0, *places], [*places, len(steps)]):
     for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
-      some = steps[max(begin, last + 1 - _SMOOTH_STEPS) : last + 1].loss
+      some = steps.losses(max(begin, last + 1 - _SMOOTH_STEPS), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
     if begin < end:
       points[-1:] = [(*points[-1][:2], process.ended), (points[-1][0] + 1, None, '')]
