@@ -173,7 +173,7 @@ def picture(view: run_facts.RunFacts, elapsed_s: float, width: int) -> console_l
   """The whole display: progress, models, the last event, learners, syncer. A terminal that is too
   low shows its beginning."""
   parts = [_progress(view, elapsed_s)]
-  dim = [*_costs(view), ', '.join(_pace(view)[:2])]
+  dim = [*_costs(view), ', '.join(word for word in _pace(view) if 'tokens' in word)]
   parts += [text_lib.Text(f' {line}', style='dim', no_wrap=True) for line in dim if line]
   if view.last_event:
     parts.append(text_lib.Text(f' {view.last_event}', style='yellow', no_wrap=True))
@@ -279,15 +279,12 @@ def _percent(share: float | None) -> str:
 
 
 def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:
-  left_s = view.seconds_left
-  left = [f'{header.duration(left_s)} left'] if left_s else []
+  told = [f'{view.progress:4.0%} of {view.total_steps} steps', header.duration(elapsed_s)]
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
     '',
     progress_bar.ProgressBar(total=1.0, completed=view.progress, width=20),
-    ', '.join(
-      [f'{view.progress:4.0%} of {view.total_steps} steps', header.duration(elapsed_s), *left]
-    ),
+    ', '.join(told + [word for word in _pace(view) if word.endswith('left')]),
     text_lib.Text(header.clock(), style='dim'),
   )
   return grid

@@ -6,6 +6,7 @@ and thick; every learner has one colour in both halves.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -100,7 +101,8 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
       tokens, losses = [step.tokens for step in steps], [step.loss for step in steps]
       shown = smooth(losses)
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
-      axes.plot(tokens, shown, color=colours[name], linewidth=1.2)
+      marker = '.' if len(steps) < 20 else ''
+      axes.plot(tokens, shown, color=colours[name], linewidth=1.2, marker=marker)
       if process.ended in _DEATHS:
         _mark_death(axes, tokens[-1], shown[-1])
         axes.annotate(
@@ -160,11 +162,13 @@ def _scale(axes: axes_lib.Axes, unit: str) -> None:
 def _of_processes(
   learner: run_facts.Learner,
 ) -> Iterator[tuple[run_facts.Process, list[run_facts.Step]]]:
-  """Each process that stepped, and its steps, so that no line bridges an absence."""
+  """Each process that stepped, and its steps, so that no line bridges an absence; but
+  for those whose loss is not known."""
   begin_s = float('-inf')
   for process, following in itertools.zip_longest(learner.processes, learner.processes[1:]):
     end_s = following.started_s if following else float('inf')
-    if steps := [step for step in learner.steps if begin_s <= step.at_s < end_s]:
+    steps = [step for step in learner.steps if begin_s <= step.at_s < end_s]
+    if steps := [step for step in steps if not math.isnan(step.loss)]:
       yield process, steps
     begin_s = end_s
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -147,7 +148,8 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   run, status = found.run, found.statuses[name]
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  losses = [step.loss for step in itertools.islice(reversed(learner.steps), LAST_STEPS)]
+  last = [step.loss for step in itertools.islice(reversed(learner.steps), LAST_STEPS)]
+  losses = [loss for loss in last if not math.isnan(loss)]  # else the loop has not told it
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
@@ -254,8 +256,8 @@ def text(
 
 def _wrap(line: str, width: int) -> list[str]:
   """
-  >>> _wrap('model        a folder of arrays', 22)
-  ['model        a folder', '             of arrays']
+  >>> _wrap('model        a folder of arrays, of the types of the task', 42)
+  ['model        a folder of arrays, of the', '             types of the task']
   """
   label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
   wrapped = textwrap.wrap(
@@ -370,8 +372,8 @@ def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
   if summary['outer_steps'] and len(each) == 1 and min(each) > 0:
     steps = round(summary['tokens_trained'] / min(each))
     lines.append(
-      f'alone        a learner alone trains as many tokens in {steps:,} steps: compare with '
-      f'--syncer=none --config.train.steps={steps}, not with {summary["clock"]:,} steps'
+      f'alone        a learner alone trains as many tokens in {steps:,} steps: compare with that'
+      + f' (--syncer=none --config.train.steps={steps})' * (summary['task'] != run_config.OWN_LOOP)
     )
   return lines
 

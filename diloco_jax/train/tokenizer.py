@@ -15,6 +15,7 @@ from diloco_jax.numerics import spec
 from diloco_jax.train import corpus_files
 
 _ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]')
+_SIZES = range(257, 1 << 20)  # the bytes and the end, at least
 _TRAINED_ON_BYTES = 8 << 20
 
 
@@ -81,7 +82,7 @@ def file(name: str, corpus: str) -> pathlib.Path:
       raise ValueError(f'tokenizer {name!r} is not there (seen from {pathlib.Path.cwd()})')
     return pathlib.Path(name)
   try:
-    size = spec.make(name, {'bpe': _size}, int)
+    size = spec.make(name, {'bpe': lambda size=2048: size}, _SIZES.index)
   except ValueError as error:
     raise ValueError(
       f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'
@@ -89,12 +90,6 @@ def file(name: str, corpus: str) -> pathlib.Path:
   made_of = f'bpe {size} of {corpus_files.stamp(corpus)}'
   build = lambda new: _train_bpe(size, corpus, new / 'tokenizer.json')
   return corpus_files.cached(made_of, build) / 'tokenizer.json'
-
-
-def _size(size: int = 2048) -> int:
-  if not 256 < size <= 1 << 20:
-    raise ValueError('size must be more than the 256 bytes, and at most 2^20')
-  return size
 
 
 def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:

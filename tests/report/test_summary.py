@@ -299,7 +299,8 @@ def test_the_text_has_the_summary(config, run, tmp_path):
     'learner l0  3 steps, 150 tokens, 100 tokens/s, loss 4.467, 1 updates of a\n'
     '            fragment merged; killed once, down for 9.0 s\n',
     'loss 4.600, 1 updates of a\n            fragment merged; refused: another model\n',
-    'alone        a learner alone trains as many tokens in 5 steps: compare with\n',
+    'alone        a learner alone trains as many tokens in 5 steps: compare with that\n'
+    '             (--syncer=none --config.train.steps=5)\n',
     'is a clock, not a number of steps',
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
