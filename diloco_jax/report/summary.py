@@ -123,7 +123,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
       _kill(run, name, process.ended_s)
       for name, learner in run.learners.items()
       for process in learner.processes
-      if process.ended == 'killed'
+      if process.ended == 'killed' and process.ended_s is not None
     ],
     'goodput': _goodput(run),
     'missing_facts': {
@@ -261,9 +261,14 @@ def _wrap(line: str, width: int) -> list[str]:
   ['model        a folder of arrays, of the', '             types of the task']
   """
   label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
-  indent = ' ' * min(label.end(), width // 3)
-  unbroken = {'break_long_words': False, 'break_on_hyphens': False}
-  return textwrap.wrap(line, width, subsequent_indent=indent, **unbroken) or ['']
+  wrapped = textwrap.wrap(
+    line,
+    width,
+    subsequent_indent=' ' * min(label.end() if label else 0, width // 3),
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
+  return wrapped or ['']
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
