@@ -3,7 +3,7 @@
 The pages of docs/reference are made here from the code; a mark in them says where. Links to files
 of the repo that are no page lead to the repo; where its address is not known they are paths in the
 text. Diagrams are drawn where docs/_static has a
-mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
+mermaid.*.js (docs/.readthedocs.yaml), and are text without it.
 """
 
 import dataclasses
