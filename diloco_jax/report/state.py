@@ -11,7 +11,7 @@ from diloco_jax.config import run_config
 from diloco_jax.report import folder, run_facts
 
 POINTS = 400  # of a curve
-_SMOOTH_STEPS = 10  # a point of a curve is the mean loss of so many steps
+_SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
 _OF_RUN = 'end_s progress total_steps tokens tokens_per_second seconds_left syncer'.split()
 _OF_LEARNER = 'state phase step tokens_per_second staleness incarnation'.split()
@@ -49,7 +49,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
     'curve': _curve(learner),
     'lives': _lives(learner.processes),
-    'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 0},
+    'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
 
 
@@ -64,8 +64,9 @@ def _curve(learner: run_facts.Learner) -> list[list]:
   starts = [process.started_s for process in learner.processes[1:]]
   places = [bisect.bisect_left(steps, at_s, key=lambda step: step.at_s) for at_s in starts]
   for process, begin, end in zip(learner.processes, [0, *places], [*places, len(steps)]):
+    smooth = min(_SMOOTH_STEPS, 1 + (end - begin) // 20)
     for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
-      some = steps[max(begin, last + 1 - _SMOOTH_STEPS) : last + 1].loss
+      some = steps.losses(max(begin, last + 1 - smooth), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
     if begin < end:
       points[-1:] = [(*points[-1][:2], process.ended), (points[-1][0] + 1, None, '')]

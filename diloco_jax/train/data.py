@@ -86,7 +86,8 @@ def load_corpus(source: str, tokenizer: str = '') -> Corpus:
       parts: tuple[list[bytes], list[bytes]] = [], []
       for held_out, text in corpus_files.documents(files):
         parts[held_out].extend((text, b'\0'))
-      return _split(*(np.frombuffer(b''.join(part), np.uint8) for part in parts))
+      train_ids, eval_ids = (np.frombuffer(b''.join(part), np.uint8) for part in parts)
+      return _split(train_ids, eval_ids)
     loaded = tokenizer_lib.load(tokenizer, source)
     digest = hashlib.sha256(tokenizer_lib.file(tokenizer, source).read_bytes()).hexdigest()
     build = lambda new: _write_ids(files, loaded, new)
@@ -106,9 +107,12 @@ def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = Non
   return Corpus(train_ids, eval_ids, digest)
 
 
-def _mapped(folder: pathlib.Path, dtype: str) -> list[np.ndarray]:
-  paths = [folder / name for name in _PARTS]
-  return [np.memmap(p, dtype, 'r') if p.stat().st_size else np.empty(0, dtype) for p in paths]
+def _mapped(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+  train, held_out = (
+    np.memmap(path, dtype, 'r') if path.stat().st_size else np.empty(0, dtype)
+    for path in (folder / name for name in _PARTS)
+  )
+  return train, held_out
 
 
 def _write_ids(

@@ -46,7 +46,7 @@ function shorten(run) {  // returns a function that takes the long part of each 
 const plots = {};
 function plot(id, tables, series, options) {  // a new chart only if its lines, its width or its ink change
   const ink = getComputedStyle(document.body).color, width = wide(id), data = uPlot.join(tables);
-  const key = JSON.stringify([series.map(one => one.label), ink, width]);
+  const key = JSON.stringify([series.map(one => one.label), ink, width, options.scales]);
   if (plots[id]?.key == key && $(id).firstChild) return plots[id].setData(data);
   const nearest = (u, s, i) => u.data[s].reduce((best, y, k) => y != null && Math.abs(k - i) < Math.abs(best - i) ? k : best, 1e9);
   $(id).replaceChildren();
@@ -143,6 +143,8 @@ const notice = text => { $('notice').hidden = !text; $('notice').textContent = t
 addEventListener('resize', again);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
 again();
+if (shown?.length == 1 && shown[0].progress < 1)
+  notice(`The records end ${clock(shown[0].began_s + shown[0].end_s)}, before the last step.`);
 if (live) {
   const source = new EventSource('events');
   source.onerror = () => notice('The page has lost its server: what is below is old.');

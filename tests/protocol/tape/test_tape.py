@@ -57,7 +57,7 @@ def received(message: messages.Message) -> events.Received:
   return events.Received(session=1, message=message)
 
 
-_TIMES = {'step_ns': 1, 'data_ns': 0, 'saving_ns': 0}
+_TIMES = {'step_ns': 1, 'data_ns': 0, 'saving_ns': 0, 'loss': None}
 EVENTS = (
   events.Wake(),
   events.Connected(session=1),
@@ -447,9 +447,8 @@ def test_one_edited_action_is_shown_with_its_context():
   assert found.turn.actions[0].message.tokens == 11 and found.replayed[0].message.tokens == 10
   text = result.text()
   assert text.startswith('diverges at turn 5:\nturn 0 at 0 ns  {"kind":"Wake"} -> Dial\n')
-  assert (
-    '\n  event     {"kind":"StepDone","tokens":5,"step_ns":9,"data_ns":0,"saving_ns":0}\n' in text
-  )
+  event = '{"kind":"StepDone","tokens":5,"step_ns":9,"data_ns":0,"saving_ns":0,"loss":null}'
+  assert f'\n  event     {event}\n' in text
   assert '\n  recorded  {"kind":"Send",' in text and '"tokens":11,' in text
   assert '\n  replayed  {"kind":"Send",' in text and '"tokens":10,' in text
   assert '\n  both      {"kind":"Step","clock":2}' in text
