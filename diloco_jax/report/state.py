@@ -67,7 +67,7 @@ def _curve(learner: run_facts.Learner) -> list[list]:
   for process, begin, end in zip(learner.processes, [0, *places], [*places, len(steps)]):
     smooth = min(_SMOOTH_STEPS, 1 + (end - begin) // 20)
     for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
-      some = steps[max(begin, last + 1 - smooth) : last + 1].loss
+      some = steps.losses(max(begin, last + 1 - smooth), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
     if begin < end:
       points[-1:] = [(*points[-1][:2], process.ended), (points[-1][0] + 1, None, '')]

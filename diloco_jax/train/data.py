@@ -86,7 +86,8 @@ def load_corpus(source: str, tokenizer: str = '') -> Corpus:
       parts: tuple[list[bytes], list[bytes]] = [], []
       for held_out, text in corpus_files.documents(files):
         parts[held_out].extend((text, b'\0'))
-      return _split(*(np.frombuffer(b''.join(part), np.uint8) for part in parts))
+      train_ids, eval_ids = (np.frombuffer(b''.join(part), np.uint8) for part in parts)
+      return _split(train_ids, eval_ids)
     loaded = tokenizer_lib.load(tokenizer, source)
     file = tokenizer_lib.file(tokenizer, source).read_bytes()
     made_of = f'ids of {hashlib.sha256(file).hexdigest()} of {corpus_files.stamp(source)}'
@@ -106,9 +107,12 @@ def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = Non
   return Corpus(train_ids, eval_ids, digest)
 
 
-def _mapped(folder: pathlib.Path, size: int) -> list[np.ndarray]:
+def _mapped(folder: pathlib.Path, size: int) -> tuple[np.ndarray, np.ndarray]:
   kind, paths = _id_type(size), [folder / name for name in _PARTS]
-  return [np.memmap(p, kind, 'r') if p.stat().st_size else np.empty(0, kind) for p in paths]
+  train, held_out = (
+    np.memmap(p, kind, 'r') if p.stat().st_size else np.empty(0, kind) for p in paths
+  )
+  return train, held_out
 
 
 def _id_type(size: int) -> type[np.unsignedinteger]:

@@ -132,7 +132,10 @@ def _port(workdir):
   server, url = serve.make(workdir)
   thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
   thread.start()
-  yield int(re.fullmatch(r'http://127\.0\.0\.1:(\d+)/', url)[1])
+  port = int(re.fullmatch(r'http://127\.0\.0\.1:(\d+)/', url)[1])
+  while json.loads(ask(port, '/run.json')[1])['behind']:  # an answer reads for half a second
+    time.sleep(0.05)
+  yield port
   server.shutdown()
   server.server_close()
   thread.join()
