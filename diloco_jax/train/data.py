@@ -108,9 +108,9 @@ def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = Non
 
 
 def _mapped(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+  paths = [folder / name for name in _PARTS]
   train, held_out = (
-    np.memmap(path, dtype, 'r') if path.stat().st_size else np.empty(0, dtype)
-    for path in (folder / name for name in _PARTS)
+    np.memmap(p, dtype, 'r') if p.stat().st_size else np.empty(0, dtype) for p in paths
   )
   return train, held_out
 

@@ -357,7 +357,7 @@ def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 4
   assert list((workdir / 'report').iterdir()) == []
   text = summary_lib.text(summary, workdir)
-  assert '\nreport  ' not in text and text.startswith('disk ')
+  assert '\nreport  ' not in text and text.startswith('disk')
   assert 'make space and continue' in ' '.join(text.split())
 
 
