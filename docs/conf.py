@@ -3,7 +3,7 @@
 The pages of docs/reference are made here from the code; a mark in them says where. Links to files
 of the repo that are no page lead to the repo; where its address is not known they are paths in the
 text. Diagrams are drawn where docs/_static has a
-mermaid.min.js (docs/.readthedocs.yaml), and are text without it.
+mermaid.*.js (docs/.readthedocs.yaml), and are text without it.
 """
 
 import dataclasses
@@ -121,6 +121,12 @@ def curves() -> str:
   return '\n'.join(f'* `{tag}`' for tag in sorted(found))
 
 
+def without_type(app, what: str, name: str, value, options, lines: list[str]) -> None:
+  """Napoleon takes the words before the first colon of a property's first line for its type."""
+  if what == 'property':
+    lines[:0] = ['..', '']  # an empty comment
+
+
 def _cell(text: str) -> str:
   return ' '.join(text.split()).replace('|', '\\|').replace('*', '\\*').replace('<', '&lt;')
 
@@ -146,7 +152,7 @@ def to_the_repo(app, docname: str, source: list[str]) -> None:
     path = file.relative_to(ROOT)
     return f'[{match[1]}]({REPO}/blob/main/{path})' if REPO else f'{match[1]} (`{path}`)'
 
-  source[0] = re.sub(r'(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
+  source[0] = re.sub(r'(?<!!)\[([^\]"\n]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
 
 
 class Mermaid(rst.Directive):
@@ -163,3 +169,4 @@ def setup(app) -> None:
   app.add_directive('mermaid', Mermaid)
   app.connect('source-read', generate)
   app.connect('source-read', to_the_repo)
+  app.connect('autodoc-process-docstring', without_type, priority=400)  # before napoleon

@@ -12,6 +12,7 @@ import pytest
 import diloco_jax
 from diloco_jax.config import fields
 
+pytestmark = pytest.mark.timeout(900)  # 15 s on a quiet machine
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REPO = 'https://repo.example/diloco_jax'
 PAGES = [

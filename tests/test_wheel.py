@@ -63,7 +63,7 @@ def test_the_installed_command_prints_the_examples(wheel, tmp_path):
   names = [line.split()[0] for line in say().stdout.splitlines()]
   assert names == [path.stem for path in EXAMPLES]
   printed = say('loop_optax').stdout
-  assert 'diloco_jax.join' in printed and '\n    python loop_optax.py --learner=l0\n' in printed
+  assert 'diloco_jax.join' in printed and '\n    python loop_optax.py --learner=l0 ' in printed
   wrong = say('loop_optx')
   assert (wrong.returncode, wrong.stdout) == (42, '') and 'loop_optax' in wrong.stderr
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich import console as console_lib
+from rich import terminal_theme
 
 from diloco_jax.api import load_params
 from diloco_jax.config import run_config
@@ -84,8 +85,7 @@ class Run:
   def summary(self) -> dict[str, Any]:
     """Losses, tokens, learners, kills, goodput and bytes: what `diloco report` writes as
     summary.json."""
-    found = self._read()
-    return summary.summarize(found, found.statuses)
+    return summary.summarize(self._read())
 
   @property
   def evaluations(self) -> Curve:
@@ -157,12 +157,14 @@ class Display:
     console = console_lib.Console(
       file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False
     )
-    for line in self._view.layout.lines if self._view.layout else ():
-      console.print(f' {line}', style='dim', highlight=False)
     console.print(live.picture(self._view, time.monotonic() - self._began_s, _WIDTH))
     table = {
       'text/plain': console.export_text(clear=False),
-      'text/html': console.export_html(inline_styles=True, code_format='<pre>{code}</pre>'),
+      'text/html': console.export_html(
+        theme=terminal_theme.SVG_EXPORT_THEME,  # for light and dark notebooks
+        code_format='<pre>{code}</pre>',
+        inline_styles=True,
+      ),
     }
     if self._shown is None:
       self._shown = display.display(table, raw=True, display_id=True)
@@ -173,7 +175,7 @@ class Display:
 class CellRecorder(records_lib.Recorder):
   """The recorder of a node in a notebook: the table has what its lines about steps would say."""
 
-  def completed(self, *args: Any) -> None: ...
+  def completed(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def in_kernel() -> bool:

@@ -12,7 +12,6 @@ The run may be under way: then it is the model of the syncer's newest checkpoint
 import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 
@@ -51,21 +50,12 @@ def main(argv: list[str]) -> int:
   length = assembled.config.data.seq_len
   drawn = evaluate.sample(task, params, prompt, length, _TEMPERATURE.value, _SEED.value)
   sys.stdout.reconfigure(errors='replace')
-  for piece in _pieces(tokenizer.decode, prompt, itertools.islice(drawn, _TOKENS.value)):
-    print(piece, end='', flush=True)
-  print()
-  return 0
-
-
-def _pieces(
-  decode: Callable[[Sequence[int]], str], prompt: Sequence[int], drawn: Iterator[int]
-) -> Iterator[str]:
-  """The text, as far as its characters are whole."""
   ids, shown = list(prompt), 0
-  for new in itertools.chain([()], ((one,) for one in drawn)):
+  for new in itertools.chain([()], zip(itertools.islice(drawn, _TOKENS.value))):
     ids.extend(new)
-    text = decode(ids)
-    whole = text.rstrip('\ufffd')
-    yield whole[shown:]
+    text = tokenizer.decode(ids)
+    whole = text.rstrip('\ufffd')  # the next id may complete a character
+    print(whole[shown:], end='', flush=True)
     shown = max(shown, len(whole))
-  yield text[shown:]
+  print(text[shown:])
+  return 0

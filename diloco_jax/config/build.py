@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from diloco_jax.config import load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.storage import arrays
+from diloco_jax.storage import arrays, tree_digest
 from diloco_jax.train import decoder, optimizer
 from diloco_jax.train import task as task_lib
 
@@ -103,13 +102,8 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     if config.train.init_from:
       init = functools.partial(arrays.start, config.train.init_from, shapes)
       task = dataclasses.replace(task, init=lambda seed: init())
-      shared['init'] = _digest(init())
+      shared['init'] = zlib.crc32(repr(tree_digest.digests_of_host(init())).encode())
   return _assemble(config, init, shapes, task.label, shared, task)
-
-
-def _digest(tree: Any) -> str:
-  crcs = [zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8)) for leaf in jax.tree.leaves(tree)]
-  return f'{zlib.crc32(str(crcs).encode()):08x}'
 
 
 def assemble_own_loop(

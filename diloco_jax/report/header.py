@@ -1,31 +1,6 @@
-"""What a run says before its first step, and sizes and times for people."""
+"""Sizes and times for people."""
 
 import time
-
-from diloco_jax.config import run_config
-from diloco_jax.report import facts
-
-
-def layout(
-  config: run_config.Config, parameters: int, tokens: int, bytes_up: int, bytes_down: int
-) -> facts.Layout:
-  """What is trained, by how many learners, and what they exchange."""
-  sync, steps = config.sync, config.train.steps
-  trained = f'{parameters:,} parameters, T = {steps:,} inner steps'
-  if tokens:
-    trained += f' of {tokens:,} tokens: {tokens * steps * sync.learners:,} on all learners'
-  waits = '' if sync.max_lag is None else f', max_lag = {sync.max_lag}'
-  lines = [
-    trained,
-    f'M = {sync.learners} learners, quorum K = {sync.quorum}; P = {sync.fragments} fragments, each '
-    f'every H = {sync.period} steps',
-    f'overlap tau = {sync.overlap}{waits}; outer optimizer {sync.outer}',
-    f'{size(bytes_up)} up as {sync.codec_up} and {size(bytes_down)} down as {sync.codec_down} for '
-    f'each learner in {sync.period} steps',
-  ]
-  return facts.Layout(
-    parameters=parameters, tokens=tokens, bytes_up=bytes_up, bytes_down=bytes_down, lines=lines
-  )
 
 
 def clock() -> str:

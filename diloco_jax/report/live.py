@@ -118,8 +118,8 @@ class LiveDisplay:
     self._live.update(picture(view, elapsed_s, console.width), refresh=True)
 
   def close(self) -> None:
-    if self._view is not None:
-      self._guard(lambda: self._draw(self._view))  # the final state
+    if (view := self._view) is not None:
+      self._guard(lambda: self._draw(view))  # the final state
     self._guard(self._live.stop)
 
   def _guard(self, draw: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ class LiveDisplay:
     except OSError:
       terminal = os.fstat(self._live.console.file.fileno())
       nowhere = os.open(os.devnull, os.O_WRONLY)
-      for stream in (sys.__stdout__.fileno(), sys.__stderr__.fileno()):
+      for stream in (1, 2):
         if os.fstat(stream).st_rdev == terminal.st_rdev:
           os.dup2(nowhere, stream)
 
@@ -173,7 +173,7 @@ def picture(view: run_facts.RunFacts, elapsed_s: float, width: int) -> console_l
   """The whole display: progress, models, the last event, learners, syncer. A terminal that is too
   low shows its beginning."""
   parts = [_progress(view, elapsed_s)]
-  dim = [*_costs(view), ', '.join(_pace(view)[:2])]
+  dim = [*_costs(view), ', '.join(word for word in _pace(view) if 'tokens' in word)]
   parts += [text_lib.Text(f' {line}', style='dim', no_wrap=True) for line in dim if line]
   if view.last_event:
     parts.append(text_lib.Text(f' {view.last_event}', style='yellow', no_wrap=True))
@@ -258,9 +258,9 @@ def _speeds(learners: list[run_facts.Learner]) -> list[_Column]:
 
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
-  last, figures = view.synced, view.figures
+  last, figures, state = view.synced, view.figures, view.syncer or ''
   return [
-    _Column('syncer ', [view.syncer], [_COLOURS.get(view.syncer, '')], text=True),
+    _Column('syncer ', [state], [_COLOURS.get(state, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
     _Column('outer steps', [str(len(view.merges_s))]),
     _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
@@ -279,15 +279,12 @@ def _percent(share: float | None) -> str:
 
 
 def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:
-  left_s = view.seconds_left
-  left = [f'{header.duration(left_s)} left'] if left_s else []
+  told = [f'{view.progress:4.0%} of {view.total_steps} steps', header.duration(elapsed_s)]
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
     '',
     progress_bar.ProgressBar(total=1.0, completed=view.progress, width=20),
-    ', '.join(
-      [f'{view.progress:4.0%} of {view.total_steps} steps', header.duration(elapsed_s), *left]
-    ),
+    ', '.join(told + [word for word in _pace(view) if word.endswith('left')]),
     text_lib.Text(header.clock(), style='dim'),
   )
   return grid

@@ -6,9 +6,11 @@ and thick; every learner has one colour in both halves.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 from matplotlib import axes as axes_lib
 from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
@@ -99,18 +101,12 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
       tokens, losses = [step.tokens for step in steps], [step.loss for step in steps]
       shown = smooth(losses)
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
-      axes.plot(tokens, shown, color=colours[name], linewidth=1.2)
+      marker = '.' if len(steps) < 20 else ''
+      axes.plot(tokens, shown, color=colours[name], linewidth=1.2, marker=marker)
       if process.ended in _DEATHS:
         _mark_death(axes, tokens[-1], shown[-1])
-        axes.annotate(
-          f'{name} {process.ended}',
-          (tokens[-1], shown[-1]),
-          xytext=(0, -16),
-          textcoords='offset points',
-          ha='center',
-          fontsize=8,
-          bbox={'facecolor': 'white', 'alpha': 0.7, 'linewidth': 0, 'pad': 1},
-        )
+        told = f'\n{name} {process.ended}'  # below the mark
+        axes.text(tokens[-1], shown[-1], told, ha='center', va='top', fontsize=8)
   if run.evaluations:
     axes.plot(
       run.evaluated_tokens,
@@ -146,7 +142,7 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
 
 def _scale(axes: axes_lib.Axes, unit: str) -> None:
   """A logarithmic axis of losses, unless one is not above 0; with ticks that people can read."""
-  losses = [value for line in axes.get_lines() for value in line.get_ydata()]
+  losses = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata(), float)]
   axes.set_ylabel(f'loss, {unit}' if unit else 'loss')
   if losses and min(losses) > 0:
     axes.set_yscale('log')
@@ -159,11 +155,13 @@ def _scale(axes: axes_lib.Axes, unit: str) -> None:
 def _of_processes(
   learner: run_facts.Learner,
 ) -> Iterator[tuple[run_facts.Process, list[run_facts.Step]]]:
-  """Each process that stepped, and its steps, so that no line bridges an absence."""
+  """Each process that stepped, and its steps, so that no line bridges an absence; but
+  for those whose loss is not known."""
   begin_s = float('-inf')
   for process, following in itertools.zip_longest(learner.processes, learner.processes[1:]):
     end_s = following.started_s if following else float('inf')
-    if steps := [step for step in learner.steps if begin_s <= step.at_s < end_s]:
+    steps = [step for step in learner.steps if begin_s <= step.at_s < end_s]
+    if steps := [step for step in steps if not math.isnan(step.loss)]:
       yield process, steps
     begin_s = end_s
 

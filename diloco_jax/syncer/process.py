@@ -183,18 +183,31 @@ def run(
 
 def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None:
   """Says what the run trains and exchanges."""
-  layout, task = assembled.layout, assembled.task
+  config, layout = assembled.config, assembled.layout
+  sync, steps, tokens = config.sync, config.train.steps, 0
+  trained = f'{assembled.parameters:,} parameters, T = {steps:,} inner steps'
+  if assembled.task:
+    tokens = assembled.task.tokens_per_batch
+    trained += f' of {tokens:,} tokens: {tokens * steps * sync.learners:,} on all learners'
+  up = sum(assembled.payload_bytes)
   sizes = [layout.size(p) for p in range(layout.num_fragments)]
-  fact = header.layout(
-    assembled.config,
-    assembled.parameters,
-    task.tokens_per_batch if task else 0,
-    sum(assembled.payload_bytes),
-    sum(map(assembled.codec_down.encoded_size, sizes)),
+  down = sum(map(assembled.codec_down.encoded_size, sizes))
+  waits = '' if sync.max_lag is None else f', max_lag = {sync.max_lag}'
+  lines = [
+    trained,
+    f'M = {sync.learners} learners, quorum K = {sync.quorum}; P = {sync.fragments} fragments, each '
+    f'every H = {sync.period} steps',
+    f'overlap tau = {sync.overlap}{waits}; outer optimizer {sync.outer}',
+    f'{header.size(up)} up as {sync.codec_up} and {header.size(down)} down as {sync.codec_down} '
+    f'for each learner in {sync.period} steps',
+  ]
+  records.report(
+    facts.Layout(
+      parameters=assembled.parameters, tokens=tokens, bytes_up=up, bytes_down=down, lines=lines
+    )
   )
-  records.report(fact)
-  records.config(assembled.config.to_dict())
-  for line in fact.lines:
+  records.config(config.to_dict())
+  for line in lines:
     records.say(line)
 
 

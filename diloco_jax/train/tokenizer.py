@@ -15,13 +15,14 @@ from diloco_jax.numerics import spec
 from diloco_jax.train import corpus_files
 
 _ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]')
+_SIZES = range(257, 1 << 20)  # the bytes and the end, at least
 _TRAINED_ON_BYTES = 8 << 20
 
 
 class Tokenizer:
   """Bytes as UTF-8. `size` is the number of ids, `end` stands after each document."""
 
-  size, end = 256, [0]
+  size, end, dtype = 256, [0], 'uint8'
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
     return [list(text.encode('utf-8', 'surrogateescape')) for text in texts]
@@ -38,7 +39,7 @@ class _Subwords(Tokenizer):
   def __init__(self, encode: Callable, decode: Callable, size: int, end: list[int]):
     self.encode = lambda texts: encode(list(texts))
     self.decode = lambda ids: decode([int(one) for one in ids])
-    self.size, self.end = size, end
+    self.size, self.end, self.dtype = size, end, 'uint16' if size <= 1 << 16 else 'uint32'
 
   def num_bytes(self, ids: Sequence[int]) -> int:
     # A character that a window cuts is a U+FFFD, of three bytes: counted as one.
@@ -81,20 +82,13 @@ def file(name: str, corpus: str) -> pathlib.Path:
       raise ValueError(f'tokenizer {name!r} is not there (seen from {pathlib.Path.cwd()})')
     return pathlib.Path(name)
   try:
-    size = spec.make(name, {'bpe': _size}, int)
+    size = spec.make(name, {'bpe': lambda size=2048: size}, _SIZES.index)
   except ValueError as error:
     raise ValueError(
       f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'
     ) from None
-  made_of = f'bpe {size} of {corpus_files.stamp(corpus)}'
   build = lambda new: _train_bpe(size, corpus, new / 'tokenizer.json')
-  return corpus_files.cached(made_of, build) / 'tokenizer.json'
-
-
-def _size(size: int = 2048) -> int:
-  if not 256 < size <= 1 << 20:
-    raise ValueError('size must be more than the 256 bytes, and at most 2^20')
-  return size
+  return corpus_files.cached(f'bpe {size}', corpus, build) / 'tokenizer.json'
 
 
 def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:

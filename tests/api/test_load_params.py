@@ -42,6 +42,23 @@ def _run(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
+def test_an_opened_run_tells_what_it_has_recorded(run):
+  opened = diloco_jax.open_run(run)
+  clock, tokens, seconds, loss = opened.losses('l0')
+  assert clock.tolist() == list(range(1, 13)) and (np.diff(tokens) > 0).all()
+  assert (np.diff(seconds) >= 0).all() and loss[-1] < loss[0]
+  assert opened.evaluations.loss[-1] == opened.summary['eval_loss_end']
+  assert opened.summary['tokens_trained'] == tokens[-1]
+  assert 'srcdoc=' in opened._repr_html_() and '100%' in repr(opened)
+  assert opened.params['embedding'].shape == (256, 32)
+  beside = opened.plot(opened)
+  assert (
+    len(opened.plot().axes) == len(beside.axes) == 2 and 'matplotlib' in type(beside).__module__
+  )
+  with pytest.raises(ValueError, match='there is no run in'):
+    diloco_jax.open_run(run / 'model')
+
+
 def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
   tree = ocp.load(run / 'model')
   assert tree['embedding'].shape == (256, 32)

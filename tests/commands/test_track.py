@@ -89,7 +89,7 @@ def test_a_run_that_is_continued_continues_its_lines(workdir):
   assert {key[1:] for key in lines} == {('l0', 'a_run', 'p'), ('syncer', 'a_run', 'p')}
   assert len(lines) == 2, 'each process has one id'
   points = {key[1]: found for key, found in lines.items()}
-  assert [(one['clock'], one['learning/loss']) for one in points['l0']] == [
+  assert [(one['clock'], one['step/loss']) for one in points['l0']] == [
     (step, 5.0 - step) for step in range(1, 7)
   ]
-  assert [one['evaluation/loss'] for one in points['syncer']] == [6.0, 6.0]
+  assert [one['eval/loss'] for one in points['syncer']] == [6.0, 6.0]

@@ -5,9 +5,8 @@ import io
 import pytest
 from rich import console as console_lib
 
-from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, header, live, run_facts
+from diloco_jax.report import facts, live, run_facts
 from tests.report.test_records import row
 
 
@@ -72,7 +71,8 @@ def _joined(at_s: float, name: str) -> list[tuple[str, dict]]:
 
 def test_the_display_tells_what_is_waited_for_and_what_is_left(monkeypatch):
   run = run_facts.RunFacts(['l0', 'l1'], 100)
-  layout = header.layout(stdlib_lm.get_config('tiny'), 1_000, 50, 2_000, 3_000)
+  lines = ['M = 2 learners', '2.0 kB up as int8']
+  layout = facts.Layout(parameters=1_000, tokens=50, bytes_up=1, bytes_down=2, lines=lines)
   run.take([_process(0, 'l0', 'starting'), _process(0, 'l1', 'starting')])
   run.take([('syncer', row(1, layout)), *_joined(2, 'l0')])
   run.take([('l1', row(2, facts.Startup(phase='restored', cpu_s=1.0)))])
@@ -82,7 +82,7 @@ def test_the_display_tells_what_is_waited_for_and_what_is_left(monkeypatch):
   display.tick(run)
   text = console.file.getvalue()
   assert 'waiting for l1 12 s' in text and 'compiling 12 s' in text
-  assert text.index('H = 4 steps') < text.index('waiting for l1') and '2.0 kB up as int8' in text
+  assert text.index('M = 2 learners') < text.index('waiting for l1') and '2.0 kB up as int8' in text
   assert live.status_line(run) == '0%: l0 waiting for l1, l1 compiling'
 
   run.take(_joined(14, 'l1'))

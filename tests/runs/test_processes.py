@@ -139,6 +139,8 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
     slow_data.FLAG,
   )
   first = start('train', *flags)
+  first.wait_for('parameters, T = 100 inner steps of')
+  first.wait_for('M = 2 learners, quorum K = ')
   first.wait_for('completed step: ')
   stopped = time.monotonic()
   first.process.send_signal(signal.SIGINT)

@@ -79,7 +79,7 @@ def build(folder):
     os.kill(os.getpid(), signal.SIGKILL)
   (folder / 'half').rename(folder / 'whole')
 
-assert os.listdir(corpus_files.cached('x', build)) == ['whole']
+assert os.listdir(corpus_files.cached('x', 'stdlib', build)) == ['whole']
 """
 
 
@@ -95,7 +95,7 @@ def test_processes_that_start_together_build_once_also_after_one_that_died(tmp_p
 def test_a_cache_that_cannot_be_written_is_one_clear_line(text, monkeypatch, tmp_path):
   (tmp_path / 'file').touch()
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
-  with pytest.raises(ValueError, match='cannot write .*: Not a directory; make space, or set XDG'):
+  with pytest.raises(ValueError, match='Not a directory: .*; mend it, make space, or set XDG'):
     data_lib.load_corpus(str(text), BPE)
 
 
@@ -133,7 +133,7 @@ def test_records_are_documents(tmp_path):
     ('bad.json', "tokenizer '.*bad.json': "),
     ('bad.model', "tokenizer '.*bad.model': "),
     ('gpt2', "'gpt2' is unknown; use one of: bpe; or name a file of tokenizers"),
-    ('bpe(size=100)', r'size must be more than the 256 bytes.*it is bpe\(size: int = 2048\)'),
+    ('bpe(size=100)', r'100 is not in range; it is bpe\(size=2048\)'),
     ('bpe(vocab=1)', 'unexpected keyword'),
   ],
 )
@@ -155,7 +155,7 @@ def test_a_package_that_is_not_installed_is_named(text, tmp_path, monkeypatch, p
     'sentencepiece': (text, str(tmp_path / 'x.model')),
     'pyarrow': (tmp_path / '*.parquet', ''),
   }[package]
-  with pytest.raises(ValueError, match=rf'{package}.*pip'):
+  with pytest.raises(ValueError, match=package):
     data_lib.load_corpus(str(source), tokenizer)
 
 
