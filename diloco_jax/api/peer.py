@@ -167,8 +167,10 @@ class Peer:
     one must be."""
     waits = not self._measured or clock + 1 >= self._total_steps
     self._measured = True
-    before = self._unrecorded[0].metrics if self._unrecorded else {}
-    jax.block_until_ready([before, metrics if waits else {}])
+    if self._unrecorded:
+      jax.block_until_ready(self._unrecorded[0].metrics)
+    if waits:
+      jax.block_until_ready(metrics)
     step_ns = time.monotonic_ns() - self._boundary_ns
     data_ns = min(self._data_ns, step_ns)
     self._data_ns = 0
@@ -217,9 +219,9 @@ class Peer:
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
-    for name in sorted(held.keys() | named.keys()):
+    for name in held if same else sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
-      if mine is None or its is None or own_arrays.shape(mine) != own_arrays.shape(its):
+      if not own_arrays.alike(mine, its):
         raise ValueError(
           f'{name} is {own_arrays.shape(its)}, join was given {own_arrays.shape(mine)}'
         )
@@ -229,7 +231,8 @@ class Peer:
           '`params = peer.sync(params, ...)`'
         )
       committed = self._arrays.shardings.params[name] is not None
-      if not committed and isinstance(its, jax.Array) and its.devices() != self._arrays.devices:
+      is_there = committed or not isinstance(its, jax.Array) or its.sharding == mine.sharding
+      if not is_there and its.devices() != self._arrays.devices:
         raise ValueError(
           f'{name} has moved to other devices since join: put the parameters there before, with '
           'jax.device_put(params, sharding)'
@@ -237,7 +240,9 @@ class Peer:
     if (opt_state is None) != (moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    if own_arrays.like(opt_state) != own_arrays.like(moments):
+    ours, theirs = jax.tree.leaves(moments), jax.tree.leaves(opt_state)
+    same = jax.tree.structure(moments) == jax.tree.structure(opt_state)
+    if not (same and all(map(own_arrays.alike, ours, theirs))):
       raise ValueError('opt_state is another tree, or has other shapes, than the one given to join')
     self._arrays.take(named, opt_state)
 

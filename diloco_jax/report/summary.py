@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
@@ -149,8 +148,9 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   run, status = found.run, found.statuses[name]
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  last = [step.loss for step in itertools.islice(reversed(learner.steps), LAST_STEPS)]
-  losses = [loss for loss in last if not math.isnan(loss)]  # else the loop has not told it
+  # Of one on another machine there is a step for each heartbeat.
+  last = itertools.islice(reversed(learner.steps), LAST_STEPS if learner.speaks else 1)
+  losses = [step.loss for step in last] if learner.tells_loss else []
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
