@@ -175,7 +175,7 @@ class Display:
 class CellRecorder(records_lib.Recorder):
   """The recorder of a node in a notebook: the table has what its lines about steps would say."""
 
-  def completed(self, *args: Any) -> None: ...
+  def completed(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def in_kernel() -> bool:

@@ -3,10 +3,9 @@
     diloco status --workdir=runs/x             # prints the address of the page
     diloco status --workdir=runs/x --port=8080 --open
 
-The page is served on 127.0.0.1 alone, from the records in the folder, and nothing on it acts on the
-run. From another machine: ssh -L 8080:127.0.0.1:8080 HOST, then http://localhost:8080/. The same
-address with /metrics is for Prometheus, with /run.json for programs. Exit codes: 0 after Ctrl-C, 42
-there is no run in the folder, or the port is in use.
+It is served on 127.0.0.1 alone, and nothing on it acts on the run; from another machine: ssh -L
+8080:127.0.0.1:8080 HOST. /metrics is for Prometheus, /run.json for programs. Exit codes: 0 after
+Ctrl-C, 42 there is no run in the folder, or the port is in use.
 """
 
 import contextlib

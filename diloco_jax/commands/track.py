@@ -1,8 +1,7 @@
 """Sends the curves of a run to Weights & Biases: one line per learner and one of the syncer.
 
     diloco track --workdir=runs/x --project=diloco              # what there is, and ends
-    diloco track --workdir=runs/x --project=diloco --follow     # until Ctrl-C
-    diloco train --wandb=diloco                                 # the same during a run
+    diloco track --workdir=runs/x --project=diloco --follow     # beside a run, until Ctrl-C
 
 It reads the records in the folder, so no learner waits for a network, and a run that has ended can
 be sent later. A run that is continued continues its lines, whose ids are in WORKDIR/wandb.json.

@@ -10,16 +10,11 @@ Every process gets the same --config and overrides. At the end WORKDIR/report ho
 report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
 """
 
-import contextlib
 import functools
-import importlib.util
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 
 from absl import flags
 
@@ -46,14 +41,11 @@ _SYNCER = flags.DEFINE_enum(
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
 )
-_WANDB = flags.DEFINE_string('wandb', '', 'send the curves to this project, as `diloco track` does')
 _STATUS = flags.DEFINE_bool('status', False, 'Serve the page of `diloco status` meanwhile.')
 
 
 def main(argv: list[str]) -> int:
   del argv
-  if _WANDB.value and importlib.util.find_spec('wandb') is None:
-    raise cli.NeverRetry('--wandb: pip install "diloco-jax[wandb]"')
   config = cli.config()
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
@@ -67,30 +59,13 @@ def main(argv: list[str]) -> int:
     server, url = serve.make(workdir)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f'the page of this run: {url}', flush=True)
-  with _tracked(workdir) if _WANDB.value else contextlib.nullcontext():
-    return local_run.run(
-      config,
-      workdir,
-      config_flags=cli.config_flags_of_this_process(),
-      alone=alone,
-      single=functools.partial(_run_single, config, workdir) if single else None,
-    )
-
-
-@contextlib.contextmanager
-def _tracked(workdir: pathlib.Path) -> Iterator[None]:
-  """Runs `diloco track` beside the run; waits until it has sent all."""
-  words = ['track', f'--workdir={workdir}', f'--project={_WANDB.value}', '--follow']
-  with subprocess.Popen(
-    [sys.executable, '-m', 'diloco_jax', *words],
-    env=local_run.environment(1),
-    stdin=subprocess.DEVNULL,
-    start_new_session=True,  # the terminal's Ctrl-C ends the run first
-  ) as tracker:
-    try:
-      yield
-    finally:
-      tracker.send_signal(signal.SIGTERM)
+  return local_run.run(
+    config,
+    workdir,
+    config_flags=cli.config_flags_of_this_process(),
+    alone=alone,
+    single=functools.partial(_run_single, config, workdir) if single else None,
+  )
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:

@@ -40,6 +40,7 @@ def _run(
       '--syncer=none out, or choose another folder'
     )
   step = 0 if restored is None else restored.step
+  records_lib.report_startup(records, 'restored')
   learner_work.introduce(island, records)
   records.config(config.to_dict())
   island.warm_up()

@@ -36,10 +36,11 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
   units = sorted({run['loss_unit'] for run in runs} - {''})
   rows = {f'loss in {" and ".join(units)}' if units else '': list(found)}
 
-  def add(name: str, form: str, values: Sequence[float | None]) -> None:
+  def add(name: str, form: str, values: Sequence[Any]) -> None:
     rows[name] = ['-' if value is None else form.format(value) for value in values]
 
   add('held-out loss at its end', '{:.3f}', [run['eval_loss_end'] for run in runs])
+  add('  bits per byte', '{:.3f}', [run['bits_per_byte_end'] for run in runs])
   curves = [run['evaluations'] for run in runs]
   for by, what in (('tokens', 'after {:,} tokens'), ('step', 'at clock {:,}')):
     if all(curves):

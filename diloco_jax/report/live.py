@@ -118,8 +118,8 @@ class LiveDisplay:
     self._live.update(picture(view, elapsed_s, console.width), refresh=True)
 
   def close(self) -> None:
-    if self._view is not None:
-      self._guard(lambda: self._draw(self._view))  # the final state
+    if (view := self._view) is not None:
+      self._guard(lambda: self._draw(view))  # the final state
     self._guard(self._live.stop)
 
   def _guard(self, draw: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ class LiveDisplay:
     except OSError:
       terminal = os.fstat(self._live.console.file.fileno())
       nowhere = os.open(os.devnull, os.O_WRONLY)
-      for stream in (sys.__stdout__.fileno(), sys.__stderr__.fileno()):
+      for stream in (1, 2):
         if os.fstat(stream).st_rdev == terminal.st_rdev:
           os.dup2(nowhere, stream)
 
@@ -258,9 +258,9 @@ def _speeds(learners: list[run_facts.Learner]) -> list[_Column]:
 
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
-  last, figures = view.synced, view.figures
+  last, figures, state = view.synced, view.figures, view.syncer or ''
   return [
-    _Column('syncer ', [view.syncer], [_COLOURS.get(view.syncer, '')], text=True),
+    _Column('syncer ', [state], [_COLOURS.get(state, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
     _Column('outer steps', [str(len(view.merges_s))]),
     _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),

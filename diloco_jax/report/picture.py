@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 from matplotlib import axes as axes_lib
 from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
@@ -104,15 +105,8 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
       axes.plot(tokens, shown, color=colours[name], linewidth=1.2, marker=marker)
       if process.ended in _DEATHS:
         _mark_death(axes, tokens[-1], shown[-1])
-        axes.annotate(
-          f'{name} {process.ended}',
-          (tokens[-1], shown[-1]),
-          xytext=(0, -16),
-          textcoords='offset points',
-          ha='center',
-          fontsize=8,
-          bbox={'facecolor': 'white', 'alpha': 0.7, 'linewidth': 0, 'pad': 1},
-        )
+        told = f'\n{name} {process.ended}'  # below the mark
+        axes.text(tokens[-1], shown[-1], told, ha='center', va='top', fontsize=8)
   if run.evaluations:
     axes.plot(
       run.evaluated_tokens,
@@ -148,7 +142,7 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
 
 def _scale(axes: axes_lib.Axes, unit: str) -> None:
   """A logarithmic axis of losses, unless one is not above 0; with ticks that people can read."""
-  losses = [value for line in axes.get_lines() for value in line.get_ydata()]
+  losses = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata(), float)]
   axes.set_ylabel(f'loss, {unit}' if unit else 'loss')
   if losses and min(losses) > 0:
     axes.set_yscale('log')

@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_jax.node import ports
 from diloco_jax.protocol import safe_json
 from diloco_jax.report import facts, header
 
@@ -67,7 +66,7 @@ class Recorder:
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
     self._guard(self._cut_torn_line)
-    self._curves = None
+    self._curves: Curves | None = None
     if tensorboard:
       self._guard(lambda: self._open_curves(pathlib.Path(workdir) / TENSORBOARD / process))
 
@@ -80,14 +79,14 @@ class Recorder:
   def scalars(self, step: int, values: dict[str, float]) -> None:
     """Adds points to curves such as `learning/loss`, `perf/step_time_seconds`, `sync/...`."""
     with self._lock:
-      if self._curves is not None:
-        self._guard(lambda: self._curves.add(step, values))
+      if (curves := self._curves) is not None:
+        self._guard(lambda: curves.add(step, values))
 
   def config(self, config: dict[str, Any]) -> None:
     """Adds the config of the run beside the curves, as a text."""
     with self._lock:
-      if self._curves is not None:
-        self._guard(lambda: self._curves.text('config', json.dumps(config, indent=2)))
+      if (curves := self._curves) is not None:
+        self._guard(lambda: curves.text('config', json.dumps(config, indent=2)))
 
   def say(self, text: str) -> None:
     """Prints a line for people on standard output."""
@@ -214,7 +213,8 @@ class Curves:
   def _write(self, step: int, summary: Any) -> None:
     from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
 
-    self._writer.write_event(event_pb2.Event(summary=summary, step=step, wall_time=time.time()))
+    make = event_pb2.Event  # type: ignore[attr-defined]  # made when it is imported
+    self._writer.write_event(make(summary=summary, step=step, wall_time=time.time()))
 
   def close(self) -> None:
     """Writes the buffer to disk. Raises OSError."""
@@ -227,7 +227,7 @@ def _line(fact: facts.Fact) -> bytes:
   return json.dumps({**row, **values}, default=float).encode() + b'\n'
 
 
-def report_startup(records: ports.Records, phase: str) -> None:
+def report_startup(records: Recorder, phase: str) -> None:
   records.report(facts.Startup(phase=phase, cpu_s=round(time.process_time(), 3)))
 
 
@@ -252,9 +252,9 @@ class Tail:
         fact = safe_json.parse(line, finite=False)  # a loss may be NaN
       except ValueError:
         fact = None
-      known = isinstance(fact, dict) and isinstance(fact.get('name'), str)
-      if known and isinstance(fact.get('time', 0.0), int | float):
-        yield fact
+      known = fact if isinstance(fact, dict) and isinstance(fact.get('name'), str) else {}
+      if known and isinstance(known.get('time', 0.0), int | float):
+        yield known
       else:
         self.skipped += 1
 

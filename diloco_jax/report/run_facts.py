@@ -56,8 +56,11 @@ class Steps(Sequence[Step]):
   def __len__(self) -> int:
     return len(self._columns[0])
 
-  def __getitem__(self, index: int) -> Step:
+  def __getitem__(self, index: int) -> Step:  # type: ignore[override]  # no slices
     return Step(*(column[index] for column in self._columns))
+
+  def losses(self, begin: int, end: int) -> array.array:
+    return self._columns[3][begin:end]
 
   def __iter__(self) -> Iterator[Step]:
     return map(Step, *self._columns)

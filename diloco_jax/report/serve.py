@@ -93,7 +93,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.send_header(*(('Content-Length', length) if length else ('Connection', 'close')))
     self.end_headers()
 
-  def log_message(self, *_) -> None: ...
+  def log_message(self, format: str, *args: Any) -> None: ...
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -21,6 +21,7 @@ def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
   wire, told = run.wire, run.layout
+  merges = run.merges_s, run.participants, run.live, run.staleness
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name,
     'began_s': round(run.began_s or 0),
@@ -32,7 +33,7 @@ def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
     'syncer_lives': _lives(run.syncer_processes),
     'learners': {name: _learner(run, name) for name in run.learners},
-    'merges': _merges(run),
+    'merges': [column[:: _stride(run.merges_s)].tolist() for column in merges],
     'events': heapq.nlargest(_EVENTS, _events(run)),
   }
   digits = lambda text: float(f'{float(text):.5g}')
@@ -66,21 +67,11 @@ def _curve(learner: run_facts.Learner) -> list[list]:
   for process, begin, end in zip(learner.processes, [0, *places], [*places, len(steps)]):
     smooth = min(_SMOOTH_STEPS, 1 + (end - begin) // 20)
     for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
-      some = steps[max(begin, last + 1 - smooth) : last + 1].loss
+      some = steps.losses(max(begin, last + 1 - smooth), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
     if begin < end:
       points[-1:] = [(*points[-1][:2], process.ended), (points[-1][0] + 1, None, '')]
   return [list(column) for column in zip(*points)] or [[], [], []]
-
-
-def _merges(run: run_facts.RunFacts) -> list[list]:
-  """Columns: when; participants; learners that were connected; staleness. Of several outer steps
-  means, and the last time and the largest staleness."""
-  stride = _stride(run.merges_s)
-  mean = lambda values: sum(values) / len(values)
-  columns = (run.merges_s, max), (run.participants, mean), (run.live, mean), (run.staleness, max)
-  starts = range(0, len(run.merges_s), stride)
-  return [[how(column[at : at + stride]) for at in starts] for column, how in columns]
 
 
 def _lives(processes: list[run_facts.Process]) -> list[list]:

@@ -105,6 +105,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'loss_unit': found.loss_unit,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
+    'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
       {'step': one.step, 'tokens': tokens, 'seconds': round(at_s, 3), 'loss': one.loss}
       for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
@@ -122,7 +123,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
       _kill(run, name, process.ended_s)
       for name, learner in run.learners.items()
       for process in learner.processes
-      if process.ended == 'killed'
+      if process.ended == 'killed' and process.ended_s is not None
     ],
     'goodput': _goodput(run),
     'missing_facts': {
@@ -260,9 +261,14 @@ def _wrap(line: str, width: int) -> list[str]:
   ['model        a folder of arrays, of the', '             types of the task']
   """
   label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
-  indent = ' ' * min(label.end(), width // 3)
-  unbroken = {'break_long_words': False, 'break_on_hyphens': False}
-  return textwrap.wrap(line, width, subsequent_indent=indent, **unbroken) or ['']
+  wrapped = textwrap.wrap(
+    line,
+    width,
+    subsequent_indent=' ' * min(label.end() if label else 0, width // 3),
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
+  return wrapped or ['']
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
@@ -277,6 +283,8 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
       f'held-out loss  {summary["eval_loss_start"]:.3f} before, {summary["eval_loss_end"]:.3f} '
       f'after ({unit}on unseen data)'
     )
+    if bits := summary['bits_per_byte_end']:
+      lines.append(f'               {bits:.3f} bits per byte after')
   else:
     lines.append('held-out loss  was not measured')
     losses = [f'{name} {row["loss"]:.3f}' for name, row in rows.items() if row['loss'] is not None]
@@ -292,13 +300,14 @@ def _place_lines(
   summary: Mapping[str, Any], workdir: pathlib.Path, report: pathlib.Path
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
-  place = _short(workdir)
+  place, there = (min(str(one), os.path.relpath(one), key=len) for one in (workdir, report))
   files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
   folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
-  lines = [f'report       {_short(report)}: {", ".join([TEXT, *files])}'] if files else []
+  lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
     lines.append(f'model        diloco_jax.load_params({place!r})')
+    lines.append(f'             diloco export --workdir={shlex.quote(place)} --out=m.safetensors')
     if (workdir / 'model').is_dir():
       lines.append(f'             orbax.checkpoint.v1.load({place + "/model"!r})')
     if summary['task'] == run_config.DECODER:
@@ -308,11 +317,6 @@ def _place_lines(
       f'curves       tensorboard --logdir={shlex.quote(place)}/{records_lib.TENSORBOARD}'
     )
   return lines
-
-
-def _short(path: pathlib.Path) -> str:
-  """As seen from the current folder, if that is shorter."""
-  return min(str(path), os.path.relpath(path), key=len)
 
 
 def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
@@ -332,9 +336,7 @@ def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
 
 
 def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
-  costs = {str(facts.Cost(**row['cost'])) for row in summary['learners'].values() if row['cost']}
-  same = len(costs) == 1
-  lines = [f'each         {cost}' for cost in costs if same]
+  lines = []
   for name, row in summary['learners'].items():
     if not row['processes'] and not row['steps']:
       continue
@@ -343,12 +345,12 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += f', {row["tokens_per_step"] / row["step_seconds_median"]:,.0f} tokens/s'
     if row['loss'] is not None:
       line += f', loss {row["loss"]:.3f}'
-    line += (speed := facts.speed_text(row['speed'] or {})) and f', {speed}'
+    if row['cost']:
+      told = f'{row["cost"]["devices"]} x {row["cost"]["kind"]}', facts.speed_text(row['speed'])
+      line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     lines.append(line + _describe_status(row))
-    if row['cost'] and not same:
-      lines.append(' ' * (10 + len(name)) + str(facts.Cost(**row['cost'])))
   if between := summary['inner_steps_between_syncs_mean']:
     lines.append(f'{between:.1f} inner steps between two syncs of a fragment, on average')
   return lines + _clock_lines(summary)

@@ -79,23 +79,16 @@ def _read(path: str) -> Iterator[bytes]:
     yield pathlib.Path(path).read_bytes()
 
 
-def stamp(source: str) -> str:
-  """A text that differs if the files do: names, sizes, times. Raises ValueError."""
+def cached(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
+  """A folder with what `build` makes of a corpus: once for all processes of this machine, which
+  wait for it, and again if the name, size or time of a file changes. It is whole or not there; who
+  dies while it builds leaves it to the next. Raises ValueError."""
+  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
   try:
     stats = [(name, os.stat(path)) for name, path in list_files(source)]
-  except OSError as error:
-    raise ValueError(f'{error}; make it readable or leave it out') from error
-  return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
-
-
-def cached(made_of: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
-  """A folder that `build` has filled, once for all processes of this machine: the others wait. It
-  is whole or not there; who dies while it builds leaves it to the next. Raises ValueError."""
-  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
-  folder = home / 'diloco_jax' / 'corpora' / hashlib.sha256(made_of.encode()).hexdigest()[:32]
-  if folder.is_dir():
-    return folder
-  try:
+    made_of = [what, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
+    folder = home / 'diloco_jax' / 'corpora' / digest[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix('.lock'), 'w') as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
@@ -107,6 +100,5 @@ def cached(made_of: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
         json_files.fsync_tree(new)
         new.rename(folder)
   except OSError as error:
-    why = f'cannot write {folder}: {error.strerror}; make space, or set XDG_CACHE_HOME'
-    raise ValueError(why) from error
+    raise ValueError(f'{error}; mend it, make space, or set XDG_CACHE_HOME') from error
   return folder

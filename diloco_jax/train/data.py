@@ -86,14 +86,15 @@ def load_corpus(source: str, tokenizer: str = '') -> Corpus:
       parts: tuple[list[bytes], list[bytes]] = [], []
       for held_out, text in corpus_files.documents(files):
         parts[held_out].extend((text, b'\0'))
-      return _split(*(np.frombuffer(b''.join(part), np.uint8) for part in parts))
+      train_ids, eval_ids = (np.frombuffer(b''.join(part), np.uint8) for part in parts)
+      return _split(train_ids, eval_ids)
     loaded = tokenizer_lib.load(tokenizer, source)
-    file = tokenizer_lib.file(tokenizer, source).read_bytes()
-    made_of = f'ids of {hashlib.sha256(file).hexdigest()} of {corpus_files.stamp(source)}'
-    folder = corpus_files.cached(made_of, lambda new: _write_ids(files, loaded, new))
+    digest = hashlib.sha256(tokenizer_lib.file(tokenizer, source).read_bytes()).hexdigest()
+    build = lambda new: _write_ids(files, loaded, new)
+    folder = corpus_files.cached(f'ids of {digest}', source, build)
   except ValueError as error:
     raise ValueError(f'corpus {source!r}: {error}') from error
-  return _split(*_mapped(folder, loaded.size), int((folder / _DIGEST).read_text()))
+  return _split(*_mapped(folder, loaded.dtype), int((folder / _DIGEST).read_text()))
 
 
 def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = None) -> Corpus:
@@ -106,13 +107,12 @@ def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = Non
   return Corpus(train_ids, eval_ids, digest)
 
 
-def _mapped(folder: pathlib.Path, size: int) -> list[np.ndarray]:
-  kind, paths = _id_type(size), [folder / name for name in _PARTS]
-  return [np.memmap(p, kind, 'r') if p.stat().st_size else np.empty(0, kind) for p in paths]
-
-
-def _id_type(size: int) -> type[np.unsignedinteger]:
-  return np.uint16 if size <= 1 << 16 else np.uint32
+def _mapped(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+  paths = [folder / name for name in _PARTS]
+  train, held_out = (
+    np.memmap(p, dtype, 'r') if p.stat().st_size else np.empty(0, dtype) for p in paths
+  )
+  return train, held_out
 
 
 def _write_ids(
@@ -120,14 +120,13 @@ def _write_ids(
 ) -> None:
   """Writes the ids of both parts, and their digest. The library encodes some MiB at a time, on all
   cores."""
-  kind = _id_type(tokenizer.size)
   with open(folder / _PARTS[0], 'wb') as train, open(folder / _PARTS[1], 'wb') as held_out:
     for pieces in _batched(files):
       for (part, ends, _), ids in zip(pieces, tokenizer.encode([text for _, _, text in pieces])):
         (held_out if part else train).write(
-          np.asarray([*ids, *(tokenizer.end if ends else ())], kind)
+          np.asarray([*ids, *(tokenizer.end if ends else ())], tokenizer.dtype)
         )
-  digest = _split(*_mapped(folder, tokenizer.size)).digest
+  digest = _split(*_mapped(folder, tokenizer.dtype)).digest
   (folder / _DIGEST).write_text(str(digest))
 
 

@@ -22,7 +22,7 @@ _TRAINED_ON_BYTES = 8 << 20
 class Tokenizer:
   """Bytes as UTF-8. `size` is the number of ids, `end` stands after each document."""
 
-  size, end = 256, [0]
+  size, end, dtype = 256, [0], 'uint8'
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
     return [list(text.encode('utf-8', 'surrogateescape')) for text in texts]
@@ -39,7 +39,7 @@ class _Subwords(Tokenizer):
   def __init__(self, encode: Callable, decode: Callable, size: int, end: list[int]):
     self.encode = lambda texts: encode(list(texts))
     self.decode = lambda ids: decode([int(one) for one in ids])
-    self.size, self.end = size, end
+    self.size, self.end, self.dtype = size, end, 'uint16' if size <= 1 << 16 else 'uint32'
 
   def num_bytes(self, ids: Sequence[int]) -> int:
     # A character that a window cuts is a U+FFFD, of three bytes: counted as one.
@@ -87,9 +87,8 @@ def file(name: str, corpus: str) -> pathlib.Path:
     raise ValueError(
       f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'
     ) from None
-  made_of = f'bpe {size} of {corpus_files.stamp(corpus)}'
   build = lambda new: _train_bpe(size, corpus, new / 'tokenizer.json')
-  return corpus_files.cached(made_of, build) / 'tokenizer.json'
+  return corpus_files.cached(f'bpe {size}', corpus, build) / 'tokenizer.json'
 
 
 def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:

@@ -27,6 +27,7 @@ STEPS = 150
 VOCABULARY, WIDTH, RANK, BATCH = 64, 128, 2, 512
 BEFORE = np.random.default_rng(0).permutation(VOCABULARY)
 AFTER = np.where(np.arange(VOCABULARY) % 3, BEFORE, np.roll(BEFORE, 1))
+TRAINED = nnx.LoRAParam  # nnx.Param: everything, so everything is exchanged
 BASE = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
 
 
@@ -87,8 +88,8 @@ def _named(state) -> dict[str, np.ndarray]:
 
 
 def train_alone(path: pathlib.Path) -> list[float]:
-  model, step = pretrained(path), make_step(nnx.LoRAParam)
-  optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.LoRAParam)
+  model, step = pretrained(path), make_step(TRAINED)
+  optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=TRAINED)
   losses = []
   for clock in range(STEPS):
     batch = read(0, clock)
@@ -98,14 +99,14 @@ def train_alone(path: pathlib.Path) -> list[float]:
 
 
 def train(path: pathlib.Path, **run: str | None) -> list[float]:
-  model, step = pretrained(path), make_step(nnx.LoRAParam)
-  optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.LoRAParam)
+  model, step = pretrained(path), make_step(TRAINED)
+  optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=TRAINED)
   losses = []
-  with diloco_jax.join(nnx.state(model, nnx.LoRAParam), total_steps=STEPS, **run) as peer:
+  with diloco_jax.join(nnx.state(model, TRAINED), total_steps=STEPS, **run) as peer:
     nnx.update(model, peer.params)
     for _, batch in peer.steps(read):
       loss = step(model, optimizer, batch)
-      mine = nnx.state(model, nnx.LoRAParam)
+      mine = nnx.state(model, TRAINED)
       nnx.update(model, peer.sync(mine, tokens=BATCH, metrics={'loss': loss}))
       losses.append(float(loss))
   return losses

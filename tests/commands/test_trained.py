@@ -143,7 +143,7 @@ def test_train_sample_evaluate_export_and_train_on(config, tmp_path):
   loss, bits = re.fullmatch(
     r'held-out loss (\S+) \((\S+) bits per byte\) in 2 batches of .*text\n', done.stdout
   ).groups()
-  words = [f'--config.train.init_from={out}', '--config.train.steps=24', '--syncer=none']
+  words = [f'--config.train.init_from={out}', '--config.train.steps=40', '--syncer=none']
   done = diloco('train', f'--config={run}', f'--workdir={tmp_path / "more"}', *words)
   assert done.returncode == 0, done.stderr
   first = _evaluations(tmp_path / 'more')[0]

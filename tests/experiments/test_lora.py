@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 import diloco_jax
-from diloco_jax.report import folder
+from diloco_jax.configs import own_loop
+from diloco_jax.numerics import codecs
+from diloco_jax.report import folder, records
 from tests.runs.lib import gated_loop
 
 DEADLINE_S = 240
@@ -16,33 +18,35 @@ DEADLINE_S = 240
 
 @pytest.mark.full
 def test_the_wire_carries_the_share_of_the_parameters_that_are_trained(tmp_path, monkeypatch):
-  """And the frozen ones stay as they were."""
-  lora = gated_loop.example('lora')
+  """Of what the whole model would be in the same payloads; and two learners learn."""
+  lora, losses, base = gated_loop.example('lora'), {}, tmp_path / 'base.safetensors'
   # Wide, so that payloads outweigh the control messages, and short.
   for name, value in {'WIDTH': 768, 'RANK': 16, 'BATCH': 64, 'STEPS': 48}.items():
     monkeypatch.setattr(lora, name, value)
-  lora.pretrain(tmp_path / 'base.safetensors')
+  sync = own_loop.get_config().sync
+  sync.quorum = 2  # so that both take part in every outer step
 
-  def learn(name: str, trained, address: str) -> None:
-    monkeypatch.setattr(lora.nnx, 'LoRAParam', trained)
+  def learn(name: str) -> None:
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-      losses[name] = lora.train(tmp_path / 'base.safetensors', learner=name, syncer=address)
+      losses[name] = lora.train(base, learner=name, syncer=server.address, sync=sync)
 
-  wire, sizes, losses = {}, {}, {}
-  for what, trained in {'lora': nnx.LoRAParam, 'all': nnx.Param}.items():
-    workdir = tmp_path / what
-    with diloco_jax.run_syncer(total_steps=lora.STEPS, workdir=workdir) as server:
-      threads = [
-        threading.Thread(target=learn, args=(name, trained, server.address), daemon=True)
-        for name in ('l0', 'l1')
-      ]
-      for thread in threads:
-        thread.start()
-      params = server.wait(DEADLINE_S)
-      for thread in threads:
-        thread.join(DEADLINE_S)
-    run = folder.read(workdir).run
-    wire[what] = (run.wire.bytes_up + run.wire.bytes_down) / run.outer_steps
-    sizes[what] = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-    print(what, wire, sizes, run.wire, {k: (v[0], v[-1]) for k, v in losses.items()})
-  assert wire['lora'] / wire['all'] <= 1.05 * sizes['lora'] / sizes['all']
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    lora.pretrain(base)
+    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(nnx.state(lora.Model(nnx.Rngs(0)))))
+  with diloco_jax.run_syncer(total_steps=lora.STEPS, workdir=tmp_path / 'run', sync=sync) as server:
+    threads = [threading.Thread(target=learn, args=(name,), daemon=True) for name in ('l0', 'l1')]
+    for thread in threads:
+      thread.start()
+    params = server.wait(DEADLINE_S)
+    for thread in threads:
+      thread.join(DEADLINE_S)
+  assert all(np.mean(one[-5:]) < 0.2 * one[0] for one in losses.values()) and len(losses) == 2
+
+  share = sum(np.size(leaf) for leaf in jax.tree.leaves(params)) / whole
+  assert share < 0.1
+  syncs = [row for row in records.records(tmp_path / 'run') if row['name'] == 'synced']
+  assert all(len(row['participants']) == 2 for row in syncs)
+  of_the_whole = 2 * len(syncs) * codecs.get('int8').encoded_size(whole) / sync.fragments
+  wire = folder.read(tmp_path / 'run').run.wire
+  assert 0.9 < wire.bytes_up / (share * of_the_whole) <= 1.05
+  assert 0.9 < wire.bytes_down / (share * of_the_whole) <= 1.05

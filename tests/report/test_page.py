@@ -57,7 +57,7 @@ def _workdir(tmp_path) -> pathlib.Path:
   add(tmp_path, 'supervisor', *starts, *killed)
   before = [step(10 + i / 40, i + 1, i + 1, 5 - i / STEPS) for i in range(STEPS)]
   add(tmp_path, 'l0', *before, *[step(80 + i, STEPS + i, i + 1, 4.0) for i in range(10)])
-  add(tmp_path, 'l1', step(11, 1, 1, math.nan), step(12, 2, 2, 4.5))
+  add(tmp_path, 'l1', step(11, 1, 1, math.nan), step(12, 2, 2, 4.5), step(65, 3, 3, 4.5))
   member = protocol_facts.Member(learner='l1', state='joined', incarnation=1)
   left = protocol_facts.Member(learner='l1', state='lost', incarnation=1, reason='left: done')
   add(tmp_path, 'syncer', row(9, member), row(85, facts.Eval(step=2, loss=3.25)), row(90, left))
@@ -85,7 +85,7 @@ def test_a_curve_has_few_points_however_long_the_run_is(workdir):
 
 def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
   found = read(workdir)
-  assert found['learners']['l1']['curve'][1] == [None, 4.5, None]
+  assert found['learners']['l1']['curve'][1] == [None, 4.5, 4.5, None]
   json.dumps(found, allow_nan=False)
 
 
@@ -201,7 +201,7 @@ def test_prometheus_reads_the_metrics(port):
   }
   assert found['diloco_held_out_loss', None] == 3.25
   assert found['diloco_learner_step', 'l0'] == STEPS + 9
-  assert found['diloco_tokens', None] == 50 * (STEPS + 12)
+  assert found['diloco_tokens', None] == 50 * (STEPS + 13)
 
 
 def test_the_command_serves_a_run_until_ctrl_c(workdir):
@@ -273,6 +273,8 @@ def test_a_browser_opens_the_file_also_on_a_phone(browser, workdir, scheme):
   phone = {'width': 390, 'height': 800}
   shown = opened(browser, file.as_uri(), said, color_scheme=scheme, viewport=phone)
   assert shown.evaluate('document.documentElement.scrollWidth') <= 390
+  gap = 'plots.loss.data[1].findIndex(y => y === null) + 1'  # where l1 alone has a point
+  assert shown.evaluate(f'plots.loss.data[1][{gap}] === null && plots.loss.data[2][{gap}] > 4')
   assert shown.locator('canvas').count() == 1 and shown.locator('svg rect').count() > 4
   ink, paper = (
     shown.evaluate(f'getComputedStyle(document.body).{name}') for name in ('color', 'background')

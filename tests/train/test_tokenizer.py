@@ -79,7 +79,7 @@ def build(folder):
     os.kill(os.getpid(), signal.SIGKILL)
   (folder / 'half').rename(folder / 'whole')
 
-assert os.listdir(corpus_files.cached('x', build)) == ['whole']
+assert os.listdir(corpus_files.cached('x', 'stdlib', build)) == ['whole']
 """
 
 
@@ -95,7 +95,7 @@ def test_processes_that_start_together_build_once_also_after_one_that_died(tmp_p
 def test_a_cache_that_cannot_be_written_is_one_clear_line(text, monkeypatch, tmp_path):
   (tmp_path / 'file').touch()
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
-  with pytest.raises(ValueError, match='cannot write .*: Not a directory; make space, or set XDG'):
+  with pytest.raises(ValueError, match='Not a directory: .*; mend it, make space, or set XDG'):
     data_lib.load_corpus(str(text), BPE)
 
 

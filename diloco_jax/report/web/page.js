@@ -23,10 +23,10 @@ const table = (titles, rows) => el('div', {class: 'wide'}, el('table', {}, ...[t
   (cells, i) => el('tr', {}, ...cells.map((cell, k) => el(i ? 'td' : 'th', {class: titles[k][1] ?? ''}, cell))))));
 const num = (x, digits = 0) => x?.toLocaleString('en', {maximumFractionDigits: digits, minimumFractionDigits: digits}) ?? '–';
 const percent = x => x == null ? '–' : num(100 * x, 1) + ' %';
-const si = (x, step = x / 100) => {  // with the digits that tell ticks of this distance apart
-  const power = Math.max(0, Math.min(5, Math.floor(Math.log10(Math.max(x, 1)) / 3 + 1e-9)));
-  const digits = Math.max(0, Math.min(3, Math.ceil(-Math.log10(step / 1000 ** power) - 1e-9)));
-  return num(x / 1000 ** power, x && digits) + ['', ' k', ' M', ' G', ' T', ' P'][power];
+const si = (x, step = Math.max(1, 10 ** Math.floor(Math.log10(x)) / 100)) => {  // with the digits of such steps
+  const power = Math.max(0, Math.min(5, Math.floor(Math.log10(Math.max(x, 1)) / 3 + 1e-9))), unit = 1000 ** power;
+  const digits = [0, 1, 2].find(d => Number.isInteger(+(step / unit * 10 ** d).toFixed(6))) ?? 3;
+  return num(x / unit, x && digits) + ['', ' k', ' M', ' G', ' T', ' P'][power];
 };
 const time = s => s == null ? '–' : s < 120 ? num(s) + ' s'
   : s < 7200 ? num(s / 60, 1).replace('.0', '') + ' min' : num(s / 3600, 1).replace('.0', '') + ' h';
@@ -45,7 +45,8 @@ function shorten(run) {  // returns a function that takes the long part of each 
 
 const plots = {};
 function plot(id, tables, series, options) {  // a new chart only if its lines, its width or its ink change
-  const ink = getComputedStyle(document.body).color, width = wide(id), data = uPlot.join(tables);
+  const ink = getComputedStyle(document.body).color, width = wide(id);
+  const data = uPlot.join(tables, tables.map(one => one.map(() => 2)));  // 2: a null ends a line, whatever others have beside it
   const key = JSON.stringify([series.map(one => one.label), ink, width, options.scales]);
   if (plots[id]?.key == key && $(id).firstChild) return plots[id].setData(data);
   const nearest = (u, s, i) => u.data[s].reduce((best, y, k) => y != null && Math.abs(k - i) < Math.abs(best - i) ? k : best, 1e9);
@@ -109,7 +110,7 @@ function drawRun(run, r, many) {
     drawLanes(run, ...shorten(run)),
     head('Where the time went'), table([[''], ['', 'rest']], learners.map(([name, one]) =>
       [name, el('div', {class: 'bar'}, ...Object.entries(one.spent_s).map(part))])),
-    el('div', {class: 'key'}, ...Object.entries(sum).sort((a, b) => b[1] - a[1]).map(([category, s]) =>
+    el('div', {class: 'key'}, ...Object.entries(sum).filter(one => one[1] > all / 2000).sort((a, b) => b[1] - a[1]).map(([category, s]) =>
       dot(SPENT[category], `${category} ${percent(s / all)}`))),
     head('Outer steps against seconds'), el('div', {id: `merges${r}`}),
     head('Events'), el('ol', {}, ...run.events.map(([s, who, what]) => el('li', {},
