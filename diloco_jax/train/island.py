@@ -220,7 +220,8 @@ class Island:
     clock, begun_ns, placed_ns, ended = self._dispatched.popleft()
     metrics, ended_ns = ended.result()
     start_ns = max(begun_ns, self._ended_ns)
-    self._ended_ns = ended_ns
+    # The thread that watches a step may be late, and the step after it seem to end before it.
+    self._ended_ns = ended_ns = max(ended_ns, start_ns + 1)
     if self._profile is not None:
       self._profile.ended(self._finished)
     self._finished += 1

@@ -1,6 +1,7 @@
 """An island trains alone, continues from a checkpoint bit for bit, and takes a replaced state."""
 
 import weakref
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -29,6 +30,20 @@ def test_learns_alone(make_island):
   assert all(r.seconds > 0 and np.isfinite(r.grad_norm) for r in results)
   assert island.evaluate() < start - 1.5
   assert island.data_state == 40
+
+
+def test_no_step_has_a_time_below_zero(make_island):
+  """On a busy machine the thread that watches a step wakes after the next step has ended."""
+  island = make_island()
+  island.warm_up()
+  for clock in range(3):
+    island.dispatch(clock)
+  metrics, ended_ns = island._dispatched[0].ended.result()
+  late = futures.Future()
+  late.set_result((metrics, ended_ns + 60 * 10**9))
+  island._dispatched[0] = island._dispatched[0]._replace(ended=late)
+  seconds = [island.finish().seconds for _ in range(3)]
+  assert seconds[0] > 60 and all(value > 0 for value in seconds[1:])
 
 
 def test_continues_from_a_checkpoint_bit_for_bit(make_island, optimizer, tmp_path):
