@@ -150,9 +150,12 @@ def to_the_repo(app, docname: str, source: list[str]) -> None:
     if not file.exists() or file.is_relative_to(DOCS):
       return match[0]
     path = file.relative_to(ROOT)
+    if path.suffix == '.ipynb':  # docs/notebooks is a link, which myst follows out of the site
+      up = '../' * docname.count('/')
+      return f'<a href={up}notebooks/{path.stem}.html>{match[1]}</a>'
     return f'[{match[1]}]({REPO}/blob/main/{path})' if REPO else f'{match[1]} (`{path}`)'
 
-  source[0] = re.sub(r'(?<!!)\[([^\]"\n]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
+  source[0] = re.sub(r'(?<!!)\[([^\]"]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
 
 
 class Mermaid(rst.Directive):

@@ -60,7 +60,7 @@ def documents(files: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, bytes]]:
         one = f'{name}#{number}' if number else name
         crc = zlib.crc32(one.encode('utf-8', 'surrogateescape'))
         yield crc % 1000 < HELD_OUT_OF_1000, text
-    except (ImportError, OSError) as error:
+    except (ImportError, LookupError, OSError) as error:
       why = getattr(error, 'strerror', None) or error
       raise ValueError(f'cannot read {path}: {why}; make it readable or leave it out') from error
 
@@ -70,7 +70,7 @@ def _read(path: str) -> Iterator[bytes]:
     from pyarrow import parquet
 
     for rows in parquet.ParquetFile(path).iter_batches(columns=['text']):
-      yield from (str(text).encode() for text in rows.column(0).to_pylist())
+      yield from (str(text).encode() for text in rows['text'].to_pylist())
   elif path.endswith('.array_record'):
     import grain
 

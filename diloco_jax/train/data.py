@@ -76,10 +76,7 @@ class Corpus:
 
 def load_corpus(source: str, tokenizer: str = '') -> Corpus:
   """Reads 'stdlib' (Python's own sources), a directory, or a glob of files (corpus_files.py).
-
-  Raises:
-    ValueError: there is no file, or a file or the tokenizer is not usable.
-  """
+  Raises ValueError: there is no file, or a file or the tokenizer is not usable."""
   files = corpus_files.list_files(source)
   try:
     if not tokenizer:

@@ -83,16 +83,9 @@ def sample(
   temperature: float = 0.8,
   seed: int = 0,
 ) -> Iterator[int]:
-  """Draws one id after the other, without end, each from the `length` ids before it.
-
-  Args:
-    task: with `logits` and a tokenizer.
-    params: of the model.
-    prompt: what comes first, at least one id.
-    length: L, as in training.
-    temperature: divides the logits; 0 takes the likeliest id.
-    seed: of the draws.
-  """
+  """Draws one id after the other, without end, each from the `length` ids before it (L of the
+  training), the first from at least one of `prompt`. `temperature` divides the logits; 0 takes the
+  likeliest id. The task has `logits` and a tokenizer."""
   size = task.tokenizer().size  # the model may have room for more
 
   @jax.jit
