@@ -98,11 +98,11 @@ def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
   return jax.device_put(leaf, sharding)
 
 
-def alike(mine: jax.Array | None, its: Any) -> bool:
+def alike(mine: jax.Array, its: Any) -> bool:
   """Whether both have one shape and dtype."""
   if isinstance(mine, jax.Array) and isinstance(its, jax.Array):  # each step asks it of each array
     return mine.shape == its.shape and mine.dtype == its.dtype
-  return mine is not None and shape(mine) == shape(its)
+  return shape(mine) == shape(its)
 
 
 def shape(leaf: Any) -> str:

@@ -221,7 +221,7 @@ class Peer:
     held, moments = self._arrays.params, self._arrays.moments
     for name in held if same else sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
-      if not own_arrays.alike(mine, its):
+      if mine is None or its is None or not own_arrays.alike(mine, its):
         raise ValueError(
           f'{name} is {own_arrays.shape(its)}, join was given {own_arrays.shape(mine)}'
         )
@@ -231,8 +231,8 @@ class Peer:
           '`params = peer.sync(params, ...)`'
         )
       committed = self._arrays.shardings.params[name] is not None
-      is_there = committed or not isinstance(its, jax.Array) or its.sharding == mine.sharding
-      if not is_there and its.devices() != self._arrays.devices:
+      moved = isinstance(its, jax.Array) and not committed and its.sharding != mine.sharding
+      if moved and its.devices() != self._arrays.devices:
         raise ValueError(
           f'{name} has moved to other devices since join: put the parameters there before, with '
           'jax.device_put(params, sharding)'
