@@ -66,6 +66,7 @@ def test_a_first_run_learns_is_shown_and_continues(execute, tmp_path):
   )
 
 
+@pytest.mark.full
 def test_an_own_model_is_a_task_or_a_loop(execute, tmp_path):
   shown = execute('own_model')
   merged, guess = re.search(r'the merged model: (\S+), a guess: (\S+)', shown).groups()
