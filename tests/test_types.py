@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import diloco_jax
 from scripts import config_stub
 
@@ -46,6 +48,7 @@ def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_m
   assert set(errors) == {(str(USER), line) for line in WRONG}, found
 
 
+@pytest.mark.full
 def test_mypy_finds_the_same_in_a_users_file(tmp_path: pathlib.Path):
   found = checked('mypy', '--follow-imports=silent', f'--cache-dir={tmp_path}', str(USER))
   assert {int(line) for line in re.findall(r'user\.py:(\d+): error', found)} == WRONG, found

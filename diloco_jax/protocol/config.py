@@ -8,6 +8,7 @@ a line in the docs.
 """
 
 import dataclasses
+import inspect
 import math
 import textwrap
 from collections.abc import Callable
@@ -367,10 +368,11 @@ TABLE = {field.name: _setting_of(field) for field in dataclasses.fields(Protocol
 def described(doc: str | None, names: dict[str, Setting]) -> str:
   """A docstring with the meaning of these fields, for `help()`."""
   lines = [
-    textwrap.fill(f'{name}: {one.doc}', 98, initial_indent='    ', subsequent_indent='      ')
+    textwrap.fill(f'{name}: {one.doc}', 98, initial_indent='  ', subsequent_indent='    ')
     for name, one in names.items()
   ]
-  return '\n'.join([doc or '', '', '  Of the protocol:', *lines])
+  # Python 3.13 has taken the indentation from a docstring, older ones have not.
+  return '\n'.join([inspect.cleandoc(doc or ''), '', 'Of the protocol:', *lines])
 
 
 ProtocolConfig.__doc__ = described(ProtocolConfig.__doc__, TABLE)
