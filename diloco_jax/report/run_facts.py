@@ -376,6 +376,8 @@ class RunFacts:
     clocks, _ = self._reached
     ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
     tokens = self.tokens if ended else self.tokens_at(fact.step)
+    if fact.step:  # learners on other machines may not have told of a step yet
+      tokens = max(tokens, 1)
     if self.evaluated_tokens and tokens <= self.evaluated_tokens[-1]:  # the same steps, once more
       self.evaluations.pop()
       self.evaluated_s.pop()

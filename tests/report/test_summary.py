@@ -279,6 +279,13 @@ def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
   assert run.evaluated_tokens == [100, 150]
 
 
+def test_the_loss_before_training_stays_although_nobody_has_told_of_a_step_yet():
+  """Learners on other machines tell their steps at heartbeats."""
+  evaluations = [facts.Eval(step=at, loss=5.5 - at) for at in (0, 1, 2)]
+  run = run_facts.RunFacts([], 10).take([('syncer', row(1, fact)) for fact in evaluations])
+  assert [fact.step for fact in run.evaluations] == [0, 2] and run.evaluated_tokens == [0, 1]
+
+
 def test_curves_are_over_the_tokens_of_all_learners(run):
   assert [s.tokens for s in run.learners['l0'].steps] == [50, 150, 250]
   assert [s.tokens for s in run.learners['l1'].steps] == [100, 200]
