@@ -127,7 +127,7 @@ def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
     return
   holds = 'is not empty:'
   if (workdir / load.FILE).is_file():
-    holds = 'already holds a run: continue it (`train --resume`), or'
+    holds = 'already holds a run: continue it (`train --resume`, diloco_jax.run in Python), or'
   raise ValueError(f'{workdir} {holds} choose another folder')
 
 
@@ -146,12 +146,13 @@ def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   has_log = (folders.syncer_folder(workdir) / 'wal').is_dir()
   if alone and has_log:
     raise ValueError(
-      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another folder'
+      f"the run in {workdir} has a syncer; leave --syncer=none (in Python: syncer='none') out, or "
+      'choose another folder'
     )
   if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
     raise ValueError(
-      f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none, '
-      'or choose another folder'
+      f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none '
+      "(in Python: syncer='none'), or choose another folder"
     )
 
 
@@ -166,6 +167,6 @@ def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'continue it with its own config (`train --resume` without --config), or choose another '
-      'folder'
+      'continue it with its own config (`train --resume` without --config, in Python '
+      'diloco_jax.run(FOLDER, FOLDER)), or choose another folder'
     )
