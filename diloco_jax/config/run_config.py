@@ -179,9 +179,9 @@ class Config:
   Attributes:
     name: of the run, in the name of its folder and on its screens.
     task: what is trained (config/build.py): 'decoder' for text, 'vision' for captions of images,
-      'FILE.py:FUNCTION' for an own model, '__main__:FUNCTION' for one in a cell of this notebook (no
-      other process can read it), or '' if loops of the user's own train, so that the first learner
-      brings the model.
+      'FILE.py:FUNCTION' for an own model, '__main__:FUNCTION' for one in a cell of this notebook
+      (no other process can read it), or '' if loops of the user's own train, so that the first
+      learner brings the model.
     model: the shape of the decoder.
     optimizer: the inner optimizer.
     data: what the tasks 'decoder' and 'vision' are trained on; `shards` also for others.

@@ -20,6 +20,7 @@ import pathlib
 import stat
 import sys
 import time
+from collections.abc import Collection
 
 from diloco_jax.config import load, run_config
 from diloco_jax.launch import cli
@@ -31,11 +32,15 @@ ADDRESS = 'syncer/address'
 
 
 def open_workdir(
-  config: run_config.Config, workdir: pathlib.Path | None, resume: bool, alone: bool = False
+  config: run_config.Config,
+  workdir: pathlib.Path | None,
+  resume: bool,
+  alone: bool = False,
+  changed: Collection[str] = (),
 ) -> pathlib.Path:
   """Makes the folder of a run, or opens the one to continue. `alone`: one learner without a syncer.
-  Raises ValueError; DirectoryError if its supervisor or its syncer runs, or another program makes
-  the same folder."""
+  `changed`: settings that the user wants to continue with another value of. Raises ValueError;
+  DirectoryError if its supervisor or its syncer runs, or another program makes the same folder."""
   named = workdir is not None
   if not named:
     if resume:
@@ -44,7 +49,7 @@ def open_workdir(
   workdir = workdir.absolute()
   files.require_name(workdir)
   if resume:
-    _check_same_run(config, workdir)
+    _check_same_run(config, workdir, changed)
     _check_same_kind(workdir, alone)
   elif named:
     _check_empty(workdir, but_locked=True)
@@ -156,12 +161,16 @@ def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
     )
 
 
-def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
+def _check_same_run(
+  config: run_config.Config, workdir: pathlib.Path, changed: Collection[str]
+) -> None:
   """Refuses another run's config. Raises ValueError."""
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
+  may = {'train.steps', *changed}.intersection(agreement.MAY_CHANGE)
   ours, theirs = (
-    agreement.of_run(agreement.encode(one.agreement())) for one in (config, load.read(workdir))
+    agreement.encode({name: value for name, value in one.agreement().items() if name not in may})
+    for one in (config, load.read(workdir))
   )
   found = agreement.differences(ours, theirs)
   if found:
