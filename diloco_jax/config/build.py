@@ -203,17 +203,9 @@ def make_task(config: run_config.Config) -> task_lib.Task:
 
 def _module(where: str) -> types.ModuleType:
   """The module in a file as it is now, or of that name."""
-  if not where.endswith('.py'):
-    return importlib.import_module(where)
-  path = pathlib.Path(where).absolute()
-  found = path.stat()
-  return _file(path, found.st_mtime_ns, found.st_size)
-
-
-@functools.cache
-def _file(path: pathlib.Path, *version: int) -> types.ModuleType:
-  del version  # a notebook may have written another one
-  return load.module(path)
+  if where.endswith('.py'):
+    return load.module(pathlib.Path(where))
+  return importlib.import_module(where)
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

@@ -17,6 +17,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.protocol import events
 from diloco_jax.syncer import process as syncer_process
+from tests.runs.lib import slow_data
 
 STEPS, MORE = 8, 24
 DEADLINE_S = 120
@@ -106,6 +107,8 @@ def test_a_run_that_cannot_start_claims_no_folder(tmp_path):
 
 def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_path, capsys):
   deadline_s = time.monotonic() + DEADLINE_S
+  config = _config(1_000_000)
+  config.task = f'{slow_data.__file__}:task(step_s=0.3)'  # the syncer could end long before them
 
   def interrupt_after(node: str, word: str) -> None:
     records = tmp_path / 'records' / f'{node}.jsonl'
@@ -119,14 +122,14 @@ def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_pa
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt, match='run the same cell to continue') as caught:
-      single_controller.run(_config(1_000_000), tmp_path)
+      single_controller.run(config, tmp_path)
     assert caught.value.__context__ is None, 'a long traceback'
     assert said() > before
     assert not {thread.name for thread in threading.enumerate()} & {'syncer', 'l0', 'l1'}
 
   interrupt_after('syncer', 'synced')
   interrupt_after('syncer', 'recovered')
-  interrupt_after('syncer', 'synced')
+  interrupt_after('syncer', 'merging')
   # The syncer is there until the last learner has ended.
   printed = capsys.readouterr().out
   assert printed.count('interrupted: each learner') == 3 and 'unreachable' not in printed, printed
