@@ -203,13 +203,11 @@ def overrides() -> dict[str, object]:
 def config_flags_of_this_process() -> list[str]:
   """`--config` and its overrides as on this command line, and the flags of `define_files`, to pass
   to a child process."""
-  return (
-    [f'--config={flags.FLAGS["config"].config_filename}']
-    + [
-      f'--config.{name}={"none" if value is None else value}' for name, value in overrides().items()
-    ]
-    + file_flags()
-  )
+  return [
+    f'--config={flags.FLAGS["config"].config_filename}',
+    *(f'--config.{name}={"none" if one is None else one}' for name, one in overrides().items()),
+    *file_flags(),
+  ]
 
 
 def define_files() -> None:
