@@ -163,7 +163,7 @@ def _restore(
   if restored is not None and not restored.protocol:
     raise ValueError(
       'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
-      'continue it with --syncer=none, or choose another folder'
+      "continue it with --syncer=none (syncer='none'), or choose another folder"
     )
   if restored is None:
     found = moments_lib.find(workdir, learner_id, island.moments)
