@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
@@ -31,7 +31,7 @@ _REASONS = {
   'undone': 'given up: back to the published value (after a repair or refusal), or shard lost',
   'stale': 'measured from an anchor that was too old',
   'overwritten': 'trained while a newer version was on its way',
-  'bad_value': 'held NaN or Inf',
+  'bad_value': 'NaN, Inf, or a norm far from the usual (or 0)',
   'lost_with_process': 'lost with a killed process',
   'left': 'their learner left',
   'end_of_run': 'the run ended first',
@@ -306,10 +306,13 @@ def _place_lines(
   lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
+  if (
+    folders and (workdir / load.FILE).is_file()
+  ):  # else of learners whose syncer has another folder
     lines.append(f'model        diloco_jax.load_params({place!r})')
     lines.append(f'             diloco export --workdir={shlex.quote(place)} --out=m.safetensors')
     if (workdir / 'model').is_dir():
-      lines.append(f'             orbax.checkpoint.v1.load({place + "/model"!r})')
+      lines.append(f'             orbax.checkpoint.v1.load({str(workdir.absolute() / "model")!r})')
     if summary['task'] == run_config.DECODER:
       lines.append(f'             diloco sample --workdir={shlex.quote(place)}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
