@@ -6,10 +6,11 @@
     diloco restore --workdir=runs/x --to=latest --config.sync.learners=3 --config.mesh.data=1
 
 `diloco train --resume --workdir=runs/x` then continues the run; one on several machines continues
-once its syncer and its learners are started again with their own commands. Older checkpoints than the newest two are there if the run keeps them
-(`sync.keep_every`). A damaged log is set aside, so this repairs it, too. The number of learners,
-the quorum and the mesh may change. All processes of the run must have ended. Exit codes: 0
-restored, 42 impossible and nothing was changed, 74 the disk failed: restore again.
+once its syncer and its learners are started again with their own commands. Older checkpoints than
+the newest two are there if the run keeps them (`sync.keep_every`). A damaged log is set aside, so
+this repairs it, too. The number of learners, the quorum and the mesh may change. All processes of
+the run must have ended. Exit codes: 0 restored, 42 impossible and nothing was changed, 74 the disk
+failed: restore again.
 """
 
 import os

@@ -73,7 +73,8 @@ def _times() -> array.array:
 @dataclasses.dataclass(slots=True)
 class Process:
   """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
-  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs)."""
+  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs);
+  lost: on another machine, the syncer heard no more of it."""
 
   started_s: float
   steps: int = 0
@@ -425,7 +426,7 @@ class RunFacts:
     if fact.state == 'lost':
       self.book.died(fact.learner, at_ns, killed=not left)
       if processes:
-        processes[-1].end(at_s, 'done' if left else 'failed')
+        processes[-1].end(at_s, 'done' if left else 'lost')
       return
     if not processes or fact.incarnation > learner.incarnation:
       self.book.starts(fact.learner, at_ns)

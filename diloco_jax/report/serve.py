@@ -1,6 +1,6 @@
 """Serves the page of a run on loopback. It reads records alone, so that it cannot harm the run. It
-answers GET and HEAD alone, and only under this host's own names: no page of another site whose name leads to
-127.0.0.1 may read it (DNS rebinding). Every user of this machine can."""
+answers GET and HEAD alone, and only under this host's own names: no page of another site whose name
+leads to 127.0.0.1 may read it (DNS rebinding). Every user of this machine can."""
 
 import http.server
 import json
@@ -22,8 +22,7 @@ _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
 
-# What /metrics has, explained in docs/reference/metrics.md. After a restore counts are lower, so all
-# are gauges.
+# What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
 _OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
 _OF_RUN += ' bytes_down goodput token_goodput uptime'
 _OF_LEARNER = 'loss step tokens_per_second staleness incarnation goodput merged'

@@ -106,7 +106,13 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
     'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
-      {'step': one.step, 'tokens': tokens, 'seconds': round(at_s, 3), 'loss': one.loss}
+      {
+        'step': one.step,
+        'tokens': tokens,
+        'seconds': round(at_s, 3),
+        'loss': one.loss,
+        'bits_per_byte': one.bits_per_byte or None,
+      }
       for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
     ],
     'tokens_trained': tokens['trained'],
@@ -163,6 +169,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
+    'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': status.state,
     'error': status.last_error,
@@ -396,7 +403,7 @@ def _describe_status(row: Mapping[str, Any]) -> str:
     times = 'once' if row['kills'] == 1 else f'{row["kills"]} times'
     text = f'; killed {times}, down for {row["seconds_down"]:.1f} s'
   elif row['seconds_down']:
-    text = f'; down for {row["seconds_down"]:.1f} s'
+    text = f'; {"lost, " if row["lost"] else ""}down for {row["seconds_down"]:.1f} s'
   if row['fresh_moments']:
     text += f'; {row["fresh_moments"]} of its starts with fresh moments'
   if row['status'] in ('training', 'alone', 'starting', 'waiting'):

@@ -326,7 +326,7 @@ def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
   run.take([member(9, 'far', 'lost', 2, 'left: done')])
   assert (far.state, far.step, [one.tokens for one in far.steps]) == ('done', 40, [88, 136, 168])
   assert [(p.steps, p.first_step_s, p.ended_s, p.ended) for p in far.processes] == [
-    (10, 2, 3, 'failed'),
+    (10, 2, 3, 'lost'),
     (10, 6, 8, 'done'),
   ]
   account = run.book.learners['far']
@@ -373,7 +373,7 @@ def test_a_learner_on_another_machine_trains_again_after_a_restore():
     stepped(at_s, 20 + 2 * (at_s - 10))
   far = run.learners['l0']
   assert (far.state, far.step, far.incarnation) == ('training', 38, 2)
-  assert [one.ended for one in far.processes] == ['failed', 'done', '']
+  assert [one.ended for one in far.processes] == ['lost', 'done', '']
   spent = run.book.partition('l0', 19 * 10**9)
   assert spent[book_lib.AFTER_END] == 6e9, 'between its end and its return'
   config = stdlib_lm.get_config('tiny')

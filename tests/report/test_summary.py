@@ -581,7 +581,9 @@ def test_runs_are_set_beside_each_other_after_equal_tokens_and_at_equal_clocks(c
   assert rows['after 200 tokens'] == ['3.900', '3.000']
   assert rows['at clock 4'] == ['4.167', '3.000']
   assert rows['tokens trained'] == ['250', '300'] and rows['outer steps'] == ['9', '0']
-  assert (workdir / 'report' / 'beside.txt').read_text() == done.stdout
+  text, places = done.stdout.rsplit('\n\n', 1)
+  assert (workdir / 'report' / 'beside.txt').read_text() == text + '\n'
+  assert places == f'in {workdir}/report: beside.txt, beside.html, beside.png\n'
   assert (workdir / 'report' / 'beside.png').read_bytes().startswith(b'\x89PNG')
 
 
