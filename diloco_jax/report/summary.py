@@ -221,6 +221,16 @@ def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   return {'trained': ledger.trained, 'merged': shares.pop('merged'), 'discarded': shares}
 
 
+def merged_line(summary: Mapping[str, Any]) -> str:
+  """What became of the tokens, and where that is explained; '' if nearly all were merged."""
+  trained, merged = summary['tokens_trained'], summary['tokens_merged']
+  if not summary['outer_steps'] or merged >= 0.95 * trained:
+    return ''
+  parts = {'merged': merged, **summary['tokens_discarded']}.items()
+  told = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
+  return f'trained {trained:,} tokens, {", ".join(told)}: see docs/howto/report.md'
+
+
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
   """Divides every part and rounds to integers whose sum is the rounded total (largest remainders).
 
@@ -299,6 +309,8 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines += [f'training loss  {", ".join(losses)}: mean of the last {LAST_STEPS} steps'] * any(
       losses
     )
+  if line := merged_line(summary):
+    lines.append(f'tokens         {line}')
   if not any(row['status'] == 'done' for row in summary['learners'].values()):
     lines.append(f'not ended      at clock {summary["clock"]} of {summary["steps"]}')
   return lines

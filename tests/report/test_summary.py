@@ -145,6 +145,14 @@ def test_the_summary_adds_up(config, run):
   ]
 
 
+def test_one_line_says_which_tokens_were_not_merged_if_they_are_many(config, run):
+  summary = summarized(config, run, _FATES)
+  line = 'trained 250 tokens, merged 60%, late 15%, overwritten 25%: see docs/howto/report.md'
+  assert summary_lib.merged_line(summary) == line
+  assert line in summary_lib.text(summary, pathlib.Path('x'), width=200)
+  assert not summary_lib.merged_line({**summary, 'tokens_merged': 240})
+
+
 def test_downtime_lasts_until_the_next_step(config, run):
   learners = summarized(config, run, _FATES)['learners']
   assert (
@@ -152,7 +160,7 @@ def test_downtime_lasts_until_the_next_step(config, run):
     >= {'incarnations': 2, 'steps': 3, 'seconds_down': 9.0, 'kills': 1}.items()
   )
   assert learners['l1']['seconds_down'] == 0
-  assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'done']
+  assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'stopped']
 
 
 def test_a_process_that_the_supervisor_cut_off_counts_as_stopped_not_as_killed(config):
@@ -427,9 +435,9 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     'importing',
     'l1',
     'training',
-    'held-out loss',
+    'held-out',
     '5.500',
-    '50% of 10 steps',
+    '20% of 10 steps',
     'goodput',
     'restarted',
   ):
@@ -476,10 +484,10 @@ def test_a_narrow_terminal_gets_the_columns_that_fit_and_a_mark(width):
   console = console_lib.Console(file=io.StringIO(), width=width)
   console.print(live.picture(view, elapsed_s=14, width=width))
   lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-  assert '50%' in lines[0] or width == 20  # a low terminal shows the beginning
+  assert '20%' in lines[0] or width == 20  # a low terminal shows the beginning
   heads = [line for line in lines if line.strip().startswith(('learner', 'syncer'))]
   assert len(heads) == 2 and all(len(line) <= width for line in lines)
-  for head, last in zip(heads, ('incarnation', 'participants')):
+  for head, last in zip(heads, ('incarnation', 'merged')):
     assert head.endswith(last if width > 100 else '…')
 
 
@@ -521,8 +529,8 @@ def test_a_run_is_read_from_its_folder_alone(config, workdir):
   found = folder.read(workdir)
   assert found.config.to_dict() == config.to_dict() and found.wall_seconds == 15
   assert {name: one.state for name, one in found.statuses.items()} == {
-    'l0': 'done',
-    'l1': 'done',
+    'l0': 'stopped',
+    'l1': 'stopped',
     'syncer': 'merging',
   }
   refused = child(26, 'l1', 'refused', 'another model')

@@ -1,7 +1,7 @@
 'use strict';
 const COLOURS = '#0072B2 #E69F00 #009E73 #CC79A7 #56B4E9 #D55E00 #B8A800 #999999'.split(' '), BAD = '#D55E00', GREY = '#888888';
 const STATES = {training: '#009E73', merging: '#009E73', alone: '#E69F00', starting: '#56B4E9', waiting: GREY,
-  done: '#2A8FD0', trained: '#2A8FD0'};  // any other one is bad
+  done: '#2A8FD0', trained: '#2A8FD0', stopped: GREY};  // any other one is bad
 const SPENT = {merged_progress: '#009E73', wasted_progress: '#D55E00', slow_step: '#E69F00', data_wait: '#B8A800',
   comm_exposed: '#CC79A7', checkpoint_save_blocking: '#882255', wait_quorum: '#56B4E9', wait_straggler: '#88CCEE',
   syncer_down: '#5533AA', init: '#BBBBBB', prep: '#999999', startup_compile: '#777777', checkpoint_restore: '#117733',
