@@ -24,6 +24,7 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
+from diloco_jax.report import summary
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import mesh as mesh_lib
@@ -117,7 +118,9 @@ class SingleController:
   def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
     def guarded() -> None:
       try:
-        with contextlib.closing(self._make_recorder(name)) as recorder:
+        with contextlib.ExitStack() as end:
+          recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
+          end.push(lambda error, *_: recorder.ended(int(error is not None)))
           self._exits[name] = run(recorder)
         if name == 'syncer':  # it may have been asked to stop
           self._over()
@@ -210,7 +213,10 @@ def run(
     with importing.uninterrupted():
       controller.start()
     shown = run_lib.Display(folder, config, alone).draw if run_lib.in_kernel() else None
-    return run_lib.Run(folder, controller.join(tick=shown))
+    found = run_lib.Run(folder, controller.join(tick=shown))
+    if shown and (line := summary.merged_line(found.summary)):
+      print(line)
+    return found
   except BaseException as error:  # else the nodes train on, and the folder stays locked
     controller.stop('interrupted')
     if not isinstance(error, KeyboardInterrupt):

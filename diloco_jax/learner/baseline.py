@@ -85,7 +85,5 @@ def _run(
 
 def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> None:
   if (loss := island.evaluate()) is not None:  # else the task has no held-out batches
-    fact = facts.Eval(step=step, loss=loss, bits_per_byte=island.bits_per_byte(loss))
-    records.report(fact)
-    records.say(f'held-out loss at step {step}: {fact.text}')
-    records.scalars(step, {'evaluation/loss': loss})
+    bits_per_byte = island.bits_per_byte(loss)
+    records.evaluated(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte))

@@ -220,7 +220,9 @@ class Island:
     clock, begun_ns, placed_ns, ended = self._dispatched.popleft()
     metrics, ended_ns = ended.result()
     start_ns = max(begun_ns, self._ended_ns)
-    # The thread that watches a step may be late, and the step after it seem to end before it.
+    if self._dispatched and (after := self._dispatched[0]).ended.done():
+      if after.ended.result()[1] < ended_ns:  # computed at its dispatch, and the watcher is late
+        ended_ns = after.begun_ns
     self._ended_ns = ended_ns = max(ended_ns, start_ns + 1)
     if self._profile is not None:
       self._profile.ended(self._finished)
