@@ -418,6 +418,7 @@ def _lead(
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
   )
+  cleanup.push(lambda kind, *_: records.ended(int(issubclass(kind or int, Exception))))
   if own:
     records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
   work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork

@@ -94,10 +94,20 @@ class Run:
     clock, loss = ([getattr(one, what) for one in run.evaluations] for what in ('step', 'loss'))
     return _curve(clock, run.evaluated_tokens, run.evaluated_s, loss)
 
+  def loss_at(self, tokens: int) -> float:
+    """The held-out loss after so many tokens of all learners. Raises ValueError: none is known."""
+    _, known, _, loss = self.evaluations
+    if not known.size or not known[0] <= tokens <= known[-1]:
+      raise ValueError(f'no evaluation is before and after {tokens:,} tokens')
+    return float(np.interp(tokens, known, loss))
+
   def losses(self, learner: str) -> Curve:
     """The training loss of a learner ('l0', ...), one point for each inner step. Raises KeyError:
     the run has no such learner."""
-    steps = list(self._read().run.learners[learner].steps)
+    learners = self._read().run.learners
+    if learner not in learners:
+      raise KeyError(f'there is no learner {learner!r}; there are: {", ".join(learners)}')
+    steps = list(learners[learner].steps)
     return _curve(*([getattr(s, what) for s in steps] for what in 'step tokens at_s loss'.split()))
 
   def plot(self, *others: 'Run') -> 'figure_lib.Figure':
@@ -173,9 +183,9 @@ class Display:
 
 
 class CellRecorder(records_lib.Recorder):
-  """The recorder of a node in a notebook: the table has what its lines about steps would say."""
+  """The recorder of a node in a notebook: the table has what lines about progress would say."""
 
-  def completed(self, *args: Any, **kwargs: Any) -> None: ...
+  def say_progress(self, text: str) -> None: ...
 
 
 def in_kernel() -> bool:

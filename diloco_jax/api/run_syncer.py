@@ -113,6 +113,7 @@ class Server:
     except BaseException as error:  # `wait` and the end of the `with` raise it
       self._result = error
     finally:
+      records.ended(int(isinstance(self._result, BaseException)))
       self._listens.set()
 
 

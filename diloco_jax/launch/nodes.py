@@ -453,5 +453,7 @@ def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
       records.close()
       raise refusal(result.text)
   records.say(result.text)
+  if isinstance(records, records_lib.Recorder):  # there may be no supervisor
+    records.ended(result.code)
   records.close()
   return result.code

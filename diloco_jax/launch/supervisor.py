@@ -282,7 +282,7 @@ class Supervisor:
 
   def _look(self) -> None:
     self._view.take(self._tails.read())
-    due, self._kills = kill_plan_lib.due(self._kills, self._view.progress)
+    due, self._kills = kill_plan_lib.due(self._kills, self._view.foremost)
     for kill in due:
       self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
 
@@ -325,7 +325,7 @@ class Supervisor:
   def _is_complete(self) -> bool:
     """The learners have ended, one of them at the last step. Before it, all may have been stopped
     from outside: then the syncer would wait for them for ever."""
-    return self._running.keys() == {SYNCER} and self._view.progress >= 1.0
+    return self._running.keys() == {SYNCER} and self._view.foremost >= 1.0
 
   async def _wait(self, seconds: float, interrupts: int) -> None:
     """Waits until no process is left, for `seconds`, or until there are more than `interrupts`."""
@@ -356,7 +356,7 @@ class Supervisor:
     syncer = self.statuses.get(SYNCER)
     learners = [self.statuses[name] for name in self._learners]
     interrupted = self._interrupts.count > 0
-    progress = 1.0 if self._retired else self._view.progress
+    progress = 1.0 if self._retired else self._view.foremost
     return Outcome(
       **_verdict(syncer, learners, interrupted, progress),
       statuses=self.statuses,

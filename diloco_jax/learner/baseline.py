@@ -37,7 +37,7 @@ def _run(
   if restored is not None and restored.protocol:
     raise ValueError(
       'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
-      '--syncer=none out, or choose another folder'
+      "--syncer=none (syncer='none') out, or choose another folder"
     )
   step = 0 if restored is None else restored.step
   records_lib.report_startup(records, 'restored')
@@ -85,7 +85,5 @@ def _run(
 
 def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> None:
   if (loss := island.evaluate()) is not None:  # else the task has no held-out batches
-    fact = facts.Eval(step=step, loss=loss, bits_per_byte=island.bits_per_byte(loss))
-    records.report(fact)
-    records.say(f'held-out loss at step {step}: {fact.text}')
-    records.scalars(step, {'evaluation/loss': loss})
+    bits_per_byte = island.bits_per_byte(loss)
+    records.evaluated(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte))

@@ -8,9 +8,14 @@ import json
 
 from diloco_jax.protocol import printable, safe_json
 
-MAY_CHANGE = ('train.steps',)
+MAY_CHANGE = (
+  'train.steps',
+  'optimizer.learning_rate',
+  'optimizer.warmup_steps',
+  'optimizer.end_lr_ratio',
+)
 """Settings that all processes share, and that a run which has ended may continue with another value
-of: the clock at which training ends is no part of what has been trained."""
+of: how far and how fast it trains from now on is no part of what has been trained."""
 DIFFERENCES_SHOWN = 5
 MAX_DEPTH = 8
 VALUE_CHARS = 80

@@ -10,8 +10,6 @@ from diloco_jax.protocol import ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 
-_ENDED = ('down', 'done', 'refused', 'failed')
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
@@ -86,9 +84,6 @@ def pace(config: run_config.Config) -> dict[str, Any]:
 
 def _status(learner: run_facts.Learner, total_steps: int) -> run_facts.Status:
   state = learner.state
-  if state not in _ENDED:  # no supervisor has told of its end
-    left = learner.lost and not learner.is_live and learner.lost[-1][1].startswith('left')
-    ended = learner.processes and learner.processes[-1].ended == 'done'
-    if state == 'trained' or learner.step >= total_steps or left or ended:
-      state = 'done'
+  if state not in run_facts.ENDED and (state == 'trained' or learner.step >= total_steps):
+    state = 'done'  # nobody has told of its end
   return run_facts.Status(state, len(learner.processes), learner.said)

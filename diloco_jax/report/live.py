@@ -32,6 +32,8 @@ _COLOURS = {
   'refused': 'bold red',
   'done': 'blue',
   'trained': 'blue',
+  'stopped': 'dim',
+  'killed': 'bold red',
 }
 
 
@@ -263,14 +265,13 @@ def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('syncer ', [state], [_COLOURS.get(state, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
     _Column('outer steps', [str(len(view.merges_s))]),
-    _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
+    _Column('held-out', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
     _Column('goodput', [_percent(figures and figures.training_since_joined)]),
     _Column('of tokens', [_percent(figures and figures.token)]),
     _Column('uptime', [_percent(figures and figures.uptime)]),
     _Column('      up', [header.size(view.wire.bytes_up)]),
     _Column('    down', [header.size(view.wire.bytes_down)]),
-    _Column('  grace', [f'{last.grace_ns / 1e6 if last else 0:.0f} ms']),
-    _Column('participants', [' '.join(last.participants) if last else '-'], text=True),
+    _Column('merged', [' '.join(last.participants) if last else '-'], text=True),
   ]
 
 

@@ -11,6 +11,7 @@ space again, a fact says how many others are missing (facts.Missing). A file tha
 LIMIT_BYTES long is reported once, too, and grows no more.
 """
 
+import collections
 import contextlib
 import dataclasses
 import heapq
@@ -61,7 +62,7 @@ class Recorder:
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
-    self._first: tuple[int, float] | None = None  # clock and time
+    self._calls = collections.deque[tuple[int, float]](maxlen=16)  # of `left`: clock and time
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
@@ -93,12 +94,17 @@ class Recorder:
     # In one write, so that the threads of one process do not mix their lines.
     self._guard(lambda: print(f'{self._prefix}{header.clock()}{text}\n', end='', flush=True))
 
+  def say_progress(self, text: str) -> None:
+    """As `say`; a view of the run makes the line needless."""
+    self.say(text)
+
   def left(self, clock: int, total: int) -> str:
-    """The time until the last step, at the pace since the first call; '' then, and at the end."""
-    now_s = time.monotonic()
-    self._first = self._first or (clock, now_s)
-    done, seconds = clock - self._first[0], now_s - self._first[1]
-    if done <= 0 or clock >= total:
+    """The time until the last step, at the pace of the newer half of the last calls; '' in the
+    first two, after which functions are compiled, and at the end."""
+    self._calls.append((clock, time.monotonic()))
+    old, old_s = self._calls[(len(self._calls) - 1) // 2]
+    done, seconds = clock - old, self._calls[-1][1] - old_s
+    if len(self._calls) < 3 or done <= 0 or clock >= total:
       return ''
     return f'{header.duration((total - clock) * seconds / done)} left'
 
@@ -116,7 +122,17 @@ class Recorder:
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
     found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
     told = [line, *found, facts.speed_text(cost.speed(seconds)), self.left(step, total)]
-    self.say(', '.join(filter(None, told)))
+    self.say_progress(', '.join(filter(None, told)))
+
+  def evaluated(self, fact: facts.Eval) -> None:
+    """Reports a held-out loss, as a fact, a line and a point of a curve."""
+    self.report(fact)
+    self.say_progress(f'held-out loss at clock {fact.step}: {fact.text}')
+    self.scalars(fact.step, {'evaluation/loss': fact.loss})
+
+  def ended(self, code: int) -> None:
+    """Reports the end of the node: there may be no supervisor that does."""
+    self.report(facts.Exit(child=self._process, pid=os.getpid(), code=code))
 
   def close(self) -> None:
     """Flushes everything to disk."""

@@ -18,8 +18,8 @@ from diloco_jax.report import booking, facts
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
-_GONE = ('down', 'done', 'refused', 'failed', 'trained')
-_WINDOW = 8  # steps of a process before its pace foretells the end
+ENDED = ('down', 'done', 'stopped', 'killed', 'refused', 'failed')
+_WINDOW = 16  # steps of a process, or outer steps, before their pace foretells the end
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
@@ -73,7 +73,8 @@ def _times() -> array.array:
 @dataclasses.dataclass(slots=True)
 class Process:
   """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
-  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs)."""
+  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs);
+  lost: on another machine, the syncer heard no more of it."""
 
   started_s: float
   steps: int = 0
@@ -89,6 +90,17 @@ class Process:
     self.ended_s, self.ended = at_s, how
 
 
+def _pace(at_s: array.array, clocks: array.array, processes: list[Process]) -> tuple[int, float]:
+  """The newer half of the steps of the newest process, and the clocks a second in them; 0.0: the
+  pace is not known, as there are too few."""
+  first_s = processes[-1].first_step_s if processes else 0.0
+  count = 0 if first_s is None else (len(at_s) - bisect.bisect_left(at_s, first_s)) // 2
+  if 2 * count < _WINDOW:
+    return 0, 0.0
+  moved, took_s = (column[-1] - column[-count - 1] for column in (clocks, at_s))
+  return count, moved / max(took_s, 1e-9)
+
+
 @dataclasses.dataclass(slots=True)
 class Learner:
   """Everything about one learner.
@@ -100,7 +112,8 @@ class Learner:
     supervised: a supervisor of this folder has started it.
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
-    told: the steps and tokens of all its processes that the syncer has recorded.
+    told: the steps and tokens of all its processes that the syncer has recorded; None: none since
+      a restore.
     tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
@@ -116,7 +129,7 @@ class Learner:
   said: str = ''
   supervised: bool = False
   speaks: bool = False
-  told: tuple[int, int] = (0, 0)
+  told: tuple[int, int] | None = (0, 0)
   tells_loss: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
@@ -150,7 +163,7 @@ class Learner:
 
   @property
   def is_training(self) -> bool:
-    return not self.phase and self.state not in _GONE
+    return not self.phase and self.state not in (*ENDED, 'trained')
 
   @property
   def speed(self) -> dict[str, float]:
@@ -162,17 +175,8 @@ class Learner:
 
   @property
   def pace(self) -> tuple[int, float]:
-    """The newer half of the steps of its process, and the clocks a second in them; 0.0: the pace is
-    not known, as it has stepped too little or does not train."""
-    first_s = self.processes[-1].first_step_s if self.processes else 0.0
-    if first_s is None or not self.is_training:
-      return 0, 0.0
-    begin = bisect.bisect_left(self.steps, first_s, key=lambda step: step.at_s)
-    count = (len(self.steps) - begin) // 2
-    if 2 * count < _WINDOW:
-      return 0, 0.0
-    old, new = self.steps[-count - 1], self.steps[-1]
-    return count, (new.step - old.step) / max(new.at_s - old.at_s, 1e-9)
+    at_s, _, clocks, *_ = self.steps._columns
+    return _pace(at_s, clocks, self.processes) if self.is_training else (0, 0.0)
 
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
@@ -225,6 +229,7 @@ class RunFacts:
     missing: of each process, how many facts could not be written, and why.
     last_event: the newest event of a process, for people.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
+    went_back: when a restored syncer started, and its clock.
     pauses: (when, seconds) of each time without a fact that was longer than `longest_pause_s`; all
       times are without what is above it, so that a run continued on the next day can be drawn.
   """
@@ -246,6 +251,7 @@ class RunFacts:
     self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
+    self._clocks, self._steps_per_sync = array.array('q'), steps_per_sync  # of each merge
     self.participants, self.live, self.waited_ns, self.staleness = (
       array.array('q') for _ in range(4)
     )
@@ -260,15 +266,24 @@ class RunFacts:
     self.last_event = ''
     self.began_s: float | None = None
     self.end_s = 0.0
+    self.went_back: list[tuple[float, int]] = []
     self.pauses: list[tuple[float, float]] = []
     self._longest_pause_s, self._cut_s = longest_pause_s, 0.0
     self._reached = array.array('q'), array.array('q')  # clocks, ascending, and tokens of all then
 
   @property
+  def foremost(self) -> float:
+    """The clock of the foremost learner as a share of the run: 0 to 1."""
+    clock = max((learner.step for learner in self.learners.values()), default=0)
+    return min(1.0, clock / self.total_steps)
+
+  @property
   def progress(self) -> float:
-    """Share of the run that is done, by the clock of the foremost learner: 0 to 1."""
-    foremost = max((learner.step for learner in self.learners.values()), default=0)
-    return min(1.0, foremost / self.total_steps)
+    """Share of the run that is done: 0 to 1. Of learners that are ahead of the global model, the
+    steps to the next outer step count."""
+    merged = self._clocks[-1] / self.total_steps if self._clocks else self.foremost
+    ahead = min(self.foremost - merged, self._steps_per_sync / self.total_steps)
+    return min(1.0, merged + max(0.0, ahead))
 
   @property
   def tokens_per_second(self) -> float:
@@ -277,9 +292,12 @@ class RunFacts:
 
   @property
   def seconds_left(self) -> float | None:
-    """Until the last step, at the pace of the learner that has stepped for longest without a
-    restart, in the newer half of its steps; None: not known."""
-    _, pace = max((learner.pace for learner in self.learners.values()), default=(0, 0.0))
+    """Until the last step, at the pace of the outer steps, or else of the learner that has stepped
+    for longest without a restart, in the newer half of its steps; None: not known."""
+    if not any(learner.is_training for learner in self.learners.values()):
+      return None
+    _, pace = _pace(self.merges_s, self._clocks, self.syncer_processes)
+    pace = pace or max(learner.pace for learner in self.learners.values())[1]
     return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
 
   def seconds_at(self, time_s: float) -> float:
@@ -351,6 +369,10 @@ class RunFacts:
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
           del column[place:]
+        if self.synced and sync < self.synced.sync:
+          self.went_back.append((at_s, sync))
+          for learner in self.learners.values():  # what the syncer counts went back, too
+            learner.told, learner.incarnation = None, 0
       case facts.Layout():
         self.layout = fact
       case facts.Traffic():
@@ -369,8 +391,9 @@ class RunFacts:
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code, stopped=stopped):
         if processes := self._processes(name):
-          ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
-          processes[-1].end(at_s, 'stopped' if stopped else ended)
+          ended = {0: self._over(name), 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
+          processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
+          self._becomes(name, ended, at_s)
 
   def _evaluated(self, at_s: float, fact: facts.Eval) -> None:
     clocks, _ = self._reached
@@ -385,6 +408,19 @@ class RunFacts:
     self.evaluations.append(fact)
     self.evaluated_s.append(at_s)
     self.evaluated_tokens.append(tokens)
+
+  def _over(self, name: str, left: str = '') -> str:
+    """What an end without an error is: of a learner that trained to the end, or of the run."""
+    learner = self.learners.get(name)
+    trained = learner and (learner.state == 'trained' or learner.step >= self.total_steps)
+    return 'done' if trained or left == 'left: done' or self.progress >= 1 else 'stopped'
+
+  def _becomes(self, name: str, state: str, at_s: float) -> None:
+    if name == 'syncer':
+      self.syncer = state
+    elif name in self.learners:
+      self.learners[name].state = state
+      self.learners[name].begin('importing' if state == 'starting' else '', at_s)
 
   def _processes(self, name: str) -> list[Process]:
     """The processes of a program, oldest first."""
@@ -407,7 +443,8 @@ class RunFacts:
     if not learner.speaks:
       self._of_another_machine(learner, at_s, fact, left)
     # The last word on it, unless it says more in this folder.
-    learner.state = 'training' if fact.state == 'joined' else 'done' if left else 'down'
+    left_as = self._over(fact.learner, fact.reason) if left else 'down'
+    learner.state = 'training' if fact.state == 'joined' else left_as
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
   def _of_another_machine(
@@ -418,19 +455,21 @@ class RunFacts:
     if fact.state == 'lost':
       self.book.died(fact.learner, at_ns, killed=not left)
       if processes:
-        processes[-1].end(at_s, 'done' if left else 'failed')
+        processes[-1].end(at_s, 'done' if left else 'lost')
       return
-    self.book.joined(fact.learner, at_ns)
     if not processes or fact.incarnation > learner.incarnation:
+      self.book.starts(fact.learner, at_ns)
       self._begin(processes, at_s)
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
+    self.book.joined(fact.learner, at_ns)
 
   def _progressed(self, learner: Learner, at_s: float, fact: protocol_facts.Progress) -> None:
-    steps, tokens = fact.steps - learner.told[0], fact.tokens - learner.told[1]
+    before = learner.told or (fact.steps, fact.tokens)
+    steps, tokens = fact.steps - before[0], fact.tokens - before[1]
+    learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
     if learner.speaks or steps <= 0:
       return
-    learner.told = fact.steps, fact.tokens
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
     self._trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)
@@ -457,6 +496,7 @@ class RunFacts:
       case facts.Moments(of=''):
         learner.fresh += 1
       case facts.Startup(phase=done) if done in _PHASES:
+        learner.state = 'starting' if learner.state in ENDED else learner.state
         learner.begin(_PHASES[done], at_s)
       case protocol_facts.State():
         learner.state = _SAID.get(fact.state, fact.state)
@@ -496,6 +536,7 @@ class RunFacts:
       self.syncer = 'merging'
     self.synced = fact
     self.merges_s.append(at_s)
+    self._clocks.append(fact.sync)
     self.participants.append(len(fact.participants))
     self.waited_ns.append(fact.waited_ns)
     self.staleness.append(fact.staleness)
@@ -510,12 +551,10 @@ class RunFacts:
     """Takes the new state of a program; a learner's new process is kept in its history."""
     if fact.text:
       self.last_event = f'{fact.child}: {fact.text}'
-    if fact.child == 'syncer':
-      self.syncer = fact.state
-    elif fact.child in self.learners:
-      learner = self.learners[fact.child]
-      learner.state, learner.said, learner.supervised = fact.state, fact.text, True
-      learner.begin('importing' if fact.state == 'starting' else '', at_s)
+    if fact.child in self.learners:
+      self.learners[fact.child].said, self.learners[fact.child].supervised = fact.text, True
+    state = self._over(fact.child) if fact.state == 'done' else fact.state
+    self._becomes(fact.child, state, at_s)
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
       self._begin(self._processes(fact.child), at_s)
 

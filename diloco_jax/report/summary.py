@@ -106,7 +106,13 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
     'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
-      {'step': one.step, 'tokens': tokens, 'seconds': round(at_s, 3), 'loss': one.loss}
+      {
+        'step': one.step,
+        'tokens': tokens,
+        'seconds': round(at_s, 3),
+        'loss': one.loss,
+        'bits_per_byte': one.bits_per_byte or None,
+      }
       for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
     ],
     'tokens_trained': tokens['trained'],
@@ -154,6 +160,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
+    'staleness': learner.staleness,
     'steps': account.get('steps', len(learner.steps)),
     'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
@@ -162,6 +169,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
+    'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': status.state,
     'error': status.last_error,
@@ -211,6 +219,16 @@ def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
     parts['unsettled'] = ledger.unsettled
   shares = share_out(parts, ledger.fragments)
   return {'trained': ledger.trained, 'merged': shares.pop('merged'), 'discarded': shares}
+
+
+def merged_line(summary: Mapping[str, Any]) -> str:
+  """What became of the tokens, and where that is explained; '' if nearly all were merged."""
+  trained, merged = summary['tokens_trained'], summary['tokens_merged']
+  if not summary['outer_steps'] or merged >= 0.95 * trained:
+    return ''
+  parts = {'merged': merged, **summary['tokens_discarded']}.items()
+  told = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
+  return f'trained {trained:,} tokens, {", ".join(told)}: see docs/howto/report.md'
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
@@ -291,6 +309,8 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines += [f'training loss  {", ".join(losses)}: mean of the last {LAST_STEPS} steps'] * any(
       losses
     )
+  if line := merged_line(summary):
+    lines.append(f'tokens         {line}')
   if not any(row['status'] == 'done' for row in summary['learners'].values()):
     lines.append(f'not ended      at clock {summary["clock"]} of {summary["steps"]}')
   return lines
@@ -319,7 +339,7 @@ def _place_lines(
     lines.append(
       f'curves       tensorboard --logdir={shlex.quote(place)}/{records_lib.TENSORBOARD}'
     )
-  return lines
+  return [*lines, 'figures      in plain words: docs/operating.md, "What the figures mean"']
 
 
 def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
@@ -353,6 +373,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
+    if row['incarnations'] > 1 or row['staleness']:
+      line += f', incarnation {row["incarnations"]}, staleness {row["staleness"]}'
     lines.append(line + _describe_status(row))
   if between := summary['inner_steps_between_syncs_mean']:
     lines.append(f'{between:.1f} inner steps between two syncs of a fragment, on average')
@@ -396,9 +418,9 @@ def _describe_status(row: Mapping[str, Any]) -> str:
     times = 'once' if row['kills'] == 1 else f'{row["kills"]} times'
     text = f'; killed {times}, down for {row["seconds_down"]:.1f} s'
   elif row['seconds_down']:
-    text = f'; down for {row["seconds_down"]:.1f} s'
+    text = f'; {"lost, " if row["lost"] else ""}down for {row["seconds_down"]:.1f} s'
   if row['fresh_moments']:
-    text += f'; began {row["fresh_moments"]} times with fresh moments'
+    text += f'; {row["fresh_moments"]} of its starts with fresh moments'
   if row['status'] in ('training', 'alone', 'starting', 'waiting'):
     text += f'; {row["status"]} when its records ended'
   elif row['status'] != 'done':
@@ -449,8 +471,7 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   )
   lines.append(
     f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
-    f'{found["system_uptime"]:.1%} without long gaps between outer steps (without the time between '
-    'an interruption of the whole run and its resume)'
+    f'{found["system_uptime"]:.1%} without long gaps between outer steps'
   )
   return lines
 

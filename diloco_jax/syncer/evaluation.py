@@ -70,10 +70,7 @@ class Evaluation:
         found = held_out.evaluate(params, lambda: self._stopped)
         if found is None:
           return
-        fact = facts.Eval(step=step, loss=found[0], bits_per_byte=found[1])
-        self._records.report(fact)
-        self._records.say(f'held-out loss at clock {step}: {fact.text}')
-        self._records.scalars(step, {'evaluation/loss': fact.loss})
+        self._records.evaluated(facts.Eval(step=step, loss=found[0], bits_per_byte=found[1]))
       asked = self._next()
 
   def _next(self) -> tuple[int, Any] | None:

@@ -49,7 +49,12 @@ def test_an_opened_run_tells_what_it_has_recorded(run):
   assert (np.diff(seconds) >= 0).all() and loss[-1] < loss[0]
   assert opened.evaluations.loss[-1] == opened.summary['eval_loss_end']
   assert opened.summary['tokens_trained'] == tokens[-1]
-  assert 'srcdoc=' in opened._repr_html_() and '100%' in repr(opened)
+  assert 'srcdoc=' in opened._repr_html_() and '100%: l0 done 12; ' in repr(opened)
+  assert 'tokens/s' not in repr(opened) and opened.summary['learners']['l0']['status'] == 'done'
+  first, *_, last = opened.evaluations.loss
+  assert opened.loss_at(0) == first and opened.loss_at(tokens[-1]) == last
+  with pytest.raises(ValueError, match='no evaluation before and after'):
+    opened.loss_at(tokens[-1] + 1)
   assert opened.params['embedding'].shape == (256, 32)
   beside = opened.plot(opened)
   assert (

@@ -65,7 +65,7 @@ def _saved(folder) -> list[str]:
 def test_it_trains_saves_each_state_once_and_evaluates(train, tmp_path):
   ended, evaluated, said = train()
   assert ended.text == 'done at step 4: 4 steps, 8 tokens'
-  assert evaluated == [0, 4] and 'held-out loss at step 4' in said[-1]
+  assert evaluated == [0, 4] and 'held-out loss at clock 4' in said[-1]
   lines = (tmp_path / 'records' / 'l0.jsonl').read_text().splitlines()
   assert [json.loads(line)['name'] for line in lines[:3]] == ['startup', 'cost', 'eval']
   assert said[0].startswith('compiles the step') and said[0].endswith('2 x cpu')

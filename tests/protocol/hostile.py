@@ -164,6 +164,7 @@ class Liar(processes.Learner):
       'steps': machine.steps,
       'tokens': machine.tokens,
       'step_ns': self.island.step_ns,
+      'loss': 2.5,
       'finished': False,
       'held': tuple(messages.Held(version=a.version, digest=a.digest) for a in machine._anchors),
       'shard': shard,

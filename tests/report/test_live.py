@@ -1,12 +1,14 @@
 """What a run shows while it runs: phases, rates, the time that is left."""
 
+import contextlib
 import io
 
 import pytest
 from rich import console as console_lib
 
+from diloco_jax.api import run as run_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, live, run_facts
+from diloco_jax.report import facts, live, records, run_facts
 from tests.report.test_records import row
 
 
@@ -94,6 +96,100 @@ def test_the_display_tells_what_is_waited_for_and_what_is_left(monkeypatch):
   assert live.status_line(run) == (
     '20%: l0 training 20, l1 training 20; 2,000 tokens, 200 tokens/s, 2 min 40 s left'
   )
+
+
+def _synced(at_s: float, sync: int, learners: tuple[str, ...] = ('l1',)) -> tuple[str, dict]:
+  fact = protocol_facts.Synced(
+    sync=sync,
+    fragment=0,
+    version=1,
+    participants=learners,
+    late=(),
+    waited_ns=0,
+    grace_ns=0,
+    tokens=1,
+    why='all',
+    staleness=0,
+  )
+  return 'syncer', row(at_s, fact)
+
+
+def test_progress_and_the_time_left_are_those_of_the_global_model():
+  """l0 is twice as fast as l1, and has trained to the end when the syncer is at half time."""
+  run = run_facts.RunFacts(['l0', 'l1'], 100, steps_per_sync=2.0)
+  run.take([*_joined(0, 'l0'), *_joined(0, 'l1')])
+  for count in range(1, 51):
+    steps = [2 * count - 1, 2 * count]
+    run.take(
+      [('l0', _step(2 * count - 2 + number, step, step)) for number, step in enumerate(steps)]
+    )
+    run.take([('l1', _step(2 * count, count, count))])
+    if count % 2 == 0:
+      run.take([_synced(2 * count, count)])
+    if count == 48:
+      assert run.progress == 0.5 and run.foremost == 0.96  # the next outer step is at clock 50
+  assert run.progress == 0.52
+  for count in range(52, 101, 2):
+    run.take([('l1', _step(2 * count, count, count)), _synced(2 * count, count)])
+    assert run.progress == pytest.approx(min(1.0, count / 100 + 0.02))
+    if count < 98:
+      assert run.seconds_left == pytest.approx(2 * (98 - count))
+
+
+@pytest.mark.parametrize(
+  ('code', 'clock', 'shown'),
+  [
+    (0, 100, 'done'),
+    (0, 20, 'stopped'),
+    (1, 20, 'failed'),
+  ],
+)
+@pytest.mark.parametrize('syncer', [True, False])
+def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
+  code, clock, shown, syncer
+):
+  """Of threads of a notebook, a baseline, or loops of the user's own: nobody supervises them."""
+  run = run_facts.RunFacts(['l0'], 100, syncer=syncer)
+  run.take([('l0', _step(2 * count, clock - 30 + count, count)) for count in range(1, 31)])
+  assert 'training' in live.status_line(run) and 'tokens/s' in live.status_line(run)
+  run.take([('syncer', row(60, facts.Startup(phase='listens', cpu_s=1.0)))] * syncer)
+  alone = protocol_facts.State(state='disconnected', incarnation=1, clock=clock)
+  run.take([('l0', row(61, alone))] * syncer)
+  for child in ('syncer',) * syncer + ('l0',):
+    run.take([(child, row(62, facts.Exit(child=child, pid=1, code=code)))])
+  assert live.status_line(run) == f'{clock}%: l0 {shown} {clock}; 1,500 tokens'
+  assert run.seconds_left is None and run.syncer in (None, shown)
+  run.take([('l0', row(70, facts.Startup(phase='restored', cpu_s=1.0)))])
+  assert 'l0 compiling' in live.status_line(run)
+  run.take([('l0', _step(80, clock, 1))])
+  assert 'l0 training' in live.status_line(run)
+
+
+def test_the_whole_table_of_the_syncer_fits_into_a_notebook():
+  learners = ('l0', 'l1', 'l2', 'l3')
+  run = run_facts.RunFacts(learners, 1000)
+  run.take([_synced(1, 500, learners)])
+  traffic = facts.Traffic(bytes_up=123_400_000, bytes_down=123_400_000, bytes_data_parallel=0)
+  run.take([('syncer', row(2, traffic))])
+  console = console_lib.Console(file=io.StringIO(), width=100)
+  console.print(live.picture(run, elapsed_s=14, width=100))
+  assert 'l0 l1 l2 l3' in console.file.getvalue() and '…' not in console.file.getvalue()
+
+
+def test_a_cell_drops_the_lines_that_its_table_has(tmp_path, capsys):
+  for kind, lines in ((run_lib.CellRecorder, 1), (records.Recorder, 3)):
+    with contextlib.closing(kind(tmp_path, 'l0', tensorboard=False)) as recorder:
+      recorder.evaluated(facts.Eval(step=5, loss=2.0))
+      cost = facts.Cost(
+        **dict.fromkeys(
+          'parameters tokens devices flops peak_flops memory_bytes memory_limit_bytes'.split(), 1
+        ),
+        kind='cpu',
+      )
+      recorder.completed(5, 0.5, {'loss': 2.0}, cost)
+      recorder.say('something else')
+    assert len(capsys.readouterr().out.splitlines()) == lines
+  assert [fact['loss'] for fact in records.records(tmp_path)] == [2.0, 2.0]
 
 
 def test_a_status_line_is_printed_only_if_it_says_something_new(monkeypatch):

@@ -127,7 +127,7 @@ def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
   gated_loop.until(lambda: len(merged()) >= before + 4 or second.poll() is not None)
   back.touch()
   texts = [process.communicate(timeout=DEADLINE_S)[0] for process in (second, other)]
-  assert '] l0 continues with the moments of its checkpoint at step' in texts[0], texts[0]
+  assert ' l0 continues with the moments of its checkpoint at step' in texts[0], texts[0]
   for process, text in zip((second, other), texts):
     steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
     assert process.returncode == 0 and int(steps) > 0 and float(loss) < LEARNED, text

@@ -223,9 +223,9 @@ class Screening:
     self.notices.say(
       now_ns,
       f'nothing {member.learner}',
-      f'Learner {member.learner} trained nothing in these steps (gradient accumulation?): nothing to '
-      f'merge for fragment {fragment}. Sync after each update, or accumulate over fewer steps than '
-      'sync.period.',
+      f'Learner {member.learner} trained nothing in these steps (gradient accumulation?): nothing '
+      f'to merge for fragment {fragment}. Sync after each update, or accumulate over fewer steps '
+      'than sync.period.',
     )
 
   def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
