@@ -58,4 +58,4 @@ if not TYPE_CHECKING:  # a checker would take every other name for one of ours
 
 
 def __dir__() -> list[str]:
-  return sorted([*globals(), *_HOME])
+  return sorted({*globals(), *_HOME} - {'TYPE_CHECKING', 'importlib'})

@@ -3,13 +3,17 @@
 import dataclasses
 import pathlib
 import re
+import types
 
+import flax
 import jax
 import numpy as np
+from flax import nnx
 
 import diloco_jax
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop
+from diloco_jax.storage import arrays
 from diloco_jax.train import island as island_lib
 from tests.runs.lib import gated_loop
 
@@ -63,6 +67,18 @@ def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
       for clock in (10, 200)
     ]
     np.testing.assert_allclose(rates, [module.RATE(10), module.RATE(200)], rtol=1e-6)
+
+
+def test_nnx_takes_the_arrays_of_a_run_by_their_paths():
+  page = (ROOT / 'docs' / 'howto' / 'pretrained.md').read_text()
+  *_, block = re.findall(r'```python\n(.*?)\n```', page, re.S)
+  made = lambda seed: nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for _ in range(2)))
+  trained, model = made(0), made(1)
+  named = arrays.by_name(nnx.state(trained))
+  run = types.SimpleNamespace(load_params=lambda workdir: named)
+  exec(block, {'diloco_jax': run, 'nnx': nnx, 'flax': flax, 'model': model})
+  for name, array in arrays.by_name(nnx.state(model)).items():
+    np.testing.assert_array_equal(array, named[name])
 
 
 def test_the_page_names_files_that_exist():

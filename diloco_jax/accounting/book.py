@@ -221,6 +221,7 @@ class Book:
     if self._left:  # the time until the run is resumed is no downtime
       self._count_until(at_ns)
       self._running_at_ns = None
+      self._training.clear()  # also of those that have trained to the end
 
   def _learner(self, name: str, at_ns: int) -> Learner:
     if name not in self.learners:

@@ -105,6 +105,17 @@ def alike(mine: jax.Array, its: Any) -> bool:
   return shape(mine) == shape(its)
 
 
+def difference(mine: Any, its: Any) -> str:
+  """The first leaf that differs in two trees, by its path, and both sides."""
+  ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (mine, its))
+  for path in {**ours, **theirs}:
+    before, now = map(shape, (ours.get(path), theirs.get(path)))
+    if before != now:
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      return f'{name} is {now}, join was given {before}'
+  return 'its nodes are of other types than those given to join'
+
+
 def shape(leaf: Any) -> str:
   if leaf is None:
     return 'absent'

@@ -132,7 +132,7 @@ class Peer:
       Ended: the run is over.
       TypeError: `tokens` is not an integer.
       ValueError: the arrays are not like those given to `join`, there are no tokens, or a metric
-        is no scalar.
+        is no number.
     """
     if self.clock is None:
       raise Ended('the run is over: leave the loop once peer.clock is None')
@@ -141,6 +141,8 @@ class Peer:
       raise ValueError(f'tokens is {tokens}: a step trains on at least one')
     metrics = dict(metrics or {})
     for name, value in metrics.items():
+      if not hasattr(value, '__float__'):
+        raise ValueError(f'metrics: {name} is {value!r}, give one number')
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
     if not self._taken:
@@ -243,7 +245,7 @@ class Peer:
     ours, theirs = jax.tree.leaves(moments), jax.tree.leaves(opt_state)
     same = jax.tree.structure(moments) == jax.tree.structure(opt_state)
     if not (same and all(map(own_arrays.alike, ours, theirs))):
-      raise ValueError('opt_state is another tree, or has other shapes, than the one given to join')
+      raise ValueError(f'opt_state: {own_arrays.difference(moments, opt_state)}')
     self._arrays.take(named, opt_state)
 
   def _next(self) -> None:
@@ -348,6 +350,8 @@ def join(
         peer._say(warning)
       peer._next()
     _require_well(peer, ended)
+    if peer.clock is None:
+      peer._say('the run has ended: there are no steps left')
     try:
       with at_once():
         yield peer

@@ -104,7 +104,10 @@ class Run:
   def losses(self, learner: str) -> Curve:
     """The training loss of a learner ('l0', ...), one point for each inner step. Raises KeyError:
     the run has no such learner."""
-    steps = list(self._read().run.learners[learner].steps)
+    learners = self._read().run.learners
+    if learner not in learners:
+      raise KeyError(f'there is no learner {learner!r}; there are: {", ".join(learners)}')
+    steps = list(learners[learner].steps)
     return _curve(*([getattr(s, what) for s in steps] for what in 'step tokens at_s loss'.split()))
 
   def plot(self, *others: 'Run') -> 'figure_lib.Figure':

@@ -10,6 +10,7 @@ import functools
 import pathlib
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 from absl import flags
@@ -29,6 +30,10 @@ from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
+_INTERRUPTED = (
+  'interrupted: each learner ends its step, sends what it has and saves, then the syncer; the same '
+  'call continues the run. A second interrupt does not wait.'
+)
 MakeRecorder = Callable[[str], records_lib.Recorder]
 
 
@@ -122,10 +127,11 @@ class SingleController:
       except BaseException as error:  # `join` raises it in the caller's thread
         self._exits[name] = error
         self.stop(f'{name} failed')
+      self._syncer_last()
 
     thread = threads.Thread(target=guarded, name=name)
-    self._threads.append(thread)
     thread.start()
+    self._threads.append(thread)
 
   def _over(self) -> None:
     """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
@@ -133,10 +139,17 @@ class SingleController:
       self._event_queues[name].post(events.Stop(reason='the run is over'))
 
   def stop(self, reason: str) -> None:
-    """Asks every node to end at its next boundary; safe to call from a signal handler."""
+    """Asks every learner to end at its next boundary, and then the syncer, which merges what they
+    send last; safe to call from a signal handler."""
     self._stopping.set()
-    for event_queue in self._event_queues.values():
-      event_queue.post(events.Stop(reason=reason))
+    for name in self._islands:
+      self._event_queues[name].post(events.Stop(reason=reason))
+    self._syncer_last()
+
+  def _syncer_last(self) -> None:
+    learners = {thread.name for thread in self._threads} - {'syncer'}
+    if self._stopping.is_set() and learners <= self._exits.keys():
+      self._event_queues['syncer'].post(events.Stop(reason='every learner has stopped'))
 
   def join(
     self, timeout_s: float | None = None, tick: Callable[[], None] | None = None
@@ -159,7 +172,9 @@ class SingleController:
 
 
 def run(
-  config: run_config.Config | str, workdir: str | pathlib.Path, syncer: str = 'local'
+  config: run_config.Config | str,
+  workdir: str | pathlib.Path,
+  syncer: Literal['local', 'none'] = 'local',
 ) -> run_lib.Run:
   """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
 
@@ -189,18 +204,24 @@ def run(
     if isinstance(config, str):
       config = load.load(config)
     config.validate()
-    nodes.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
+    # Of a baseline, too: a kernel has the devices that it was given first.
+    nodes.prepare_jax(config.mesh.num_devices * config.sync.learners)
     # A config that cannot work claims no folder.
     controller = SingleController(config, folder, alone=alone)
     run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
   try:
-    controller.start()
+    with importing.uninterrupted():
+      controller.start()
     shown = run_lib.Display(folder, config, alone).draw if run_lib.in_kernel() else None
     found = run_lib.Run(folder, controller.join(tick=shown))
     if shown and (line := summary.merged_line(found.summary)):
       print(line)
     return found
-  except BaseException:  # else the nodes would train on, and the folder would stay locked
+  except BaseException as error:  # else the nodes train on, and the folder stays locked
     controller.stop('interrupted')
+    if not isinstance(error, KeyboardInterrupt):
+      controller.join()
+      raise
+    print(_INTERRUPTED, flush=True)
     controller.join()
-    raise
+  raise KeyboardInterrupt('saved; run the same cell to continue')

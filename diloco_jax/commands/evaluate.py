@@ -31,6 +31,11 @@ def main(argv: list[str]) -> int:
   folder = pathlib.Path(_WORKDIR.value)
   with cli.never_retry(ValueError, checkpoint.CheckpointError):
     assembled = load_params.assemble(folder)
+    if assembled.task is None:
+      raise ValueError(
+        f"the run in {folder} trains 'a model of its own loops', which has no held-out batches; "
+        f'diloco_jax.load_params({str(folder)!r}) gives its parameters'
+      )
     data = assembled.config.data
     data.corpus = _CORPUS.value or data.corpus
     data.eval_batches = _BATCHES.value or data.eval_batches

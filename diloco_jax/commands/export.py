@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.storage import arrays, checkpoint
 
   folder, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
-  with cli.never_retry(ValueError, checkpoint.CheckpointError, OSError, ImportError):
+  with cli.never_retry(ValueError, checkpoint.CheckpointError, OSError):
     config = load_params.assemble(folder).config.to_dict()
     arrays.export(out, load_params.load_params(folder), {'config': json.dumps(config)})
   print(f'{out}: {out.stat().st_size:,} bytes')

@@ -38,5 +38,6 @@ def main(argv: list[str]) -> int:
     else:
       found = beside.read(workdirs)
       text, failed = beside.text(found), beside.write(found, out, _PLOT.value)
+      text += f'\nin {out}: beside.txt, beside.html{", beside.png" * _PLOT.value}\n'
   print(text, end='')
   return cli.DISK_FAILED if failed else 0

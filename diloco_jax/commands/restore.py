@@ -1,14 +1,16 @@
 """Brings a run back to an earlier state that is whole; nothing is deleted.
 
+    diloco restore --workdir=runs/x                # prints the clocks that can be gone back to
     diloco restore --workdir=runs/x --to=latest    # the syncer's newest checkpoint that is whole
     diloco restore --workdir=runs/x --to=300       # its newest at or before clock 300
     diloco restore --workdir=runs/x --to=latest --config.sync.learners=3 --config.mesh.data=1
 
-`diloco train --resume --workdir=runs/x` then continues the run, `diloco syncer --workdir=runs/x`
-one of loops of your own. Older checkpoints than the newest two are there if the run keeps them
-(`sync.keep_every`). A damaged log is set aside, so this repairs it, too. The number of learners,
-the quorum and the mesh may change. All processes of the run must have ended. Exit codes: 0
-restored, 42 impossible and nothing was changed, 74 the disk failed: restore again.
+`diloco train --resume --workdir=runs/x` then continues the run; one on several machines continues
+once its syncer and its learners are started again with their own commands. Older checkpoints than
+the newest two are there if the run keeps them (`sync.keep_every`). A damaged log is set aside, so
+this repairs it, too. The number of learners, the quorum and the mesh may change. All processes of
+the run must have ended. Exit codes: 0 restored, 42 impossible and nothing was changed, 74 the disk
+failed: restore again.
 """
 
 import os
@@ -25,9 +27,8 @@ cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _TO = flags.DEFINE_string(
   'to',
-  None,
+  '',
   "'latest' or a clock: the syncer's newest checkpoint, of all or at or before that clock.",
-  required=True,
 )
 
 
@@ -54,7 +55,9 @@ def main(argv: list[str]) -> int:
     raise cli.DiskFailed(
       f'the disk failed: {cli.one_line(error)}. Nothing is lost; restore again, with the same --to'
     ) from error
-  words = ('syncer',) if config.task == run_config.OWN_LOOP else ('train', '--resume')
-  again = cli.command(*words, f'--workdir={workdir}', *cli.file_flags())
-  print(f'continue the run with: {again}')
+  if config.task == run_config.OWN_LOOP or not (workdir / 'islands').is_dir():
+    print('continue the run: start its syncer and its learners again, with their own commands')
+  else:
+    again = cli.command('train', '--resume', f'--workdir={workdir}', *cli.file_flags())
+    print(f'continue the run with: {again}')
   return 0

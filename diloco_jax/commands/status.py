@@ -9,6 +9,7 @@ Ctrl-C, 42 there is no run in the folder, or the port is in use.
 """
 
 import contextlib
+import errno
 import webbrowser
 
 from absl import flags
@@ -24,7 +25,13 @@ _OPEN = flags.DEFINE_bool('open', False, 'Open the page in the browser.')
 def main(argv: list[str]) -> int:
   del argv
   with cli.never_retry(ValueError, OSError):
-    server, url = serve.make(_WORKDIR.value, _PORT.value)
+    try:
+      server, url = serve.make(_WORKDIR.value, _PORT.value)
+    except OSError as error:
+      if error.errno != errno.EADDRINUSE:
+        raise
+      why = f'port {_PORT.value} is in use: choose another one, or leave --port out for a free one'
+      raise ValueError(why) from error
   print(url, flush=True)
   if _OPEN.value:
     webbrowser.open(url)

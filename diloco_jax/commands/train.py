@@ -54,7 +54,9 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
-    workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value, alone=alone)
+    workdir = run_folder.open_workdir(
+      config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
+    )
   if _STATUS.value:
     server, url = serve.make(workdir)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -6,8 +6,8 @@ follow from, and digests of the layout and of the data, which prove that learner
 the same ones.
 
 `config.task` names what is trained (train/task.py): 'decoder' is the reference; an own model is
-'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with arguments, 'mlp.py:task(width=64)'. The
-function is called with the config and returns a Task.
+'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with arguments, 'mlp.py:task(width=64)'; of a
+notebook's cell '__main__:task'. The function is called with the config and returns a Task.
 """
 
 import dataclasses
@@ -187,7 +187,8 @@ def make_task(config: run_config.Config) -> task_lib.Task:
   if not named:
     raise ValueError(
       f'task is {config.task!r}; use {run_config.DECODER!r}, '
-      "or 'FILE.py:FUNCTION' for an own model; loops of one's own are no task: "
+      "or 'FILE.py:FUNCTION' for an own model, '__main__:FUNCTION' for one in a notebook's cell; "
+      "loops of one's own are no task: "
       '`diloco syncer --config=own_loop` and diloco_jax.join'
     )
   try:
@@ -200,9 +201,8 @@ def make_task(config: run_config.Config) -> task_lib.Task:
   return made
 
 
-@functools.cache
 def _module(where: str) -> types.ModuleType:
-  """The module in a file, or of that name."""
+  """The module in a file as it is now, or of that name."""
   if where.endswith('.py'):
     return load.module(pathlib.Path(where))
   return importlib.import_module(where)

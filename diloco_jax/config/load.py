@@ -98,7 +98,8 @@ def module(path: pathlib.Path) -> types.ModuleType:
   made = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = made  # dataclasses look up the module of a class by its name
   try:
-    spec.loader.exec_module(made)
+    # Without its bytecode, which may be of a file that was written in the same second.
+    exec(compile(path.read_bytes(), path, 'exec', dont_inherit=True), made.__dict__)
   except flags.DuplicateFlagError as error:
     name = re.findall("'(.*?)'", str(error))[0]
     raise ValueError(

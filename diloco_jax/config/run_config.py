@@ -12,6 +12,7 @@ The dataclasses are mutable because overrides assign to fields; no code assigns 
 import dataclasses
 import json
 import re
+import types
 import typing
 from typing import Any
 
@@ -178,7 +179,8 @@ class Config:
   Attributes:
     name: of the run, in the name of its folder and on its screens.
     task: what is trained (config/build.py): 'decoder' for text, 'vision' for captions of images,
-      'FILE.py:FUNCTION' for an own model, or '' if loops of the user's own train, so that the first
+      'FILE.py:FUNCTION' for an own model, '__main__:FUNCTION' for one in a cell of this notebook
+      (no other process can read it), or '' if loops of the user's own train, so that the first
       learner brings the model.
     model: the shape of the decoder.
     optimizer: the inner optimizer.
@@ -286,6 +288,8 @@ def _require_types(prefix: str, section: Any) -> None:
       kinds = typing.get_args(hint) or (hint,)
       if type(value) not in kinds and not (float in kinds and type(value) is int):
         wanted = ' or '.join('none' if kind is type(None) else kind.__name__ for kind in kinds)
+        if isinstance(value, types.FunctionType):
+          wanted += f", its name: '{value.__module__}:{value.__name__}'"
         raise ValueError(f'{name} is {value!r}, a {type(value).__name__}; it must be {wanted}')
 
 

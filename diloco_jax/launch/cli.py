@@ -195,14 +195,19 @@ def make_access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> addr
   return addresses.Access(pathlib.Path(tls).absolute() if tls else None, plaintext_loopback)
 
 
+def overrides() -> dict[str, object]:
+  """Those of this command line."""
+  return getattr(flags.FLAGS['config'], 'override_values', {})
+
+
 def config_flags_of_this_process() -> list[str]:
   """`--config` and its overrides as on this command line, and the flags of `define_files`, to pass
   to a child process."""
-  flag = flags.FLAGS['config']
-  overrides = getattr(flag, 'override_values', {})
   return (
-    [f'--config={flag.config_filename}']
-    + [f'--config.{name}={"none" if value is None else value}' for name, value in overrides.items()]
+    [f'--config={flags.FLAGS["config"].config_filename}']
+    + [
+      f'--config.{name}={"none" if value is None else value}' for name, value in overrides().items()
+    ]
     + file_flags()
   )
 

@@ -70,11 +70,15 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
     OSError, WalFull, WalBroken: the disk is full or failed; repeat the restore.
   """
   files_lib.require_name(workdir)
-  at = json_files.number(to)
-  if to != LATEST and at is None:
-    raise ValueError(f'--to is a clock or {LATEST!r}, not {to[:80]!r}')
   if not folders.syncer_folder(workdir).is_dir():
     raise ValueError(f'there is no run in {workdir} to restore')
+  at = json_files.number(to)
+  if to != LATEST and at is None:
+    there = _there_are(folders.checkpoints(folders.syncer_folder(workdir)))
+    raise ValueError(
+      f'--to is {LATEST!r} or a clock, not {to[:80]!r}; the newest checkpoint at or before it is '
+      f'taken ({there})'
+    )
   _require_plain_folders(workdir)
   with contextlib.ExitStack() as locked:
     if (workdir / files_lib.LOCK).is_file():  # a supervisor starts its processes again

@@ -20,6 +20,7 @@ import pathlib
 import stat
 import sys
 import time
+from collections.abc import Collection
 
 from diloco_jax.config import load, run_config
 from diloco_jax.launch import cli
@@ -31,11 +32,15 @@ ADDRESS = 'syncer/address'
 
 
 def open_workdir(
-  config: run_config.Config, workdir: pathlib.Path | None, resume: bool, alone: bool = False
+  config: run_config.Config,
+  workdir: pathlib.Path | None,
+  resume: bool,
+  alone: bool = False,
+  changed: Collection[str] = (),
 ) -> pathlib.Path:
   """Makes the folder of a run, or opens the one to continue. `alone`: one learner without a syncer.
-  Raises ValueError; DirectoryError if its supervisor or its syncer runs, or another program makes
-  the same folder."""
+  `changed`: settings that the user wants to continue with another value of. Raises ValueError;
+  DirectoryError if its supervisor or its syncer runs, or another program makes the same folder."""
   named = workdir is not None
   if not named:
     if resume:
@@ -44,7 +49,7 @@ def open_workdir(
   workdir = workdir.absolute()
   files.require_name(workdir)
   if resume:
-    _check_same_run(config, workdir)
+    _check_same_run(config, workdir, changed)
     _check_same_kind(workdir, alone)
   elif named:
     _check_empty(workdir, but_locked=True)
@@ -127,7 +132,7 @@ def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
     return
   holds = 'is not empty:'
   if (workdir / load.FILE).is_file():
-    holds = 'already holds a run: continue it (`train --resume`), or'
+    holds = 'already holds a run: continue it (`train --resume`, diloco_jax.run in Python), or'
   raise ValueError(f'{workdir} {holds} choose another folder')
 
 
@@ -146,26 +151,31 @@ def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   has_log = (folders.syncer_folder(workdir) / 'wal').is_dir()
   if alone and has_log:
     raise ValueError(
-      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another folder'
+      f"the run in {workdir} has a syncer; leave --syncer=none (in Python: syncer='none') out, or "
+      'choose another folder'
     )
   if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
     raise ValueError(
-      f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none, '
-      'or choose another folder'
+      f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none '
+      "(in Python: syncer='none'), or choose another folder"
     )
 
 
-def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
+def _check_same_run(
+  config: run_config.Config, workdir: pathlib.Path, changed: Collection[str]
+) -> None:
   """Refuses another run's config. Raises ValueError."""
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
+  may = {'train.steps', *changed}.intersection(agreement.MAY_CHANGE)
   ours, theirs = (
-    agreement.of_run(agreement.encode(one.agreement())) for one in (config, load.read(workdir))
+    agreement.encode({name: value for name, value in one.agreement().items() if name not in may})
+    for one in (config, load.read(workdir))
   )
   found = agreement.differences(ours, theirs)
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'continue it with its own config (`train --resume` without --config), or choose another '
-      'folder'
+      'continue it with its own config (`train --resume` without --config, in Python '
+      'diloco_jax.run(FOLDER, FOLDER)), or choose another folder'
     )

@@ -37,7 +37,7 @@ def _run(
   if restored is not None and restored.protocol:
     raise ValueError(
       'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
-      '--syncer=none out, or choose another folder'
+      "--syncer=none (syncer='none') out, or choose another folder"
     )
   step = 0 if restored is None else restored.step
   records_lib.report_startup(records, 'restored')

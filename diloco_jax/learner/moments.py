@@ -50,5 +50,5 @@ def told(found: Found | None, workdir: pathlib.Path, given: str) -> str:
   return (
     f'no checkpoint of a learner with this model can be read under {workdir / "islands"}, so the '
     f'inner optimizer begins with {given}. No merged update is lost; expect a higher loss for some '
-    'hundred steps. A --workdir that outlives the process, or that the learners share, avoids this.'
+    'hundred steps. A workdir that outlives the process, or that the learners share, avoids this.'
   )

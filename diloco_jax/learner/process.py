@@ -41,8 +41,9 @@ class LearnerRecords:
   """The learner's records, with curves of its adoptions (node.ports.Records). They tell from
   where a process without a checkpoint has its moments, once it joins a run in progress."""
 
-  def __init__(self, records: records_lib.Recorder, origin: Origin | None):
-    self._records = records
+  def __init__(self, records: records_lib.Recorder, origin: Origin | None, late: int = 0):
+    """`late`: at clocks beyond it fresh moments cost something."""
+    self._records, self._late = records, late
     self._origin = origin
     self.say = records.say
 
@@ -51,7 +52,7 @@ class LearnerRecords:
     if isinstance(fact, facts.State) and fact.state == 'joined':
       self.say(f'joined the run at clock {fact.clock}')
       origin, self._origin = self._origin, None
-      if origin and fact.clock:
+      if origin and fact.clock > (0 if origin[0] else self._late):
         found, text = origin
         of, step = (found.learner, found.step) if found else ('', 0)
         self._records.report(report_facts.Moments(clock=fact.clock, of=of, step=step))
@@ -163,7 +164,7 @@ def _restore(
   if restored is not None and not restored.protocol:
     raise ValueError(
       'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
-      'continue it with --syncer=none, or choose another folder'
+      "continue it with --syncer=none (syncer='none'), or choose another folder"
     )
   if restored is None:
     found = moments_lib.find(workdir, learner_id, island.moments)
@@ -204,7 +205,7 @@ def running_node(
 ) -> Iterator[futures.Future[actions.Exit]]:
   """Runs the machine on its own thread; the body of the `with` carries out the work until the
   machine has exited. `state`: the machine state of a checkpoint, None for version 0."""
-  transport = make_transport(event_queue.post, payloads)
+  transport, config = make_transport(event_queue.post, payloads), assembled.config
   identity = learner_machine.Identity(
     learner=learner_id,
     nonce=transport.nonce,
@@ -225,8 +226,8 @@ def running_node(
     workdir,
     start,
     records.say,
-    assembled.config.to_dict(),
-    limit_bytes=assembled.config.train.tapes_mib << 20,
+    config.to_dict(),
+    limit_bytes=config.train.tapes_mib << 20,
   )
   node = loop.Node(
     start.make(),
@@ -235,7 +236,9 @@ def running_node(
     transport,
     work,
     payloads,
-    LearnerRecords(records, origin),
+    LearnerRecords(
+      records, origin, late=max(2 * config.sync.period, config.optimizer.warmup_steps)
+    ),
     tape,
   )
   ended: futures.Future[actions.Exit] = futures.Future()

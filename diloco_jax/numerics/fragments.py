@@ -258,20 +258,31 @@ def replace_rows(leaves: dict[str, jax.Array], piece: Piece, values: jax.Array) 
 
 
 def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
+  found, sizes = _evenly(leaves, num_fragments)
+  if found is None:
+    row = max(leaf.size // (leaf.stop - leaf.start) for leaf in leaves)
+    most = min(num_fragments - 1, 4 * sum(sizes) // (3 * row))
+    works = next(p for p in range(most, 0, -1) if _evenly(leaves, p)[0])
+    raise ValueError(
+      f'fragments: {num_fragments} balanced fragments of these {len(leaves)} leaves would hold '
+      f'{min(sizes)} to {max(sizes)} values, more than 4/3 of the mean '
+      f'{sum(sizes) / num_fragments:.0f}; rows cannot be cut: use fewer, sync.fragments={works}'
+    )
+  return found
+
+
+def _evenly(leaves: list[Piece], num_fragments: int) -> tuple[list[list[Piece]] | None, list[int]]:
+  """The fragments if they are nearly equal, and their sizes."""
   share = sum(leaf.padded_size for leaf in leaves) / num_fragments
-  best = None
+  best: list[int] = []
   for cut in range(_FINEST_CUT + 1):  # 0: whole tensors
     pieces = [piece for leaf in leaves for piece in _cut(leaf, math.ceil(leaf.size * cut / share))]
     fragments = _pack(pieces, num_fragments)
     sizes = [sum(piece.padded_size for piece in f) for f in fragments]
     if min(sizes) and 3 * num_fragments * max(sizes) <= 4 * sum(sizes):
-      return fragments
+      return fragments, sizes
     best = min(best or sizes, sizes, key=max)
-  raise ValueError(
-    f'fragments: {num_fragments} balanced fragments of these {len(leaves)} leaves would hold '
-    f'{min(best)} to {max(best)} values, more than 4/3 of the mean {sum(best) / num_fragments:.0f}'
-    f'; rows cannot be cut: use fewer fragments'
-  )
+  return None, best
 
 
 def _cut(piece: Piece, parts: int) -> list[Piece]:
@@ -307,7 +318,7 @@ def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[P
     raise ValueError(
       f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
       '(embeddings count as one layer, all leaves without a number as one, and each expert); '
-      "use fewer, or kind 'balanced'"
+      f"use fewer (sync.fragments={len(layers)}), or sync.fragmentation='balanced'"
     )
   fragments = [[] for _ in range(num_fragments)]
   for i, number in enumerate(sorted(layers)):

@@ -8,9 +8,14 @@ import json
 
 from diloco_jax.protocol import printable, safe_json
 
-MAY_CHANGE = ('train.steps',)
+MAY_CHANGE = (
+  'train.steps',
+  'optimizer.learning_rate',
+  'optimizer.warmup_steps',
+  'optimizer.end_lr_ratio',
+)
 """Settings that all processes share, and that a run which has ended may continue with another value
-of: the clock at which training ends is no part of what has been trained."""
+of: how far and how fast it trains from now on is no part of what has been trained."""
 DIFFERENCES_SHOWN = 5
 MAX_DEPTH = 8
 VALUE_CHARS = 80
@@ -45,7 +50,7 @@ def refusal(here: str, there: str) -> str:
   shown = '; '.join(found[:DIFFERENCES_SHOWN]) + ('; ...' if len(found) > DIFFERENCES_SHOWN else '')
   return (
     f'This learner does not match the run: {len(found)} differences: {shown}. Nothing was sent. '
-    'Start it with the config of the run.'
+    'Start it with the config of the run; a loop gives `join` total_steps=, which is train.steps.'
   )
 
 

@@ -45,7 +45,8 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
   for by, what in (('tokens', 'after {:,} tokens'), ('step', 'at clock {:,}')):
     if all(curves):
       where = min(curve[-1][by] for curve in curves)
-      add('  ' + what.format(where), '{:.3f}', [_at(curve, by, where) for curve in curves])
+      what = '  ' + what.format(where) + ', bits per byte' * (len(units) > 1)
+      add(what, '{:.3f}', [_at(curve, by, where, len(units) > 1) for curve in curves])
   add('training loss at its end', '{:.3f}', list(map(_training_loss, runs)))
   add('tokens trained', '{:,}', [run['tokens_trained'] for run in runs])
   add('outer steps', '{:,}', [run['outer_steps'] for run in runs])
@@ -62,9 +63,10 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
   return '\n'.join(lines) + '\n'
 
 
-def _at(curve: Sequence[Mapping[str, Any]], by: str, where: float) -> float:
-  """The loss between two evaluations."""
-  return float(np.interp(where, [one[by] for one in curve], [one['loss'] for one in curve]))
+def _at(curve: Sequence[Mapping[str, Any]], by: str, where: float, bits: bool) -> float:
+  """The loss between two evaluations; in bits per byte where nats are of other units."""
+  losses = [(one['bits_per_byte'] or np.nan) if bits else one['loss'] for one in curve]
+  return float(np.interp(where, [one[by] for one in curve], losses))
 
 
 def _training_loss(run: Mapping[str, Any]) -> float | None:

@@ -54,10 +54,9 @@ class Cost:
   memory_limit_bytes: int
 
   def __str__(self) -> str:
-    return (
-      f'{self.parameters / 1e6:.4g} million parameters, {self.tokens:,} tokens a step, '
-      f'{self.devices} x {self.kind}'
-    )
+    count = self.parameters
+    millions = f'{count / 1e6:.4g} million' if count >= 10**6 else f'{count:,}'
+    return f'{millions} parameters, {self.tokens:,} tokens a step, {self.devices} x {self.kind}'
 
   def speed(self, seconds: float) -> dict[str, float]:
     """The figures of a step of `seconds` that are known: TFLOP/s of one device, as a share of the

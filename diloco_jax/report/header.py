@@ -24,11 +24,12 @@ def size(count_bytes: float) -> str:
 def duration(seconds: float) -> str:
   """A time for people.
 
-  >>> duration(44.4), duration(200), duration(7_500), duration(200_000)
-  ('44 s', '3 min 20 s', '2 h 5 min', '2 d 7 h')
+  >>> duration(44.4), duration(200), duration(359.7), duration(7_500), duration(200_000)
+  ('44 s', '3 min 20 s', '6 min 0 s', '2 h 5 min', '2 d 7 h')
   """
+  seconds = round(seconds)
   for large, small, big, little in ((86400, 3600, 'd', 'h'), (3600, 60, 'h', 'min')):
     if seconds >= large:
-      return f'{seconds // large:.0f} {big} {seconds % large // small:.0f} {little}'
-  minutes = f'{seconds // 60:.0f} min ' if seconds >= 60 else ''
-  return f'{minutes}{seconds % 60:.0f} s'
+      return f'{seconds // large} {big} {seconds % large // small} {little}'
+  minutes = f'{seconds // 60} min ' if seconds >= 60 else ''
+  return f'{minutes}{seconds % 60} s'

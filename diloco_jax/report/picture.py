@@ -22,7 +22,7 @@ _SYNCER = '#444444'
 _SMOOTHING_STEPS = 10
 DPI = 140  # of the files
 _COUNT = ticker.EngFormatter(sep='', places=1)
-_DEATHS = ('killed', 'failed')
+_DEATHS = ('killed', 'failed', 'lost')
 _TOKENS, _SECONDS = 'tokens trained by all learners', 'seconds since the start'
 
 
@@ -245,7 +245,7 @@ def _process_legend() -> list:
   return [
     patches.Patch(color='#666666', label='training or merging'),
     patches.Patch(color='#666666', alpha=0.25, label='starting'),
-    mark('X', 'killed'),
+    mark('X', 'killed or lost'),
     mark('>', 'works again'),
     mark('|', 'contribution merged'),
   ]

@@ -73,7 +73,8 @@ def _times() -> array.array:
 @dataclasses.dataclass(slots=True)
 class Process:
   """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
-  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs)."""
+  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs);
+  lost: on another machine, the syncer heard no more of it."""
 
   started_s: float
   steps: int = 0
@@ -111,7 +112,8 @@ class Learner:
     supervised: a supervisor of this folder has started it.
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
-    told: the steps and tokens of all its processes that the syncer has recorded.
+    told: the steps and tokens of all its processes that the syncer has recorded; None: none since
+      a restore.
     tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
@@ -127,7 +129,7 @@ class Learner:
   said: str = ''
   supervised: bool = False
   speaks: bool = False
-  told: tuple[int, int] = (0, 0)
+  told: tuple[int, int] | None = (0, 0)
   tells_loss: bool = False
   steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
@@ -227,6 +229,7 @@ class RunFacts:
     missing: of each process, how many facts could not be written, and why.
     last_event: the newest event of a process, for people.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
+    went_back: when a restored syncer started, and its clock.
     pauses: (when, seconds) of each time without a fact that was longer than `longest_pause_s`; all
       times are without what is above it, so that a run continued on the next day can be drawn.
   """
@@ -263,6 +266,7 @@ class RunFacts:
     self.last_event = ''
     self.began_s: float | None = None
     self.end_s = 0.0
+    self.went_back: list[tuple[float, int]] = []
     self.pauses: list[tuple[float, float]] = []
     self._longest_pause_s, self._cut_s = longest_pause_s, 0.0
     self._reached = array.array('q'), array.array('q')  # clocks, ascending, and tokens of all then
@@ -365,6 +369,10 @@ class RunFacts:
         place = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
           del column[place:]
+        if self.synced and sync < self.synced.sync:
+          self.went_back.append((at_s, sync))
+          for learner in self.learners.values():  # what the syncer counts went back, too
+            learner.told, learner.incarnation = None, 0
       case facts.Layout():
         self.layout = fact
       case facts.Traffic():
@@ -447,19 +455,21 @@ class RunFacts:
     if fact.state == 'lost':
       self.book.died(fact.learner, at_ns, killed=not left)
       if processes:
-        processes[-1].end(at_s, 'done' if left else 'failed')
+        processes[-1].end(at_s, 'done' if left else 'lost')
       return
-    self.book.joined(fact.learner, at_ns)
     if not processes or fact.incarnation > learner.incarnation:
+      self.book.starts(fact.learner, at_ns)
       self._begin(processes, at_s)
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
+    self.book.joined(fact.learner, at_ns)
 
   def _progressed(self, learner: Learner, at_s: float, fact: protocol_facts.Progress) -> None:
-    steps, tokens = fact.steps - learner.told[0], fact.tokens - learner.told[1]
+    before = learner.told or (fact.steps, fact.tokens)
+    steps, tokens = fact.steps - before[0], fact.tokens - before[1]
+    learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
     if learner.speaks or steps <= 0:
       return
-    learner.told = fact.steps, fact.tokens
     learner.step_s = fact.step_ns / 1e9 or learner.step_s
     learner.tokens_per_step = tokens / steps
     self._trained(learner, at_s, tokens, fact.clock, fact.loss, learner.step_s)

@@ -1,6 +1,6 @@
 """Serves the page of a run on loopback. It reads records alone, so that it cannot harm the run. It
-answers GET alone, and only under this host's own names: no page of another site whose name leads to
-127.0.0.1 may read it (DNS rebinding). Every user of this machine can."""
+answers GET and HEAD alone, and only under this host's own names: no page of another site whose name
+leads to 127.0.0.1 may read it (DNS rebinding). Every user of this machine can."""
 
 import http.server
 import json
@@ -21,6 +21,11 @@ _EVERY_S = 1.0  # one state is sent
 _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
+
+# What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
+_OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
+_OF_RUN += ' bytes_down goodput token_goodput uptime'
+_OF_LEARNER = 'loss step tokens_per_second staleness incarnation goodput merged'
 
 
 class Watch:
@@ -73,16 +78,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self._answer('metrics.txt', metrics(self.watch.state()))
     elif name == 'events':
       self._head('text/event-stream', 200)
-      while True:
+      while self.command == 'GET':
         self.wfile.write(f'data: {json.dumps([self.watch.state()])}\n\n'.encode())
         time.sleep(_EVERY_S)
     else:
       self._answer('none.txt', 'not found\n', 404)
 
+  do_HEAD = do_GET
+
   def _answer(self, name: str, text: str, code: int = 200) -> None:
     body = text.encode()
     self._head(f'{mimetypes.guess_type(name)[0]}; charset=utf-8', code, str(len(body)))
-    self.wfile.write(body)
+    if self.command == 'GET':
+      self.wfile.write(body)
 
   def _head(self, kind: str, code: int, length: str = '') -> None:
     self.send_response(code)
@@ -112,8 +120,12 @@ def metrics(run: dict[str, Any]) -> str:
   """A state in the text format of Prometheus."""
   flat = run | run['figures'] | {f'bytes_{name}': count for name, count in run['wire'].items()}
   flat['held_out_loss'] = next(reversed(run['held_out'][1]), None)
-  rows = [(name, '', value) for name, value in flat.items()]
-  for learner, found in run['learners'].items():
-    rows += [(f'learner_{n}', f'{{learner={json.dumps(learner)}}}', x) for n, x in found.items()]
-  told = sorted(row for row in rows if isinstance(row[2], int | float))
-  return ''.join(f'diloco_{name}{labels} {+value}\n' for name, labels, value in told)
+  flat |= {'goodput': flat.get('training_since_joined'), 'token_goodput': flat.get('token')}
+  learners = {f'{{learner={json.dumps(name)}}}': row for name, row in run['learners'].items()}
+  text = ''
+  for start, names, rows in (('', _OF_RUN, {'': flat}), ('learner_', _OF_LEARNER, learners)):
+    for name in names.split():
+      told = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
+      text += f'# TYPE diloco_{start}{name} gauge\n'
+      text += ''.join(f'diloco_{start}{name}{labels} {value}\n' for labels, value in told)
+  return text

@@ -86,8 +86,10 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, processes in {'syncer': run.syncer_processes, **programs}.items():
     for number, process in enumerate(processes, 1):
       yield process.started_s, name, f'process {number} starts' if number > 1 else 'starts'
-      if process.ended_s is not None:
+      if process.ended_s is not None and process.ended != 'lost':  # told below, with the reason
         yield process.ended_s, name, process.ended
+  for at_s, clock in run.went_back:
+    yield at_s, 'syncer', f'continues from clock {clock} after a restore'
   for name, learner in run.learners.items():
     for at_s, incarnation in learner.joined:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'

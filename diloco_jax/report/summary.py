@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
@@ -31,7 +31,7 @@ _REASONS = {
   'undone': 'given up: back to the published value (after a repair or refusal), or shard lost',
   'stale': 'measured from an anchor that was too old',
   'overwritten': 'trained while a newer version was on its way',
-  'bad_value': 'held NaN or Inf',
+  'bad_value': 'NaN, Inf, or a norm far from the usual (or 0)',
   'lost_with_process': 'lost with a killed process',
   'left': 'their learner left',
   'end_of_run': 'the run ended first',
@@ -106,7 +106,13 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'eval_loss_end': evaluations[-1].loss if evaluations else None,
     'bits_per_byte_end': (evaluations[-1].bits_per_byte or None) if evaluations else None,
     'evaluations': [
-      {'step': one.step, 'tokens': tokens, 'seconds': round(at_s, 3), 'loss': one.loss}
+      {
+        'step': one.step,
+        'tokens': tokens,
+        'seconds': round(at_s, 3),
+        'loss': one.loss,
+        'bits_per_byte': one.bits_per_byte or None,
+      }
       for one, tokens, at_s in zip(evaluations, run.evaluated_tokens, run.evaluated_s)
     ],
     'tokens_trained': tokens['trained'],
@@ -154,6 +160,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
+    'staleness': learner.staleness,
     'steps': account.get('steps', len(learner.steps)),
     'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
@@ -162,6 +169,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
+    'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': status.state,
     'error': status.last_error,
@@ -318,17 +326,20 @@ def _place_lines(
   lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
+  if (
+    folders and (workdir / load.FILE).is_file()
+  ):  # else of learners whose syncer has another folder
     lines.append(f'model        diloco_jax.load_params({place!r})')
     lines.append(f'             diloco export --workdir={shlex.quote(place)} --out=m.safetensors')
     if (workdir / 'model').is_dir():
-      lines.append(f'             orbax.checkpoint.v1.load({place + "/model"!r})')
+      lines.append(f'             orbax.checkpoint.v1.load({str(workdir.absolute() / "model")!r})')
     if summary['task'] == run_config.DECODER:
       lines.append(f'             diloco sample --workdir={shlex.quote(place)}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
     lines.append(
       f'curves       tensorboard --logdir={shlex.quote(place)}/{records_lib.TENSORBOARD}'
     )
-  return lines
+  return [*lines, 'figures      in plain words: docs/operating.md, "What the figures mean"']
 
 
 def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
@@ -362,6 +373,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
+    if row['incarnations'] > 1 or row['staleness']:
+      line += f', incarnation {row["incarnations"]}, staleness {row["staleness"]}'
     lines.append(line + _describe_status(row))
   if between := summary['inner_steps_between_syncs_mean']:
     lines.append(f'{between:.1f} inner steps between two syncs of a fragment, on average')
@@ -405,9 +418,9 @@ def _describe_status(row: Mapping[str, Any]) -> str:
     times = 'once' if row['kills'] == 1 else f'{row["kills"]} times'
     text = f'; killed {times}, down for {row["seconds_down"]:.1f} s'
   elif row['seconds_down']:
-    text = f'; down for {row["seconds_down"]:.1f} s'
+    text = f'; {"lost, " if row["lost"] else ""}down for {row["seconds_down"]:.1f} s'
   if row['fresh_moments']:
-    text += f'; began {row["fresh_moments"]} times with fresh moments'
+    text += f'; {row["fresh_moments"]} of its starts with fresh moments'
   if row['status'] in ('training', 'alone', 'starting', 'waiting'):
     text += f'; {row["status"]} when its records ended'
   elif row['status'] != 'done':
@@ -458,8 +471,7 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   )
   lines.append(
     f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
-    f'{found["system_uptime"]:.1%} without long gaps between outer steps (without the time between '
-    'an interruption of the whole run and its resume)'
+    f'{found["system_uptime"]:.1%} without long gaps between outer steps'
   )
   return lines
 

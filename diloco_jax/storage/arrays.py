@@ -6,8 +6,10 @@ params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 """
 
 import collections
+import importlib
 import pathlib
 import re
+import types
 from typing import Any
 
 import jax
@@ -82,9 +84,7 @@ def start(path: str, shapes: Any) -> Any:
   tree and the types of `shapes`. Raises ValueError: it is not readable, or of another model."""
   try:
     if path.endswith('.safetensors'):
-      from safetensors import numpy  # of the extra [data]
-
-      found = numpy.load_file(path)
+      found = _safetensors().load_file(path)
     else:
       found = by_name(load(pathlib.Path(path)))
   except Exception as error:  # Rust's
@@ -98,9 +98,17 @@ def start(path: str, shapes: Any) -> Any:
   return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
+def _safetensors() -> types.ModuleType:
+  try:
+    return importlib.import_module('safetensors.numpy')
+  except ImportError as error:
+    raise ValueError(f"{error}: pip install 'diloco-jax[data]'") from error
+
+
 def export(path: pathlib.Path, tree: Any, metadata: dict[str, str]) -> None:
-  """Writes a *.safetensors file, replacing an older one at once. Raises ImportError, OSError."""
-  from safetensors import numpy
+  """Writes a *.safetensors file, replacing an older one at once. Raises ValueError: the library is
+  missing; OSError."""
+  numpy = _safetensors()
 
   named = {name: np.asarray(leaf, order='C') for name, leaf in by_name(tree).items()}
   json_files.replace(path, numpy.save(named, metadata))

@@ -234,7 +234,8 @@ def _held_out_examples(source: Source, config: config_lib.DataConfig) -> Example
     raise ValueError(
       f'corpus {config.corpus!r} has {len(examples)} held-out examples of {config.seq_len} ids, '
       f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text, or '
-      'fewer or smaller evaluation batches (data.eval_batches, data.eval_batch_size)'
+      'fewer or smaller evaluation batches (data.eval_batches, data.eval_batch_size; of diloco '
+      'evaluate --batches, --batch_size)'
     )
   return examples
 

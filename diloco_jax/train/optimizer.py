@@ -51,8 +51,8 @@ def schedule(config: config_lib.OptimizerConfig, total_steps: int) -> Callable[[
   peak, warm_up, end = config.learning_rate, config.warmup_steps, config.end_lr_ratio
   if total_steps <= warm_up:
     raise ValueError(
-      f'total_steps {total_steps} leaves nothing after warmup_steps {warm_up}: lengthen the run or '
-      'shorten the warm-up'
+      f'train.steps {total_steps} leaves nothing after optimizer.warmup_steps {warm_up}: lengthen '
+      'the run or shorten the warm-up'
     )
 
   def rate(clock: int) -> float:

@@ -2,7 +2,7 @@
 
     python experiments/examples/loop_nnx.py     # alone
 
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/nnx
+    diloco syncer --config=own_loop --config.train.steps=200 --workdir=runs/nnx
     python experiments/examples/loop_nnx.py --learner=l0 --workdir=runs/nnx
     python experiments/examples/loop_nnx.py --learner=l1 --workdir=runs/nnx
 
@@ -20,7 +20,7 @@ from flax import nnx
 
 import diloco_jax
 
-STEPS = 300
+STEPS = 200
 VOCABULARY, WIDTH, BATCH = 64, 32, 1024
 AFTER = np.random.default_rng(0).permutation(VOCABULARY)
 

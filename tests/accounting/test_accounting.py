@@ -134,6 +134,7 @@ def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps(
     book.died('l0', start_ns + 40, killed=False)
   found = book.partition('l0', 140)
   assert (found[book_lib.INIT], found[book_lib.RESTORE], found[book_lib.AFTER_END]) == (20, 20, 80)
+  assert book.figures(140).uptime == 1, 'to start anew is no downtime'
 
 
 def test_the_night_before_a_run_is_resumed_is_no_downtime():

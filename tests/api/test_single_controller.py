@@ -17,6 +17,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.protocol import events
 from diloco_jax.syncer import process as syncer_process
+from tests.runs.lib import slow_data
 
 STEPS, MORE = 8, 24
 DEADLINE_S = 120
@@ -104,8 +105,10 @@ def test_a_run_that_cannot_start_claims_no_folder(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
-def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_path):
+def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_path, capsys):
   deadline_s = time.monotonic() + DEADLINE_S
+  config = _config(1_000_000)
+  config.task = f'{slow_data.__file__}:task(step_s=0.3)'  # the syncer could end long before them
 
   def interrupt_after(node: str, word: str) -> None:
     records = tmp_path / 'records' / f'{node}.jsonl'
@@ -118,14 +121,29 @@ def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_pa
       os.kill(os.getpid(), signal.SIGINT)  # the main thread waits for the nodes
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-      single_controller.run(_config(1_000_000), tmp_path)
+    with pytest.raises(KeyboardInterrupt, match='run the same cell to continue') as caught:
+      single_controller.run(config, tmp_path)
+    assert caught.value.__context__ is None, 'a long traceback'
     assert said() > before
     assert not {thread.name for thread in threading.enumerate()} & {'syncer', 'l0', 'l1'}
 
   interrupt_after('syncer', 'synced')
   interrupt_after('syncer', 'recovered')
-  interrupt_after('syncer', 'synced')
+  interrupt_after('syncer', 'merging')
+  # The syncer is there until the last learner has ended.
+  printed = capsys.readouterr().out
+  assert printed.count('interrupted: each learner') == 3 and 'unreachable' not in printed, printed
+  assert 'lost_with_process' not in _facts(tmp_path, 'syncer', 'ledger')[-1]['discarded']
+
+
+def test_a_baseline_leaves_devices_for_the_learners_of_the_next_run(tmp_path, monkeypatch):
+  config, prepared = _config(STEPS), []
+  monkeypatch.setattr(single_controller.nodes, 'prepare_jax', prepared.append)
+  (tmp_path / 'notes.txt').touch()
+  for syncer in ('none', 'local'):
+    with pytest.raises(ValueError, match='is not empty'):
+      single_controller.run(config, tmp_path, syncer)
+  assert prepared == [config.mesh.num_devices * config.sync.learners] * 2
 
 
 def test_a_config_may_be_given_by_its_name(tmp_path):

@@ -1,6 +1,7 @@
 """From a config to the functions of learner and syncer: a new rule needs only a registry entry."""
 
 import dataclasses
+import os
 import pathlib
 
 import jax
@@ -204,6 +205,19 @@ def test_the_path_and_the_arguments_of_a_task_may_have_any_characters(
   for where in (file, file.absolute()):
     config.task = f'{where}:{call}'
     assert build.make_task(config).tokens_per_batch == 1
+
+
+def test_an_edited_task_is_the_one_that_is_built(config, tmp_path):
+  file = tmp_path / 'mlp.py'
+  config.task = f'{file}:task'
+  for tokens in (1, 2):
+    file.write_text(
+      'from diloco_jax.train import task as task_lib\n'
+      'def task(config):\n'
+      f'  return task_lib.Task(init=None, loss=None, batches=None, tokens_per_batch={tokens})\n'
+    )
+    os.utime(file, ns=(0, tokens))  # written in the same second
+    assert build.make_task(config).tokens_per_batch == tokens
 
 
 def test_each_expert_is_a_fragment_and_the_router_has_its_own_merge_rule():

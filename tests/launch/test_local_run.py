@@ -180,7 +180,7 @@ def test_a_run_continues_with_or_without_a_syncer_as_it_began(config, tmp_path):
   assert run_folder.open_workdir(config, alone, resume=True, alone=True) == alone
   run = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   (run / 'syncer' / 'wal').mkdir(parents=True)
-  with pytest.raises(ValueError, match='has a syncer; leave --syncer=none out'):
+  with pytest.raises(ValueError, match='has a syncer; leave --syncer=none .* out'):
     run_folder.open_workdir(config, run, resume=True, alone=True)
 
 
@@ -190,7 +190,17 @@ def test_a_run_continues_with_its_own_config_only(config, tmp_path):
   with pytest.raises(
     ValueError, match='sync.alpha is 0.1 here, 0.5 there.*`train --resume` without --config'
   ):
+    run_folder.open_workdir(config, workdir, resume=True, changed=['sync.alpha'])
+
+
+def test_a_lower_rate_is_for_who_asks_for_it(config, tmp_path):
+  """Else an edited config in a notebook would continue a run that was started with another one."""
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  config.optimizer.learning_rate /= 2
+  with pytest.raises(ValueError, match='optimizer.learning_rate is'):
     run_folder.open_workdir(config, workdir, resume=True)
+  run_folder.open_workdir(config, workdir, resume=True, changed=['optimizer.learning_rate'])
+  assert load.read(workdir).optimizer.learning_rate == config.optimizer.learning_rate
 
 
 @pytest.mark.parametrize(

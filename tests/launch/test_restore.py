@@ -190,7 +190,7 @@ def test_the_newest_at_or_before_a_clock_is_taken_of_each_node(config, workdir):
   with pytest.raises(ValueError, match='at or before clock 104 .*there are: 105, 205'):
     _restore(config, workdir, '104')
   for to in ('newest', '../1', '-1', '1.0', '', '٣'):
-    with pytest.raises(ValueError, match="--to is a clock or 'latest'"):
+    with pytest.raises(ValueError, match="--to is 'latest' or a clock.*there are: 105, 205"):
       _restore(config, workdir, to)
   assert _contents(workdir) == before
 
@@ -349,6 +349,11 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   assert done.stdout.splitlines()[-1].endswith(again)
   assert restore_note.read(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
+  shutil.rmtree(workdir / 'islands')  # learners on other machines
+  done = diloco(f'--workdir={workdir}', '--to=latest')
+  assert done.stdout.splitlines()[-1].endswith('learners again, with their own commands')
+  done = diloco(f'--workdir={workdir}')
+  assert done.returncode == cli.NEVER_RETRY and '(there are: 105)' in done.stderr
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == cli.NEVER_RETRY and 'there is no run in' in done.stderr
 

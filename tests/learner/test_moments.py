@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 
 from diloco_jax.api import single_controller
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.learner import moments
+from diloco_jax.learner import moments, process
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts
 from diloco_jax.storage import checkpoint, json_files
 
 
@@ -73,3 +76,14 @@ def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):
   shutil.rmtree(tmp_path / 'islands')
   assert go_on(30) == [('l0', True), ('', False)]
   assert 'so the inner optimizer begins with fresh moments' in capfd.readouterr().out
+
+
+@pytest.mark.parametrize('clock, found', [(0, None), (30, None), (31, ''), (1, 'l1')])
+def test_fresh_moments_are_told_once_they_cost_something(clock, found):
+  """A learner that joins a new run seconds after the others has missed nothing."""
+  told = []
+  recorder = types.SimpleNamespace(say=lambda text: None, report=told.append)
+  of = moments.Found('l1', 9, None, {}) if found else None
+  records = process.LearnerRecords(recorder, (of, 'text'), late=30)
+  records.report(protocol_facts.State(state='joined', incarnation=1, clock=clock))
+  assert [one.of for one in told if isinstance(one, facts.Moments)] == [found] * (found is not None)

@@ -253,7 +253,7 @@ def test_gather_and_scatter_of_sharded_parameters():
     ('balanced', {}, 1, 'no leaves'),
     ('balanced', {'a': jnp.zeros((0, 4))}, 1, 'empty'),
     ('balanced', {'a': jnp.zeros(4, jnp.int32)}, 1, 'int32'),
-    ('balanced', {'a': jnp.zeros(4)}, 5, '5 balanced fragments'),
+    ('balanced', {'a': jnp.zeros(4)}, 5, '5 balanced fragments.* use fewer, sync.fragments=4'),
     ('balanced', {'a': jnp.zeros((1, 1000)), 'b': jnp.zeros(32)}, 2, '32 to 1024 values'),
     ('layer', {'layer_0': jnp.zeros(4)}, 2, '2 fragments'),
     ('strided', {'layer_0': jnp.zeros(4), 'layer_1': jnp.zeros(4)}, 3, 'only 2 layers'),

@@ -148,10 +148,13 @@ def ask(port: int, path: str, method: str = 'GET', **headers: str) -> tuple[int,
     return answer.status, answer.read().decode(), dict(answer.headers)
 
 
-def test_it_answers_this_host_and_only_gets(port):
+def test_it_answers_this_host_and_only_reads(port):
   assert ask(port, '/')[0] == ask(port, '/', Host=f'localhost:{port}')[0] == 200
   assert ask(port, '/run.json', Host='evil.example')[0] == 421
   assert ask(port, '/run.json', Host=f'evil.example:{port}')[0] == 421
+  for path in ('/', '/metrics', '/events'):
+    status, text, headers = ask(port, path, 'HEAD')
+    assert (status, text) == (200, '') and headers['Content-Type'].startswith('text/')
   assert ask(port, '/', 'POST')[0] == ask(port, '/', 'DELETE')[0] == 501
   assert ask(port, '/../state.py')[0] == ask(port, '/%2e%2e/state.py')[0] == 404
 
@@ -194,9 +197,12 @@ def test_events_are_sent_as_they_come(port, workdir):
 
 def test_prometheus_reads_the_metrics(port):
   status, text, _ = ask(port, '/metrics')
+  families = list(parser.text_string_to_metric_families(text))
+  documented = (ROOT / 'docs' / 'reference' / 'metrics.md').read_text()
+  assert all(one.type == 'gauge' and f'`{one.name}`' in documented for one in families)
   found = {
     (sample.name, sample.labels.get('learner')): sample.value
-    for family in parser.text_string_to_metric_families(text)
+    for family in families
     for sample in family.samples
   }
   assert found['diloco_held_out_loss', None] == 3.25
@@ -209,6 +215,11 @@ def test_the_command_serves_a_run_until_ctrl_c(workdir):
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
     url = program.stdout.readline().strip()
     assert ask(int(url.strip('/').rpartition(':')[2]), '/run.json')[0] == 200
+    port = url.strip('/').rpartition(':')[2]
+    done = subprocess.run(
+      [*command, f'--port={port}'], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 42 and f'port {port} is in use' in done.stderr
     program.send_signal(signal.SIGINT)
     assert program.wait(60) == 0
 

@@ -16,8 +16,9 @@ import pytest
 
 import diloco_jax
 from diloco_jax.accounting import book as book_lib
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import booking, facts, records, run_facts
+from diloco_jax.report import booking, facts, records, run_facts, state
 
 
 def step(number: int) -> facts.Step:
@@ -325,7 +326,7 @@ def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
   run.take([member(9, 'far', 'lost', 2, 'left: done')])
   assert (far.state, far.step, [one.tokens for one in far.steps]) == ('done', 40, [88, 136, 168])
   assert [(p.steps, p.first_step_s, p.ended_s, p.ended) for p in far.processes] == [
-    (10, 2, 3, 'failed'),
+    (10, 2, 3, 'lost'),
     (10, 6, 8, 'done'),
   ]
   account = run.book.learners['far']
@@ -333,6 +334,51 @@ def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
   spent = run.book.partition('far', 9 * 10**9)
   assert sum(spent.values()) == 9e9 and all(value >= 0 for value in spent.values())
   assert spent[book_lib.DOWN] == 2e9
+
+
+def test_a_learner_on_another_machine_trains_again_after_a_restore():
+  """The syncer counts its steps from those of the checkpoint on, and its incarnations."""
+  run = run_facts.RunFacts([], total_steps=40)
+
+  def told(at_s: float, fact: facts.Fact) -> None:
+    run.take([('syncer', row(at_s, fact))])
+
+  def member(at_s: float, state: str, incarnation: int, reason: str = '') -> None:
+    told(
+      at_s,
+      protocol_facts.Member(learner='l0', state=state, incarnation=incarnation, reason=reason),
+    )
+
+  def stepped(at_s: float, steps: int) -> None:
+    told(
+      at_s,
+      protocol_facts.Progress(
+        learner='l0', clock=steps, steps=steps, tokens=8 * steps, loss=2.5, step_ns=10**8
+      ),
+    )
+
+  member(0, 'joined', 1)
+  stepped(2, 20)
+  member(2, 'lost', 1, 'lease expired')
+  member(2, 'joined', 2)
+  stepped(4, 40)
+  synced = dict.fromkeys(('fragment', 'waited_ns', 'grace_ns', 'tokens', 'staleness'), 0)
+  told(
+    4, protocol_facts.Synced(sync=40, version=1, participants=('l0',), late=(), why='', **synced)
+  )
+  member(4, 'lost', 2, 'left: done')
+  told(9, facts.Recovered(replayed=0, sync=20, log=1, versions=[1]))
+  member(10, 'joined', 2)  # the checkpoint knows its first incarnation alone
+  for at_s in range(11, 20):
+    stepped(at_s, 20 + 2 * (at_s - 10))
+  far = run.learners['l0']
+  assert (far.state, far.step, far.incarnation) == ('training', 38, 2)
+  assert [one.ended for one in far.processes] == ['lost', 'done', '']
+  spent = run.book.partition('l0', 19 * 10**9)
+  assert spent[book_lib.AFTER_END] == 6e9, 'between its end and its return'
+  config = stdlib_lm.get_config('tiny')
+  events = state.state(run, config)['events']
+  assert [9.0, 'syncer', 'continues from clock 20 after a restore'] in events
 
 
 def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:

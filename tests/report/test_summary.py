@@ -1,6 +1,7 @@
 """The report agrees with the records: sums add up, processes have their gaps, the picture
 exists."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -17,7 +18,7 @@ from rich import console as console_lib
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, folder, live, records, run_facts
+from diloco_jax.report import beside, facts, folder, live, records, run_facts
 from diloco_jax.report import summary as summary_lib
 
 _LEDGER = protocol_facts.Ledger(
@@ -313,7 +314,9 @@ def test_the_text_has_the_summary(config, run, tmp_path):
     'held-out loss  5.500 before, 3.500 after (nats per byte, on unseen data)\n'
     '               5.049 bits per byte after\n',
     'learner l0  3 steps, 150 tokens, 100 tokens/s, loss 4.467, 1 updates of a\n'
-    '            fragment merged; killed once, down for 9.0 s\n',
+    '            fragment merged, incarnation 2, staleness 0; killed once, down for\n'
+    '            9.0 s\n',
+    'What the figures mean',
     'loss 4.600, 1 updates of a\n            fragment merged; refused: another model\n',
     'alone        a learner alone trains as many tokens in 5 steps: compare with that\n'
     '             (--syncer=none --config.train.steps=5)\n',
@@ -587,8 +590,27 @@ def test_runs_are_set_beside_each_other_after_equal_tokens_and_at_equal_clocks(c
   assert rows['after 200 tokens'] == ['3.900', '3.000']
   assert rows['at clock 4'] == ['4.167', '3.000']
   assert rows['tokens trained'] == ['250', '300'] and rows['outer steps'] == ['9', '0']
-  assert (workdir / 'report' / 'beside.txt').read_text() == done.stdout
+  text, places = done.stdout.rsplit('\n\n', 1)
+  assert (workdir / 'report' / 'beside.txt').read_text() == text + '\n'
+  assert places == f'in {workdir}/report: beside.txt, beside.html, beside.png\n'
   assert (workdir / 'report' / 'beside.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_runs_with_other_tokenizers_are_compared_in_bits_per_byte(config, workdir):
+  other = copy.deepcopy(config)
+  other.data.tokenizer = str(workdir / 'words.json')
+  (workdir / 'words.json').write_text('{}')
+  load.write(workdir / 'other', other)
+  recorder = records.Recorder(workdir / 'other', 'l0', tensorboard=False)
+  for clock, loss in ((0, 9.0), (4, 5.0)):
+    for number in range(clock and 4):
+      recorder.report(facts.parse(step(0, number + 1, number + 1, 4.5)))
+    recorder.report(facts.Eval(step=clock, loss=loss, bits_per_byte=loss / 2))
+  recorder.close()
+  rows = beside.text(beside.read([workdir, workdir / 'other'])).splitlines()
+  assert rows[0].startswith('loss in nats per byte and nats per token')
+  assert next(row.split()[-1] for row in rows if 'at clock 4, bits per byte' in row) == '2.500'
+  assert not any('tokens' in row and row.split()[-1] == '5.000' for row in rows)
 
 
 def test_the_command_reports_a_run_of_which_nobody_tells_the_end(workdir):

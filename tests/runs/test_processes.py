@@ -153,7 +153,8 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
 
   (hint,) = [line for line in first.lines if 'continue with: ' in line]
   *_, command, resume, folder = shlex.split(hint.split('continue with: ')[1])
-  second = start(command, resume, folder, '--config.train.log_every=5')
+  rate = '--config.optimizer.learning_rate=0.001'
+  second = start(command, resume, folder, '--config.train.log_every=5', rate)
   assert second.end() == 0, second.lines
   paths = [workdir, *workdir.rglob('*')]
   shared = {str(path): oct(path.lstat().st_mode) for path in paths if path.lstat().st_mode & 0o077}

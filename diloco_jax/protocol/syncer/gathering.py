@@ -251,12 +251,17 @@ class Gathering:
     if self._merged_ns is None:
       self._merged_ns = now_ns
     if now_ns - self._merged_ns >= pause_ns:
+      quorum, live = self._config.quorum, self._members.live()
+      why = f'{contributors} learners contribute, an outer step needs {quorum}. Training continues'
+      if not contributors:
+        why = 'no learner trains. The run waits for learners'
+      elif sum(now_ns - member.entered_ns >= pause_ns for member in live) < quorum <= contributors:
+        why = f'{contributors} learners have only just joined. Training continues'
       self._screening.notices.say(
         now_ns,
         'idle',
-        f'no outer step for {(now_ns - self._merged_ns) // config_lib.SECOND_NS} s: '
-        f'{contributors} learners contribute, an outer step needs {self._config.quorum}. Training '
-        'continues and nothing is lost.',
+        f'no outer step for {(now_ns - self._merged_ns) // config_lib.SECOND_NS} s: {why} and '
+        'nothing is lost.',
       )
       return
     for member in self._members.live():

@@ -28,6 +28,10 @@ Until it knows that, a norm alone leads to quarantine only if a payload of anoth
 merged since the first of the strikes, or after `strikes` for each of the P fragments: where the
 norms of all learners have grown, nothing is merged, and each fragment is doubted by itself.
 
+A norm of exactly 0 says that the learner trained nothing in these steps, as between two updates of
+an optimizer that accumulates gradients: if it is refused, that is no strike and no doubt about the
+usual norm, and if it is merged, it has no vote.
+
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0.
 """
@@ -83,9 +87,10 @@ class Usual:
     self._state = None
     self.commits += 1
     for learner, pair in norms.items():
-      self.pairs.setdefault(learner, []).append(list(pair))
+      if pair[0]:
+        self.pairs.setdefault(learner, []).append(list(pair))
       self.doubted.discard(learner)
-    kept = max(VOTES_AFTER, KEPT // len(self.pairs))
+    kept = max(VOTES_AFTER, KEPT // max(1, len(self.pairs)))
     self.pairs = {learner: pairs[-kept:] for learner, pairs in self.pairs.items()}
 
   def doubt(self, learner: str) -> None:
@@ -140,9 +145,11 @@ def refused(norm: int, least: int, limit: int | None) -> bool:
 def describe(norm: int, votes: list[list[int]]) -> str:
   """Describes what is wrong with a norm.
 
-  >>> describe(60 * UNIT, [[2 * UNIT, 4]]), describe(NOT_FINITE, [])
-  ('norm 60, usual is 2', 'NaN or Inf')
+  >>> describe(60 * UNIT, [[2 * UNIT, 4]]), describe(0, [[2, 4]]), describe(NOT_FINITE, [])
+  ('norm 60, usual is 2', 'norm 0', 'NaN or Inf')
   """
+  if norm == 0:
+    return 'norm 0'
   if norm == NOT_FINITE or not votes:
     return 'NaN or Inf'
   return f'norm {norm / UNIT:.3g}, usual is {medians(votes)[0] / UNIT:.3g}'
@@ -192,9 +199,11 @@ class Screening:
             why=what,
           )
         )
-        if norm != NOT_FINITE:
+        if norm > 0:
           usual.doubt(one.learner)
-        if not present:
+        if not norm:
+          self._say_nothing_trained(now_ns, member, done.fragment)
+        if not present or not norm:
           continue
         member.others_merged |= bool(merged)
         sure = norm == NOT_FINITE or member.others_merged
@@ -209,6 +218,15 @@ class Screening:
       self._say_if_zero(now_ns, done, merged)
     self._forget_if_wrong(done.fragment, gather.live)
     return [member for member in quarantined if self._members.quarantined(member)]
+
+  def _say_nothing_trained(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
+    self.notices.say(
+      now_ns,
+      f'nothing {member.learner}',
+      f'Learner {member.learner} trained nothing in these steps (gradient accumulation?): nothing '
+      f'to merge for fragment {fragment}. Sync after each update, or accumulate over fewer steps '
+      'than sync.period.',
+    )
 
   def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
     # A warm-up from 0 with accumulated gradients begins with steps that move nothing.

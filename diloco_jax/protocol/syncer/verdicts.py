@@ -102,7 +102,7 @@ def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refu
       code='OTHER_RUN',
       text=f'This learner belongs to run {join.run}, the syncer that answers to run {run}. Nothing '
       'was sent, and its checkpoint is untouched. Give it the address of the syncer of its run, or '
-      'start it in another --workdir to join this run anew.',
+      'start it in another workdir to join this run anew.',
       retry_ns=None,
     )
   difference = agreement_lib.refusal(join.agreement, agreement)
@@ -118,7 +118,7 @@ def refuse_unproved(join: messages.Join, proved: str) -> messages.Refused | None
   return messages.Refused(
     code='NOT_YOURS',
     text=f'The certificate of this process is of learner "{proved}", it cannot join as '
-    f'"{join.learner}". Nothing was merged. Start it with --learner_id={proved}, or with the '
+    f'"{join.learner}". Nothing was merged. Start it as learner "{proved}", or with the '
     f'certificate of "{join.learner}".',
     retry_ns=None,
   )
@@ -137,7 +137,7 @@ def refuse_if_held(
     return messages.Refused(
       code='FENCED',
       text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
-      'that it sends is merged. Its merged updates are safe. Give it another --learner_id, or stop '
+      'that it sends is merged. Its merged updates are safe. Give it another learner id, or stop '
       'the other process.',
       retry_ns=None,
     )
@@ -162,7 +162,7 @@ def refuse_if_held(
   return messages.Refused(
     code='YOUR_ID_IN_USE' if proved else 'ID_IN_USE',
     text=f'Learner id "{join.learner}" is in use by {holder.host} pid {holder.pid}, last heard '
-    f'{heard_s:.1f} s ago; that process continues. Use another --learner_id, or stop the other '
+    f'{heard_s:.1f} s ago; that process continues. Use another learner id, or stop the other '
     f'process and wait {lease_s:g} s.',
     retry_ns=members.lease_left_ns(holder, now_ns) + config.heartbeat_ns,
   )

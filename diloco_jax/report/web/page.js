@@ -8,7 +8,7 @@ const SPENT = {merged_progress: '#009E73', wasted_progress: '#D55E00', slow_step
   infra_recovery: '#AA2211', after_end: '#8886', other: '#DDCC77'};
 const PAUSE_S = 30;  // a longer time without a process is drawn as so much
 const $ = id => document.getElementById(id), colour = i => COLOURS[i % COLOURS.length];
-const wide = id => Math.max(300, $(id).clientWidth), isKill = how => how == 'killed' || how == 'failed';
+const wide = id => Math.max(300, $(id).clientWidth), isKill = how => ['killed', 'failed', 'lost'].includes(how);
 const el = (tag, values, ...children) => {
   const space = ['svg', 'rect', 'text', 'path'].includes(tag) ? $('mark').namespaceURI : document.body.namespaceURI;
   const made = document.createElementNS(space, tag);
@@ -73,7 +73,7 @@ function drawLoss(runs) {
   });
   kills.sort((a, b) => a[0] - b[0]);
   const marks = {paths: () => null, points: {show: true, size: 13, width: 3, fill: '#0000'}};
-  if (kills.length) add('killed', [0, 1].map(k => kills.map(one => one[k])), BAD, marks);
+  if (kills.length) add('killed or lost', [0, 1].map(k => kills.map(one => one[k])), BAD, marks);
   const values = (_, ticks, axis, space, step) => ticks.map(x => si(x, step)), log = tables.flatMap(one => one[1]).every(y => y == null || y > 0);
   const splits = (u, axis, low, high) => [...Array(16).keys()].flatMap(e => [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8].map(x => x * 10 ** (e - 9)))
     .filter(x => low <= x && x <= high);
@@ -106,7 +106,7 @@ function drawRun(run, r, many) {
       ['staleness', 'more'], ['incarnation', 'more']], learners.map(([name, one], i) => [dot(colour(i), name),
       el('span', {style: `color:${STATES[one.state] ?? BAD}`}, one.phase || one.state), num(one.step), num(one.tokens_per_second),
       num(one.loss, 3), percent(one.goodput), num(one.merged), num(one.staleness), num(one.incarnation)])),
-    head('Processes against time', `light: starting; ticks: merged; ✖ killed; began ${clock(run.began_s, {timeZoneName: 'short'})}`),
+    head('Processes against time', `light: starting; ticks: merged; ✖ killed or lost; began ${clock(run.began_s, {timeZoneName: 'short'})}`),
     drawLanes(run, ...shorten(run)),
     head('Where the time went'), table([[''], ['', 'rest']], learners.map(([name, one]) =>
       [name, el('div', {class: 'bar'}, ...Object.entries(one.spent_s).map(part))])),

@@ -355,6 +355,25 @@ def test_a_syncer_says_within_a_minute_that_nothing_is_merged():
   assert '1 learners contribute, an outer step needs 2' in lines[0]
 
 
+@pytest.mark.parametrize(
+  ('entered_s', 'why'),
+  [
+    (50, '1 learners have only just joined'),
+    (0, '1 learners contribute'),
+    (None, 'no learner trains'),
+  ],
+)
+def test_a_syncer_without_an_outer_step_says_whether_anybody_trains(entered_s, why):
+  machine = member(start_wait_ms=0, lease_ms=3_600_000)
+  machine.handle(5 * SECOND_NS, events.Wake())
+  if entered_s is None:
+    machine.handle(6 * SECOND_NS, events.Disconnected(session=1, reason='closed'))
+  else:
+    machine._members.by_id['l0'].entered_ns = entered_s * SECOND_NS
+  lines = said(machine.handle(65 * SECOND_NS, events.Wake()))
+  assert sum(f'no outer step for 60 s: {why}' in line for line in lines) == 1, lines
+
+
 def test_a_syncer_says_that_only_zeros_are_merged_unless_the_run_has_just_begun():
   machine = member()
   machine.handle(3, single.received(1, single.contribution(), 5))

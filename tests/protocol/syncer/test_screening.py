@@ -73,9 +73,12 @@ def test_a_norm_that_has_all_but_vanished_is_refused_and_fewer_steps_may_be_shor
   assert least == [UNIT >> 19, UNIT >> 19, UNIT >> 21]
 
 
-def test_while_usual_is_zero_any_other_norm_is_refused():
-  # The syncer forgets a usual norm of zero once more than half of the learners move again.
-  assert usual(0, 0).limits(4, config()) == (0, 0)
+def test_steps_between_two_updates_of_an_accumulating_optimizer_have_no_vote():
+  assert usual(0, 0).limits(4, config()) == (0, None)
+  made = usual(2 * UNIT, 2 * UNIT, commits=2)
+  for _ in range(9):
+    made.merged({'l0': (0, 4), 'l1': (0, 4)})
+  assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
 
 
 def test_norms_that_are_not_finite_are_always_refused():
@@ -87,12 +90,12 @@ def test_norms_that_are_not_finite_are_always_refused():
 def test_one_learner_has_one_vote_however_often_it_is_merged():
   made = usual(2 * UNIT, 2 * UNIT)
   for _ in range(1000):
-    made.merged({'liar': (0, 4)})
+    made.merged({'liar': (1, 4)})
   assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
   assert sum(map(len, made.pairs.values())) <= screening.KEPT
 
 
-@pytest.mark.parametrize('other', [0, 2**40 * UNIT])
+@pytest.mark.parametrize('other', [1, 2**40 * UNIT])
 def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
   least, limit = usual(2 * UNIT, other).limits(4, config())
   assert not screening.refused(2 * UNIT, least, limit)
@@ -228,6 +231,23 @@ def test_the_console_names_the_host_to_check():
     'Learner l1 on host sent norm 60, usual is 2 for fragment 0; rejected before '
     'merging, and the learner gets a fresh fragment. Check that host for faulty hardware.'
   )
+
+
+def test_a_learner_that_trained_nothing_in_some_steps_gets_no_strike():
+  duo = warm()
+  for number in range(9):
+    duo.contribute()
+    norms = (0, 0) if number % 3 == 0 else (2 * UNIT, 0)
+    out = duo.ends(*norms)
+    settled = [one for one in told(out, 2) if isinstance(one, messages.Settled)]
+    reason = 'bad_value' if any(norms) else 'cancelled'
+    assert [(one.merged, one.reason) for one in settled] == [(False, reason)]
+    assert not any(isinstance(one, actions.Close) for one in out)
+    if not number:
+      assert sum('(gradient accumulation?)' in line for line in said(out)) == 2
+    duo.next()
+  assert (duo.member()['strikes'], duo.member()['max_strikes']) == (0, 0)
+  assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}, 'nothing is forgotten'
 
 
 def test_a_refused_norm_does_not_enter_the_median():
@@ -376,7 +396,16 @@ def test_repeats_are_said_after_a_pause_with_their_number(pause_s):
 
 @pytest.mark.parametrize('lost', [False, True])
 @pytest.mark.parametrize(
-  'norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD), (60 * UNIT, 60 * UNIT), (UNIT, 60 * UNIT)]
+  'norms',
+  [
+    (UNIT, UNIT),
+    (UNIT, BAD),
+    (BAD, BAD),
+    (60 * UNIT, 60 * UNIT),
+    (UNIT, 60 * UNIT),
+    (UNIT, 0),
+    (0, 0),
+  ],
 )
 def test_recovery_of_a_record_agrees_with_the_machine(norms, lost):
   """Strikes, norms and tokens: the state at the decision plus its end equal the machine

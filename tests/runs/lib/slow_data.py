@@ -18,15 +18,16 @@ FLAG = f'--config.task={pathlib.Path(__file__).resolve()}:task'
 
 @dataclasses.dataclass
 class Slow:
-  """Batches that take STEP_S each."""
+  """Batches that take `step_s` each."""
 
   batches: task_lib.Batches
+  step_s: float
 
   def __getitem__(self, index: int) -> task_lib.Batch:
-    time.sleep(STEP_S)
+    time.sleep(self.step_s)
     return self.batches[index]
 
 
-def task(config: run_config.Config) -> task_lib.Task:
+def task(config: run_config.Config, step_s: float = STEP_S) -> task_lib.Task:
   made = decoder.task(config.model, config.data)
-  return dataclasses.replace(made, batches=lambda shard: Slow(made.batches(shard)))
+  return dataclasses.replace(made, batches=lambda shard: Slow(made.batches(shard), step_s))

@@ -117,8 +117,9 @@ class Norms:
     self.commits += 1
     self.doubted -= merged.keys()
     for learner, pair in merged.items():
-      self.last[learner] = (*self.last.get(learner, ()), pair)
-    most = max(2, NORMS_KEPT // len(self.last))
+      if pair[0] > 0:
+        self.last[learner] = (*self.last.get(learner, ()), pair)
+    most = max(2, NORMS_KEPT // (len(self.last) or 1))
     self.last = {learner: pairs[-most:] for learner, pairs in self.last.items()}
 
   def copy(self) -> 'Norms':
@@ -314,10 +315,10 @@ class Record:
       holder = lineage.holders[one.learner]
       present = holder.incarnation == one.incarnation
       if one.learner in self.refused:
-        if present:
+        if present and norm != 0:
           holder.others_merged |= bool(merged)
-          holder.add_strike(self.norm_strikes if norm >= 0 else 0)
-        if norm >= 0:
+          holder.add_strike(self.norm_strikes if norm > 0 else 0)
+        if norm > 0:
           norms.doubted.add(one.learner)
       elif not self.failed:
         good[one.learner] = norm, one.steps
