@@ -16,6 +16,7 @@ from matplotlib import figure as figure_lib
 from matplotlib import lines, patches, ticker
 
 from diloco_jax.report import folder, header, run_facts
+from diloco_jax.report import steps as steps_lib
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
 _SYNCER = '#444444'
@@ -154,7 +155,7 @@ def _scale(axes: axes_lib.Axes, unit: str) -> None:
 
 def _of_processes(
   learner: run_facts.Learner,
-) -> Iterator[tuple[run_facts.Process, list[run_facts.Step]]]:
+) -> Iterator[tuple[run_facts.Process, list[steps_lib.Step]]]:
   """Each process that stepped, and its steps, so that no line bridges an absence; but
   for those whose loss is not known."""
   begin_s = float('-inf')

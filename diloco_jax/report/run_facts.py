@@ -9,17 +9,17 @@ import array
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import booking, facts
+from diloco_jax.report import steps as steps_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 ENDED = ('down', 'done', 'stopped', 'killed', 'refused', 'failed')
-_WINDOW = 16  # steps of a process, or outer steps, before their pace foretells the end
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
@@ -30,40 +30,6 @@ class Status:
   state: str = 'waiting'
   starts: int = 0
   last_error: str = ''
-
-
-@dataclasses.dataclass(slots=True)
-class Step:
-  """One inner step: when it ended, tokens of all learners by then, the learner's clock and loss."""
-
-  at_s: float
-  tokens: int
-  step: int
-  loss: float
-  seconds: float
-
-
-class Steps(Sequence[Step]):
-  """Steps in the order of time, in 40 bytes each: a run has millions."""
-
-  def __init__(self):
-    self._columns = tuple(array.array(code) for code in 'dqqdd')
-
-  def append(self, step: Step) -> None:
-    for column, name in zip(self._columns, Step.__slots__):
-      column.append(getattr(step, name))
-
-  def __len__(self) -> int:
-    return len(self._columns[0])
-
-  def __getitem__(self, index: int) -> Step:  # type: ignore[override]  # no slices
-    return Step(*(column[index] for column in self._columns))
-
-  def losses(self, begin: int, end: int) -> array.array:
-    return self._columns[3][begin:end]
-
-  def __iter__(self) -> Iterator[Step]:
-    return map(Step, *self._columns)
 
 
 def _times() -> array.array:
@@ -88,17 +54,6 @@ class Process:
 
   def end(self, at_s: float, how: str) -> None:
     self.ended_s, self.ended = at_s, how
-
-
-def _pace(at_s: array.array, clocks: array.array, processes: list[Process]) -> tuple[int, float]:
-  """The newer half of the steps of the newest process, and the clocks a second in them; 0.0: the
-  pace is not known, as there are too few."""
-  first_s = processes[-1].first_step_s if processes else 0.0
-  count = 0 if first_s is None else (len(at_s) - bisect.bisect_left(at_s, first_s)) // 2
-  if 2 * count < _WINDOW:
-    return 0, 0.0
-  moved, took_s = (column[-1] - column[-count - 1] for column in (clocks, at_s))
-  return count, moved / max(took_s, 1e-9)
 
 
 @dataclasses.dataclass(slots=True)
@@ -131,7 +86,7 @@ class Learner:
   speaks: bool = False
   told: tuple[int, int] | None = (0, 0)
   tells_loss: bool = False
-  steps: Steps = dataclasses.field(default_factory=Steps)
+  steps: steps_lib.Steps = dataclasses.field(default_factory=steps_lib.Steps)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
   staleness: int = 0
@@ -175,8 +130,8 @@ class Learner:
 
   @property
   def pace(self) -> tuple[int, float]:
-    at_s, _, clocks, *_ = self.steps._columns
-    return _pace(at_s, clocks, self.processes) if self.is_training else (0, 0.0)
+    first_s = self.processes[-1].first_step_s if self.processes else 0.0
+    return self.steps.pace(first_s) if self.is_training else (0, 0.0)
 
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
@@ -296,7 +251,8 @@ class RunFacts:
     for longest without a restart, in the newer half of its steps; None: not known."""
     if not any(learner.is_training for learner in self.learners.values()):
       return None
-    _, pace = _pace(self.merges_s, self._clocks, self.syncer_processes)
+    first_s = self.syncer_processes[-1].first_step_s if self.syncer_processes else 0.0
+    _, pace = steps_lib.pace(self.merges_s, self._clocks, first_s)
     pace = pace or max(learner.pace for learner in self.learners.values())[1]
     return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
 
@@ -525,7 +481,7 @@ class RunFacts:
     self.tokens += tokens
     learner.tells_loss = learner.tells_loss or loss is not None
     loss = math.nan if loss is None else loss
-    learner.steps.append(Step(at_s, self.tokens, clock, loss, seconds))
+    learner.steps.append(steps_lib.Step(at_s, self.tokens, clock, loss, seconds))
     clocks, reached = self._reached
     if not clocks or clock > clocks[-1]:
       clocks.append(clock)

@@ -53,7 +53,7 @@ def test_an_opened_run_tells_what_it_has_recorded(run):
   assert 'tokens/s' not in repr(opened) and opened.summary['learners']['l0']['status'] == 'done'
   first, *_, last = opened.evaluations.loss
   assert opened.loss_at(0) == first and opened.loss_at(tokens[-1]) == last
-  with pytest.raises(ValueError, match='no evaluation before and after'):
+  with pytest.raises(ValueError, match='no evaluation is before and after'):
     opened.loss_at(tokens[-1] + 1)
   assert opened.params['embedding'].shape == (256, 32)
   beside = opened.plot(opened)
