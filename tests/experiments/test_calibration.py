@@ -49,7 +49,9 @@ def test_a_run_tells_how_long_everything_took(source):
     times = source.times
     firsts = len(times['first step', name])
     assert firsts == (2 if name == 'l1' else 1) == len(source.starts[name])
-    assert len(times['step', name]) + firsts == steps[name].times.count
+    # A killed process has dispatched a step that it could not record (docs/protocol.md: StepDone).
+    lost = len(times['step', name]) + firsts - steps[name].times.count
+    assert 0 <= lost < firsts
     for kind in ('encode', 'adopt', 'payload up', 'payload down', 'control up', 'control down'):
       assert len(times[kind, name]), (kind, name)
   assert len(source.times['merge', '']) >= 20
