@@ -206,6 +206,7 @@ def running_node(
   """Runs the machine on its own thread; the body of the `with` carries out the work until the
   machine has exited. `state`: the machine state of a checkpoint, None for version 0."""
   transport, config = make_transport(event_queue.post, payloads), assembled.config
+  warmup = config.optimizer.warmup_steps if assembled.task else 0  # a user's loop has its own
   identity = learner_machine.Identity(
     learner=learner_id,
     nonce=transport.nonce,
@@ -236,9 +237,7 @@ def running_node(
     transport,
     work,
     payloads,
-    LearnerRecords(
-      records, origin, late=max(2 * config.sync.period, config.optimizer.warmup_steps)
-    ),
+    LearnerRecords(records, origin, late=max(2 * config.sync.period, warmup)),
     tape,
   )
   ended: futures.Future[actions.Exit] = futures.Future()

@@ -547,6 +547,9 @@ def test_of_learners_whose_syncer_is_elsewhere_there_is_no_config(workdir):
   found = folder.read(workdir)
   assert list(found.run.learners) == ['l0', 'l1'] and found.run.syncer is None
   assert found.run.tokens == 250
+  (workdir / 'islands').mkdir()
+  text = summary_lib.text(summary_lib.summarize(found), workdir, 200)
+  assert 'checkpoints  ' in text and 'load_params' not in text and 'export' not in text
 
 
 def test_the_closing_evaluation_stands_at_all_tokens_and_none_twice(run):
