@@ -118,7 +118,8 @@ def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd
   seen = run_facts.RunFacts((), 120).take(records.TailAll(tmp_path / 'run').read())
   for name, learner in seen.learners.items():
     steps = len(losses[name])
-    assert (learner.step, learner.told, learner.state) == (120, (steps, 32 * steps), 'done')
+    assert learner.step >= 120, 'a closing sync may move the clock beyond T'
+    assert (learner.told, learner.state) == ((steps, 32 * steps), 'done')
     assert learner.steps[-1].loss in losses[name][-2:] and learner.tokens_per_step == 32
   assert seen.learners.keys() == losses.keys() and seen.progress == 1
   assert sorted(merged) == ['embed', 'hidden', 'out']
