@@ -127,7 +127,7 @@ def test_numbers_out_of_range_are_refused(whole, way):
 def test_the_operators_words_are_typed_too(config, whole):
   before = _tree(whole)
   for name in WORDS + PATHS:
-    with pytest.raises(ValueError, match='--to is a clock') as refused:
+    with pytest.raises(ValueError, match="--to is 'latest' or a clock") as refused:
       restore.restore(config, whole / 'run', name, print)
     assert len(str(refused.value)) < 20_000
   assert _tree(whole) == before

@@ -126,7 +126,7 @@ def test_the_rate_is_that_of_the_argument_and_not_of_the_count(config):
 
 
 def test_a_run_shorter_than_its_warm_up_is_refused():
-  with pytest.raises(ValueError, match='train.steps 10 .* warmup_steps 10'):
+  with pytest.raises(ValueError, match='train.steps 10 .*warmup_steps 10'):
     optimizer_lib.schedule(_CONFIG, 10)
 
 
