@@ -7,12 +7,14 @@
     python experiments/examples/loop_nnx.py --learner=l1 --workdir=runs/nnx
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
-after a token; its embedding is merged by averaging, since its path says `embed`.
+after a token; its embedding is merged by averaging, since its path says `embed`, and so are the
+statistics of BatchNorm. The keys of dropout come from the batch and the rate from the clock, so
+that neither depends on how often this learner was away.
 
-Measured 2026-11-25: alone 200 steps, mean loss of the last 20 0.80; together 0.82
-and 0.86, with 172 steps of the one that joined later.
+Measured 2026-11-25: alone 200 steps, mean loss of the last 20 0.83; together 0.84 and 0.85.
 """
 
+import jax
 import numpy as np
 import optax
 from absl import app, flags
@@ -23,6 +25,9 @@ import diloco_jax
 STEPS = 200
 VOCABULARY, WIDTH, BATCH = 64, 32, 1024
 AFTER = np.random.default_rng(0).permutation(VOCABULARY)
+TX = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)
+RATE = optax.cosine_decay_schedule(6e-3, STEPS)
+SHARED = nnx.Any(nnx.Param, nnx.BatchStat)
 
 
 class Model(nnx.Module):
@@ -31,26 +36,30 @@ class Model(nnx.Module):
   def __init__(self, rngs: nnx.Rngs):
     self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
     self.hidden = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1)
     self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
-  def __call__(self, tokens_B):
-    return self.head(nnx.gelu(self.hidden(self.embed(tokens_B))))
+  def __call__(self, tokens_B, key):
+    x_BxD = nnx.gelu(self.norm(self.hidden(self.embed(tokens_B))))
+    return self.head(self.dropout(x_BxD, rngs=key))
 
 
-def read(shard: int, index: int) -> np.ndarray:
+def read(shard: int, index: int) -> dict[str, np.ndarray]:
   """Batch `index` of a shard: pairs of tokens, one in ten of them random."""
   rng = np.random.default_rng([shard, index])
   tokens_B, noise_B = rng.integers(0, VOCABULARY, (2, BATCH), np.int32)
   after_B = np.where(rng.random(BATCH) < 0.1, noise_B, AFTER[tokens_B])
-  return np.stack([tokens_B, after_B], axis=1)
+  return {'tokens': tokens_B, 'after': after_B, 'seed': np.uint32(1_000_003 * shard + index)}
 
 
 @nnx.jit
-def step(model, optimizer, batch_Bx2):
+def step(model, optimizer, batch, rate):
   def loss_of(model):
-    logits_BxV = model(batch_Bx2[:, 0])
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BxV, batch_Bx2[:, 1]).mean()
+    logits_BxV = model(batch['tokens'], jax.random.key(batch['seed']))
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BxV, batch['after']).mean()
 
+  optimizer.opt_state.hyperparams['learning_rate'][...] = rate
   loss, grads = nnx.value_and_grad(loss_of)(model)
   optimizer.update(model, grads)
   return loss
@@ -58,24 +67,24 @@ def step(model, optimizer, batch_Bx2):
 
 def train_alone() -> list[float]:
   model = Model(nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
   losses = []
   for clock in range(STEPS):
     batch = read(0, clock)
-    loss = step(model, optimizer, batch)
+    loss = step(model, optimizer, batch, RATE(clock))
     losses.append(float(loss))
   return losses
 
 
 def train(**run: str | None) -> list[float]:
   model = Model(nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
   losses = []
-  with diloco_jax.join(nnx.state(model, nnx.Param), total_steps=STEPS, **run) as peer:
+  with diloco_jax.join(nnx.state(model, SHARED), total_steps=STEPS, **run) as peer:
     nnx.update(model, peer.params)
-    for _, batch in peer.steps(read):
-      loss = step(model, optimizer, batch)
-      mine = nnx.state(model, nnx.Param)
+    for clock, batch in peer.steps(read):
+      loss = step(model, optimizer, batch, RATE(clock))
+      mine = nnx.state(model, SHARED)
       nnx.update(model, peer.sync(mine, tokens=BATCH, metrics={'loss': loss}))
       losses.append(float(loss))
   return losses
