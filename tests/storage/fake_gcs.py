@@ -70,6 +70,12 @@ class Request(NamedTuple):
   query: dict[str, str]
   body: bytes
 
+  @property
+  def name(self) -> str:
+    """Of the object; '' of a list, and of an upload of several parts."""
+    named = _OBJECT.match(self.path)
+    return urllib.parse.unquote(named[2]) if named else self.query.get('name', '')
+
 
 class Answer(NamedTuple):
   status: int
@@ -123,6 +129,7 @@ class Door:
   def __init__(self, fake: 'FakeGcs', port: int = 0):
     self.faults: Faults | None = None
     self.shut = False  # every connection is reset
+    self.silent = False  # no request is carried out or answered; once it is False they are reset
     self.refuses_with = 0  # an HTTP status for every request, such as 403
     self.delay_s = 0.0  # of every answer
     self.requests: collections.Counter[str] = collections.Counter()  # by method and kind
@@ -301,7 +308,15 @@ class FakeGcs:
 
 
 class _Storage(Storage):
-  """Of the emulator, which would write a table of all objects after each change."""
+  """Of the emulator, which would write a table of all objects after each change, and number an
+  object when its upload begins."""
+
+  _last_generation = 0
+
+  def create_file(self, bucket_name, file_name, content, file_obj, file_id=None) -> None:
+    self._last_generation = max(time.time_ns(), self._last_generation + 1)
+    file_obj['generation'] = str(self._last_generation)
+    super().create_file(bucket_name, file_name, content, file_obj, file_id)
 
   def _write_config_to_file(self) -> None:
     pass
@@ -337,7 +352,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     length = int(self.headers.get('Content-Length') or 0)
     asked = Request(self.command, target.path, query, b'')
     kind = door.faults.draw(asked) if door.faults else ''
-    if door.shut or (kind == 'truncated upload' and not self._is_chunk(query)):
+    silent = door.silent
+    while door.silent:
+      time.sleep(0.02)
+    if door.shut or silent or (kind == 'truncated upload' and not self._is_chunk(query)):
       self.rfile.read(length // 2)
       return self._reset()
     asked = asked._replace(body=self.rfile.read(length))

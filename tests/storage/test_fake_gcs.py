@@ -190,6 +190,18 @@ def test_a_door_that_is_shut_shuts_out_its_own_client_alone(bucket):
   other.close()
 
 
+def test_a_request_to_a_silent_door_is_not_carried_out(bucket):
+  kv = _kv(bucket)
+  bucket.door.silent = True
+  write = kv.write('k', b'1')
+  with pytest.raises(TimeoutError):
+    write.result(timeout=0.2)
+  assert not bucket.objects
+  bucket.door.silent = False
+  write.result()  # TensorStore sends it again
+  assert bucket.objects == {'kv/k': b'1'}
+
+
 def test_failures_are_those_of_the_seed():
   asked = fake_gcs.Request('GET', '/', {}, b'')
   drawn = [[faults.draw(asked) for _ in range(200)] for faults in map(fake_gcs.Faults, (7, 7, 8))]
