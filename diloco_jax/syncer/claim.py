@@ -199,8 +199,8 @@ class Claim:
       raise self._lost
     if time.monotonic() > self._fresh_until_s:
       raise store_lib.StoreError(
-        f'the claim in {self._store.place} could not be renewed for {self._fresh_s:g} s, so another '
-        'syncer may take it'
+        f'the claim in {self._store.place} could not be renewed for {self._fresh_s:g} s: another '
+        'syncer may have it soon'
       )
 
   def renew(self, **changes: Any) -> None:

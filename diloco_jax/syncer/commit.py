@@ -123,19 +123,20 @@ class CommitLog:
           self._store.before_commit(number, lambda: self._files.read(wal.NEW))
         self._wal.commit()
         break
-      except (wal.WalFull, store_lib.StoreError) as full:
-        if isinstance(full, wal.WalFull):
-          number = None  # it was removed
-        now_s = time.monotonic()
-        full_s = now_s if full_s is None else full_s
-        if now_s - full_s >= self._full_s:
-          raise wal.WalFull(
-            f'{full} It was so for {self._full_s / 60:g} minutes, so the process ends: mend it and '
-            'start it again; it continues from there.'
-          ) from full
-        if said_s is None or now_s - said_s >= SAY_AGAIN_S:
-          self._say(f'no outer step is committed: {full}')
-          said_s = now_s
+      except wal.WalFull as full:
+        number, why, remedy = None, full, 'make space'
+      except store_lib.StoreError as error:
+        why, remedy = f'No outer step is committed: {error}.', 'mend that'
+      now_s = time.monotonic()
+      full_s = now_s if full_s is None else full_s
+      if now_s - full_s >= self._full_s:
+        raise wal.WalFull(
+          f'{why} It was so for {self._full_s / 60:g} minutes, so the process ends: {remedy} and '
+          'start it again; it continues from there.'
+        )
+      if said_s is None or now_s - said_s >= SAY_AGAIN_S:
+        self._say(str(why))
+        said_s = now_s
       self._closed.wait(self._retry_s)
     else:
       raise Closed
@@ -143,7 +144,7 @@ class CommitLog:
     if self._store:
       self._store.committed(number, step.merge.sync)
     if said_s is not None:
-      self._say(f'{self._files.place}: outer steps are committed again.')
+      self._say(f'{self._files.place} has space again, its store answers: steps are committed.')
 
   def compact_behind(self, checkpoints: checkpoint.Checkpoints) -> None:
     """Drops the records that the checkpoints make superfluous. Raises WalBroken."""

@@ -199,9 +199,9 @@ class Stored:
     first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
     if not whole and (copies or (before.log and not first)):
       raise claim_lib.Refused(
-        f'{self._store.place} has no whole copy of the run {before.run}, of which {before.log} outer '
-        f'steps are committed: only the disk of {before.host} has them. Nothing was changed. Start '
-        'the syncer on that disk; if it is lost, start over with another train.store'
+        f'{self._store.place} has no whole copy of the run {before.run}, of which {before.log} '
+        f'outer steps are committed: only the disk of {before.host} has them. Nothing was changed. '
+        'Start the syncer on that disk; if it is lost, start over with another train.store'
       )
     self._set_aside()
     if agreement is None:
@@ -231,8 +231,8 @@ class Stored:
       path.rename(target)
       json_files.fsync(path.parent)
     self._say(
-      f'the run has gone on without this disk: what it had of it has been moved to {aside}, nothing '
-      'was deleted'
+      f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
+      'nothing was deleted'
     )
 
   def _download_records(self) -> None:
@@ -264,8 +264,8 @@ class Stored:
       self._put_records(numbers)
     elif not self._config.sync.checkpoint_every_syncs and not self._config.sync.keep_every:
       self._say(
-        'the syncer saves only at its end, so until then the store has none of its checkpoints: set '
-        'sync.checkpoint_every_syncs, or train.store_log=true'
+        'the syncer saves only at its end, so until then the store has none of its checkpoints: '
+        'set sync.checkpoint_every_syncs, or train.store_log=true'
       )
     if numbers:
       self.copy(numbers[-1])
@@ -458,8 +458,8 @@ class Stored:
     if not left:
       return result
     text = (
-      f'{left} is not in {self._store.place}: there was no time. The folder has it; start the syncer '
-      'there again, and it is copied'
+      f'{left} is not in {self._store.place}: there was no time. The folder has it; start the '
+      'syncer there again, and it is copied'
     )
     if finished:
       return actions.Exit(code=NOT_COPIED, text=text)
