@@ -84,7 +84,6 @@ def take(
   disk: str,
   first: Held,
   say: Callable[[str], None],
-  expired_s: float = EXPIRED_S,
 ) -> tuple[Held | None, 'Claim']:
   """Takes the claim, and waits for that if need be. Returns what it said before, and the claim.
 
@@ -93,7 +92,6 @@ def take(
     disk: of this process, '' if its folder was never one of a run in this store.
     first: the claim of a run that begins in this store.
     say: prints a line for people.
-    expired_s: as EXPIRED_S.
 
   Raises:
     Refused: another process continues the run, or the store has another run; nothing was changed.
@@ -107,7 +105,7 @@ def take(
       'changed. Choose another train.store, or another folder'
     )
   if before and not before.released and (before.disk, before.host) != (disk, host):
-    before, generation = _wait_until_free(store, before, generation, say, expired_s)
+    before, generation = _wait_until_free(store, before, generation, say)
   mine = dataclasses.replace(
     before or first,
     run=before.run if before else first.run or secrets.token_hex(8),
@@ -126,11 +124,10 @@ def _wait_until_free(
   before: Held,
   generation: bytes | None,
   say: Callable[[str], None],
-  expired_s: float,
 ) -> tuple[Held, bytes | None]:
   """Returns the claim once it was not renewed for so long, or is released. Raises Refused."""
-  say(f'{store.place} is claimed by the {before.holder}: looks for {expired_s:g} s if it is alive')
-  until_s = time.monotonic() + expired_s
+  say(f'{store.place} is claimed by the {before.holder}: looks for {EXPIRED_S:g} s if it is alive')
+  until_s = time.monotonic() + EXPIRED_S
   while True:
     left_s = until_s - time.monotonic()
     time.sleep(min(max(left_s, 0.0), LOOK_S))
@@ -162,12 +159,9 @@ class Claim:
     held: Held,
     generation: bytes | None,
     say: Callable[[str], None],
-    renew_s: float = RENEW_S,
-    fresh_s: float = FRESH_S,
   ):
     self.held = held
     self._store, self._generation, self._say = store, generation, say
-    self._renew_s, self._fresh_s = renew_s, fresh_s
     self._fresh_until_s = 0.0
     self._next: dict[str, Any] = {}  # what the next renewal says
     self._lost: Refused | None = None
@@ -199,7 +193,7 @@ class Claim:
       raise self._lost
     if time.monotonic() > self._fresh_until_s:
       raise store_lib.StoreError(
-        f'the claim in {self._store.place} could not be renewed for {self._fresh_s:g} s: another '
+        f'the claim in {self._store.place} could not be renewed for {FRESH_S:g} s: another '
         'syncer may have it soon'
       )
 
@@ -220,7 +214,7 @@ class Claim:
             f'this syncer has lost its claim in {self._store.place}: {by}. It commits nothing more'
           )
           raise self._lost
-      self._generation, self._fresh_until_s = made, since_s + self._fresh_s
+      self._generation, self._fresh_until_s = made, since_s + FRESH_S
 
   def close(self) -> None:
     """Releases the claim: nothing of this process is under way any more."""
@@ -233,17 +227,17 @@ class Claim:
       self._say(f'the claim was not released: {error}')
 
   def _run(self) -> None:
-    pause_s = self._renew_s
+    pause_s = RENEW_S
     said_s = 0.0
     while not self._closed.wait(pause_s):
       try:
         self.renew()
-        pause_s = self._renew_s
+        pause_s = RENEW_S
       except Refused as error:
         self._on_loss(error)
         return
       except store_lib.StoreError as error:
-        pause_s = min(self._renew_s, LOOK_S)
+        pause_s = min(RENEW_S, LOOK_S)
         if not said_s or time.monotonic() - said_s > 60.0:
           said_s = time.monotonic()
           self._say(f'the claim could not be renewed: {error}')

@@ -65,7 +65,6 @@ def opened(
   config: run_config.Config,
   workdir: pathlib.Path,
   say: Callable[[str], None],
-  expired_s: float = claim_lib.EXPIRED_S,
 ) -> Iterator['Stored | None']:
   """Locks the folder of a run, takes the claim in its store and makes the folder the newest state
   of the run; None: the run has no store. At the end the claim is released.
@@ -84,7 +83,7 @@ def opened(
     log_files.lock()
     stored = Stored(config, workdir, log_files, say)
     cleanup.callback(stored.close)
-    stored.open(expired_s)
+    stored.open()
     yield stored
 
 
@@ -136,7 +135,7 @@ class Stored:
 
   # --- The start ----------------------------------------------------------------------------------
 
-  def open(self, expired_s: float) -> None:
+  def open(self) -> None:
     """As `opened`."""
     note, path = restore_note.read(self._workdir), self._folder / _DISK
     restored = (note.id,) if note and note.id else ()
@@ -147,7 +146,6 @@ class Stored:
       disk,
       claim_lib.Held(run=name, restored=restored),
       self._say,
-      expired_s,
     )
     self._claim.start()
     known = self._claim.held.restored
