@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ from diloco_jax.storage import (
   tree_digest,
 )
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import stored
 
 LATEST = 'latest'
 MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
@@ -226,12 +227,12 @@ def _go_back(
   aside = _set_aside(workdir, goal)
   say(f'all later files have been moved to {aside}; nothing was deleted')
   learners = run_config.learner_ids(config.sync.learners)
-  note = restore_note.Note(done=True)
+  note = restore_note.Note(done=True, id=secrets.token_hex(4))
   if goal.machine_state is not None:
     outer_log.begin(log_files, agreement_of_run, goal.machine_state)
     members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
-    note = restore_note.Note(
-      done=True,
+    note = dataclasses.replace(
+      note,
       log=goal.machine_state[outer_log.POSITION],
       gone=tuple(sorted(members - set(learners))),
     )
@@ -253,12 +254,10 @@ def _go_back(
 
 def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   """Moves everything later than the goal to a new folder, which it returns."""
-  taken = json_files.numbers(path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
-  aside = workdir / f'aside-{max(taken, default=0) + 1}'
-  aside.mkdir()
+  aside = folders.new_aside(workdir)
   syncer = folders.syncer_folder(workdir)
   moved = [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
-  moved += [workdir / 'tapes', workdir / syncer_process.MODEL]
+  moved += [workdir / 'tapes', workdir / stored.MODEL]
   for node in (syncer, *_islands(workdir)):
     moved += [
       node / folders.CHECKPOINTS / str(number)

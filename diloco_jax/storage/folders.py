@@ -26,6 +26,14 @@ def checkpoints(node: pathlib.Path) -> list[int]:
   return json_files.numbers(path.name for path in (node / CHECKPOINTS).glob('*'))
 
 
+def new_aside(workdir: pathlib.Path) -> pathlib.Path:
+  """A new folder for what is moved out of a run's way. Raises OSError."""
+  taken = json_files.numbers(path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
+  aside = workdir / f'aside-{max(taken, default=0) + 1}'
+  aside.mkdir()
+  return aside
+
+
 def require_number(what: str, value: Any, least: int = 0) -> int:
   """Returns a value that is an int in range, no bool. Raises ValueError."""
   if type(value) is not int or not least <= value <= MAX_NUMBER:
