@@ -142,7 +142,7 @@ class Stored:
     disk = json_files.read_bytes(path, 64).decode() if path.exists() else ''
     name = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
     before, self._claim = claim_lib.take(
-      store_lib.Store(self._config.train.store, limit_s=claim_lib.RENEW_S),
+      store_lib.Store(self._config.train.store, limit_s=claim_lib.ANSWER_S),
       disk,
       claim_lib.Held(run=name, restored=restored),
       self._say,
