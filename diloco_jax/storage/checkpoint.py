@@ -77,6 +77,9 @@ class Checkpoints:
     root: a folder of this node alone, created if it does not exist; or gs://BUCKET/PREFIX.
     keep_every: the first of every so many numbers is kept; 0: only the newest are.
 
+  Attributes:
+    held: the number of one that is kept for now, whatever its age.
+
   Raises:
     ValueError: the folder cannot be written, or `files.require_name` refuses its path, or a library
       is missing.
@@ -92,6 +95,7 @@ class Checkpoints:
     # the loads of each, and they would wait for each other.
     self._reads_back = jax.process_count() > 1
     self._keep_every = keep_every
+    self.held: int | None = None
     with _opening(self._root):
       if _leads():
         _probe(self._root)
@@ -117,7 +121,7 @@ class Checkpoints:
       CheckpointError: the record does not read back.
     """
     try:
-      return _read_record(self._root / str(number))['protocol']
+      return machine_state(self._root / str(number))
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
@@ -285,7 +289,7 @@ class Checkpoints:
     """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
     numbers = self.numbers
     kept = orbax_context.kept(numbers, CHECKPOINTS_KEPT, self._keep_every)
-    old = sorted(set(numbers) - set(kept))
+    old = sorted(set(numbers) - {*kept, self.held})
     for number in old:
       try:
         json_files.rmtree(self._root / str(number))
@@ -386,6 +390,11 @@ def read_part(folder: json_files.Place, part: str, like: Any) -> tuple[int, Any,
     described = {'state': ocp.checkpointables_metadata(folder).metadata['state']}
     found = tree_digest.read_part(f'state/{part}/', like, record, described, load)
   return record['step'], found, record['protocol']
+
+
+def machine_state(folder: json_files.Place) -> dict[str, Any]:
+  """The machine's state in a checkpoint; its arrays are not read. Raises ValueError, OSError."""
+  return _read_record(folder)['protocol']
 
 
 def clock(folder: json_files.Place) -> int:

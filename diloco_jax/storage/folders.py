@@ -48,6 +48,15 @@ def checkpoints(node: json_files.Place) -> list[int]:
   return json_files.numbers(path.name for path in (node / CHECKPOINTS).glob('*'))
 
 
+def new_aside(place: json_files.Place) -> json_files.Place:
+  """A new folder for what is moved out of a run's way. Raises OSError."""
+  with json_files.as_os_errors():
+    taken = json_files.numbers(path.name.removeprefix('aside-') for path in place.glob('aside-*'))
+    aside = place / f'aside-{max(taken, default=0) + 1}'
+    aside.mkdir()
+  return aside
+
+
 def require_number(what: str, value: Any, least: int = 0) -> int:
   """Returns a value that is an int in range, no bool. Raises ValueError."""
   if type(value) is not int or not least <= value <= MAX_NUMBER:
