@@ -18,7 +18,7 @@ LEAVES, VALUES = 3, 2_000
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _quick(bucket, monkeypatch):
   """gcsfs waits 1, 2, 4 ... seconds before it tries again."""
   from gcsfs import retry
 
@@ -98,3 +98,46 @@ def _opened(root: str) -> checkpoint.Checkpoints:
       return checkpoint.Checkpoints(root)
     except (OSError, ValueError):
       pass  # the failures of its requests; a real process ends and is started again
+
+
+@pytest.mark.parametrize('verified', [True, False])
+def test_arrays_of_another_checkpoint_are_not_restored(bucket, monkeypatch, verified):
+  """Whole objects in the wrong place, which Orbax reads; and without the digests they would be."""
+  root = f'{bucket.url}/run/islands/l0/ckpt'
+  checkpoints = _opened(root)
+  _save(checkpoints, 1)
+  _save(checkpoints, 2)
+  checkpoints.close()
+  first, second = 'run/islands/l0/ckpt/1/state/', 'run/islands/l0/ckpt/2/state/'
+  for name in bucket.objects:
+    if name.startswith(second):
+      bucket.fake.remove(bucket.name, name)
+  for name, data in bucket.objects.items():
+    if name.startswith(first):
+      bucket.fake.put(bucket.name, second + name.removeprefix(first), data)
+  if verified:
+    _assert_holds(_restore(root), 1)
+    return
+  monkeypatch.setattr(checkpoint.tree_digest, 'require_same_digests', lambda *_: None)
+  with pytest.raises(AssertionError, match='Mismatched elements'):
+    _assert_holds(_restore(root), 2)
+
+
+@pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning')
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('part', ['state', 'record'])
+def test_a_checkpoint_of_which_half_was_kept_is_not_restored(bucket, part):
+  """A store that says 200 and keeps half of an object, in a save that is not read back."""
+  root = f'{bucket.url}/run/islands/l0/ckpt'
+  checkpoints = _opened(root)
+  _save(checkpoints, 1)
+  only = lambda request: f'/2/{part}/' in request.name and request.method == 'POST'
+  bucket.door.faults = fake_gcs.Faults(0, 1, (fake_gcs.HALF_KEPT,), only=only)
+  try:
+    _save(checkpoints, 2)
+  except checkpoint.CheckpointError:
+    pass
+  checkpoints.close()
+  assert bucket.door.faults.injected.total()
+  bucket.door.faults = None
+  _assert_holds(_restore(root), 1)

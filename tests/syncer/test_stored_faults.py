@@ -1,5 +1,5 @@
-"""Random failures of the requests of a syncer to its store, and deaths: no outer step that a learner
-can have seen is lost, and no half copy or record counts."""
+"""Random failures of the requests of a syncer to its store, and deaths: no outer step that a
+learner can have seen is lost, and no half copy or record counts."""
 
 import pathlib
 import random
