@@ -219,7 +219,6 @@ class Stored:
     keep = {'from-store', 'wal', 'address'}
     moved = [path for path in self._folder.iterdir() if path.name not in keep]
     moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
-    moved += [path for path in (self._workdir / 'tapes', self._workdir / MODEL) if path.exists()]
     if not moved:
       return
     aside = folders.new_aside(self._workdir)
