@@ -170,9 +170,9 @@ class Stored:
   def _take_over(self, before: claim_lib.Held, mine: bool) -> None:
     """Makes the folder the newest state of the run. `mine`: it is that of the last holder, older
     than the store only if the disk itself went back."""
-    copies = self._copies()
+    copies, here = self._copies(), wal.numbers(self.log_files)
     newest = self._manifest(copies[-1])['log'] if copies else 0
-    if not mine or not wal.numbers(self.log_files) or newest > self._end():
+    if not mine or newest > self._end() or (before.log and not here):
       self._download(before, copies)
     self._download_records()
     if (end := self._end()) < before.log:
@@ -216,10 +216,9 @@ class Stored:
 
   def _set_aside(self) -> None:
     """Moves what the folder has of the run to a new folder; nothing is deleted."""
-    keep = {'from-store', 'wal', 'address'}
-    moved = [path for path in self._folder.iterdir() if path.name not in keep]
+    names = ('run', _DISK, 'model', folders.CHECKPOINTS, restore_note.FILE)
+    moved = [path for name in names if (path := self._folder / name).exists()]
     moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
-    moved += [path for path in (self._workdir / 'tapes', self._workdir / MODEL) if path.exists()]
     if not moved:
       return
     aside = folders.new_aside(self._workdir)
