@@ -1,5 +1,7 @@
-"""Scripts of the engine queued: golden texts, no warning of shellcheck, and the scripts run for real,
-with a `gcloud` whose hosts are folders of this machine."""
+"""Scripts of the engine queued: golden texts, shellcheck, and the scripts themselves.
+
+They run for real, with a `gcloud` whose hosts are folders of this machine.
+"""
 
 import json
 import os
