@@ -69,7 +69,7 @@ def test_the_schemas_find_no_error(topology, hosts):
 def test_a_learner_without_tpus():
   _, l0 = job_sets(rendered.texts('gke', rendered.request(1, '')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
-  assert 'nodeSelector' not in pod and 'resources' not in pod['containers'][0]
+  assert 'nodeSelector' not in pod and pod['containers'][0]['resources'] == {}
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_our_command_line_takes_the_commands():
   [
     ('gke', {'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
     ('gke', {'store': '/mnt/x'}, {}, ('--config.train.store=gs://', '--without_store')),
+    ('gke', {'store': ''}, {'without_store': True}, ('--config.train.store=gs://', 'one host')),
     ('gke', {'tls': ''}, {}, ('--tls', 'diloco certs')),
-    ('gke', {'name': '4b'}, {}, ('--name', "'4b'")),
     ('gke', {}, {'image': ''}, ('--image', 'launch.md')),
     ('queued', {'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
     ('queued', {'topology': ''}, {}, ('--topology',)),
@@ -132,9 +132,12 @@ def test_what_is_missing_is_named_in_one_line(engine, asked, given, words):
   assert all(word in text for word in words), text
 
 
-def test_a_learner_may_have_no_store():
-  for engine in ('gke', 'queued'):
-    assert rendered.texts(engine, rendered.request(store=''), without_store=True)
+@pytest.mark.parametrize('engine', ['gke', 'queued'])
+def test_what_needs_no_store(engine):
+  one_host = rendered.request(store='', topology='v6e:2x2')
+  assert rendered.texts(engine, one_host, without_store=True)
+  syncer = rendered.request(store='', topology='', only=['syncer'])
+  assert rendered.texts(engine, syncer)
 
 
 def test_hosts_without_tpus_are_refused():
@@ -206,9 +209,9 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
     ['run-syncer', '--from-file=certs/syncer', *common],
     ['run-l0', '--from-file=certs/l0', *common],
   ]
-  applied = [call[-1] for call in found if call[1] == 'apply']
+  applied = [call[2:] for call in found if call[1] == 'apply']
   ours = [f'--filename={tmp_path}/{name}' for name in ('run-syncer.yaml', 'run-l0.yaml')]
-  assert applied == ['--filename=-', '--filename=-', *ours]
+  assert applied == [['--server-side', '--filename=-']] * 2 + [ours]
 
 
 KUBECTL = """

@@ -33,7 +33,16 @@ _WITHOUT_STORE = flags.DEFINE_bool(
 
 def places(request: spec_lib.Request, host: str) -> spec_lib.Places:
   """`host`: the name of the syncer's machine. Raises ValueError: what is missing, what to do."""
-  _check(request)
+  hosts = request.config.mesh.hosts
+  if not IMAGE.value:
+    raise ValueError('--image is missing: docs/howto/launch.md shows how to build one')
+  if not request.tls:
+    raise ValueError('--tls is missing: the programs are on several machines (diloco certs --help)')
+  if not request.topology and hosts > 1:
+    raise ValueError(
+      f'mesh.hosts={hosts}: the hosts of a learner find each other on TPUs only; give '
+      '--topology, or use --engine=ray'
+    )
   return spec_lib.Places(
     workdir=request.workdir or '/diloco',
     syncer=f'{host}:{PORT}',
@@ -43,23 +52,16 @@ def places(request: spec_lib.Request, host: str) -> spec_lib.Places:
   )
 
 
-def _check(request: spec_lib.Request) -> None:
-  config, run = request.config, request.run
-  if not run[:1].isalpha():
-    raise ValueError(f'--name: {run!r} does not begin with a letter, and names of machines must')
-  if not IMAGE.value:
-    raise ValueError('--image is missing: docs/howto/launch.md shows how to build one')
-  if not request.tls:
-    raise ValueError('--tls is missing: the programs are on several machines (diloco certs --help)')
-  if not request.topology and config.mesh.hosts > 1:
+def require_store(described: spec_lib.Spec, request: spec_lib.Request) -> None:
+  """Raises ValueError for learners that could not keep checkpoints."""
+  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
+  if not learners or request.config.train.store.startswith('gs://'):
+    return
+  several = any(program.hosts > 1 for program in learners)
+  if several or not _WITHOUT_STORE.value:
     raise ValueError(
-      f'mesh.hosts={config.mesh.hosts}: the hosts of a learner find each other on TPUs only; give '
-      '--topology, or use --engine=ray'
-    )
-  if not config.train.store.startswith('gs://') and not _WITHOUT_STORE.value:
-    raise ValueError(
-      'the disk of a learner goes with its machine, and its optimizer state with it: give '
-      '--config.train.store=gs://BUCKET/PREFIX, or --without_store if that may be lost'
+      'a learner has no folder that outlives its machine, and none that its hosts share: give '
+      '--config.train.store=gs://BUCKET/PREFIX; or, with learners of one host, --without_store'
     )
 
 

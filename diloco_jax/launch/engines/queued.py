@@ -46,22 +46,20 @@ certificates=%certificates
 pause_s=20
 
 %machine
-on_all() { gcloud compute %{ssh}ssh "$name" "${place[@]}" %{all}--command="$1"; }
-
 start=$(
   cat <<'END'
 %{start}END
 )
 while :; do
   obtain
-  if gcloud compute %{ssh}scp --recurse "$certificates" "$name:" "${place[@]}"%all_; then
-    if on_all "$start"; then
+  if hosts scp --recurse "$certificates" "$name:"; then
+    if hosts ssh "$name" --command="$start"; then
       echo "$name is done" >&2
       release
       exit 0
     fi
     # gcloud has the exit code of one host, but that of any host may be final.
-    on_all 'grep -qx %never diloco.code && exit %never; exit 0'
+    hosts ssh "$name" --command='grep -qx %never diloco.code && exit %never; exit 0'
     if [ $? = %never ]; then
       echo "error: $name must not be started again; its machine is still there" >&2
       exit %never
@@ -73,6 +71,7 @@ done
 """)
 
 _SLICE = _Template("""\
+hosts() { gcloud compute tpus tpu-vm "$@" "${place[@]}" --worker=all; }
 queued() { gcloud compute tpus queued-resources "$1" "$name" "${place[@]}" "${@:2}"; }
 release() { queued delete --force --quiet; }
 obtain() {
@@ -89,14 +88,13 @@ obtain() {
 """)
 
 _MACHINE = _Template("""\
-release() { gcloud compute instances stop "$name" "${place[@]}"; }  # the disk stays
+hosts() { gcloud compute "$@" "${place[@]}"; }
+release() { gcloud compute instances stop "$name" "${place[@]}"; }  # its disk stays
 obtain() {
-  gcloud compute disks describe "$name" "${place[@]}" >/dev/null ||
-    gcloud compute disks create "$name" "${place[@]}" --size=%{size}GB --type=pd-ssd
   gcloud compute instances describe "$name" "${place[@]}" >/dev/null ||
     gcloud compute instances create "$name" "${place[@]}" --machine-type=%type \\
-      --disk="name=$name,device-name=diloco" --image-family=cos-stable \\
-      --image-project=cos-cloud --scopes=cloud-platform%more
+      --image-family=cos-stable --image-project=cos-cloud --boot-disk-type=pd-ssd \\
+      --boot-disk-size=%{size}GB --no-boot-disk-auto-delete --scopes=cloud-platform%more
   gcloud compute instances start "$name" "${place[@]}"
 }
 """)
@@ -105,7 +103,7 @@ obtain() {
 # behind, which is ended before the next one starts.
 _START = _Template("""\
 folder=/var/lib/diloco; rm -f diloco.code
-%{mount}sudo install -d -m 700 $folder/certs/%program || exit 1
+sudo install -d -m 700 $folder/certs/%program || exit 1
 if [ -d %program ]; then
   sudo install -m 600 %program/* $folder/certs/%program && rm -r %program || exit 1
 fi
@@ -118,21 +116,11 @@ sudo docker run --rm --name=diloco --network=host%devices \\
 code=$?; echo $code >diloco.code; exit $code
 """)
 
-# Formats the disk only if it cannot be mounted and holds nothing that blkid knows (exit code 2).
-_MOUNT = """\
-disk=/dev/disk/by-id/google-diloco; sudo mkdir -p $folder/run
-mountpoint -q $folder/run || sudo mount $disk $folder/run || {
-  sudo blkid -p $disk; [ $? = 2 ] && sudo mkfs.ext4 -q $disk && sudo mount $disk $folder/run
-} || exit 1
-"""
-
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
   for flag in (_PROJECT, _ZONE):
     if not flag.value:
       raise ValueError(f'--{flag.name} is missing')
-  if not request.topology:
-    raise ValueError('--topology is missing: a queued resource is a TPU slice, as v6e:4x4')
   zone = _SYNCER_ZONE.value or _ZONE.value
   host = f'{request.run}-{spec_lib.SYNCER}.{zone}.c.{_PROJECT.value}.internal'
   return google_cloud.places(request, host)
@@ -141,6 +129,7 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
 def render(
   described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places
 ) -> dict[str, str]:
+  google_cloud.require_store(described, request)
   texts = {}
   for program in described.programs:
     name = f'{described.name}-{program.name}'
@@ -161,7 +150,6 @@ def _start(program: spec_lib.Program, request: spec_lib.Request, places: spec_li
   environment = [f'--env={name}={value}' for name, value in program.environment.items()]
   return _START.substitute(
     program=program.name,
-    mount=_MOUNT if program.disk_gib else '',
     stop_s=google_cloud.stop_s(request),
     workdir=shlex.quote(places.workdir),
     certs=places.tls,
@@ -175,23 +163,19 @@ def _start(program: spec_lib.Program, request: spec_lib.Request, places: spec_li
 
 def _here(program: spec_lib.Program) -> dict[str, str]:
   """The words of the script that depend on the kind of machine."""
-  more = google_cloud.SERVICE_ACCOUNT.value
-  more = f' --service-account={shlex.quote(more)}' if more else ''
+  account = google_cloud.SERVICE_ACCOUNT.value
+  more = f' --service-account={shlex.quote(account)}' if account else ''
   if program.role == spec_lib.SYNCER:
-    kind = shlex.quote(_MACHINE_TYPE.value)
-    machine = _MACHINE.substitute(size=program.disk_gib, type=kind, more=more)
-    zone = _SYNCER_ZONE.value or _ZONE.value
-    return {'machine': machine, 'zone': shlex.quote(zone), 'ssh': '', 'all': '', 'all_': ''}
+    machine = _MACHINE.substitute(
+      size=program.disk_gib, type=shlex.quote(_MACHINE_TYPE.value), more=more
+    )
+    return {'machine': machine, 'zone': shlex.quote(_SYNCER_ZONE.value or _ZONE.value)}
+  if not program.topology:
+    raise ValueError('--topology is missing: a queued resource is a TPU slice, as v6e:4x4')
   kind, count, image = _SLICES[program.topology.partition(':')[0]]
   machine = _SLICE.substitute(
     type=f'{kind}-{count * program.hosts * program.chips}',
     image=image,
     more=(' --spot' if google_cloud.SPOT.value else '') + more,
   )
-  return {
-    'machine': machine,
-    'zone': shlex.quote(_ZONE.value),
-    'ssh': 'tpus tpu-vm ',
-    'all': '--worker=all ',
-    'all_': ' --worker=all',
-  }
+  return {'machine': machine, 'zone': shlex.quote(_ZONE.value)}

@@ -8,6 +8,7 @@ place=(--project=p --zone=us-east5-b)
 certificates=certs/l0
 pause_s=20
 
+hosts() { gcloud compute tpus tpu-vm "$@" "${place[@]}" --worker=all; }
 queued() { gcloud compute tpus queued-resources "$1" "$name" "${place[@]}" "${@:2}"; }
 release() { queued delete --force --quiet; }
 obtain() {
@@ -21,8 +22,6 @@ obtain() {
     sleep "$pause_s"
   done
 }
-
-on_all() { gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker=all --command="$1"; }
 
 start=$(
   cat <<'END'
@@ -45,14 +44,14 @@ END
 )
 while :; do
   obtain
-  if gcloud compute tpus tpu-vm scp --recurse "$certificates" "$name:" "${place[@]}" --worker=all; then
-    if on_all "$start"; then
+  if hosts scp --recurse "$certificates" "$name:"; then
+    if hosts ssh "$name" --command="$start"; then
       echo "$name is done" >&2
       release
       exit 0
     fi
     # gcloud has the exit code of one host, but that of any host may be final.
-    on_all 'grep -qx 42 diloco.code && exit 42; exit 0'
+    hosts ssh "$name" --command='grep -qx 42 diloco.code && exit 42; exit 0'
     if [ $? = 42 ]; then
       echo "error: $name must not be started again; its machine is still there" >&2
       exit 42

@@ -8,26 +8,19 @@ place=(--project=p --zone=us-central1-a)
 certificates=certs/syncer
 pause_s=20
 
-release() { gcloud compute instances stop "$name" "${place[@]}"; }  # the disk stays
+hosts() { gcloud compute "$@" "${place[@]}"; }
+release() { gcloud compute instances stop "$name" "${place[@]}"; }  # its disk stays
 obtain() {
-  gcloud compute disks describe "$name" "${place[@]}" >/dev/null ||
-    gcloud compute disks create "$name" "${place[@]}" --size=200GB --type=pd-ssd
   gcloud compute instances describe "$name" "${place[@]}" >/dev/null ||
     gcloud compute instances create "$name" "${place[@]}" --machine-type=n2-highmem-8 \
-      --disk="name=$name,device-name=diloco" --image-family=cos-stable \
-      --image-project=cos-cloud --scopes=cloud-platform --service-account=trainer@p.iam
+      --image-family=cos-stable --image-project=cos-cloud --boot-disk-type=pd-ssd \
+      --boot-disk-size=200GB --no-boot-disk-auto-delete --scopes=cloud-platform --service-account=trainer@p.iam
   gcloud compute instances start "$name" "${place[@]}"
 }
-
-on_all() { gcloud compute ssh "$name" "${place[@]}" --command="$1"; }
 
 start=$(
   cat <<'END'
 folder=/var/lib/diloco; rm -f diloco.code
-disk=/dev/disk/by-id/google-diloco; sudo mkdir -p $folder/run
-mountpoint -q $folder/run || sudo mount $disk $folder/run || {
-  sudo blkid -p $disk; [ $? = 2 ] && sudo mkfs.ext4 -q $disk && sudo mount $disk $folder/run
-} || exit 1
 sudo install -d -m 700 $folder/certs/syncer || exit 1
 if [ -d syncer ]; then
   sudo install -m 600 syncer/* $folder/certs/syncer && rm -r syncer || exit 1
@@ -46,14 +39,14 @@ END
 )
 while :; do
   obtain
-  if gcloud compute scp --recurse "$certificates" "$name:" "${place[@]}"; then
-    if on_all "$start"; then
+  if hosts scp --recurse "$certificates" "$name:"; then
+    if hosts ssh "$name" --command="$start"; then
       echo "$name is done" >&2
       release
       exit 0
     fi
     # gcloud has the exit code of one host, but that of any host may be final.
-    on_all 'grep -qx 42 diloco.code && exit 42; exit 0'
+    hosts ssh "$name" --command='grep -qx 42 diloco.code && exit 42; exit 0'
     if [ $? = 42 ]; then
       echo "error: $name must not be started again; its machine is still there" >&2
       exit 42
