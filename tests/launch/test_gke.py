@@ -203,15 +203,20 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
   )
   found = [json.loads(line) for line in calls.read_text().splitlines()]
   assert all(call[0] == '--namespace=research' for call in found)
-  made = [call[4:] for call in found if call[1] == 'create']
-  common = ['--dry-run=client', '--output=yaml']
-  assert made == [
-    ['run-syncer', '--from-file=certs/syncer', *common],
-    ['run-l0', '--from-file=certs/l0', *common],
+  assert [call[1:] for call in found] == [
+    *started(tmp_path, 'l0'),
+    *started(tmp_path, 'syncer'),
+    ['get', 'jobsets,pods', '--selector=diloco.run=run'],
   ]
-  applied = [call[2:] for call in found if call[1] == 'apply']
-  ours = [f'--filename={tmp_path}/{name}' for name in ('run-syncer.yaml', 'run-l0.yaml')]
-  assert applied == [['--server-side', '--filename=-']] * 2 + [ours]
+
+
+def started(folder: pathlib.Path, name: str) -> list[list[str]]:
+  source = ['--from-file=certs/' + name, '--dry-run=client', '--output=yaml']
+  return [
+    ['create', 'secret', 'generic', f'run-{name}', *source],
+    ['apply', '--server-side', '--filename=-'],
+    ['apply', f'--filename={folder}/run-{name}.yaml'],
+  ]
 
 
 KUBECTL = """

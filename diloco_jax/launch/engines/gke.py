@@ -42,7 +42,9 @@ def render(
     texts[f'{run}-{program.name}.yaml'] = yaml.safe_dump_all(
       _documents(run, program, pod), sort_keys=False, explicit_start=True, width=100
     )
-  return {**texts, f'{run}.sh': _script(run, described, request.tls, list(texts))}
+  certs, namespace = map(shlex.quote, (request.tls.rstrip('/'), _NAMESPACE.value))
+  script = _SCRIPT % {'run': run, 'certs': certs, 'namespace': namespace}
+  return {**texts, f'{run}.sh': script}
 
 
 def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list[dict[str, Any]]:
@@ -131,27 +133,19 @@ def _pod(
   return {**pod, 'containers': [container], 'volumes': [{'name': 'workdir', **disk}, secret]}
 
 
+# The same for every part of a run, so that several parts may be written into one folder.
 _SCRIPT = """\
 #!/usr/bin/env bash
-# Starts run %(run)s: its certificates as secrets, then its programs. Again after a change
-# of certificates: programs that run take them within minutes.
+# Starts the programs of run %(run)s whose files are here, each with its certificates as a secret.
+# Again after a change of certificates: programs that run take them within minutes.
 set -euo pipefail
-certs=%(certs)s here="$(dirname "$0")"
+certs=%(certs)s
 kubectl() { command kubectl --namespace=%(namespace)s "$@"; }
-for name in %(names)s; do
-  kubectl create secret generic "%(run)s-$name" --from-file="$certs/$name" \\
+for file in "$(dirname "$0")"/%(run)s-*.yaml; do
+  name=$(basename "$file" .yaml)
+  kubectl create secret generic "$name" --from-file="$certs/${name#%(run)s-}" \\
     --dry-run=client --output=yaml | kubectl apply --server-side --filename=-
+  kubectl apply --filename="$file"
 done
-kubectl apply %(files)s
 kubectl get jobsets,pods --selector=diloco.run=%(run)s
 """
-
-
-def _script(run: str, described: spec_lib.Spec, tls: str, files: list[str]) -> str:
-  return _SCRIPT % {
-    'run': run,
-    'certs': shlex.quote(tls.rstrip('/')),
-    'namespace': shlex.quote(_NAMESPACE.value),
-    'names': ' '.join(program.name for program in described.programs),
-    'files': ' '.join(f'--filename="$here/{name}"' for name in files),
-  }

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Starts run run-1: its certificates as secrets, then its programs. Again after a change
-# of certificates: programs that run take them within minutes.
+# Starts the programs of run run-1 whose files are here, each with its certificates as a secret.
+# Again after a change of certificates: programs that run take them within minutes.
 set -euo pipefail
-certs=certs here="$(dirname "$0")"
+certs=certs
 kubectl() { command kubectl --namespace=research "$@"; }
-for name in syncer l0; do
-  kubectl create secret generic "run-1-$name" --from-file="$certs/$name" \
+for file in "$(dirname "$0")"/run-1-*.yaml; do
+  name=$(basename "$file" .yaml)
+  kubectl create secret generic "$name" --from-file="$certs/${name#run-1-}" \
     --dry-run=client --output=yaml | kubectl apply --server-side --filename=-
+  kubectl apply --filename="$file"
 done
-kubectl apply --filename="$here/run-1-syncer.yaml" --filename="$here/run-1-l0.yaml"
 kubectl get jobsets,pods --selector=diloco.run=run-1
