@@ -208,7 +208,7 @@ def _lead(
   """Runs the learner, or the host that leads it."""
   folder, records = _open(workdir, learner_id)
   records_lib.report_startup(records, 'imported')
-  with cli.never_retry(ValueError, files.DirectoryError):
+  with checkpoint_failures(), cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
   records_lib.report_startup(records, 'built')
@@ -245,7 +245,7 @@ def _follow(
   """Runs a host that does not lead."""
   records = hosts_lib.Quiet(f'{learner_id}.{jax.process_index()}')
   folder = pathlib.Path(workdir).absolute()
-  with cli.never_retry(ValueError, files.DirectoryError):
+  with checkpoint_failures(), cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
   with (

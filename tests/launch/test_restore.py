@@ -122,7 +122,7 @@ def _restore(config, workdir, to='latest') -> list[str]:
 
 
 def _choose(workdir, at=None, most_bytes=1 << 30) -> restore.Goal:
-  return restore.choose(workdir, at, lambda: most_bytes, lambda text: None)
+  return restore.choose((workdir,), at, lambda: most_bytes, lambda text: None)
 
 
 def _held(folder: pathlib.Path) -> checkpoint.Restored:
