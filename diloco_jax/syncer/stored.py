@@ -57,6 +57,7 @@ _AGREEMENT = 'syncer/agreement.json'
 _COPY = re.compile(r'.*/ckpt/((\d+)-[0-9a-f]{8})\.json')
 _LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
 NOT_COPIED = 75  # the exit code of a run that is over, before the store has its model
+_LARGE = 1 << 26  # bytes: a record is hardly larger
 _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
 
@@ -175,11 +176,12 @@ class Stored:
     if not mine or newest > self._end() or (before.log and not here):
       self._download(before, copies)
     self._download_records()
-    if (end := self._end()) < before.log:
+    end = self._end()
+    if end < before.log or not (mine or before.released or self._config.train.store_log):
+      about = f'to about {before.log}' if end < before.log else 'and later, if there were any,'
       self._say(
-        f'outer steps {end + 1} to about {before.log} (clock {before.clock}) are gone: only the '
-        f'disk of {before.host} had them. The run continues behind outer step {end}; with '
-        'train.store_log=true none would be gone'
+        f'outer steps {end + 1} {about} are gone: only the disk of {before.host} had them. The run '
+        f'continues behind outer step {end}. With train.store_log=true none would be gone'
       )
 
   def _download(self, before: claim_lib.Held, copies: list[str]) -> None:
@@ -234,15 +236,16 @@ class Stored:
 
   def _download_records(self) -> None:
     """Adds the records that follow those of the folder; the log verifies them as its own."""
-    names = set(self._store.names(f'{self._at}wal/'))
-    while (name := f'{self._at}wal/{wal.name_of(self._end() + 1)}') in names:
-      record = self._store.read(name)
+    names, end = set(self._store.names(f'{self._at}wal/')), self._end()
+    while (name := f'{self._at}wal/{wal.name_of(end + 1)}') in names:
+      record = self._store.read(name, _LARGE)
       if record is None:
         raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
       self.log_files.write(wal.NEW, record.data)
       self.log_files.fsync(wal.NEW)
       self.log_files.rename(wal.NEW, name.rsplit('/', 1)[1])
       self.log_files.fsync_names()
+      end += 1
 
   def begin(
     self,

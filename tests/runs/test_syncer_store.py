@@ -6,8 +6,11 @@ on another disk, so it waits until the claim is EXPIRED_S old.
 """
 
 import functools
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -108,3 +111,66 @@ def test_without_the_log_the_run_continues_behind_the_last_copy(tmp_path):
   store = store_lib.Store(str(tmp_path / 'store'))
   held, _ = claim_lib.read(store)
   assert held.released and held.log > 0
+
+
+# --- Two syncers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(name='start')
+def _start(bucket, tmp_path):
+  """Starts `diloco syncer` of the same run on another disk; the key is its disk."""
+  started = []
+
+  def start(disk: str, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, '-m', 'diloco_jax', 'syncer', '--config=stdlib_lm:tiny']
+    command += [f'--workdir={tmp_path / disk}', f'--config.train.store={bucket.url}/run']
+    started.append(
+      subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )
+    )
+    return started[-1]
+
+  yield start
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def until_it_runs(process: subprocess.Popen, text: str = 'held-out loss') -> None:
+  while text not in (line := process.stdout.readline()):
+    assert line, 'it has ended'
+
+
+def test_a_second_syncer_ends_with_42_and_changes_nothing(bucket, start):
+  first = start('a')
+  until_it_runs(first)
+  before = {**bucket.objects, f'run/{claim_lib.NAME}': b''}
+  second = start('b')
+  said, _ = second.communicate(timeout=DEADLINE_S)
+  assert second.returncode == 42 and f'the syncer pid {first.pid} on ' in said, said
+  assert {**bucket.objects, f'run/{claim_lib.NAME}': b''} == before
+  first.terminate()
+  said, _ = first.communicate(timeout=DEADLINE_S)
+  assert first.returncode == 0, said
+  third = start('b')  # the claim is released
+  until_it_runs(third, 'the syncer listens on')
+
+
+def test_a_syncer_whose_claim_was_taken_ends_with_42(bucket, start):
+  door = bucket.fake.door()
+  first = start('a', **door.environment)
+  until_it_runs(first)
+  door.shut = True
+  second = start('b')
+  until_it_runs(second)  # 30 s later
+  held = {**bucket.objects}
+  door.shut = False
+  said, _ = first.communicate(timeout=DEADLINE_S)
+  assert first.returncode == 42 and 'has lost its claim' in said, said
+  assert held.keys() == bucket.objects.keys()
+  assert second.poll() is None

@@ -173,7 +173,7 @@ def test_without_it_the_run_continues_behind_the_last_copy_and_says_what_is_gone
   other = site.live('b')
   assert bits(other.theta) == expected[5]
   (line,) = gone(other)
-  assert line.startswith('outer steps 6 to about 7 (clock 7) are gone: only the disk of ')
+  assert line.startswith('outer steps 6 to about 7 are gone: only the disk of ')
   for sync in (6, 7):
     other.merge(sync)
   assert bits(other.theta) == expected[SYNCS]
