@@ -57,6 +57,7 @@ _AGREEMENT = 'syncer/agreement.json'
 _COPY = re.compile(r'.*/ckpt/((\d+)-[0-9a-f]{8})\.json')
 _LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
 NOT_COPIED = 75  # the exit code of a run that is over, before the store has its model
+_LARGE = 1 << 26  # bytes: a record is hardly larger
 _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
 
@@ -142,7 +143,7 @@ class Stored:
     disk = json_files.read_bytes(path, 64).decode() if path.exists() else ''
     name = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
     before, self._claim = claim_lib.take(
-      store_lib.Store(self._config.train.store, limit_s=claim_lib.RENEW_S),
+      store_lib.Store(self._config.train.store, limit_s=claim_lib.ANSWER_S),
       disk,
       claim_lib.Held(run=name, restored=restored),
       self._say,
@@ -170,16 +171,17 @@ class Stored:
   def _take_over(self, before: claim_lib.Held, mine: bool) -> None:
     """Makes the folder the newest state of the run. `mine`: it is that of the last holder, older
     than the store only if the disk itself went back."""
-    copies = self._copies()
+    copies, here = self._copies(), wal.numbers(self.log_files)
     newest = self._manifest(copies[-1])['log'] if copies else 0
-    if not mine or not wal.numbers(self.log_files) or newest > self._end():
+    if not mine or newest > self._end() or (before.log and not here):
       self._download(before, copies)
     self._download_records()
-    if (end := self._end()) < before.log:
+    end = self._end()
+    if end < before.log or not (mine or before.released or self._config.train.store_log):
+      about = f'to about {before.log}' if end < before.log else 'and later, if there were any,'
       self._say(
-        f'outer steps {end + 1} to about {before.log} (clock {before.clock}) are gone: only the '
-        f'disk of {before.host} had them. The run continues behind outer step {end}; with '
-        'train.store_log=true none would be gone'
+        f'outer steps {end + 1} {about} are gone: only the disk of {before.host} had them. The run '
+        f'continues behind outer step {end}. With train.store_log=true none would be gone'
       )
 
   def _download(self, before: claim_lib.Held, copies: list[str]) -> None:
@@ -216,10 +218,9 @@ class Stored:
 
   def _set_aside(self) -> None:
     """Moves what the folder has of the run to a new folder; nothing is deleted."""
-    keep = {'from-store', 'wal', 'address'}
-    moved = [path for path in self._folder.iterdir() if path.name not in keep]
+    names = ('run', _DISK, 'model', folders.CHECKPOINTS, restore_note.FILE)
+    moved = [path for name in names if (path := self._folder / name).exists()]
     moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
-    moved += [path for path in (self._workdir / 'tapes', self._workdir / MODEL) if path.exists()]
     if not moved:
       return
     aside = folders.new_aside(self._workdir)
@@ -235,15 +236,16 @@ class Stored:
 
   def _download_records(self) -> None:
     """Adds the records that follow those of the folder; the log verifies them as its own."""
-    names = set(self._store.names(f'{self._at}wal/'))
-    while (name := f'{self._at}wal/{wal.name_of(self._end() + 1)}') in names:
-      record = self._store.read(name)
+    names, end = set(self._store.names(f'{self._at}wal/')), self._end()
+    while (name := f'{self._at}wal/{wal.name_of(end + 1)}') in names:
+      record = self._store.read(name, _LARGE)
       if record is None:
         raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
       self.log_files.write(wal.NEW, record.data)
       self.log_files.fsync(wal.NEW)
       self.log_files.rename(wal.NEW, name.rsplit('/', 1)[1])
       self.log_files.fsync_names()
+      end += 1
 
   def begin(
     self,

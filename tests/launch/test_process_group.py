@@ -66,8 +66,28 @@ sys.exit(3)
   assert (status.state, status.starts) == ('refused', 1)
 
 
+@pytest.mark.parametrize('refused', [0, 1])
+@pytest.mark.parametrize('other', [0, 75])
+def test_exit_42_counts_whichever_host_ends_first_and_how(tmp_path, monkeypatch, refused, other):
+  """A follower that is refused makes the lead fail, and either may be gone before the other."""
+  monkeypatch.setattr(process_group, 'LAST_WORDS_S', 30)
+  script = f"""
+wait_for_others()
+if host == {refused}:
+  while not (folder / "gone").exists(): os.sched_yield()
+  print("error: another config", file=sys.stderr)
+  sys.exit(42)
+(folder / "gone").touch()
+sys.exit({other})
+"""
+  outcome = test_supervisor.Run(tmp_path / 'run', [of_hosts(tmp_path, script)]).run()
+  status = outcome.statuses['l0']
+  assert (outcome.code, outcome.text) == (42, 'another config')
+  assert (status.state, status.starts) == ('refused', 1)
+
+
 def test_a_host_that_ends_early_with_0_does_not_make_the_others_done(tmp_path, monkeypatch):
-  monkeypatch.setattr(process_group, 'TOGETHER_S', 0.1)
+  monkeypatch.setattr(process_group, 'TOGETHER_S', 2.0)
   script = 'wait_for_others()\nif host == 0 and not again: threading.Event().wait()'
   run = test_supervisor.Run(tmp_path / 'run', [of_hosts(tmp_path, script, hosts=3)])
   outcome = run.run()
