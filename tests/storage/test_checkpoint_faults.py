@@ -141,3 +141,30 @@ def test_a_checkpoint_of_which_half_was_kept_is_not_restored(bucket, part):
   assert bucket.door.faults.injected.total()
   bucket.door.faults = None
   _assert_holds(_restore(root), 1)
+
+
+class DownFrom:
+  """Faults: from the first request for an object of this name on, every request is reset."""
+
+  def __init__(self, name: str):
+    self.name, self.down = name, False
+
+  def draw(self, request: fake_gcs.Request) -> str:
+    self.down = self.down or request.name.endswith(self.name)
+    return 'reset' if self.down else ''
+
+
+def test_a_store_that_is_gone_at_the_end_of_a_save_is_an_error_of_that_save(bucket):
+  """Also what the failed save has left cannot be removed then."""
+  root = f'{bucket.url}/run/islands/l0/ckpt'
+  checkpoints = _opened(root)
+  _save(checkpoints, 1)
+  bucket.door.faults = DownFrom('/2/commit_success.txt')
+  with pytest.raises(
+    checkpoint.CheckpointError, match='saving .*/2 failed: .*checkpoint 1 is still'
+  ):
+    _save(checkpoints, 2)
+  bucket.door.faults = None
+  _save(checkpoints, 3)
+  checkpoints.close()
+  _assert_holds(_restore(root), 3)
