@@ -17,7 +17,7 @@ from diloco_jax.storage import folders
 from diloco_jax.verification.faults import conductor as conductor_lib
 from tests.runs.lib import conductor, promises, slow_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 DEADLINE_S = 800
 OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 4}
 
@@ -58,6 +58,7 @@ class Kills(InBucket):
     self.supervisor.retire()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
 def test_a_killed_learner_has_its_moments_from_the_bucket_or_another_ones(bucket, tmp_path):
   make = lambda workdir, recorder: Kills(workdir, recorder, bucket)
