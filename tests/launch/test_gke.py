@@ -221,6 +221,6 @@ def started(folder: pathlib.Path, name: str) -> list[list[str]]:
 
 KUBECTL = """
 import json, os, sys
+if sys.argv[-1] == '--filename=-': sys.stdin.read()  # so the one that writes it comes first
 with open(os.environ['CALLS'], 'a') as file: print(json.dumps(sys.argv[1:]), file=file)
-if sys.argv[-1] == '--filename=-': sys.stdin.read()
 """
