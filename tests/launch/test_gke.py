@@ -305,6 +305,6 @@ def test_the_containers_train(tmp_path):
 
 KUBECTL = """
 import json, os, sys
+if sys.argv[-1] == '--filename=-': sys.stdin.read()  # so the one that writes it comes first
 with open(os.environ['CALLS'], 'a') as file: print(json.dumps(sys.argv[1:]), file=file)
-if sys.argv[-1] == '--filename=-': sys.stdin.read()
 """
