@@ -78,14 +78,13 @@ def main(argv: list[str]) -> int:
 
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
-  read = {name: flags.FLAGS.get_key_flags_for_module(one) for name, one in _ENGINES.items()}
-  for flag in {flag.name: flag for own in read.values() for flag in own}.values():
-    engines_of = [name for name, own in read.items() if flag in own]
-    if flag.present and _ENGINE.value not in engines_of:
-      raise cli.NeverRetry(
-        f'--{flag.name} applies to --engine={" or ".join(engines_of)} only, and this is '
-        f'--engine={_ENGINE.value}'
-      )
+  own = flags.FLAGS.get_key_flags_for_module(_ENGINES[_ENGINE.value])
+  for name, engine in _ENGINES.items():
+    for flag in flags.FLAGS.get_key_flags_for_module(engine):
+      if flag.present and flag not in own:
+        raise cli.NeverRetry(
+          f'--{flag.name} applies to --engine={name} only, and this is --engine={_ENGINE.value}'
+        )
 
 
 def _write(path: pathlib.Path, text: str) -> None:
