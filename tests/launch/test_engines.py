@@ -80,7 +80,7 @@ def test_its_flags_are_listed(tmp_path):
     ),
     (
       ['--engine=local', '--image=x'],
-      '--image applies to --engine=gke or queued only, and this is --engine=local',
+      '--image applies to --engine=gke|queued only, and this is --engine=local',
     ),
     (
       ['--engine=batch', '--partition=p', '--out=/dev/null/x'],

@@ -67,6 +67,15 @@ def test_the_schemas_find_no_error(topology, hosts):
     assert job['template']['spec']['completions'] == hosts
 
 
+def test_long_names_fit():
+  """JobSet refuses one whose pods would have names of more than 63 characters."""
+  asked = rendered.request(12, 'v5p:4x4x4', name='run-' * 20)
+  for one in job_sets(rendered.texts('gke', asked)):
+    (job,) = one['spec']['replicatedJobs']
+    index = job['template']['spec']['completions'] - 1
+    assert len(f'{one["metadata"]["name"]}-{job["name"]}-0-{index}-abcde') <= 63
+
+
 def test_a_learner_without_tpus():
   _, l0 = job_sets(rendered.texts('gke', rendered.request(1, '')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
