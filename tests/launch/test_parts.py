@@ -46,21 +46,22 @@ class Launch:
 
 
 @pytest.mark.full
-def test_the_syncer_and_the_learners_are_started_apart(tmp_path):
+def test_a_learner_elsewhere_trains_with_the_syncer_and_a_learner_here(tmp_path):
   owner = authority.init(tmp_path / 'certs', 'apart', proofs.utc_now())
   for name in ('l0', 'l1'):
     owner.issue(name, proofs.utc_now())
   tls = f'--tls={tmp_path}/certs'
   here, there = tmp_path / 'here', tmp_path / 'there'
-  syncer = Launch(here, *_CONFIG, tls, '--only=syncer', '--listen=127.0.0.1:0')
-  address = syncer.until('the syncer listens on').rpartition(' ')[2]
-  learners = Launch(there, *_CONFIG, tls, '--only=l0,l1', f'--syncer={address}')
-  assert learners.end() == 0, learners.said
-  assert syncer.end() == 0, syncer.said
+  first = Launch(here, *_CONFIG, tls, '--only=syncer,l0', '--listen=127.0.0.1:0')
+  address = first.until('the syncer listens on').rpartition(' ')[2]
+  second = Launch(there, *_CONFIG, tls, '--only=l1', f'--syncer={address}')
+  assert second.end() == 0, second.said
+  assert first.end() == 0, first.said
   merged = [fact for fact in records.records(here) if fact['name'] == 'synced']
   assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
-  assert (here / 'model').is_dir() and not (here / 'islands').exists()
-  assert not (there / 'syncer').exists()
+  assert (here / 'model').is_dir() and not (there / 'syncer').exists()
+  islands = [[path.name for path in (one / 'islands').iterdir()] for one in (here, there)]
+  assert islands == [['l0'], ['l1']]
 
 
 def test_a_syncer_for_loops_of_the_users_own_is_started_and_interrupted(tmp_path):

@@ -51,7 +51,7 @@ class Run:
     self._others = set(psutil.Process().children(recursive=True))  # of other tests in this worker
     self.supervisor = None
 
-  def run(self, tick=lambda run: None) -> supervisor_lib.Outcome:
+  def run(self, tick=lambda run: None, deadline_s: float = _DEADLINE_S) -> supervisor_lib.Outcome:
     """Runs to the end; `tick(self)` is called a few times a second."""
     recorder = records.Recorder(self.workdir, 'supervisor', tensorboard=False)
 
@@ -65,7 +65,7 @@ class Run:
         tick=lambda view: tick(self),
         **self._kwargs,
       )
-      return await asyncio.wait_for(self.supervisor.run(), _DEADLINE_S)
+      return await asyncio.wait_for(self.supervisor.run(), deadline_s)
 
     with contextlib.closing(recorder):
       return asyncio.run(main())

@@ -67,7 +67,7 @@ class Life(durability.Rig):
       self.store._closed = self.store._claim._closed.set() or True
       with self.store._changed:
         self.store._changed.notify_all()
-      self.store._claim._thread.join()
+      self.store._claim.thread.join()
       self.store._thread.join()
       self.crash()
       self.checkpoints.close()
@@ -367,7 +367,7 @@ def test_a_holder_whose_claim_was_taken_ends_and_changes_nothing(site):
   life = site.live('a', store_log=True)
   run_until(life, range(1, 3), saves=(2,))
   life.store._claim._closed.set()  # it does not renew
-  life.store._claim._thread.join()
+  life.store._claim.thread.join()
   other = site.live('b', store_log=True)
   life.submit(3)
   life.store._claim._closed.clear()
@@ -463,7 +463,7 @@ def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
   run_until(life, range(1, 3), saves=(2,))
   monkeypatch.setattr(store_lib.Store, 'put', lambda *_: (_ for _ in ()).throw(
     store_lib.StoreError('no network')))  # fmt: skip
-  life.store.copy_model()
+  life.store.copy()
   done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
   queue.post(events.Stop(reason='preempted'))
   (here.folder / 'a' / stored.MODEL).mkdir()
