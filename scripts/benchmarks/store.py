@@ -129,7 +129,7 @@ def copies(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[st
       found['none']['copy'].append(size / seconds(local))
       for place, store in opened.items():
         name, back = f'copy-{turn}', folder / f'back-{place}-{turn}'
-        found[place]['copy'].append(size / seconds(lambda: store._upload(source, name, files)))
+        found[place]['copy'].append(size / seconds(lambda: store._upload(source, name, files, {})))
         found[place]['fetch'].append(size / seconds(lambda: store._download_files(name, back)))
   return {place: spreads(times) for place, times in found.items()}
 
