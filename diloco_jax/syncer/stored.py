@@ -72,8 +72,9 @@ def opened(
 
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
-    Refused: another syncer continues the run; only a lost disk has its state; another run.
-    StoreError: the store cannot be read or written.
+    Refused: another syncer continues the run; only a lost disk has its state; another run; the
+      store may not be written.
+    StoreError: the store cannot be read or written: retry.
   """
   if not config.train.store:
     yield None
@@ -84,7 +85,12 @@ def opened(
     log_files.lock()
     stored = Stored(config, workdir, log_files, say)
     cleanup.callback(stored.close)
-    stored.open()
+    try:
+      stored.open()
+    except store_lib.StoreError as error:
+      if re.search('PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND', str(error)):
+        raise claim_lib.Refused(f'{error}. Nothing was started: check train.store') from error
+      raise
     yield stored
 
 

@@ -360,6 +360,20 @@ def test_a_late_record_of_the_process_before_is_no_gap(here, expected):
   assert bits(here.live('b', store_log=True).theta) == expected[3]
 
 
+def test_a_store_that_may_not_be_written_is_refused_one_that_fails_is_not(bucket, assembled,
+                                                                          tmp_path):  # fmt: skip
+  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+  bucket.door.refuses_with = 403
+  with pytest.raises(claim_lib.Refused, match='PERMISSION_DENIED.*check train.store'):
+    site.live('a')
+  bucket.door.refuses_with = 503
+  with pytest.raises(store_lib.StoreError, match='UNAVAILABLE|attempts failed'):
+    site.live('a')
+  bucket.door.refuses_with = 0
+  with pytest.raises(claim_lib.Refused, match='NOT_FOUND'):
+    site.live('a', place=f'{bucket.url}-of-no-name/run')
+
+
 # --- A holder that loses the claim ----------------------------------------------------------------
 
 
