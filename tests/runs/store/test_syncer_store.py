@@ -11,10 +11,15 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import diloco_jax
+from diloco_jax.configs import own_loop
 from diloco_jax.node import failpoints
 from diloco_jax.report import records
 from diloco_jax.storage import store as store_lib
@@ -174,3 +179,43 @@ def test_a_syncer_whose_claim_was_taken_ends_with_42(bucket, start):
   assert first.returncode == 42 and 'has lost its claim' in said, said
   assert held.keys() == bucket.objects.keys()
   assert second.poll() is None
+
+
+# --- Loops of a user's own ------------------------------------------------------------------------
+
+
+def test_a_syncer_of_own_loops_on_another_disk_knows_the_model(tmp_path):
+  """With the records in the store, so that it knows every outer step, too."""
+  place, workdir, steps = tmp_path / 'store', tmp_path / 'run', 2000
+  words = ['--config=own_loop', f'--workdir={workdir}', '--config.sync.learners=1']
+  words += [f'--config.train.steps={steps}', f'--config.train.store={place}']
+  command = [sys.executable, '-m', 'diloco_jax', 'syncer', *words, '--config.train.store_log=true']
+  start = lambda: subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+  sync = own_loop.get_config().sync
+  sync.learners = 1
+  params, address = {name: jnp.ones((8, 8)) for name in 'abcd'}, workdir / 'syncer' / 'address'
+  syncer = start()
+  try:
+    with diloco_jax.join(
+      params, learner='l0', syncer=f'file:{address}', total_steps=steps, sync=sync
+    ) as peer:
+      params = peer.params
+      killed = False
+      for _ in peer.steps():
+        params = peer.sync(jax.tree.map(lambda leaf: leaf * 0.99, params), tokens=1)
+        if not killed and len([*place.glob('syncer/wal/*.rec')]) > 3:
+          killed = True
+          syncer.kill()
+          syncer.communicate()
+          shutil.rmtree(workdir / 'syncer')
+          syncer = start()
+        if not killed or not address.exists():
+          time.sleep(0.1)  # so that steps are left for the other one
+    said, _ = syncer.communicate(timeout=DEADLINE_S)
+    assert syncer.returncode == 0, said
+    assert 'waits for the first learner' not in said and 'gone' not in said, said
+    assert 'the syncer continues from' in said, said
+    assert (place / 'model' / '_CHECKPOINT_METADATA').exists()
+  finally:
+    syncer.kill()
+    syncer.communicate()
