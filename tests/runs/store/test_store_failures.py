@@ -14,7 +14,7 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import store as store_lib
 from tests.storage import fake_gcs
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 DEADLINE_S = 600
 RATE, FAILURES = 0.15, 100
 FLAGS = (
