@@ -101,8 +101,8 @@ class DeltasFit(invariant.Invariant):
   id = 'I4b'
   sentence = (
     'The syncer sends a delta to exactly the learners that hold its base and have room for it, and '
-    'they apply it to that base; the others are sent the newest values whole, one after the other, '
-    'once they have room.'
+    'they apply it to that base; the others are sent the newest values whole, two at a time, once '
+    'they have room.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -130,17 +130,16 @@ class DeltasFit(invariant.Invariant):
       return
     if not event.message.matched:
       repaired_ns = peer.repaired_ns.get(p, -self.config.heartbeat_ns)
-      if p not in book.reads and now_ns - repaired_ns >= self.config.heartbeat_ns:
+      due = now_ns - repaired_ns >= self.config.heartbeat_ns and book.may_send_whole(peer)
+      if p not in book.reads and due:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
     self._left_behind(book, event)
 
   def _left_behind(self, book: SyncerBook, event: Event) -> None:
     peer, newest = book.peer, book.lineage.versions
-    if peer.wholes:
-      return
     behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
-    if behind and behind.isdisjoint(book.reads):
+    if behind - book.reads and book.may_send_whole(peer):
       self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
 
   @invariant.on(LEARNER, actions.Adopt)

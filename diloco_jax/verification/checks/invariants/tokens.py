@@ -385,7 +385,7 @@ class Finite(invariant.Invariant):
   def declined(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     p, peer = event.message.fragment, book.peer
     refused = event.message.reason == Reason.BAD_VALUE and peer.joined and peer.member
-    if refused and p not in book.reads and not book.exiting:
+    if refused and p not in book.reads and book.may_send_whole(peer) and not book.exiting:
       self.fail(event, 'no fresh anchor is read for it')
 
   @invariant.on(SYNCER, messages.Publish)
@@ -399,7 +399,7 @@ class Finite(invariant.Invariant):
       done.failed
       and done.fragment not in book.reads
       and not book.exiting
-      and any(peer.member for peer, _ in book.ended.merged)
+      and any(peer.member and book.may_send_whole(peer) for peer, _ in book.ended.merged)
     ):
       self.fail(done, 'no fresh anchor is read for its participants')
 
@@ -408,8 +408,9 @@ class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
     'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
-    'max(1, tau + ahead) announced ones, and P that were late; a learner keeps a few versions that '
-    'it has not adopted yet; neither keeps any at the end.'
+    'max(1, tau + ahead) announced ones, and P that were late; at most two fragments are in flight '
+    'to a learner whole; a learner keeps a few versions that it has not adopted yet; neither keeps '
+    'any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -420,6 +421,9 @@ class Bounded(invariant.Invariant):
       and len(peer.versions_in_flight[message.fragment]) >= published.MAX_VERSIONS_IN_FLIGHT
     ):
       self.fail(send, peer.versions_in_flight)
+    wholes = peer.wholes.keys() | {message.fragment}
+    if message.base_version is None and len(wholes) > published.MAX_WHOLES:
+      self.fail(send, peer.wholes)
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:

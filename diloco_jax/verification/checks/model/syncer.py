@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import published
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.model import grace_window
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -34,7 +35,7 @@ class Peer:
   versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
-  wholes: set[int] = dataclasses.field(default_factory=set)  # fragments in flight to it whole
+  wholes: dict[int, int] = dataclasses.field(default_factory=dict)  # in flight whole: versions
   repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
@@ -119,6 +120,10 @@ class SyncerBook:
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
+
+  def may_send_whole(self, peer: Peer) -> bool:
+    """Whether one more fragment may be read for a peer: those that are read may all be for it."""
+    return len(peer.wholes.keys() | self.reads) < published.MAX_WHOLES
 
   def contained(self, peer: Peer, fragment: int) -> int:
     """Up to where the tokens of a receiver are settled for the published version of a fragment: an
@@ -293,7 +298,8 @@ class SyncerBook:
       reason = message.reason or self.gap
       self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)
-      peer.wholes.discard(message.fragment)
+      if peer.wholes.get(message.fragment, message.version + 1) <= message.version:
+        del peer.wholes[message.fragment]
       peer.versions_in_flight[message.fragment] = [
         version
         for version in peer.versions_in_flight[message.fragment]
@@ -408,7 +414,7 @@ class SyncerBook:
     peer.sent[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
-      peer.wholes.add(message.fragment)
+      peer.wholes[message.fragment] = message.version
       peer.repaired_ns[message.fragment] = now_ns
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
