@@ -14,8 +14,9 @@ fragment has when the read is answered; the same read serves a learner that need
 
 A learner keeps received versions until its next step boundary, and on a slow link they arrive late,
 so they would pile up. At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a
-learner; then it is *lagging*: the syncer sends it nothing more of the fragment until it catches up
-with the newest whole. A joiner lags with every fragment that is due to it.
+learner, and `most_delta_bytes` of all fragments; then it is *lagging*: the syncer sends it nothing
+more of the fragment until it catches up with the newest whole. A joiner lags with every fragment
+that is due to it.
 
 At most MAX_WHOLES fragments are read for a learner or in flight to it whole; each that it adopts
 makes room for the next. So a model of any size can be joined, the payloads that wait for a joiner
@@ -24,13 +25,20 @@ More at once would only be older when they arrive.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 MAX_VERSIONS_IN_FLIGHT = 4
+MAX_DELTA_BYTES = 4 << 30
 MAX_WHOLES = 2
+
+
+def most_delta_bytes(payload_bytes: Sequence[int]) -> int:
+  """The most bytes of deltas in flight to one learner."""
+  return max(MAX_DELTA_BYTES, MAX_VERSIONS_IN_FLIGHT * max(payload_bytes))
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,11 +95,18 @@ class Published:
     p = publish.fragment
     if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
-    if len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
+    if self._has_room(member, p):
+      self._send(member, publish, payload_id)
+    else:
       member.held_versions[p] = None
       member.lagging.add(p)
-    else:
-      self._send(member, publish, payload_id)
+
+  def _has_room(self, member: members_lib.Member, fragment: int) -> bool:
+    sizes = [one.payload_bytes for one in self.fragments]
+    counts = [len(versions) for versions in member.versions_in_flight]
+    in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
+    few = counts[fragment] < MAX_VERSIONS_IN_FLIGHT
+    return few and in_flight_bytes + sizes[fragment] <= most_delta_bytes(sizes)
 
   def _send(
     self,
@@ -125,9 +140,7 @@ class Published:
   def catch_up(self, member: members_lib.Member) -> None:
     """Sends a lagging learner the newest values that it has room and use for: those without which
     it may not contribute before others, those that are read for another learner before others."""
-    useful = [
-      p for p in member.lagging if not member.versions_in_flight[p] or p in member.spoiled
-    ]
+    useful = [p for p in member.lagging if not member.versions_in_flight[p] or p in member.spoiled]
     useful.sort(key=lambda p: (p not in member.due, p not in self._reads, p))
     for p in useful[: MAX_WHOLES - len(member.wholes)]:
       self._read(member, p)

@@ -1,7 +1,6 @@
 """Safety: each payload counts once, against the right version, in one order."""
 
 from diloco_jax.protocol import actions, events, facts, messages
-from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model.learner import LearnerBook
@@ -119,8 +118,7 @@ class DeltasFit(invariant.Invariant):
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
       holds = peer.joined and peer.sent.get(done.fragment) == version - 1
-      room = len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
-      if holds and room:
+      if holds and book.may_send_delta(peer, done.fragment):
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)

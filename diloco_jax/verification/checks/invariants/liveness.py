@@ -187,9 +187,9 @@ class Joins(invariant.Invariant):
 class Contributes(invariant.Invariant):
   id = 'L5'
   sentence = (
-    'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, the next '
-    'as soon as fewer than two are read or in flight whole, and once it has caught up, every open '
-    'sync and every new one pulls from it or has its payload.'
+    'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, the '
+    'next as soon as fewer than two are read or in flight whole, and once it has caught up, every '
+    'open sync and every new one pulls from it or has its payload.'
   )
 
   def __init__(self, run: run_book.Run) -> None:

@@ -316,7 +316,7 @@ class Verdicts(invariant.Invariant):
   def _has_room(self, book: SyncerBook, message: messages.Contribution) -> bool:
     """Whether a late payload can count for the next sync of its fragment."""
     gather = book.next_of(message.fragment)
-    if self.config.closing(gather.sync if gather else message.sync):
+    if self.config.closing(gather.sync if gather and gather.sync else message.sync):
       return False
     late = sum(len(one.payloads) for one in book.next.values())
     return (gather is not None and gather.sync > 0) or late < self.config.fragments
@@ -416,10 +416,7 @@ class Bounded(invariant.Invariant):
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, peer = send.message, book.peers[send.session]
-    if (
-      message.base_version is not None
-      and len(peer.versions_in_flight[message.fragment]) >= published.MAX_VERSIONS_IN_FLIGHT
-    ):
+    if message.base_version is not None and not book.may_send_delta(peer, message.fragment):
       self.fail(send, peer.versions_in_flight)
     wholes = peer.wholes.keys() | {message.fragment}
     if message.base_version is None and len(wholes) > published.MAX_WHOLES:
