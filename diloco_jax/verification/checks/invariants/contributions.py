@@ -3,6 +3,7 @@
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
@@ -118,7 +119,7 @@ class DeltasFit(invariant.Invariant):
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
       holds = peer.joined and peer.sent.get(done.fragment) == version - 1
-      if holds and book.may_send_delta(peer, done.fragment):
+      if holds and room.for_delta(book, peer, done.fragment):
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
@@ -128,7 +129,7 @@ class DeltasFit(invariant.Invariant):
       return
     if not event.message.matched:
       repaired_ns = peer.repaired_ns.get(p, -self.config.heartbeat_ns)
-      due = now_ns - repaired_ns >= self.config.heartbeat_ns and book.may_send_whole(peer)
+      due = now_ns - repaired_ns >= self.config.heartbeat_ns and room.for_whole(book, peer)
       if p not in book.reads and due:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
@@ -137,7 +138,7 @@ class DeltasFit(invariant.Invariant):
   def _left_behind(self, book: SyncerBook, event: Event) -> None:
     peer, newest = book.peer, book.lineage.versions
     behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
-    if behind - book.reads and book.may_send_whole(peer):
+    if behind - book.reads and room.for_whole(book, peer):
       self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
 
   @invariant.on(LEARNER, actions.Adopt)

@@ -4,6 +4,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Gather, Peer, SyncerBook
@@ -217,7 +218,7 @@ class Contributes(invariant.Invariant):
 
   def _sends(self, book: SyncerBook, peer: Peer) -> None:
     waits = peer.due - peer.wholes.keys() - book.reads
-    if waits and peer.joined and book.may_send_whole(peer) and not book.exiting:
+    if waits and peer.joined and room.for_whole(book, peer) and not book.exiting:
       self.fail(peer, f'{book.reads} are read')
 
   def _asks(self, gather: Gather, peers: list[Peer]) -> None:

@@ -4,6 +4,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Gather, SyncerBook
@@ -385,7 +386,7 @@ class Finite(invariant.Invariant):
   def declined(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     p, peer = event.message.fragment, book.peer
     refused = event.message.reason == Reason.BAD_VALUE and peer.joined and peer.member
-    if refused and p not in book.reads and book.may_send_whole(peer) and not book.exiting:
+    if refused and p not in book.reads and room.for_whole(book, peer) and not book.exiting:
       self.fail(event, 'no fresh anchor is read for it')
 
   @invariant.on(SYNCER, messages.Publish)
@@ -399,7 +400,7 @@ class Finite(invariant.Invariant):
       done.failed
       and done.fragment not in book.reads
       and not book.exiting
-      and any(peer.member and book.may_send_whole(peer) for peer, _ in book.ended.merged)
+      and any(peer.member and room.for_whole(book, peer) for peer, _ in book.ended.merged)
     ):
       self.fail(done, 'no fresh anchor is read for its participants')
 
@@ -416,7 +417,7 @@ class Bounded(invariant.Invariant):
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, peer = send.message, book.peers[send.session]
-    if message.base_version is not None and not book.may_send_delta(peer, message.fragment):
+    if message.base_version is not None and not room.for_delta(book, peer, message.fragment):
       self.fail(send, peer.versions_in_flight)
     wholes = peer.wholes.keys() | {message.fragment}
     if message.base_version is None and len(wholes) > published.MAX_WHOLES:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
-from diloco_jax.protocol.syncer import published
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.model import grace_window
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -120,17 +119,6 @@ class SyncerBook:
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
-
-  def may_send_delta(self, peer: Peer, fragment: int) -> bool:
-    sizes, in_flight = self.life.start.payload_bytes, peer.versions_in_flight
-    waiting = [sizes[p] for p, versions in in_flight.items() for _ in versions]
-    if len(in_flight[fragment]) >= published.MAX_VERSIONS_IN_FLIGHT:
-      return False
-    return sum(waiting) + sizes[fragment] <= published.most_delta_bytes(sizes)
-
-  def may_send_whole(self, peer: Peer) -> bool:
-    """Whether one more fragment may be read for a peer: those that are read may all be for it."""
-    return len(peer.wholes.keys() | self.reads) < published.MAX_WHOLES
 
   def contained(self, peer: Peer, fragment: int) -> int:
     """Up to where the tokens of a receiver are settled for the published version of a fragment: an
