@@ -23,7 +23,7 @@ LEAST_BYTES = 1 << 18  # before the rate is known, and on a link of any rate
 ACK_EVERY_S = 0.05
 FEW_BYTES = LEAST_BYTES // 4  # an acknowledgement costs as much as a small payload
 FEW_WAIT_S = 0.25
-FAST_BYTES_PER_S = 1 << 26  # on such a link a large chunk delays other messages by 16 ms
+FAST_BYTES_PER_S = 1 << 25  # on such a link a large chunk delays other messages by 31 ms
 
 
 class Window:
@@ -84,7 +84,7 @@ class Window:
       self._shortest_s = min(self._shortest_s, took_s)
       carried = under_way / max(now_s - since_s, 1e-6)
       # Few bytes on their way do not show what the link can carry, unless they take long.
-      if took_s > 2 * self._queue_s or carried > self._bytes_per_s:
+      if took_s > QUEUE_S or carried > self._bytes_per_s:
         self._bytes_per_s = carried
     return self._acknowledged == received
 
