@@ -14,6 +14,7 @@ from diloco_jax.launch import cli
 
 COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
+  'launch': 'start a run on an engine: this machine, a cluster, or as text for one',
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
   'example': 'print a file to begin with: a loop or a model of your own',

@@ -61,13 +61,15 @@ def main(argv: list[str]) -> int:
     server, url = serve.make(workdir)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f'the page of this run: {url}', flush=True)
-  return local_run.run(
-    config,
-    workdir,
-    config_flags=cli.config_flags_of_this_process(),
-    alone=alone,
-    single=functools.partial(_run_single, config, workdir) if single else None,
-  )
+  unusual = '--controller=single' if single else '--syncer=none' if alone else ''
+  if unusual and config.chaos.enabled and config.chaos.kills:
+    print(f'no chaos with {unusual}: after a kill nothing would train on', flush=True)
+  if single:
+    carry_out = functools.partial(_run_single, config, workdir)
+  else:
+    described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
+    carry_out = functools.partial(local_run.run_processes, config, workdir, described)
+  return local_run.run(config, workdir, carry_out, ['train', *filter(None, [unusual])])
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:

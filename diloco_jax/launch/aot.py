@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 GIB = 1 << 30
 HBM = {'v5e': 16 * GIB, 'v6e': 32 * GIB, 'v5p': 95 * GIB}
-_TOPOLOGY = re.compile(rf'({"|".join(HBM)}):\d+x\d+(x\d+)?')
+_TOPOLOGY = re.compile(r'(?:v5e|v6e):\d+x\d+|v5p:\d+x\d+x\d+')
 _COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
 _UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': GIB, 'T': 1 << 40}
 _USED = re.compile(r'RESOURCE_EXHAUSTED.*?(?:HLO temporaries \(|Used )([\d.]+)([KMGT])', re.DOTALL)
@@ -80,12 +80,11 @@ def chip(topology: str) -> str:
   >>> chip('v6e:4x4')
   'v6e'
   """
-  found = _TOPOLOGY.fullmatch(topology)
-  if not found:
+  if not _TOPOLOGY.fullmatch(topology):
     raise ValueError(
       f'--topology is {topology!r}: name one, for example v6e:4x4, v5e:2x4 or v5p:2x2x1'
     )
-  return found[1]
+  return topology.partition(':')[0]
 
 
 def look_up(topology: str) -> list[Any]:

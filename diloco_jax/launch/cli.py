@@ -46,6 +46,9 @@ DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
 
+DONE, RETRY, NEVER = 'done', 'retry', 'never'
+ENDS = {0: DONE, NEVER_RETRY: NEVER}  # all other codes: RETRY
+
 _PASSING = {  # of a disk or a host that may be well again at the next start
   errno.EIO,
   errno.EMFILE,
@@ -59,6 +62,15 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
+
+
+def end(code: int | None) -> str:
+  """What an exit code means for every engine: DONE, RETRY or NEVER. None: it could not be started.
+
+  >>> end(0), end(42), end(75), end(-9)
+  ('done', 'never', 'retry', 'retry')
+  """
+  return RETRY if code is None else ENDS.get(code, RETRY)
 
 
 def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
@@ -447,7 +459,8 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
       sys.exit(refuse('--workdir is empty: name the folder of the run'))
   for path in (_value(argv, 'workdir'), *rest[1:]):
     if re.match(r'\w[\w+.-]*://', path):
-      sys.exit(refuse(f'{path} is a URL: only folders of a file system work. Nothing was started'))
+      told = f'{path} is a URL: only folders of a file system work. Nothing was started'
+      sys.exit(refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...'))
   if len(rest) > 1 and not positional:
     sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, kill_plan, run_folder
+from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import folder, live, run_facts
 from diloco_jax.report import records as records_lib
@@ -16,19 +17,6 @@ from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
 
 SUPERVISOR = 'supervisor'
-
-# By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
-# for buffers that live as long as one fragment this costs more than the arithmetic. So it keeps
-# them (32 MiB is the largest threshold that it accepts), and asks for pages of 2 MiB.
-_MALLOC = ':'.join(
-  f'glibc.malloc.{name}={value}'
-  for name, value in {
-    'hugetlb': 1,
-    'mmap_threshold': 32 << 20,
-    'trim_threshold': 1 << 30,
-    'top_pad': 16 << 20,
-  }.items()
-)
 
 
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -38,14 +26,16 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
     'JAX_COMPILATION_CACHE_DIR': str(cli.cache_folder(base)),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-    'TF_CPP_MIN_LOG_LEVEL': '2',
-    'GRPC_VERBOSITY': 'ERROR',
   }
   path = os.pathsep.join(filter(None, [str(cli.CHECKOUT or ''), base.get('PYTHONPATH', '')]))
+  common = spec_lib.ENVIRONMENT
   return {
     **ours,
+    **common,
     **base,
-    'GLIBC_TUNABLES': ':'.join(filter(None, [_MALLOC, base.get('GLIBC_TUNABLES')])),
+    'GLIBC_TUNABLES': ':'.join(
+      filter(None, [common['GLIBC_TUNABLES'], base.get('GLIBC_TUNABLES')])
+    ),
     'JAX_NUM_CPU_DEVICES': str(devices),
     'PYTHONUNBUFFERED': '1',
     **({'PYTHONPATH': path} if path else {}),
@@ -98,82 +88,75 @@ def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
   ]
 
 
-def programs(
+def describe(
   config: run_config.Config,
   workdir: pathlib.Path,
   config_flags: Sequence[str],
-  alone: bool,
-) -> list[supervisor_lib.Program]:
-  """The programs of a run. `alone`: one learner and no syncer."""
-  common = [*config_flags, f'--workdir={workdir}']
-  # Learners read the address file at every dial, so they may start before the syncer, and a
-  # restarted syncer may listen on another port.
-  address = 'none' if alone else f'file:{workdir / run_folder.ADDRESS}'
+  alone: bool = False,
+) -> spec_lib.Spec:
+  """The description of a run on this machine. `alone`: one learner and no syncer."""
+  request = spec_lib.Request(
+    config=config, config_flags=config_flags, syncer=spec_lib.ALONE if alone else ''
+  )
+  return spec_lib.make(request, places(workdir))
 
-  names = run_config.learner_ids(1 if alone else config.sync.learners)
-  cpus = dict(zip(names, share_cpus(len(names), available_cpus())))
-  hosts = config.mesh.hosts
-  environments = learner_environments(
-    len(names) * hosts, config.mesh.num_devices // hosts, accelerators.find()
+
+def places(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Places:
+  """Learners read the address file at every dial, so they may start before the syncer, and a
+  restarted syncer may listen on another port."""
+  return spec_lib.Places(
+    workdir=str(workdir),
+    syncer=f'file:{workdir / run_folder.ADDRESS}',
+    listen=listen,
+    tls=tls,
   )
 
-  def learner(name: str) -> supervisor_lib.Program:
-    first = names.index(name) * hosts
-    return supervisor_lib.Program(
-      name=name,
-      environment=environments[first],
-      hosts=environments[first : first + hosts] if hosts > 1 else ({},),
-      cpus=cpus[name],
-      command=[
-        sys.executable,
-        '-m',
-        'diloco_jax',
-        'learner',
-        *common,
-        f'--learner_id={name}',
-        f'--syncer={address}',
-      ],
+
+def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
+  """The same programs for the supervisor: with an interpreter, and shares of this machine."""
+  learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
+  cpus = share_cpus(len(learners), available_cpus())
+  environments = iter(())
+  if learners:
+    processes = sum(one.hosts for one in learners)
+    environments = iter(learner_environments(processes, learners[0].chips, accelerators.find()))
+  found = []
+  for one in described.programs:
+    syncer = one.role == spec_lib.SYNCER
+    hosts = [environment(1)] if syncer else [next(environments) for _ in range(one.hosts)]
+    found.append(
+      supervisor_lib.Program(
+        name=one.name,
+        command=[sys.executable, '-m', 'diloco_jax', *one.argv[1:]],
+        environment={**one.environment, **hosts[0]},
+        hosts=hosts if len(hosts) > 1 else ({},),
+        cpus=() if syncer else cpus[learners.index(one)],
+      )
     )
-
-  if alone:
-    return [learner(names[0])]
-  syncer = supervisor_lib.Program(
-    name=supervisor_lib.SYNCER,
-    environment=environment(1),
-    command=[sys.executable, '-m', 'diloco_jax', 'syncer', *common],
-  )
-  return [syncer, *(learner(name) for name in names)]
+  return found
 
 
 def run(
   config: run_config.Config,
   workdir: pathlib.Path,
-  config_flags: Sequence[str],
-  alone: bool = False,
-  single: Callable[[], supervisor_lib.Outcome] | None = None,
+  carry_out: Callable[[], supervisor_lib.Outcome],
+  again: Sequence[str],
 ) -> int:
   """Runs the experiment, writes the report, prints the summary and returns the exit code.
 
-  single: runs all nodes in this process instead of starting a process for each.
+  carry_out: runs the programs to their end. again: the command that continues the run, but for its
+  folder.
   """
   print(f'run {config.name} in {workdir}', flush=True)
-  if (single or alone) and config.chaos.enabled and config.chaos.kills:
-    which = '--controller=single' if single else '--syncer=none'
-    print(f'no chaos with {which}: after a kill nothing would train on', flush=True)
-  if single:
-    outcome = single()
-  else:
-    with cli.never_retry(files.DirectoryError):
-      outcome = _run_processes(config, workdir, config_flags, alone)
+  with cli.never_retry(files.DirectoryError):
+    outcome = carry_out()
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
   summary = summary_lib.write(workdir, plot=not outcome.interrupted)
   print('\n' + summary_lib.text(summary, workdir, shutil.get_terminal_size().columns), end='')
   if outcome.code:
-    given = {'--syncer=none': alone, '--controller=single': single is not None}
-    words = [word for word, is_given in given.items() if is_given] + cli.file_flags()
-    again = cli.command('train', '--resume', f'--workdir={workdir}', *words)
-    print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
+    words = [again[0], '--resume', f'--workdir={workdir}', *again[1:], *cli.file_flags()]
+    print(f'{outcome.text}; continue with: {cli.command(*words)}', file=sys.stderr)
   return outcome.code
 
 
@@ -187,21 +170,20 @@ def _never_began(workdir: pathlib.Path) -> str:
   )
 
 
-def _run_processes(
-  config: run_config.Config,
-  workdir: pathlib.Path,
-  config_flags: Sequence[str],
-  alone: bool,
+def run_processes(
+  config: run_config.Config, workdir: pathlib.Path, described: spec_lib.Spec
 ) -> supervisor_lib.Outcome:
-  names = run_config.learner_ids(1 if alone else config.sync.learners)
+  """Runs the programs under the supervisor. Only a whole run has a chaos plan."""
+  names = [one.name for one in described.programs if one.role == spec_lib.LEARNER]
+  syncer = len(names) < len(described.programs)
   display = live.make()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
-    programs(config, workdir, config_flags, alone),
+    programs(described),
     workdir,
-    run_facts.RunFacts(names, config.train.steps, syncer=not alone, **folder.pace(config)),
+    run_facts.RunFacts(names, config.train.steps, syncer=syncer, **folder.pace(config)),
     recorder,
-    kills=() if alone else kill_plan.plan(config.chaos, names),
+    kills=kill_plan.plan(config.chaos, names) if is_whole(config, described) else (),
     listen=display.listen,
     tick=display.tick,
     stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
@@ -211,3 +193,8 @@ def _run_processes(
   finally:
     display.close()
     recorder.close()
+
+
+def is_whole(config: run_config.Config, described: spec_lib.Spec) -> bool:
+  """Whether the syncer and all learners are described, so no part of the run is elsewhere."""
+  return len(described.programs) == 1 + config.sync.learners

@@ -41,7 +41,8 @@ class Group:
     await asyncio.wait(waits, timeout=LAST_WORDS_S if ends[0][1] else TOGETHER_S)
     self.kill()
     await asyncio.gather(*waits)
-    ends.sort(key=lambda one: (one[1] != cli.NEVER_RETRY, one[1] == 0))
+    worst = (cli.NEVER, cli.RETRY, cli.DONE)
+    ends.sort(key=lambda one: worst.index(cli.end(one[1])))
     host, code = ends[0]
     self.last_error = self.hosts[host].last_error
     return code, (f'host {host} ' if len(ends) > 1 else '') + _describe_exit(code)

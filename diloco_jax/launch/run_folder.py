@@ -37,10 +37,12 @@ def open_workdir(
   resume: bool,
   alone: bool = False,
   changed: Collection[str] = (),
+  whole: bool = True,
 ) -> pathlib.Path:
   """Makes the folder of a run, or opens the one to continue. `alone`: one learner without a syncer.
-  `changed`: settings that the user wants to continue with another value of. Raises ValueError;
-  DirectoryError if its supervisor or its syncer runs, or another program makes the same folder."""
+  `changed`: settings that the user wants to continue with another value of. `whole`: False if other
+  programs of the run are elsewhere. Raises ValueError; DirectoryError if its supervisor or its
+  syncer runs, or another program makes the same folder."""
   named = workdir is not None
   if not named:
     if resume:
@@ -50,12 +52,13 @@ def open_workdir(
   files.require_name(workdir)
   if resume:
     _check_same_run(config, workdir, changed)
-    _check_same_kind(workdir, alone)
+    if whole:
+      _check_same_kind(workdir, alone)
   elif named:
     _check_empty(workdir, but_locked=True)
   if config.task == run_config.DECODER:
     corpus_files.list_files(config.data.corpus)
-  if config.task == run_config.OWN_LOOP:
+  if config.task == run_config.OWN_LOOP and whole:
     raise ValueError(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
       'connects to `diloco syncer --config=own_loop`'

@@ -12,12 +12,13 @@ The states of a program::
 
 A process that cannot be started, for want of memory, say, counts as a short one.
 
-The run is over when its syncer is done, refused or failed, or when no learner is left. The
-remaining processes then have FINISH_S to end by themselves (learners save); after that the
-supervisor sends SIGTERM, and `stop_s` later SIGKILL. The syncer of a run that has reached its last
-step has all the time that it needs: it writes the trained model. Ctrl-C, SIGTERM or the end of the
-terminal (SIGHUP) starts the same ending at once; a second signal, half a second later, kills at
-once. `retire` ends a run in order: all learners leave, then the syncer ends.
+The run is over when its syncer is done, refused or failed, or when no learner is left; without a
+learner here, when the syncer has ended. The remaining processes then have FINISH_S to end by
+themselves (learners save); after that the supervisor sends SIGTERM, and `stop_s` later SIGKILL. The
+syncer of a run that has reached its last step has all the time that it needs: it writes the trained
+model. Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) starts the same ending at once; a second
+signal, half a second later, kills at once. `retire` ends a run in order: all learners leave, then
+the syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (verification/faults), which calls `child`, `bring_down` and `add`.
@@ -198,7 +199,8 @@ class Supervisor:
     while not self._ending(program.name).is_set():
       code, why, lived_s = await self._live(program)
       pause_s = self._pauses.pop(program.name, None)
-      ended = code == cli_lib.NEVER_RETRY or (code == 0 and pause_s is None)
+      end = cli_lib.end(code)
+      ended = end == cli_lib.NEVER or (end == cli_lib.DONE and pause_s is None)
       if ended or self._ending(program.name).is_set():
         self._note_end(program.name, code, why)
         return
@@ -252,10 +254,11 @@ class Supervisor:
     return self._stopping if name == SYNCER else self._retiring
 
   def _note_end(self, name: str, code: int | None, why: str) -> None:
-    if code == cli_lib.NEVER_RETRY:
+    end = cli_lib.end(code)
+    if end == cli_lib.NEVER:
       self._note(name, 'refused', self.statuses[name].last_error or why)
     else:
-      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else why)
+      self._note(name, *(('done', '') if end == cli_lib.DONE else ('down', why)))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""
@@ -292,10 +295,9 @@ class Supervisor:
     ends = {stop}
     if SYNCER in self._runners:
       ends.add(self._runners[SYNCER])
-    while learners := {
-      runner for name, runner in self._runners.items() if name != SYNCER and not runner.done()
-    }:
-      done, _ = await asyncio.wait(ends | learners, return_when=asyncio.FIRST_COMPLETED)
+    names = self._learners or [SYNCER]
+    while left := {self._runners[name] for name in names if not self._runners[name].done()}:
+      done, _ = await asyncio.wait(ends | left, return_when=asyncio.FIRST_COMPLETED)
       if done & ends:
         break
     stop.cancel()
@@ -386,7 +388,7 @@ def _verdict(
     }
   if syncer is not None and syncer.state != 'done':
     return {'code': 1, 'text': f'the syncer is {syncer.state} (see its log)'}
-  if not any(status.state == 'done' for status in learners):
+  if learners and not any(status.state == 'done' for status in learners):
     return {'code': 1, 'text': 'no learner finished the run (see their logs)'}
   if 0 < progress < 1:
     return {'code': 1, 'text': f'the run was stopped from outside at {progress:.0%} of its steps'}

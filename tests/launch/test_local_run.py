@@ -18,7 +18,7 @@ from diloco_jax.api import peer
 from diloco_jax.commands import doctor
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder
+from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder, spec
 from diloco_jax.report import facts, records
 from diloco_jax.storage import files
 
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_written_is_refused(config):
 
 def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   flags = ['--config=x.py:tiny', '--config.sync.quorum=2']
-  programs = {p.name: p for p in local_run.programs(config, tmp_path, flags, alone=False)}
+  programs = {p.name: p for p in local_run.programs(local_run.describe(config, tmp_path, flags))}
   assert list(programs) == ['syncer', 'l0', 'l1', 'l2']
   for one in programs.values():
     assert set(flags) | {f'--workdir={tmp_path}'} <= set(one.command)
@@ -241,7 +241,7 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
 
 def test_the_hosts_of_a_learner_share_its_devices(config, tmp_path):
   config.mesh.data, config.mesh.fsdp, config.mesh.hosts = 4, 2, 4
-  programs = {p.name: p for p in local_run.programs(config, tmp_path, [], alone=False)}
+  programs = {p.name: p for p in local_run.programs(local_run.describe(config, tmp_path, []))}
   assert [one['JAX_NUM_CPU_DEVICES'] for one in programs['l1'].hosts] == ['2'] * 4
   assert len(programs['syncer'].hosts) == 1
   config.mesh.hosts = 3
@@ -250,7 +250,7 @@ def test_the_hosts_of_a_learner_share_its_devices(config, tmp_path):
 
 
 def test_a_lone_learner_has_no_syncer(config, tmp_path):
-  [learner] = local_run.programs(config, tmp_path, [], alone=True)
+  [learner] = local_run.programs(local_run.describe(config, tmp_path, [], alone=True))
   assert '--syncer=none' in learner.command
 
 
@@ -276,13 +276,23 @@ def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
   ):
     if listed:
       monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
-    _, *learners = local_run.programs(config, tmp_path, [], alone=False)
+    _, *learners = local_run.programs(local_run.describe(config, tmp_path, []))
     assert [one.environment['CUDA_VISIBLE_DEVICES'] for one in learners] == shares
     assert not any('JAX_PLATFORMS' in one.environment for one in learners)
   for listed in ('0,1', '0,1,2,3,4,8', '-1', ''):  # too few, one that is not there, none
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
-    _, *learners = local_run.programs(config, tmp_path, [], alone=False)
+    _, *learners = local_run.programs(local_run.describe(config, tmp_path, []))
     assert {one.environment['JAX_PLATFORMS'] for one in learners} == {'cpu'}
+
+
+def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, monkeypatch, capsys):
+  monkeypatch.delenv('JAX_PLATFORMS')
+  tpu = accelerators.Accelerators('tpu', ('0', '1', '2', '3'))
+  monkeypatch.setattr(accelerators, 'find', lambda: tpu)
+  asked = spec.Request(config=config, config_flags=[], only=['syncer'])
+  described = spec.make(asked, local_run.places(pathlib.Path('/run')))
+  assert [one.name for one in local_run.programs(described)] == ['syncer']
+  assert capsys.readouterr().out == ''
 
 
 def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):

@@ -103,7 +103,7 @@ class Conductor:
     self.workdir = workdir
     programs = [
       changed
-      for one in local_run.programs(config, workdir, config_flags, False)
+      for one in local_run.programs(local_run.describe(config, workdir, config_flags))
       if (changed := change(one)) is not None
     ]
     self.said: list[str] = []

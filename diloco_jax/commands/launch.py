@@ -1,0 +1,98 @@
+r"""Starts a run on an engine: on this machine, on a cluster, or as text for another system.
+
+    diloco launch --config=stdlib_lm:tiny --workdir=runs/x          # as diloco train
+    diloco launch --engine=gke --config=gemma:1b --topology=v6e:4x4 --tls=certs --out=manifests
+
+    # A part of a run: a syncer here, and learners elsewhere that dial it.
+    diloco launch --config=stdlib_lm:tiny --workdir=runs/x --only=syncer --listen=0.0.0.0:7070 \
+      --tls=certs
+    diloco launch --config=stdlib_lm:tiny --workdir=runs/x --only=l0,l1 --syncer=HOST:7070 \
+      --tls=certs
+
+docs/howto/launch.md has a section for each engine. Exit codes of every program, on every engine: 0
+done; 42 never started again; anything else started again.
+"""
+
+import pathlib
+
+from absl import flags
+
+from diloco_jax.launch import cli, engines
+from diloco_jax.launch import spec as spec_lib
+
+_ENGINES = {name: engines.load(name) for name in engines.names()}
+_ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'Where the programs run.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', '', 'Folder of the run, on the machines of its programs; default: see the engine.'
+)
+_TLS = flags.DEFINE_string(
+  'tls', '', 'Folder of this machine that diloco certs made, with a folder for each program.'
+)
+_SYNCER = flags.DEFINE_string(
+  'syncer', '', 'HOST:PORT of a syncer that runs elsewhere; only learners are started.'
+)
+_ONLY = flags.DEFINE_list('only', [], 'Names of the programs to start, as syncer,l0; default: all.')
+_NAME = flags.DEFINE_string('name', '', 'Name of the run; default: that of the config.')
+_TOPOLOGY = flags.DEFINE_string(
+  'topology', '', 'TPU slice of each learner, as v6e:4x4; default: no TPU, mesh.hosts machines.'
+)
+_DISK_GIB = flags.DEFINE_integer('disk_gib', 200, "Size of the syncer's persistent disk.")
+_OUT = flags.DEFINE_string(
+  'out', '', 'Folder for the texts of an engine that runs nothing; default: print them.'
+)
+cli.define_config()
+cli.define_files()
+for _engine in _ENGINES.values():
+  flags.adopt_module_key_flags(_engine)
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  request = spec_lib.Request(
+    config=cli.config(),
+    config_flags=cli.config_flags_of_this_process(),
+    name=_NAME.value,
+    workdir=_WORKDIR.value,
+    tls=_TLS.value,
+    topology=_TOPOLOGY.value,
+    syncer=_SYNCER.value,
+    only=_ONLY.value,
+    disk_gib=_DISK_GIB.value,
+  )
+  engine = _ENGINES[_ENGINE.value]
+  _refuse_flags_of_others()
+  with cli.never_retry():
+    places = engine.places(request)
+    described = spec_lib.make(request, places)
+  if hasattr(engine, 'run'):
+    return engine.run(described, request, places)
+  with cli.never_retry():
+    texts = engine.render(described, request, places)
+  for name, text in texts.items():
+    if _OUT.value:
+      _write(pathlib.Path(_OUT.value) / name, text)
+    else:
+      print(f'# {name}\n{text}')
+  return 0
+
+
+def _refuse_flags_of_others() -> None:
+  """A flag that the chosen engine does not read would do nothing."""
+  of = flags.FLAGS.get_key_flags_for_module
+  for flag in of(__name__):
+    readers = [name for name, engine in _ENGINES.items() if flag in of(engine)]
+    if flag.present and readers and _ENGINE.value not in readers:
+      raise cli.NeverRetry(
+        f'--{flag.name} applies to --engine={"|".join(readers)} only, and this is '
+        f'--engine={_ENGINE.value}'
+      )
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  except OSError as error:
+    text = f'cannot write {path} ({error.strerror}); make space, or choose another --out'
+    raise cli.refusal(error)(text) from error
+  print(f'wrote {path}')

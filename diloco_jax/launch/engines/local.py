@@ -1,0 +1,50 @@
+"""The engine of this machine, with the supervisor of `diloco train` (launch/supervisor.py).
+
+It runs a whole run, or a part of one whose other programs are on other machines.
+"""
+
+import functools
+import pathlib
+import time
+
+from absl import flags
+
+from diloco_jax.launch import cli, local_run, run_folder
+from diloco_jax.launch import spec as spec_lib
+from diloco_jax.storage import files
+
+_RESUME = flags.DEFINE_bool('resume', False, 'local: continue the run in --workdir.')
+_LISTEN = flags.DEFINE_string(
+  'listen', '', 'local: HOST:PORT for learners on other machines, with --tls.'
+)
+
+
+def places(request: spec_lib.Request) -> spec_lib.Places:
+  if request.topology:
+    raise ValueError('--topology: learners on this machine take the accelerators that it has')
+  if request.tls and not (_LISTEN.value or request.syncer):
+    raise ValueError(
+      f'--tls={request.tls}: the programs of one machine need no certificates; leave it out, or '
+      'give --listen=HOST:PORT for learners on other machines'
+    )
+  workdir = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
+  tls = str(pathlib.Path(request.tls).absolute()) if request.tls else ''
+  return local_run.places(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
+
+
+def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
+  config, workdir = request.config, pathlib.Path(places.workdir)
+  whole = local_run.is_whole(config, described)
+  with cli.never_retry(ValueError, files.DirectoryError):
+    run_folder.open_workdir(
+      config, workdir, resume=_RESUME.value, changed=cli.overrides(), whole=whole
+    )
+  carry_out = functools.partial(local_run.run_processes, config, workdir, described)
+  words = {
+    'tls': request.tls,
+    'listen': _LISTEN.value,
+    'syncer': request.syncer,
+    'only': ','.join(request.only),
+  }
+  again = [f'--{name}={value}' for name, value in words.items() if value]
+  return local_run.run(config, workdir, carry_out, ['launch', *again])

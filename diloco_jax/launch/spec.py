@@ -1,0 +1,205 @@
+"""The description of a run: its programs, and what each of them needs.
+
+`make` is a pure function of what the user asks for (`Request`) and of what only the engine knows
+(`Places`). Every engine (launch/engines) gets the same description: some run its programs, some
+write it as text for another system. `cli.end` says what an exit code means to all of them.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from diloco_jax.certs import allowlist, check, names
+from diloco_jax.config import run_config
+from diloco_jax.launch import aot
+
+SYNCER, LEARNER = names.SYNCER, names.LEARNER
+ALONE = 'none'  # in place of the syncer's address
+CHIPS_PER_HOST = 4  # of a TPU slice
+UNLIMITED = 10**6  # restarts: a number that every engine takes
+
+# By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
+# for buffers that live as long as one fragment this costs more than the arithmetic. So it keeps
+# them (32 MiB is the largest threshold that it accepts), and asks for pages of 2 MiB.
+_MALLOC = {'hugetlb': 1, 'mmap_threshold': 32 << 20, 'trim_threshold': 1 << 30, 'top_pad': 16 << 20}
+ENVIRONMENT = {
+  'GLIBC_TUNABLES': ':'.join(f'glibc.malloc.{name}={value}' for name, value in _MALLOC.items()),
+  'GRPC_VERBOSITY': 'ERROR',
+  'PYTHONUNBUFFERED': '1',
+  'TF_CPP_MIN_LOG_LEVEL': '2',
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+  """A program to keep running until it is done.
+
+  Attributes:
+    name: 'syncer', or the id of a learner.
+    role: SYNCER or LEARNER.
+    argv: its command, which begins with 'diloco'; an engine puts its interpreter in that place.
+    environment: what it needs beside the environment of its machine.
+    hosts: the machines on which the command runs at the same time, more than one for a learner of
+      several hosts; they start and end together.
+    chips: accelerators of each host; 0: it needs none.
+    topology: of the TPU slice that all hosts are, as 'v6e:4x4'; '' for other machines.
+    disk_gib: the size of the disk that must outlive its machine; 0: it needs none.
+    secrets: files in its folder of certificates (--tls), which no other program may read.
+    restarts: how often it is started again at most.
+  """
+
+  name: str
+  role: str
+  argv: Sequence[str]
+  environment: Mapping[str, str]
+  hosts: int = 1
+  chips: int = 0
+  topology: str = ''
+  disk_gib: int = 0
+  secrets: Sequence[str] = ()
+  restarts: int = UNLIMITED
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+  """The programs of a run, or a part of them. `name`: a part of a DNS name."""
+
+  name: str
+  programs: Sequence[Program]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+  """What the user asks for.
+
+  Attributes:
+    config: of the run.
+    config_flags: the same on the command line of a program.
+    name: of the run; '': that of the config.
+    workdir: the folder of the run; '': the engine chooses one.
+    tls: the folder of this machine that `diloco certs` made; '': no certificates.
+    topology: of the TPU slice of each learner; '': other machines, config.mesh.hosts of them.
+    syncer: the address of a syncer that runs elsewhere, or ALONE; '': it is part of the run.
+    only: names of the programs to start; none: all.
+    disk_gib: the size of the disk of the syncer.
+  """
+
+  config: run_config.Config
+  config_flags: Sequence[str]
+  name: str = ''
+  workdir: str = ''
+  tls: str = ''
+  topology: str = ''
+  syncer: str = ''
+  only: Sequence[str] = ()
+  disk_gib: int = 0
+
+  @property
+  def run(self) -> str:
+    """The name of the run, as a part of a DNS name. Raises ValueError."""
+    name = self.name or self.config.name
+    part = re.sub('[^a-z0-9]+', '-', name.lower()).lstrip('-0123456789')[:40].rstrip('-')
+    if not part:
+      raise ValueError(f'the name of the run, {name!r}, has no letter: give --name=TEXT')
+    return part
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+  """What only the engine knows.
+
+  Attributes:
+    workdir: the folder of the run on the machines of its programs.
+    syncer: the address that learners dial (commands/learner.py).
+    listen: where the syncer listens; '': a Unix socket in `workdir`.
+    tls: a folder with a folder of certificates for each program, by its name; '': none.
+    meet: flags by which the hosts of a learner of several find each other.
+  """
+
+  workdir: str
+  syncer: str
+  listen: str = ''
+  tls: str = ''
+  meet: Sequence[str] = ()
+
+
+def make(request: Request, places: Places) -> Spec:
+  """The description of a run. Raises ValueError: one line with a remedy."""
+  config = request.config
+  programs = [] if request.syncer else [_syncer(request, places)]
+  if config.task != run_config.OWN_LOOP:
+    learners = 1 if request.syncer == ALONE else config.sync.learners
+    programs += [_learner(request, places, name) for name in run_config.learner_ids(learners)]
+  elif request.syncer:
+    raise ValueError(
+      "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
+      f'connects to --syncer={request.syncer}; there is no program to start'
+    )
+  found = [one.name for one in programs]
+  for name in request.only:
+    if name not in found:
+      raise ValueError(f'--only={name}: there is no such program; use some of {", ".join(found)}')
+  chosen = request.only or found
+  return Spec(name=request.run, programs=[one for one in programs if one.name in chosen])
+
+
+def _syncer(request: Request, places: Places) -> Program:
+  return Program(
+    name=SYNCER,
+    role=SYNCER,
+    argv=[
+      *_command('syncer', SYNCER, request, places),
+      *([f'--listen={places.listen}'] if places.listen else []),
+    ],
+    environment=ENVIRONMENT,
+    disk_gib=request.disk_gib,
+    secrets=_secrets(places, allowlist.FILE),
+  )
+
+
+def _learner(request: Request, places: Places, name: str) -> Program:
+  hosts, chips = _hosts(request)
+  return Program(
+    name=name,
+    role=LEARNER,
+    argv=[
+      *_command('learner', name, request, places),
+      f'--learner_id={name}',
+      f'--syncer={request.syncer or places.syncer}',
+      *(places.meet if hosts > 1 else ()),
+    ],
+    environment=ENVIRONMENT,
+    hosts=hosts,
+    chips=chips,
+    topology=request.topology,
+    secrets=_secrets(places),
+  )
+
+
+def _command(command: str, name: str, request: Request, places: Places) -> list[str]:
+  tls = [f'--tls={places.tls}/{name}'] if places.tls else []
+  return ['diloco', command, *request.config_flags, f'--workdir={places.workdir}', *tls]
+
+
+def _secrets(places: Places, *more: str) -> Sequence[str]:
+  return (check.AUTHORITY, check.CERTIFICATE, check.KEY, *more) if places.tls else ()
+
+
+def _hosts(request: Request) -> tuple[int, int]:
+  """The number of hosts of a learner, and of accelerators of each. Raises ValueError."""
+  mesh, topology = request.config.mesh, request.topology
+  if not topology:
+    return mesh.hosts, mesh.num_devices // mesh.hosts
+  aot.chip(topology)
+  chips = math.prod(map(int, topology.partition(':')[2].split('x')))
+  hosts = max(1, chips // CHIPS_PER_HOST)
+  if chips % hosts or not chips:
+    raise ValueError(f'--topology={topology}: {chips} chips are no whole hosts of {CHIPS_PER_HOST}')
+  if chips != mesh.num_devices:
+    raise ValueError(
+      f'--topology={topology} has {chips} chips, the mesh of the config {mesh.num_devices} '
+      'devices: give another topology, or for example --config.mesh.data=1 '
+      f'--config.mesh.fsdp={chips} --config.mesh.tensor=1'
+    )
+  return hosts, chips // hosts
