@@ -78,9 +78,10 @@ def main(argv: list[str]) -> int:
 
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
+  own = flags.FLAGS.get_key_flags_for_module(_ENGINES[_ENGINE.value])
   for name, engine in _ENGINES.items():
     for flag in flags.FLAGS.get_key_flags_for_module(engine):
-      if flag.present and name != _ENGINE.value:
+      if flag.present and flag not in own:
         raise cli.NeverRetry(
           f'--{flag.name} applies to --engine={name} only, and this is --engine={_ENGINE.value}'
         )

@@ -1,44 +1,48 @@
-"""The engine of a Ray cluster.
+"""The engine of a Ray cluster, under the supervisor of `diloco train` (launch/supervisor.py).
 
-Ray stays in an environment of its own, and our programs in theirs: this module writes what is to
-run to WORKDIR/ray.json and becomes `RAY_PYTHON -I ray_driver.py WORKDIR/ray.json` (ray_driver.py).
+Ray has an environment of its own. In the place of each program the supervisor runs `RAY_PYTHON -I
+ray_driver.py WORKDIR/ray.json NAME`, which runs the program on machines of the cluster, and writes
+and ends as the program does (ray_driver.py). So this machine has the logs and records of all.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
 import sys
-from typing import NoReturn
+import time
 
 from absl import flags
 
-from diloco_jax.launch import cli, supervisor
+from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.launch.engines import local
 
 _DRIVER = pathlib.Path(__file__).with_name('ray_driver.py')
 _TETHER = pathlib.Path(__file__).parents[1] / 'die_with_parent.py'
-_PYTHON = flags.DEFINE_string('ray_python', '', "The Python of Ray's environment on this machine.")
+flags.declare_key_flag(local.RESUME.name)
+_PYTHON = flags.DEFINE_string('ray_python', '', "ray: the Python of Ray's environment here.")
 _ADDRESS = flags.DEFINE_string(
-  'ray_address', 'local', 'HOST:PORT of the cluster, or auto; local: start Ray on this machine.'
+  'ray_address', 'auto', 'ray: HOST:PORT of the cluster; auto: the one that runs on this machine.'
 )
 _RESOURCES = flags.DEFINE_string(
   'ray_resources',
   '{}',
-  "JSON: what Ray gives each machine of a program, by the program's name or role, for example "
-  '{"syncer": {"CPU": 4}, "l0": {"TPU": 4, "my-slice": 1}}; default: its chips of --topology, or '
-  'one CPU.',
+  'ray: JSON, what a program takes of each of its machines, by its name or role, as {"syncer": '
+  '{"CPU": 4}, "l0": {"TPU": 4, "my-slice": 1}}; default: its chips of --topology, or one CPU.',
 )
 _NODE_PYTHON = flags.DEFINE_string(
-  'node_python', '', 'The Python of the programs, on every machine; default: that of this command.'
+  'node_python', sys.executable, 'ray: the Python of the programs, on every machine.'
 )
 
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
-  """Words in braces are for the driver, which knows them once Ray has found the machines."""
+  """Words in braces are known once Ray has found the machines."""
   if not _PYTHON.value:
     raise ValueError(
-      '--engine=ray needs --ray_python: python3 -m venv ray && ray/bin/pip install ray, then '
-      '--ray_python=ray/bin/python'
+      '--engine=ray needs --ray_python: `python3 -m venv RAY && RAY/bin/pip install ray`, then '
+      '--ray_python=RAY/bin/python'
     )
   if not request.tls:
     raise ValueError('--engine=ray needs --tls, a folder that diloco certs made, see its --help')
@@ -51,61 +55,51 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
   )
 
 
-def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> NoReturn:
-  """Becomes the driver. Raises NeverRetry if it cannot."""
-  del places
-  workdir = request.workdir or f'~/runs/{request.run}'
-  folder = pathlib.Path(os.path.expanduser(os.path.expandvars(workdir))).absolute()
-  python = os.path.abspath(_PYTHON.value)
-  with cli.never_retry(ValueError, OSError):
-    folder.joinpath('logs').mkdir(mode=cli.folder_mode(), parents=True, exist_ok=True)
-    file = folder / 'ray.json'
-    file.write_text(json.dumps(describe(described, request, workdir, folder / 'logs'), indent=1))
-    print(f'run {described.name}: the output of each program is in {folder}/logs', flush=True)
-    ours = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-    os.execve(python, [python, '-I', str(_DRIVER), str(file)], {**ours, 'RAY_worker_niceness': '0'})
+def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
+  named = request.workdir or os.path.abspath(f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}')
+  workdir = pathlib.Path(os.path.expanduser(os.path.expandvars(named))).absolute()
+  with cli.never_retry(ValueError):
+    text = json.dumps(describe(described, request.tls, f'{named}/machine'), indent=1)
+
+  def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
+    (workdir / 'address').unlink(missing_ok=True)  # of an ended run
+    (workdir / 'ray.json').write_text(text)
+    driver = [_PYTHON.value, '-I', str(_DRIVER), str(workdir / 'ray.json')]
+    return [
+      supervisor_lib.Program(name=one.name, command=[*driver, one.name], environment=os.environ)
+      for one in described.programs
+    ]
+
+  given = [one for one in flags.FLAGS.get_key_flags_for_module(__name__) if one.present]
+  more = ['--engine=ray', *(one.serialize() for one in given if one.name != 'resume')]
+  places = dataclasses.replace(places, workdir=str(workdir))
+  return local.run(described, request, places, programs, more)
 
 
-def describe(
-  described: spec_lib.Spec, request: spec_lib.Request, workdir: str, logs: pathlib.Path
-) -> dict:
-  """What the driver reads. Raises ValueError."""
+def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
+  """What the drivers read. Raises ValueError."""
   resources = json.loads(_RESOURCES.value)
-  python = _NODE_PYTHON.value or sys.executable
   path = {'PYTHONPATH': str(cli.CHECKOUT)} if cli.CHECKOUT else {}
+  found = {}
   for one in described.programs:
-    for secret in one.secrets:
-      if not pathlib.Path(request.tls, one.name, secret).is_file():
-        raise ValueError(
-          f'--tls={request.tls} has no {one.name}/{secret}: diloco certs issue {one.name} '
-          f'--folder={request.tls}'
-        )
+    secrets = [pathlib.Path(tls, one.name, secret).absolute() for secret in one.secrets]
+    for file in secrets:
+      if not file.is_file():
+        raise ValueError(f'no {file}: diloco certs issue {one.name} --folder={tls}')
+    default = {'TPU': one.chips} if one.topology else {'CPU': 1}
+    found[one.name] = {
+      'name': one.name,
+      'argv': [_NODE_PYTHON.value, '-m', 'diloco_jax', *one.argv[1:]],
+      'environment': {**one.environment, **path},
+      'hosts': one.hosts,
+      'resources': resources.get(one.name, resources.get(one.role, default)),
+      'secrets': [str(file) for file in secrets],
+    }
   return {
     'address': _ADDRESS.value,
     'workdir': workdir,
-    'logs': str(logs),
     'cwd': os.getcwd(),
     'tether': _TETHER.read_text(),
-    'ends': cli.ENDS,
     'never_retry': cli.NEVER_RETRY,
-    'interrupted': cli.INTERRUPTED,
-    'stop_s': max(supervisor.STOP_S, request.config.train.drain_s),
-    'programs': [
-      {
-        'name': one.name,
-        'argv': [python, '-m', 'diloco_jax', *one.argv[1:]],
-        'environment': {**one.environment, **path},
-        'hosts': one.hosts,
-        'resources': resources.get(one.name, resources.get(one.role, _resources(one))),
-        'secrets': [
-          str(pathlib.Path(request.tls, one.name, secret).absolute()) for secret in one.secrets
-        ],
-        'restarts': one.restarts,
-      }
-      for one in described.programs
-    ],
+    'programs': found,
   }
-
-
-def _resources(program: spec_lib.Program) -> dict[str, int]:
-  return {'TPU': program.chips} if program.topology else {'CPU': 1}
