@@ -88,7 +88,10 @@ def _refuse_flags_of_others() -> None:
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-  with cli.never_retry(OSError):
+  try:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+  except OSError as error:
+    text = f'cannot write {path} ({error.strerror}); make space, or choose another --out'
+    raise cli.refusal(error)(text) from error
   print(f'wrote {path}')

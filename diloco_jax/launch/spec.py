@@ -97,8 +97,12 @@ class Request:
 
   @property
   def run(self) -> str:
-    """The name of the run, as a part of a DNS name."""
-    return re.sub('[^a-z0-9]+', '-', (self.name or self.config.name).lower())[:40].strip('-')
+    """The name of the run, as a part of a DNS name. Raises ValueError."""
+    name = self.name or self.config.name
+    part = re.sub('[^a-z0-9]+', '-', name.lower()).lstrip('-0123456789')[:40].rstrip('-')
+    if not part:
+      raise ValueError(f'the name of the run, {name!r}, has no letter: give --name=TEXT')
+    return part
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from diloco_jax.launch import process_group
+from diloco_jax.config import load
+from diloco_jax.launch import local_run, process_group
 from tests.launch import test_supervisor
 
 _HOST = """
@@ -66,8 +67,49 @@ sys.exit(3)
   assert (status.state, status.starts) == ('refused', 1)
 
 
+@pytest.mark.parametrize('refused, other', [(1, 75), (0, 0)])
+def test_exit_42_counts_whichever_host_ends_first_and_how(tmp_path, monkeypatch, refused, other):
+  """A follower that is refused makes the lead fail, and either may be gone before the other."""
+  monkeypatch.setattr(process_group, 'LAST_WORDS_S', 30)
+  script = f"""
+wait_for_others()
+if host == {refused}:
+  while not (folder / "gone").exists(): os.sched_yield()
+  print("error: another config", file=sys.stderr)
+  sys.exit(42)
+(folder / "gone").touch()
+sys.exit({other})
+"""
+  outcome = test_supervisor.Run(tmp_path / 'run', [of_hosts(tmp_path, script)]).run()
+  status = outcome.statuses['l0']
+  assert (outcome.code, outcome.text) == (42, 'another config')
+  assert (status.state, status.starts) == ('refused', 1)
+
+
+@pytest.mark.full
+def test_a_real_follower_with_another_config_is_refused_for_all(tmp_path):
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'import os\nfrom diloco_jax.configs import stdlib_lm\n'
+    'def get_config(variant):\n'
+    '  config = stdlib_lm.get_config("tiny")\n'
+    '  config.train.seed = int(os.environ["SEED"])\n'
+    '  return config\n'
+  )
+  loaded = load.load('stdlib_lm:tiny')
+  loaded.mesh.hosts = 2
+  words = [f'--config={config}:x', '--config.mesh.hosts=2']
+  _, learner, *_ = local_run.programs(local_run.describe(loaded, tmp_path / 'run', words))
+  hosts = [{**host, 'SEED': str(seed)} for seed, host in enumerate(learner.hosts)]
+  run = test_supervisor.Run(tmp_path / 'run', [dataclasses.replace(learner, hosts=hosts)])
+  outcome = run.run(deadline_s=300)
+  status = outcome.statuses['l0']
+  assert (outcome.code, status.state, status.starts) == (42, 'refused', 1), run.lines
+  assert 'all hosts of a learner need the same command' in outcome.text
+
+
 def test_a_host_that_ends_early_with_0_does_not_make_the_others_done(tmp_path, monkeypatch):
-  monkeypatch.setattr(process_group, 'TOGETHER_S', 0.1)
+  monkeypatch.setattr(process_group, 'TOGETHER_S', 2.0)
   script = 'wait_for_others()\nif host == 0 and not again: threading.Event().wait()'
   run = test_supervisor.Run(tmp_path / 'run', [of_hosts(tmp_path, script, hosts=3)])
   outcome = run.run()

@@ -51,7 +51,7 @@ class Run:
     self._others = set(psutil.Process().children(recursive=True))  # of other tests in this worker
     self.supervisor = None
 
-  def run(self, tick=lambda run: None) -> supervisor_lib.Outcome:
+  def run(self, tick=lambda run: None, deadline_s: float = _DEADLINE_S) -> supervisor_lib.Outcome:
     """Runs to the end; `tick(self)` is called a few times a second."""
     recorder = records.Recorder(self.workdir, 'supervisor', tensorboard=False)
 
@@ -65,7 +65,7 @@ class Run:
         tick=lambda view: tick(self),
         **self._kwargs,
       )
-      return await asyncio.wait_for(self.supervisor.run(), _DEADLINE_S)
+      return await asyncio.wait_for(self.supervisor.run(), deadline_s)
 
     with contextlib.closing(recorder):
       return asyncio.run(main())
@@ -105,6 +105,21 @@ def test_the_run_ends_with_its_syncer(tmp_path):
     'syncer': 'done',
     'l0': 'done',
   }
+
+
+@pytest.mark.parametrize('code, state, text', [(0, 'done', 'done'), (42, 'refused', 'bad config')])
+def test_a_syncer_whose_learners_are_elsewhere_is_kept_until_it_ends(tmp_path, code, state, text):
+  script = f"""
+import os, pathlib, sys
+if not pathlib.Path(sys.argv[1], "again").exists():
+  pathlib.Path(sys.argv[1], "again").touch()
+  sys.exit(74)
+print("error: bad config", file=sys.stderr)
+sys.exit({code})
+"""
+  outcome = Run(tmp_path, [program('syncer', script, str(tmp_path))]).run()
+  assert (outcome.code, outcome.text) == (code, text)
+  assert (outcome.statuses['syncer'].state, outcome.statuses['syncer'].starts) == (state, 2)
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
