@@ -15,6 +15,7 @@ first and alone: its attacker needs a core of its own.
 import contextlib
 import fcntl
 import gc
+import itertools
 import os
 import pathlib
 import signal
@@ -160,6 +161,7 @@ def _is_alone(config: pytest.Config, nodeid: str) -> bool:
   return nodeid.startswith(_ALONE) and config.getoption('--all')
 
 
+_BUCKETS = itertools.count()
 _made_alone: set[str] = set()  # files whose run this worker has made
 
 
@@ -196,6 +198,30 @@ def _place(item: pytest.Item) -> int:
 @pytest.fixture(scope='session')
 def counts(request: pytest.FixtureRequest) -> Counts:
   return _counts(request.config)
+
+
+@pytest.fixture(scope='session')
+def _fake_gcs() -> Iterator[object]:
+  from tests.storage import fake_gcs
+
+  with fake_gcs.serving() as fake:
+    yield fake
+  assert not fake.broken, '\n'.join(fake.broken)
+
+
+@pytest.fixture
+def bucket(_fake_gcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+  """An empty bucket (fake_gcs.Bucket) of a fake object store, for this process and all that it
+  starts: gs://NAME is there."""
+  from tests.storage import fake_gcs
+
+  name, door = f'bucket-{next(_BUCKETS)}', _fake_gcs.door()
+  _fake_gcs.add_bucket(name)
+  for variable, value in door.environment.items():
+    monkeypatch.setenv(variable, value)
+  fake_gcs.forget_in_this_process()
+  yield fake_gcs.Bucket(name, _fake_gcs, door)
+  door.close()
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -113,6 +113,7 @@ def test_a_url_is_refused_in_one_line(words: list[str]):
   done = diloco(*words)
   assert done.returncode == 42 and done.stderr.count('\n') == 1, done.stderr
   assert '://bucket/run is a URL' in done.stderr
+  assert '--config.train.store=gs://' in done.stderr, 'what may be one'
   assert not (ROOT / 'gs:').exists() and not (ROOT / 's3:').exists()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
-from diloco_jax.storage import arrays, checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import folders as folders_lib
 from diloco_jax.storage import tree_digest as tree_digest_lib
 from diloco_jax.syncer import global_model as global_model_lib
@@ -60,8 +60,10 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = folders_lib.syncer_folder(workdir)
   most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
-  if not (node / 'wal').is_dir() and (params := _of_baseline(workdir, most_bytes)) is not None:
-    return params
+  if not (node / 'wal').is_dir():
+    place = folders_lib.of_learners(workdir, assembled.config.train.store)
+    if (params := _of_baseline(place, most_bytes)) is not None:
+      return params
   folder = _verified(_checkpoints(node), most_bytes)
   if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
@@ -74,9 +76,9 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   return theta.params()
 
 
-def _of_baseline(workdir: pathlib.Path, most_bytes: int) -> Any:
+def _of_baseline(place: json_files.Place, most_bytes: int) -> Any:
   """The model in the newest checkpoint of a learner without a syncer that verifies, or None."""
-  for node in sorted(workdir.glob('islands/*')):
+  for node in sorted(place.glob('islands/*')):
     folder = _verified(_checkpoints(node), most_bytes)
     if folder is not None:
       protocol, saved = checkpoint.verify(folder, most_bytes=most_bytes)
@@ -85,11 +87,11 @@ def _of_baseline(workdir: pathlib.Path, most_bytes: int) -> Any:
   return None
 
 
-def _checkpoints(node: pathlib.Path) -> list[pathlib.Path]:
+def _checkpoints(node: json_files.Place) -> list[json_files.Place]:
   return [node / folders_lib.CHECKPOINTS / str(number) for number in folders_lib.checkpoints(node)]
 
 
-def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | None:
+def _verified(folders: list[json_files.Place], most_bytes: int) -> json_files.Place | None:
   """The last checkpoint that is as it was saved. Raises CheckpointError: there are only others."""
   failed = None
   for folder in reversed(folders):

@@ -40,7 +40,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files, folders
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -267,6 +267,7 @@ def join(
   shards: int = 16,
   workdir: str | pathlib.Path | None = None,
   checkpoint_every_steps: int = 60,
+  store: str = '',
   wait_s: float = WAIT_S,
   tls: str | pathlib.Path | None = None,
   plaintext_loopback: bool = False,
@@ -291,9 +292,9 @@ def join(
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     total_steps: T, the clock at which the run ends; as for the syncer.
     sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
-    opt_state: the inner optimizer's state, a tree of arrays. It is saved under `workdir`, and a
-      process that joins a run begins with the newest saved one, of this learner or else of any
-      other under `workdir`: `peer.opt_state`.
+    opt_state: the inner optimizer's state, a tree of arrays. It is saved under `workdir` or
+      `store`, and a process that joins a run begins with the newest saved one, of this learner or
+      else of any other there: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
       'statistic' for a BatchStat of flax.nnx.
@@ -301,6 +302,8 @@ def join(
     workdir: a folder for the tape, the records and the checkpoints of this learner, or of all
       learners of this run; None: a temporary one, and no checkpoints.
     checkpoint_every_steps: after how many inner steps `opt_state` is saved; 0: at the end only.
+    store: a folder or gs://BUCKET/PREFIX for the checkpoints, instead of `workdir`: what outlives
+      this machine, with those of the other learners of this run.
     wait_s: how long to wait for a syncer that listens, and then for it to admit this learner. From
       there on the learner waits for the run to begin.
     tls: the folder with this learner's certificate (`diloco certs`), for every address that is not
@@ -312,6 +315,7 @@ def join(
       settings, refused the model.
     TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
+    CheckpointError: the store does not answer.
   """
   if not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
@@ -320,6 +324,8 @@ def join(
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync, shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
+  config.train.store = store
+  config.train.validate()
   nodes.keep_compiled()
   assembled = own_model.complete(model, config)
   access = cli.make_access(tls, plaintext_loopback)
@@ -340,8 +346,8 @@ def join(
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
       place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
-      saved = _checkpoints(place, learner, peer._arrays, config.sync.keep_every)
-      saves = workdir is not None and peer.opt_state is not None
+      saved = _checkpoints(place, learner, peer._arrays, config)
+      saves = bool(workdir is not None or store) and peer.opt_state is not None
       found = cleanup.enter_context(saved) if saves else None
       connect = lambda say: nodes.dialer(assembled, address, access, say)
       begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
@@ -414,7 +420,8 @@ def _lead(
   """Begins the learner, or the host that leads it; returns how its node ends."""
   payloads = payloads_lib.PayloadStore()
   own = found if found is not None and found.learner == learner else None
-  origin = found, moments_lib.told(found, place, 'the opt_state that join was given')
+  store = folders.of_learners(place, assembled.config.train.store)
+  origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
   records = cleanup.enter_context(
     contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
   )
@@ -470,20 +477,22 @@ def _follow(
 
 @contextlib.contextmanager
 def _checkpoints(
-  workdir: pathlib.Path, learner: str, arrays: own_arrays.OwnArrays, keep_every: int
+  workdir: pathlib.Path, learner: str, arrays: own_arrays.OwnArrays, config: run_config.Config
 ) -> Iterator[moments_lib.Found | None]:
   """Gives the arrays the moments that are found, and a place to save theirs. Raises DirectoryError
   if another process has it."""
-  root = moments_lib.folder(workdir, learner)
-  with contextlib.closing(files.Files(root)) as locked:
+  place = folders.of_learners(workdir, config.train.store)
+  root = str(moments_lib.folder(place, learner))
+  with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
     if hosts.leads():
       locked.lock('learner')
-    found = moments_lib.find(workdir, learner, arrays.moments)
-    hosts.require_same('the state', str(found and (found.learner, found.step)))
-    if found is not None:
-      arrays.take(arrays.params, found.moments)
-      found = found._replace(moments=None)
-    with contextlib.closing(checkpoint.Checkpoints(str(root), keep_every)) as arrays.checkpoints:
+    saved = checkpoint.Checkpoints(root, config.sync.keep_every)
+    with contextlib.closing(saved) as arrays.checkpoints:
+      found = moments_lib.find(place, learner, arrays.moments)
+      hosts.require_same('the state', str(found and (found.learner, found.step)))
+      if found is not None:
+        arrays.take(arrays.params, found.moments)
+        found = found._replace(moments=None)
       yield found
 
 

@@ -53,9 +53,10 @@ def load(name: str) -> run_config.Config:
 
 
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
-  """Writes the config of the run in a folder, with absolute paths of the task, the corpus and the
-  initial arrays, so that the run can be continued from any folder, and its tokenizer: it belongs to
-  the model, so it stays with it. Raises OSError, and ValueError for another tokenizer."""
+  """Writes the config of the run in a folder, with absolute paths of the task, the corpus, the
+  initial arrays and the store, so that the run can be continued from any folder, and its tokenizer:
+  it belongs to the model, so it stays with it. Raises OSError, and ValueError for another
+  tokenizer."""
   values = config.to_dict()
   file, dot_py, call = config.task.partition('.py:')
   if dot_py:
@@ -65,6 +66,8 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
     values['data']['corpus'] = os.path.abspath(corpus)
   if config.train.init_from:
     values['train']['init_from'] = os.path.abspath(config.train.init_from)
+  if config.train.store and '://' not in config.train.store:
+    values['train']['store'] = os.path.abspath(config.train.store)
   if config.data.tokenizer:
     file = tokenizer.file(config.data.tokenizer, corpus)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'

@@ -24,6 +24,7 @@ from diloco_jax.train import config as train_config
 DECODER = 'decoder'  # the reference task
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
+_BUCKET = re.compile(r'gs://\w[\w.-]*(/\w[\w.=+-]*)+', re.ASCII)  # and a folder in it
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -99,6 +100,10 @@ class TrainConfig(protocol_sections.Train):
     tapes_mib: the most that the tapes of one node may take on disk, in MiB (storage/tapes.py).
     profile_steps: inner steps of each process that are traced, counted from 0: '10:13' are three of
       them (train/profile.py); '' traces none. The trace is in WORKDIR/islands/ID/profile.
+    store: what must outlive a machine is kept there: checkpoints and the trained model. A folder
+      that all processes reach, or gs://BUCKET/PREFIX; '' keeps everything in the workdir.
+    store_log: whether the record of every outer step is in the store, too, before the outer step is
+      published: a syncer that loses its disk then loses none.
   """
 
   log_every: int = 10
@@ -107,6 +112,8 @@ class TrainConfig(protocol_sections.Train):
   init_from: str = ''
   tapes_mib: int = 2048
   profile_steps: str = ''
+  store: str = ''
+  store_log: bool = False
 
   @property
   def profiled(self) -> range:
@@ -124,6 +131,12 @@ class TrainConfig(protocol_sections.Train):
     _within('train.log_every', self.log_every, 1, 10**9, 'a large number gives few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
     _ = self.profiled
+    if '://' in self.store and not _BUCKET.fullmatch(self.store):
+      raise ValueError(
+        f'train.store is {self.store!r}; use gs://BUCKET/PREFIX or a folder: no other store works'
+      )
+    if self.store_log and not self.store:
+      raise ValueError('train.store_log is true without a store: set train.store, too')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
     _within('train.tapes_mib', self.tapes_mib, 32, 10**6, 'a day of a small run needs about 1000')
 

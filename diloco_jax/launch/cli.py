@@ -459,7 +459,8 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
       sys.exit(refuse('--workdir is empty: name the folder of the run'))
   for path in (_value(argv, 'workdir'), *rest[1:]):
     if re.match(r'\w[\w+.-]*://', path):
-      sys.exit(refuse(f'{path} is a URL: only folders of a file system work. Nothing was started'))
+      told = f'{path} is a URL: only folders of a file system work. Nothing was started'
+      sys.exit(refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...'))
   if len(rest) > 1 and not positional:
     sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest

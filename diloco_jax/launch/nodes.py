@@ -32,8 +32,9 @@ from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_step
+from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link
@@ -68,12 +69,28 @@ def own_loop_syncer(
   """Runs the syncer process of a run without a task: learners are loops of the user's own.
 
   The model is in the run's folder, or else at `init`, a tree of arrays that Orbax wrote, or else
-  the first learner brings it (own_model.py); then the folder keeps it.
+  the first learner brings it (own_model.py); then the folder keeps it, and the store.
   """
   prepare_syncer()
   folder, records = _open(workdir, 'syncer')
+  with (
+    checkpoint_failures(),
+    cli.never_retry(ValueError, files.DirectoryError),
+    stored.opened(config, folder, records.say) as store,
+  ):
+    return _own_loop(config, folder, records, _address(folder, listen), access, init, store)
 
-  address = _address(folder, listen)
+
+def _own_loop(
+  config: run_config.Config,
+  folder: pathlib.Path,
+  records: records_lib.Recorder,
+  address: str,
+  access: addresses.Access,
+  init: str,
+  store: stored.Stored | None,
+) -> int:
+  """Obtains the model, then runs the syncer; returns the exit code of the process."""
 
   def listening(bound: str) -> None:
     nonlocal address
@@ -98,7 +115,7 @@ def own_loop_syncer(
     theta = global_model_lib.Theta(assembled)
   if stopped.is_set():  # while the model was read or written
     return _end(actions.Exit(code=0, text='stopped before it listened'), records)
-  return _serve(config, assembled, theta, folder, records, address, access)
+  return _serve(config, assembled, theta, folder, records, address, access, store)
 
 
 def _serve(
@@ -109,6 +126,7 @@ def _serve(
   records: records_lib.Recorder,
   address: str,
   access: addresses.Access,
+  store: stored.Stored | None = None,
 ) -> int:
   """Runs the syncer of a run whose model is known; returns the exit code of the process."""
   records_lib.report_startup(records, 'assembled')
@@ -143,7 +161,9 @@ def _serve(
     checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
   ):
-    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, finished)
+    result = syncer_process.run(
+      assembled, theta, folder, event_queue, listen, records, finished, store
+    )
   return _end(result, records)
 
 
@@ -188,7 +208,7 @@ def _lead(
   """Runs the learner, or the host that leads it."""
   folder, records = _open(workdir, learner_id)
   records_lib.report_startup(records, 'imported')
-  with cli.never_retry(ValueError, files.DirectoryError):
+  with checkpoint_failures(), cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
   records_lib.report_startup(records, 'built')
@@ -225,7 +245,7 @@ def _follow(
   """Runs a host that does not lead."""
   records = hosts_lib.Quiet(f'{learner_id}.{jax.process_index()}')
   folder = pathlib.Path(workdir).absolute()
-  with cli.never_retry(ValueError, files.DirectoryError):
+  with checkpoint_failures(), cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
   with (
@@ -393,10 +413,11 @@ def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
 
 @contextlib.contextmanager
 def checkpoint_failures() -> Iterator[None]:
-  """Turns checkpoints that can be neither read nor written into one line and exit code 74."""
+  """Turns checkpoints that can be neither read nor written, and a store, into one line and exit
+  code 74."""
   try:
     yield
-  except checkpoint.CheckpointError as error:
+  except (checkpoint.CheckpointError, store_lib.StoreError) as error:
     raise cli.DiskFailed(cli.one_line(error)) from error
 
 

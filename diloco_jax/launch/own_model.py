@@ -34,7 +34,7 @@ from diloco_jax.launch import accelerators
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.protocol import safe_json
 from diloco_jax.storage import arrays, checkpoint, json_files
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import stored
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
@@ -209,7 +209,7 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
 
 def _require_no_run(workdir: pathlib.Path) -> None:
   """Raises ValueError if a syncer has begun a run: one of own loops has its model before that."""
-  if (workdir / syncer_process.RUN).exists():
+  if (workdir / stored.RUN).exists():
     raise ValueError(
       f'{workdir} holds a run without {FOLDER}, so it is none of own loops. Nothing was changed. '
       'Choose another folder'

@@ -9,8 +9,8 @@ a checkpoint the run starts over. Learners without a place in the config count a
 
 Until the verification has ended nothing is changed, and only the locks are opened for writing. Then
 everything later than the goal (checkpoints, log, tapes, the trained model) moves to
-WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of the
-syncer's checkpoint. A restore that was interrupted is to be repeated; until then no syncer of the
+WORKDIR/aside-K, and what learners have saved in the store to STORE/aside-K; nothing is deleted, and
+a new log begins behind the position of the syncer's checkpoint. A restore that was interrupted is to be repeated; until then no syncer of the
 run starts (storage/restore_note.py).
 
 Names and numbers are typed before they become paths, and links are not followed.
@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -36,13 +37,14 @@ from diloco_jax.storage import (
   tree_digest,
 )
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import stored
 
 LATEST = 'latest'
 MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
 _WAL = 'wal'
 
 Say = Callable[[str], None]
+Places = tuple[json_files.Place, ...]  # the workdir, then the store if there is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Goal:
 
   clock: int
   machine_state: dict[str, Any] | None
-  newest: dict[pathlib.Path, int]
+  newest: dict[json_files.Place, int]
 
 
 def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say) -> None:
@@ -79,7 +81,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
       f'--to is {LATEST!r} or a clock, not {to[:80]!r}; the newest checkpoint at or before it is '
       f'taken ({there})'
     )
-  _require_plain_folders(workdir)
+  places = tuple(dict.fromkeys((workdir, folders.of_learners(workdir, config.train.store))))
+  _require_plain_folders(places)
   with contextlib.ExitStack() as locked:
     if (workdir / files_lib.LOCK).is_file():  # a supervisor starts its processes again
       _lock(workdir, locked)
@@ -92,9 +95,10 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
     assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
     if (workdir / load.FILE).is_file():  # else the operator has given one
       _require_same_run(config, load.read(workdir).agreement())
-    goal = choose(workdir, at, lambda: tree_digest.most_bytes(assembly().parameters), say)
+    most_bytes = lambda: tree_digest.most_bytes(assembly().parameters)
+    goal = choose(places, at, most_bytes, say)
     agreed = assembly().agreement  # it may refuse: before anything moves
-    _go_back(config, agreed, workdir, goal, log_files, say)
+    _go_back(config, agreed, places, goal, log_files, say)
 
 
 def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:
@@ -105,40 +109,41 @@ def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files
   return files
 
 
-def _require_plain_folders(workdir: pathlib.Path) -> None:
+def _require_plain_folders(places: Places) -> None:
   """Refuses a run whose folders are links: what a restore moves and writes would be elsewhere.
   Raises ValueError."""
-  nodes = [folders.syncer_folder(workdir), *_islands(workdir)]
-  links = [workdir / name for name in ('tapes', 'islands')]
-  links += [nodes[0] / _WAL, *nodes, *(node / folders.CHECKPOINTS for node in nodes)]
+  syncer = folders.syncer_folder(places[0])
+  nodes = [syncer, *(node for place in places for node in _islands(place))]
+  links = [places[0] / 'tapes', syncer / _WAL, *(place / 'islands' for place in places)]
+  links += [*nodes, *(node / folders.CHECKPOINTS for node in nodes)]
   for path in links:
-    if path.is_symlink():
+    if isinstance(path, pathlib.Path) and path.is_symlink():
       raise ValueError(
         f'{path} is a symbolic link, which a restore does not follow. Nothing was changed. Put the '
         'folder itself there'
       )
 
 
-def _islands(workdir: pathlib.Path) -> list[pathlib.Path]:
+def _islands(place: json_files.Place) -> list[json_files.Place]:
   """The folders of learners."""
-  found = (workdir / 'islands').glob('*')
-  return sorted(path for path in found if ids.is_learner(path.name))
+  with json_files.as_os_errors():
+    return sorted(path for path in (place / 'islands').glob('*') if ids.is_learner(path.name))
 
 
 # --- The goal -------------------------------------------------------------------------------------
 
 
-def choose(workdir: pathlib.Path, at: int | None, most_bytes: Callable[[], int], say: Say) -> Goal:
+def choose(places: Places, at: int | None, most_bytes: Callable[[], int], say: Say) -> Goal:
   """Finds the state to go back to. Raises ValueError; only reads.
 
   Args:
-    workdir: of the run.
+    places: of the run.
     at: its clock is at most that; None: the newest.
     most_bytes: says how many the arrays of one checkpoint may have.
     say: prints a line for people.
   """
-  syncer = folders.syncer_folder(workdir)
-  found = _newest(workdir, syncer, at, most_bytes, say)
+  syncer = folders.syncer_folder(places[0])
+  found = _newest(places[0], syncer, at, most_bytes, say)
   if found is None:
     there = folders.checkpoints(syncer)
     if there or at is not None:
@@ -150,15 +155,16 @@ def choose(workdir: pathlib.Path, at: int | None, most_bytes: Callable[[], int],
     return Goal(0, None, {})
   number, clock, machine_state = found
   newest = {syncer: number}
-  for node in _islands(workdir):
-    if (own := _newest(workdir, node, clock, most_bytes, say)) is not None:
-      newest[node] = own[0]
+  for place in places:
+    for node in _islands(place):
+      if (own := _newest(place, node, clock, most_bytes, say)) is not None:
+        newest[node] = own[0]
   return Goal(clock, machine_state, newest)
 
 
 def _newest(
-  workdir: pathlib.Path,
-  node: pathlib.Path,
+  place: json_files.Place,
+  node: json_files.Place,
   at: int | None,
   most_bytes: Callable[[], int],
   say: Say,
@@ -168,12 +174,12 @@ def _newest(
   for number in reversed(folders.checkpoints(node)):
     folder, limit = node / folders.CHECKPOINTS / str(number), most_bytes()
     try:
-      json_files.require_plain(workdir, folder)
+      json_files.require_plain(place, folder)
       clock = checkpoint.clock(folder)
       if at is not None and clock > at:
         continue
       machine_state, _ = checkpoint.verify(folder, limit)
-      if node == folders.syncer_folder(workdir):
+      if node == folders.syncer_folder(place):
         _require_state(machine_state, folder)
       return number, clock, machine_state
     except (OSError, ValueError, checkpoint.CheckpointError) as error:
@@ -217,21 +223,22 @@ def _there_are(known: list[int]) -> str:
 def _go_back(
   config: run_config.Config,
   agreement_of_run: str,
-  workdir: pathlib.Path,
+  places: Places,
   goal: Goal,
   log_files: files_lib.Files,
   say: Say,
 ) -> None:
+  workdir = places[0]
   restore_note.write(workdir, restore_note.Note(done=False))
-  aside = _set_aside(workdir, goal)
-  say(f'all later files have been moved to {aside}; nothing was deleted')
+  asides = [_set_aside(place, goal, place == workdir) for place in places]
+  say(f'all later files have been moved to {" and ".join(asides)}; nothing was deleted')
   learners = run_config.learner_ids(config.sync.learners)
-  note = restore_note.Note(done=True)
+  note = restore_note.Note(done=True, id=secrets.token_hex(4))
   if goal.machine_state is not None:
     outer_log.begin(log_files, agreement_of_run, goal.machine_state)
     members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
-    note = restore_note.Note(
-      done=True,
+    note = dataclasses.replace(
+      note,
       log=goal.machine_state[outer_log.POSITION],
       gone=tuple(sorted(members - set(learners))),
     )
@@ -251,23 +258,20 @@ def _go_back(
     say(f'{learner} is not in this config: it counts as having left')
 
 
-def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
-  """Moves everything later than the goal to a new folder, which it returns."""
-  taken = json_files.numbers(path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
-  aside = workdir / f'aside-{max(taken, default=0) + 1}'
-  aside.mkdir()
-  syncer = folders.syncer_folder(workdir)
-  moved = [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
-  moved += [workdir / 'tapes', workdir / syncer_process.MODEL]
-  for node in (syncer, *_islands(workdir)):
+def _set_aside(place: json_files.Place, goal: Goal, is_workdir: bool) -> str:
+  """Moves everything later than the goal to a new folder, whose name it returns. What the syncer has
+  in a store stays: it begins another part of the store (syncer/stored.py)."""
+  aside, nodes, moved = folders.new_aside(place), _islands(place), []
+  if is_workdir:
+    nodes.append(syncer := folders.syncer_folder(place))
+    moved += [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
+    moved += filter(os.path.lexists, (place / 'tapes', place / stored.MODEL))
+  for node in nodes:
     moved += [
       node / folders.CHECKPOINTS / str(number)
       for number in folders.checkpoints(node)
       if number > goal.newest.get(node, -1)
     ]
-  for path in filter(os.path.lexists, moved):
-    target = aside / path.relative_to(workdir)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    path.rename(target)
-    json_files.fsync(path.parent)
-  return aside
+  for path in moved:
+    json_files.move(path, aside / path.relative_to(place))
+  return str(aside)

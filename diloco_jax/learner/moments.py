@@ -5,7 +5,6 @@ of these that can be read: its own newest checkpoint; the newest checkpoint of a
 under the same folder, whose moments are as good (docs/studies/deaths.md); else they are fresh.
 """
 
-import pathlib
 from typing import Any, NamedTuple
 
 from diloco_jax.storage import checkpoint, json_files
@@ -20,17 +19,17 @@ class Found(NamedTuple):
   protocol: dict[str, Any]
 
 
-def folder(workdir: pathlib.Path, learner: str) -> pathlib.Path:
-  """The checkpoints of a learner."""
-  return workdir / 'islands' / learner / 'ckpt'
+def folder(place: json_files.Place, learner: str) -> json_files.Place:
+  """The checkpoints of a learner, in the workdir or the store of its run."""
+  return place / 'islands' / learner / 'ckpt'
 
 
-def find(workdir: pathlib.Path, learner: str, like: Any) -> Found | None:
+def find(place: json_files.Place, learner: str, like: Any) -> Found | None:
   """The moments of the newest checkpoint that verifies and has moments like these, of this learner
   if there is one, else of any other; None: there is none."""
   ages = {
     (path.parts[-3] == learner, number, path.parts[-3]): path
-    for path in workdir.glob('islands/*/ckpt/*')
+    for path in place.glob('islands/*/ckpt/*')
     if (number := json_files.number(path.name)) is not None
   }
   for (_, _, name), path in sorted(ages.items(), reverse=True):
@@ -42,13 +41,14 @@ def find(workdir: pathlib.Path, learner: str, like: Any) -> Found | None:
   return None
 
 
-def told(found: Found | None, workdir: pathlib.Path, given: str) -> str:
+def told(found: Found | None, place: json_files.Place, given: str) -> str:
   """What a process without a checkpoint says when it joins a run in progress; `given`: what it has
   if nothing was found."""
   if found is not None:
     return f'the inner optimizer begins with the moments of {found.learner} at step {found.step}'
   return (
-    f'no checkpoint of a learner with this model can be read under {workdir / "islands"}, so the '
+    f'no checkpoint of a learner with this model can be read under {place / "islands"}, so the '
     f'inner optimizer begins with {given}. No merged update is lost; expect a higher loss for some '
-    'hundred steps. A workdir that outlives the process, or that the learners share, avoids this.'
+    'hundred steps. A workdir that outlives the process, or a train.store that the learners share, '
+    'avoids this.'
   )

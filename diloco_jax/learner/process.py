@@ -29,7 +29,7 @@ from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, tapes
+from diloco_jax.storage import checkpoint, folders, tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import profile
 from diloco_jax.transport import payloads as payloads_lib
@@ -73,8 +73,10 @@ def make_island(
   learner_id: str,
   devices: Sequence[jax.Device],
 ) -> island_lib.Island:
-  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
-  config, folder = assembled.config, moments_lib.folder(workdir, learner_id)
+  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID, or of a run with a
+  store under STORE/islands/ID."""
+  config, folder = assembled.config, workdir / 'islands' / learner_id
+  place = folders.of_learners(workdir, config.train.store)
   return island_lib.Island(
     task=assembled.task,
     optimizer=config.optimizer,
@@ -82,9 +84,10 @@ def make_island(
     total_steps=config.train.steps,
     devices=devices,
     seed=config.train.seed,
-    checkpoint_dir=str(folder),
+    checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
+    saves_to=str(moments_lib.folder(place, learner_id)),
     keep_every=config.sync.keep_every,
-    profile=profile.Profile(folder.with_name('profile'), config.train.profiled),
+    profile=profile.Profile(folder / 'profile', config.train.profiled),
   )
 
 
@@ -106,7 +109,7 @@ def run(
   `own_process`: no other island shares this process.
   """
   with contextlib.closing(island):
-    restored, origin = _restore(island, workdir, learner_id, records)
+    restored, origin = _restore(assembled, island, workdir, learner_id, records)
     payloads = payloads_lib.PayloadStore()
     work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
     if restored is not None:
@@ -145,7 +148,7 @@ def follow(
 ) -> None:
   """Runs a host that does not lead, as `run` runs the lead, until the lead ends the work."""
   with contextlib.closing(island):
-    restored, _ = _restore(island, workdir, learner_id, records)
+    restored, _ = _restore(assembled, island, workdir, learner_id, records)
     work = hosts.FollowerWork(assembled, island, records)
     _compile(island, work, restored)
     if restored is None:
@@ -154,6 +157,7 @@ def follow(
 
 
 def _restore(
+  assembled: build.Assembly,
   island: island_lib.Island,
   workdir: pathlib.Path,
   learner_id: str,
@@ -167,10 +171,13 @@ def _restore(
       "continue it with --syncer=none (syncer='none'), or choose another folder"
     )
   if restored is None:
-    found = moments_lib.find(workdir, learner_id, island.moments)
+    place = folders.of_learners(workdir, assembled.config.train.store)
+    found = moments_lib.find(place, learner_id, island.moments)
+    if found is None and place != workdir:  # the run may have got its store only now
+      found = moments_lib.find(workdir, learner_id, island.moments)
     if found is not None:
       island.moments, found = found.moments, found._replace(moments=None)
-    origin = found, moments_lib.told(found, workdir, 'fresh moments')
+    origin = found, moments_lib.told(found, place, 'fresh moments')
   from_step = origin[1] if restored is None else f'checkpoint {restored.step}'
   hosts.require_same('the state', from_step)
   records_lib.report_startup(records, 'restored')

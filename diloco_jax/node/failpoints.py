@@ -9,9 +9,12 @@ flushed, no peer is told. Else passing a place costs one comparison.
 | wal.before_append | the outer step has been carried out, nothing of it is written |
 | wal.after_append | the operating system has the record, the disk may not |
 | wal.after_commit | the record is durable, no peer knows of it |
+| store.after_put | the record is in the store, the log has not committed it |
 | save.before | a checkpoint is due, nothing of it is written |
 | save.after | it is written, the log still holds all that it makes superfluous |
 | compact.after | that part of the log is dropped, the machine does not know of the checkpoint |
+| store.in_copy | the store has a part of a copy |
+| store.after_copy | the store has a copy, and all that it makes superfluous |
 """
 
 import os
@@ -25,6 +28,9 @@ NAMES = (
   'save.before',
   'save.after',
   'compact.after',
+  'store.after_put',
+  'store.in_copy',
+  'store.after_copy',
 )
 
 

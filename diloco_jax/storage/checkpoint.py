@@ -11,6 +11,10 @@ for a while.
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, and the
                           SHA-256 of all these
 
+The root may be in a bucket, gs://BUCKET/PREFIX. There a name cannot be given last, so Orbax writes
+a file `commit_success.txt` last, and a folder without one is no checkpoint. Nothing keeps two
+processes from saving there at once; what they have mixed does not read back.
+
 The first save of a process of one host is read back before it counts: what was never read may be no
 checkpoint. Several hosts save one checkpoint together, each its part of the arrays; the first of
 them changes all other files.
@@ -28,10 +32,9 @@ import contextlib
 import json
 import logging
 import pathlib
-import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -71,28 +74,37 @@ class Checkpoints:
   """The checkpoints of one node.
 
   Args:
-    root: a folder of this node alone; created if it does not exist.
+    root: a folder of this node alone, created if it does not exist; or gs://BUCKET/PREFIX.
     keep_every: the first of every so many numbers is kept; 0: only the newest are.
 
+  Attributes:
+    held: the number of one that is kept for now, whatever its age.
+
   Raises:
-    ValueError: the folder cannot be written, or `files.require_name` refuses its path.
+    ValueError: the folder cannot be written, or `files.require_name` refuses its path, or a library
+      is missing.
+    CheckpointError: the bucket does not answer.
   """
 
   def __init__(self, root: str, keep_every: int = 0):
-    files.require_name(pathlib.Path(root))
-    self._root = pathlib.Path(root).resolve()
+    self._root = folders.place(root)
+    if isinstance(self._root, pathlib.Path):
+      files.require_name(self._root)
+      self._root = self._root.resolve()
     # A save of this process has been read. Of several hosts none could read it alone: Orbax counts
     # the loads of each, and they would wait for each other.
     self._reads_back = jax.process_count() > 1
     self._keep_every = keep_every
-    if _leads():
-      _require_writable(self._root)
-    self._checkpointer = ocp.training.Checkpointer(
-      self._root,
-      context=orbax_context.context(),
-      preservation_policy=orbax_context.KEEP_ALL,
-      cleanup_tmp_directories=True,
-    )
+    self.held: int | None = None
+    with _opening(self._root):
+      if _leads():
+        _probe(self._root)
+      self._checkpointer = ocp.training.Checkpointer(
+        self._root,
+        context=orbax_context.context(),
+        preservation_policy=orbax_context.KEEP_ALL,
+        cleanup_tmp_directories=True,
+      )
     self._under_way: futures.Future[int] | None = None
     self._awaited: futures.Future[int] | None = None  # its caller hears how it ended
     self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
@@ -109,7 +121,7 @@ class Checkpoints:
       CheckpointError: the record does not read back.
     """
     try:
-      return _read_record(self._root / str(number))['protocol']
+      return machine_state(self._root / str(number))
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
@@ -277,10 +289,10 @@ class Checkpoints:
     """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
     numbers = self.numbers
     kept = orbax_context.kept(numbers, CHECKPOINTS_KEPT, self._keep_every)
-    old = sorted(set(numbers) - set(kept))
+    old = sorted(set(numbers) - {*kept, self.held})
     for number in old:
       try:
-        shutil.rmtree(self._root / str(number))
+        json_files.rmtree(self._root / str(number))
       except OSError as error:
         text = f'an old checkpoint cannot be removed: {error}. Remove it by hand'
         self._notices.say(time.monotonic_ns(), 'old', text)
@@ -318,8 +330,8 @@ class Checkpoints:
     )
     if _leads():
       if aside.exists():
-        shutil.rmtree(aside)
-      (self._root / str(number)).rename(aside)
+        json_files.rmtree(aside)
+      json_files.move(self._root / str(number), aside)
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices(aside.name)
     self._checkpointer.reload()
@@ -331,7 +343,7 @@ class Checkpoints:
       self._root / str(number),  # it did not read back
     ):
       with contextlib.suppress(OSError):
-        shutil.rmtree(partial)
+        json_files.rmtree(partial)
     earlier = [one for one in self.numbers if one != number]
     left = f'checkpoint {earlier[-1]} is still there' if earlier else 'there is no earlier one'
     return CheckpointError(f'saving {self._root / str(number)} failed: {_one_line(error)}; {left}')
@@ -341,7 +353,7 @@ class Checkpoints:
 
 
 def verify(
-  folder: pathlib.Path,
+  folder: json_files.Place,
   most_bytes: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
@@ -370,7 +382,7 @@ def verify(
   return record['protocol'], arrays
 
 
-def read_part(folder: pathlib.Path, part: str, like: Any) -> tuple[int, Any, dict[str, Any]]:
+def read_part(folder: json_files.Place, part: str, like: Any) -> tuple[int, Any, dict[str, Any]]:
   """Returns step, a part of the state (numpy arrays) and the machine's state. Raises any error."""
   json_files.files_in(folder)  # no links, before anything is opened
   record, load = _read_record(folder), lambda tree: ocp.load_checkpointables(folder, tree)
@@ -380,13 +392,18 @@ def read_part(folder: pathlib.Path, part: str, like: Any) -> tuple[int, Any, dic
   return record['step'], found, record['protocol']
 
 
-def clock(folder: pathlib.Path) -> int:
+def machine_state(folder: json_files.Place) -> dict[str, Any]:
+  """The machine's state in a checkpoint; its arrays are not read. Raises ValueError, OSError."""
+  return _read_record(folder)['protocol']
+
+
+def clock(folder: json_files.Place) -> int:
   """The clock at which a checkpoint was saved; its arrays are not read. Raises ValueError,
   OSError."""
   return _read_record(folder)['step']
 
 
-def _read_record(folder: pathlib.Path) -> dict[str, Any]:
+def _read_record(folder: json_files.Place) -> dict[str, Any]:
   """Reads a checkpoint's record. Raises ValueError if it is not what was saved, and OSError."""
   record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
   if record.pop('sha256', None) != json_files.sha256(record):
@@ -407,7 +424,7 @@ def _read_record(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _abstract_of(
-  folder: pathlib.Path, shapes: dict[str, list], most_bytes: int | None
+  folder: json_files.Place, shapes: dict[str, list], most_bytes: int | None
 ) -> dict[str, Any]:
   """The arrays of a checkpoint by its own description, which must be that of its record, all on the
   first device."""
@@ -430,17 +447,35 @@ def _leads() -> bool:
   return jax.process_index() == 0
 
 
-def _require_writable(root: pathlib.Path) -> None:
-  """Makes a folder for checkpoints. Raises ValueError if this process may not write there."""
+def _probe(root: json_files.Place) -> None:
+  """Makes a folder for checkpoints, and writes to it."""
+  root.mkdir(parents=True, exist_ok=True)
+  probe = root / '.writable'
+  probe.write_text('')
+  probe.unlink()
+
+
+@contextlib.contextmanager
+def _opening(root: json_files.Place) -> Iterator[None]:
+  """Raises ValueError if this process may not write to a root, and CheckpointError if it is in a
+  bucket that does not answer."""
   try:
-    root.mkdir(parents=True, exist_ok=True)
-    probe = root / '.writable'
-    probe.write_text('')
-    probe.unlink()
-  except OSError as error:
-    raise ValueError(
-      f'cannot write checkpoints under {root}: {error}; choose a folder that this process may '
-      'write to'
+    yield
+  except Exception as error:  # of a bucket of any kind
+    if isinstance(root, pathlib.Path):
+      refused = isinstance(error, OSError)
+    else:
+      missing = isinstance(error, (FileNotFoundError, ValueError))  # the bucket
+      refused = missing or getattr(error, 'code', 0) == 401 or 'Forbidden' in str(error)
+    if refused:
+      raise ValueError(
+        f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder that this '
+        'process may write to'
+      ) from error
+    if isinstance(root, pathlib.Path):
+      raise
+    raise CheckpointError(
+      f'{root} does not answer: {_one_line(error)}. Nothing was started; start again'
     ) from error
 
 

@@ -1,12 +1,15 @@
 """Where the checkpoints of a run are, and checks of what is read before it becomes a path:
 
 WORKDIR/syncer/ckpt/NUMBER/       the syncer's checkpoints (storage/checkpoint.py)
-WORKDIR/islands/ID/ckpt/NUMBER/   a learner's
+WORKDIR/islands/ID/ckpt/NUMBER/   a learner's; of a run with a store STORE/islands/ID/ckpt/NUMBER/
 """
 
+import importlib
 import pathlib
 import re
 from typing import Any
+
+from etils import epath
 
 from diloco_jax.protocol import ids
 from diloco_jax.protocol.tape import codec
@@ -17,13 +20,41 @@ MAX_NUMBER = 1 << 53
 _SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)
 
 
+def place(text: str) -> json_files.Place:
+  """A folder, absolute, or gs://BUCKET/PREFIX. Raises ValueError: a library is missing."""
+  if not text.startswith('gs://'):
+    return pathlib.Path(text).absolute()
+  try:
+    importlib.import_module('gcsfs')
+    settings = importlib.import_module('fsspec.config').conf
+  except ImportError as error:
+    raise ValueError(f"{text} needs gcsfs ({error}): pip install 'diloco-jax[gcs]'") from error
+  # Other processes write there, and TensorStore, so no list is kept.
+  settings.setdefault('gs', {}).setdefault('use_listings_cache', False)
+  return epath.Path(text)
+
+
+def of_learners(workdir: pathlib.Path, store: str) -> json_files.Place:
+  """Where the learners of a run save: in its store, if it has one. Raises ValueError."""
+  return place(store) if store else workdir
+
+
 def syncer_folder(workdir: pathlib.Path) -> pathlib.Path:
   return workdir / 'syncer'
 
 
-def checkpoints(node: pathlib.Path) -> list[int]:
+def checkpoints(node: json_files.Place) -> list[int]:
   """The numbers of a node's checkpoints, whole or damaged, ascending."""
   return json_files.numbers(path.name for path in (node / CHECKPOINTS).glob('*'))
+
+
+def new_aside(place: json_files.Place) -> json_files.Place:
+  """A new folder for what is moved out of a run's way. Raises OSError."""
+  with json_files.as_os_errors():
+    taken = json_files.numbers(path.name.removeprefix('aside-') for path in place.glob('aside-*'))
+    aside = place / f'aside-{max(taken, default=0) + 1}'
+    aside.mkdir()
+  return aside
 
 
 def require_number(what: str, value: Any, least: int = 0) -> int:

@@ -3,31 +3,44 @@
 Nothing here follows a symbolic link or believes a file: it must be a regular one of a limited size,
 and its JSON is read by protocol/safe_json.py. A file that is replaced is complete and durable on
 return, and after an error it is as it was before.
+
+Some functions take an object of a bucket, too: it is complete and durable as soon as it exists, and
+there are no links.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import re
+import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from etils import epath
 
 from diloco_jax.protocol import safe_json
 
+Place = pathlib.Path | epath.Path  # of a file system; of a bucket, gs://...
 MAX_BYTES = 16 << 20
 _NUMBER = re.compile(r'0|[1-9][0-9]{0,17}', re.ASCII)
 
 
-def read(path: pathlib.Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def read(path: Place, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
   """The JSON object in a file. Raises Unreadable, or OSError if it cannot be opened."""
   return safe_json.parse_object(read_bytes(path, max_bytes), max_bytes)
 
 
-def read_bytes(path: pathlib.Path, max_bytes: int) -> bytes:
+def read_bytes(path: Place, max_bytes: int) -> bytes:
   """The content of a regular file. Raises Unreadable if it is none, a link or too large; OSError if
   it cannot be opened."""
+  if not isinstance(path, pathlib.Path):
+    with as_os_errors():
+      if (size := path.stat().length) > max_bytes:
+        raise safe_json.Unreadable(f'it has {size} bytes, at most {max_bytes} are read')
+      return path.read_bytes()
   if path.is_symlink():
     raise safe_json.Unreadable('it is a symbolic link, which is not followed')
   # Without O_NONBLOCK, opening a pipe would wait for its other end.
@@ -83,12 +96,46 @@ def fsync(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def fsync_tree(folder: pathlib.Path) -> None:
+def fsync_tree(folder: Place) -> None:
   """On return, everything in a folder is durable, and its name. Raises OSError."""
+  if not isinstance(folder, pathlib.Path):
+    return
   for parent, _, names in os.walk(folder, topdown=False):
     for path in (*(pathlib.Path(parent, name) for name in names), pathlib.Path(parent)):
       fsync(path)
   fsync(folder.parent)
+
+
+def rmtree(folder: Place) -> None:
+  """Removes a folder and all that is in it. Raises OSError."""
+  if isinstance(folder, pathlib.Path):
+    shutil.rmtree(folder)
+  else:
+    with as_os_errors():
+      folder.rmtree()
+
+
+def move(folder: Place, target: Place) -> None:
+  """Gives a folder another name, durably; makes the folder of that name. Raises OSError."""
+  with as_os_errors():
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(folder, pathlib.Path):
+      folder.rename(target)
+      fsync(folder.parent)
+    else:
+      (target.parent / 'moved').write_text('')  # a folder of a bucket exists if something is there
+      folder.rename(target)
+
+
+@contextlib.contextmanager
+def as_os_errors() -> Iterator[None]:
+  """Turns what the libraries of a bucket raise into an OSError."""
+  try:
+    yield
+  except (OSError, ValueError):
+    raise
+  except Exception as error:  # of gcsfs, aiohttp and google.auth
+    raise OSError(f'{type(error).__name__}: {error}') from error
 
 
 def number(name: str) -> int | None:
@@ -105,21 +152,23 @@ def numbers(names: Iterable[str]) -> list[int]:
   return sorted(one for one in map(number, names) if one is not None)
 
 
-def require_plain(root: pathlib.Path, path: pathlib.Path) -> None:
+def require_plain(root: Place, path: Place) -> None:
   """Raises Unreadable if there is a link, a pipe or another special file on the way from a folder
   to a path below it, or anywhere in it; OSError if something cannot be read."""
   if root not in path.parents or '..' in path.relative_to(root).parts:
     raise safe_json.Unreadable(f'{path} is not under {root}')
-  for parent in path.parents:
+  for parent in path.parents if isinstance(path, pathlib.Path) else ():
     if parent == root:
       break
     _require_kind(parent, stat.S_ISDIR)
   files_in(path)
 
 
-def files_in(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The regular files in a folder and its folders, sorted. Raises Unreadable if there is anything
-  else, and OSError."""
+def files_in(folder: Place) -> list[pathlib.Path]:
+  """The regular files in a folder and its folders, sorted; none of a bucket. Raises Unreadable if
+  there is anything else, and OSError."""
+  if not isinstance(folder, pathlib.Path):
+    return []
   _require_kind(folder, stat.S_ISDIR)
   found, folders = [], [folder]
   while folders:

@@ -49,6 +49,7 @@ def quieten() -> None:
   """Hides what Orbax and TensorStore print of a save that fails, beside the error that they raise:
   on a full disk thousands of lines."""
   logging.getLogger('absl').addFilter(_is_news)
+  logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # with a traceback what it raises
   _hide_threads_of_failed_saves()
 
 

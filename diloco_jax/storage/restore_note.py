@@ -4,6 +4,7 @@ tells the syncer. No syncer starts from a folder that is half restored."""
 import dataclasses
 import json
 import pathlib
+import re
 
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
@@ -20,17 +21,21 @@ class Note:
     done: whether it has ended.
     log: the position in the log of the checkpoint that the run went back to.
     gone: learners that count as having left.
+    id: of this restore, which the store of the run follows once (syncer/stored.py).
   """
 
   done: bool
   log: int = 0
   gone: tuple[str, ...] = ()
+  id: str = ''
 
   def __post_init__(self):
     """Raises ValueError if a value is out of its range."""
     folders.require_number('log', self.log)
     for name in self.gone:
       folders.require_learner(name)
+    if not re.fullmatch('[0-9a-f]{8}|', self.id):
+      raise ValueError(f'id is {codec.short(self.id)}')
 
 
 def read(workdir: pathlib.Path) -> Note | None:
@@ -41,7 +46,7 @@ def read(workdir: pathlib.Path) -> Note | None:
     values = json_files.read(path)
     if values.pop('digest', None) != json_files.sha256(values):
       raise ValueError('it is not what was written')
-    note = codec.decode(Note, values, 'it')
+    note = codec.decode(Note, {**values, 'id': values.get('id', '')}, 'it')  # an old one has none
   except FileNotFoundError:
     return None
   except (OSError, ValueError, codec.TapeError) as error:

@@ -2,7 +2,7 @@
 
 While the disk is full nothing is committed: the outer step waits, and all later ones with it, while
 learners keep training. After FULL_S without space, or if the disk fails, the process ends: learners
-would train for nothing.
+would train for nothing. A store (stored.py) that does not answer counts as a full disk.
 """
 
 import contextlib
@@ -10,12 +10,13 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.storage import checkpoint, json_files, outer_log, wal
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import store as store_lib
 
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
 MAX_AGREEMENT_BYTES = 1 << 20
@@ -28,6 +29,16 @@ class Closed(Exception):
   """The log takes no outer step any more."""
 
 
+class Store(Protocol):
+  """What the log needs of a store (stored.py)."""
+
+  def before_commit(self, number: int, record: Callable[[], bytes]) -> None:
+    """Returns once the record may be committed. Raises StoreError: not yet."""
+
+  def committed(self, number: int, clock: int) -> None:
+    """It was committed, at that sync."""
+
+
 class CommitLog:
   """The log of one run. Call `recover` first, and all but `stop` from one thread at a time."""
 
@@ -38,6 +49,7 @@ class CommitLog:
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
     full_s: float = FULL_S,
+    store: Store | None = None,
   ):
     """Locks the folder for this process.
 
@@ -46,14 +58,15 @@ class CommitLog:
       agreement: as for outer_log.recover.
       say: prints a line for people.
       retry_s: pause before another write to a full disk.
-      full_s: how long an outer step waits for space.
+      full_s: how long an outer step waits for space, or for the store.
+      store: of the run.
 
     Raises:
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
     self._files, self._agreement, self._say = files, agreement, say
     self._wal: wal.Wal | None = None
-    self._retry_s, self._full_s = retry_s, full_s
+    self._retry_s, self._full_s, self._store = retry_s, full_s, store
     self._closed = threading.Event()
     try:
       files.lock()
@@ -89,39 +102,49 @@ class CommitLog:
     return ended
 
   def write(self, step: outer_log.OuterStep) -> None:
-    """Returns once the outer step is durable; waits while the disk has no space for it.
+    """Returns once the outer step is durable; waits while the disk has no space for it, or the
+    store does not answer.
 
     Raises:
       Closed: `stop` was called before it was written.
-      WalFull: there was no space for too long.
+      WalFull: there was no space, or no answer, for too long.
+      Refused: another syncer has the claim.
       WalBroken: the disk failed; nothing about this outer step may leave the process.
     """
     failpoints.reached('wal.before_append')
     buffers = outer_log.encode(step)
-    said_s = full_s = None  # times of the last line, and of the first refusal
+    said_s = full_s = number = None  # times of the last line, and of the first refusal
     while not self._closed.is_set():
       try:
-        self._wal.append(outer_log.OUTER_STEP, *buffers)
-        failpoints.reached('wal.after_append')
+        if number is None:
+          number = self._wal.append(outer_log.OUTER_STEP, *buffers)
+          failpoints.reached('wal.after_append')
+        if self._store:
+          self._store.before_commit(number, lambda: self._files.read(wal.NEW))
         self._wal.commit()
         break
       except wal.WalFull as full:
-        now_s = time.monotonic()
-        full_s = now_s if full_s is None else full_s
-        if now_s - full_s >= self._full_s:
-          raise wal.WalFull(
-            f'{full} There was none for {self._full_s / 60:g} minutes, so the process ends: make '
-            'space and start it again; it continues from there.'
-          ) from full
-        if said_s is None or now_s - said_s >= SAY_AGAIN_S:
-          self._say(str(full))
-          said_s = now_s
+        number, why, remedy = None, full, 'make space'
+      except store_lib.StoreError as error:
+        why, remedy = f'No outer step is committed: {error}.', 'mend that'
+      now_s = time.monotonic()
+      full_s = now_s if full_s is None else full_s
+      if now_s - full_s >= self._full_s:
+        raise wal.WalFull(
+          f'{why} It was so for {self._full_s / 60:g} minutes, so the process ends: {remedy} and '
+          'start it again; it continues from there.'
+        )
+      if said_s is None or now_s - said_s >= SAY_AGAIN_S:
+        self._say(str(why))
+        said_s = now_s
       self._closed.wait(self._retry_s)
     else:
       raise Closed
     failpoints.reached('wal.after_commit')
+    if self._store:
+      self._store.committed(number, step.merge.sync)
     if said_s is not None:
-      self._say(f'{self._files.place} has space again: outer steps are committed.')
+      self._say(f'{self._files.place} has space again, its store answers: steps are committed.')
 
   def compact_behind(self, checkpoints: checkpoint.Checkpoints) -> None:
     """Drops the records that the checkpoints make superfluous. Raises WalBroken."""

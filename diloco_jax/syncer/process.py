@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import re
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +25,9 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, json_files, outer_log, restore_note, tapes
+from diloco_jax.storage import arrays, checkpoint, outer_log, restore_note, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit
+from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -37,9 +35,8 @@ from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
 
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
-MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
+MODEL = stored.MODEL
 _SAY_S = 60.0
-RUN = 'syncer/run'  # the name of the run
 
 
 class SyncerRecords:
@@ -105,6 +102,7 @@ def run(
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   finished: Callable[[], None] = lambda: None,
+  store: stored.Stored | None = None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
 
@@ -117,19 +115,23 @@ def run(
       the event queue until the machine exists.
     records: where facts go.
     finished: called once the run is over and no learner is waited for, before the last evaluation.
+    store: of the run, if the caller has opened it.
 
   Returns:
-    The machine's Exit; its saves are on disk.
+    The machine's Exit; its saves are on disk, and in the store. NOT_COPIED: they are not there.
 
   Raises:
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
       ended.
     WalError: the log cannot be recovered, or the disk failed.
+    StoreError: the store cannot be read or written.
     ValueError: a file of the run is not what was written.
   """
   with contextlib.ExitStack() as cleanup:
-    log_files = files_lib.Files(workdir / 'syncer' / 'wal')
-    log = commit.CommitLog(log_files, assembled.agreement, records.say)
+    config = assembled.config
+    store = store or cleanup.enter_context(stored.opened(config, workdir, records.say))
+    log_files = store.log_files if store else files_lib.Files(workdir / 'syncer' / 'wal')
+    log = commit.CommitLog(log_files, assembled.agreement, records.say, store=store)
     cleanup.callback(log.close)
     restored = restore_note.read(workdir)  # behind the lock: now none begins
     _introduce(assembled, records)
@@ -147,22 +149,24 @@ def run(
     keep_every = assembled.protocol.keep_every
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), keep_every)
     cleanup.callback(checkpoints.close)
-    start = recover(assembled, theta, checkpoints, log, records, run_name(workdir), restored)
-    limit_bytes = assembled.config.train.tapes_mib << 20
-    config = assembled.config.to_dict()
-    tape = tapes.Tape(workdir, start, records.say, config, limit_bytes=limit_bytes)
+    name = stored.run_name(workdir, store.run if store else '')
+    start = recover(assembled, theta, checkpoints, log, records, name, restored)
+    limit_bytes = config.train.tapes_mib << 20
+    tape = tapes.Tape(workdir, start, records.say, config.to_dict(), limit_bytes=limit_bytes)
     cleanup.callback(tape.close)
+    if store:
+      store.begin(assembled.agreement, checkpoints, event_queue.fail)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     if not machine.closed:
-      _forget_export(workdir)
+      _forget_export(workdir, store)
     evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
     post_own, fail = event_queue.post, event_queue.fail
     work = syncer_work.SyncerWork(
-      assembled, theta, post_own, fail, payloads, records, checkpoints, log, evaluation
+      assembled, theta, post_own, fail, payloads, records, checkpoints, log, evaluation, store
     )
     work.start()
     cleanup.callback(work.stop)
@@ -173,12 +177,15 @@ def run(
     node = loop.Node(machine, event_queue, clock, transport, work, payloads, facts_port, tape)
     result = node.run()
     work.stop()
+    stopped = not machine.finished
     if machine.finished:  # a syncer that was asked to stop has no time for it
       finished()
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
-      _wait_or_stop(evaluation, event_queue)
-    return result
+      if store:
+        store.copy_model()
+      stopped = _wait_or_stop(evaluation, event_queue)
+    return store.finish(result, event_queue, stopped, machine.finished) if store else result
 
 
 def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None:
@@ -211,11 +218,13 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
     records.say(line)
 
 
-def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.EventQueue) -> None:
-  """Waits for the last evaluation, or until the process is asked to stop."""
+def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.EventQueue) -> bool:
+  """Waits for the last evaluation, or until the process is asked to stop; returns whether it
+  was."""
   while not evaluation.wait(STOP_SEEN_S):
     if isinstance(event_queue.take(0), events.Stop):
-      return
+      return True
+  return False
 
 
 def _export(
@@ -230,26 +239,16 @@ def _export(
     )
 
 
-def _forget_export(workdir: pathlib.Path) -> None:
+def _forget_export(workdir: pathlib.Path, store: stored.Stored | None) -> None:
   """Removes the model that an earlier end of the run has exported. Until the next end the newest
   model is that of the checkpoints."""
+  if store:
+    store.forget_model()
   model = workdir / MODEL
   if model.is_symlink():
     model.unlink()
   elif model.is_dir():
     shutil.rmtree(model)
-
-
-def run_name(workdir: pathlib.Path) -> str:
-  """The name of the run in a folder, drawn when its first syncer starts. Checkpoints, the log and
-  learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
-  path = workdir / RUN
-  if not path.exists():
-    json_files.replace(path, secrets.token_hex(8).encode())
-  name = json_files.read_bytes(path, 64).decode()
-  if not re.fullmatch('[0-9a-f]{16}', name):
-    raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')
-  return name
 
 
 def recover(

@@ -21,7 +21,7 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log
-from diloco_jax.syncer import commit
+from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.transport import payloads as payloads_lib
@@ -43,8 +43,10 @@ class SyncerWork:
     checkpoints: checkpoint.Checkpoints,
     log: commit.CommitLog,
     evaluation: evaluation_lib.Evaluation,
+    store: stored.Stored | None = None,
   ):
-    """`fail` ends the node: without the work thread nothing is merged or saved."""
+    """`fail` ends the node: without the work thread nothing is merged or saved. `store`: takes a
+    copy of each checkpoint."""
     self._assembled = assembled
     self._theta = theta
     self._post = post
@@ -54,6 +56,7 @@ class SyncerWork:
     self._checkpoints = checkpoints
     self._log = log
     self._evaluation = evaluation
+    self._store = store
     self._evaluated = 0
     self._queue: queue.SimpleQueue[actions.Work | events.Received | None] = queue.SimpleQueue()
     # By payload id: the length of each tensor, float64[T].
@@ -159,11 +162,13 @@ class SyncerWork:
     failpoints.reached('save.before')
     record = {**save.machine_state, **self._log.position}
     try:
-      self._checkpoints.save(save.clock, self._theta.arrays(), 0, record)()
+      number = self._checkpoints.save(save.clock, self._theta.arrays(), 0, record)()
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
     failpoints.reached('save.after')
+    if self._store:
+      self._store.copy(number)
     if not self._assembled.config.sync.keep_log:
       self._log.compact_behind(self._checkpoints)
     failpoints.reached('compact.after')

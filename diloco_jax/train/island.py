@@ -77,6 +77,7 @@ class Island:
     shard: the shard to start on, of the task's data.
     checkpoint_dir: this island's own folder, locked until `close`; None = `save` and `restore` are
       refused.
+    saves_to: where its checkpoints are instead, a folder or gs://BUCKET/PREFIX.
     keep_every: of its checkpoints (storage/checkpoint.py).
     profile: which steps are traced, and where to.
 
@@ -96,6 +97,7 @@ class Island:
     seed: int = 0,
     shard: int = 0,
     checkpoint_dir: str | None = None,
+    saves_to: str | None = None,
     keep_every: int = 0,
     profile: profile_lib.Profile | None = None,
   ):
@@ -120,7 +122,7 @@ class Island:
       try:
         if jax.process_index() == 0:  # for all hosts of the island
           self._folder.lock('learner')
-        self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, keep_every)
+        self._checkpoints = checkpoint.Checkpoints(saves_to or checkpoint_dir, keep_every)
       except BaseException:
         self._folder.close()
         raise

@@ -125,6 +125,11 @@ def test_a_run_of_too_many_fragments_is_refused():
       )
       for steps in ('10', '13:10', '10:10', ':3', '1:2:3', '-1:2', '1:2\n', '\u0661:\u0662', ' ')
     ),
+    *(
+      ('train.store', store, f'train.store is {store!r}; use gs://BUCKET/PREFIX or a folder')
+      for store in ('s3://b/x', 'gs://b', 'gs://b/', 'gs:///x', 'gs://b/x/', 'gs://b/../x')
+    ),
+    ('train.store_log', True, 'train.store_log is true without a store: set train.store, too'),
     ('train.steps', 1e3, 'train.steps is 1000.0, a float; it must be int'),
     ('train.seed', np.int64(1), 'a int64; it must be int'),
     ('sync.quorum', True, 'sync.quorum is True, a bool; it must be int'),
@@ -144,6 +149,15 @@ def test_a_wrong_setting_is_refused_with_both_values(name, value, words):
     config.validate()
   assert words in str(caught.value)
   assert '\n' not in str(caught.value)
+
+
+def test_the_store_may_change_from_one_process_to_the_next():
+  config = stdlib_lm.get_config('cpu')
+  before = config.agreement()
+  for config.train.store in ('gs://bucket/runs/x', 'runs/store', '/mnt/store'):
+    config.train.store_log = True
+    config.validate()
+    assert config.agreement() == before
 
 
 def test_the_steps_that_are_traced():

@@ -32,7 +32,7 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit
+from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.syncer import work as syncer_work
@@ -508,9 +508,9 @@ def test_the_name_of_a_run_is_durable(tmp_path, monkeypatch):
   monkeypatch.setattr(os, 'fsync', spy)
   folder = tmp_path / 'syncer'
   folder.mkdir()
-  name = syncer_process.run_name(tmp_path)
+  name = stored.run_name(tmp_path)
   assert durable == {(folder / 'run').stat().st_ino, folder.stat().st_ino}
-  assert syncer_process.run_name(tmp_path) == name
+  assert stored.run_name(tmp_path) == name
 
 
 # --- Disks ----------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""The store of a run: whole objects by name, in a folder or a bucket, for what outlives a machine.
+
+TensorStore reads and writes them, as it does for Orbax, with Google Cloud Storage and with files
+alike: an object is replaced at once, is durable on return, and has a *generation* that changes with
+every write. A write may require a generation, so that of two processes that replace an object one
+succeeds.
+
+The answer to a write can be lost after the write was carried out. TensorStore then sends it again,
+and the required generation is gone; so a write whose generation does not match reads the object,
+and has succeeded if it finds its own bytes. After a StoreError a write may have been carried out,
+or still be on its way: write the same bytes again, or read.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import tensorstore
+
+_BUCKET = 'gs://'
+_ABSENT = b'\x02'  # TensorStore's generation of what does not exist
+LIMIT_S = 30.0  # for the answer to a small request
+_BYTES_PER_S = 1 << 19  # of the slowest network that is waited for
+# TensorStore's own 32 attempts would take a quarter of an hour; its callers try again, and say so.
+_RETRIES = {'max_retries': 4, 'initial_delay': '100ms', 'max_delay': '2s'}
+
+
+class StoreError(RuntimeError):
+  """The store could not be read or written: one line."""
+
+
+class Object(NamedTuple):
+  """What was read."""
+
+  data: bytes
+  generation: bytes
+
+
+class Store:
+  """The objects below one place. Any thread may call it.
+
+  Args:
+    place: a folder, made when something is written, or gs://BUCKET/PREFIX.
+    limit_s: how long a call may take, and longer for many bytes.
+  """
+
+  def __init__(self, place: str, limit_s: float = LIMIT_S):
+    self.place, self._limit_s = place.rstrip('/'), limit_s
+    if place.startswith(_BUCKET):
+      bucket, _, prefix = self.place.removeprefix(_BUCKET).partition('/')
+      spec = {'driver': 'gcs', 'bucket': bucket, 'path': f'{prefix}/', 'context': {}}
+      spec['context']['gcs_request_retries'] = _RETRIES
+    else:
+      spec = {'driver': 'file', 'path': f'{os.path.abspath(self.place)}/'}
+    self._objects = self._do('', tensorstore.KvStore.open(spec))
+
+  def read(self, name: str, size: int = 0) -> Object | None:
+    """An object, None if there is none. `size`: of a large one. Raises StoreError."""
+    found = self._do(name, self._objects.read(name), size)
+    return None if found.state == 'missing' else Object(found.value, found.stamp.generation)
+
+  def put(self, name: str, data: bytes) -> None:
+    """Writes an object, or replaces it. Raises StoreError."""
+    self._do(name, self._objects.write(name, data), len(data))
+
+  def put_new(self, name: str, data: bytes) -> bool:
+    """Writes an object that does not exist; returns whether it exists now with these bytes. Raises
+    StoreError."""
+    return self.replace(name, data, None) is not None
+
+  def replace(self, name: str, data: bytes, generation: bytes | None) -> bytes | None:
+    """Writes an object if it has this generation (None: if there is none); returns its new one, or
+    None if another write came before. Raises StoreError."""
+    made = self._do(
+      name, self._objects.write(name, data, if_equal=generation or _ABSENT), len(data)
+    ).generation
+    if made:
+      return made
+    found = self.read(name, len(data))
+    return found.generation if found and found.data == data else None
+
+  def names(self, prefix: str = '') -> list[str]:
+    """The names of the objects that begin so, sorted. Raises StoreError."""
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ''
+    found = self._do(prefix, self._objects.list(tensorstore.KvStore.KeyRange(prefix, end)))
+    return sorted(name for name in map(bytes.decode, found) if name.startswith(prefix))
+
+  def remove(self, *names: str) -> None:
+    """Removes objects; one that does not exist is no error. Raises StoreError."""
+    for name in names:
+      self._do(name, self._objects.write(name, None))
+
+  def _do(self, name: str, future: Any, size: int = 0) -> Any:
+    limit_s = self._limit_s + size / _BYTES_PER_S
+    try:
+      return future.result(timeout=limit_s)
+    except TimeoutError:
+      future.cancel()
+      why = f'no answer within {limit_s:.0f} s'
+    except Exception as error:  # TensorStore raises many kinds
+      why = ' '.join(str(error).split()).split(' [source locations=')[0][:300]
+    raise StoreError(f'{self.place}/{name}: {why}')

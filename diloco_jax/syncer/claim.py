@@ -1,0 +1,243 @@
+"""The claim of a syncer on the run in a store: of two syncers, one continues it.
+
+The claim is one object, STORE/syncer/claim, and every write of it requires its present generation.
+Its holder renews it every RENEW_S. One that could not renew it for FRESH_S commits no outer step
+until it can; only after EXPIRED_S without a renewal may another take it, so by then the holder has
+stopped to commit. A holder whose claim was taken ends for good.
+
+A process that finds the claim of its own disk on its own host continues at once: it has the lock of
+the disk's log (storage/files.py), so the process before it is dead. It also does after a process
+that has ended in order, which releases the claim. Any other waits for EXPIRED_S, and is refused if
+the claim is renewed meanwhile.
+
+Times are those of one host's monotonic clock, so two clocks need not agree. A host that stands
+still without its clock seeing it (a paused virtual machine) may publish what it had just committed;
+the records of `train.store_log` have no such gap, since a record is put once (stored.py).
+"""
+
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from diloco_jax.protocol import safe_json
+from diloco_jax.protocol.tape import codec
+from diloco_jax.storage import store as store_lib
+
+NAME = 'syncer/claim'
+RENEW_S, FRESH_S, EXPIRED_S = 10.0, 20.0, 30.0
+LOOK_S = 2.0  # between two looks at another's claim, and after a renewal that failed
+
+
+class Refused(ValueError):
+  """The run in the store is not this process's to continue: never retry."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+  """What the claim says.
+
+  Attributes:
+    run: the name of the run.
+    disk: the disk whose folder is the newest state of the run, by a name that the disk keeps.
+    process: the holder, by a name that only it has.
+    host, pid: the holder, for people.
+    renewed: how many times it was, so no renewal is equal to another.
+    released: the holder has ended in order.
+    restored: the restores of the run (storage/restore_note.py), in their order.
+    log, clock: the newest committed outer step when it was renewed: its record, its sync.
+  """
+
+  run: str
+  disk: str = ''
+  process: str = ''
+  host: str = ''
+  pid: int = 0
+  renewed: int = 0
+  released: bool = False
+  restored: tuple[str, ...] = ()
+  log: int = 0
+  clock: int = 0
+
+  @property
+  def holder(self) -> str:
+    return f'syncer pid {self.pid} on {self.host}'
+
+
+def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
+  """The claim, and its generation. Raises StoreError; Refused if it is none."""
+  found = store.read(NAME)
+  if found is None:
+    return None, None
+  try:
+    return codec.decode(Held, safe_json.parse_object(found.data), 'it'), found.generation
+  except (ValueError, codec.TapeError) as error:
+    raise Refused(f'{store.place}/{NAME} is no claim: {error}. Nothing was changed') from error
+
+
+def take(
+  store: store_lib.Store,
+  disk: str,
+  first: Held,
+  say: Callable[[str], None],
+) -> tuple[Held | None, 'Claim']:
+  """Takes the claim, and waits for that if need be. Returns what it said before, and the claim.
+
+  Args:
+    store: of the run.
+    disk: of this process, '' if its folder was never one of a run in this store.
+    first: the claim of a run that begins in this store.
+    say: prints a line for people.
+
+  Raises:
+    Refused: another process continues the run, or the store has another run; nothing was changed.
+    StoreError: the store cannot be read or written.
+  """
+  host = socket.gethostname()
+  before, generation = read(store)
+  if before and first.run and before.run != first.run:
+    raise Refused(
+      f'{store.place} holds the run {before.run}, this folder the run {first.run}. Nothing was '
+      'changed. Choose another train.store, or another folder'
+    )
+  if before and not before.released and (before.disk, before.host) != (disk, host):
+    before, generation = _wait_until_free(store, before, generation, say)
+  mine = dataclasses.replace(
+    before or first,
+    run=before.run if before else first.run or secrets.token_hex(8),
+    process=secrets.token_hex(8),
+    host=host,
+    pid=os.getpid(),
+    released=False,
+  )
+  claim = Claim(store, mine, generation, say)
+  claim.renew()
+  return before, claim
+
+
+def _wait_until_free(
+  store: store_lib.Store,
+  before: Held,
+  generation: bytes | None,
+  say: Callable[[str], None],
+) -> tuple[Held, bytes | None]:
+  """Returns the claim once it was not renewed for so long, or is released. Raises Refused."""
+  say(f'{store.place} is claimed by the {before.holder}: looks for {EXPIRED_S:g} s if it is alive')
+  until_s = time.monotonic() + EXPIRED_S
+  while True:
+    left_s = until_s - time.monotonic()
+    time.sleep(min(max(left_s, 0.0), LOOK_S))
+    now, newer = read(store)
+    if now and now.released:
+      return now, newer
+    if newer != generation:
+      raise Refused(
+        f'{store.place} is in use: the {(now or before).holder} continues its run and renews its '
+        'claim. Nothing was changed. Stop that syncer first, or choose another train.store'
+      )
+    if left_s <= 0:
+      return before, generation
+
+
+class Claim:
+  """A claim of this process. Any thread may call it.
+
+  Args:
+    store: of the run.
+    held: what it says at first.
+    generation: of the claim that it replaces.
+    say: prints a line for people.
+  """
+
+  def __init__(
+    self,
+    store: store_lib.Store,
+    held: Held,
+    generation: bytes | None,
+    say: Callable[[str], None],
+  ):
+    self.held = held
+    self._store, self._generation, self._say = store, generation, say
+    self._fresh_until_s = 0.0
+    self._next: dict[str, Any] = {}  # what the next renewal says
+    self._lost: Refused | None = None
+    self._on_loss: Callable[[BaseException], None] = lambda error: None
+    self._lock = threading.Lock()
+    self._closed = threading.Event()
+    self._thread = threading.Thread(target=self._run, name='claim', daemon=True)
+
+  def start(self) -> None:
+    """From now on it is renewed."""
+    self._thread.start()
+
+  def watch(self, on_loss: Callable[[BaseException], None]) -> None:
+    """`on_loss` is called if the claim is taken, also if it was before."""
+    with self._lock:
+      self._on_loss = on_loss
+      lost = self._lost
+    if lost:
+      on_loss(lost)
+
+  def note(self, **changes: Any) -> None:
+    """The next renewal says this."""
+    self._next = self._next | changes
+
+  def require(self) -> None:
+    """Returns if this process holds the claim for the next seconds. Raises Refused if it was taken;
+    StoreError if it could not be renewed for too long."""
+    if self._lost:
+      raise self._lost
+    if time.monotonic() > self._fresh_until_s:
+      raise store_lib.StoreError(
+        f'the claim in {self._store.place} could not be renewed for {FRESH_S:g} s: another '
+        'syncer may have it soon'
+      )
+
+  def renew(self, **changes: Any) -> None:
+    """Renews it at once, with these changes. Raises Refused if it was taken; StoreError."""
+    with self._lock:
+      if self._lost:
+        raise self._lost
+      since_s = time.monotonic()
+      wanted = {**self._next, **changes, 'renewed': self.held.renewed + 1}
+      self.held = dataclasses.replace(self.held, **wanted)
+      data = codec.encode(self.held).encode()
+      while (made := self._store.replace(NAME, data, self._generation)) is None:
+        found, self._generation = read(self._store)  # an earlier write of this process, perhaps
+        if found is None or found.process != self.held.process:
+          by = f'the {found.holder} has taken it' if found else 'it was removed'
+          self._lost = Refused(
+            f'this syncer has lost its claim in {self._store.place}: {by}. It commits nothing more'
+          )
+          raise self._lost
+      self._generation, self._fresh_until_s = made, since_s + FRESH_S
+
+  def close(self) -> None:
+    """Releases the claim: nothing of this process is under way any more."""
+    self._closed.set()
+    if self._thread.ident:
+      self._thread.join()
+    try:
+      self.renew(released=True)
+    except (Refused, store_lib.StoreError) as error:
+      self._say(f'the claim was not released: {error}')
+
+  def _run(self) -> None:
+    pause_s = RENEW_S
+    said_s = 0.0
+    while not self._closed.wait(pause_s):
+      try:
+        self.renew()
+        pause_s = RENEW_S
+      except Refused as error:
+        self._on_loss(error)
+        return
+      except store_lib.StoreError as error:
+        pause_s = min(RENEW_S, LOOK_S)
+        if not said_s or time.monotonic() - said_s > 60.0:
+          said_s = time.monotonic()
+          self._say(f'the claim could not be renewed: {error}')

@@ -1,0 +1,492 @@
+"""The syncer's part of the store: what of its folder outlives its disk.
+
+STORE/syncer/claim            which process continues the run         (claim.py)
+STORE/syncer/ckpt/N-H/        a copy of checkpoint N, an object for each file
+STORE/syncer/ckpt/N-H.json    its manifest, put last: without it there is no copy
+STORE/syncer/wal/             with `train.store_log` the records of outer steps, under their names
+STORE/syncer/agreement.json   the settings of the run
+STORE/syncer/model/           of a run of own loops: names, shapes and version 0 of its model
+STORE/model/                  the trained model, for plain Orbax
+
+The syncer works in its folder. A thread copies each complete checkpoint, or the newest if the
+network is slower than the saves; no outer step waits for it. With `train.store_log` a record is put
+before it is committed in the folder, so before anything about its outer step leaves the process:
+the store has every outer step that a learner has seen.
+
+The claim names the disk whose folder is the newest state of the run. A syncer on that disk goes on
+from its folder. One on another disk takes everything from the store, and what it has of the run
+itself moves to WORKDIR/aside-K, since the run has gone on without it. H is a hash of the files, so
+two different checkpoints of one number are two copies. After a restore the run begins anew under
+STORE/syncer/restored-ID, from the folder that was restored; what was there before stays.
+"""
+
+import contextlib
+import hashlib
+import pathlib
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diloco_jax.config import run_config
+from diloco_jax.node import failpoints, loop
+from diloco_jax.protocol import actions, events, rate_limited_log, safe_json
+from diloco_jax.protocol.tape import codec
+from diloco_jax.storage import (
+  checkpoint,
+  folders,
+  json_files,
+  orbax_context,
+  outer_log,
+  restore_note,
+  wal,
+)
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import claim as claim_lib
+from diloco_jax.syncer import commit
+
+RUN = 'syncer/run'  # the name of the run, in its folder
+MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
+_DISK = 'disk'  # in WORKDIR/syncer: the name of the disk
+_OWN_MODEL = 'syncer/model'  # launch/own_model.py
+_AGREEMENT = 'syncer/agreement.json'
+_COPY = re.compile(r'.*/ckpt/((\d+)-[0-9a-f]{8})\.json')
+_LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
+NOT_COPIED = 75  # the exit code of a run that is over, before the store has its model
+_RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
+
+
+@contextlib.contextmanager
+def opened(
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  say: Callable[[str], None],
+) -> Iterator['Stored | None']:
+  """Locks the folder of a run, takes the claim in its store and makes the folder the newest state
+  of the run; None: the run has no store. At the end the claim is released.
+
+  Raises:
+    DirectoryError: another syncer has the folder, or a restore has not ended.
+    Refused: another syncer continues the run; only a lost disk has its state; another run.
+    StoreError: the store cannot be read or written.
+  """
+  if not config.train.store:
+    yield None
+    return
+  with contextlib.ExitStack() as cleanup:
+    log_files = files_lib.Files(workdir / 'syncer' / 'wal')
+    cleanup.callback(log_files.close)
+    log_files.lock()
+    stored = Stored(config, workdir, log_files, say)
+    cleanup.callback(stored.close)
+    stored.open()
+    yield stored
+
+
+def run_name(workdir: pathlib.Path, name: str = '') -> str:
+  """The name of the run in a folder, drawn when its first syncer starts, unless the store has one.
+  Checkpoints, the log and learners hold it, too, so that a learner of another run is refused.
+  Raises ValueError."""
+  path = workdir / RUN
+  if not path.exists():
+    json_files.replace(path, (name or secrets.token_hex(8)).encode())
+  name = json_files.read_bytes(path, 64).decode()
+  if not re.fullmatch('[0-9a-f]{16}', name):
+    raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')
+  return name
+
+
+class _Damaged(Exception):
+  """A copy is not what was put."""
+
+
+class Stored:
+  """The store of one syncer process. `opened` makes it; then `begin`, then the other calls."""
+
+  def __init__(
+    self,
+    config: run_config.Config,
+    workdir: pathlib.Path,
+    log_files: files_lib.Files,
+    say: Callable[[str], None],
+  ):
+    self.log_files = log_files  # locked
+    self._config, self._workdir, self._say = config, workdir, say
+    self._folder = folders.syncer_folder(workdir)
+    self._store = store_lib.Store(config.train.store)
+    self._claim: claim_lib.Claim | None = None
+    self._at = ''  # where copies and records are
+    self._checkpoints: checkpoint.Checkpoints | None = None
+    self._notices = rate_limited_log.Notices(_SAY_NS, say)
+    # What is to be copied, by its kind: what people call it, and what copies it.
+    self._due: dict[str, tuple[str, Callable[[], None]]] = {}
+    self._changed = threading.Condition()
+    self._closed = False
+    self._thread = threading.Thread(target=self._copy_what_is_due, name='copies', daemon=True)
+
+  @property
+  def run(self) -> str:
+    """The name of the run."""
+    return self._claim.held.run
+
+  # --- The start ----------------------------------------------------------------------------------
+
+  def open(self) -> None:
+    """As `opened`."""
+    note, path = restore_note.read(self._workdir), self._folder / _DISK
+    restored = (note.id,) if note and note.id else ()
+    disk = json_files.read_bytes(path, 64).decode() if path.exists() else ''
+    name = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
+    before, self._claim = claim_lib.take(
+      store_lib.Store(self._config.train.store, limit_s=claim_lib.RENEW_S),
+      disk,
+      claim_lib.Held(run=name, restored=restored),
+      self._say,
+    )
+    self._claim.start()
+    known = self._claim.held.restored
+    self._at = _place(known)
+    if new := tuple(one for one in restored if one not in known):
+      known += new
+      self._at = _place(known)
+      if numbers := folders.checkpoints(self._folder):
+        self._copy(numbers[-1])
+    elif before:
+      self._take_over(before, mine=bool(disk) and before.disk == disk)
+    if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
+      self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
+    disk = disk or secrets.token_hex(8)
+    json_files.replace(path, disk.encode())
+    self._claim.renew(disk=disk, log=self._end(), restored=known)
+
+  def _end(self) -> int:
+    """The newest record in the folder."""
+    return max(wal.numbers(self.log_files), default=0)
+
+  def _take_over(self, before: claim_lib.Held, mine: bool) -> None:
+    """Makes the folder the newest state of the run. `mine`: it is that of the last holder, older
+    than the store only if the disk itself went back."""
+    copies = self._copies()
+    newest = self._manifest(copies[-1])['log'] if copies else 0
+    if not mine or not wal.numbers(self.log_files) or newest > self._end():
+      self._download(before, copies)
+    self._download_records()
+    if (end := self._end()) < before.log:
+      self._say(
+        f'outer steps {end + 1} to about {before.log} (clock {before.clock}) are gone: only the '
+        f'disk of {before.host} had them. The run continues behind outer step {end}; with '
+        'train.store_log=true none would be gone'
+      )
+
+  def _download(self, before: claim_lib.Held, copies: list[str]) -> None:
+    """Fetches the newest copy that is whole; then moves what the folder has of the run aside, and
+    puts the copy there, with a log that begins behind it."""
+    staging, whole = self._folder / 'from-store', None
+    for name in reversed(copies):
+      shutil.rmtree(staging, ignore_errors=True)
+      try:
+        whole = self._download_files(name, staging / _number(name))
+        break
+      except _Damaged as error:
+        self._say(f'{error}: the copy before it is tried')
+    agreement = self._store.read(_AGREEMENT)
+    first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
+    if not whole and (copies or (before.log and not first)):
+      raise claim_lib.Refused(
+        f'{self._store.place} has no whole copy of the run {before.run}, of which {before.log} '
+        f'outer steps are committed: only the disk of {before.host} has them. Nothing was changed. '
+        'Start the syncer on that disk; if it is lost, start over with another train.store'
+      )
+    self._set_aside()
+    if agreement is None:
+      return  # the run had not begun
+    text = agreement.data.decode()
+    position = whole or {'log': 0, 'chain': wal.first_chain(outer_log.run_of(text)).hex()}
+    if whole:
+      staging.rename(self._folder / folders.CHECKPOINTS)
+      json_files.fsync(self._folder)
+    outer_log.begin(self.log_files, text, position)
+    json_files.replace(self._folder / 'wal' / commit.AGREEMENT, agreement.data)
+    json_files.replace(self._workdir / RUN, before.run.encode())
+    self._say(f'the folder begins behind outer step {position["log"]}, from {self._store.place}')
+
+  def _set_aside(self) -> None:
+    """Moves what the folder has of the run to a new folder; nothing is deleted."""
+    keep = {'from-store', 'wal', 'address'}
+    moved = [path for path in self._folder.iterdir() if path.name not in keep]
+    moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
+    moved += [path for path in (self._workdir / 'tapes', self._workdir / MODEL) if path.exists()]
+    if not moved:
+      return
+    aside = folders.new_aside(self._workdir)
+    for path in moved:
+      target = aside / path.relative_to(self._workdir)
+      target.parent.mkdir(parents=True, exist_ok=True)
+      path.rename(target)
+      json_files.fsync(path.parent)
+    self._say(
+      f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
+      'nothing was deleted'
+    )
+
+  def _download_records(self) -> None:
+    """Adds the records that follow those of the folder; the log verifies them as its own."""
+    names = set(self._store.names(f'{self._at}wal/'))
+    while (name := f'{self._at}wal/{wal.name_of(self._end() + 1)}') in names:
+      record = self._store.read(name)
+      if record is None:
+        raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
+      self.log_files.write(wal.NEW, record.data)
+      self.log_files.fsync(wal.NEW)
+      self.log_files.rename(wal.NEW, name.rsplit('/', 1)[1])
+      self.log_files.fsync_names()
+
+  def begin(
+    self,
+    agreement: str,
+    checkpoints: checkpoint.Checkpoints,
+    on_loss: Callable[[BaseException], None],
+  ) -> None:
+    """Puts what a syncer on another disk needs, and starts to copy. The folder is recovered.
+    Raises StoreError."""
+    self._checkpoints = checkpoints
+    if (self._workdir / _OWN_MODEL).exists() and not self._store.read(f'{_OWN_MODEL}.json'):
+      self._upload(self._workdir / _OWN_MODEL, _OWN_MODEL, _files_in(self._workdir / _OWN_MODEL))
+    self._store.put(_AGREEMENT, agreement.encode())
+    numbers = checkpoints.numbers
+    if self._config.train.store_log:
+      self._put_records(numbers)
+    elif not self._config.sync.checkpoint_every_syncs and not self._config.sync.keep_every:
+      self._say(
+        'the syncer saves only at its end, so until then the store has none of its checkpoints: '
+        'set sync.checkpoint_every_syncs, or train.store_log=true'
+      )
+    if numbers:
+      self.copy(numbers[-1])
+    self._thread.start()
+    self._claim.watch(on_loss)
+
+  def _put_records(self, numbers: list[int]) -> None:
+    """Puts the records that the store lacks: of the time before `train.store_log` was set."""
+    first, *others = wal.numbers(self.log_files)
+    copied = [self._manifest(name)['log'] for name in self._copies()]
+    if max(copied, default=0) < first:
+      self._copy(numbers[-1])  # the folder has no record that could follow an older one
+    there = self._store.names(f'{self._at}wal/')
+    for number in others:
+      name = f'{self._at}wal/{wal.name_of(number)}'
+      if number > max(copied, default=0) and name not in there:
+        self._store.put_new(name, self.log_files.read(wal.name_of(number)))
+
+  # --- Outer steps --------------------------------------------------------------------------------
+
+  def before_commit(self, number: int, record: Callable[[], bytes]) -> None:
+    """Returns once a record may be committed. Raises StoreError while it may not; Refused if the
+    claim was taken; WalBroken if a process before this one has put another record late."""
+    self._claim.require()
+    if self._config.train.store_log:
+      name = f'{self._at}wal/{wal.name_of(number)}'
+      if not self._store.put_new(name, record()):
+        self._claim.renew()
+        raise wal.WalBroken(
+          f'{self._store.place}/{name} is a record of the syncer before this one, which came late. '
+          'Nothing is lost: start again, the syncer continues behind it'
+        )
+      failpoints.reached('store.after_put')
+      self._claim.require()
+
+  def committed(self, number: int, clock: int) -> None:
+    """An outer step was committed: the claim will say so."""
+    self._claim.note(log=number, clock=clock)
+
+  # --- Copies -------------------------------------------------------------------------------------
+
+  def copy(self, number: int) -> None:
+    """Copies a complete checkpoint in the background, unless a newer one comes first."""
+    self._add('checkpoint', f'checkpoint {number}', lambda: self._copy(number))
+
+  def copy_model(self) -> None:
+    """Copies the trained model in the background."""
+    self._add('model', 'the trained model', self._copy_model)
+
+  def forget_model(self) -> None:
+    """Removes the model that an earlier end of the run has put. Raises StoreError."""
+    self._store.remove(f'{MODEL}/{_LAST}', *self._store.names(f'{MODEL}/'))
+
+  def _add(self, kind: str, text: str, call: Callable[[], None]) -> None:
+    with self._changed:
+      self._due[kind] = text, call
+      self._changed.notify_all()
+
+  def _copy_what_is_due(self) -> None:
+    while not self._closed:
+      with self._changed:
+        self._changed.wait_for(lambda: self._due or self._closed)
+        due = list(self._due.items())
+      for kind, (text, call) in due:
+        try:
+          call()
+        except claim_lib.Refused:
+          return  # the node hears of it from the claim
+        except (store_lib.StoreError, checkpoint.CheckpointError, OSError, ValueError) as error:
+          self._notices.say(time.monotonic_ns(), kind, f'{text} is not in the store yet: {error}')
+          with self._changed:
+            self._changed.wait_for(lambda: self._closed, _RETRY_S)
+          break
+        with self._changed:
+          if self._due.get(kind) == (text, call):
+            del self._due[kind]
+          self._changed.notify_all()
+
+  def _copy(self, number: int) -> None:
+    folder = self._folder / folders.CHECKPOINTS / str(number)
+    if self._checkpoints:
+      self._checkpoints.held = number  # two later saves would remove it meanwhile
+    files = _files_in(folder)
+    state = checkpoint.machine_state(folder)
+    digest = json_files.sha256(files)[:8]
+    name = f'{self._at}ckpt/{number}-{digest}'
+    about = {'log': state[outer_log.POSITION], 'chain': state[outer_log.CHAIN]}
+    if self._store.read(f'{name}.json') is None:
+      self._upload(folder, name, files, about)
+      failpoints.reached('store.after_copy')
+    self._remove_old()
+
+  def _upload(
+    self,
+    folder: pathlib.Path,
+    name: str,
+    files: dict[str, Any],
+    about: dict[str, Any] | None = None,
+  ) -> None:
+    """Puts the files of a folder, then their manifest. Raises StoreError, OSError."""
+    for path in sorted(files):
+      self._require_open()
+      self._store.put(f'{name}/{path}', (folder / path).read_bytes())
+      failpoints.reached('store.in_copy')
+    self._claim.require()
+    self._store.put(f'{name}.json', codec.encode({'files': files, **(about or {})}).encode())
+
+  def _remove_old(self) -> None:
+    """Removes copies that need not be kept, what is left of others, and the records behind both of
+    the newest two."""
+    self._claim.require()
+    copies = {name: int(_number(name)) for name in self._copies()}
+    numbers = sorted(copies.values())
+    kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
+    stay = tuple(name for name, number in copies.items() if number in kept)
+    old = [
+      name
+      for name in self._store.names(f'{self._at}ckpt/')
+      if not name.startswith(tuple(f'{one}{end}' for one in stay for end in '/.'))
+    ]
+    self._store.remove(*sorted(old, key=lambda name: not name.endswith('.json')))
+    if len(numbers) >= outer_log.CHECKPOINTS:
+      behind = self._manifest(list(copies)[-outer_log.CHECKPOINTS])['log']
+      limit = f'{self._at}wal/{wal.name_of(behind)}'
+      self._store.remove(*(one for one in self._store.names(f'{self._at}wal/') if one <= limit))
+
+  def _copy_model(self) -> None:
+    folder = self._workdir / MODEL
+    self.forget_model()
+    for path in sorted(_files_in(folder), key=lambda path: path == _LAST):
+      self._require_open()
+      self._store.put(f'{MODEL}/{path}', (folder / path).read_bytes())
+
+  def _require_open(self) -> None:
+    if self._closed:
+      raise store_lib.StoreError('the process ends')
+
+  # --- Reading ------------------------------------------------------------------------------------
+
+  def _copies(self) -> list[str]:
+    """The names of the complete copies, the newest last."""
+    names = self._store.names(f'{self._at}ckpt/')
+    found = [name.removesuffix('.json') for name in names if _COPY.fullmatch(name)]
+    return sorted(found, key=lambda name: int(_number(name)))
+
+  def _manifest(self, name: str) -> dict[str, Any]:
+    """Raises StoreError if there is none any more."""
+    found = self._store.read(f'{name}.json')
+    try:
+      return safe_json.parse_object(found.data)
+    except (AttributeError, ValueError) as error:
+      raise store_lib.StoreError(f'{self._store.place}/{name}.json is no manifest') from error
+
+  def _download_files(self, name: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Writes the files of a complete copy; returns its manifest. Raises _Damaged if an object is
+    not what was put; StoreError."""
+    manifest = self._manifest(name)
+    new = folder.with_name(f'{folder.name}.new')
+    shutil.rmtree(new, ignore_errors=True)
+    for path, (size, sha256) in manifest['files'].items():
+      if path.startswith('/') or '..' in path.split('/'):
+        raise _Damaged(f'{self._store.place}/{name}.json names {path}')
+      found = self._store.read(f'{name}/{path}', size)
+      if found is None or hashlib.sha256(found.data).hexdigest() != sha256:
+        raise _Damaged(f'{self._store.place}/{name}/{path} is not what was put there')
+      json_files.replace(new / path, found.data)
+    new.rename(folder)
+    json_files.fsync_tree(folder)
+    return manifest
+
+  # --- The end ------------------------------------------------------------------------------------
+
+  def finish(
+    self, result: actions.Exit, event_queue: loop.EventQueue, stopped: bool, finished: bool
+  ) -> actions.Exit:
+    """Waits until everything is copied, or half of the time of an orderly end has passed since the
+    process was asked to stop (`stopped`: it was). Returns the Exit of the process, after a line
+    that says what is not copied. `finished`: the run is over. Raises Refused."""
+    until_s = None
+    while self._due:
+      if isinstance(event_queue.take(0), events.Stop):
+        stopped = True
+      if stopped and until_s is None:
+        until_s = time.monotonic() + self._config.train.drain_s / 2
+      if until_s and time.monotonic() > until_s:
+        break
+      with self._changed:
+        self._changed.wait_for(lambda: not self._due, _LOOK_S)
+    left = ' and '.join(text for text, _ in self._due.values())
+    if not left:
+      return result
+    text = (
+      f'{left} is not in {self._store.place}: there was no time. The folder has it; start the '
+      'syncer there again, and it is copied'
+    )
+    if finished:
+      return actions.Exit(code=NOT_COPIED, text=text)
+    self._say(text)
+    return result
+
+  def close(self) -> None:
+    """Ends the copies and releases the claim."""
+    with self._changed:
+      self._closed = True
+      self._changed.notify_all()
+    if self._claim:
+      self._claim.close()
+
+
+def _place(restored: tuple[str, ...]) -> str:
+  return f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
+
+
+def _number(name: str) -> str:
+  """The number of the checkpoint of a copy."""
+  return name.rsplit('/', 1)[1].split('-')[0]
+
+
+def _files_in(folder: pathlib.Path) -> dict[str, Any]:
+  """Size and SHA-256 of each file in a folder. Raises OSError; Unreadable for a link."""
+  found = {}
+  for path in json_files.files_in(folder):
+    with open(path, 'rb') as file:
+      sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
+    found[path.relative_to(folder).as_posix()] = [path.stat().st_size, sha256]
+  return found

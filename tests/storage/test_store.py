@@ -1,0 +1,154 @@
+"""The store on a folder and on a bucket: one meaning, whatever fails on the way."""
+
+import multiprocessing
+import os
+import threading
+
+import pytest
+
+from diloco_jax.storage import store as store_lib
+
+RACERS = 8
+
+
+@pytest.fixture(name='store', params=['folder', 'bucket'])
+def _store(request, tmp_path) -> store_lib.Store:
+  if request.param == 'folder':
+    return store_lib.Store(f'{tmp_path}/not #there/%20')
+  return store_lib.Store(f'{request.getfixturevalue("bucket").url}/run/x')
+
+
+def test_an_object_is_read_as_it_was_written(store):
+  assert store.names() == [] and store.read('syncer/claim') is None
+  data = os.urandom(3 << 20)
+  store.put('syncer/ckpt/7/d/a b#c', data)
+  store.put('syncer/empty', b'')
+  assert store.read('syncer/ckpt/7/d/a b#c', len(data)).data == data
+  assert store.read('syncer/empty').data == b''
+  store.put('syncer/empty', b'no longer')
+  assert store.read('syncer/empty').data == b'no longer'
+
+
+def test_names_begin_with_the_prefix_and_are_sorted(store):
+  for name in ('b/2', 'b/10', 'a/1', 'bb', 'b/3/x'):
+    store.put(name, b'x')
+  assert store.names('b/') == ['b/10', 'b/2', 'b/3/x']
+  assert store.names() == ['a/1', 'b/10', 'b/2', 'b/3/x', 'bb']
+  store.remove(*store.names('b/'), 'there is none')
+  assert store.names() == ['a/1', 'bb']
+
+
+def test_an_object_that_exists_is_never_replaced_by_put_new(store):
+  assert store.put_new('wal/1.rec', b'one')
+  assert store.put_new('wal/1.rec', b'one')  # the answer to the first may have been lost
+  assert not store.put_new('wal/1.rec', b'another')
+  assert store.read('wal/1.rec').data == b'one'
+
+
+def test_replace_needs_the_present_generation(store):
+  first = store.replace('claim', b'a', None)
+  assert store.read('claim') == (b'a', first)
+  second = store.replace('claim', b'b', first)
+  assert second and second != first
+  assert store.replace('claim', b'c', first) is None
+  assert store.replace('claim', b'b', first) == second  # its own bytes
+  store.remove('claim')
+  assert store.replace('claim', b'd', second) is None
+  assert store.read('claim') is None
+
+
+def test_of_several_that_replace_an_object_one_succeeds(store):
+  generation = store.replace('claim', b'', None)
+  won, together = [], threading.Barrier(RACERS)
+
+  def race(mine: bytes) -> None:
+    together.wait()
+    if store.replace('claim', mine, generation):
+      won.append(mine)
+
+  racers = [threading.Thread(target=race, args=(b'%d' % one,)) for one in range(RACERS)]
+  for racer in racers:
+    racer.start()
+  for racer in racers:
+    racer.join()
+  assert [store.read('claim').data] == won
+
+
+def _write_for_ever(place: str, wrote) -> None:
+  store = store_lib.Store(place)
+  for turn in range(10**9):
+    store.put('whole', b'%d' % (turn % 10) * (1 << 20))
+    wrote.set()
+
+
+def test_a_killed_writer_leaves_a_whole_object_and_no_lock(tmp_path):
+  spawn = multiprocessing.get_context('spawn')
+  store = store_lib.Store(str(tmp_path / 'store'))
+  for _ in range(3):
+    wrote = spawn.Event()
+    writer = spawn.Process(target=_write_for_ever, args=(str(tmp_path / 'store'), wrote))
+    writer.start()
+    assert wrote.wait(120)
+    writer.kill()
+    writer.join()
+    data = store.read('whole', 1 << 20).data
+    assert len(data) == 1 << 20 and len(set(data)) == 1
+    assert store.names() == ['whole']
+    store.put('whole', b'next')
+
+
+@pytest.mark.parametrize('place', ['gs://x', 'gs://b/run'])
+def test_a_bucket_of_no_valid_name_is_refused(place):
+  with pytest.raises(ValueError, match='Invalid GCS bucket name'):
+    store_lib.Store(place)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(store_lib.StoreError, match=r'file/store/claim: .*os_error_code') as caught:
+    store_lib.Store(str(tmp_path / 'file' / 'store')).put_new('claim', b'x')
+  assert '\n' not in str(caught.value)
+
+
+# --- Failing requests -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['503', 'reset', 'lost answer', 'truncated answer',
+                                  'truncated upload'])  # fmt: skip
+def test_one_failure_of_any_kind_goes_unnoticed(bucket, kind):
+  from tests.storage import fake_gcs
+
+  store = store_lib.Store(f'{bucket.url}/run')
+
+  def fails_once(call):
+    bucket.door.faults = fake_gcs.Faults(1, 1.0, (kind,), most=1)
+    found = call()
+    assert bucket.door.faults.injected.total() == 1
+    return found
+
+  data = os.urandom(1 << 18)
+  assert fails_once(lambda: store.put_new('wal/1', data))
+  assert not fails_once(lambda: store.put_new('wal/1', b'another'))
+  found = fails_once(lambda: store.read('wal/1'))
+  assert found.data == data
+  assert fails_once(lambda: store.replace('wal/1', b'b', found.generation))
+  assert fails_once(lambda: store.replace('wal/1', b'c', found.generation)) is None
+  assert fails_once(lambda: store.names()) == ['wal/1']
+  fails_once(lambda: store.remove('wal/1'))
+  assert bucket.objects == {}
+
+
+def test_a_store_that_does_not_answer_is_one_line(bucket):
+  store = store_lib.Store(f'{bucket.url}/run', limit_s=1.0)
+  bucket.door.delay_s = 3.0
+  with pytest.raises(store_lib.StoreError, match='/run/claim: no answer within 1 s'):
+    store.put_new('claim', b'x')
+  bucket.door.delay_s, bucket.door.refuses_with = 0.0, 403
+  with pytest.raises(store_lib.StoreError, match='PERMISSION_DENIED') as caught:
+    store.put_new('claim', b'x')
+  assert '\n' not in str(caught.value)
+  bucket.door.refuses_with, bucket.door.shut = 0, True
+  with pytest.raises(store_lib.StoreError, match='attempts failed|no answer'):
+    store.put_new('claim', b'x')
+  bucket.door.shut = False
+  assert store.put_new('claim', b'x')
