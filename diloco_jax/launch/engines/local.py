@@ -43,7 +43,8 @@ def run(
 ) -> int:
   """`programs`: of the supervisor. `more`: flags of the command that continues the run."""
   config, workdir = request.config, pathlib.Path(places.workdir)
-  whole = local_run.is_whole(config, described)
+  here = programs is local_run.programs  # not on other machines
+  whole = here and local_run.is_whole(config, described)
   with cli.never_retry(ValueError, files.DirectoryError):
     run_folder.open_workdir(
       config, workdir, resume=RESUME.value, changed=cli.overrides(), whole=whole

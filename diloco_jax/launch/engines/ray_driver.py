@@ -144,7 +144,7 @@ class Driver:
     places = self._find_places(hosts)
     if not places:
       return 128 + signal.SIGTERM
-    print(f'starts on {", ".join(ip for ip, _ in places)}', flush=True)
+    say(f'starts on {", ".join(ip for ip, _ in places)}')
     meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*places[0])}
     secrets = {
       os.path.basename(at): pathlib.Path(at).read_bytes() for at in self._program['secrets']
@@ -177,7 +177,7 @@ class Driver:
         return self._ray.get(places)
       if not said and time.monotonic() > began_s + PATIENCE_S:
         said = True
-        print(f'waits for {self._count} x {self._program["resources"]} in the cluster', flush=True)
+        say(f'waits for {self._count} x {self._program["resources"]} in the cluster')
     return []
 
   def _follow(self, hosts: list, works: list) -> list[tuple[int, int]]:
@@ -196,7 +196,7 @@ class Driver:
             ends.append((host, self._ray.get(works[host])))
         except self._ray.exceptions.RayError as error:
           if deadline_s == math.inf or time.monotonic() < deadline_s:
-            print(f'{self._of(host)}: its machine is lost: {describe(error)}', flush=True)
+            say(f'the machine of {self._of(host)} is lost: {describe(error)}')
           ends.append((host, LOST))
       if ends and deadline_s == math.inf:
         deadline_s = time.monotonic() + (LAST_WORDS_S if ends[0][1] else TOGETHER_S)
@@ -210,8 +210,7 @@ class Driver:
     address = file.read_text() if file.exists() else ''
     lines, records, now = self._ray.get(actor.exchange.remote(address), timeout=SILENCE_S)
     for line in lines:
-      print(line if not host or line.startswith('error: ') else f'[{self._of(host)}] {line}')
-    sys.stdout.flush()
+      say(line if not host or line.startswith('error: ') else f'[{self._of(host)}] {line}')
     if records:
       with open(self._folder / 'records' / f'{self._of(host)}.jsonl', 'ab') as file:
         file.write(records)
@@ -220,6 +219,10 @@ class Driver:
 
   def _of(self, host: int) -> str:
     return f'{self._name}.{host}' if host else self._name
+
+
+def say(line: str) -> None:
+  print(line, file=sys.__stdout__, flush=True)
 
 
 def write(path: pathlib.Path, data: bytes, writer: str) -> None:
@@ -251,13 +254,14 @@ def main(file: str, name: str) -> int:
   try:
     import ray
   except ImportError:
-    print(f'error: {sys.executable} has no Ray; {sys.executable} -m pip install ray', flush=True)
+    say(f'error: {sys.executable} has no Ray; {sys.executable} -m pip install ray')
     return run['never_retry']
   try:
     ray.init(run['address'], log_to_driver=False, logging_level='ERROR')
+    sys.stdout = open(os.devnull, 'w')  # Ray prints pages when a machine dies, whichever it is
     return Driver(ray, pathlib.Path(file).parent, run, name).carry_out()
   except (ConnectionError, ray.exceptions.RayError) as error:
-    print(f'error: the cluster at {run["address"]}: {describe(error)}', flush=True)
+    say(f'error: the cluster at {run["address"]}: {describe(error)}')
     return LOST
 
 

@@ -85,6 +85,10 @@ class Cluster:
     words = 'diloco_jax syncer' if name == 'syncer' else f'--learner_id={name} '
     return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-m']]
 
+  def raylet(self, machine: str) -> psutil.Process:
+    [found] = [one for one in self.processes(machine) if one.name() == 'raylet']
+    return found
+
   def kill(self, machine: str) -> None:
     """Kills a machine with everything on it."""
     while found := self.processes(machine):
