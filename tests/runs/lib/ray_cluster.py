@@ -199,5 +199,6 @@ def launch(
     print('\n'.join(launched.lines))
     raise
   finally:
-    if process.poll() is None:
+    with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
+    process.wait(DEADLINE_S)
