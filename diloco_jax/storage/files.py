@@ -122,7 +122,10 @@ class Files:
   # --- Beside the port ----------------------------------------------------------------------------
 
   def lock(self, role: str = 'syncer') -> None:
-    """Locks the directory for this process until `close` or its end. Raises DirectoryError."""
+    """Locks the directory for this process until `close` or its end, once. Raises
+    DirectoryError."""
+    if self._lock >= 0:
+      return
     try:
       self._require_open()
       descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)

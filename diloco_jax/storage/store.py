@@ -11,7 +11,9 @@ and has succeeded if it finds its own bytes. After a StoreError a write may have
 or still be on its way: write the same bytes again, or read.
 """
 
+import contextlib
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import tensorstore
@@ -45,12 +47,14 @@ class Store:
 
   def __init__(self, place: str, limit_s: float = LIMIT_S):
     self.place, self._limit_s = place.rstrip('/'), limit_s
+    self._folder: pathlib.Path | None = None
     if place.startswith(_BUCKET):
       bucket, _, prefix = self.place.removeprefix(_BUCKET).partition('/')
       spec = {'driver': 'gcs', 'bucket': bucket, 'path': f'{prefix}/', 'context': {}}
       spec['context']['gcs_request_retries'] = _RETRIES
     else:
-      spec = {'driver': 'file', 'path': f'{os.path.abspath(self.place)}/'}
+      self._folder = pathlib.Path(self.place).absolute()
+      spec = {'driver': 'file', 'path': f'{self._folder}/'}
     self._objects = self._do('', tensorstore.KvStore.open(spec))
 
   def read(self, name: str, size: int = 0) -> Object | None:
@@ -88,6 +92,9 @@ class Store:
     """Removes objects; one that does not exist is no error. Raises StoreError."""
     for name in names:
       self._do(name, self._objects.write(name, None))
+      with contextlib.suppress(OSError):  # a folder is not empty
+        while self._folder and (name := os.path.dirname(name)):
+          (self._folder / name).rmdir()
 
   def _do(self, name: str, future: Any, size: int = 0) -> Any:
     limit_s = self._limit_s + size / _BYTES_PER_S

@@ -30,6 +30,7 @@ from diloco_jax.storage import store as store_lib
 
 NAME = 'syncer/claim'
 RENEW_S, FRESH_S, EXPIRED_S = 10.0, 20.0, 30.0
+ANSWER_S = 10.0  # within which the store is to answer
 LOOK_S = 2.0  # between two looks at another's claim, and after a renewal that failed
 
 

@@ -142,7 +142,7 @@ class Stored:
     disk = json_files.read_bytes(path, 64).decode() if path.exists() else ''
     name = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
     before, self._claim = claim_lib.take(
-      store_lib.Store(self._config.train.store, limit_s=claim_lib.RENEW_S),
+      store_lib.Store(self._config.train.store, limit_s=claim_lib.ANSWER_S),
       disk,
       claim_lib.Held(run=name, restored=restored),
       self._say,
@@ -219,7 +219,6 @@ class Stored:
     keep = {'from-store', 'wal', 'address'}
     moved = [path for path in self._folder.iterdir() if path.name not in keep]
     moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
-    moved += [path for path in (self._workdir / 'tapes', self._workdir / MODEL) if path.exists()]
     if not moved:
       return
     aside = folders.new_aside(self._workdir)

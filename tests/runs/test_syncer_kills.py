@@ -48,11 +48,12 @@ OVERRIDES = {
 
 
 def plan(random_kills: int) -> tuple[str, ...]:
-  """Every failpoint once, with kills by the test between them: the supervisor abandons a program
+  """Every failpoint of a run without a store once, with kills by the test between them: the supervisor abandons a program
   after several short processes in a row."""
-  apart = math.ceil(len(failpoints.NAMES) / random_kills)
+  names = [name for name in failpoints.NAMES if not name.startswith('store.')]
+  apart = math.ceil(len(names) / random_kills)
   places: list[str] = []
-  for n, name in enumerate(failpoints.NAMES):
+  for n, name in enumerate(names):
     places += [ANY, name] if n % apart == 0 else [name]
   return (*places, *[ANY] * (random_kills - places.count(ANY)))
 
@@ -141,13 +142,15 @@ class Conductor(conductor.Conductor):
     learner_kills: int,
     site_kills: int,
     seed: int = SEED,
+    overrides: dict[str, Any] | None = None,
   ):
     self.plan, self.learner_kills, self._site_kills = plan, learner_kills, site_kills
     self.pulse = pulse_lib.Pulse()
     self.site_ns: list[int] = []
     self.froze_ns = 0
     self._draw = random.Random(seed)
-    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints)
+    config = {**OVERRIDES, **(overrides or {})}
+    super().__init__(workdir, recorder, config, change=self._with_failpoints)
 
   def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name != 'syncer':

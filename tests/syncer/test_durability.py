@@ -94,16 +94,22 @@ class Records:
 
 
 class Rig:
-  """One process of the syncer's work in a folder; `start`: the start of its machine."""
+  """One process of the syncer's work in a folder; `start`: the start of its machine. `store`: of
+  the run, opened with `records`."""
 
   def __init__(
-    self, assembled: build.Assembly, folder: pathlib.Path, full_s: float = commit.FULL_S
+    self,
+    assembled: build.Assembly,
+    folder: pathlib.Path,
+    full_s: float = commit.FULL_S,
+    store: stored.Stored | None = None,
+    records: Records | None = None,
   ):
     self.assembled = assembled
-    self.records = Records()
-    self.disk = Disk(folder / 'wal')
+    self.records = records or Records()
+    self.disk = store.log_files if store else Disk(folder / 'wal')
     self.log = commit.CommitLog(
-      self.disk, assembled.agreement, self.records.say, retry_s=0.01, full_s=full_s
+      self.disk, assembled.agreement, self.records.say, retry_s=0.01, full_s=full_s, store=store
     )
     try:
       self.theta = global_model_lib.Theta(assembled)
@@ -127,7 +133,10 @@ class Rig:
       self.checkpoints,
       self.log,
       evaluation=None,
+      store=store,
     )
+    if store:
+      store.begin(assembled.agreement, self.checkpoints, self.failed.put)
     self.work.start()
 
   def submit(self, sync: int) -> None:

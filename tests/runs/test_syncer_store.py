@@ -1,0 +1,110 @@
+"""Syncers that are killed and lose their disk: the run continues from its store.
+
+Real processes, as in test_syncer_kills.py. SIGKILL ends each process of the syncer, at a failpoint
+or at any moment, and then WORKDIR/syncer is removed, as with the machine. The next process is one
+on another disk, so it waits until the claim is EXPIRED_S old.
+"""
+
+import functools
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+
+from diloco_jax.node import failpoints
+from diloco_jax.report import records
+from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import claim as claim_lib
+from tests.runs import test_syncer_kills as kills
+from tests.runs.lib import conductor, promises
+
+DEADLINE_S = 1500
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1600)]
+PLACES = (
+  'store.in_copy',  # of the first checkpoint: the store has nothing else than records
+  'wal.after_append',
+  'store.after_put',
+  'wal.after_commit',
+  'store.after_copy',
+  'compact.after',
+  kills.ANY,
+)
+
+
+class Conductor(kills.Conductor):
+  """Removes the syncer's folder before each of its processes but the first."""
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    recorder: records.Recorder,
+    plan: tuple[str, ...],
+    overrides: dict[str, Any],
+  ):
+    self._removed = 0
+    overrides = {**overrides, 'train.store': str(workdir / 'store')}
+    super().__init__(workdir, recorder, plan, 0, 0, overrides=overrides)
+
+  def _place_of_next_life(self) -> str:
+    lived = self.supervisor.statuses['syncer'].starts
+    if lived > self._removed:
+      self._removed = lived
+      shutil.rmtree(self.workdir / 'syncer')
+    return super()._place_of_next_life()
+
+  async def carry_out(self) -> None:
+    await self._kill_the_syncer()
+    self.supervisor.retire()
+
+
+def play(workdir: pathlib.Path, plan: tuple[str, ...], **overrides: Any) -> kills.Run:
+  make = functools.partial(Conductor, plan=plan, overrides=overrides)
+  conducted, left = conductor.play(workdir, make, DEADLINE_S)
+  return kills.Run(
+    **vars(left),
+    plan=conducted.plan,
+    learner_kills=0,
+    pulse=conducted.pulse,
+    site_ns=[],
+    froze_ns=0,
+  )
+
+
+@pytest.fixture(scope='module', name='logged')
+def _logged(tmp_path_factory) -> kills.Run:
+  return play(tmp_path_factory.mktemp('logged'), PLACES, **{'train.store_log': True})
+
+
+def test_every_process_ends_as_planned(logged):
+  assert set(PLACES) >= {name for name in failpoints.NAMES if name.startswith('store.')}
+  assert logged.outcome.code == 0, '\n'.join(logged.said)
+  assert len(logged.deaths('syncer')) == len(PLACES)
+
+
+def test_no_version_that_a_learner_has_adopted_is_lost(logged):
+  assert logged.lost_versions() == [0] * len(PLACES)
+  assert any(fact['version'] > 0 for fact in logged.of('l0', 'adopted'))
+  assert not [line for line in logged.said if 'gone:' in line]
+
+
+def test_a_version_has_the_same_bits_in_every_process(logged):
+  kills.test_a_version_has_the_same_bits_in_every_process(logged)
+
+
+def test_no_outer_step_is_repeated_or_skipped(logged):
+  kills.test_no_outer_step_is_repeated_or_skipped(logged)
+
+
+def test_the_run_keeps_every_promise(logged):
+  promises.check(logged)
+
+
+def test_without_the_log_the_run_continues_behind_the_last_copy(tmp_path):
+  run = play(tmp_path, (kills.ANY, 'store.in_copy', kills.ANY))
+  assert run.outcome.code == 0, '\n'.join(run.said)
+  said = [line for line in run.said if 'gone:' in line]
+  assert said and all('only the disk of' in line for line in said), run.said
+  store = store_lib.Store(str(tmp_path / 'store'))
+  held, _ = claim_lib.read(store)
+  assert held.released and held.log > 0

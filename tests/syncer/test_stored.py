@@ -1,0 +1,525 @@
+"""The syncer's part of the store: which process continues a run, and from what.
+
+A `Life` is one process of the syncer's work on one disk (a folder), as in test_durability.py, with
+a store that outlives them all. `kill` leaves everything as SIGKILL would; tests/runs/ kills real
+processes.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import pathlib
+import re
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from diloco_jax.launch import own_model, restore
+from diloco_jax.node import failpoints, loop
+from diloco_jax.protocol import actions, events
+from diloco_jax.storage import checkpoint, restore_note, wal
+from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import claim as claim_lib
+from diloco_jax.syncer import stored
+from tests.syncer import test_durability as durability
+from tests.syncer.test_durability import DEADLINE_S, SYNCS, bits, drain_lines
+
+assembled, expected = durability._assembled, durability._expected
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+  """The claim of a process that is dead is free at once; one that lives renews it all the time."""
+  monkeypatch.setattr(claim_lib, 'EXPIRED_S', 0.0)
+  monkeypatch.setattr(claim_lib, 'RENEW_S', 0.05)
+  monkeypatch.setattr(claim_lib, 'LOOK_S', 0.05)
+  monkeypatch.setattr(stored, '_RETRY_S', 0.05)
+
+
+class Life(durability.Rig):
+  """One process on one disk."""
+
+  def __init__(self, assembled, disk: pathlib.Path, place: str, store_log: bool):
+    config = copy.deepcopy(assembled.config)
+    config.train.store, config.train.store_log = place, store_log
+    records = durability.Records()
+    self.disk_folder, self._end = disk, contextlib.ExitStack()
+    self.store = self._end.enter_context(stored.opened(config, disk, records.say))
+    try:
+      stored.run_name(disk, self.store.run)
+      super().__init__(assembled, disk / 'syncer', store=self.store, records=records)
+    except BaseException:
+      self._end.close()
+      raise
+    self.ended = False
+
+  def copied(self) -> None:
+    """Returns once all is copied."""
+    wait(lambda: not self.store._due)
+
+  def kill(self) -> None:
+    """Ends the threads; nothing is written, put or released."""
+    if not self.ended:
+      self.ended = True
+      self.store._closed = self.store._claim._closed.set() or True
+      with self.store._changed:
+        self.store._changed.notify_all()
+      self.store._claim._thread.join()
+      self.store._thread.join()
+      self.crash()
+      self.checkpoints.close()
+
+  def end(self) -> None:
+    """Ends in order."""
+    self.crash()
+    self.checkpoints.close()
+    self._end.close()
+    self.ended = True
+
+
+def wait(until) -> None:
+  deadline_s = time.monotonic() + DEADLINE_S
+  while not until():
+    assert time.monotonic() < deadline_s
+    time.sleep(0.01)
+
+
+@pytest.fixture(name='place', params=['folder', 'bucket'])
+def _place(request, tmp_path) -> str:
+  if request.param == 'folder':
+    return str(tmp_path / 'store')
+  return f'{request.getfixturevalue("bucket").url}/run'
+
+
+class Site:
+  """Lives of one run, one after the other or side by side."""
+
+  def __init__(self, assembled, folder: pathlib.Path, place: str):
+    self.assembled, self.folder, self.place = assembled, folder, place
+    self.store = store_lib.Store(place)
+    self.lives: list[Life] = []
+
+  def live(self, disk: str, store_log: bool = False, place: str = '') -> Life:
+    life = Life(self.assembled, self.folder / disk, place or self.place, store_log)
+    self.lives.append(life)
+    return life
+
+  def kill(self) -> None:
+    for life in self.lives:
+      life.kill()
+
+  def objects(self) -> dict[str, bytes]:
+    return {name: self.store.read(name).data for name in self.store.names()}
+
+
+@pytest.fixture(name='site')
+def _site(assembled, tmp_path, place):
+  site = Site(assembled, tmp_path, place)
+  yield site
+  site.kill()
+
+
+@pytest.fixture(name='here')
+def _here(assembled, tmp_path):
+  """On a folder only: what does not ask for a network."""
+  site = Site(assembled, tmp_path, str(tmp_path / 'store'))
+  yield site
+  site.kill()
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+  files = (path for path in folder.rglob('*') if path.is_file())
+  return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def run_until(life: Life, syncs: range, saves: tuple[int, ...] = ()) -> None:
+  for sync in syncs:
+    life.merge(sync)
+    if sync in saves:
+      assert not life.save(sync).error
+      life.copied()
+
+
+def copies(site: Site) -> list[int]:
+  found = map(re.compile(r'syncer/ckpt/(\d+)-[0-9a-f]{8}\.json').fullmatch, site.store.names())
+  return sorted(int(match[1]) for match in found if match)
+
+
+def gone(life: Life) -> list[str]:
+  return [line for line in drain_lines(life) if 'gone:' in line]
+
+
+# --- A disk that is lost --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('saves', [(), (2,), (2, 4, 6)])
+def test_with_the_log_in_the_store_no_outer_step_is_lost(site, expected, saves):
+  run_until(site.live('a', store_log=True), range(1, SYNCS + 1), saves)
+  site.kill()
+  other = site.live('b', store_log=True)
+  assert bits(other.theta) == expected[SYNCS]
+  assert other.start.state['versions'] == other.theta.versions
+  assert not gone(other)
+
+
+def test_without_it_the_run_continues_behind_the_last_copy_and_says_what_is_gone(site, expected):
+  life = site.live('a')
+  run_until(life, range(1, SYNCS + 1), saves=(2, 5))
+  life.store._claim.renew()
+  site.kill()
+  other = site.live('b')
+  assert bits(other.theta) == expected[5]
+  (line,) = gone(other)
+  assert line.startswith('outer steps 6 to about 7 (clock 7) are gone: only the disk of ')
+  for sync in (6, 7):
+    other.merge(sync)
+  assert bits(other.theta) == expected[SYNCS]
+
+
+def test_a_record_that_was_put_and_not_committed_counts(site, expected, monkeypatch):
+  """It may have been published: nobody can tell."""
+
+  def dies(name: str) -> None:
+    if name == 'store.after_put':
+      raise RuntimeError(name)
+
+  life = site.live('a', store_log=True)
+  run_until(life, range(1, 3))
+  with monkeypatch.context() as patch:
+    patch.setattr(failpoints, 'reached', dies)
+    life.submit(3)
+    assert isinstance(life.failed.get(timeout=DEADLINE_S), RuntimeError)
+  assert life.log.position['log'] == 2
+  site.kill()
+  for disk in ('a', 'b'):  # also on its own disk, which lacks it
+    other = site.live(disk, store_log=True)
+    assert bits(other.theta) == expected[3]
+    site.kill()
+
+
+def test_a_run_of_which_the_store_has_nothing_is_not_started_over(here):
+  life = here.live('a')
+  run_until(life, range(1, 4))
+  life.store._claim.renew()
+  here.kill()
+  before = here.objects()
+  with pytest.raises(claim_lib.Refused, match='no whole copy of the run .* 3 outer steps are comm'):
+    here.live('b')
+  after = here.objects()
+  assert before.keys() == after.keys()
+  again = here.live('a')  # and its own disk still counts
+  assert again.log.position['log'] == 3 and not gone(again)
+
+
+def test_a_run_that_has_not_begun_begins_anywhere(here):
+  here.live('a')
+  here.kill()
+  other = here.live('b', store_log=True)
+  run_until(other, range(1, 3))
+
+
+def test_the_store_keeps_two_copies_and_the_records_behind_them(site, expected):
+  life = site.live('a', store_log=True)
+  run_until(life, range(1, SYNCS + 1), saves=(2, 3, 4, 6))
+  names = site.store.names('syncer/')
+  assert copies(site) == [4, 6]
+  uploads = {name.split('/')[2].removesuffix('.json') for name in names if '/ckpt/' in name}
+  assert sorted(int(name.split('-')[0]) for name in uploads) == [4, 6]
+  records = [name for name in names if name.endswith('.rec')]
+  assert [int(name.split('/')[-1].split('.')[0]) for name in records] == [5, 6, 7]
+  site.kill()
+  (damaged,) = [name for name in names if '/ckpt/6-' in name and name.endswith('data.json')]
+  site.store.put(damaged, b'{}')
+  other = site.live('b', store_log=True)  # the copy before it, and more records
+  assert any('is not what was put there' in line for line in drain_lines(other))
+  assert bits(other.theta) == expected[SYNCS]
+
+
+def test_a_copy_without_its_manifest_does_not_exist(site, expected, monkeypatch):
+  """Of a process that died while it copied."""
+  life = site.live('a')
+  run_until(life, range(1, 3), saves=(2,))
+
+  def dies(name: str) -> None:
+    if name == 'store.in_copy':
+      raise claim_lib.Refused(name)  # ends the thread
+
+  with monkeypatch.context() as patch:
+    patch.setattr(failpoints, 'reached', dies)
+    life.merge(3)
+    life.save(3)
+    life.store._thread.join()
+  assert any('/ckpt/3-' in name for name in site.store.names())
+  site.kill()
+  other = site.live('b')
+  assert bits(other.theta) == expected[2]
+  run_until(other, range(3, 5), saves=(3, 4))
+  assert copies(site) == [3, 4]
+
+
+def test_records_of_the_time_before_are_put_once_the_log_goes_to_the_store(site, expected):
+  """The folder's log begins behind checkpoint 2, so a copy comes first."""
+  life = site.live('a', place=str(site.folder / 'another'))
+  run_until(life, range(1, 6), saves=(2, 4))
+  site.kill()
+  life = site.live('a', store_log=True)
+  life.merge(6)
+  site.kill()
+  other = site.live('b', store_log=True)
+  assert bits(other.theta) == expected[6]
+
+
+# --- Two disks ------------------------------------------------------------------------------------
+
+
+def test_a_second_syncer_is_refused_before_it_changes_anything(site, monkeypatch):
+  monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
+  life = site.live('a', store_log=True)
+  run_until(life, range(1, 4), saves=(2,))
+  site.store.names()
+  other = site.live('b', place=str(site.folder / 'another'))
+  run_until(other, range(1, 3), saves=(2,))
+  site.kill()  # disk b has a run of its own by now
+  life = site.live('a', store_log=True)
+  before = contents(site.folder / 'b'), {**site.objects(), claim_lib.NAME: b''}
+  with pytest.raises(claim_lib.Refused, match='holds the run .*, this folder the run'):
+    site.live('b', store_log=True)
+  shutil.copytree(site.folder / 'a', site.folder / 'c')
+  (site.folder / 'c' / 'syncer' / 'disk').unlink()
+  copied = contents(site.folder / 'c')
+  with pytest.raises(claim_lib.Refused, match=r'is in use: the syncer pid \d+ on .* Nothing was'):
+    site.live('c', store_log=True)
+  lock = 'syncer/wal/lock'
+  assert contents(site.folder / 'c') | {lock: b''} == copied | {lock: b''}
+  after = contents(site.folder / 'b'), {**site.objects(), claim_lib.NAME: b''}
+  assert before == after
+  life.merge(4)
+
+
+def test_a_process_that_ended_in_order_is_followed_at_once(here, expected, monkeypatch):
+  monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
+  life = here.live('a')
+  run_until(life, range(1, 3), saves=(2,))
+  life.end()
+  other = here.live('b')
+  assert bits(other.theta) == expected[2] and not gone(other)
+
+
+def test_its_own_disk_is_followed_at_once(here, expected, monkeypatch):
+  monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
+  run_until(here.live('a'), range(1, 4), saves=(2,))
+  here.kill()
+  assert bits(here.live('a').theta) == expected[3]
+
+
+def test_what_an_old_disk_has_moves_aside(here, expected):
+  run_until(here.live('a'), range(1, 6), saves=(2,))
+  here.kill()
+  run_until(here.live('b'), range(3, 5), saves=(4,))  # 3 to 5 of disk a are gone
+  here.kill()
+  before = contents(here.folder / 'a' / 'syncer')
+  again = here.live('a')
+  assert bits(again.theta) == expected[4]
+  lines = drain_lines(again)
+  assert any('has gone on without this disk' in line and 'aside-1' in line for line in lines)
+  aside = contents(here.folder / 'a' / 'aside-1' / 'syncer')
+  assert {name: data for name, data in before.items() if name != 'wal/lock'} == aside
+
+
+def test_a_disk_that_went_back_takes_what_is_newer_from_the_store(here, expected):
+  """It was restored from a snapshot, with its name."""
+  run_until(here.live('a', store_log=True), range(1, 3), saves=(1,))
+  here.kill()
+  shutil.copytree(here.folder / 'a', here.folder / 'snapshot')
+  run_until(here.live('a', store_log=True), range(3, 6), saves=(3, 4))
+  here.kill()
+  shutil.rmtree(here.folder / 'a')
+  (here.folder / 'snapshot').rename(here.folder / 'a')
+  assert bits(here.live('a', store_log=True).theta) == expected[5]
+
+
+def test_a_late_record_of_the_process_before_is_no_gap(here, expected):
+  """It was on its way while another took over: who has it in the store starts again behind it."""
+  run_until(here.live('a', store_log=True), range(1, 4))
+  late = f'syncer/wal/{wal.name_of(3)}'
+  data = here.store.read(late).data
+  here.kill()
+  here.store.remove(late)
+  other = here.live('b', store_log=True)
+  assert bits(other.theta) == expected[2]
+  here.store.put(late, data)
+  merge = durability.merge_of(other.assembled, 3, other.payloads)
+  merge.machine_state['opened'] = 99  # another record
+  other.work.submit(merge)
+  error = other.failed.get(timeout=DEADLINE_S)
+  assert isinstance(error, wal.WalBroken) and 'Nothing is lost: start again' in str(error)
+  here.kill()
+  assert bits(here.live('b', store_log=True).theta) == expected[3]
+
+
+# --- A holder that loses the claim ----------------------------------------------------------------
+
+
+def test_a_holder_whose_claim_was_taken_ends_and_changes_nothing(site):
+  life = site.live('a', store_log=True)
+  run_until(life, range(1, 3), saves=(2,))
+  life.store._claim._closed.set()  # it does not renew
+  life.store._claim._thread.join()
+  other = site.live('b', store_log=True)
+  life.submit(3)
+  life.store._claim._closed.clear()
+  with pytest.raises(claim_lib.Refused, match='has lost its claim .* has taken it'):
+    life.store._claim.renew()
+  assert isinstance(life.failed.get(timeout=DEADLINE_S), (claim_lib.Refused, wal.WalBroken))
+  assert life.posted.empty()
+  del other
+
+
+def test_a_holder_that_is_cut_off_commits_nothing_until_it_is_back(bucket, assembled, tmp_path,
+                                                                   monkeypatch):  # fmt: skip
+  monkeypatch.setattr(claim_lib, 'FRESH_S', 1.0)
+  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+  life = site.live('a')
+  life.merge(1)
+  drain_lines(life)
+  bucket.door.shut = True
+  wait(lambda: time.monotonic() > life.store._claim._fresh_until_s)
+  life.submit(2)
+  line = ''
+  while 'No outer step is committed' not in line:
+    line = life.records.lines.get(timeout=DEADLINE_S)
+  assert 'could not be renewed for 1 s' in line and life.posted.empty()
+  assert life.log.position['log'] == 1
+  bucket.door.shut = False
+  assert life.posted.get(timeout=DEADLINE_S).sync == 2
+  # And if another process has taken the claim meanwhile, it ends for good.
+  bucket.door.shut = True
+  wait(lambda: time.monotonic() > life.store._claim._fresh_until_s)
+  life.submit(3)
+  with monkeypatch.context() as patch:
+    patch.setenv('TENSORSTORE_GCS_HTTP_URL', bucket.fake.door().url)
+    taker = store_lib.Store(f'{bucket.url}/run')
+    held, generation = claim_lib.read(taker)
+    claim_lib.Claim(taker, dataclasses.replace(held, process='b'), generation, print).renew()
+  bucket.door.shut = False
+  while not isinstance(error := life.failed.get(timeout=DEADLINE_S), claim_lib.Refused):
+    pass
+  assert 'has lost its claim' in str(error)
+  assert life.posted.empty() and life.log.position['log'] == 2
+  site.kill()
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_is_copied_and_no_outer_step_waits(here, monkeypatch):
+  """A network that is slower than the saves: the one that is under way ends all the same."""
+  go, put = threading.Event(), store_lib.Store.put
+  begun = []
+
+  def slow(self, name: str, data: bytes) -> None:
+    if '/ckpt/' in name:
+      begun.append(name)
+      assert go.wait(DEADLINE_S)
+    put(self, name, data)
+
+  monkeypatch.setattr(store_lib.Store, 'put', slow)
+  life = here.live('a')
+  for sync in range(1, 6):
+    life.merge(sync)
+    assert not life.save(sync).error
+    wait(lambda: begun)
+  assert life.checkpoints.numbers == [1, 4, 5]
+  go.set()
+  life.copied()
+  assert copies(here) == [1, 5]
+
+
+def test_a_copy_that_fails_is_tried_again_and_said_once(bucket, assembled, tmp_path):
+  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+  life = site.live('a')
+  life.merge(1)
+  drain_lines(life)
+  only = lambda request: '/ckpt/' in str(request)
+  from tests.storage import fake_gcs
+
+  bucket.door.faults = fake_gcs.Faults(1, 1.0, ('503',), most=20, only=only)
+  life.save(1)
+  life.copied()
+  lines = [line for line in drain_lines(life) if 'checkpoint 1 is not in the store yet' in line]
+  assert len(lines) == 1 and bucket.door.faults.injected.total() == 20
+  site.kill()
+  assert site.live('b').theta.versions == life.theta.versions
+  site.kill()
+
+
+@pytest.mark.parametrize('finished', [False, True])
+def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
+  life = here.live('a')
+  life.store._config.train.drain_s = 0.2
+  run_until(life, range(1, 3), saves=(2,))
+  monkeypatch.setattr(store_lib.Store, 'put', lambda *_: (_ for _ in ()).throw(
+    store_lib.StoreError('no network')))  # fmt: skip
+  life.store.copy_model()
+  done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
+  queue.post(events.Stop(reason='preempted'))
+  (here.folder / 'a' / stored.MODEL).mkdir()
+  (here.folder / 'a' / stored.MODEL / 'x').write_text('')
+  ended = life.store.finish(done, queue, False, finished)
+  if finished:
+    assert ended.code == stored.NOT_COPIED and 'the trained model is not in' in ended.text
+  else:
+    assert ended == done
+    assert any('the trained model is not in' in line for line in drain_lines(life))
+
+
+def test_an_end_waits_for_the_last_copy(here):
+  life = here.live('a')
+  life.merge(1)
+  life.save(1)
+  done = actions.Exit(code=0, text='done')
+  assert life.store.finish(done, loop.EventQueue(), False, True) == done
+  assert any('/ckpt/1-' in name for name in here.store.names())
+
+
+def test_the_model_of_a_loop_is_in_the_store(site, assembled):
+  from diloco_jax.configs import own_loop
+
+  folder = site.folder / 'a'
+  model = own_model.describe({'w': np.arange(32, dtype=np.float32)}, None)
+  own_model.write(folder, model, own_loop.get_config())
+  site.live('a')
+  site.kill()
+  site.live('b')
+  found = own_model.read(site.folder / 'b')
+  assert found.header() == model.header()
+  assert np.array_equal(found.values()['w'], np.arange(32, dtype=np.float32))
+
+
+# --- A restore ------------------------------------------------------------------------------------
+
+
+def test_a_restore_is_not_undone_by_the_store(site, expected):
+  life = site.live('a', store_log=True)
+  run_until(life, range(1, SYNCS + 1), saves=(2, 4))
+  site.kill()
+  before = site.objects()
+  restore.restore(life.assembled.config, site.folder / 'a', '2', print)
+  life = site.live('a', store_log=True)
+  assert bits(life.theta) == expected[2]
+  life.merge(3)
+  site.kill()
+  other = site.live('b', store_log=True)
+  assert bits(other.theta) == expected[3]
+  after = site.objects()
+  assert {name: after.get(name) for name in before if name != claim_lib.NAME} == {
+    name: data for name, data in before.items() if name != claim_lib.NAME
+  }
+  site.kill()
+  again = site.live('a', store_log=True)  # the restore was followed: it is not followed twice
+  assert bits(again.theta) == expected[3]
+  assert restore_note.read(site.folder / 'a') is None  # it moved aside with the rest
+  assert checkpoint.CHECKPOINTS_KEPT == 2
