@@ -112,10 +112,11 @@ class Host:
       self._process.terminate()
 
   def _relay(self) -> None:
-    for line in self._process.stdout:
-      text = line.decode(errors='replace').rstrip()
-      print(text, flush=True)  # for `ray logs`
-      self._lines.append(text)
+    with self._process.stdout as lines:
+      for line in lines:
+        text = line.decode(errors='replace').rstrip()
+        print(text, flush=True)  # for `ray logs`
+        self._lines.append(text)
 
   def _take_priority(self) -> None:
     """Takes back the niceness of Ray's workers, with which other programs would starve this one."""
@@ -254,7 +255,7 @@ def main(file: str, name: str) -> int:
   try:
     import ray
   except ImportError:
-    say(f'error: {sys.executable} has no Ray; {sys.executable} -m pip install ray')
+    say(f'error: {sys.executable} has no Ray: {sys.executable} -m pip install ray')
     return run['never_retry']
   try:
     ray.init(run['address'], log_to_driver=False, logging_level='ERROR')
