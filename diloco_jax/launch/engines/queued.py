@@ -1,0 +1,181 @@
+"""The engine of TPU slices without a cluster: it writes a shell script for each program.
+
+The script asks for a machine (a queued resource for a learner, a virtual machine for the syncer),
+starts the program there in a container, through ssh, and starts it again unless it is done.
+"""
+
+import shlex
+import string
+
+from absl import flags
+
+from diloco_jax.launch import cli
+from diloco_jax.launch import spec as spec_lib
+from diloco_jax.launch.engines import google_cloud
+
+_PROJECT = flags.DEFINE_string('project', '', 'queued: project of Google Cloud.')
+_ZONE = flags.DEFINE_string('zone', '', 'queued: zone of the learners, as us-east5-b.')
+_SYNCER_ZONE = flags.DEFINE_string(
+  'syncer_zone', '', 'queued: zone of the syncer; default: --zone.'
+)
+_MACHINE_TYPE = flags.DEFINE_string(
+  'machine_type', 'n2-highmem-8', 'queued: of the syncer; 16 bytes of memory for each parameter.'
+)
+flags.adopt_module_key_flags(google_cloud)
+
+_SLICES = {  # what --accelerator-type counts, for a chip; the image of the hosts
+  'v5e': ('v5litepod', 1, 'v2-alpha-tpuv5-lite'),
+  'v5p': ('v5p', 2, 'v2-alpha-tpuv5'),
+  'v6e': ('v6e', 1, 'v2-alpha-tpuv6e'),
+}
+
+
+class _Template(string.Template):
+  delimiter = '%'  # a shell needs the usual one
+
+
+_SCRIPT = _Template("""\
+#!/usr/bin/env bash
+# Runs %title on Google Cloud until it is done (exit code 0) or must never
+# be started again (42). It needs gcloud, signed in, and a terminal that stays, as that of tmux.
+# Ctrl-C leaves the program and its machine alone: the next start ends that program in order first.
+set -uo pipefail
+name=%name
+place=(--project=%project --zone=%zone)
+certificates=%certificates
+pause_s=20
+
+%machine
+start=$(
+  cat <<'END'
+%{start}END
+)
+while :; do
+  obtain
+  if hosts scp --recurse "$certificates" "$name:"; then
+    if hosts ssh "$name" --command="$start"; then
+      echo "$name is done" >&2
+      release
+      exit 0
+    fi
+    # gcloud has the exit code of one host, but that of any host may be final.
+    hosts ssh "$name" --command='grep -qx %never diloco.code && exit %never; exit 0'
+    if [ $? = %never ]; then
+      echo "error: $name must not be started again; its machine is still there" >&2
+      exit %never
+    fi
+  fi
+  echo "$name is started again in $pause_s s" >&2
+  sleep "$pause_s"
+done
+""")
+
+_SLICE = _Template("""\
+hosts() { gcloud compute tpus tpu-vm "$@" "${place[@]}" --worker=all; }
+queued() { gcloud compute tpus queued-resources "$1" "$name" "${place[@]}" "${@:2}"; }
+release() { queued delete --force --quiet; }
+obtain() {
+  local state
+  until state=$(queued describe --format='value(state.state)') && [ "$state" = ACTIVE ]; do
+    case "$state" in
+      '') queued create --node-id="$name" --accelerator-type=%type \\
+        --runtime-version=%image%more ;;
+      FAILED | SUSPENDED) release ;;
+    esac
+    sleep "$pause_s"
+  done
+}
+""")
+
+_MACHINE = _Template("""\
+hosts() { gcloud compute "$@" "${place[@]}"; }
+release() { gcloud compute instances stop "$name" "${place[@]}"; }  # its disk stays
+obtain() {
+  gcloud compute instances describe "$name" "${place[@]}" >/dev/null ||
+    gcloud compute instances create "$name" "${place[@]}" --machine-type=%type \\
+      --image-family=cos-stable --image-project=cos-cloud --boot-disk-type=pd-ssd \\
+      --boot-disk-size=%{size}GB --no-boot-disk-auto-delete --scopes=cloud-platform%more
+  gcloud compute instances start "$name" "${place[@]}"
+}
+""")
+
+# On each host, as the first user who may use sudo. A connection that was lost leaves a program
+# behind, which is ended before the next one starts.
+_START = _Template("""\
+folder=/var/lib/diloco; rm -f diloco.code
+sudo install -d -m 700 $folder/certs/%program || exit 1
+if [ -d %program ]; then
+  sudo install -m 600 %program/* $folder/certs/%program && rm -r %program || exit 1
+fi
+sudo docker stop --time=%stop_s diloco 2>/dev/null; sudo docker rm --force diloco 2>/dev/null
+sudo docker run --rm --name=diloco --network=host%devices \\
+  --volume=$folder/run:%workdir --volume=$folder/certs:%certs:ro \\
+  %environment \\
+  --entrypoint=sh %image -c %until_done \\
+  %argv
+code=$?; echo $code >diloco.code; exit $code
+""")
+
+
+def places(request: spec_lib.Request) -> spec_lib.Places:
+  for flag in (_PROJECT, _ZONE):
+    if not flag.value:
+      raise ValueError(f'--{flag.name} is missing')
+  zone = _SYNCER_ZONE.value or _ZONE.value
+  host = f'{request.run}-{spec_lib.SYNCER}.{zone}.c.{_PROJECT.value}.internal'
+  return google_cloud.places(request, host)
+
+
+def render(
+  described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places
+) -> dict[str, str]:
+  google_cloud.require_store(described, request)
+  texts = {}
+  for program in described.programs:
+    name = f'{described.name}-{program.name}'
+    texts[f'{name}.sh'] = _SCRIPT.substitute(
+      _here(program),
+      title=f'{program.name} of run {described.name}',
+      name=name,
+      project=shlex.quote(_PROJECT.value),
+      certificates=shlex.quote(f'{request.tls.rstrip("/")}/{program.name}'),
+      start=_start(program, request, places),
+      never=cli.NEVER_RETRY,
+    )
+  return texts
+
+
+def _start(program: spec_lib.Program, request: spec_lib.Request, places: spec_lib.Places) -> str:
+  """The commands for each host."""
+  environment = [f'--env={name}={value}' for name, value in program.environment.items()]
+  return _START.substitute(
+    program=program.name,
+    stop_s=google_cloud.stop_s(request),
+    workdir=shlex.quote(places.workdir),
+    certs=places.tls,
+    environment=' \\\n  '.join(map(shlex.quote, environment)),
+    devices=' --privileged' if program.chips else '',
+    image=shlex.quote(google_cloud.IMAGE.value),
+    until_done=shlex.quote(google_cloud.UNTIL_DONE),
+    argv=shlex.join(program.argv),
+  )
+
+
+def _here(program: spec_lib.Program) -> dict[str, str]:
+  """The words of the script that depend on the kind of machine."""
+  account = google_cloud.SERVICE_ACCOUNT.value
+  more = f' --service-account={shlex.quote(account)}' if account else ''
+  if program.role == spec_lib.SYNCER:
+    machine = _MACHINE.substitute(
+      size=program.disk_gib, type=shlex.quote(_MACHINE_TYPE.value), more=more
+    )
+    return {'machine': machine, 'zone': shlex.quote(_SYNCER_ZONE.value or _ZONE.value)}
+  if not program.topology:
+    raise ValueError('--topology is missing: a queued resource is a TPU slice, as v6e:4x4')
+  kind, count, image = _SLICES[program.topology.partition(':')[0]]
+  machine = _SLICE.substitute(
+    type=f'{kind}-{count * program.hosts * program.chips}',
+    image=image,
+    more=(' --spot' if google_cloud.SPOT.value else '') + more,
+  )
+  return {'machine': machine, 'zone': shlex.quote(_ZONE.value)}

@@ -1,0 +1,69 @@
+"""The texts of the engines gke and queued, and how they are compared with those in `golden`.
+
+REWRITE_GOLDEN=1 python -m pytest tests/launch/test_gke.py tests/launch/test_queued.py
+"""
+
+import contextlib
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+from absl.testing import flagsaver
+
+from diloco_jax.config import load
+from diloco_jax.launch import engines
+from diloco_jax.launch import spec as spec_lib
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'golden'
+STORE = 'gs://bucket/run'
+GIVEN = {  # what each engine cannot do without
+  'gke': {'image': 'registry/diloco:1'},
+  'queued': {'image': 'registry/diloco:1', 'project': 'p', 'zone': 'us-east5-b'},
+}
+# With the number of their hosts, of four chips each.
+_V5P = {'v5p:2x2x1': 1, 'v5p:2x2x2': 2, 'v5p:2x2x4': 4, 'v5p:2x4x4': 8, 'v5p:4x4x4': 16}
+_V6E = {'v6e:2x2': 1, 'v6e:2x4': 2, 'v6e:4x4': 4, 'v6e:4x8': 8, 'v6e:8x8': 16}
+TOPOLOGIES = {**_V5P, **_V6E}
+
+
+def request(
+  learners: int = 2, topology: str = 'v6e:4x4', store: str = STORE, **more
+) -> spec_lib.Request:
+  config = load.load('gemma:1b')
+  config.sync.learners, config.train.store = learners, store
+  flags = [f'--config.sync.learners={learners}', f'--config.train.store={store}']
+  if topology:
+    chips = math.prod(map(int, topology.partition(':')[2].split('x')))
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, chips, 1
+    flags += ['--config.mesh.data=1', f'--config.mesh.fsdp={chips}', '--config.mesh.tensor=1']
+  given = {'tls': 'certs', 'disk_gib': 200, **more}
+  return spec_lib.Request(
+    config=config, config_flags=['--config=gemma:1b', *flags], topology=topology, **given
+  )
+
+
+@contextlib.contextmanager
+def flags_of(engine: str, **more) -> Iterator[None]:
+  with flagsaver.flagsaver(**{**GIVEN[engine], **more}):
+    yield
+
+
+def texts(engine: str, asked: spec_lib.Request, **more) -> dict[str, str]:
+  """What `diloco launch --engine=...` writes; `more`: flags of the engine."""
+  module = engines.load(engine)
+  with flags_of(engine, **more):
+    places = module.places(asked)
+    return module.render(spec_lib.make(asked, places), asked, places)
+
+
+def require_golden(folder: str, found: Mapping[str, str]) -> None:
+  """Fails unless the texts are those in the folder."""
+  where = GOLDEN / folder
+  if os.environ.get('REWRITE_GOLDEN'):
+    where.mkdir(parents=True, exist_ok=True)
+    for path in where.iterdir():
+      path.unlink()
+    for name, text in found.items():
+      (where / name).write_text(text)
+  assert {path.name: path.read_text() for path in where.iterdir()} == found
