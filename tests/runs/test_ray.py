@@ -1,5 +1,6 @@
 """Real runs on a Ray cluster of three machines, each a raylet of its own on this one."""
 
+import json
 import shutil
 import signal
 
@@ -135,13 +136,21 @@ def test_a_syncer_whose_machine_dies_continues_elsewhere_from_the_store(
 ):
   machines = {'a': {'home': 1}, 'b': {'home': 1}, 'c': {'slice': 2}}
   needs = {'syncer': {'home': 1}, 'learner': {'slice': 1}}
-  flags = *TWO, ENDLESS, store, f'--config.train.store_log={store_log}', ALONE
+  rarely = '--config.sync.checkpoint_every_syncs=300'  # the store hears of outer steps every 10 s
+  flags = *TWO, rarely, ENDLESS, store, f'--config.train.store_log={store_log}', ALONE
+  syncer = tmp_path / 'store' / 'syncer'
+
+  def may_die() -> bool:
+    """The store has a checkpoint, and has heard of outer steps behind it."""
+    copies = [int(path.name.partition('-')[0]) for path in syncer.glob('ckpt/*.json')]
+    known = json.loads((syncer / 'claim').read_bytes())['log'] if copies else 0
+    return bool(copies) and known > max(copies) > len(run.facts('syncer', 'synced')) - 200
+
   with (
     ray_cluster.start(tmp_path / 'machines', machines) as cluster,
     ray_cluster.launch(cluster, certs, needs, *flags, name='driver') as run,
   ):
-    until(lambda: len(run.facts('syncer', 'synced')) >= 50, 'outer steps')
-    until(lambda: list((tmp_path / 'store' / 'syncer' / 'ckpt').glob('*.json')), 'a checkpoint')
+    until(may_die, 'a checkpoint, and outer steps behind it')
     died = cluster.where('syncer')
     cluster.kill(died)
     recovered = until(lambda: run.facts('syncer', 'recovered'), 'the syncer continues')
