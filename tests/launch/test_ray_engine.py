@@ -28,6 +28,7 @@ def request_of_a_run(tmp_path):
   config = load.load('stdlib_lm:tiny')
   config.sync.learners, config.mesh.data, config.mesh.hosts = 2, 2, 2
   certs = ray_cluster.certify(tmp_path / 'certs', 'l0', 'l1')
+  config.train.store = 'gs://bucket/x'
   flags = ['--config=stdlib_lm:tiny', '--config.mesh.hosts=2']
   return spec_lib.Request(config=config, config_flags=flags, tls=str(certs))
 
@@ -35,7 +36,7 @@ def request_of_a_run(tmp_path):
 def test_what_the_drivers_read(request_of_a_run):
   asked = request_of_a_run
   with flagsaver.flagsaver(
-    ray_python='RAY/bin/python',
+    ray_python=sys.executable,
     ray_address='head:6379',
     node_python='/env/bin/python',
     ray_resources='{"learner": {"GPU": 8}, "l1": {"TPU": 4}}',
@@ -73,9 +74,20 @@ def test_what_the_drivers_read(request_of_a_run):
 
 def test_what_is_missing_is_named(request_of_a_run):
   asked = request_of_a_run
-  with pytest.raises(ValueError, match='--engine=ray needs --ray_python: `python3 -m venv RAY'):
-    ray.places(asked)
-  with flagsaver.flagsaver(ray_python='python'):
+  for python in ('', 'no/such/python'):
+    with (
+      flagsaver.flagsaver(ray_python=python),
+      pytest.raises(ValueError, match=f"needs --ray_python.* not '{python}': `python3 -m venv RAY"),
+    ):
+      ray.places(asked)
+  with flagsaver.flagsaver(ray_python=sys.executable, ray_resources='{"l0":'):
+    with pytest.raises(ValueError, match='--ray_resources={"l0": is not JSON: Expecting value'):
+      ray.describe(spec_lib.make(asked, ray.places(asked)), asked.tls, 'run')
+  with flagsaver.flagsaver(ray_python=sys.executable):
+    asked.config.train.store = ''
+    with pytest.raises(ValueError, match='no common disk: give --config.train.store'):
+      ray.places(asked)
+    asked.config.train.store = 'gs://bucket/x'
     with pytest.raises(ValueError, match='--engine=ray needs --tls'):
       ray.places(spec_lib.Request(config=asked.config, config_flags=[]))
     described = spec_lib.make(asked, ray.places(asked))

@@ -51,6 +51,8 @@ def run(
     )
   carry_out = functools.partial(local_run.run_processes, config, workdir, described, programs)
   words = {
+    'name': request.name,
+    'topology': request.topology,
     'tls': request.tls,
     'listen': _LISTEN.value,
     'syncer': request.syncer,

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import sys
 import time
 
@@ -39,13 +40,17 @@ _NODE_PYTHON = flags.DEFINE_string(
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
   """Words in braces are known once Ray has found the machines."""
-  if not _PYTHON.value:
+  if not shutil.which(_PYTHON.value):
     raise ValueError(
-      '--engine=ray needs --ray_python: `python3 -m venv RAY && RAY/bin/pip install ray`, then '
-      '--ray_python=RAY/bin/python'
+      f'--engine=ray needs --ray_python, a Python with Ray, and not {_PYTHON.value!r}: `python3 -m '
+      'venv RAY && RAY/bin/pip install ray`, then --ray_python=RAY/bin/python'
     )
   if not request.tls:
     raise ValueError('--engine=ray needs --tls, a folder that diloco certs made, see its --help')
+  if request.config.mesh.hosts > 1 and not request.config.train.store:
+    raise ValueError(
+      'the hosts of a learner have no common disk: give --config.train.store=FOLDER or gs://...'
+    )
   return spec_lib.Places(
     workdir='{workdir}',
     syncer='file:{workdir}/address',
@@ -56,8 +61,10 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
 
 
 def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
-  named = request.workdir or os.path.abspath(f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}')
-  workdir = pathlib.Path(os.path.expanduser(os.path.expandvars(named))).absolute()
+  named = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
+  if named[0] not in '~$':  # those are others on other machines
+    named = os.path.abspath(named)
+  workdir = pathlib.Path(os.path.expanduser(os.path.expandvars(named)))
   with cli.never_retry(ValueError):
     text = json.dumps(describe(described, request.tls, f'{named}/machine'), indent=1)
 
@@ -72,13 +79,17 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Pl
 
   given = [one for one in flags.FLAGS.get_key_flags_for_module(__name__) if one.present]
   more = ['--engine=ray', *(one.serialize() for one in given if one.name != 'resume')]
+  more += [f'--workdir={named}'] if named != str(workdir) else []
   places = dataclasses.replace(places, workdir=str(workdir))
   return local.run(described, request, places, programs, more)
 
 
 def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
   """What the drivers read. Raises ValueError."""
-  resources = json.loads(_RESOURCES.value)
+  try:
+    resources = json.loads(_RESOURCES.value)
+  except ValueError as error:
+    raise ValueError(f'--ray_resources={_RESOURCES.value} is not JSON: {error}') from error
   path = {'PYTHONPATH': str(cli.CHECKOUT)} if cli.CHECKOUT else {}
   found = {}
   for one in described.programs:

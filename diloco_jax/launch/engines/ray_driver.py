@@ -188,7 +188,9 @@ class Driver:
     while len(ends) < self._count:
       self._ray.wait(works, num_returns=self._count, timeout=POLL_S)
       if self._stop.is_set() and not asked:
-        asked = [host.end.remote() for host in hosts]
+        asked = True
+        for host in hosts:
+          host.end.remote()
       for host in set(range(self._count)) - dict(ends).keys():
         ended, _ = self._ray.wait([works[host]], timeout=0)
         try:
