@@ -1,6 +1,7 @@
 """The engine `ray` without Ray: what its drivers read, and the process of a host."""
 
 import ast
+import os
 import pathlib
 import signal
 import subprocess
@@ -206,6 +207,20 @@ def test_a_host_ends_its_process_in_order_and_copies_its_records(machine):
   assert program.host.exchange('')[1] == b'{"n": 2}\n'
   program.host.end()
   assert program.end() == 75
+
+
+def test_a_process_waits_for_the_end_of_an_earlier_one(machine):
+  first = Program(machine, 'echo up; trap "" TERM; read line < gate')
+  second = Program(machine, 'echo up')
+  os.mkfifo(machine / 'gate')
+  first.thread.start()
+  first.until_said('up')
+  second.thread.start()
+  with open(machine / 'gate', 'w') as gate:
+    assert not second.host.exchange('')[0] and not second.codes
+    gate.write('go on\n')
+  assert (first.end(), second.end()) == (0, 0)
+  assert second.lines == ['up']
 
 
 def test_a_process_that_is_to_end_before_it_runs_ends(machine):

@@ -12,6 +12,7 @@ machine Ray has lost sight of may go on; that is harmless, since the syncer lets
 of a learner contribute. Learners find the syncer by FOLDER/address, which its driver writes.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -39,6 +40,7 @@ class Host:
   def __init__(self, name: str, run: dict):
     workdir = os.path.expanduser(os.path.expandvars(run['workdir']))
     self._name, self._run, self._workdir = name, run, pathlib.Path(workdir).absolute()
+    self._workdir.mkdir(mode=0o700, parents=True, exist_ok=True)
     self._address = self._workdir / ('syncer/address' if name == SYNCER else 'address')
     self._address.unlink(missing_ok=True)  # of an earlier process
     self._records = self._workdir / 'records' / f'{name}.jsonl'
@@ -62,12 +64,16 @@ class Host:
     argv = program['argv']
     for word, value in {**words, 'workdir': str(self._workdir)}.items():
       argv = [part.replace(f'{{{word}}}', value) for part in argv]
+    # An earlier process of the program may not have died yet: it holds the lock as long as it lives.
+    lock = os.open(self._workdir / f'{self._name}.lock', os.O_WRONLY | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     self._take_priority()
     ours = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_THEIRS)}
     self._process = subprocess.Popen(
       [sys.executable, '-I', '-S', '-c', self._run['tether'], str(os.getpid()), 'all', *argv],
       env={**ours, **program['environment']},
       cwd=self._run['cwd'] if os.path.isdir(self._run['cwd']) else None,
+      pass_fds=[lock],
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
@@ -86,6 +92,7 @@ class Host:
     except ProcessLookupError:
       pass
     reader.join(1.0)
+    os.close(lock)
     return self._process.returncode
 
   def exchange(self, address: str) -> tuple[list[str], bytes, str]:
@@ -123,10 +130,7 @@ class Host:
     try:
       os.setpriority(os.PRIO_PROCESS, 0, 0)
     except PermissionError:
-      self._lines.append(
-        f'warning: niceness {os.nice(0)}, so that every other program of this machine goes first: '
-        'start Ray there with RAY_worker_niceness=0 in the environment'
-      )
+      self._lines.append('warning: low priority; set RAY_worker_niceness=0 before `ray start`')
 
 
 class Driver:
@@ -147,9 +151,8 @@ class Driver:
       return 128 + signal.SIGTERM
     say(f'starts on {", ".join(ip for ip, _ in places)}')
     meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*places[0])}
-    secrets = {
-      os.path.basename(at): pathlib.Path(at).read_bytes() for at in self._program['secrets']
-    }
+    files = map(pathlib.Path, self._program['secrets'])
+    secrets = {file.name: file.read_bytes() for file in files}
     works = [
       actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': places[host][0]}, secrets)
       for host, actor in enumerate(hosts)
@@ -248,7 +251,7 @@ def verdict(ends: list[tuple[int, int]], never_retry: int) -> int:
 def describe(error: Exception) -> str:
   """The line of an error of Ray that says what happened: of one in an actor's code, the last."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
-  return lines[-1 if 'ray::' in lines[0] else 0]
+  return lines[-1 if 'ray::' in lines[0] else 0][:200]
 
 
 def main(file: str, name: str) -> int:
