@@ -78,13 +78,14 @@ def main(argv: list[str]) -> int:
 
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
-  own = flags.FLAGS.get_key_flags_for_module(_ENGINES[_ENGINE.value])
-  for name, engine in _ENGINES.items():
-    for flag in flags.FLAGS.get_key_flags_for_module(engine):
-      if flag.present and flag not in own:
-        raise cli.NeverRetry(
-          f'--{flag.name} applies to --engine={name} only, and this is --engine={_ENGINE.value}'
-        )
+  of = flags.FLAGS.get_key_flags_for_module
+  for flag in of(__name__):
+    readers = [name for name, engine in _ENGINES.items() if flag in of(engine)]
+    if flag.present and readers and _ENGINE.value not in readers:
+      raise cli.NeverRetry(
+        f'--{flag.name} applies to --engine={"|".join(readers)} only, and this is '
+        f'--engine={_ENGINE.value}'
+      )
 
 
 def _write(path: pathlib.Path, text: str) -> None:

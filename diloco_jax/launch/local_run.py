@@ -116,9 +116,10 @@ def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
   """The same programs for the supervisor: with an interpreter, and shares of this machine."""
   learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
   cpus = share_cpus(len(learners), available_cpus())
-  processes = sum(one.hosts for one in learners)
-  chips = learners[0].chips if learners else 1
-  environments = iter(learner_environments(processes, chips, accelerators.find()))
+  environments = iter(())
+  if learners:
+    processes = sum(one.hosts for one in learners)
+    environments = iter(learner_environments(processes, learners[0].chips, accelerators.find()))
   found = []
   for one in described.programs:
     syncer = one.role == spec_lib.SYNCER

@@ -79,6 +79,10 @@ def test_its_flags_are_listed(tmp_path):
       '--partition applies to --engine=batch only, and this is --engine=local',
     ),
     (
+      ['--engine=local', '--image=x'],
+      '--image applies to --engine=gke|queued only, and this is --engine=local',
+    ),
+    (
       ['--engine=batch', '--partition=p', '--out=/dev/null/x'],
       'cannot write /dev/null/x/syncer.sh',
     ),

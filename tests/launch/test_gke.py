@@ -13,6 +13,7 @@ import pytest
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch.engines import google_cloud
+from diloco_jax.report import records
 from tests.certs import mint
 from tests.launch.lib import command_line, rendered, schemas
 
@@ -64,6 +65,15 @@ def test_the_schemas_find_no_error(topology, hosts):
     assert job['replicas'] == 1
     assert job['template']['spec']['parallelism'] == hosts
     assert job['template']['spec']['completions'] == hosts
+
+
+def test_long_names_fit():
+  """JobSet refuses one whose pods would have names of more than 63 characters."""
+  asked = rendered.request(12, 'v5p:4x4x4', name='run-' * 20)
+  for one in job_sets(rendered.texts('gke', asked)):
+    (job,) = one['spec']['replicatedJobs']
+    index = job['template']['spec']['completions'] - 1
+    assert len(f'{one["metadata"]["name"]}-{job["name"]}-0-{index}-abcde') <= 63
 
 
 def test_a_learner_without_tpus():
@@ -172,10 +182,7 @@ def test_a_program_that_sigterm_has_ended_is_not_done():
     assert started.wait(LIMIT_S) == 128 + signal.SIGTERM
 
 
-def test_a_mounted_secret_is_a_folder_of_certificates(tmp_path):
-  """Kubernetes mounts links to links, in folders that all may read."""
-  source = mint.owner(tmp_path / 'certs').folder / 'l0'
-  mounted = tmp_path / 'mounted'
+def mount_secret(source: pathlib.Path, mounted: pathlib.Path) -> pathlib.Path:
   data = mounted / '..2026_11_25'
   data.mkdir(parents=True)
   mounted.chmod(0o1777)
@@ -184,6 +191,13 @@ def test_a_mounted_secret_is_a_folder_of_certificates(tmp_path):
     (data / path.name).chmod(0o400)
     (mounted / path.name).symlink_to(pathlib.Path('..data') / path.name)
   (mounted / '..data').symlink_to(data.name)
+  return mounted
+
+
+def test_a_mounted_secret_is_a_folder_of_certificates(tmp_path):
+  """Kubernetes mounts links to links, in folders that all may read."""
+  source = mint.owner(tmp_path / 'certs').folder / 'l0'
+  mounted = mount_secret(source, tmp_path / 'mounted')
   assert check.problems(mounted, names.LEARNER, proofs.utc_now()) == []
 
 
@@ -219,8 +233,87 @@ def started(folder: pathlib.Path, name: str) -> list[list[str]]:
   ]
 
 
+class Pod:
+  """The container of a program with one host, on this machine: it has the command, environment and
+  mounts of the manifest, and is started again as the manifest says."""
+
+  def __init__(self, job_set: dict, folder: pathlib.Path, certs: pathlib.Path, syncer: str):
+    self._rules = job_set['spec']
+    job = self._rules['replicatedJobs'][0]['template']['spec']
+    (rule,) = job['podFailurePolicy']['rules']
+    self._never = rule['onExitCodes']['values']
+    (self._container,) = job['template']['spec']['containers']
+    places = {'workdir': folder, 'certs': certs}
+    mounts = {one['mountPath']: places[one['name']] for one in self._container['volumeMounts']}
+    mounts |= {'0.0.0.0:7070': '127.0.0.1:0', 'run-syncer:7070': syncer}
+    diloco, *words = self._container['args']
+    assert diloco == 'diloco'  # of the image
+    self._words = [sys.executable, '-m', 'diloco_jax', *(self._place(one, mounts) for one in words)]
+    self.process = self._start()
+    self.codes: list[int] = []
+
+  def _place(self, word: str, places: dict[str, object]) -> str:
+    name, is_flag, value = word.partition('=')
+    return f'{name}={places[value]}' if is_flag and value in places else word
+
+  def _start(self) -> subprocess.Popen:
+    environment = {one['name']: one['value'] for one in self._container['env']}
+    return subprocess.Popen(
+      [*self._container['command'], *self._words],
+      cwd=command_line.ROOT,
+      env={**os.environ, **environment},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+
+  def until(self, words: str) -> str:
+    said = []
+    for line in self.process.stdout:
+      said.append(line)
+      if words in line:
+        return line.strip()
+    raise AssertionError(''.join(said))
+
+  def end(self) -> None:
+    """Starts the program again until it is done."""
+    while True:
+      with self.process as process:
+        said = process.stdout.read()
+      self.codes.append(process.returncode)
+      assert process.returncode not in self._never, said
+      if process.returncode == 0:
+        return
+      assert len(self.codes) <= self._rules['failurePolicy']['maxRestarts']
+      self.process = self._start()
+
+
+@pytest.mark.full
+def test_the_containers_train(tmp_path):
+  """Each program with a disk and a secret of its own, over mutual TLS. Node l1 is drained."""
+  flags = ['--config.sync.quorum=2', '--config.train.steps=60']  # so the run waits for l1
+  asked = rendered.request(2, '', '', 'stdlib_lm:tiny', flags, name='run')
+  syncer, l0, l1 = job_sets(rendered.texts('gke', asked, without_store=True))
+  owner = mint.owner(tmp_path / 'certs')
+
+  def start(name: str, job_set: dict, address: str = '') -> Pod:
+    mounted = mount_secret(owner.folder / name, tmp_path / 'mounted' / name)
+    return Pod(job_set, tmp_path / name, mounted, address)
+
+  first = start('syncer', syncer)
+  address = first.until('the syncer listens on').rpartition(' ')[2]
+  learners = [start('l0', l0, address), start('l1', l1, address)]
+  learners[1].until('joined')
+  learners[1].process.send_signal(signal.SIGTERM)
+  for pod in (*reversed(learners), first):  # the others wait for l1
+    pod.end()
+  assert [pod.codes for pod in (first, *learners)] == [[0], [0], [143, 0]]
+  merged = [fact for fact in records.records(tmp_path / 'syncer') if fact['name'] == 'synced']
+  assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
+
+
 KUBECTL = """
 import json, os, sys
+if sys.argv[-1] == '--filename=-': sys.stdin.read()  # so the one that writes it comes first
 with open(os.environ['CALLS'], 'a') as file: print(json.dumps(sys.argv[1:]), file=file)
-if sys.argv[-1] == '--filename=-': sys.stdin.read()
 """

@@ -18,7 +18,7 @@ from diloco_jax.api import peer
 from diloco_jax.commands import doctor
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder
+from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder, spec
 from diloco_jax.report import facts, records
 from diloco_jax.storage import files
 
@@ -283,6 +283,16 @@ def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
     _, *learners = local_run.programs(local_run.describe(config, tmp_path, []))
     assert {one.environment['JAX_PLATFORMS'] for one in learners} == {'cpu'}
+
+
+def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, monkeypatch, capsys):
+  monkeypatch.delenv('JAX_PLATFORMS')
+  tpu = accelerators.Accelerators('tpu', ('0', '1', '2', '3'))
+  monkeypatch.setattr(accelerators, 'find', lambda: tpu)
+  asked = spec.Request(config=config, config_flags=[], only=['syncer'])
+  described = spec.make(asked, local_run.places(pathlib.Path('/run')))
+  assert [one.name for one in local_run.programs(described)] == ['syncer']
+  assert capsys.readouterr().out == ''
 
 
 def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):

@@ -20,14 +20,14 @@ _SPARE_S = 10
 UNTIL_DONE = 'trap "kill -TERM \\$!" TERM; "$0" "$@" & wait $!; code=$?; wait; exit $code'
 
 IMAGE = flags.DEFINE_string(
-  'image', '', 'Image with the command diloco and the extras tpu, gcs (scripts/Dockerfile).'
+  'image', '', 'gke, queued: image with the extras tpu, gcs of this package (scripts/Dockerfile).'
 )
-SPOT = flags.DEFINE_bool('spot', False, 'Take spot capacity for the TPU slices.')
+SPOT = flags.DEFINE_bool('spot', False, 'gke, queued: take spot capacity for TPU slices.')
 SERVICE_ACCOUNT = flags.DEFINE_string(
-  'service_account', '', 'Account of the programs, which may write to train.store.'
+  'service_account', '', 'gke, queued: account of the programs; it may write to train.store.'
 )
 _WITHOUT_STORE = flags.DEFINE_bool(
-  'without_store', False, 'Accept that a learner loses its optimizer state with its machine.'
+  'without_store', False, 'gke, queued: let learners lose their optimizer state with their machine.'
 )
 
 

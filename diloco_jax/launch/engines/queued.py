@@ -43,7 +43,6 @@ set -uo pipefail
 name=%name
 place=(--project=%project --zone=%zone)
 certificates=%certificates
-pause_s=20
 
 %machine
 start=$(
@@ -65,8 +64,8 @@ while :; do
       exit %never
     fi
   fi
-  echo "$name is started again in $pause_s s" >&2
-  sleep "$pause_s"
+  echo "$name is started again in 20 s" >&2
+  sleep 20
 done
 """)
 
@@ -79,10 +78,10 @@ obtain() {
   until state=$(queued describe --format='value(state.state)') && [ "$state" = ACTIVE ]; do
     case "$state" in
       '') queued create --node-id="$name" --accelerator-type=%type \\
-        --runtime-version=%image%more ;;
+        --runtime-version=%runtime%spot%account ;;
       FAILED | SUSPENDED) release ;;
     esac
-    sleep "$pause_s"
+    sleep 20
   done
 }
 """)
@@ -94,7 +93,7 @@ obtain() {
   gcloud compute instances describe "$name" "${place[@]}" >/dev/null ||
     gcloud compute instances create "$name" "${place[@]}" --machine-type=%type \\
       --image-family=cos-stable --image-project=cos-cloud --boot-disk-type=pd-ssd \\
-      --boot-disk-size=%{size}GB --no-boot-disk-auto-delete --scopes=cloud-platform%more
+      --boot-disk-size=%{size}GB --no-boot-disk-auto-delete --scopes=cloud-platform%account
   gcloud compute instances start "$name" "${place[@]}"
 }
 """)
@@ -132,50 +131,43 @@ def render(
   google_cloud.require_store(described, request)
   texts = {}
   for program in described.programs:
-    name = f'{described.name}-{program.name}'
-    texts[f'{name}.sh'] = _SCRIPT.substitute(
-      _here(program),
-      title=f'{program.name} of run {described.name}',
-      name=name,
-      project=shlex.quote(_PROJECT.value),
-      certificates=shlex.quote(f'{request.tls.rstrip("/")}/{program.name}'),
-      start=_start(program, request, places),
-      never=cli.NEVER_RETRY,
-    )
+    name, account = f'{described.name}-{program.name}', google_cloud.SERVICE_ACCOUNT.value
+    words = {
+      'title': f'{program.name} of run {described.name}',
+      'name': name,
+      'project': shlex.quote(_PROJECT.value),
+      'certificates': shlex.quote(f'{request.tls.rstrip("/")}/{program.name}'),
+      'account': f' --service-account={shlex.quote(account)}' if account else '',
+      'never': cli.NEVER_RETRY,
+      **_container(program, request, places),
+    }
+    if program.role == spec_lib.SYNCER:
+      kind, zone, machine = _MACHINE_TYPE.value, _SYNCER_ZONE.value or _ZONE.value, _MACHINE
+      words |= {'type': shlex.quote(kind), 'size': program.disk_gib}
+    elif program.topology:
+      kind, count, image = _SLICES[program.topology.partition(':')[0]]
+      words |= {'type': f'{kind}-{count * program.hosts * program.chips}', 'runtime': image}
+      words['spot'] = ' --spot' if google_cloud.SPOT.value else ''
+      zone, machine = _ZONE.value, _SLICE
+    else:
+      raise ValueError('--topology is missing: a queued resource is a TPU slice, as v6e:4x4')
+    parts = {'machine': machine.substitute(words), 'start': _START.substitute(words)}
+    texts[f'{name}.sh'] = _SCRIPT.substitute(words, zone=shlex.quote(zone), **parts)
   return texts
 
 
-def _start(program: spec_lib.Program, request: spec_lib.Request, places: spec_lib.Places) -> str:
-  """The commands for each host."""
-  environment = [f'--env={name}={value}' for name, value in program.environment.items()]
-  return _START.substitute(
-    program=program.name,
-    stop_s=google_cloud.stop_s(request),
-    workdir=shlex.quote(places.workdir),
-    certs=places.tls,
-    environment=' \\\n  '.join(map(shlex.quote, environment)),
-    devices=' --privileged' if program.chips else '',
-    image=shlex.quote(google_cloud.IMAGE.value),
-    until_done=shlex.quote(google_cloud.UNTIL_DONE),
-    argv=shlex.join(program.argv),
-  )
-
-
-def _here(program: spec_lib.Program) -> dict[str, str]:
-  """The words of the script that depend on the kind of machine."""
-  account = google_cloud.SERVICE_ACCOUNT.value
-  more = f' --service-account={shlex.quote(account)}' if account else ''
-  if program.role == spec_lib.SYNCER:
-    machine = _MACHINE.substitute(
-      size=program.disk_gib, type=shlex.quote(_MACHINE_TYPE.value), more=more
-    )
-    return {'machine': machine, 'zone': shlex.quote(_SYNCER_ZONE.value or _ZONE.value)}
-  if not program.topology:
-    raise ValueError('--topology is missing: a queued resource is a TPU slice, as v6e:4x4')
-  kind, count, image = _SLICES[program.topology.partition(':')[0]]
-  machine = _SLICE.substitute(
-    type=f'{kind}-{count * program.hosts * program.chips}',
-    image=image,
-    more=(' --spot' if google_cloud.SPOT.value else '') + more,
-  )
-  return {'machine': machine, 'zone': shlex.quote(_ZONE.value)}
+def _container(
+  program: spec_lib.Program, request: spec_lib.Request, places: spec_lib.Places
+) -> dict[str, object]:
+  environment = (f'--env={name}={value}' for name, value in program.environment.items())
+  return {
+    'program': program.name,
+    'stop_s': google_cloud.stop_s(request),
+    'workdir': shlex.quote(places.workdir),
+    'certs': places.tls,
+    'environment': ' \\\n  '.join(map(shlex.quote, environment)),
+    'devices': ' --privileged' if program.chips else '',
+    'image': shlex.quote(google_cloud.IMAGE.value),
+    'until_done': shlex.quote(google_cloud.UNTIL_DONE),
+    'argv': shlex.join(program.argv),
+  }

@@ -64,7 +64,7 @@ class Host:
     argv = program['argv']
     for word, value in {**words, 'workdir': str(self._workdir)}.items():
       argv = [part.replace(f'{{{word}}}', value) for part in argv]
-    # An earlier process of the program may not have died yet: it holds the lock as long as it lives.
+    # An earlier process of the program may be dying; it holds the lock as long as it lives.
     lock = os.open(self._workdir / f'{self._name}.lock', os.O_WRONLY | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     self._take_priority()

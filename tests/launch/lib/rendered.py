@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from absl.testing import flagsaver
 
@@ -28,19 +28,23 @@ TOPOLOGIES = {**_V5P, **_V6E}
 
 
 def request(
-  learners: int = 2, topology: str = 'v6e:4x4', store: str = STORE, **more
+  learners: int = 2,
+  topology: str = 'v6e:4x4',
+  store: str = STORE,
+  config: str = 'gemma:1b',
+  flags: Sequence[str] = (),
+  **more,
 ) -> spec_lib.Request:
-  config = load.load('gemma:1b')
-  config.sync.learners, config.train.store = learners, store
-  flags = [f'--config.sync.learners={learners}', f'--config.train.store={store}']
+  loaded = load.load(config)
+  loaded.sync.learners, loaded.train.store = learners, store
+  given = [f'--config={config}', *flags, f'--config.sync.learners={learners}']
+  given += [f'--config.train.store={store}']
   if topology:
     chips = math.prod(map(int, topology.partition(':')[2].split('x')))
-    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, chips, 1
-    flags += ['--config.mesh.data=1', f'--config.mesh.fsdp={chips}', '--config.mesh.tensor=1']
-  given = {'tls': 'certs', 'disk_gib': 200, **more}
-  return spec_lib.Request(
-    config=config, config_flags=['--config=gemma:1b', *flags], topology=topology, **given
-  )
+    loaded.mesh.data, loaded.mesh.fsdp, loaded.mesh.tensor = 1, chips, 1
+    given += ['--config.mesh.data=1', f'--config.mesh.fsdp={chips}', '--config.mesh.tensor=1']
+  rest = {'tls': 'certs', 'disk_gib': 200, **more}
+  return spec_lib.Request(config=loaded, config_flags=given, topology=topology, **rest)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ set -uo pipefail
 name=run-l0
 place=(--project=p --zone=us-east5-b)
 certificates=certs/l0
-pause_s=20
 
 hosts() { gcloud compute tpus tpu-vm "$@" "${place[@]}" --worker=all; }
 queued() { gcloud compute tpus queued-resources "$1" "$name" "${place[@]}" "${@:2}"; }
@@ -19,7 +18,7 @@ obtain() {
         --runtime-version=v2-alpha-tpuv5 --spot --service-account=trainer@p.iam ;;
       FAILED | SUSPENDED) release ;;
     esac
-    sleep "$pause_s"
+    sleep 20
   done
 }
 
@@ -57,6 +56,6 @@ while :; do
       exit 42
     fi
   fi
-  echo "$name is started again in $pause_s s" >&2
-  sleep "$pause_s"
+  echo "$name is started again in 20 s" >&2
+  sleep 20
 done

@@ -6,7 +6,6 @@ set -uo pipefail
 name=run-syncer
 place=(--project=p --zone=us-central1-a)
 certificates=certs/syncer
-pause_s=20
 
 hosts() { gcloud compute "$@" "${place[@]}"; }
 release() { gcloud compute instances stop "$name" "${place[@]}"; }  # its disk stays
@@ -52,6 +51,6 @@ while :; do
       exit 42
     fi
   fi
-  echo "$name is started again in $pause_s s" >&2
-  sleep "$pause_s"
+  echo "$name is started again in 20 s" >&2
+  sleep 20
 done
