@@ -12,7 +12,7 @@ r"""Runs a learner as a process; with --syncer=none it trains alone.
       --workdir=runs/data_parallel --learner_id=l0 --syncer=none
 
     # A learner of two hosts; the same on the second one with --host=1. On TPU VMs and GKE
-    # --hosts=auto is enough on each. All hosts need one folder.
+    # --hosts=auto is enough on each. All hosts need one folder, or a train.store.
     diloco learner --config=stdlib_lm:cpu --workdir=/shared/runs/by_hand --learner_id=l0 \
       --syncer=HOST:7070 --tls=certs/l0 --hosts=2 --host=0 --coordinator=HOST0:8476
 

@@ -9,9 +9,9 @@ a checkpoint the run starts over. Learners without a place in the config count a
 
 Until the verification has ended nothing is changed, and only the locks are opened for writing. Then
 everything later than the goal (checkpoints, log, tapes, the trained model) moves to
-WORKDIR/aside-K, and what learners have saved in the store to STORE/aside-K; nothing is deleted, and
-a new log begins behind the position of the syncer's checkpoint. A restore that was interrupted is to be repeated; until then no syncer of the
-run starts (storage/restore_note.py).
+WORKDIR/aside-K, and what learners have saved in the store to STORE/aside-K; nothing is deleted. A
+new log begins behind the position of the syncer's checkpoint. A restore that was interrupted is to
+be repeated; until then no syncer of the run starts (storage/restore_note.py).
 
 Names and numbers are typed before they become paths, and links are not followed.
 """
@@ -259,8 +259,8 @@ def _go_back(
 
 
 def _set_aside(place: json_files.Place, goal: Goal, is_workdir: bool) -> str:
-  """Moves everything later than the goal to a new folder, whose name it returns. What the syncer has
-  in a store stays: it begins another part of the store (syncer/stored.py)."""
+  """Moves everything later than the goal to a new folder, whose name it returns. What the syncer
+  has in a store stays: it will begin another part of the store (syncer/stored.py)."""
   aside, nodes, moved = folders.new_aside(place), _islands(place), []
   if is_workdir:
     nodes.append(syncer := folders.syncer_folder(place))

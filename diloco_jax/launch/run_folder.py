@@ -53,7 +53,7 @@ def open_workdir(
   if resume:
     _check_same_run(config, workdir, changed)
     if whole:
-      _check_same_kind(workdir, config.train.store, alone)
+      _check_same_kind(workdir, alone)
   elif named:
     _check_empty(workdir, but_locked=True)
   if config.task == run_config.DECODER:
@@ -148,7 +148,7 @@ def _check_ended(workdir: pathlib.Path) -> None:
       pass
 
 
-def _check_same_kind(workdir: pathlib.Path, store: str, alone: bool) -> None:
+def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   """Refuses a run with a syncer to a learner alone, and the reverse: neither could go on from the
   checkpoints of the other. Raises ValueError."""
   has_log = (folders.syncer_folder(workdir) / 'wal').is_dir()
@@ -157,8 +157,7 @@ def _check_same_kind(workdir: pathlib.Path, store: str, alone: bool) -> None:
       f"the run in {workdir} has a syncer; leave --syncer=none (in Python: syncer='none') out, or "
       'choose another folder'
     )
-  place = folders.of_learners(workdir, store)
-  if not alone and not has_log and any(place.glob('islands/*/ckpt/[0-9]*')):
+  if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
     raise ValueError(
       f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none '
       "(in Python: syncer='none'), or choose another folder"

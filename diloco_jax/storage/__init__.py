@@ -1,1 +1,1 @@
-"""What is on disk: the write-ahead log, Orbax checkpoints, the note of a restore, tapes."""
+"""What is on disk: the write-ahead log, Orbax checkpoints, the store, tapes."""

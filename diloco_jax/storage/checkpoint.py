@@ -451,7 +451,7 @@ def _probe(root: json_files.Place) -> None:
   """Makes a folder for checkpoints, and writes to it."""
   root.mkdir(parents=True, exist_ok=True)
   probe = root / '.writable'
-  probe.write_text('')
+  probe.write_text('probe')
   probe.unlink()
 
 

@@ -123,7 +123,8 @@ def move(folder: Place, target: Place) -> None:
       folder.rename(target)
       fsync(folder.parent)
     else:
-      (target.parent / 'moved').write_text('')  # a folder of a bucket exists if something is there
+      if not target.parent.exists():  # a folder of a bucket exists once something is in it
+        (target.parent / 'moved').write_text('here')
       folder.rename(target)
 
 

@@ -1,1 +1,1 @@
-"""The shell around the syncer's machine: its process, the global model, the log of outer steps."""
+"""The shell around the syncer's machine: its process, the global model, its log and its store."""

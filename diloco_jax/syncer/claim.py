@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.protocol import safe_json
+from diloco_jax.protocol import rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import store as store_lib
 
@@ -54,7 +54,7 @@ class Held:
   """
 
   run: str
-  disk: str = ''
+  disk: str
   process: str = ''
   host: str = ''
   pid: int = 0
@@ -81,17 +81,16 @@ def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
 
 
 def take(
-  store: store_lib.Store,
-  disk: str,
-  first: Held,
-  say: Callable[[str], None],
+  store: store_lib.Store, disk: str, run: str, begin: Callable[[], Held], say: Callable[[str], None]
 ) -> tuple[Held | None, 'Claim']:
-  """Takes the claim, and waits for that if need be. Returns what it said before, and the claim.
+  """Takes the claim, and waits for that if need be; from then on it is renewed. Returns what it
+  said before, and the claim.
 
   Args:
     store: of the run.
-    disk: of this process, '' if its folder was never one of a run in this store.
-    first: the claim of a run that begins in this store.
+    disk: of this process; '' if its folder was never one of a run in this store.
+    run: the name of the run in its folder; '' if there is none.
+    begin: makes the claim of a run that begins in this store.
     say: prints a line for people.
 
   Raises:
@@ -100,23 +99,20 @@ def take(
   """
   host = socket.gethostname()
   before, generation = read(store)
-  if before and first.run and before.run != first.run:
+  if before and run and before.run != run:
     raise Refused(
-      f'{store.place} holds the run {before.run}, this folder the run {first.run}. Nothing was '
-      'changed. Choose another train.store, or another folder'
+      f'{store.place} holds the run {before.run}, this folder the run {run}. Nothing was changed. '
+      'Choose another train.store, or another folder'
     )
-  if before and not before.released and (before.disk, before.host) != (disk, host):
+  at_once = before is None or before.released or (before.disk, before.host) == (disk, host)
+  if before and not at_once:
     before, generation = _wait_until_free(store, before, generation, say)
   mine = dataclasses.replace(
-    before or first,
-    run=before.run if before else first.run or secrets.token_hex(8),
-    process=secrets.token_hex(8),
-    host=host,
-    pid=os.getpid(),
-    released=False,
+    before or begin(), process=secrets.token_hex(8), host=host, pid=os.getpid(), released=False
   )
   claim = Claim(store, mine, generation, say)
   claim.renew()
+  claim.thread.start()
   return before, claim
 
 
@@ -147,11 +143,11 @@ def _wait_until_free(
 class Claim:
   """A claim of this process. Any thread may call it.
 
-  Args:
-    store: of the run.
-    held: what it says at first.
-    generation: of the claim that it replaces.
-    say: prints a line for people.
+  Attributes:
+    held: what it says.
+    next: fields that the next renewal changes.
+    on_loss: called if the claim is taken.
+    thread: renews it.
   """
 
   def __init__(
@@ -161,31 +157,16 @@ class Claim:
     generation: bytes | None,
     say: Callable[[str], None],
   ):
+    """`generation`: of the claim that it replaces."""
     self.held = held
+    self.next: dict[str, Any] = {}
+    self.on_loss: Callable[[BaseException], None] = lambda error: None
+    self.thread = threading.Thread(target=self._run, name='claim', daemon=True)
     self._store, self._generation, self._say = store, generation, say
     self._fresh_until_s = 0.0
-    self._next: dict[str, Any] = {}  # what the next renewal says
     self._lost: Refused | None = None
-    self._on_loss: Callable[[BaseException], None] = lambda error: None
     self._lock = threading.Lock()
     self._closed = threading.Event()
-    self._thread = threading.Thread(target=self._run, name='claim', daemon=True)
-
-  def start(self) -> None:
-    """From now on it is renewed."""
-    self._thread.start()
-
-  def watch(self, on_loss: Callable[[BaseException], None]) -> None:
-    """`on_loss` is called if the claim is taken, also if it was before."""
-    with self._lock:
-      self._on_loss = on_loss
-      lost = self._lost
-    if lost:
-      on_loss(lost)
-
-  def note(self, **changes: Any) -> None:
-    """The next renewal says this."""
-    self._next = self._next | changes
 
   def require(self) -> None:
     """Returns if this process holds the claim for the next seconds. Raises Refused if it was taken;
@@ -194,8 +175,8 @@ class Claim:
       raise self._lost
     if time.monotonic() > self._fresh_until_s:
       raise store_lib.StoreError(
-        f'the claim in {self._store.place} could not be renewed for {FRESH_S:g} s: another '
-        'syncer may have it soon'
+        f'the claim in {self._store.place} could not be renewed for {FRESH_S:g} s: another syncer '
+        'may have it soon'
       )
 
   def renew(self, **changes: Any) -> None:
@@ -204,8 +185,8 @@ class Claim:
       if self._lost:
         raise self._lost
       since_s = time.monotonic()
-      wanted = {**self._next, **changes, 'renewed': self.held.renewed + 1}
-      self.held = dataclasses.replace(self.held, **wanted)
+      changes = self.next | changes | {'renewed': self.held.renewed + 1}
+      self.held = dataclasses.replace(self.held, **changes)
       data = codec.encode(self.held).encode()
       while (made := self._store.replace(NAME, data, self._generation)) is None:
         found, self._generation = read(self._store)  # an earlier write of this process, perhaps
@@ -220,25 +201,21 @@ class Claim:
   def close(self) -> None:
     """Releases the claim: nothing of this process is under way any more."""
     self._closed.set()
-    if self._thread.ident:
-      self._thread.join()
+    self.thread.join()
     try:
       self.renew(released=True)
     except (Refused, store_lib.StoreError) as error:
       self._say(f'the claim was not released: {error}')
 
   def _run(self) -> None:
-    pause_s = RENEW_S
-    said_s = 0.0
+    pause_s, notices = RENEW_S, rate_limited_log.Notices(60 * 10**9, self._say)
     while not self._closed.wait(pause_s):
       try:
         self.renew()
         pause_s = RENEW_S
       except Refused as error:
-        self._on_loss(error)
+        self.on_loss(error)
         return
       except store_lib.StoreError as error:
         pause_s = min(RENEW_S, LOOK_S)
-        if not said_s or time.monotonic() - said_s > 60.0:
-          said_s = time.monotonic()
-          self._say(f'the claim could not be renewed: {error}')
+        notices.say(time.monotonic_ns(), '', f'the claim could not be renewed: {error}')

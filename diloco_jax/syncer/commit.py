@@ -10,15 +10,16 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.storage import checkpoint, json_files, outer_log, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import stored
 
-AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
+AGREEMENT = stored.AGREEMENT
 MAX_AGREEMENT_BYTES = 1 << 20
 RETRY_S = 5.0  # an attempt fills the disk for a moment, also for other processes
 SAY_AGAIN_S = 60.0
@@ -27,16 +28,6 @@ FULL_S = 300.0
 
 class Closed(Exception):
   """The log takes no outer step any more."""
-
-
-class Store(Protocol):
-  """What the log needs of a store (stored.py)."""
-
-  def before_commit(self, number: int, record: Callable[[], bytes]) -> None:
-    """Returns once the record may be committed. Raises StoreError: not yet."""
-
-  def committed(self, number: int, clock: int) -> None:
-    """It was committed, at that sync."""
 
 
 class CommitLog:
@@ -49,7 +40,7 @@ class CommitLog:
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
     full_s: float = FULL_S,
-    store: Store | None = None,
+    store: stored.Stored | None = None,
   ):
     """Locks the folder for this process.
 

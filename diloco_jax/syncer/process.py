@@ -183,7 +183,7 @@ def run(
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
       if store:
-        store.copy_model()
+        store.copy()
       stopped = _wait_or_stop(evaluation, event_queue)
     return store.finish(result, event_queue, stopped, machine.finished) if store else result
 

@@ -21,6 +21,7 @@ STORE/syncer/restored-ID, from the folder that was restored; what was there befo
 """
 
 import contextlib
+import functools
 import hashlib
 import pathlib
 import re
@@ -47,16 +48,16 @@ from diloco_jax.storage import (
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
-from diloco_jax.syncer import commit
 
 RUN = 'syncer/run'  # the name of the run, in its folder
 MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
 _DISK = 'disk'  # in WORKDIR/syncer: the name of the disk
 _OWN_MODEL = 'syncer/model'  # launch/own_model.py
-_AGREEMENT = 'syncer/agreement.json'
-_COPY = re.compile(r'.*/ckpt/((\d+)-[0-9a-f]{8})\.json')
+AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
+_COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
 _LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
 NOT_COPIED = 75  # the exit code of a run that is over, before the store has its model
+_LARGE = 1 << 26  # bytes: a record is hardly larger
 _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
 
@@ -71,8 +72,9 @@ def opened(
 
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
-    Refused: another syncer continues the run; only a lost disk has its state; another run.
-    StoreError: the store cannot be read or written.
+    Refused: another syncer continues the run; only a lost disk has its state; another run; the
+      store may not be written.
+    StoreError: the store cannot be read or written: retry.
   """
   if not config.train.store:
     yield None
@@ -83,7 +85,12 @@ def opened(
     log_files.lock()
     stored = Stored(config, workdir, log_files, say)
     cleanup.callback(stored.close)
-    stored.open()
+    try:
+      stored.open()
+    except store_lib.StoreError as error:
+      if re.search('PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND', str(error)):
+        raise claim_lib.Refused(f'{error}. Nothing was started: check train.store') from error
+      raise
     yield stored
 
 
@@ -100,8 +107,8 @@ def run_name(workdir: pathlib.Path, name: str = '') -> str:
   return name
 
 
-class _Damaged(Exception):
-  """A copy is not what was put."""
+class _Damaged(store_lib.StoreError):
+  """An object is not what was put."""
 
 
 class Stored:
@@ -139,29 +146,29 @@ class Stored:
     """As `opened`."""
     note, path = restore_note.read(self._workdir), self._folder / _DISK
     restored = (note.id,) if note and note.id else ()
-    disk = json_files.read_bytes(path, 64).decode() if path.exists() else ''
-    name = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
-    before, self._claim = claim_lib.take(
-      store_lib.Store(self._config.train.store, limit_s=claim_lib.ANSWER_S),
-      disk,
-      claim_lib.Held(run=name, restored=restored),
-      self._say,
-    )
-    self._claim.start()
-    known = self._claim.held.restored
-    self._at = _place(known)
-    if new := tuple(one for one in restored if one not in known):
-      known += new
-      self._at = _place(known)
+    known = json_files.read_bytes(path, 64).decode() if path.exists() else ''
+    run = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
+    disk = known or secrets.token_hex(8)
+
+    def begin() -> claim_lib.Held:
+      json_files.replace(path, disk.encode())  # first: this folder is the newest state of the run
+      name = run or secrets.token_hex(8)
+      return claim_lib.Held(run=name, disk=disk, restored=restored, log=self._end())
+
+    claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
+    before, self._claim = claim_lib.take(claims, known, run, begin, self._say)
+    followed = self._claim.held.restored
+    new = tuple(one for one in restored if one not in followed)
+    self._at = _place(followed + new)
+    if new:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
     elif before:
-      self._take_over(before, mine=bool(disk) and before.disk == disk)
+      self._take_over(before, before.disk == known)
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
-    disk = disk or secrets.token_hex(8)
     json_files.replace(path, disk.encode())
-    self._claim.renew(disk=disk, log=self._end(), restored=known)
+    self._claim.renew(disk=disk, log=self._end(), restored=followed + new)
 
   def _end(self) -> int:
     """The newest record in the folder."""
@@ -170,16 +177,17 @@ class Stored:
   def _take_over(self, before: claim_lib.Held, mine: bool) -> None:
     """Makes the folder the newest state of the run. `mine`: it is that of the last holder, older
     than the store only if the disk itself went back."""
-    copies = self._copies()
+    copies, here = self._copies(), wal.numbers(self.log_files)
     newest = self._manifest(copies[-1])['log'] if copies else 0
-    if not mine or not wal.numbers(self.log_files) or newest > self._end():
+    if not mine or newest > self._end() or (before.log and not here):
       self._download(before, copies)
     self._download_records()
-    if (end := self._end()) < before.log:
+    end = self._end()
+    if end < before.log or not (mine or before.released or self._config.train.store_log):
+      about = f'to about {before.log}' if end < before.log else 'and later, if there were any,'
       self._say(
-        f'outer steps {end + 1} to about {before.log} (clock {before.clock}) are gone: only the '
-        f'disk of {before.host} had them. The run continues behind outer step {end}; with '
-        'train.store_log=true none would be gone'
+        f'outer steps {end + 1} {about} are gone: only the disk of {before.host} had them. The run '
+        f'continues behind outer step {end}. With train.store_log=true none would be gone'
       )
 
   def _download(self, before: claim_lib.Held, copies: list[str]) -> None:
@@ -193,7 +201,7 @@ class Stored:
         break
       except _Damaged as error:
         self._say(f'{error}: the copy before it is tried')
-    agreement = self._store.read(_AGREEMENT)
+    agreement = self._store.read(f'syncer/{AGREEMENT}')
     first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
     if not whole and (copies or (before.log and not first)):
       raise claim_lib.Refused(
@@ -210,14 +218,14 @@ class Stored:
       staging.rename(self._folder / folders.CHECKPOINTS)
       json_files.fsync(self._folder)
     outer_log.begin(self.log_files, text, position)
-    json_files.replace(self._folder / 'wal' / commit.AGREEMENT, agreement.data)
+    json_files.replace(self._folder / 'wal' / AGREEMENT, agreement.data)
     json_files.replace(self._workdir / RUN, before.run.encode())
     self._say(f'the folder begins behind outer step {position["log"]}, from {self._store.place}')
 
   def _set_aside(self) -> None:
     """Moves what the folder has of the run to a new folder; nothing is deleted."""
-    keep = {'from-store', 'wal', 'address'}
-    moved = [path for path in self._folder.iterdir() if path.name not in keep]
+    names = ('run', _DISK, 'model', folders.CHECKPOINTS, restore_note.FILE)
+    moved = [path for name in names if (path := self._folder / name).exists()]
     moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
     if not moved:
       return
@@ -234,15 +242,16 @@ class Stored:
 
   def _download_records(self) -> None:
     """Adds the records that follow those of the folder; the log verifies them as its own."""
-    names = set(self._store.names(f'{self._at}wal/'))
-    while (name := f'{self._at}wal/{wal.name_of(self._end() + 1)}') in names:
-      record = self._store.read(name)
+    names, end = set(self._store.names(f'{self._at}wal/')), self._end()
+    while (name := f'{self._at}wal/{wal.name_of(end + 1)}') in names:
+      record = self._store.read(name, _LARGE)
       if record is None:
         raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
       self.log_files.write(wal.NEW, record.data)
       self.log_files.fsync(wal.NEW)
       self.log_files.rename(wal.NEW, name.rsplit('/', 1)[1])
       self.log_files.fsync_names()
+      end += 1
 
   def begin(
     self,
@@ -254,8 +263,10 @@ class Stored:
     Raises StoreError."""
     self._checkpoints = checkpoints
     if (self._workdir / _OWN_MODEL).exists() and not self._store.read(f'{_OWN_MODEL}.json'):
-      self._upload(self._workdir / _OWN_MODEL, _OWN_MODEL, _files_in(self._workdir / _OWN_MODEL))
-    self._store.put(_AGREEMENT, agreement.encode())
+      self._upload(
+        self._workdir / _OWN_MODEL, _OWN_MODEL, _files_in(self._workdir / _OWN_MODEL), {}
+      )
+    self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
     numbers = checkpoints.numbers
     if self._config.train.store_log:
       self._put_records(numbers)
@@ -267,7 +278,8 @@ class Stored:
     if numbers:
       self.copy(numbers[-1])
     self._thread.start()
-    self._claim.watch(on_loss)
+    self._claim.on_loss = on_loss
+    self._claim.require()
 
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
@@ -300,26 +312,23 @@ class Stored:
 
   def committed(self, number: int, clock: int) -> None:
     """An outer step was committed: the claim will say so."""
-    self._claim.note(log=number, clock=clock)
+    self._claim.next = {'log': number, 'clock': clock}
 
   # --- Copies -------------------------------------------------------------------------------------
 
-  def copy(self, number: int) -> None:
-    """Copies a complete checkpoint in the background, unless a newer one comes first."""
-    self._add('checkpoint', f'checkpoint {number}', lambda: self._copy(number))
-
-  def copy_model(self) -> None:
-    """Copies the trained model in the background."""
-    self._add('model', 'the trained model', self._copy_model)
+  def copy(self, number: int | None = None) -> None:
+    """Copies a complete checkpoint in the background, unless a newer one comes first; None: the
+    trained model."""
+    due = 'the trained model', self._copy_model
+    if number is not None:
+      due = f'checkpoint {number}', functools.partial(self._copy, number)
+    with self._changed:
+      self._due['checkpoint' if number is not None else MODEL] = due
+      self._changed.notify_all()
 
   def forget_model(self) -> None:
     """Removes the model that an earlier end of the run has put. Raises StoreError."""
     self._store.remove(f'{MODEL}/{_LAST}', *self._store.names(f'{MODEL}/'))
-
-  def _add(self, kind: str, text: str, call: Callable[[], None]) -> None:
-    with self._changed:
-      self._due[kind] = text, call
-      self._changed.notify_all()
 
   def _copy_what_is_due(self) -> None:
     while not self._closed:
@@ -362,13 +371,16 @@ class Stored:
     files: dict[str, Any],
     about: dict[str, Any] | None = None,
   ) -> None:
-    """Puts the files of a folder, then their manifest. Raises StoreError, OSError."""
-    for path in sorted(files):
-      self._require_open()
+    """Puts the files of a folder, then the manifest, `about` and they. Raises StoreError,
+    OSError."""
+    for path in sorted(files, key=lambda path: path == _LAST):
+      if self._closed:
+        raise store_lib.StoreError('the process ends')
       self._store.put(f'{name}/{path}', (folder / path).read_bytes())
       failpoints.reached('store.in_copy')
     self._claim.require()
-    self._store.put(f'{name}.json', codec.encode({'files': files, **(about or {})}).encode())
+    if about is not None:
+      self._store.put(f'{name}.json', codec.encode({'files': files, **about}).encode())
 
   def _remove_old(self) -> None:
     """Removes copies that need not be kept, what is left of others, and the records behind both of
@@ -390,15 +402,8 @@ class Stored:
       self._store.remove(*(one for one in self._store.names(f'{self._at}wal/') if one <= limit))
 
   def _copy_model(self) -> None:
-    folder = self._workdir / MODEL
     self.forget_model()
-    for path in sorted(_files_in(folder), key=lambda path: path == _LAST):
-      self._require_open()
-      self._store.put(f'{MODEL}/{path}', (folder / path).read_bytes())
-
-  def _require_open(self) -> None:
-    if self._closed:
-      raise store_lib.StoreError('the process ends')
+    self._upload(self._workdir / MODEL, MODEL, _files_in(self._workdir / MODEL))
 
   # --- Reading ------------------------------------------------------------------------------------
 
@@ -451,7 +456,7 @@ class Stored:
         break
       with self._changed:
         self._changed.wait_for(lambda: not self._due, _LOOK_S)
-    left = ' and '.join(text for text, _ in self._due.values())
+    left = ' and '.join(text for text, _ in list(self._due.values()))
     if not left:
       return result
     text = (

@@ -210,7 +210,7 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
   sync = _sync(start_wait_s=0.0)
   with diloco_jax.run_syncer(_params(), total_steps=1_000_000, sync=sync) as server:
 
-    def count(learner: str, workdir: str) -> int:
+    def count(learner: str, workdir: str, store: str = '') -> int:
       """The updates in the moments with which it begins."""
       with diloco_jax.join(
         _params(),
@@ -218,6 +218,7 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
         syncer=server.address,
         workdir=tmp_path / workdir,
         checkpoint_every_steps=4,
+        store=store,
         **kwargs,
       ) as peer:
         params, opt_state = peer.params, peer.opt_state
@@ -241,6 +242,10 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
     told = capfd.readouterr().out
     assert told.count('begins with the opt_state that join was given') == 1, told
     assert count('l1', 'other') == 10
+    store = str(tmp_path / 'run')
+    assert count('l0', 'new', store) == 20, 'its own, from the store'
+    assert count('l0', 'newer', store) == 30
+    assert [path.name for path in (tmp_path / 'new/islands/l0/ckpt').iterdir()] == ['lock']
 
 
 def test_the_same_tree_dtypes_and_shardings_come_back():

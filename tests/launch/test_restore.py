@@ -22,7 +22,7 @@ import pytest
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, own_model, restore, run_folder
-from diloco_jax.storage import checkpoint, json_files, outer_log, restore_note, wal
+from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability
@@ -143,6 +143,23 @@ def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
 
 
 # --- What is found --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['folder', 'bucket'])
+def test_learners_go_back_in_the_store(kind, config, workdir, bucket, tmp_path):
+  config = copy.deepcopy(config)
+  config.train.store = f'{bucket.url}/run' if kind == 'bucket' else str(tmp_path / 'store')
+  place = folders.place(config.train.store)
+  for number in (100, 200, 299):
+    _save(place / 'islands' / 'l0', number, number, {})
+  said = _restore(config, workdir, '204')
+  assert folders.checkpoints(place / 'islands' / 'l0') == [100]
+  aside = place / 'aside-1' / 'islands' / 'l0'
+  assert folders.checkpoints(aside) == [200, 299]
+  assert str(place / 'aside-1') in said[0] and str(workdir / 'aside-1') in said[0]
+  checkpoint.verify(aside / 'ckpt' / '299')
+  said = _restore(config, workdir)
+  assert str(place / 'aside-2') in said[0] and folders.checkpoints(aside) == [200, 299]
 
 
 def test_flipped_bits_are_found(config, tmp_path, counts):

@@ -48,8 +48,8 @@ OVERRIDES = {
 
 
 def plan(random_kills: int) -> tuple[str, ...]:
-  """Every failpoint of a run without a store once, with kills by the test between them: the supervisor abandons a program
-  after several short processes in a row."""
+  """Every failpoint of a run without a store once, with kills by the test between them: the
+  supervisor abandons a program after several short processes in a row."""
   names = [name for name in failpoints.NAMES if not name.startswith('store.')]
   apart = math.ceil(len(names) / random_kills)
   places: list[str] = []

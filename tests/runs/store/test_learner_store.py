@@ -1,0 +1,164 @@
+"""Real processes whose learners save in a store: a bucket of a fake that serves HTTP, or a folder.
+
+A killed learner comes back with its moments from there, or with those of another learner.
+"""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.launch import local_run
+from diloco_jax.report import records
+from diloco_jax.storage import folders
+from diloco_jax.verification.faults import conductor as conductor_lib
+from tests.runs.lib import conductor, promises, slow_data
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+DEADLINE_S = 800
+OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 4}
+
+
+class InBucket(conductor.Conductor):
+  def __init__(self, workdir, recorder: records.Recorder, bucket, change=conductor.paced, **more):
+    self._bucket = bucket
+    overrides = {**OVERRIDES, 'train.store': f'{bucket.url}/run', **more}
+    super().__init__(workdir, recorder, overrides, change)
+
+  async def trains(self, name: str, life: int) -> None:
+    """Waits until a process of this incarnation has joined and contributed."""
+    await self.until(lambda: self.count(name, 'state', state='joined', incarnation=life))
+    self.look()
+    at = len(self.facts)
+    await self.until(lambda: self.merges(name, at) >= 2)
+
+  def saved(self, name: str) -> bool:
+    start = f'run/islands/{name}/ckpt/'
+    ends = [one.removeprefix(start) for one in self._bucket.objects if one.startswith(start)]
+    return any(re.fullmatch('[0-9]+/commit_success.txt', one) for one in ends)
+
+
+class Kills(InBucket):
+  """Kills l1 after its first save; then again, when the store has only checkpoints of l0."""
+
+  async def carry_out(self) -> None:
+    for life in (1, 2):
+      await self.trains('l1', life)
+      await self.until(lambda: self.saved('l0') and self.saved('l1'))
+      dies = self.supervisor.child('l1')
+      assert self.supervisor.bring_down('l1', 0.1, 'killed')
+      await self.until(lambda: not dies.running)
+      for name in self._bucket.objects:
+        if life == 2 and name.startswith('run/islands/l1/'):
+          self._bucket.fake.remove(self._bucket.name, name)
+    await self.trains('l1', 3)
+    self.supervisor.retire()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(DEADLINE_S + 100)
+def test_a_killed_learner_has_its_moments_from_the_bucket_or_another_ones(bucket, tmp_path):
+  make = lambda workdir, recorder: Kills(workdir, recorder, bucket)
+  _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)
+  said = '\n'.join(run.said)
+  assert run.outcome.code == 0, said
+  promises.check(run)
+  joined = [fact for fact in run.of('l1', 'state') if fact['state'] == 'joined']
+  assert [fact['incarnation'] for fact in joined] == [1, 2, 3]
+  assert 'l1 continues from its checkpoint at clock' in said
+  assert re.search('the inner optimizer begins with the moments of l0 at step [1-9]', said)
+  left = {path.name for path in (tmp_path / 'run' / 'islands').glob('*/ckpt/*')}
+  assert left == {'lock'}, 'the workdir has no checkpoint of a learner'
+
+
+def diloco(*words: str) -> str:
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', *words],
+    cwd=ROOT,
+    env=local_run.environment(1),
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    timeout=DEADLINE_S,
+  )
+  assert done.returncode == 0, done.stdout
+  return done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.timeout(DEADLINE_S + 100)
+@pytest.mark.parametrize('kind', ['folder', 'bucket'])
+def test_a_run_with_a_store_ends_goes_on_and_goes_back(kind, bucket, tmp_path):
+  store, workdir = str(tmp_path / 'store'), f'--workdir={tmp_path / "run"}'
+  if kind == 'bucket':
+    store = f'{bucket.url}/run'
+  diloco(
+    'train',
+    '--config=stdlib_lm:tiny',
+    '--chaos=off',
+    '--config.train.steps=12',
+    '--config.sync.keep_every=6',
+    f'--config.train.store={store}',
+    workdir,
+  )
+  place = folders.place(store)
+  nodes = [place / 'islands' / name for name in ('l0', 'l1')]
+  assert all(folders.checkpoints(node) for node in nodes)
+  log = tmp_path / 'run' / 'logs' / 'l1.log'
+  diloco('train', '--resume', workdir, '--config.train.steps=24')
+  assert 'l1 continues from its checkpoint at clock 12' in log.read_text()
+  said = diloco('restore', workdir, '--to=12')
+  assert str(place / 'aside-1') in said
+  diloco('train', '--resume', workdir)
+  assert log.read_text().count('l1 continues from its checkpoint at clock') == 2
+
+
+OWN_DISK = """
+import runpy, sys
+if '--host=1' in sys.argv:
+  sys.argv = [word.replace('--workdir=', '--workdir={}') for word in sys.argv]
+runpy.run_module('diloco_jax', run_name='__main__', alter_sys=True)
+"""
+
+
+class TwoHosts(InBucket):
+  """l0 has two hosts, each with a workdir of its own; one is killed after a save."""
+
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, bucket):
+    self._disk = workdir.parent / 'other-disk'
+    task = slow_data.FLAG.partition('task=')[2]
+    more = {'task': task, 'mesh.data': 2, 'mesh.fsdp': 2}
+    super().__init__(workdir, recorder, bucket, self._hosts, **more)
+
+  def _hosts(self, program):
+    if program.name != 'l0':
+      return conductor_lib.with_more(program, '--config.mesh.fsdp=1')
+    command = [sys.executable, '-c', OWN_DISK.format(self._disk), *program.command[3:]]
+    return dataclasses.replace(program, command=command, hosts=({}, {}))
+
+  async def carry_out(self) -> None:
+    await self.until(lambda: self.saved('l0'))
+    assert self.supervisor.bring_down('l0', 0.1, 'killed', host=1)
+    await self.until(lambda: self.count('l0', 'state', state='joined', incarnation=2))
+    self.look()
+    at = len(self.facts)
+    await self.until(lambda: len(self.since('l0', 'step', at)) >= 2)
+    self.supervisor.retire()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(DEADLINE_S + 100)
+def test_hosts_without_a_common_disk_save_and_read_one_checkpoint(bucket, tmp_path):
+  make = lambda workdir, recorder: TwoHosts(workdir, recorder, bucket)
+  _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)
+  said = '\n'.join(run.said)
+  assert run.outcome.code == 0, said
+  promises.check(run)
+  assert 'l0 continues from its checkpoint at clock' in said
+  joined = [fact['incarnation'] for fact in run.of('l0', 'state') if fact['state'] == 'joined']
+  assert joined == [1, 2]
+  [other] = (tmp_path / 'other-disk').rglob('islands')
+  assert not [path for path in other.rglob('*') if path.is_file()]
