@@ -71,7 +71,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.place), theta.like
   )
-  saved = arrays.load(folder, like, 'state')
+  saved = arrays.load(pathlib.Path(folder), like, 'state')
   theta.restore(saved, [0] * assembled.layout.num_fragments)
   return theta.params()
 
