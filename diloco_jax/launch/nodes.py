@@ -8,6 +8,7 @@ so do checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -30,6 +31,7 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
+from diloco_jax.protocol.syncer import published
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import store as store_lib
@@ -296,6 +298,9 @@ def dialer(
   inner steps a capped uplink allows."""
   if note := uplink.note(assembled):
     say(note)
+  least = limits(assembled)
+  # A learner on a slow link may owe the syncer a contribution of each fragment.
+  queued_bytes = max(least.max_queued_bytes, sum(assembled.payload_bytes))
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
     def address() -> str:
@@ -306,21 +311,27 @@ def dialer(
         raise
 
     return grpc_client.GrpcLearnerTransport(
-      address, post, payloads, limits(assembled), access=access
+      address,
+      post,
+      payloads,
+      dataclasses.replace(least, max_queued_bytes=queued_bytes),
+      access=access,
     )
 
   return make
 
 
 def limits(assembled: build.Assembly) -> link.Limits:
-  """The limits of a transport. A joining learner receives every fragment at once, and new versions
-  on top, and payloads may arrive after their announcements, since the two use separate streams.
-  After a restart of the syncer all learners are strangers at once."""
+  """The limits of a transport. Two whole fragments at once go to a learner, and so many bytes of
+  deltas (protocol/syncer/published.py). Payloads may arrive after their announcements, since the
+  two use separate streams. After a restart of the syncer all learners are strangers at once."""
   sync = assembled.config.sync
+  wholes_bytes = published.MAX_WHOLES * max(assembled.publish_bytes)
+  deltas_bytes = published.most_delta_bytes(assembled.payload_bytes)
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    max_queued_bytes=max(link.Limits.max_queued_bytes, 2 * sum(assembled.publish_bytes)),
+    max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,

@@ -97,6 +97,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
   return {
     'name': config.name,
     'task': config.task,
+    'store': config.train.store,
     'learners_expected': config.sync.learners,
     'steps': config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
@@ -325,7 +326,7 @@ def _place_lines(
   folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
   lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
-    lines.append(f'checkpoints  {" and ".join(folders)}')
+    lines.append(f'checkpoints  {" and ".join(filter(None, [*folders, summary["store"]]))}')
   if (
     folders and (workdir / load.FILE).is_file()
   ):  # else of learners whose syncer has another folder

@@ -117,10 +117,7 @@ def take(
 
 
 def _wait_until_free(
-  store: store_lib.Store,
-  before: Held,
-  generation: bytes | None,
-  say: Callable[[str], None],
+  store: store_lib.Store, before: Held, generation: bytes | None, say: Callable[[str], None]
 ) -> tuple[Held, bytes | None]:
   """Returns the claim once it was not renewed for so long, or is released. Raises Refused."""
   say(f'{store.place} is claimed by the {before.holder}: looks for {EXPIRED_S:g} s if it is alive')
@@ -151,11 +148,7 @@ class Claim:
   """
 
   def __init__(
-    self,
-    store: store_lib.Store,
-    held: Held,
-    generation: bytes | None,
-    say: Callable[[str], None],
+    self, store: store_lib.Store, held: Held, generation: bytes | None, say: Callable[[str], None]
   ):
     """`generation`: of the claim that it replaces."""
     self.held = held

@@ -63,9 +63,7 @@ _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
 @contextlib.contextmanager
 def opened(
-  config: run_config.Config,
-  workdir: pathlib.Path,
-  say: Callable[[str], None],
+  config: run_config.Config, workdir: pathlib.Path, say: Callable[[str], None]
 ) -> Iterator['Stored | None']:
   """Locks the folder of a run, takes the claim in its store and makes the folder the newest state
   of the run; None: the run has no store. At the end the claim is released.

@@ -272,6 +272,25 @@ def test_records_of_the_time_before_are_put_once_the_log_goes_to_the_store(site,
   assert bits(other.theta) == expected[6]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize('seed', range(3))
+def test_random_failures_of_requests_lose_nothing(bucket, assembled, expected, tmp_path, seed):
+  """Each outer step is one of another process on another disk."""
+  from tests.storage import fake_gcs
+
+  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+  bucket.door.faults = fake_gcs.Faults(seed, 0.2)
+  for sync in range(1, SYNCS + 1):
+    life = None
+    while life is None:
+      with contextlib.suppress(store_lib.StoreError):
+        life = site.live(f'{sync}', store_log=True)
+    assert bits(life.theta) == expected[sync - 1]
+    run_until(life, range(sync, sync + 1), saves=(3, 6))
+    site.kill()
+  assert bucket.door.faults.injected.total() > 20, bucket.door.faults.injected
+
+
 # --- Two disks ------------------------------------------------------------------------------------
 
 
@@ -460,11 +479,11 @@ def test_a_copy_that_fails_is_tried_again_and_said_once(bucket, assembled, tmp_p
   only = lambda request: '/ckpt/' in str(request)
   from tests.storage import fake_gcs
 
-  bucket.door.faults = fake_gcs.Faults(1, 1.0, ('503',), most=20, only=only)
+  bucket.door.faults = fake_gcs.Faults(1, 1.0, ('503',), most=7, only=only)
   life.save(1)
   life.copied()
   lines = [line for line in drain_lines(life) if 'checkpoint 1 is not in the store yet' in line]
-  assert len(lines) == 1 and bucket.door.faults.injected.total() == 20
+  assert len(lines) == 1 and bucket.door.faults.injected.total() == 7
   site.kill()
   assert site.live('b').theta.versions == life.theta.versions
   site.kill()
