@@ -171,15 +171,19 @@ def _never_began(workdir: pathlib.Path) -> str:
 
 
 def run_processes(
-  config: run_config.Config, workdir: pathlib.Path, described: spec_lib.Spec
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  described: spec_lib.Spec,
+  make: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = programs,
 ) -> supervisor_lib.Outcome:
-  """Runs the programs under the supervisor. Only a whole run has a chaos plan."""
+  """Runs the programs under the supervisor. Only a whole run has a chaos plan. `make`: turns the
+  programs into those that the supervisor runs."""
   names = [one.name for one in described.programs if one.role == spec_lib.LEARNER]
   syncer = len(names) < len(described.programs)
   display = live.make()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
-    programs(described),
+    make(described),
     workdir,
     run_facts.RunFacts(names, config.train.steps, syncer=syncer, **folder.pace(config)),
     recorder,

@@ -8,12 +8,15 @@ so do checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
 import sys
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,9 +33,11 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
+from diloco_jax.protocol.syncer import published
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
@@ -42,6 +47,7 @@ from diloco_jax.transport import addresses, grpc_client, grpc_server, link
 FILE = 'file:'
 SPARE_SESSIONS = 16
 MAX_ADDRESS_BYTES = 4096
+CLAIM_TRUSTED_S = 300.0  # after the start of a learner
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
   'again: it continues from the log, and learners send unmerged contributions again. If its disk '
@@ -149,6 +155,9 @@ def _serve(
   def finished() -> None:
     with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
       _write_address(folder, addresses.ENDED)
+    with contextlib.suppress(store_lib.StoreError):
+      if store:
+        store.run_is_over()
 
   with (
     stops(
@@ -183,7 +192,7 @@ def learner(
   resolve = None
   if cluster is None or cluster.host == 0:
     with cli.never_retry(ValueError):
-      resolve = None if address == 'none' else resolver(address, access)
+      resolve = None if address == 'none' else resolver(address, access, config.train.store)
       require_own_certificate(access, learner_id)
   with contextlib.ExitStack() as stack:
     hosts = 1
@@ -296,6 +305,9 @@ def dialer(
   inner steps a capped uplink allows."""
   if note := uplink.note(assembled):
     say(note)
+  least = limits(assembled)
+  # A learner on a slow link may owe the syncer a contribution of each fragment.
+  queued_bytes = max(least.max_queued_bytes, sum(assembled.payload_bytes))
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
     def address() -> str:
@@ -306,21 +318,27 @@ def dialer(
         raise
 
     return grpc_client.GrpcLearnerTransport(
-      address, post, payloads, limits(assembled), access=access
+      address,
+      post,
+      payloads,
+      dataclasses.replace(least, max_queued_bytes=queued_bytes),
+      access=access,
     )
 
   return make
 
 
 def limits(assembled: build.Assembly) -> link.Limits:
-  """The limits of a transport. A joining learner receives every fragment at once, and new versions
-  on top, and payloads may arrive after their announcements, since the two use separate streams.
-  After a restart of the syncer all learners are strangers at once."""
+  """The limits of a transport. Two whole fragments at once go to a learner, and so many bytes of
+  deltas (protocol/syncer/published.py). Payloads may arrive after their announcements, since the
+  two use separate streams. After a restart of the syncer all learners are strangers at once."""
   sync = assembled.config.sync
+  wholes_bytes = published.MAX_WHOLES * max(assembled.publish_bytes)
+  deltas_bytes = published.most_delta_bytes(assembled.payload_bytes)
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    max_queued_bytes=max(link.Limits.max_queued_bytes, 2 * sum(assembled.publish_bytes)),
+    max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
@@ -393,13 +411,24 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
     check.require_learner(access.tls, learner, proofs.utc_now())
 
 
-def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
+def resolver(address: str, access: addresses.Access, store: str = '') -> Callable[[], str]:
   """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
-  'file:PATH' of a file with one; it raises RunEnded if the file says so. Raises ValueError if it is
-  neither, or `access` is not enough."""
+  'file:PATH' of a file with one; it raises RunEnded if the file says so, or the claim in `store`.
+  Raises ValueError if it is neither, or `access` is not enough."""
+  # A syncer that continues a run that was over may start after its learners.
+  trust_claim_s = time.monotonic() + CLAIM_TRUSTED_S if store else math.inf
+
+  def dialled() -> str:
+    if time.monotonic() >= trust_claim_s:
+      with contextlib.suppress(store_lib.StoreError, claim_lib.Refused):
+        held, _ = claim_lib.read(store_lib.Store(store, claim_lib.ANSWER_S))
+        if held and held.over:
+          raise addresses.RunEnded(f'{addresses.ENDED}: the claim in {store} says so')
+    return address
+
   if not address.startswith(FILE):
     addresses.check(address, access)
-    return lambda: address
+    return dialled
   path = pathlib.Path(address.removeprefix(FILE))
 
   def read() -> str:

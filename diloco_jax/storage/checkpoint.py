@@ -337,14 +337,15 @@ class Checkpoints:
     self._checkpointer.reload()
 
   def _failed(self, number: int, error: Exception) -> CheckpointError:
-    for partial in _leads() * (
+    earlier, partial = [], [self._root / str(number)] * _leads()  # it did not read back
+    with contextlib.suppress(Exception):  # a store that is gone; its errors are of many kinds
       # Also of earlier saves: threads of Orbax may write on for a while after it has raised.
-      *self._root.glob('*.orbax-checkpoint-tmp*'),
-      self._root / str(number),  # it did not read back
-    ):
+      partial += _leads() * list(self._root.glob('*.orbax-checkpoint-tmp*'))
+    for folder in partial:
       with contextlib.suppress(OSError):
-        json_files.rmtree(partial)
-    earlier = [one for one in self.numbers if one != number]
+        json_files.rmtree(folder)
+    with contextlib.suppress(Exception):
+      earlier = [one for one in self.numbers if one != number]
     left = f'checkpoint {earlier[-1]} is still there' if earlier else 'there is no earlier one'
     return CheckpointError(f'saving {self._root / str(number)} failed: {_one_line(error)}; {left}')
 

@@ -51,7 +51,8 @@ def quieten() -> None:
   """Hides what Orbax and TensorStore print of a save that fails, beside the error that they raise:
   on a full disk thousands of lines."""
   logging.getLogger('absl').addFilter(_is_news)
-  logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # with a traceback what it raises
+  for name in ('gcsfs', 'fsspec'):  # they log with a traceback what they raise
+    logging.getLogger(name).setLevel(logging.CRITICAL)
   _hide_threads_of_failed_saves()
 
 

@@ -49,6 +49,7 @@ class Held:
     host, pid: the holder, for people.
     renewed: how many times it was, so no renewal is equal to another.
     released: the holder has ended in order.
+    over: the run has reached its end.
     restored: the restores of the run (storage/restore_note.py), in their order.
     log, clock: the newest committed outer step when it was renewed: its record, its sync.
   """
@@ -60,6 +61,7 @@ class Held:
   pid: int = 0
   renewed: int = 0
   released: bool = False
+  over: bool = False
   restored: tuple[str, ...] = ()
   log: int = 0
   clock: int = 0
@@ -117,10 +119,7 @@ def take(
 
 
 def _wait_until_free(
-  store: store_lib.Store,
-  before: Held,
-  generation: bytes | None,
-  say: Callable[[str], None],
+  store: store_lib.Store, before: Held, generation: bytes | None, say: Callable[[str], None]
 ) -> tuple[Held, bytes | None]:
   """Returns the claim once it was not renewed for so long, or is released. Raises Refused."""
   say(f'{store.place} is claimed by the {before.holder}: looks for {EXPIRED_S:g} s if it is alive')
@@ -151,11 +150,7 @@ class Claim:
   """
 
   def __init__(
-    self,
-    store: store_lib.Store,
-    held: Held,
-    generation: bytes | None,
-    say: Callable[[str], None],
+    self, store: store_lib.Store, held: Held, generation: bytes | None, say: Callable[[str], None]
   ):
     """`generation`: of the claim that it replaces."""
     self.held = held

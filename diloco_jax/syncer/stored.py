@@ -63,9 +63,7 @@ _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
 @contextlib.contextmanager
 def opened(
-  config: run_config.Config,
-  workdir: pathlib.Path,
-  say: Callable[[str], None],
+  config: run_config.Config, workdir: pathlib.Path, say: Callable[[str], None]
 ) -> Iterator['Stored | None']:
   """Locks the folder of a run, takes the claim in its store and makes the folder the newest state
   of the run; None: the run has no store. At the end the claim is released.
@@ -168,7 +166,7 @@ class Stored:
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
     json_files.replace(path, disk.encode())
-    self._claim.renew(disk=disk, log=self._end(), restored=followed + new)
+    self._claim.renew(disk=disk, log=self._end(), restored=followed + new, over=False)
 
   def _end(self) -> int:
     """The newest record in the folder."""
@@ -309,6 +307,10 @@ class Stored:
         )
       failpoints.reached('store.after_put')
       self._claim.require()
+
+  def run_is_over(self) -> None:
+    """Tells learners that dial after the end, by the claim. Raises Refused; StoreError."""
+    self._claim.renew(over=True)
 
   def committed(self, number: int, clock: int) -> None:
     """An outer step was committed: the claim will say so."""

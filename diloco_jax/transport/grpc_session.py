@@ -280,8 +280,11 @@ class Session:
         now_s = time.monotonic()
         if (received := self._receipts.due(now_s)) is not None:
           return chunks.acknowledgement(received)
-        pause_s = self._uplink.wait_s(now_s) if self._uplink else 0.0
-        if not pause_s and self._window.takes(size):
+        takes = self._window.takes(size)
+        pause_s = self._window.wait_s(now_s) if takes else 0.0
+        if self._uplink:
+          pause_s = max(pause_s, self._uplink.wait_s(now_s))
+        if takes and not pause_s:
           self._window.add(size, now_s)
           if self._uplink:
             self._uplink.spend(size, now_s)

@@ -28,6 +28,7 @@ NAMES = {
   'books': 'outer steps after many deaths, events after an hour',
   'own_loop': "peer.sync in a loop of one's own",
   'tls': 'what mutual TLS costs',
+  'store': 'objects, outer steps, copies and saves against a store in a bucket',
 }
 FOLDER = pathlib.Path(__file__).parent
 

@@ -43,7 +43,7 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log
-from diloco_jax.syncer import commit, global_model
+from diloco_jax.syncer import commit, global_model, stored
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
 from diloco_jax.verification.sim import hardware, no_arrays
@@ -61,9 +61,15 @@ PARTS = ('screen', 'merge', 'log', 'rest')
 
 
 class Rig:
-  """The work of a syncer without its machine and its transport."""
+  """The work of a syncer without its machine and its transport; `store`: of its run."""
 
-  def __init__(self, millions: int, folder: pathlib.Path, fragments: int = 1):
+  def __init__(
+    self,
+    millions: int,
+    folder: pathlib.Path,
+    fragments: int = 1,
+    store: stored.Stored | None = None,
+  ):
     config = own_loop.get_config()
     sync = config.sync
     sync.fragments, sync.period, sync.overlap = fragments, max(2, fragments), 1
@@ -78,8 +84,8 @@ class Rig:
     layout = assembled.layout
     self._sizes = [layout.size(p) for p in range(layout.num_fragments)]
     self._codec = jax.jit(assembled.codec_up.encode)
-    self._folder = files_lib.Files(folder)
-    log = commit.CommitLog(self._folder, assembled.agreement, print)
+    self._folder = store.log_files if store else files_lib.Files(folder)
+    log = commit.CommitLog(self._folder, assembled.agreement, print, store=store)
     theta = global_model.Theta(assembled)
     log.recover(theta, {})
     self._store = payloads_lib.PayloadStore()

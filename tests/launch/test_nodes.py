@@ -16,11 +16,12 @@ import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, nodes, own_model, restore, run_folder
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.syncer import published
 from diloco_jax.report import records as recording
 from diloco_jax.storage import arrays, files
 from diloco_jax.syncer import global_model
-from diloco_jax.transport import addresses, chunks, link
+from diloco_jax.transport import addresses, link
 from tests.certs import mint
 
 
@@ -222,28 +223,17 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
   assert 'correct the initial parameters' in line and 'Traceback' not in ended.stderr
 
 
-def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():
+def test_what_may_wait_for_one_learner_follows_the_fragments_of_a_large_model():
   names = [f'layers/{number}' for number in range(48)]
-  shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1 << 12, 1 << 14), np.float32))
+  shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1 << 12, 1 << 18), np.float32))
   model = own_model.Model(shapes, dict.fromkeys(names, 'body'), values=dict)
   assembled = own_model.complete(model, own_loop.get_config())
-  assert assembled.parameters > 1 << 31
+  assert assembled.parameters > 5e10
   limits = nodes.limits(assembled)
-  waiting = link.SendQueue(chunks.split, limits.max_queued_bytes, limits.max_queued_messages)
-  value = memoryview(np.zeros(max(assembled.publish_bytes), np.uint8))  # no page is touched
-  for p, size in enumerate(assembled.publish_bytes):
-    publish = messages.Publish(
-      sync=1,
-      fragment=p,
-      version=1,
-      base_version=None,
-      digest=0,
-      settled_to=0,
-      keep=True,
-      payload=messages.Payload(size_bytes=size, crc32=0),
-    )
-    waiting.push(publish, value[:size])
-  assert waiting.queued_bytes == sum(assembled.publish_bytes)
+  whole, delta = max(assembled.publish_bytes), max(assembled.payload_bytes)
+  deltas = published.MAX_VERSIONS_IN_FLIGHT * delta
+  assert link.Limits.max_queued_bytes < published.MAX_WHOLES * whole + deltas
+  assert limits.max_queued_bytes == published.MAX_WHOLES * whole + deltas
 
 
 def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):

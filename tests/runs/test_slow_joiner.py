@@ -6,6 +6,7 @@ behind payloads for longer than their limits, the session broke, and everything 
 
 import pytest
 
+from diloco_jax.protocol.syncer import published
 from tests.runs.lib import slow_joiner
 
 KB = slow_joiner.KB
@@ -20,3 +21,14 @@ def test_a_joiner_on_a_slow_link_contributes(rate, scale):
   told = []
   took_s = slow_joiner.contributes_after_s(sizes, 20 + 2 * sizes.need_s, told.append)
   assert took_s < float('inf'), '\n'.join(told)
+
+
+def test_a_model_of_twelve_times_what_may_wait_for_a_learner_is_joined():
+  """The syncer sent all fragments at once, the session broke, and so for ever."""
+  sizes = slow_joiner.large(rate=40_000 * KB, queues=12)
+  assert sizes.fragments * sizes.whole >= 11.9 * sizes.max_queued
+  told = []
+  took_s = slow_joiner.contributes_after_s(sizes, 100, told.append)
+  assert took_s < float('inf'), '\n'.join(told)
+  assert sizes.most_wholes <= published.MAX_WHOLES, '\n'.join(told)
+  assert not any('disconnected' in line for line in told), '\n'.join(told)

@@ -189,6 +189,13 @@ class FakeGcs:
     with self._lock:
       self._store(bucket, name, data)
 
+  def halve(self, bucket: str, name: str) -> None:
+    """Cuts an object off, if there is one."""
+    with self._lock:
+      if self._generation(bucket, name):
+        data = self._storage.get_file(bucket, name)
+        self._store(bucket, name, data[: len(data) // 2])
+
   def remove(self, bucket: str, name: str) -> None:
     with self._lock:
       self._storage.delete_file(bucket, name)
@@ -367,9 +374,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       return self._write(_error(int(kind or door.refuses_with), 'backendError').to_bytes())
     if kind == 'reset':
       return self._reset()
-    if kind in ('truncated upload', HALF_KEPT):
+    if kind == 'truncated upload':
       asked = asked._replace(body=asked.body[: length // 2])
     data = self.server.fake.answer(asked, self).to_bytes()
+    if kind == HALF_KEPT and (uploaded := _UPLOAD.fullmatch(asked.path)):
+      self.server.fake.halve(uploaded[1], asked.name)
     if kind == 'truncated answer':
       head = data.index(b'\r\n\r\n') + 4
       self._write(data[: head + (len(data) - head) // 2])

@@ -17,13 +17,14 @@ import time
 import numpy as np
 import pytest
 
-from diloco_jax.launch import own_model, restore
+from diloco_jax.launch import nodes, own_model, restore
 from diloco_jax.node import failpoints, loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, restore_note, wal
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import stored
+from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability
 from tests.syncer.test_durability import DEADLINE_S, SYNCS, bits, drain_lines
 
@@ -272,6 +273,25 @@ def test_records_of_the_time_before_are_put_once_the_log_goes_to_the_store(site,
   assert bits(other.theta) == expected[6]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize('seed', range(3))
+def test_random_failures_of_requests_lose_nothing(bucket, assembled, expected, tmp_path, seed):
+  """Each outer step is one of another process on another disk."""
+  from tests.storage import fake_gcs
+
+  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+  bucket.door.faults = fake_gcs.Faults(seed, 0.2)
+  for sync in range(1, SYNCS + 1):
+    life = None
+    while life is None:
+      with contextlib.suppress(store_lib.StoreError):
+        life = site.live(f'{sync}', store_log=True)
+    assert bits(life.theta) == expected[sync - 1]
+    run_until(life, range(sync, sync + 1), saves=(3, 6))
+    site.kill()
+  assert bucket.door.faults.injected.total() > 20, bucket.door.faults.injected
+
+
 # --- Two disks ------------------------------------------------------------------------------------
 
 
@@ -460,11 +480,11 @@ def test_a_copy_that_fails_is_tried_again_and_said_once(bucket, assembled, tmp_p
   only = lambda request: '/ckpt/' in str(request)
   from tests.storage import fake_gcs
 
-  bucket.door.faults = fake_gcs.Faults(1, 1.0, ('503',), most=20, only=only)
+  bucket.door.faults = fake_gcs.Faults(1, 1.0, ('503',), most=7, only=only)
   life.save(1)
   life.copied()
   lines = [line for line in drain_lines(life) if 'checkpoint 1 is not in the store yet' in line]
-  assert len(lines) == 1 and bucket.door.faults.injected.total() == 20
+  assert len(lines) == 1 and bucket.door.faults.injected.total() == 7
   site.kill()
   assert site.live('b').theta.versions == life.theta.versions
   site.kill()
@@ -497,6 +517,24 @@ def test_an_end_waits_for_the_last_copy(here):
   done = actions.Exit(code=0, text='done')
   assert life.store.finish(done, loop.EventQueue(), False, True) == done
   assert any('/ckpt/1-' in name for name in here.store.names())
+
+
+def test_a_learner_that_was_down_at_the_end_of_the_run_hears_of_it(here, monkeypatch):
+  monkeypatch.setattr(nodes, 'CLAIM_TRUSTED_S', 0.0)
+  resolve = nodes.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
+  life = here.live('a')
+  assert resolve() == '127.0.0.1:7070'
+  life.store.run_is_over()
+  with pytest.raises(addresses.RunEnded, match='the run has ended: the claim in .*store says so'):
+    resolve()
+  here.kill()
+  here.live('a')  # the run continues, with more steps
+  assert resolve() == '127.0.0.1:7070'
+  monkeypatch.setattr(nodes, 'CLAIM_TRUSTED_S', 1e6)
+  here.kill()
+  here.live('a').store.run_is_over()
+  late = nodes.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
+  assert late() == '127.0.0.1:7070'  # its syncer may be about to start again
 
 
 def test_the_model_of_a_loop_is_in_the_store(site, assembled):

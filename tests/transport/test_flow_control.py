@@ -1,8 +1,11 @@
 """How many bytes may be on their way at once: as many as the link carries in a second."""
 
+import collections
+import itertools
+
 import pytest
 
-from diloco_jax.transport import flow_control
+from diloco_jax.transport import chunks, flow_control
 
 FRAME = 1 << 16
 
@@ -44,17 +47,46 @@ def test_the_window_does_not_slow_a_link_down(latency_s):
 
 def test_a_link_that_has_become_slow_gets_less():
   window = flow_control.Window()
-  carry(window, 50_000_000, 0.01, 2_000)
+  carry(window, 100_000_000, 0.01, 2_000)
   assert window.fast
   window = _idle(window)
   carry(window, 250_000, 0.01, 1_000)
   assert not window.fast and window._bytes <= 1.2 * 250_000 * flow_control.QUEUE_S
 
 
+@pytest.mark.parametrize('rate', [10_000_000, 20_000_000, 100_000_000])
+@pytest.mark.parametrize('latency_s', [0.001, 0.1])
+def test_heartbeats_arrive_between_the_frames_of_large_payloads(rate, latency_s):
+  """Payloads of 32 MiB with pauses between them, a heartbeat every 5 ms, one link for both."""
+  window, receipts = flow_control.Window(), flow_control.Receipts()
+  now_s = free_s = 0.0
+  left, beats, arriving, acknowledging = 1 << 25, [], collections.deque(), collections.deque()
+  while now_s < 10:
+    now_s += 0.001
+    while arriving and arriving[0][0] <= now_s:
+      receipts.add(arriving.popleft()[1], now_s)
+    if (received := receipts.due(now_s)) is not None:
+      acknowledging.append((now_s + latency_s, received))
+    while acknowledging and acknowledging[0][0] <= now_s:
+      window.acknowledge(acknowledging.popleft()[1], now_s)
+    size = chunks.LARGE_CHUNK_BYTES if window.fast else chunks.CHUNK_BYTES
+    if left > 0 and window.takes(size) and not window.wait_s(now_s):
+      window.add(size, now_s)
+      left, free_s = left - size, max(free_s, now_s) + size / rate
+      arriving.append((free_s + latency_s, size))
+    elif left <= 0 and not arriving and not acknowledging:
+      left = 1 << 25
+    if int(now_s * 1000) % 5 == 0:
+      beats.append(max(free_s, now_s) + latency_s)
+  gaps = [after - before for before, after in itertools.pairwise(beats)]
+  assert max(gaps) < 0.05
+  assert window._bytes >= rate * (2 * latency_s + flow_control.ACK_EVERY_S)
+
+
 def _idle(window: flow_control.Window) -> flow_control.Window:
   """The same window once everything is acknowledged."""
   fresh = flow_control.Window()
-  fresh._bytes = window._bytes
+  fresh._bytes_per_s, fresh._shortest_s = window._bytes_per_s, window._shortest_s
   return fresh
 
 

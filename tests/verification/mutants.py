@@ -1159,10 +1159,39 @@ def slow_learner_is_flooded(original):
 
 
 @mutant(
+  'The syncer sends a joiner every fragment that is due to it at once.',
+  published.Published,
+  'catch_up',
+  'I11',
+)
+def joiner_is_flooded(original):
+  def catch_up(self, member):
+    with mock.patch.object(published, 'MAX_WHOLES', len(self.fragments)):
+      original(self, member)
+
+  return catch_up
+
+
+@mutant(
+  'A joiner has the next fragment read only when it has adopted the one before.',
+  published.Published,
+  'catch_up',
+  'L5 I4b',
+)
+def one_whole_at_a_time(original):
+  def catch_up(self, member):
+    if not member.wholes:
+      with mock.patch.object(published, 'MAX_WHOLES', 1):
+        original(self, member)
+
+  return catch_up
+
+
+@mutant(
   'The syncer never sends the newest value to a learner that fell behind.',
   published.Published,
   'adopted',
-  'I4b',
+  'I4b L5',
 )
 def never_catches_up(original):
   def adopted(self, member, fragment, version):

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import published
 from diloco_jax.protocol.tape import observers, tape
 from diloco_jax.verification import plans
 from diloco_jax.verification.checks import checkers
@@ -22,6 +23,7 @@ EVER_FAILED = (
   1133,
   1165,
   1170,
+  1453,
   1626,
   2339,
   2351,
@@ -69,6 +71,26 @@ def test_seeds_that_failed_before_still_pass():
   for seed in EVER_FAILED:
     outcome = seeds.run_seed(seed)
     assert outcome.violation is None, many_seeds.explain(outcome, 'here')
+
+
+def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):
+  """At most four deltas of all fragments are in flight to a learner."""
+  monkeypatch.setattr(published, 'MAX_DELTA_BYTES', 0)
+  lags = []
+  send_delta = published.Published.send_delta
+
+  def count(self, member, publish, payload_id):
+    before = len(member.lagging)
+    send_delta(self, member, publish, payload_id)
+    in_flight = len(member.versions_in_flight[publish.fragment]) if member.held_versions else 0
+    if in_flight < published.MAX_VERSIONS_IN_FLIGHT:
+      lags.append(len(member.lagging) - before)
+
+  monkeypatch.setattr(published.Published, 'send_delta', count)
+  for seed in range(60):
+    outcome = seeds.run_seed(seed)
+    assert outcome.violation is None, many_seeds.explain(outcome, 'here')
+  assert sum(lags) > 10
 
 
 def _raises(*args):

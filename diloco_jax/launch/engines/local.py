@@ -6,14 +6,16 @@ It runs a whole run, or a part of one whose other programs are on other machines
 import functools
 import pathlib
 import time
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
 from diloco_jax.launch import cli, local_run, run_folder
 from diloco_jax.launch import spec as spec_lib
+from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.storage import files
 
-_RESUME = flags.DEFINE_bool('resume', False, 'local: continue the run in --workdir.')
+RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')
 _LISTEN = flags.DEFINE_string(
   'listen', '', 'local: HOST:PORT for learners on other machines, with --tls.'
 )
@@ -32,19 +34,29 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
   return local_run.places(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
 
 
-def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
+def run(
+  described: spec_lib.Spec,
+  request: spec_lib.Request,
+  places: spec_lib.Places,
+  programs: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = local_run.programs,
+  more: Sequence[str] = (),
+) -> int:
+  """`programs`: of the supervisor. `more`: flags of the command that continues the run."""
   config, workdir = request.config, pathlib.Path(places.workdir)
-  whole = local_run.is_whole(config, described)
+  here = programs is local_run.programs  # not on other machines
+  whole = here and local_run.is_whole(config, described)
   with cli.never_retry(ValueError, files.DirectoryError):
     run_folder.open_workdir(
-      config, workdir, resume=_RESUME.value, changed=cli.overrides(), whole=whole
+      config, workdir, resume=RESUME.value, changed=cli.overrides(), whole=whole
     )
-  carry_out = functools.partial(local_run.run_processes, config, workdir, described)
+  carry_out = functools.partial(local_run.run_processes, config, workdir, described, programs)
   words = {
+    'name': request.name,
+    'topology': request.topology,
     'tls': request.tls,
     'listen': _LISTEN.value,
     'syncer': request.syncer,
     'only': ','.join(request.only),
   }
   again = [f'--{name}={value}' for name, value in words.items() if value]
-  return local_run.run(config, workdir, carry_out, ['launch', *again])
+  return local_run.run(config, workdir, carry_out, ['launch', *more, *again])

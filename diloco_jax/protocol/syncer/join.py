@@ -323,8 +323,7 @@ class Membership:
       ),
     )
     self._tell_cancelled(member, clock)
-    for fragment in due:
-      self._published.read(fragment)
+    self._published.catch_up(member)
     self._report(member, 'joined')
 
   def _warn_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:

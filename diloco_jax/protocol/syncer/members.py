@@ -63,7 +63,8 @@ class Member:
   # By fragment: sent and not yet reported as adopted.
   versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
   lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
-  wholes: set[int] = dataclasses.field(default_factory=set)  # to be sent whole, or in flight so
+  # By fragment that is in flight to it whole: the version; None: the fragment is being read.
+  wholes: dict[int, int | None] = dataclasses.field(default_factory=dict)
   # Fragments whose learner must drop its own steps when it adopts next, after a fault.
   spoiled: set[int] = dataclasses.field(default_factory=set)
   repairs: dict[int, bool] = dataclasses.field(default_factory=dict)  # fragment: wanted again

@@ -7,26 +7,38 @@ before. To a learner whose version it does not know it sends the whole fragment:
     member.held_versions[p] == v      the learner holds version v of p, or v is in flight to it
     member.held_versions[p] is None   unknown: it joined with another value, its digest differed,
                                       or its anchor must be replaced; a whole fragment is being
-                                      read for it
+                                      read for it, or will be
 
 The syncer reads a whole fragment once for all learners that need it, and sends the version that the
-fragment has when the read is answered; the same read serves a learner that joins before.
+fragment has when the read is answered; the same read serves a learner that needs it before.
 
 A learner keeps received versions until its next step boundary, and on a slow link they arrive late,
 so they would pile up. At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a
-learner; then it is *lagging*: the syncer sends it nothing more of the fragment until it catches up
-with the newest whole. A learner catches up with one fragment after the other:
-a whole fragment may take longer than many deltas, and the last of several at once would be too old
-when it arrives.
+learner, and `most_delta_bytes` of all fragments; then it is *lagging*: the syncer sends it nothing
+more of the fragment until it catches up with the newest whole. A joiner lags with every fragment
+that is due to it.
+
+At most MAX_WHOLES fragments are read for a learner or in flight to it whole; each that it adopts
+makes room for the next. So a model of any size can be joined, the payloads that wait for a joiner
+are two fragments, and while it receives one the next is read, so that a round trip costs nothing.
+More at once would only be older when they arrive.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 MAX_VERSIONS_IN_FLIGHT = 4
+MAX_DELTA_BYTES = 4 << 30
+MAX_WHOLES = 2
+
+
+def most_delta_bytes(payload_bytes: Sequence[int]) -> int:
+  """The most bytes of deltas in flight to one learner."""
+  return max(MAX_DELTA_BYTES, MAX_VERSIONS_IN_FLIGHT * max(payload_bytes))
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +77,7 @@ class Published:
     ]
     member.due = {p for p, version in enumerate(member.held_versions) if version is None}
     member.versions_in_flight = [[] for _ in self.fragments]
-    member.lagging.clear()
+    member.lagging = set(member.due)
     member.wholes.clear()
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
@@ -83,11 +95,18 @@ class Published:
     p = publish.fragment
     if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
-    if len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
+    if self._has_room(member, p):
+      self._send(member, publish, payload_id)
+    else:
       member.held_versions[p] = None
       member.lagging.add(p)
-    else:
-      self._send(member, publish, payload_id)
+
+  def _has_room(self, member: members_lib.Member, fragment: int) -> bool:
+    sizes = [one.payload_bytes for one in self.fragments]
+    counts = [len(versions) for versions in member.versions_in_flight]
+    in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
+    few = counts[fragment] < MAX_VERSIONS_IN_FLIGHT
+    return few and in_flight_bytes + sizes[fragment] <= most_delta_bytes(sizes)
 
   def _send(
     self,
@@ -106,38 +125,41 @@ class Published:
     member.held_versions[p] = publish.version
     member.versions_in_flight[p].append(publish.version)
     if publish.base_version is None:
-      member.wholes.add(p)
+      member.wholes[p] = publish.version
 
   def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
     """The learner now holds this version."""
     member.versions_in_flight[fragment] = [
       v for v in member.versions_in_flight[fragment] if v > version
     ]
-    member.wholes.discard(fragment)
+    whole = member.wholes.get(fragment)
+    if whole is not None and whole <= version:
+      del member.wholes[fragment]
     self.catch_up(member)
 
   def catch_up(self, member: members_lib.Member) -> None:
-    """Sends a lagging learner the newest value of one fragment, if it has room and use for it."""
-    if member.wholes:
-      return
-    room = [p for p in sorted(member.lagging) if not member.versions_in_flight[p]]
-    if room:
-      self.resend_whole(member, room[0])
+    """Sends a lagging learner the newest values that it has room and use for: those without which
+    it may not contribute before others, those that are read for another learner before others."""
+    useful = [p for p in member.lagging if not member.versions_in_flight[p] or p in member.spoiled]
+    useful.sort(key=lambda p: (p not in member.due, p not in self._reads, p))
+    for p in useful[: MAX_WHOLES - len(member.wholes)]:
+      self._read(member, p)
 
   def replace(self, member: members_lib.Member, fragment: int) -> None:
     """Sends the whole fragment to a learner that must drop its own steps: after a refused update, a
     repair, or a contribution that began among settled tokens."""
     member.spoiled.add(fragment)
-    self.resend_whole(member, fragment)
-
-  def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
-    """Sends the whole fragment to a learner that has missed versions or holds a wrong one."""
     member.held_versions[fragment] = None
-    member.lagging.discard(fragment)
-    member.wholes.add(fragment)
-    self.read(fragment)
+    if fragment in member.wholes:
+      self._read(member, fragment)
+    else:
+      member.lagging.add(fragment)
+      self.catch_up(member)
 
-  def read(self, fragment: int) -> None:
+  def _read(self, member: members_lib.Member, fragment: int) -> None:
+    """The whole fragment is to be sent to a learner that has missed versions or holds another."""
+    member.lagging.discard(fragment)
+    member.wholes[fragment] = None
     if fragment not in self._reads:
       self._reads.add(fragment)
       self._out.do(actions.ReadFragment(fragment=fragment))

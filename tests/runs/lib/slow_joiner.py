@@ -5,9 +5,11 @@ many bytes a second pass. Machines, loop, transport and proxy are the production
 bytes of the right sizes, and a step only takes its time.
 
     python -m tests.runs.lib.slow_joiner [--rate_kb_s=250] [--update_kb_s=208]
+    python -m tests.runs.lib.slow_joiner --queues=12 --rate_kb_s=40000
 
 prints each thing that happens to the joiner with its time, and at last `contributes after N s, its
-bytes need M s`.
+bytes need M s`. The second joins a model of 12 times the bytes that may wait for a learner, all
+sizes a thousandth of those of a model of 26 billion parameters.
 """
 
 import argparse
@@ -15,7 +17,10 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 import zlib
+
+import numpy as np
 
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events, facts, messages
@@ -43,12 +48,29 @@ class Bytes:
     return self._store.put(self._data)
 
 
+class Fresh:
+  """Payloads of a size, each in memory of its own; counts those that exist."""
+
+  def __init__(self, store: payloads.PayloadStore, size: int):
+    self._store, self._size = store, size
+    self.payload = messages.Payload(size_bytes=size, crc32=zlib.crc32(bytes(size)))
+    self.made, self.alive, self.most_alive = 0, set(), 0
+
+  def put(self) -> int:
+    data, number = np.zeros(self._size, np.uint8), self.made
+    self.made += 1
+    self.alive.add(number)
+    weakref.finalize(data, self.alive.discard, number)
+    self.most_alive = max(self.most_alive, len(self.alive))
+    return self._store.put(memoryview(data))
+
+
 class Work:
   """Work without arrays: every digest is 7, and a step takes `step_s`."""
 
   def __init__(self, post, store, sizes: argparse.Namespace):
     self._post, self._store = post, store
-    self._delta, self._whole = Bytes(store, sizes.delta), Bytes(store, sizes.whole)
+    self._delta, self.wholes = Bytes(store, sizes.delta), Fresh(store, sizes.whole)
     self._step_s = sizes.step_s
     self._versions: dict[int, int] = {}
 
@@ -87,8 +109,8 @@ class Work:
           events.FragmentRead(
             fragment=p,
             version=self._versions.get(p, 0),
-            payload_id=self._whole.put(),
-            payload=self._whole.payload,
+            payload_id=self.wholes.put(),
+            payload=self.wholes.payload,
             digest=7,
           )
         )
@@ -110,15 +132,15 @@ class Records:
 
 
 def start(name, machine, make_transport, sizes, told):
-  """A node on its own thread; returns its event queue and its transport."""
+  """A node on its own thread; returns its event queue, its transport and its work."""
   inbox, store = loop.EventQueue(), payloads.PayloadStore()
-  transport = make_transport(inbox.post, store)
+  transport, work = make_transport(inbox.post, store), Work(inbox.post, store, sizes)
   node = loop.Node(
     machine,
     inbox,
     loop.Monotonic(),
     transport,
-    Work(inbox.post, store, sizes),
+    work,
     store,
     Records(name, told),
   )
@@ -129,7 +151,7 @@ def start(name, machine, make_transport, sizes, told):
       node.run()
 
   threading.Thread(target=run, daemon=True).start()
-  return inbox, transport
+  return inbox, transport, work
 
 
 class _Over(Exception):
@@ -191,11 +213,12 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   limits = link.Limits(
     contribution_bytes=(sizes.delta,) * sizes.fragments,
     publish_bytes=(max(sizes.whole, sizes.delta),) * sizes.fragments,
+    max_queued_bytes=sizes.max_queued,
   )
   syncer = syncer_machine.SyncerMachine(
     config, AGREEMENT, 'slow', (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
   )
-  inbox, server = start(
+  inbox, server, work = start(
     'syncer',
     syncer,
     lambda post, store: grpc_server.GrpcSyncerTransport(
@@ -210,8 +233,9 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     identity = learner_machine.Identity(
       learner=name, nonce=len(transports) + 1, agreement=AGREEMENT, host='here', pid=1
     )
-    machine = learner_machine.LearnerMachine(config, identity, (7,) * sizes.fragments)
-    inbox, transport = start(
+    held = (7,) * sizes.fragments if name != 'l2' else None  # the joiner needs every fragment
+    machine = learner_machine.LearnerMachine(config, identity, held)
+    inbox, transport, _ = start(
       name,
       machine,
       lambda post, store: grpc_client.GrpcLearnerTransport(
@@ -242,6 +266,9 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   for transport in (*transports, server):
     transport.shutdown(0.0)
   slow.close()
+  wholes = work.wholes
+  say(f'{took_s:7.2f} s  {wholes.made} whole fragments were read, {wholes.most_alive} at once')
+  sizes.most_wholes = wholes.most_alive
   return took_s if found else float('inf')
 
 
@@ -256,6 +283,22 @@ def sizes(rate: float, update_rate: float, fragments: float):
     delta=int(update_rate * step_s * period / count),
     whole=int(fragments / count),
     need_s=fragments / rate,
+    max_queued=link.Limits.max_queued_bytes,
+  )
+
+
+def large(rate: float, queues: int):
+  """Of a model of so many times the bytes that may wait for a learner, a thousandth of 8 GiB."""
+  max_queued, count = (8 << 30) // 1_000, 4 * queues
+  return argparse.Namespace(
+    rate=rate,
+    fragments=count,
+    period=count,
+    step_s=0.25,
+    delta=max_queued // 16,
+    whole=max_queued // 4,
+    need_s=queues * max_queued / rate,
+    max_queued=max_queued,
   )
 
 
@@ -264,8 +307,11 @@ def main() -> None:
   parser.add_argument('--rate_kb_s', type=float, default=250)
   parser.add_argument('--update_kb_s', type=float, default=208)
   parser.add_argument('--limit_s', type=float, default=200)
+  parser.add_argument('--queues', type=int, default=0)
   flags = parser.parse_args()
   chosen = sizes(flags.rate_kb_s * KB, flags.update_kb_s * KB, 10e6)
+  if flags.queues:
+    chosen = large(flags.rate_kb_s * KB, flags.queues)
   took_s = contributes_after_s(chosen, flags.limit_s)
   print(f'contributes after {took_s:.1f} s, its bytes need {chosen.need_s:.1f} s')
 

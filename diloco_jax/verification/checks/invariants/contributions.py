@@ -1,9 +1,9 @@
 """Safety: each payload counts once, against the right version, in one order."""
 
 from diloco_jax.protocol import actions, events, facts, messages
-from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
@@ -101,8 +101,8 @@ class DeltasFit(invariant.Invariant):
   id = 'I4b'
   sentence = (
     'The syncer sends a delta to exactly the learners that hold its base and have room for it, and '
-    'they apply it to that base; the others are sent the newest values whole, one after the other, '
-    'once they have room.'
+    'they apply it to that base; the others are sent the newest values whole, two at a time, once '
+    'they have room.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -119,8 +119,7 @@ class DeltasFit(invariant.Invariant):
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
       holds = peer.joined and peer.sent.get(done.fragment) == version - 1
-      room = len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
-      if holds and room:
+      if holds and room.for_delta(book, peer, done.fragment):
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
@@ -130,17 +129,16 @@ class DeltasFit(invariant.Invariant):
       return
     if not event.message.matched:
       repaired_ns = peer.repaired_ns.get(p, -self.config.heartbeat_ns)
-      if p not in book.reads and now_ns - repaired_ns >= self.config.heartbeat_ns:
+      due = now_ns - repaired_ns >= self.config.heartbeat_ns and room.for_whole(book, peer)
+      if p not in book.reads and due:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
     self._left_behind(book, event)
 
   def _left_behind(self, book: SyncerBook, event: Event) -> None:
     peer, newest = book.peer, book.lineage.versions
-    if peer.wholes:
-      return
     behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
-    if behind and behind.isdisjoint(book.reads):
+    if behind - book.reads and room.for_whole(book, peer):
       self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
 
   @invariant.on(LEARNER, actions.Adopt)

@@ -4,6 +4,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Gather, Peer, SyncerBook
@@ -187,8 +188,9 @@ class Joins(invariant.Invariant):
 class Contributes(invariant.Invariant):
   id = 'L5'
   sentence = (
-    'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, and '
-    'once it has caught up, every open sync and every new one pulls from it or has its payload.'
+    'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, the '
+    'next as soon as fewer than two are read or in flight whole, and once it has caught up, every '
+    'open sync and every new one pulls from it or has its payload.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -212,9 +214,12 @@ class Contributes(invariant.Invariant):
       if gather is not None:
         self._asks(gather, [peer for peer in book.members.values() if peer.caught_up])
     while self._welcomed:
-      peer = self._welcomed.pop()
-      if not book.exiting and not book.reads.issuperset(peer.due):
-        self.fail(peer, f'{book.reads} are read')
+      self._sends(book, self._welcomed.pop())
+
+  def _sends(self, book: SyncerBook, peer: Peer) -> None:
+    waits = peer.due - peer.wholes.keys() - book.reads
+    if waits and peer.joined and room.for_whole(book, peer) and not book.exiting:
+      self.fail(peer, f'{book.reads} are read')
 
   def _asks(self, gather: Gather, peers: list[Peer]) -> None:
     payloads = [*gather.payloads.values(), *gather.merged]  # some were late for the sync before
@@ -233,12 +238,13 @@ class Contributes(invariant.Invariant):
       for gather in book.gathers.values():
         if not gather.merging:
           self._asks(gather, [book.peer])
+    if book.peer.member:
+      self._sends(book, book.peer)
 
   @invariant.after(SYNCER, events.FragmentRead)
   def read(self, book: SyncerBook, now_ns: int, event: events.FragmentRead, out: Out) -> None:
     for peer in book.members.values():
-      if peer.joined and event.fragment in peer.due and event.fragment not in peer.sent:
-        self.fail(peer, f'fragment {event.fragment} was not sent')
+      self._sends(book, peer)
 
 
 class NoFragmentStarves(invariant.Invariant):

@@ -4,6 +4,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Gather, SyncerBook
@@ -316,7 +317,7 @@ class Verdicts(invariant.Invariant):
   def _has_room(self, book: SyncerBook, message: messages.Contribution) -> bool:
     """Whether a late payload can count for the next sync of its fragment."""
     gather = book.next_of(message.fragment)
-    if self.config.closing(gather.sync if gather else message.sync):
+    if self.config.closing(gather.sync if gather and gather.sync else message.sync):
       return False
     late = sum(len(one.payloads) for one in book.next.values())
     return (gather is not None and gather.sync > 0) or late < self.config.fragments
@@ -385,7 +386,7 @@ class Finite(invariant.Invariant):
   def declined(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     p, peer = event.message.fragment, book.peer
     refused = event.message.reason == Reason.BAD_VALUE and peer.joined and peer.member
-    if refused and p not in book.reads and not book.exiting:
+    if refused and p not in book.reads and room.for_whole(book, peer) and not book.exiting:
       self.fail(event, 'no fresh anchor is read for it')
 
   @invariant.on(SYNCER, messages.Publish)
@@ -399,7 +400,7 @@ class Finite(invariant.Invariant):
       done.failed
       and done.fragment not in book.reads
       and not book.exiting
-      and any(peer.member for peer, _ in book.ended.merged)
+      and any(peer.member and room.for_whole(book, peer) for peer, _ in book.ended.merged)
     ):
       self.fail(done, 'no fresh anchor is read for its participants')
 
@@ -408,18 +409,19 @@ class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
     'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
-    'max(1, tau + ahead) announced ones, and P that were late; a learner keeps a few versions that '
-    'it has not adopted yet; neither keeps any at the end.'
+    'max(1, tau + ahead) announced ones, and P that were late; at most two fragments are in flight '
+    'to a learner whole; a learner keeps a few versions that it has not adopted yet; neither keeps '
+    'any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     message, peer = send.message, book.peers[send.session]
-    if (
-      message.base_version is not None
-      and len(peer.versions_in_flight[message.fragment]) >= published.MAX_VERSIONS_IN_FLIGHT
-    ):
+    if message.base_version is not None and not room.for_delta(book, peer, message.fragment):
       self.fail(send, peer.versions_in_flight)
+    wholes = peer.wholes.keys() | {message.fragment}
+    if message.base_version is None and len(wholes) > published.MAX_WHOLES:
+      self.fail(send, peer.wholes)
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:

@@ -34,7 +34,7 @@ class Peer:
   versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
-  wholes: set[int] = dataclasses.field(default_factory=set)  # fragments in flight to it whole
+  wholes: dict[int, int] = dataclasses.field(default_factory=dict)  # in flight whole: versions
   repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
@@ -293,7 +293,8 @@ class SyncerBook:
       reason = message.reason or self.gap
       self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)
-      peer.wholes.discard(message.fragment)
+      if peer.wholes.get(message.fragment, message.version + 1) <= message.version:
+        del peer.wholes[message.fragment]
       peer.versions_in_flight[message.fragment] = [
         version
         for version in peer.versions_in_flight[message.fragment]
@@ -408,7 +409,7 @@ class SyncerBook:
     peer.sent[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
-      peer.wholes.add(message.fragment)
+      peer.wholes[message.fragment] = message.version
       peer.repaired_ns[message.fragment] = now_ns
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:

@@ -1,0 +1,116 @@
+"""The engine of a Ray cluster, under the supervisor of `diloco train` (launch/supervisor.py).
+
+Ray has an environment of its own. In the place of each program the supervisor runs `RAY_PYTHON -I
+ray_driver.py WORKDIR/ray.json NAME`, which runs the program on machines of the cluster, and writes
+and ends as the program does (ray_driver.py). So this machine has the logs and records of all.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import sys
+import time
+
+from absl import flags
+
+from diloco_jax.launch import cli
+from diloco_jax.launch import spec as spec_lib
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.launch.engines import local
+
+_DRIVER = pathlib.Path(__file__).with_name('ray_driver.py')
+_TETHER = pathlib.Path(__file__).parents[1] / 'die_with_parent.py'
+flags.declare_key_flag(local.RESUME.name)
+_PYTHON = flags.DEFINE_string('ray_python', '', "ray: the Python of Ray's environment here.")
+_ADDRESS = flags.DEFINE_string(
+  'ray_address', 'auto', 'ray: HOST:PORT of the cluster; auto: the one that runs on this machine.'
+)
+_RESOURCES = flags.DEFINE_string(
+  'ray_resources',
+  '{}',
+  'ray: JSON, what a program takes of each of its machines, by its name or role, as {"syncer": '
+  '{"CPU": 4}, "l0": {"TPU": 4, "my-slice": 1}}; default: its chips of --topology, or one CPU.',
+)
+_NODE_PYTHON = flags.DEFINE_string(
+  'node_python', sys.executable, 'ray: the Python of the programs, on every machine.'
+)
+
+
+def places(request: spec_lib.Request) -> spec_lib.Places:
+  """Words in braces are known once Ray has found the machines."""
+  if not shutil.which(_PYTHON.value):
+    raise ValueError(
+      f'--engine=ray needs --ray_python, a Python with Ray, and not {_PYTHON.value!r}: `python3 -m '
+      'venv RAY && RAY/bin/pip install ray`, then --ray_python=RAY/bin/python'
+    )
+  if not request.tls:
+    raise ValueError('--engine=ray needs --tls, a folder that diloco certs made, see its --help')
+  if request.config.mesh.hosts > 1 and not request.config.train.store:
+    raise ValueError(
+      'the hosts of a learner have no common disk: give --config.train.store=FOLDER or gs://...'
+    )
+  return spec_lib.Places(
+    workdir='{workdir}',
+    syncer='file:{workdir}/address',
+    listen='{ip}:0',
+    tls='{workdir}/certs',
+    meet=('--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'),
+  )
+
+
+def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
+  named = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
+  if named[0] not in '~$':  # those are others on other machines
+    named = os.path.abspath(named)
+  workdir = pathlib.Path(os.path.expanduser(os.path.expandvars(named)))
+  with cli.never_retry(ValueError):
+    text = json.dumps(describe(described, request.tls, f'{named}/machine'), indent=1)
+
+  def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
+    (workdir / 'address').unlink(missing_ok=True)  # of an ended run
+    (workdir / 'ray.json').write_text(text)
+    driver = [_PYTHON.value, '-I', str(_DRIVER), str(workdir / 'ray.json')]
+    return [
+      supervisor_lib.Program(name=one.name, command=[*driver, one.name], environment=os.environ)
+      for one in described.programs
+    ]
+
+  given = [one for one in flags.FLAGS.get_key_flags_for_module(__name__) if one.present]
+  more = ['--engine=ray', *(one.serialize() for one in given if one.name != 'resume')]
+  more += [f'--workdir={named}'] if named != str(workdir) else []
+  places = dataclasses.replace(places, workdir=str(workdir))
+  return local.run(described, request, places, programs, more)
+
+
+def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
+  """What the drivers read. Raises ValueError."""
+  try:
+    resources = json.loads(_RESOURCES.value)
+  except ValueError as error:
+    raise ValueError(f'--ray_resources={_RESOURCES.value} is not JSON: {error}') from error
+  path = {'PYTHONPATH': str(cli.CHECKOUT)} if cli.CHECKOUT else {}
+  found = {}
+  for one in described.programs:
+    secrets = [pathlib.Path(tls, one.name, secret).absolute() for secret in one.secrets]
+    for file in secrets:
+      if not file.is_file():
+        raise ValueError(f'no {file}: diloco certs issue {one.name} --folder={tls}')
+    default = {'TPU': one.chips} if one.topology else {'CPU': 1}
+    found[one.name] = {
+      'name': one.name,
+      'argv': [_NODE_PYTHON.value, '-m', 'diloco_jax', *one.argv[1:]],
+      'environment': {**one.environment, **path},
+      'hosts': one.hosts,
+      'resources': resources.get(one.name, resources.get(one.role, default)),
+      'secrets': [str(file) for file in secrets],
+    }
+  return {
+    'address': _ADDRESS.value,
+    'workdir': workdir,
+    'cwd': os.getcwd(),
+    'tether': _TETHER.read_text(),
+    'never_retry': cli.NEVER_RETRY,
+    'programs': found,
+  }
