@@ -430,6 +430,10 @@ class Bounded(invariant.Invariant):
     announced = len(book.gathers) - len(book.open)
     if len(book.open) > self.config.in_flight or announced > self.config.lead:
       self.fail(book.gathers)
+    for gather in book.next.values():
+      gave = {peer.join.learner for peer, _ in gather.payloads.values()}
+      asked = (one for one in book.members.values() if one.caught_up)
+      gather.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
     late = sum(len(gather.payloads) for gather in book.next.values() if not gather.complete)
     if late > self.config.fragments:
       self.fail(book.next)

@@ -508,11 +508,7 @@ class SyncerBook:
     return self.over and not self.open and not self.merges
 
   def after(self, now_ns: int) -> None:
-    """Determines which syncs need no pull, and whether the run has ended."""
-    for gather in self.next.values():
-      gave = {peer.join.learner for peer, _ in gather.payloads.values()}
-      asked = (one for one in self.members.values() if one.caught_up)
-      gather.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
+    """Determines whether the run has ended."""
     if self.exiting or self.merges:
       return
     if self.finished_ns is None and self._finishes:
