@@ -385,9 +385,9 @@ class Gathering:
     text = f'Outer step {gather.sync} refused: {why}'
     self._screening.notices.say(now_ns, 'refused outer step', text)
     self.cancel(gather, why)
-    took_part = {one.learner for one in gather.participants}
+    took_part = {(one.learner, one.incarnation) for one in gather.participants}
     for member in self._members.live():
-      if member.learner in took_part and member.held_versions:
+      if (member.learner, member.incarnation) in took_part and member.held_versions:
         self._published.replace(member, gather.fragment)
 
   def _revoke(self, one: actions.Participant, fragment: int) -> None:

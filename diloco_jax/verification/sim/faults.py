@@ -222,7 +222,10 @@ class Nemesis:
     if node == SYNCER:
       if not world.syncer.alive and not world.start_syncer():
         self._supervise_syncer()
-    elif node not in world.done and not any(name.rstrip('*') == node for name in world.learners):
+      return
+    # A syncer whose disk has lost the end of the run needs the learners again that have left.
+    done = node in world.done and world.syncer.machine.closed
+    if not done and not any(name.rstrip('*') == node for name in world.learners):
       if random_streams.chance(self._draw, self._odds.host_lost):
         world.lose_disk(node)
       world.start(node, restored=True)

@@ -163,7 +163,6 @@ class World:
 
   def _note_repair(self, disk: disk_lib.Disk, text: str) -> None:
     self.rolled_back = True
-    self.done.clear()  # the run may need these learners again
     self.logged('repaired', len(disk.rot), text=text)
 
   def lose_syncer(self, process: processes.Syncer, text: str = '') -> None:

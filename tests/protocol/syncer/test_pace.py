@@ -279,3 +279,25 @@ def test_a_learner_that_was_away_when_its_update_was_refused_keeps_nothing_of_it
       'undone': 10,
     }
     syncer.check()
+
+
+def test_a_process_keeps_its_steps_when_an_outer_step_with_the_process_before_it_is_refused():
+  """It has trained nothing that the outer step refused: only the other participant starts anew."""
+  machine = two_learners_of(quorum=2, total_steps=40, shards=3)
+  machine.handle(3, received(1, contribution(), payload_id=1))
+  machine.handle(3, received(2, contribution(shard=1), payload_id=2))
+  machine.handle(4, events.Disconnected(session=2, reason='killed'))
+  machine.handle(5, received(3, join(learner='l1', nonce=9)))
+  again = dataclasses.replace(confirm(nonce=9), incarnation=2)
+  (told,) = contents(machine.handle(5, received(3, again)), messages.Joined)
+  assert told.due == ()
+  refused = dataclasses.replace(merge_done(2), payload_id=None, payload=None, failed='not finite')
+  machine.handle(6, refused)
+  whole = events.FragmentRead(
+    fragment=0, version=0, payload_id=8, digest=77, payload=contribution().payload
+  )
+  sent = [a for a in machine.handle(7, whole) if isinstance(a, actions.Send)]
+  fresh = [(one.session, one.message.keep) for one in sent if type(one.message) is messages.Publish]
+  assert fresh == [(1, False)]
+  assert machine._ledger.totals()['discarded'] == {'bad_value': 40}
+  machine.check()

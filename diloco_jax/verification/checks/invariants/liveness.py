@@ -72,9 +72,9 @@ class DecidedInTime(invariant.Invariant):
 class EveryPullIsAnswered(invariant.Invariant):
   id = 'L4a'
   sentence = (
-    'At a step boundary a learner answers every pull that is due or of an open sync, unless the '
-    'fragment is due to it, its last capture may still be merged, or it has not trained on the '
-    'fragment yet.'
+    'At a step boundary a learner answers every pull that is due or of an open sync, unless it has '
+    'heard that a sync of the fragment, this one or a later one, is over, the fragment is due to '
+    'it, its last capture may still be merged, or it has not trained on the fragment yet.'
   )
 
   @invariant.after(LEARNER, EVERY)

@@ -409,9 +409,9 @@ class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
     'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
-    'max(1, tau + ahead) announced ones, and P that were late; at most two fragments are in flight '
-    'to a learner whole; a learner keeps a few versions that it has not adopted yet; neither keeps '
-    'any at the end.'
+    'max(1, tau + ahead) announced ones, and P that were late for syncs that are not announced; at '
+    'most two fragments are in flight to a learner whole; a learner keeps a few versions that it '
+    'has not adopted yet; neither keeps any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -430,7 +430,12 @@ class Bounded(invariant.Invariant):
     announced = len(book.gathers) - len(book.open)
     if len(book.open) > self.config.in_flight or announced > self.config.lead:
       self.fail(book.gathers)
-    if sum(len(gather.payloads) for gather in book.next.values()) > self.config.fragments:
+    for gather in book.next.values():
+      gave = {peer.join.learner for peer, _ in gather.payloads.values()}
+      asked = (one for one in book.members.values() if one.caught_up)
+      gather.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
+    late = sum(len(gather.payloads) for gather in book.next.values() if not gather.complete)
+    if late > self.config.fragments:
       self.fail(book.next)
 
   @invariant.after(SYNCER, messages.Contribution)

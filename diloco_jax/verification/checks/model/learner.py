@@ -211,8 +211,8 @@ class LearnerBook:
       return
     anchor.ended = max(anchor.ended, message.sync)
     self._set_limit()
-    if self.pulls.get(message.fragment) == message.sync:
-      del self.pulls[message.fragment]
+    if self.pulls.get(message.fragment, message.sync + 1) <= message.sync:
+      del self.pulls[message.fragment]  # also of a sync before it: its Publish is still on its way
 
   def finish(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if event.session == self.session:

@@ -60,6 +60,7 @@ class Gather:
   merging: actions.Merge | None = None
   merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
   record: lineage_book.Record | None = None
+  complete: bool = False  # late payloads of all contributors: announced without a pull, perhaps
 
 
 class SyncerBook:
