@@ -57,6 +57,7 @@ RESTORE = 'diloco restore --to=latest'
 
 _MAGIC = b'DJAXREC\n'
 _HEADER = struct.Struct('<8sIIQQ32s64s4x')
+_CHAIN_AT = 32
 _CHAINED = struct.Struct('<IQQ')
 _UNCHAINED = 'its bytes have changed, or its hash does not follow from the records before it'
 _CRC = struct.Struct('<I')
@@ -100,6 +101,11 @@ def name_of(number: int) -> str:
 def numbers(files: files_port_lib.Files) -> list[int]:
   """The numbers that have a file, ascending."""
   return [int(match[1]) for match in map(_NAME.fullmatch, files.names()) if match]
+
+
+def chain_in(file: bytes) -> bytes:
+  """The chain hash in the header of a file, which nothing has verified."""
+  return file[_CHAIN_AT : _CHAIN_AT + 32]
 
 
 # --- Hashes ---------------------------------------------------------------------------------------

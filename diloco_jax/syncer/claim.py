@@ -5,10 +5,10 @@ Its holder renews it every RENEW_S. One that could not renew it for FRESH_S comm
 until it can; only after EXPIRED_S without a renewal may another take it, so by then the holder has
 stopped to commit. A holder whose claim was taken ends for good.
 
-A process that finds the claim of its own disk on its own host continues at once: it has the lock of
-the disk's log (storage/files.py), so the process before it is dead. It also does after a process
+A process that finds the claim of its own disk on its own host continues at once: it has the lock
+that the process before it had (storage/files.py), so that one is dead. It also does after a process
 that has ended in order, which releases the claim. Any other waits for EXPIRED_S, and is refused if
-the claim is renewed meanwhile.
+the claim is renewed twice meanwhile; one renewal may have been on its way when its sender died.
 
 Times are those of one host's monotonic clock, so two clocks need not agree. A host that stands
 still without its clock seeing it (a paused virtual machine) may publish what it had just committed;
@@ -45,6 +45,8 @@ class Held:
   Attributes:
     run: the name of the run.
     disk: the disk whose folder is the newest state of the run, by a name that the disk keeps.
+    taker: one that has taken all of the run from the store, and has not continued it yet.
+    lock: the file that the holder has locked: a copy of the disk has another.
     process: the holder, by a name that only it has.
     host, pid: the holder, for people.
     renewed: how many times it was, so no renewal is equal to another.
@@ -56,6 +58,8 @@ class Held:
 
   run: str
   disk: str
+  taker: str = ''
+  lock: str = ''
   process: str = ''
   host: str = ''
   pid: int = 0
@@ -83,7 +87,12 @@ def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
 
 
 def take(
-  store: store_lib.Store, disk: str, run: str, begin: Callable[[], Held], say: Callable[[str], None]
+  store: store_lib.Store,
+  disk: str,
+  lock: str,
+  run: str,
+  begin: Callable[[], Held],
+  say: Callable[[str], None],
 ) -> tuple[Held | None, 'Claim']:
   """Takes the claim, and waits for that if need be; from then on it is renewed. Returns what it
   said before, and the claim.
@@ -91,6 +100,7 @@ def take(
   Args:
     store: of the run.
     disk: of this process; '' if its folder was never one of a run in this store.
+    lock: the file that this process has locked there.
     run: the name of the run in its folder; '' if there is none.
     begin: makes the claim of a run that begins in this store.
     say: prints a line for people.
@@ -106,11 +116,17 @@ def take(
       f'{store.place} holds the run {before.run}, this folder the run {run}. Nothing was changed. '
       'Choose another train.store, or another folder'
     )
-  at_once = before is None or before.released or (before.disk, before.host) == (disk, host)
+  at_once = before is None or before.released
+  at_once = at_once or (has(before, disk) and (before.lock, before.host) == (lock, host))
   if before and not at_once:
     before, generation = _wait_until_free(store, before, generation, say)
   mine = dataclasses.replace(
-    before or begin(), process=secrets.token_hex(8), host=host, pid=os.getpid(), released=False
+    before or begin(),
+    lock=lock,
+    process=secrets.token_hex(8),
+    host=host,
+    pid=os.getpid(),
+    released=False,
   )
   claim = Claim(store, mine, generation, say)
   claim.renew()
@@ -118,18 +134,28 @@ def take(
   return before, claim
 
 
+def has(held: Held, disk: str) -> bool:
+  """Whether a disk has the newest state of the run."""
+  return disk != '' and disk in (held.disk, held.taker)
+
+
 def _wait_until_free(
   store: store_lib.Store, before: Held, generation: bytes | None, say: Callable[[str], None]
 ) -> tuple[Held, bytes | None]:
-  """Returns the claim once it was not renewed for so long, or is released. Raises Refused."""
+  """Returns the claim once it was not renewed for so long, or is released. Raises Refused if it is
+  renewed twice."""
   say(f'{store.place} is claimed by the {before.holder}: looks for {EXPIRED_S:g} s if it is alive')
-  until_s = time.monotonic() + EXPIRED_S
+  until_s, renewed = time.monotonic() + EXPIRED_S, False
   while True:
     left_s = until_s - time.monotonic()
     time.sleep(min(max(left_s, 0.0), LOOK_S))
     now, newer = read(store)
     if now and now.released:
       return now, newer
+    if newer != generation and now and not renewed:
+      before, generation, renewed = now, newer, True
+      until_s = time.monotonic() + EXPIRED_S
+      continue
     if newer != generation:
       raise Refused(
         f'{store.place} is in use: the {(now or before).holder} continues its run and renews its '

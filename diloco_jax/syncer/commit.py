@@ -105,14 +105,18 @@ class CommitLog:
     failpoints.reached('wal.before_append')
     buffers = outer_log.encode(step)
     said_s = full_s = number = None  # times of the last line, and of the first refusal
+    durable = False
     while not self._closed.is_set():
       try:
         if number is None:
           number = self._wal.append(outer_log.OUTER_STEP, *buffers)
           failpoints.reached('wal.after_append')
-        if self._store:
+        if self._store and not durable:
           self._store.before_commit(number, lambda: self._files.read(wal.NEW))
         self._wal.commit()
+        durable = True
+        if self._store:
+          self._store.committed(number, step.merge.sync)
         break
       except wal.WalFull as full:
         number, why, remedy = None, full, 'make space'
@@ -132,8 +136,6 @@ class CommitLog:
     else:
       raise Closed
     failpoints.reached('wal.after_commit')
-    if self._store:
-      self._store.committed(number, step.merge.sync)
     if said_s is not None:
       self._say(f'{self._files.place} has space again, its store answers: steps are committed.')
 

@@ -125,6 +125,7 @@ class Stored:
     self._store = store_lib.Store(config.train.store)
     self._claim: claim_lib.Claim | None = None
     self._at = ''  # where copies and records are
+    self._begun: dict[str, Any] = {}  # what the claim says once the run goes on here
     self._checkpoints: checkpoint.Checkpoints | None = None
     self._notices = rate_limited_log.Notices(_SAY_NS, say)
     # What is to be copied, by its kind: what people call it, and what copies it.
@@ -154,7 +155,8 @@ class Stored:
       return claim_lib.Held(run=name, disk=disk, restored=restored, log=self._end())
 
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
-    before, self._claim = claim_lib.take(claims, known, run, begin, self._say)
+    lock = str((self._folder / 'wal' / files_lib.LOCK).stat().st_ino)
+    before, self._claim = claim_lib.take(claims, known, lock, run, begin, self._say)
     followed = self._claim.held.restored
     new = tuple(one for one in restored if one not in followed)
     self._at = _place(followed + new)
@@ -162,11 +164,14 @@ class Stored:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
     elif before:
-      self._take_over(before, before.disk == known)
+      self._take_over(before, claim_lib.has(before, known))
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
     json_files.replace(path, disk.encode())
-    self._claim.renew(disk=disk, log=self._end(), restored=followed + new, over=False)
+    # If this process cannot continue the run, the disk that had it still has.
+    self._begun = {'disk': disk, 'restored': followed + new, 'taker': '', 'over': False}
+    if not new:
+      self._claim.renew(taker=disk)
 
   def _end(self) -> int:
     """The newest record in the folder."""
@@ -191,13 +196,14 @@ class Stored:
   def _download(self, before: claim_lib.Held, copies: list[str]) -> None:
     """Fetches the newest copy that is whole; then moves what the folder has of the run aside, and
     puts the copy there, with a log that begins behind it."""
-    staging, whole = self._folder / 'from-store', None
+    staging, whole, damaged = self._folder / 'from-store', None, []
     for name in reversed(copies):
       shutil.rmtree(staging, ignore_errors=True)
       try:
         whole = self._download_files(name, staging / _number(name))
         break
       except _Damaged as error:
+        damaged.append(f'{name}.json')
         self._say(f'{error}: the copy before it is tried')
     agreement = self._store.read(f'syncer/{AGREEMENT}')
     first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
@@ -207,6 +213,7 @@ class Stored:
         f'outer steps are committed: only the disk of {before.host} has them. Nothing was changed. '
         'Start the syncer on that disk; if it is lost, start over with another train.store'
       )
+    self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
     self._set_aside()
     if agreement is None:
       return  # the run had not begun
@@ -241,6 +248,8 @@ class Stored:
   def _download_records(self) -> None:
     """Adds the records that follow those of the folder; the log verifies them as its own."""
     names, end = set(self._store.names(f'{self._at}wal/')), self._end()
+    if f'{self._at}wal/{wal.name_of(end)}' in names and not self._same_history(end):
+      return
     while (name := f'{self._at}wal/{wal.name_of(end + 1)}') in names:
       record = self._store.read(name, _LARGE)
       if record is None:
@@ -251,6 +260,13 @@ class Stored:
       self.log_files.fsync_names()
       end += 1
 
+  def _same_history(self, number: int) -> bool:
+    """Whether a record of the folder has the hash of that in the store: the run may have gone on
+    without this store, or with another. Raises StoreError."""
+    there = self._store.read(f'{self._at}wal/{wal.name_of(number)}', _LARGE)
+    here = self.log_files.read(wal.name_of(number), 0, wal.HEADER_BYTES)
+    return there is not None and wal.chain_in(there.data) == wal.chain_in(here)
+
   def begin(
     self,
     agreement: str,
@@ -260,6 +276,7 @@ class Stored:
     """Puts what a syncer on another disk needs, and starts to copy. The folder is recovered.
     Raises StoreError."""
     self._checkpoints = checkpoints
+    self._claim.renew(log=self._end(), **self._begun)
     if (self._workdir / _OWN_MODEL).exists() and not self._store.read(f'{_OWN_MODEL}.json'):
       self._upload(
         self._workdir / _OWN_MODEL, _OWN_MODEL, _files_in(self._workdir / _OWN_MODEL), {}
@@ -286,6 +303,10 @@ class Stored:
     if max(copied, default=0) < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')
+    common = [number for number in others if f'{self._at}wal/{wal.name_of(number)}' in there]
+    if common and not self._same_history(common[-1]):
+      self._store.remove(*there)
+      there = []
     for number in others:
       name = f'{self._at}wal/{wal.name_of(number)}'
       if number > max(copied, default=0) and name not in there:
@@ -313,8 +334,10 @@ class Stored:
     self._claim.renew(over=True)
 
   def committed(self, number: int, clock: int) -> None:
-    """An outer step was committed: the claim will say so."""
+    """An outer step was committed: the claim will say so. Raises StoreError, and Refused, while
+    nothing about it may leave the process: the disk may have been slow."""
     self._claim.next = {'log': number, 'clock': clock}
+    self._claim.require()
 
   # --- Copies -------------------------------------------------------------------------------------
 
