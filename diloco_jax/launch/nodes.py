@@ -8,7 +8,6 @@ so do checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -298,9 +297,6 @@ def dialer(
   inner steps a capped uplink allows."""
   if note := uplink.note(assembled):
     say(note)
-  least = limits(assembled)
-  # A learner on a slow link may owe the syncer a contribution of each fragment.
-  queued_bytes = max(least.max_queued_bytes, sum(assembled.payload_bytes))
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
     def address() -> str:
@@ -310,28 +306,25 @@ def dialer(
         post(events.Stop(reason=addresses.ENDED))
         raise
 
-    return grpc_client.GrpcLearnerTransport(
-      address,
-      post,
-      payloads,
-      dataclasses.replace(least, max_queued_bytes=queued_bytes),
-      access=access,
-    )
+    # A learner on a slow link may owe the syncer a contribution of each fragment.
+    least = limits(assembled, sum(assembled.payload_bytes))
+    return grpc_client.GrpcLearnerTransport(address, post, payloads, least, access=access)
 
   return make
 
 
-def limits(assembled: build.Assembly) -> link.Limits:
+def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   """The limits of a transport. Two whole fragments at once go to a learner, and so many bytes of
-  deltas (protocol/syncer/published.py). Payloads may arrive after their announcements, since the
-  two use separate streams. After a restart of the syncer all learners are strangers at once."""
+  deltas (protocol/syncer/published.py); `owed_bytes` go to the syncer. Payloads may arrive after
+  their announcements, since the two use separate streams. After a restart of the syncer all
+  learners are strangers at once."""
   sync = assembled.config.sync
   wholes_bytes = published.MAX_WHOLES * max(assembled.publish_bytes)
   deltas_bytes = published.most_delta_bytes(assembled.payload_bytes)
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes),
+    max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,

@@ -213,8 +213,7 @@ class Stored:
     text = agreement.data.decode()
     position = whole or {'log': 0, 'chain': wal.first_chain(outer_log.run_of(text)).hex()}
     if whole:
-      staging.rename(self._folder / folders.CHECKPOINTS)
-      json_files.fsync(self._folder)
+      json_files.move(staging, self._folder / folders.CHECKPOINTS)
     outer_log.begin(self.log_files, text, position)
     json_files.replace(self._folder / 'wal' / AGREEMENT, agreement.data)
     json_files.replace(self._workdir / RUN, before.run.encode())
@@ -229,10 +228,7 @@ class Stored:
       return
     aside = folders.new_aside(self._workdir)
     for path in moved:
-      target = aside / path.relative_to(self._workdir)
-      target.parent.mkdir(parents=True, exist_ok=True)
-      path.rename(target)
-      json_files.fsync(path.parent)
+      json_files.move(path, aside / path.relative_to(self._workdir))
     self._say(
       f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
       'nothing was deleted'
@@ -245,10 +241,7 @@ class Stored:
       record = self._store.read(name, _LARGE)
       if record is None:
         raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
-      self.log_files.write(wal.NEW, record.data)
-      self.log_files.fsync(wal.NEW)
-      self.log_files.rename(wal.NEW, name.rsplit('/', 1)[1])
-      self.log_files.fsync_names()
+      json_files.replace(self._folder / 'wal' / wal.name_of(end + 1), record.data)
       end += 1
 
   def begin(
