@@ -28,14 +28,7 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model, run_folder
 from diloco_jax.protocol import agreement, ids
-from diloco_jax.storage import (
-  checkpoint,
-  folders,
-  json_files,
-  outer_log,
-  restore_note,
-  tree_digest,
-)
+from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, tree_digest
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import stored
 

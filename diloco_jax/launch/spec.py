@@ -142,13 +142,11 @@ def make(request: Request, places: Places) -> Spec:
 
 
 def _syncer(request: Request, places: Places) -> Program:
+  listen = [f'--listen={places.listen}'] if places.listen else []
   return Program(
     name=SYNCER,
     role=SYNCER,
-    argv=[
-      *_command('syncer', SYNCER, request, places),
-      *([f'--listen={places.listen}'] if places.listen else []),
-    ],
+    argv=[*_command('syncer', SYNCER, request, places), *listen],
     environment=ENVIRONMENT,
     disk_gib=request.disk_gib,
     secrets=_secrets(places, allowlist.FILE),

@@ -35,6 +35,7 @@ payload). So several cores can compute it, and one hash names a whole history. T
 number 0, is the SHA-256 of the run's name.
 """
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -436,10 +437,8 @@ class Wal:
   def _discard(self) -> None:
     """Removes the unfinished record: it takes no space, and the next one may be another."""
     self._appended = None
-    try:
+    with contextlib.suppress(OSError):  # it was not created, or the next record replaces it
       self._files.remove(NEW)
-    except OSError:
-      pass  # it has not been created, or the next record replaces it
     self._broken = ''
 
   def _fail(self, doing: str, error: OSError) -> WalBroken:

@@ -323,14 +323,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   )
 
 
-_NO_STATE = (
-  LookupError,
-  TypeError,
-  ValueError,
-  AttributeError,
-  ArithmeticError,
-  AssertionError,
-)
+_NO_STATE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
 @contextlib.contextmanager
