@@ -157,7 +157,8 @@ class Stored:
     before, self._claim = claim_lib.take(claims, known, run, begin, self._say)
     followed = self._claim.held.restored
     new = tuple(one for one in restored if one not in followed)
-    self._at = _place(followed + new)
+    restores = followed + new
+    self._at = f'syncer/restored-{restores[-1]}/' if restores else 'syncer/'
     if new:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
@@ -166,7 +167,7 @@ class Stored:
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
     json_files.replace(path, disk.encode())
-    self._claim.renew(disk=disk, log=self._end(), restored=followed + new)
+    self._claim.renew(disk=disk, log=self._end(), restored=restores)
 
   def _end(self) -> int:
     """The newest record in the folder."""
@@ -253,10 +254,9 @@ class Stored:
     """Puts what a syncer on another disk needs, and starts to copy. The folder is recovered.
     Raises StoreError."""
     self._checkpoints = checkpoints
-    if (self._workdir / _OWN_MODEL).exists() and not self._store.read(f'{_OWN_MODEL}.json'):
-      self._upload(
-        self._workdir / _OWN_MODEL, _OWN_MODEL, _files_in(self._workdir / _OWN_MODEL), {}
-      )
+    own_model = self._workdir / _OWN_MODEL
+    if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
+      self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
     numbers = checkpoints.numbers
     if self._config.train.store_log:
@@ -275,13 +275,13 @@ class Stored:
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
     first, *others = wal.numbers(self.log_files)
-    copied = [self._manifest(name)['log'] for name in self._copies()]
-    if max(copied, default=0) < first:
+    copied = max((self._manifest(name)['log'] for name in self._copies()), default=0)
+    if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')
     for number in others:
       name = f'{self._at}wal/{wal.name_of(number)}'
-      if number > max(copied, default=0) and name not in there:
+      if number > copied and name not in there:
         self._store.put_new(name, self.log_files.read(wal.name_of(number)))
 
   # --- Outer steps --------------------------------------------------------------------------------
@@ -380,12 +380,9 @@ class Stored:
     copies = {name: int(_number(name)) for name in self._copies()}
     numbers = sorted(copies.values())
     kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
-    stay = tuple(name for name, number in copies.items() if number in kept)
-    old = [
-      name
-      for name in self._store.names(f'{self._at}ckpt/')
-      if not name.startswith(tuple(f'{one}{end}' for one in stay for end in '/.'))
-    ]
+    stay = tuple(f'{name}{end}' for name in copies if copies[name] in kept for end in '/.')
+    names = self._store.names(f'{self._at}ckpt/')
+    old = [name for name in names if not name.startswith(stay)]
     self._store.remove(*sorted(old, key=lambda name: not name.endswith('.json')))
     if len(numbers) >= outer_log.CHECKPOINTS:
       behind = self._manifest(list(copies)[-outer_log.CHECKPOINTS])['log']
@@ -466,10 +463,6 @@ class Stored:
       self._changed.notify_all()
     if self._claim:
       self._claim.close()
-
-
-def _place(restored: tuple[str, ...]) -> str:
-  return f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
 
 
 def _number(name: str) -> str:
