@@ -229,10 +229,7 @@ def begin(files: files_port.Files, agreement: str, position: dict[str, Any]) -> 
 
 
 def recover(
-  files: files_port.Files,
-  agreement: str,
-  theta: Theta,
-  position: dict[str, Any],
+  files: files_port.Files, agreement: str, theta: Theta, position: dict[str, Any]
 ) -> tuple[wal.Wal, list[Ended]]:
   """Opens the log of a directory whose lock the caller holds, and repeats the outer steps behind a
   checkpoint, or behind version 0; returns both, the steps without their machine states but the

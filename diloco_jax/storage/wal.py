@@ -245,10 +245,7 @@ def _misfit(files: files_port_lib.Files, after: int | None, why: str) -> WalDama
 
 
 def open_log(
-  files: files_port_lib.Files,
-  run: str,
-  after: int = 0,
-  chain: bytes | None = None,
+  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
 ) -> 'Wal':
   """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
@@ -293,10 +290,7 @@ def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
 
 
 def begin(
-  files: files_port_lib.Files,
-  run: str,
-  after: int = 0,
-  chain: bytes | None = None,
+  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
 ) -> 'Wal':
   """Begins a log behind a checkpoint, in a directory without a log.
 
