@@ -79,44 +79,32 @@ def own_loop_syncer(
     cli.never_retry(ValueError, files.DirectoryError),
     stored.opened(config, folder, records.say) as store,
   ):
-    return _own_loop(config, folder, records, _address(folder, listen), access, init, store)
+    address = _address(folder, listen)
 
+    def listening(bound: str) -> None:
+      nonlocal address
+      address = bound
+      _write_address(folder, address)
+      records.say(f'the syncer waits on {address} for the first learner, which brings the model')
 
-def _own_loop(
-  config: run_config.Config,
-  folder: pathlib.Path,
-  records: records_lib.Recorder,
-  address: str,
-  access: addresses.Access,
-  init: str,
-  store: stored.Stored | None,
-) -> int:
-  """Obtains the model, then runs the syncer; returns the exit code of the process."""
-
-  def listening(bound: str) -> None:
-    nonlocal address
-    address = bound
-    _write_address(folder, address)
-    records.say(f'the syncer waits on {address} for the first learner, which brings the model')
-
-  stopped = threading.Event()
-  with (
-    stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
-    cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
-  ):
-    addresses.check(address, access)
-    if init and own_model.read(folder) is None:
-      tree = arrays.load(pathlib.Path(init))
-      own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
-    try:
-      model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
-    except InterruptedError as error:
-      return _end(actions.Exit(code=0, text=str(error)), records)
-    assembled = own_model.complete(model, config)
-    theta = global_model_lib.Theta(assembled)
-  if stopped.is_set():  # while the model was read or written
-    return _end(actions.Exit(code=0, text='stopped before it listened'), records)
-  return _serve(config, assembled, theta, folder, records, address, access, store)
+    stopped = threading.Event()
+    with (
+      stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
+      cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
+    ):
+      addresses.check(address, access)
+      if init and own_model.read(folder) is None:
+        tree = arrays.load(pathlib.Path(init))
+        own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
+      try:
+        model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
+      except InterruptedError as error:
+        return _end(actions.Exit(code=0, text=str(error)), records)
+      assembled = own_model.complete(model, config)
+      theta = global_model_lib.Theta(assembled)
+    if stopped.is_set():  # while the model was read or written
+      return _end(actions.Exit(code=0, text='stopped before it listened'), records)
+    return _serve(config, assembled, theta, folder, records, address, access, store)
 
 
 def _serve(

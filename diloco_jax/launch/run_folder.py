@@ -128,8 +128,7 @@ def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files.Files
 
 def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
   """Refuses a folder with anything but a lock. `but_locked`: not if it has one, since the program
-  that holds it may be writing its first files. Raises
-  ValueError."""
+  that holds it may be writing its first files. Raises ValueError."""
   names = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
   if names <= {files.LOCK} or (but_locked and files.LOCK in names):
     return
