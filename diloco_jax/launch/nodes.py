@@ -9,11 +9,13 @@ so do checkpoints that cannot be read: the cause may pass.
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import signal
 import sys
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ from diloco_jax.protocol.syncer import published
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
@@ -43,6 +46,7 @@ from diloco_jax.transport import addresses, grpc_client, grpc_server, link
 FILE = 'file:'
 SPARE_SESSIONS = 16
 MAX_ADDRESS_BYTES = 4096
+CLAIM_TRUSTED_S = 300.0  # after the start of a learner
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
   'again: it continues from the log, and learners send unmerged contributions again. If its disk '
@@ -138,6 +142,9 @@ def _serve(
   def finished() -> None:
     with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
       _write_address(folder, addresses.ENDED)
+    with contextlib.suppress(store_lib.StoreError):
+      if store:
+        store.run_is_over()
 
   with (
     stops(
@@ -172,7 +179,7 @@ def learner(
   resolve = None
   if cluster is None or cluster.host == 0:
     with cli.never_retry(ValueError):
-      resolve = None if address == 'none' else resolver(address, access)
+      resolve = None if address == 'none' else resolver(address, access, config.train.store)
       require_own_certificate(access, learner_id)
   with contextlib.ExitStack() as stack:
     hosts = 1
@@ -385,13 +392,24 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
     check.require_learner(access.tls, learner, proofs.utc_now())
 
 
-def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
+def resolver(address: str, access: addresses.Access, store: str = '') -> Callable[[], str]:
   """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
-  'file:PATH' of a file with one; it raises RunEnded if the file says so. Raises ValueError if it is
-  neither, or `access` is not enough."""
+  'file:PATH' of a file with one; it raises RunEnded if the file says so, or the claim in `store`.
+  Raises ValueError if it is neither, or `access` is not enough."""
+  # A syncer that continues a run that was over may start after its learners.
+  trust_claim_s = time.monotonic() + CLAIM_TRUSTED_S if store else math.inf
+
+  def dialled() -> str:
+    if time.monotonic() >= trust_claim_s:
+      with contextlib.suppress(store_lib.StoreError, claim_lib.Refused):
+        held, _ = claim_lib.read(store_lib.Store(store, claim_lib.ANSWER_S))
+        if held and held.over:
+          raise addresses.RunEnded(f'{addresses.ENDED}: the claim in {store} says so')
+    return address
+
   if not address.startswith(FILE):
     addresses.check(address, access)
-    return lambda: address
+    return dialled
   path = pathlib.Path(address.removeprefix(FILE))
 
   def read() -> str:

@@ -448,8 +448,11 @@ def _probe(root: json_files.Place) -> None:
   """Makes a folder for checkpoints, and writes to it."""
   root.mkdir(parents=True, exist_ok=True)
   probe = root / '.writable'
-  probe.write_text('probe')
-  probe.unlink()
+  try:
+    probe.write_text('probe')
+  except FileNotFoundError as error:
+    raise ValueError(f'there is no such bucket ({error})') from error
+  probe.unlink(missing_ok=True)  # a request whose answer was lost is sent again
 
 
 @contextlib.contextmanager
@@ -462,8 +465,8 @@ def _opening(root: json_files.Place) -> Iterator[None]:
     if isinstance(root, pathlib.Path):
       refused = isinstance(error, OSError)
     else:
-      missing = isinstance(error, (FileNotFoundError, ValueError))  # the bucket
-      refused = missing or getattr(error, 'code', 0) == 401 or 'Forbidden' in str(error)
+      refused = isinstance(error, ValueError) or getattr(error, 'code', 0) == 401
+      refused = refused or 'Forbidden' in str(error)
     if refused:
       raise ValueError(
         f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder that this '

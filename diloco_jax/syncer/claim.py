@@ -49,6 +49,7 @@ class Held:
     host, pid: the holder, for people.
     renewed: how many times it was, so no renewal is equal to another.
     released: the holder has ended in order.
+    over: the run has reached its end.
     restored: the restores of the run (storage/restore_note.py), in their order.
     log, clock: the newest committed outer step when it was renewed: its record, its sync.
   """
@@ -60,6 +61,7 @@ class Held:
   pid: int = 0
   renewed: int = 0
   released: bool = False
+  over: bool = False
   restored: tuple[str, ...] = ()
   log: int = 0
   clock: int = 0

@@ -167,7 +167,7 @@ class Stored:
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
     json_files.replace(path, disk.encode())
-    self._claim.renew(disk=disk, log=self._end(), restored=restores)
+    self._claim.renew(disk=disk, log=self._end(), restored=restores, over=False)
 
   def _end(self) -> int:
     """The newest record in the folder."""
@@ -300,6 +300,10 @@ class Stored:
         )
       failpoints.reached('store.after_put')
       self._claim.require()
+
+  def run_is_over(self) -> None:
+    """Tells learners that dial after the end, by the claim. Raises Refused; StoreError."""
+    self._claim.renew(over=True)
 
   def committed(self, number: int, clock: int) -> None:
     """An outer step was committed: the claim will say so."""

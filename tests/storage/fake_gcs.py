@@ -4,7 +4,7 @@ Behind is gcp-storage-emulator. What it lacks and what this project rests on is 
 that are compared before a write (ifGenerationMatch, ifGenerationNotMatch: 412 and 304), also when
 several clients write at once; objects of no bytes, and bytes that no MIME parser has touched; the
 generation of what is read; ranges beyond an end; lists in pages, from startOffset to endOffset;
-moveTo.
+moveTo; the last part of a resumable upload that is sent again.
 
 A *door* is an address of the fake, with failures of its own: each client can have one, and one door
 may be shut while others are open. The objects live in this process, so they outlive every client.
@@ -167,6 +167,7 @@ class FakeGcs:
     self._lock = threading.RLock()
     self._doors: list[Door] = []
     self._moved: dict[str, Answer] = {}  # the answers, for requests that are sent again
+    self._finished: dict[str, Answer] = {}  # of resumable uploads
     self.broken: list[str] = []  # tracebacks of the fake itself
 
   def door(self, port: int = 0) -> Door:
@@ -216,6 +217,8 @@ class FakeGcs:
   def _answer(self, request: Request, handler: '_Handler') -> Answer:
     upload, listed = _UPLOAD.fullmatch(request.path), _LIST.fullmatch(request.path)
     named, moved = _OBJECT.fullmatch(request.path), _MOVE.fullmatch(request.path)
+    if (session := request.query.get('upload_id')) in self._finished:
+      return self._finished[session]
     if upload:
       kind = request.query.get('uploadType')
       name, data = request.query.get('name', ''), request.body
@@ -238,7 +241,10 @@ class FakeGcs:
         return refused
       if request.method == 'GET' and request.query.get('alt') == 'media':
         return self._read(bucket, name, handler.headers.get('Range', ''))
-    return handler.emulate(self._storage, request)
+    answer = handler.emulate(self._storage, request)
+    if session and answer.status == 200:
+      self._finished[session] = answer
+    return answer
 
   def _generation(self, bucket: str, name: str) -> int:
     """0: there is no such object."""

@@ -168,3 +168,11 @@ def test_a_store_that_is_gone_at_the_end_of_a_save_is_an_error_of_that_save(buck
   _save(checkpoints, 3)
   checkpoints.close()
   _assert_holds(_restore(root), 3)
+
+
+def test_a_lost_answer_at_the_start_is_no_refusal(bucket):
+  """The second request to remove the probe finds none, and a process that is refused stays away."""
+  only = lambda request: request.name.endswith('.writable') and request.method == 'DELETE'
+  faults = bucket.door.faults = fake_gcs.Faults(0, 1, ('lost answer',), most=1, only=only)
+  checkpoint.Checkpoints(f'{bucket.url}/run/islands/l0/ckpt').close()
+  assert faults.injected.total() == 1

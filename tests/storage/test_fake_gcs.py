@@ -172,7 +172,8 @@ def test_of_a_resumable_upload_that_was_cut_the_rest_is_sent(bucket):
   whole, rest = {'Content-Range': 'bytes 0-9/10'}, {'Content-Range': 'bytes 5-9/10'}
   assert _post(location, b'0123456789', **whole)[0] == 308
   assert bucket.objects == {}
-  assert _post(location, b'56789', **rest)[0] == 200
+  for _ in range(2):  # also sent again
+    assert _post(location, b'56789', **rest)[0] == 200
   assert bucket.objects == {'k': b'0123456789'}
 
 

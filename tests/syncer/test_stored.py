@@ -17,13 +17,14 @@ import time
 import numpy as np
 import pytest
 
-from diloco_jax.launch import own_model, restore
+from diloco_jax.launch import nodes, own_model, restore
 from diloco_jax.node import failpoints, loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, restore_note, wal
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import stored
+from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability
 from tests.syncer.test_durability import DEADLINE_S, SYNCS, bits, drain_lines
 
@@ -516,6 +517,24 @@ def test_an_end_waits_for_the_last_copy(here):
   done = actions.Exit(code=0, text='done')
   assert life.store.finish(done, loop.EventQueue(), False, True) == done
   assert any('/ckpt/1-' in name for name in here.store.names())
+
+
+def test_a_learner_that_was_down_at_the_end_of_the_run_hears_of_it(here, monkeypatch):
+  monkeypatch.setattr(nodes, 'CLAIM_TRUSTED_S', 0.0)
+  resolve = nodes.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
+  life = here.live('a')
+  assert resolve() == '127.0.0.1:7070'
+  life.store.run_is_over()
+  with pytest.raises(addresses.RunEnded, match='the run has ended: the claim in .*store says so'):
+    resolve()
+  here.kill()
+  here.live('a')  # the run continues, with more steps
+  assert resolve() == '127.0.0.1:7070'
+  monkeypatch.setattr(nodes, 'CLAIM_TRUSTED_S', 1e6)
+  here.kill()
+  here.live('a').store.run_is_over()
+  late = nodes.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
+  assert late() == '127.0.0.1:7070'  # its syncer may be about to start again
 
 
 def test_the_model_of_a_loop_is_in_the_store(site, assembled):

@@ -77,7 +77,8 @@ def test_a_run_on_a_store_that_fails_ends_on_another_machine(bucket, tmp_path):
   for fact in _facts(first, 'adopted'):
     assert fact['version'] <= recovered['versions'][fact['fragment']]
   joined = [fact for fact in _facts(second, 'state') if fact['state'] == 'joined']
-  assert len(joined) == 3 and all(fact['incarnation'] == 2 for fact in joined)
+  assert joined and all(fact['incarnation'] == 2 for fact in joined)
+  assert 42 not in {fact['code'] for fact in _facts(second, 'exit')}  # a failure is no refusal
   said = second.with_suffix('.log').read_text()
   assert 'Traceback' not in said and ' are gone' not in said
   bucket.door.faults = None
