@@ -197,12 +197,7 @@ def _require_same_run(config: run_config.Config, before: dict[str, Any]) -> None
   """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
   ValueError."""
   here = config.agreement()
-  ours, theirs = (
-    {name: value for name, value in facts.items() if name in here and name not in MAY_DIFFER}
-    for facts in (here, before)
-  )
-  found = agreement.differences(agreement.encode(ours), agreement.encode(theirs))
-  if found:
+  if found := agreement.changed(here, before, {*MAY_DIFFER, *(before.keys() - here.keys())}):
     raise ValueError(f'it is of a run with another config: {"; ".join(found)}')
 
 
