@@ -18,7 +18,7 @@ from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import folders as folders_lib
 from diloco_jax.storage import tree_digest as tree_digest_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import stored
 
 
 def load_params(workdir: str | pathlib.Path) -> Any:
@@ -33,9 +33,9 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   """
   folder = pathlib.Path(workdir).absolute()
   assembled = assemble(folder)
-  if (folder / syncer_process.MODEL).is_dir():
+  if (folder / stored.MODEL).is_dir():
     most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
-    tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
+    tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
   named = arrays.by_name(tree)

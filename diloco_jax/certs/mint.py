@@ -24,9 +24,7 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
   return key.private_bytes(
-    serialization.Encoding.PEM,
-    serialization.PrivateFormat.PKCS8,
-    serialization.NoEncryption(),
+    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
   )
 
 

@@ -26,10 +26,7 @@ from diloco_jax.launch import cli
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LEARNER_ID = flags.DEFINE_string(
-  'learner_id',
-  None,
-  'The id of this learner, for example l0.',
-  required=True,
+  'learner_id', None, 'The id of this learner, for example l0.', required=True
 )
 _SYNCER = flags.DEFINE_string(
   'syncer',

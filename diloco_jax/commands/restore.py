@@ -45,12 +45,7 @@ def main(argv: list[str]) -> int:
 
   try:
     with cli.never_retry(ValueError, files.DirectoryError):
-      restore.restore(
-        config,
-        workdir,
-        _TO.value,
-        lambda text: print(text, flush=True),
-      )
+      restore.restore(config, workdir, _TO.value, lambda text: print(text, flush=True))
   except (OSError, wal.WalFull, wal.WalBroken) as error:
     raise cli.DiskFailed(
       f'the disk failed: {cli.one_line(error)}. Nothing is lost; restore again, with the same --to'

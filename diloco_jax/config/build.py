@@ -107,10 +107,7 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
 
 
 def assemble_own_loop(
-  config: run_config.Config,
-  init: Callable[[], Any],
-  shapes: Any,
-  labels: Mapping[str, str],
+  config: run_config.Config, init: Callable[[], Any], shapes: Any, labels: Mapping[str, str]
 ) -> Assembly:
   """The same for a loop of the user's own, whose parameters are a dict of named arrays.
 

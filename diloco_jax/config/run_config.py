@@ -131,7 +131,7 @@ class TrainConfig(protocol_sections.Train):
     _within('train.log_every', self.log_every, 1, 10**9, 'a large number gives few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
     _ = self.profiled
-    if '://' in self.store and not _BUCKET.fullmatch(self.store):
+    if re.match(r'\w+:/', self.store) and not _BUCKET.fullmatch(self.store):
       raise ValueError(
         f'train.store is {self.store!r}; use gs://BUCKET/PREFIX or a folder: no other store works'
       )

@@ -7,6 +7,7 @@ Each line of output goes to WORKDIR/logs/NAME.log and to the listener.
 """
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import signal
@@ -81,10 +82,8 @@ class Child:
       self._signal_group(signal.SIGKILL)
 
   def _signal_group(self, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(self.pid, number)
-    except (ProcessLookupError, PermissionError):
-      pass
 
   async def _relay_output(self) -> None:
     rest = b''
@@ -99,10 +98,8 @@ class Child:
       self._line(rest)
 
   def _line(self, line: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # a full disk must not stop a run
       self._log.write(line + b'\n')
-    except OSError:
-      pass  # a full disk must not stop a run
     text = line.decode(errors='replace').rstrip('\r')
     if text.startswith('error: '):
       self.last_error = text.removeprefix('error: ')
@@ -149,7 +146,5 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _kill(process: psutil.Process) -> None:
-  try:
+  with contextlib.suppress(psutil.Error):
     process.kill()
-  except psutil.Error:
-    pass

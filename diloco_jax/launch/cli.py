@@ -70,7 +70,7 @@ def end(code: int | None) -> str:
   >>> end(0), end(42), end(75), end(-9)
   ('done', 'never', 'retry', 'retry')
   """
-  return RETRY if code is None else ENDS.get(code, RETRY)
+  return ENDS.get(code, RETRY)
 
 
 def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:

@@ -105,10 +105,7 @@ def places(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.P
   """Learners read the address file at every dial, so they may start before the syncer, and a
   restarted syncer may listen on another port."""
   return spec_lib.Places(
-    workdir=str(workdir),
-    syncer=f'file:{workdir / run_folder.ADDRESS}',
-    listen=listen,
-    tls=tls,
+    workdir=str(workdir), syncer=f'file:{workdir / run_folder.ADDRESS}', listen=listen, tls=tls
   )
 
 

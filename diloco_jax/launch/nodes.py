@@ -8,7 +8,6 @@ so do checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -84,44 +83,32 @@ def own_loop_syncer(
     cli.never_retry(ValueError, files.DirectoryError),
     stored.opened(config, folder, records.say) as store,
   ):
-    return _own_loop(config, folder, records, _address(folder, listen), access, init, store)
+    address = _address(folder, listen)
 
+    def listening(bound: str) -> None:
+      nonlocal address
+      address = bound
+      _write_address(folder, address)
+      records.say(f'the syncer waits on {address} for the first learner, which brings the model')
 
-def _own_loop(
-  config: run_config.Config,
-  folder: pathlib.Path,
-  records: records_lib.Recorder,
-  address: str,
-  access: addresses.Access,
-  init: str,
-  store: stored.Stored | None,
-) -> int:
-  """Obtains the model, then runs the syncer; returns the exit code of the process."""
-
-  def listening(bound: str) -> None:
-    nonlocal address
-    address = bound
-    _write_address(folder, address)
-    records.say(f'the syncer waits on {address} for the first learner, which brings the model')
-
-  stopped = threading.Event()
-  with (
-    stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
-    cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
-  ):
-    addresses.check(address, access)
-    if init and own_model.read(folder) is None:
-      tree = arrays.load(pathlib.Path(init))
-      own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
-    try:
-      model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
-    except InterruptedError as error:
-      return _end(actions.Exit(code=0, text=str(error)), records)
-    assembled = own_model.complete(model, config)
-    theta = global_model_lib.Theta(assembled)
-  if stopped.is_set():  # while the model was read or written
-    return _end(actions.Exit(code=0, text='stopped before it listened'), records)
-  return _serve(config, assembled, theta, folder, records, address, access, store)
+    stopped = threading.Event()
+    with (
+      stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
+      cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
+    ):
+      addresses.check(address, access)
+      if init and own_model.read(folder) is None:
+        tree = arrays.load(pathlib.Path(init))
+        own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
+      try:
+        model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
+      except InterruptedError as error:
+        return _end(actions.Exit(code=0, text=str(error)), records)
+      assembled = own_model.complete(model, config)
+      theta = global_model_lib.Theta(assembled)
+    if stopped.is_set():  # while the model was read or written
+      return _end(actions.Exit(code=0, text='stopped before it listened'), records)
+    return _serve(config, assembled, theta, folder, records, address, access, store)
 
 
 def _serve(
@@ -305,9 +292,6 @@ def dialer(
   inner steps a capped uplink allows."""
   if note := uplink.note(assembled):
     say(note)
-  least = limits(assembled)
-  # A learner on a slow link may owe the syncer a contribution of each fragment.
-  queued_bytes = max(least.max_queued_bytes, sum(assembled.payload_bytes))
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
     def address() -> str:
@@ -317,28 +301,25 @@ def dialer(
         post(events.Stop(reason=addresses.ENDED))
         raise
 
-    return grpc_client.GrpcLearnerTransport(
-      address,
-      post,
-      payloads,
-      dataclasses.replace(least, max_queued_bytes=queued_bytes),
-      access=access,
-    )
+    # A learner on a slow link may owe the syncer a contribution of each fragment.
+    least = limits(assembled, sum(assembled.payload_bytes))
+    return grpc_client.GrpcLearnerTransport(address, post, payloads, least, access=access)
 
   return make
 
 
-def limits(assembled: build.Assembly) -> link.Limits:
+def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   """The limits of a transport. Two whole fragments at once go to a learner, and so many bytes of
-  deltas (protocol/syncer/published.py). Payloads may arrive after their announcements, since the
-  two use separate streams. After a restart of the syncer all learners are strangers at once."""
+  deltas (protocol/syncer/published.py); `owed_bytes` go to the syncer. Payloads may arrive after
+  their announcements, since the two use separate streams. After a restart of the syncer all
+  learners are strangers at once."""
   sync = assembled.config.sync
   wholes_bytes = published.MAX_WHOLES * max(assembled.publish_bytes)
   deltas_bytes = published.most_delta_bytes(assembled.payload_bytes)
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes),
+    max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,

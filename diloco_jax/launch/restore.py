@@ -28,14 +28,7 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model, run_folder
 from diloco_jax.protocol import agreement, ids
-from diloco_jax.storage import (
-  checkpoint,
-  folders,
-  json_files,
-  outer_log,
-  restore_note,
-  tree_digest,
-)
+from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, tree_digest
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import stored
 
@@ -204,12 +197,7 @@ def _require_same_run(config: run_config.Config, before: dict[str, Any]) -> None
   """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
   ValueError."""
   here = config.agreement()
-  ours, theirs = (
-    {name: value for name, value in facts.items() if name in here and name not in MAY_DIFFER}
-    for facts in (here, before)
-  )
-  found = agreement.differences(agreement.encode(ours), agreement.encode(theirs))
-  if found:
+  if found := agreement.changed(here, before, {*MAY_DIFFER, *(before.keys() - here.keys())}):
     raise ValueError(f'it is of a run with another config: {"; ".join(found)}')
 
 

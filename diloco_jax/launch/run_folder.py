@@ -128,8 +128,7 @@ def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files.Files
 
 def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
   """Refuses a folder with anything but a lock. `but_locked`: not if it has one, since the program
-  that holds it may be writing its first files. Raises
-  ValueError."""
+  that holds it may be writing its first files. Raises ValueError."""
   names = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
   if names <= {files.LOCK} or (but_locked and files.LOCK in names):
     return
@@ -171,12 +170,7 @@ def _check_same_run(
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
   may = {'train.steps', *changed}.intersection(agreement.MAY_CHANGE)
-  ours, theirs = (
-    agreement.encode({name: value for name, value in one.agreement().items() if name not in may})
-    for one in (config, load.read(workdir))
-  )
-  found = agreement.differences(ours, theirs)
-  if found:
+  if found := agreement.changed(config.agreement(), load.read(workdir).agreement(), may):
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
       'continue it with its own config (`train --resume` without --config, in Python '

@@ -17,7 +17,6 @@ from diloco_jax.launch import aot
 SYNCER, LEARNER = names.SYNCER, names.LEARNER
 ALONE = 'none'  # in place of the syncer's address
 CHIPS_PER_HOST = 4  # of a TPU slice
-UNLIMITED = 10**6  # restarts: a number that every engine takes
 
 # By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
 # for buffers that live as long as one fragment this costs more than the arithmetic. So it keeps
@@ -46,7 +45,6 @@ class Program:
     topology: of the TPU slice that all hosts are, as 'v6e:4x4'; '' for other machines.
     disk_gib: the size of the disk that must outlive its machine; 0: it needs none.
     secrets: files in its folder of certificates (--tls), which no other program may read.
-    restarts: how often it is started again at most.
   """
 
   name: str
@@ -58,7 +56,6 @@ class Program:
   topology: str = ''
   disk_gib: int = 0
   secrets: Sequence[str] = ()
-  restarts: int = UNLIMITED
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +142,11 @@ def make(request: Request, places: Places) -> Spec:
 
 
 def _syncer(request: Request, places: Places) -> Program:
+  listen = [f'--listen={places.listen}'] if places.listen else []
   return Program(
     name=SYNCER,
     role=SYNCER,
-    argv=[
-      *_command('syncer', SYNCER, request, places),
-      *([f'--listen={places.listen}'] if places.listen else []),
-    ],
+    argv=[*_command('syncer', SYNCER, request, places), *listen],
     environment=ENVIRONMENT,
     disk_gib=request.disk_gib,
     secrets=_secrets(places, allowlist.FILE),

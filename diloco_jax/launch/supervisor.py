@@ -30,6 +30,7 @@ The supervisor does not import jax: it starts programs and reads records (report
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -269,10 +270,8 @@ class Supervisor:
 
   async def _pause(self, name: str, seconds: float) -> None:
     """Waits for `seconds`, or until the run ends."""
-    try:
+    with contextlib.suppress(TimeoutError):
       await asyncio.wait_for(self._ending(name).wait(), seconds)
-    except TimeoutError:
-      pass
 
   # --- The run ------------------------------------------------------------------------------------
 

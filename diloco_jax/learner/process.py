@@ -231,11 +231,7 @@ def running_node(
     state=state,
   )
   tape = tapes.Tape(
-    workdir,
-    start,
-    records.say,
-    config.to_dict(),
-    limit_bytes=config.train.tapes_mib << 20,
+    workdir, start, records.say, config.to_dict(), limit_bytes=config.train.tapes_mib << 20
   )
   node = loop.Node(
     start.make(),

@@ -5,6 +5,7 @@ compares it at Join, before the learner can contribute.
 """
 
 import json
+from collections.abc import Collection
 
 from diloco_jax.protocol import printable, safe_json
 
@@ -40,6 +41,15 @@ def differences(here: str, there: str) -> list[str]:
     for name in sorted(ours.keys() | theirs.keys())
     if ours.get(name) != theirs.get(name)
   ]
+
+
+def changed(here: dict, there: dict, but: Collection[str]) -> list[str]:
+  """The differences of settings, apart from those named in `but`."""
+  ours, theirs = (
+    encode({name: value for name, value in facts.items() if name not in but})
+    for facts in (here, there)
+  )
+  return differences(ours, theirs)
 
 
 def refusal(here: str, there: str) -> str:

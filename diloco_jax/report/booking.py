@@ -5,11 +5,7 @@ from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol import ids
 from diloco_jax.report import facts
 
-PHASES = {
-  'imported': book_lib.PREP,
-  'built': book_lib.RESTORE,
-  'restored': book_lib.COMPILE,
-}
+PHASES = {'imported': book_lib.PREP, 'built': book_lib.RESTORE, 'restored': book_lib.COMPILE}
 
 
 def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> None:

@@ -5,6 +5,7 @@ is a file or a pipe, every line is printed with the name of its process, and a s
 seconds, if it says something new.
 """
 
+import contextlib
 import itertools
 import os
 import sys
@@ -76,10 +77,9 @@ class PlainDisplay:
   def close(self) -> None: ...
 
   def _print(self, text: str) -> None:
-    try:
+    # The reader may have closed the pipe; the logs have the line.
+    with contextlib.suppress(OSError, ValueError):
       print(text, file=self._stream, flush=True)
-    except (OSError, ValueError):
-      pass  # the reader has closed the pipe; the logs have the line
 
 
 class LiveDisplay:

@@ -197,11 +197,7 @@ def _draw_processes(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[
 
 
 def _draw_process(
-  axes: axes_lib.Axes,
-  row: int,
-  process: run_facts.Process,
-  first: bool,
-  colour: str,
+  axes: axes_lib.Axes, row: int, process: run_facts.Process, first: bool, colour: str
 ) -> None:
   """A process that was not seen to end ends with its last fact."""
   over_s = process.last_s if process.ended_s is None else process.ended_s

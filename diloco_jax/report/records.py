@@ -192,14 +192,9 @@ class Recorder:
     except (OSError, ValueError) as error:  # ValueError: the file is closed
       if not self._failed:
         self._failed = True
-        try:
-          print(
-            f'[{self._process}] records are incomplete from here on: {error}',
-            file=sys.stderr,
-            flush=True,
-          )
-        except OSError:
-          pass  # standard error is closed, too
+        text = f'[{self._process}] records are incomplete from here on: {error}'
+        with contextlib.suppress(OSError):  # standard error is closed, too
+          print(text, file=sys.stderr, flush=True)
 
 
 class Curves:

@@ -327,9 +327,7 @@ def _place_lines(
   lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(filter(None, [*folders, summary["store"]]))}')
-  if (
-    folders and (workdir / load.FILE).is_file()
-  ):  # else of learners whose syncer has another folder
+  if folders and (workdir / load.FILE).is_file():  # else the syncer has another folder
     lines.append(f'model        diloco_jax.load_params({place!r})')
     lines.append(f'             diloco export --workdir={shlex.quote(place)} --out=m.safetensors')
     if (workdir / 'model').is_dir():

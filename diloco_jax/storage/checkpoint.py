@@ -132,11 +132,7 @@ class Checkpoints:
     tree_digest.compile_digests({'state': state})
 
   def save(
-    self,
-    step: int,
-    state: Any,
-    data_state: int,
-    protocol: dict[str, Any] | None = None,
+    self, step: int, state: Any, data_state: int, protocol: dict[str, Any] | None = None
   ) -> Callable[[], int]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 

@@ -222,26 +222,14 @@ def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
 # --- The log --------------------------------------------------------------------------------------
 
 
-def begin(
-  files: files_port.Files,
-  agreement: str,
-  position: dict[str, Any],
-) -> None:
+def begin(files: files_port.Files, agreement: str, position: dict[str, Any]) -> None:
   """Begins a log in a folder without one, behind the position of a checkpoint that a restore went
   back to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
-  wal.begin(
-    files,
-    run_of(agreement),
-    position[POSITION],
-    bytes.fromhex(position[CHAIN]),
-  )
+  wal.begin(files, run_of(agreement), position[POSITION], bytes.fromhex(position[CHAIN]))
 
 
 def recover(
-  files: files_port.Files,
-  agreement: str,
-  theta: Theta,
-  position: dict[str, Any],
+  files: files_port.Files, agreement: str, theta: Theta, position: dict[str, Any]
 ) -> tuple[wal.Wal, list[Ended]]:
   """Opens the log of a directory whose lock the caller holds, and repeats the outer steps behind a
   checkpoint, or behind version 0; returns both, the steps without their machine states but the

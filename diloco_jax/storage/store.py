@@ -53,7 +53,7 @@ class Store:
       spec = {'driver': 'gcs', 'bucket': bucket, 'path': f'{prefix}/', 'context': {}}
       spec['context']['gcs_request_retries'] = _RETRIES
     else:
-      self._folder = pathlib.Path(self.place).absolute()
+      self._folder = pathlib.Path(os.path.abspath(self.place))  # without ..
       spec = {'driver': 'file', 'path': f'{self._folder}/'}
     self._objects = self._do('', tensorstore.KvStore.open(spec))
 

@@ -115,10 +115,8 @@ class Tape:
     )
     while self._file is None:  # another process of this node may take the number first
       life += 1
-      try:
+      with contextlib.suppress(FileExistsError):
         self._open(life)
-      except FileExistsError:
-        pass
     self._remove_old(life)
 
   def _remove_old(self, newest: int) -> None:
@@ -181,19 +179,15 @@ class Tape:
   def _cut(self) -> None:
     """Cuts off a partly written line."""
     if self._file is not None:
-      try:
+      with contextlib.suppress(OSError):  # a reader will report the torn line
         self._file.truncate(self._written)
-      except OSError:
-        pass  # a reader will report the torn line
       self._close()
 
   def _close(self) -> None:
     file, self._file = self._file, None
     if file is not None:
-      try:
+      with contextlib.suppress(OSError):  # the lines have been written
         file.close()
-      except OSError:
-        pass  # the lines have been written
 
 
 def _compress(path: pathlib.Path) -> None:

@@ -35,6 +35,7 @@ payload). So several cores can compute it, and one hash names a whole history. T
 number 0, is the SHA-256 of the run's name.
 """
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -250,10 +251,7 @@ def _misfit(files: files_port_lib.Files, after: int | None, why: str) -> WalDama
 
 
 def open_log(
-  files: files_port_lib.Files,
-  run: str,
-  after: int = 0,
-  chain: bytes | None = None,
+  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
 ) -> 'Wal':
   """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
@@ -298,10 +296,7 @@ def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
 
 
 def begin(
-  files: files_port_lib.Files,
-  run: str,
-  after: int = 0,
-  chain: bytes | None = None,
+  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
 ) -> 'Wal':
   """Begins a log behind a checkpoint, in a directory without a log.
 
@@ -442,10 +437,8 @@ class Wal:
   def _discard(self) -> None:
     """Removes the unfinished record: it takes no space, and the next one may be another."""
     self._appended = None
-    try:
+    with contextlib.suppress(OSError):  # it was not created, or the next record replaces it
       self._files.remove(NEW)
-    except OSError:
-      pass  # it has not been created, or the next record replaces it
     self._broken = ''
 
   def _fail(self, doing: str, error: OSError) -> WalBroken:

@@ -19,7 +19,6 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 
-AGREEMENT = stored.AGREEMENT
 MAX_AGREEMENT_BYTES = 1 << 20
 RETRY_S = 5.0  # an attempt fills the disk for a moment, also for other processes
 SAY_AGAIN_S = 60.0
@@ -78,7 +77,7 @@ class CommitLog:
 
   def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
     """As outer_log.recover; the refusal of another run's log names the settings that differ."""
-    path = pathlib.Path(self._files.place) / AGREEMENT
+    path = pathlib.Path(self._files.place) / stored.AGREEMENT
     before = _read_agreement(path)
     try:
       self._wal, ended = outer_log.recover(self._files, self._agreement, theta, position)

@@ -152,15 +152,7 @@ class Theta:
     refused: Collection[str],
     lengths_MxT: np.ndarray | None = None,
   ) -> Merged:
-    """Carries out an outer step of fragment p: makes its next version, unless it is refused.
-
-    Args:
-      p: the fragment.
-      participants: in the order of learner ids.
-      payloads: of the participants, in the same order.
-      refused: participants that count as absent learners.
-      lengths_MxT: of the payloads' tensors, if they are known.
-    """
+    """As outer_log.Theta.merge. `lengths_MxT`: of the payloads' tensors, if they are known."""
     if lengths_MxT is None:
       lengths_MxT = np.stack([self.lengths(p, one) for one in payloads])
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
@@ -186,11 +178,7 @@ class Theta:
     return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
 
   def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
-    """Repeats an outer step from its encoded outer gradient; an empty one was refused.
-
-    Raises:
-      ValueError: the gradient has another size.
-    """
+    """As outer_log.Theta.redo. Raises ValueError: the gradient has another size."""
     data = np.frombuffer(gradient, np.uint8)
     if not len(data):
       return self._failed(p, ALL_REJECTED)

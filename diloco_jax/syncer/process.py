@@ -35,7 +35,6 @@ from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
 
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
-MODEL = stored.MODEL
 _SAY_S = 60.0
 
 
@@ -232,7 +231,7 @@ def _export(
 ) -> None:
   """Writes the trained model as a tree of named arrays."""
   try:
-    arrays.save(workdir / MODEL, theta.params())
+    arrays.save(workdir / stored.MODEL, theta.params())
   except checkpoint.CheckpointError as error:
     records.say(
       f'{error}. The model is safe in the checkpoints; diloco_jax.load_params reads them.'
@@ -244,7 +243,7 @@ def _forget_export(workdir: pathlib.Path, store: stored.Stored | None) -> None:
   model is that of the checkpoints."""
   if store:
     store.forget_model()
-  model = workdir / MODEL
+  model = workdir / stored.MODEL
   if model.is_symlink():
     model.unlink()
   elif model.is_dir():
@@ -296,6 +295,12 @@ def recover(
   with _refusing_foreign_state(log):
     machine_state = recovery.replay_log(load, machine_state, replayed)
     load(machine_state)
+  steps = assembled.config.train.steps
+  if machine_state['opened'] > steps + 2 * assembled.config.sync.period:  # more than its last syncs
+    raise ValueError(
+      f'the run is at clock {machine_state["opened"]}, and train.steps is {steps}: it would end at '
+      'once. Nothing was changed: start the syncer with the settings of the run'
+    )
   records.say(
     f'the syncer continues from {origin} and {len(replayed)} later outer steps in its log, at sync '
     f'{machine_state["opened"]}'
@@ -323,14 +328,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   )
 
 
-_NO_STATE = (
-  LookupError,
-  TypeError,
-  ValueError,
-  AttributeError,
-  ArithmeticError,
-  AssertionError,
-)
+_NO_STATE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
 @contextlib.contextmanager

@@ -159,7 +159,8 @@ class Stored:
     before, self._claim = claim_lib.take(claims, known, lock, run, begin, self._say)
     followed = self._claim.held.restored
     new = tuple(one for one in restored if one not in followed)
-    self._at = _place(followed + new)
+    restores = followed + new
+    self._at = f'syncer/restored-{restores[-1]}/' if restores else 'syncer/'
     if new:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
@@ -169,7 +170,7 @@ class Stored:
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
     json_files.replace(path, disk.encode())
     # If this process cannot continue the run, the disk that had it still has.
-    self._begun = {'disk': disk, 'restored': followed + new, 'taker': '', 'over': False}
+    self._begun = {'disk': disk, 'restored': restores, 'taker': '', 'over': False}
     if not new:
       self._claim.renew(taker=disk)
 
@@ -220,8 +221,7 @@ class Stored:
     text = agreement.data.decode()
     position = whole or {'log': 0, 'chain': wal.first_chain(outer_log.run_of(text)).hex()}
     if whole:
-      staging.rename(self._folder / folders.CHECKPOINTS)
-      json_files.fsync(self._folder)
+      json_files.move(staging, self._folder / folders.CHECKPOINTS)
     outer_log.begin(self.log_files, text, position)
     json_files.replace(self._folder / 'wal' / AGREEMENT, agreement.data)
     json_files.replace(self._workdir / RUN, before.run.encode())
@@ -236,10 +236,7 @@ class Stored:
       return
     aside = folders.new_aside(self._workdir)
     for path in moved:
-      target = aside / path.relative_to(self._workdir)
-      target.parent.mkdir(parents=True, exist_ok=True)
-      path.rename(target)
-      json_files.fsync(path.parent)
+      json_files.move(path, aside / path.relative_to(self._workdir))
     self._say(
       f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
       'nothing was deleted'
@@ -254,10 +251,7 @@ class Stored:
       record = self._store.read(name, _LARGE)
       if record is None:
         raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
-      self.log_files.write(wal.NEW, record.data)
-      self.log_files.fsync(wal.NEW)
-      self.log_files.rename(wal.NEW, name.rsplit('/', 1)[1])
-      self.log_files.fsync_names()
+      json_files.replace(self._folder / 'wal' / wal.name_of(end + 1), record.data)
       end += 1
 
   def _same_history(self, number: int) -> bool:
@@ -277,10 +271,9 @@ class Stored:
     Raises StoreError."""
     self._checkpoints = checkpoints
     self._claim.renew(log=self._end(), **self._begun)
-    if (self._workdir / _OWN_MODEL).exists() and not self._store.read(f'{_OWN_MODEL}.json'):
-      self._upload(
-        self._workdir / _OWN_MODEL, _OWN_MODEL, _files_in(self._workdir / _OWN_MODEL), {}
-      )
+    own_model = self._workdir / _OWN_MODEL
+    if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
+      self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
     numbers = checkpoints.numbers
     if self._config.train.store_log:
@@ -299,8 +292,8 @@ class Stored:
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
     first, *others = wal.numbers(self.log_files)
-    copied = [self._manifest(name)['log'] for name in self._copies()]
-    if max(copied, default=0) < first:
+    copied = max((self._manifest(name)['log'] for name in self._copies()), default=0)
+    if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')
     common = [number for number in others if f'{self._at}wal/{wal.name_of(number)}' in there]
@@ -309,7 +302,7 @@ class Stored:
       there = []
     for number in others:
       name = f'{self._at}wal/{wal.name_of(number)}'
-      if number > max(copied, default=0) and name not in there:
+      if number > copied and name not in there:
         self._store.put_new(name, self.log_files.read(wal.name_of(number)))
 
   # --- Outer steps --------------------------------------------------------------------------------
@@ -365,7 +358,7 @@ class Stored:
           call()
         except claim_lib.Refused:
           return  # the node hears of it from the claim
-        except (store_lib.StoreError, checkpoint.CheckpointError, OSError, ValueError) as error:
+        except Exception as error:  # of any kind: else nothing would be copied any more
           self._notices.say(time.monotonic_ns(), kind, f'{text} is not in the store yet: {error}')
           with self._changed:
             self._changed.wait_for(lambda: self._closed, _RETRY_S)
@@ -414,12 +407,9 @@ class Stored:
     copies = {name: int(_number(name)) for name in self._copies()}
     numbers = sorted(copies.values())
     kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
-    stay = tuple(name for name, number in copies.items() if number in kept)
-    old = [
-      name
-      for name in self._store.names(f'{self._at}ckpt/')
-      if not name.startswith(tuple(f'{one}{end}' for one in stay for end in '/.'))
-    ]
+    stay = tuple(f'{name}{end}' for name in copies if copies[name] in kept for end in '/.')
+    names = self._store.names(f'{self._at}ckpt/')
+    old = [name for name in names if not name.startswith(stay)]
     self._store.remove(*sorted(old, key=lambda name: not name.endswith('.json')))
     if len(numbers) >= outer_log.CHECKPOINTS:
       behind = self._manifest(list(copies)[-outer_log.CHECKPOINTS])['log']
@@ -500,10 +490,6 @@ class Stored:
       self._changed.notify_all()
     if self._claim:
       self._claim.close()
-
-
-def _place(restored: tuple[str, ...]) -> str:
-  return f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
 
 
 def _number(name: str) -> str:

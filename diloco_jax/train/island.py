@@ -128,9 +128,7 @@ class Island:
         raise
 
   def twin(
-    self,
-    task: task_lib.Task | None = None,
-    rate: Callable[[int], float] | None = None,
+    self, task: task_lib.Task | None = None, rate: Callable[[int], float] | None = None
   ) -> 'Island':
     """Another island with the same compiled functions and a copy of the state; it has no folder of
     checkpoints.

@@ -23,10 +23,7 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-  task: task_lib.Task,
-  tx: optax.GradientTransformation,
-  mesh: jax.sharding.Mesh,
-  seed: int,
+  task: task_lib.Task, tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, seed: int
 ) -> tuple[TrainState, TrainState]:
   """Puts initial parameters and moments onto the mesh; a split leaf is never whole on one device.
 

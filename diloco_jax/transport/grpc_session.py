@@ -98,9 +98,7 @@ class Session:
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
     self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
     self._assembler = chunks.Assembler(
-      max_payload_bytes=limits.max_payload_bytes,
-      max_open=1,
-      begins=self._begins,
+      max_payload_bytes=limits.max_payload_bytes, max_open=1, begins=self._begins
     )
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
     # A learner spends what it may; the syncer leaves twice the room for what arrives at once.

@@ -38,11 +38,7 @@ class Listener:
   """
 
   def __init__(
-    self,
-    server: grpc.Server,
-    address: str,
-    access: addresses.Access,
-    say: credentials.Say,
+    self, server: grpc.Server, address: str, access: addresses.Access, say: credentials.Say
   ):
     addresses.check(address, access)
     self._credentials = access.tls and credentials.SyncerCredentials(access.tls, say)

@@ -127,7 +127,15 @@ def test_a_run_of_too_many_fragments_is_refused():
     ),
     *(
       ('train.store', store, f'train.store is {store!r}; use gs://BUCKET/PREFIX or a folder')
-      for store in ('s3://b/x', 'gs://b', 'gs://b/', 'gs:///x', 'gs://b/x/', 'gs://b/../x')
+      for store in (
+        's3://b/x',
+        'gs:/b/x',
+        'gs://b',
+        'gs://b/',
+        'gs:///x',
+        'gs://b/x/',
+        'gs://b/../x',
+      )
     ),
     ('train.store_log', True, 'train.store_log is true without a store: set train.store, too'),
     ('train.steps', 1e3, 'train.steps is 1000.0, a float; it must be int'),

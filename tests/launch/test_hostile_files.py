@@ -27,7 +27,7 @@ from diloco_jax.storage import (
   wal,
 )
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit
+from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.verification.replay import tape_files
@@ -362,7 +362,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
       accepted.append(name)
     except wal.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)
-      kept = {name: one for name, one in _tree(folder / 'wal').items() if name != commit.AGREEMENT}
+      kept = {name: one for name, one in _tree(folder / 'wal').items() if name != stored.AGREEMENT}
       assert kept == before, name
     finally:
       log.close()

@@ -152,3 +152,8 @@ def test_a_store_that_does_not_answer_is_one_line(bucket):
     store.put_new('claim', b'x')
   bucket.door.shut = False
   assert store.put_new('claim', b'x')
+
+
+def test_a_folder_may_be_named_by_way_of_its_parent(tmp_path):
+  assert store_lib.Store(str(tmp_path / 'run' / '..' / 'store')).put_new('claim', b'x')
+  assert (tmp_path / 'store' / 'claim').read_bytes() == b'x'

@@ -26,6 +26,7 @@ flags.adopt_module_key_flags(google_cloud)
 
 _NODES = {'v5e': 'tpu-v5-lite-podslice', 'v5p': 'tpu-v5p-slice', 'v6e': 'tpu-v6e-slice'}
 _OWNER_READS = 0o400
+_UNLIMITED = 10**6
 
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
@@ -84,7 +85,7 @@ def _job_set(program: spec_lib.Program, job: dict[str, Any]) -> dict[str, Any]:
   several = program.hosts > 1  # the Service of the syncer has the name that a JobSet's would have
   return {
     'network': {'enableDNSHostnames': several, 'publishNotReadyAddresses': several},
-    'failurePolicy': {'maxRestarts': program.restarts, 'rules': [never]},
+    'failurePolicy': {'maxRestarts': _UNLIMITED, 'rules': [never]},
     'replicatedJobs': [{'name': 'hosts', 'replicas': 1, 'template': {'spec': job}}],
   }
 

@@ -12,6 +12,7 @@ machine Ray has lost sight of may go on; that is harmless, since the syncer lets
 of a learner contribute. Learners find the syncer by FOLDER/address, which its driver writes.
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -87,10 +88,8 @@ class Host:
       time.sleep(POLL_S / 5)
       if os.getppid() != self._raylet:  # it has died, and the program starts on another machine
         os._exit(1)  # the kernel ends the process with the thread that has started it, this one
-    try:
+    with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)  # what it has started must not outlive it
-    except ProcessLookupError:
-      pass
     reader.join(1.0)
     os.close(lock)
     return self._process.returncode

@@ -45,10 +45,7 @@ class Connection:
   """The newest session and its state. Sessions are counted; messages of older ones are ignored."""
 
   def __init__(
-    self,
-    config: config_lib.ProtocolConfig,
-    identity: Identity,
-    out: action_list.ActionList,
+    self, config: config_lib.ProtocolConfig, identity: Identity, out: action_list.ActionList
   ):
     self._config = config
     self._identity = identity

@@ -256,7 +256,7 @@ class Membership:
     if lease is None:
       self._wait(member, confirm)
       return
-    self._welcome(now_ns, member, confirm.held, lease, finished)
+    self._welcome(now_ns, member, confirm.held, lease)
     if finished:
       self._out.send(member.session, messages.Finish())
     elif member.caught_up:
@@ -298,7 +298,6 @@ class Membership:
     member: members_lib.Member,
     held: tuple[messages.Held, ...],
     lease: messages.ShardPosition,
-    finished: bool,
   ) -> None:
     member.shard, member.entered_ns = lease.shard, now_ns
     member.first_batch = lease.cursor - self._ledger.of(member).steps

@@ -93,10 +93,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
 )
 
 # The updates of the model, by kind of record.
-MODEL_UPDATES = {
-  LEARNER: learner_book.LEARNER_UPDATES,
-  SYNCER: syncer_book.SYNCER_UPDATES,
-}
+MODEL_UPDATES = {LEARNER: learner_book.LEARNER_UPDATES, SYNCER: syncer_book.SYNCER_UPDATES}
 
 
 class Checkers(observers.Observer):

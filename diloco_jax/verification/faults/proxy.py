@@ -20,6 +20,7 @@ notices it as it would notice a slow link.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import struct
@@ -97,10 +98,8 @@ class Lane:
 
   async def _wait(self, seconds: float) -> None:
     """Waits so long, or until the toxics change."""
-    try:
+    with contextlib.suppress(TimeoutError):
       await asyncio.wait_for(self._changed.wait(), seconds)
-    except TimeoutError:
-      pass
 
   def cut_up(self, data: bytes) -> list[bytes]:
     """Cuts a piece into the sizes that the rate allows, with one flipped bit if `flip` asked for

@@ -51,10 +51,7 @@ LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
 def _config(
-  draw: random.Random,
-  screen: random.Random,
-  lease_ns: int,
-  spare_shards: int,
+  draw: random.Random, screen: random.Random, lease_ns: int, spare_shards: int
 ) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)

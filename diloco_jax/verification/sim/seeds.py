@@ -46,9 +46,7 @@ class Outcome:
 
 
 def run_seed(
-  seed: int,
-  watchers: Sequence[observers.Observer] = (),
-  note: Any = lambda now_ns, text: None,
+  seed: int, watchers: Sequence[observers.Observer] = (), note: Any = lambda now_ns, text: None
 ) -> Outcome:
   """Runs one seed; a violation ends it and is in the outcome.
 
@@ -74,9 +72,7 @@ def run_seed(
     violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
   except processes.MachineCrash as crash:
     violation = Violation(
-      invariant='crash',
-      sentence='No machine raises.',
-      detail=f'{crash}\n{_traceback()}',
+      invariant='crash', sentence='No machine raises.', detail=f'{crash}\n{_traceback()}'
     )
   except AssertionError as broken:
     violation = Violation(

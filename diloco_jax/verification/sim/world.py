@@ -172,11 +172,7 @@ class World:
     self.on_syncer_lost()
 
   def start(
-    self,
-    name: str,
-    agreement: str = '',
-    restored: bool = False,
-    second: bool = False,
+    self, name: str, agreement: str = '', restored: bool = False, second: bool = False
   ) -> processes.Learner:
     """Starts a learner's process; `restored`: from its newest whole checkpoint, if any; `second`:
     beside the first process of this id, on its own host."""

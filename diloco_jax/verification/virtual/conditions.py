@@ -13,19 +13,7 @@ from diloco_jax.verification.sim import world as world_lib
 
 # Faults that need what a virtual run does not have: a disk, a second process, fewer devices, wrong
 # arrays, or a syncer that starts again.
-LEARNER_KINDS = (
-  'kill',
-  'preempt',
-  'freeze',
-  'slow',
-  'cut_up',
-  'cut_down',
-  'partition',
-  'reset',
-  'delay',
-  'throttle',
-  'corrupt',
-)
+LEARNER_KINDS = tuple(kind for kind in plans.KINDS if kind not in ('replace', 'shrink'))
 SYNCER_KINDS = ('freeze', *LEARNER_KINDS[4:])
 PERMILLE = 1_000
 
