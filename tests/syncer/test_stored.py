@@ -215,6 +215,19 @@ def test_a_run_of_which_the_store_has_nothing_is_not_started_over(here):
   assert again.log.position['log'] == 3 and not gone(again)
 
 
+def test_a_forgotten_train_steps_does_not_end_the_run(here, expected):
+  """A config with fewer steps than the run has made, on a new disk."""
+  run_until(here.live('a', store_log=True), range(1, SYNCS + 1))
+  here.kill()
+  steps, here.assembled.config.train.steps = here.assembled.config.train.steps, 1
+  try:
+    with pytest.raises(ValueError, match='the run is at clock 7, and train.steps is 1: it would'):
+      here.live('b', store_log=True)
+  finally:
+    here.assembled.config.train.steps = steps
+  assert bits(here.live('b', store_log=True).theta) == expected[SYNCS]
+
+
 def test_a_run_that_has_not_begun_begins_anywhere(here):
   here.live('a')
   here.kill()
