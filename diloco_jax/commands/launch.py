@@ -65,6 +65,12 @@ def main(argv: list[str]) -> int:
     places = engine.places(request)
     described = spec_lib.make(request, places)
   if hasattr(engine, 'run'):
+    for program in described.programs if request.tls else ():
+      if not (folder := pathlib.Path(request.tls) / program.name).is_dir():
+        raise cli.NeverRetry(
+          f'--tls={request.tls}: there is no {folder}, the certificate of {program.name}. Give the '
+          'folder that diloco certs made, with a folder for each program'
+        )
     return engine.run(described, request, places)
   with cli.never_retry():
     texts = engine.render(described, request, places)

@@ -168,7 +168,9 @@ def _check_same_run(
 ) -> None:
   """Refuses another run's config. Raises ValueError."""
   if not (workdir / load.FILE).is_file():
-    raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
+    store = config.train.store
+    what = f'continue the one in {store}, with the settings that it had' if store else 'start one'
+    raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to {what}')
   may = {'train.steps', *changed}.intersection(agreement.MAY_CHANGE)
   if found := agreement.changed(config.agreement(), load.read(workdir).agreement(), may):
     raise ValueError(

@@ -170,6 +170,10 @@ def test_what_this_machine_cannot_give(more, words):
   [
     (['--engine=slurm', '--config=gemma:1b'], 'value should be one of <.*local'),
     (['--only=l9', '--config=stdlib_lm:tiny'], 'error: --only=l9: there is no such program'),
+    (
+      ['--config=stdlib_lm:tiny', '--tls=certs/l0', '--only=l0', '--syncer=HOST:7070'],
+      'there is no certs/l0/l0, the certificate of l0. Give the folder that diloco certs made',
+    ),
     ([], 'no --config given; for example --config=stdlib_lm:cpu'),
   ],
 )
