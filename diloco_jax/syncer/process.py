@@ -180,9 +180,7 @@ def run(
     if machine.finished:  # a syncer that was asked to stop has no time for it
       finished()
       evaluation.submit(machine.clock)
-      _export(theta, workdir, records)
-      if store:
-        store.copy()
+      _export(theta, workdir, records, store)
       stopped = _wait_or_stop(evaluation, event_queue)
     return store.finish(result, event_queue, stopped, machine.finished) if store else result
 
@@ -227,11 +225,16 @@ def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.Event
 
 
 def _export(
-  theta: global_model_lib.Theta, workdir: pathlib.Path, records: records_lib.Recorder
+  theta: global_model_lib.Theta,
+  workdir: pathlib.Path,
+  records: records_lib.Recorder,
+  store: stored.Stored | None,
 ) -> None:
-  """Writes the trained model as a tree of named arrays."""
+  """Writes the trained model as a tree of named arrays, which is then copied to the store."""
   try:
     arrays.save(workdir / stored.MODEL, theta.params())
+    if store:
+      store.copy()
   except checkpoint.CheckpointError as error:
     records.say(
       f'{error}. The model is safe in the checkpoints; diloco_jax.load_params reads them.'
