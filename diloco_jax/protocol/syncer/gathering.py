@@ -24,6 +24,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -45,6 +46,7 @@ class Gathering:
     published: published_lib.Published,
     shards: shards_lib.Shards,
     screening: screening_lib.Screening,
+    links: links_lib.Links,
     out: action_list.ActionList,
   ):
     self._shards = shards
@@ -53,6 +55,7 @@ class Gathering:
     self._ledger = ledger
     self._published = published
     self._screening = screening
+    self._links = links
     self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
@@ -134,12 +137,16 @@ class Gathering:
     return self.grace.window_ns(self._config, step_ns)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    gather.asked.add(member.learner)
-    gather.waiting.add(member.learner)
-    now = gather.state != 'announced'
-    self._out.send(
-      member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment, now=now)
+    fragment = self._published.fragments[gather.fragment]
+    narrow = fragment.narrow_bytes < fragment.payload_bytes and self._links.narrow(member)
+    pull = messages.Pull(
+      sync=gather.sync,
+      fragment=gather.fragment,
+      now=gather.state != 'announced',
+      narrow=gather.asked.setdefault(member.learner, narrow),  # one sync, one answer
     )
+    gather.waiting.add(member.learner)
+    self._out.send(member.session, pull)
 
   def enter(self, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
@@ -342,6 +349,7 @@ class Gathering:
       least=least,
       limit=limit,
       crc32=message.payload.crc32,
+      narrow=message.narrow,
     )
 
   def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
@@ -402,7 +410,7 @@ class Gathering:
     learners can send again."""
     for sync in [sync for sync in self.announced if sync < upto]:
       gather = self.announced.pop(sync)
-      told = gather.asked | gather.payloads.keys()
+      told = gather.asked.keys() | gather.payloads.keys()
       self._end_without_version(gather, [m for m in self._members.live() if m.learner in told])
 
   def abandon(self) -> None:
