@@ -134,9 +134,9 @@ class LearnerWork:
 
   def _perform(self, action: actions.Work) -> None:
     match action:
-      case actions.Encode(sync=sync, fragment=fragment):
-        data, ok = self.exchange.encode(fragment)
-        self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
+      case actions.Encode():
+        encoded = self.exchange.encode(action.fragment, action.narrow)
+        self._egress.put(functools.partial(self._encoded, action, *encoded))
       case actions.Adopt():
         self._adopt(action)
       case actions.UseShard():
@@ -205,12 +205,14 @@ class LearnerWork:
     self._saving_ns = self._idle_ns = 0
     return found
 
-  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+  def _encoded(self, encode: actions.Encode, data: jax.Array, ok: jax.Array) -> None:
+    sync, p = encode.sync, encode.fragment
     if not bool(ok):
-      self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=None))
+      self._post(events.Encoded(sync=sync, fragment=p, payload_id=None, payload=None))
       return
-    payload_id, payload = payloads_lib.keep(self._payloads, self.exchange.wire(fragment, data))
-    self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=payload_id, payload=payload))
+    data = self.exchange.wire(p, data, encode.narrow)
+    payload_id, payload = payloads_lib.keep(self._payloads, data)
+    self._post(events.Encoded(sync=sync, fragment=p, payload_id=payload_id, payload=payload))
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
     self._post(

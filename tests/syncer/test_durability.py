@@ -196,7 +196,8 @@ def merge_of(
       incarnation=1,
       tokens=TOKENS + 32 * m,
       steps=STEPS,
-      payload_id=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
+      payload_id=store.put(payload(assembled, p, 10 * sync + m, sync != REFUSED, narrow=m == 1)),
+      narrow=m == 1,
     )
     for m, name in enumerate(names)
   )
@@ -208,11 +209,14 @@ def merge_of(
   )
 
 
-def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -> bytes:
+def payload(
+  assembled: build.Assembly, p: int, seed: int, finite: bool = True, narrow: bool = False
+) -> bytes:
   """An encoded pseudo-gradient; the decoder reads an exponent of 255 as NaN."""
   size = assembled.layout.size(p)
   values = np.random.default_rng(seed).normal(scale=1e-2, size=size).astype(np.float32)
-  data = bytearray(np.asarray(codecs.get('int8').encode(values)[0]).tobytes())
+  codec = codecs.get('int4' if narrow else 'int8')
+  data = bytearray(np.asarray(codec.encode(values)[0]).tobytes())
   if not finite:
     data[0] = 255
   return bytes(data)

@@ -96,6 +96,7 @@ class Gather:
       'tokens': sum(one.tokens for one in self.participants),
       'why': why,
       'staleness': max(base - message.version for message, _ in self.payloads.values()),
+      'narrow': tuple(one.learner for one in self.participants if one.narrow),
     }
 
   def check(self, live: set[str], needed: int) -> None:

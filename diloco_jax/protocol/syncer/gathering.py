@@ -369,8 +369,9 @@ class Gathering:
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if gather.facts:  # else it was decided by the process before
-      late = tuple(name for name in gather.facts['late'] if name in names)
-      changed = {'participants': names, 'late': late, 'tokens': tokens}
+      changed = {'participants': names, 'tokens': tokens}
+      for some in ('late', 'narrow'):
+        changed[some] = tuple(name for name in gather.facts[some] if name in names)
       self._out.report(facts.Synced(**(gather.facts | changed)))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
