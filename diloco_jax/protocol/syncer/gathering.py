@@ -24,6 +24,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -45,9 +46,11 @@ class Gathering:
     published: published_lib.Published,
     shards: shards_lib.Shards,
     screening: screening_lib.Screening,
+    links: links_lib.Links,
     out: action_list.ActionList,
   ):
     self._shards = shards
+    self._links = links
     self._config = config
     self._members = members
     self._ledger = ledger
@@ -99,9 +102,7 @@ class Gathering:
   def announce(self, sync: int, fragment: int) -> None:
     """Asks every contributor for the fragment when it is due."""
     gather = self.announced[sync] = self._begin(sync, fragment)
-    for member in self._members.live():
-      if member.caught_up and member.learner not in gather.payloads:
-        self._pull(gather, member)
+    self._pull_from(gather, self._members.live())
 
   def _begin(self, sync: int, fragment: int) -> gather_lib.Gather:
     gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
@@ -117,21 +118,36 @@ class Gathering:
     """The sync opens: asks every contributor that has not answered."""
     gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(now_ns, sync)
     self.open[sync] = gather
-    for member in self._members.live():
-      answered = member.learner in gather.asked and member.learner not in gather.waiting
-      if member.caught_up and not answered and member.learner not in gather.payloads:
-        self._pull(gather, member)
+    self._pull_from(gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self, sync: int) -> int:
+  def _window_ns(self, now_ns: int, sync: int) -> int:
     if self._config.closing(sync) or self._config.waits_for_live:
       return self._config.lease_ns
     times = [member.inner_step_ns for member in self._members.by_session.values()]
     step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
-    return self.grace.window_ns(self._config, step_ns)
+    window_ns = self.grace.window_ns(self._config, step_ns)
+    self._links.opened(now_ns, window_ns and window_ns + self._config.steps_ahead * step_ns)
+    return window_ns
+
+  def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
+    """Pulls from those that have not answered; only in some periods from one whose link is slow,
+    if the sync has its quorum without it."""
+    able = [m for m in self._members.live() if m.caught_up]
+    turns = {m.learner for m in able if self._links.pulls(m, gather.sync)} | gather.asked
+    turns |= gather.payloads.keys()
+    few = sum(member.learner in turns for member in able) < max(1, self._config.quorum)
+    every = few or self._config.closing(gather.sync)
+    for member in members:
+      answered = member.learner in gather.asked and member.learner not in gather.waiting
+      waits = member.caught_up and not answered and member.learner not in gather.payloads
+      if waits and (every or member.learner in turns):
+        if member.learner not in gather.asked:
+          self._links.asked(member, gather.sync)
+        self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
     gather.asked.add(member.learner)
@@ -145,7 +161,7 @@ class Gathering:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
     for gather in self._in_hand():
       if not gather.merging:
-        self._pull(gather, member)
+        self._pull_from(gather, [member])
 
   def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
@@ -161,6 +177,7 @@ class Gathering:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
+    self._links.arrived(now_ns, member, message)
     gather = self._find(message.sync)
     reason = self._judge(member, message, gather)
     if reason == Reason.LATE and self._config.rebases:
@@ -275,6 +292,7 @@ class Gathering:
         )
 
   def _answered(self, member: members_lib.Member, sync: int) -> None:
+    self._links.answered(member, sync)
     gather = self._find(sync)
     if gather is not None:
       gather.waiting.discard(member.learner)
