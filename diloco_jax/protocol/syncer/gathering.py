@@ -56,6 +56,7 @@ class Gathering:
     self._ledger = ledger
     self._published = published
     self._screening = screening
+    self._links = links
     self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
@@ -118,44 +119,44 @@ class Gathering:
     """The sync opens: asks every contributor that has not answered."""
     gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(now_ns, sync)
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
+    self._links.opened(now_ns, gather)
     self._pull_from(gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self, now_ns: int, sync: int) -> int:
+  def _window_ns(self, sync: int) -> int:
     if self._config.closing(sync) or self._config.waits_for_live:
       return self._config.lease_ns
-    times = [member.inner_step_ns for member in self._members.by_session.values()]
-    step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
-    window_ns = self.grace.window_ns(self._config, step_ns)
-    self._links.opened(now_ns, window_ns and window_ns + self._config.steps_ahead * step_ns)
-    return window_ns
+    return self.grace.window_ns(self._config, self._members.step_ns)
 
   def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
     if the sync has its quorum without it."""
-    able = [m for m in self._members.live() if m.caught_up]
-    turns = {m.learner for m in able if self._links.pulls(m, gather.sync)} | gather.asked
-    turns |= gather.payloads.keys()
-    few = sum(member.learner in turns for member in able) < max(1, self._config.quorum)
-    every = few or self._config.closing(gather.sync)
+    able = [m.learner for m in self._members.live() if m.caught_up]
+    turns = gather.asked.keys() | gather.payloads.keys()
+    turns |= {m.learner for m in self._members.live() if self._links.pulls(m, gather.sync)}
+    every = self._config.closing(gather.sync) or len(turns & {*able}) < self._config.quorum
     for member in members:
-      answered = member.learner in gather.asked and member.learner not in gather.waiting
-      waits = member.caught_up and not answered and member.learner not in gather.payloads
-      if waits and (every or member.learner in turns):
-        if member.learner not in gather.asked:
+      asked = member.learner in gather.asked
+      answered = member.learner in gather.payloads or asked and member.learner not in gather.waiting
+      if member.caught_up and not answered and (every or member.learner in turns):
+        if not asked:
           self._links.asked(member, gather.sync)
         self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    gather.asked.add(member.learner)
-    gather.waiting.add(member.learner)
-    now = gather.state != 'announced'
-    self._out.send(
-      member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment, now=now)
+    fragment = self._published.fragments[gather.fragment]
+    narrow = fragment.narrow_bytes < fragment.payload_bytes and self._links.narrow(member)
+    pull = messages.Pull(
+      sync=gather.sync,
+      fragment=gather.fragment,
+      now=gather.state != 'announced',
+      narrow=gather.asked.setdefault(member.learner, narrow),  # one sync, one answer
     )
+    gather.waiting.add(member.learner)
+    self._out.send(member.session, pull)
 
   def enter(self, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
@@ -360,6 +361,7 @@ class Gathering:
       least=least,
       limit=limit,
       crc32=message.payload.crc32,
+      narrow=message.narrow,
     )
 
   def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
@@ -420,7 +422,7 @@ class Gathering:
     learners can send again."""
     for sync in [sync for sync in self.announced if sync < upto]:
       gather = self.announced.pop(sync)
-      told = gather.asked | gather.payloads.keys()
+      told = gather.asked.keys() | gather.payloads.keys()
       self._end_without_version(gather, [m for m in self._members.live() if m.learner in told])
 
   def abandon(self) -> None:

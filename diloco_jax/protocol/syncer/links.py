@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
@@ -44,6 +45,7 @@ class Links:
   def __init__(
     self,
     config: config_lib.ProtocolConfig,
+    members: members_lib.Members,
     payload_bytes: Sequence[int],
     narrow_bytes: Sequence[int],
   ):
@@ -51,10 +53,11 @@ class Links:
 
     Args:
       config: the protocol's settings.
+      members: whose links they are.
       payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient with the regular
         and with the narrow codec.
     """
-    self._config = config
+    self._config, self._members = config, members
     self._largest = max(payload_bytes)
     self._total, self._narrow_total = sum(payload_bytes), sum(narrow_bytes)
     # A link matters only where a learner trains on while its payload travels, and carries on what
@@ -66,13 +69,16 @@ class Links:
 
   # --- What happens -------------------------------------------------------------------------------
 
-  def opened(self, now_ns: int, budget_ns: int) -> None:
-    """A sync opens, whose payloads have `budget_ns` from when they are due to when it ends. A pause
-    of the whole run counts as four slots at most."""
+  def opened(self, now_ns: int, gather: gather_lib.Gather) -> None:
+    """A sync opens. A pause of the whole run counts as four slots at most."""
+    if self._config.closing(gather.sync):
+      return
     if self._opened_ns is not None:
       time_ns, usual_ns = now_ns - self._opened_ns, self.slot_ns.value
       self.slot_ns.add(min(time_ns, 4 * usual_ns) if usual_ns else time_ns)
-    self._opened_ns, self._budget_ns = now_ns, budget_ns
+    self._opened_ns = now_ns
+    ahead_ns = self._config.steps_ahead * self._members.step_ns
+    self._budget_ns = gather.grace_ns and gather.grace_ns + ahead_ns
 
   def reported(self, now_ns: int, member: members_lib.Member, tokens: int) -> None:
     """The learner has done a step, so that the payloads up to these tokens are due."""

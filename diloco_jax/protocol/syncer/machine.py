@@ -35,6 +35,7 @@ no part calls it::
     checkpoints.py    when to save
     screening.py      which payloads are refused before a merge;  quarantine
     members.py        learner ids and leases;  ledger.py: tokens
+    links.py          which learner's up-link needs smaller payloads
     shards.py         which learner reads which shard, and how far each is committed
 """
 
@@ -71,6 +72,7 @@ class SyncerMachine:
     run: str,
     digests: tuple[int, ...],
     payload_bytes: tuple[int, ...],
+    narrow_bytes: tuple[int, ...] = (),
   ):
     """Starts a run at version 0.
 
@@ -80,6 +82,7 @@ class SyncerMachine:
       run: the name of the run, for its whole life.
       digests: of each fragment's published value, version 0.
       payload_bytes: size of each fragment's encoded pseudo-gradient.
+      narrow_bytes: the same of the smaller codec; empty: there is none.
     """
     self._config = config
     self._run = run
@@ -89,14 +92,16 @@ class SyncerMachine:
     self._ledger = ledger_lib.Ledger(config.fragments)
     self._pace = pace_lib.Pace(config, self._schedule, self._members)
     self._published = published_lib.Published(
-      [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
+      list(map(published_lib.Fragment, digests, payload_bytes, narrow_bytes or payload_bytes)),
       self._members,
       self._ledger,
       self._out,
     )
     self._shards = shards_lib.Shards(config.data_shards, config.fragments)
     self._screening = screening_lib.Screening(config, self._members, self._out)
-    self._links = links_lib.Links(config, payload_bytes, payload_bytes)
+    self._links = links_lib.Links(
+      config, self._members, payload_bytes, narrow_bytes or payload_bytes
+    )
     self._gathering = gathering_lib.Gathering(
       config,
       self._members,
@@ -458,11 +463,12 @@ class SyncerMachine:
     agreement: str,
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
+    narrow_bytes: tuple[int, ...] = (),
   ) -> 'SyncerMachine':
     """A syncer that continues from a machine state. No learner is live; learners reconnect.
 
     Beside the items of `state()`, the machine state may hold recovery.UNSAVED."""
-    machine = cls.load(config, agreement, payload_bytes, machine_state)
+    machine = cls.load(config, agreement, payload_bytes, machine_state, narrow_bytes)
     machine._pace.reopen(machine_state['undecided'])
     machine._saving.end_is_durable = machine._pace.over
     machine._saving.resume(machine_state.get(recovery.UNSAVED, 0), machine.clock)
@@ -475,12 +481,13 @@ class SyncerMachine:
     agreement: str,
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
+    narrow_bytes: tuple[int, ...] = (),
   ) -> 'SyncerMachine':
     """The machine of a machine state without its open syncs: recovery.py ends the merging ones,
     `restore` opens the undecided ones again."""
     machine_state = copy.deepcopy(machine_state)
     digests = tuple(machine_state['digests'])
-    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes)
+    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes, narrow_bytes)
     machine._published.load(machine_state)
     machine._pace.load(machine_state['next'], machine_state['opened'])
     machine._members.load(machine_state['members'])
