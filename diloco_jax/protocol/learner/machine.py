@@ -275,7 +275,7 @@ class LearnerMachine:
     anchor = self._anchors[settled.fragment]
     self._unsettled.discard(settled.sync)
     if settled.reason in messages.kept(self._config.rebases):
-      anchor.rejected(settled.sync)
+      anchor.rejected(settled.sync, missed=settled.reason != messages.CANCELLED)
     if settled.reason == messages.CANCELLED:
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
       self._pulls.ended(settled.fragment, settled.sync)

@@ -28,6 +28,7 @@ no part calls it::
     join.py           how a process joins, and how a member is lost or leaves
     pace.py           which sync opens next, and when
     plausible.py      whether a learner of this run could send a message at all
+    links.py          how fast each learner's payloads travel, and what is asked of it therefore
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
@@ -98,7 +99,9 @@ class SyncerMachine:
     )
     self._shards = shards_lib.Shards(config.data_shards, config.fragments)
     self._screening = screening_lib.Screening(config, self._members, self._out)
-    self._links = links_lib.Links()
+    self._links = links_lib.Links(
+      config, self._members, payload_bytes, narrow_bytes or payload_bytes
+    )
     self._gathering = gathering_lib.Gathering(
       config,
       self._members,
@@ -120,6 +123,7 @@ class SyncerMachine:
       self._gathering,
       self._shards,
       self._screening,
+      self._links,
       self._out,
     )
     self._saving = checkpoints_lib.Saving(config.save_syncs, config.keep_every)
