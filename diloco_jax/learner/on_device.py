@@ -101,21 +101,20 @@ class Exchange:
     ]
     return self
 
-  def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Those of narrow payloads come last. Ends early, between two functions, once `stopped` returns
-    true."""
+  def compile_all(self, stopped: Callable[[], bool] = lambda: False, narrow: bool = False) -> None:
+    """`narrow`: those of narrow payloads, if there is a codec for them. Ends early, between two
+    functions, once `stopped` returns true."""
     usual, slow = self._codecs_up
-    for narrow in (False,) if slow == usual else (False, True):
-      for kind in self.kinds:
-        for lower, *key in (
-          (self.lower_encode, kind, narrow),
-          (self.lower_adopt, kind, narrow),
-          (self.lower_apply, kind),
-          *([(self._lower_wire, kind, narrow)] if jax.process_count() > 1 else []),
-        ):
-          if stopped():
-            return
-          self._get(lower, *key)
+    for kind in () if narrow and slow == usual else self.kinds:
+      for lower, *key in (
+        (self.lower_encode, kind, narrow),
+        (self.lower_adopt, kind, narrow),
+        (self.lower_apply, kind),
+        *([(self._lower_wire, kind, narrow)] if jax.process_count() > 1 else []),
+      ):
+        if stopped():
+          return
+        self._get(lower, *key)
 
   def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
     """Returns a compiled function; the first caller compiles it and later callers wait. After a

@@ -58,6 +58,7 @@ class LearnerWork:
     self._steps = 0
     self._tokens = 0
     self.loss: float | None = None  # of the newest recorded step, if it is finite
+    self._stepped = threading.Event()  # once
     self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
@@ -71,28 +72,34 @@ class LearnerWork:
 
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
-    stepped, ended = threading.Event(), threading.Event()
-    compiling = threading.Thread(
-      target=self._compile_meanwhile, args=(stepped, ended), name='compile', daemon=True
+    with self.compiling(), self.egress():
+      while (clock := self.next_step()) is not None:
+        self._step(clock)
+        self._stepped.set()
+      self._finish()
+
+  @contextlib.contextmanager
+  def compiling(self) -> Iterator[None]:
+    """Compiles on a thread what is not compiled yet: at last the functions of narrow payloads, for
+    which no learner waits at its start, since most never need them."""
+    ended = threading.Event()
+    thread = threading.Thread(
+      target=self._compile_meanwhile, args=(ended,), name='compile', daemon=True
     )
-    compiling.start()
+    thread.start()
     try:
-      with self.egress():
-        while (clock := self.next_step()) is not None:
-          self._step(clock)
-          stepped.set()
-        self._finish()
+      yield
     finally:
       ended.set()
-      stepped.set()
-      compiling.join()  # a process that ends while it compiles may crash
+      self._stepped.set()
+      thread.join()  # a process that ends while it compiles may crash
 
-  def _compile_meanwhile(self, stepped: threading.Event, ended: threading.Event) -> None:
-    """Compiles what is not compiled yet, after the first step, which it would delay: tracing holds
-    the GIL."""
+  def _compile_meanwhile(self, ended: threading.Event) -> None:
+    """After the first step, which it would delay: tracing holds the GIL."""
     try:
-      stepped.wait()
-      self.exchange.compile_all(ended.is_set)
+      self._stepped.wait()
+      for narrow in (False, True):
+        self.exchange.compile_all(ended.is_set, narrow)
     except Exception as error:
       self._records.say(
         f'compiling ahead of use failed: {error}. Training continues; what is missing is compiled '
@@ -184,6 +191,7 @@ class LearnerWork:
   def record(self, result: island_lib.StepResult, saving_ns: int, idle_ns: int) -> None:
     """Records a step, and what `take_between` has returned after it."""
     self._steps += 1
+    self._stepped.set()
     self._tokens += result.tokens
     if result.loss is not None:
       self.loss = result.loss if math.isfinite(result.loss) else None

@@ -76,7 +76,8 @@ def test_a_capture_cannot_be_subtracted_with_the_other_codec():
 
 def test_the_functions_of_both_codecs_are_compiled_ahead():
   exchange, island, layout = _exchange()
-  exchange.compile_all()
+  for narrow in (False, True):
+    exchange.compile_all(narrow=narrow)
   known = set(exchange._compiled)
   for p, narrow in itertools.product(range(layout.num_fragments), (False, True)):
     _train(island, p)

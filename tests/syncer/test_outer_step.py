@@ -296,9 +296,10 @@ def test_a_narrow_payload_is_merged_as_the_values_that_it_decodes_to(name):
     assert payloads[m].size < 0.52 * payloads[m - 1].size
     one.step(payloads, [3, 1, 2])
     exact.merge(np.stack(rows), [3, 1, 2])
-    # One rounding of the outer gradient to 8 bits apart.
+    # The outer gradient is rounded to 8 bits, by 1/128 of the largest value of a block at most.
     moved_N = one.whole.master_n - exact.whole.master_n
-    assert np.abs(moved_N).max() < 0.01 * np.abs(exact.gradient.view(np.float32)).max()
+    largest = np.abs(exact.gradient.view(np.float32)).max()
+    assert np.abs(moved_N).max() < 0.7 * 1.9 * largest / 128
     ratio = np.linalg.norm(one.lengths(payloads[m])) / np.linalg.norm(deltas_MxN[m])
     assert 0.98 < ratio < 1.02
 

@@ -147,13 +147,11 @@ class Gathering:
         self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    fragment = self._published.fragments[gather.fragment]
-    narrow = fragment.narrow_bytes < fragment.payload_bytes and self._links.narrow(member)
     pull = messages.Pull(
       sync=gather.sync,
       fragment=gather.fragment,
       now=gather.state != 'announced',
-      narrow=gather.asked.setdefault(member.learner, narrow),  # one sync, one answer
+      narrow=gather.asked.setdefault(member.learner, self._links.narrow(member)),
     )
     gather.waiting.add(member.learner)
     self._out.send(member.session, pull)
