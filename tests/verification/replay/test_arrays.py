@@ -1,7 +1,9 @@
 """Rebuilds the arrays of a run from its log, and reports every difference."""
 
 import dataclasses
+import itertools
 import shutil
+from unittest import mock
 
 import pytest
 
@@ -9,6 +11,7 @@ from diloco_jax.api import load_params, single_controller
 from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.syncer import links
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal
 from diloco_jax.verification.replay import arrays as rebuild
@@ -40,8 +43,10 @@ def _kept() -> run_config.Config:
 
 @pytest.fixture(scope='module', name='run')
 def _whole(tmp_path_factory, config):
-  folder = tmp_path_factory.mktemp('run')
-  _run(config, folder)
+  """Every other payload or so is narrow."""
+  folder, narrow = tmp_path_factory.mktemp('run'), itertools.cycle([False, False, True])
+  with mock.patch.object(links.Links, 'narrow', lambda self, member: next(narrow)):
+    _run(config, folder)
   return folder
 
 
@@ -65,6 +70,13 @@ def test_a_rebuild_makes_every_version_of_a_run(run):
   made = [turn.event for turn in _syncer(run)[1] if isinstance(turn.event, events.MergeDone)]
   assert rebuilt.outer_steps == len(made) >= 6, 'a sync is due every other step'
   assert rebuilt.refused == 0
+  merges = [
+    action
+    for turn in _syncer(run)[1]
+    for action in turn.actions
+    if isinstance(action, actions.Merge)
+  ]
+  assert {one.narrow for merge in merges for one in merge.participants} == {False, True}
   assert rebuilt.on_tape == len(made) + 2, 'and the two fragments of version 0'
   last = {done.fragment: done.digest for done in made}
   assert rebuilt.digests == (last[0], last[1])
