@@ -84,7 +84,9 @@ def predict(
   def run(done: Callable[[], bool]) -> None:
     world.run(world.now_ns + LIMIT * hardware.ns(config.total_steps), done)
     if not done():
-      raise RuntimeError(f'the run has not ended after {LIMIT} times its steps: {world.stuck()}')
+      raise RuntimeError(
+        f'the run has not ended in {LIMIT} times its steps: faster links are needed'
+      )
 
   conditions.furnish(world, names, hardware, dataclasses.replace(network, lines=()), TOKENS)
   for name in names:
