@@ -28,10 +28,11 @@ TOKENS = 1_000  # of an inner step
 LIMIT = 1_000  # a run may take so many times its steps
 
 
-def sizes(values: Sequence[int], up: str, down: str) -> no_arrays.Model:
-  """The payloads of fragments of so many values, with these codecs; whole ones are float32."""
-  encoded = (tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down))
-  return no_arrays.Model('{}', *encoded, tuple(4 * size for size in values))
+def sizes(values: Sequence[int], up: str, down: str, slow: str = '') -> no_arrays.Model:
+  """The payloads of fragments of so many values with these codecs, `slow` up from learners with
+  slow links ('': as others); whole fragments are float32."""
+  encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down, slow or up)]
+  return no_arrays.Model('{}', *encoded[:2], tuple(4 * size for size in values), encoded[2])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,8 @@ def predict(
     model: the sizes of its payloads (`sizes`).
     hardware: durations; `step_s` and `slowness` are those of the steps without any exchange.
     network: the links, for example `lines`.
-    warm_up: so many steps come first, on links of any speed; nothing of them counts.
+    warm_up: so many steps come first, on links of any speed; nothing of them counts, nor of the
+      syncs for which learners wait after them.
     seed: of noise in the durations.
 
   Raises:
@@ -91,7 +93,7 @@ def predict(
   conditions.furnish(world, names, hardware, dataclasses.replace(network, lines=()), TOKENS)
   for name in names:
     world.start(name)
-  run(lambda: all(counts.steps[name] >= warm_up for name in names))
+  run(lambda: all(counts.begun[name] > warm_up for name in names))
   conditions.furnish(world, names, hardware, network, TOKENS)
   since_ns, before = world.now_ns, copy.deepcopy(counts)
   run(lambda: all(world.learners[name].machine.clock >= config.total_steps for name in names))
@@ -125,6 +127,7 @@ class _Counts(observers.Observer):
 
   def __init__(self):
     self.began_ns: dict[str, int] = {}
+    self.begun: collections.Counter[str] = collections.Counter()
     self.ended_ns: dict[str, int] = {}
     self.steps: collections.Counter[str] = collections.Counter()
     self.merged: collections.Counter[str] = collections.Counter()
@@ -142,6 +145,7 @@ class _Counts(observers.Observer):
     for action in out:
       match action:
         case actions.Step():
+          self.begun[name] += 1
           self.began_ns.setdefault(name, now_ns)
         case actions.Merge(participants=participants):
           for one in participants:
