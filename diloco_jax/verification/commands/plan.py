@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     found = plan.facts(run, step_tokens, _TOKENS.value)
   print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
   if not found['fits']:
-    raise cli.NeverRetry(f'this run does not fit its links: {found["change"]}')
+    raise cli.NeverRetry(f'this run does not fit its {found["change"]}')
 
 
 def _run(config: run_config.Config) -> tuple[Any, float | None]:
@@ -82,6 +82,7 @@ def _run(config: run_config.Config) -> tuple[Any, float | None]:
     up=sync.codec_up,
     down=sync.codec_down,
     step_s=step_s,
+    slow=sync.codec_up_slow,
     lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
     latency_s=_LATENCY_MS.value / 1e3,
   )
@@ -126,7 +127,7 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> list[str]:
     'data-parallel': f'{_bits(other["bytes_per_s"])}, so that an all-reduce of bfloat16 takes a '
     'step',
     'syncer': f'{header.size(syncer["memory_bytes"])} of memory, {syncer["cores"]:.2f} cores, '
-    f'{_bits(syncer["bytes_per_s"])} in and out',
+    f'{_bits(syncer["bytes_per_s"])} in and out together',
     'time': f'{header.duration(found["seconds"])} for {found["what"]}',
   }
   width = max(map(len, rows)) + 2
@@ -141,13 +142,13 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> list[str]:
   return lines
 
 
-def _bits(bytes_per_s: float) -> str:
+def _bits(bytes_per_s: float | None) -> str:
   """A rate for people.
 
   >>> _bits(1.25e6), _bits(0)
   ('10 Mbit/s', 'any')
   """
-  if bytes_per_s == float('inf'):
+  if bytes_per_s is None:
     return 'no bandwidth is enough'
   for unit, size in (('G', 125e6), ('M', 125e3), ('k', 125.0)):
     if bytes_per_s >= size:

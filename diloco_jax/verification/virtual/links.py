@@ -32,7 +32,8 @@ def sizes(values: Sequence[int], up: str, down: str, slow: str = '') -> no_array
   """The payloads of fragments of so many values with these codecs, `slow` up from learners with
   slow links ('': as others); whole fragments are float32."""
   encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down, slow or up)]
-  return no_arrays.Model('{}', *encoded[:2], tuple(4 * size for size in values), encoded[2])
+  narrow = tuple(map(min, encoded[0], encoded[2]))
+  return no_arrays.Model('{}', *encoded[:2], tuple(4 * size for size in values), narrow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Run:
   Attributes:
     protocol: its settings.
     values: of each fragment.
-    up, down: the codecs.
+    up, down: the codecs; `slow` that of slow learners, as in links.sizes.
     step_s: an inner step of learner m without any exchange, `step_s[m % len(step_s)]`.
     lines: the links, in the same way; (): of any speed.
     latency_s: one way.
@@ -45,6 +45,7 @@ class Run:
   up: str
   down: str
   step_s: tuple[float, ...]
+  slow: str = ''
   lines: tuple[conditions.Line, ...] = ()
   latency_s: float = 0.0
 
@@ -59,6 +60,12 @@ class Run:
   def mean_bytes_per_s(self) -> float:
     """To or from a learner, whichever is more."""
     return max(map(sum, self.bytes)) / (self.protocol.period * min(self.step_s))
+
+  @property
+  def syncer_bytes_per_s(self) -> float:
+    """To and from the syncer."""
+    both = sum(map(sum, self.bytes))
+    return self.protocol.learners * both / (self.protocol.period * min(self.step_s))
 
   @property
   def rates(self) -> tuple[float, float]:
@@ -88,9 +95,10 @@ class Run:
       merge=self.step_cpu_ns * 1e-9 * max(self.values) / (THREADS * step_s),
     )
     network = conditions.Network(latency=self.latency_s / step_s, lines=self.lines)
-    return links.predict(config, links.sizes(self.values, self.up, self.down), hardware, network)
+    sizes = links.sizes(self.values, self.up, self.down, self.slow)
+    return links.predict(config, sizes, hardware, network)
 
-  def fits(self) -> bool:
+  def in_time(self) -> bool:
     """Whether its links carry all payloads in time."""
     if self.mean_bytes_per_s > HOPELESS * min(self.rates):
       return False
@@ -98,14 +106,18 @@ class Run:
     computes = all(found.computing[name] >= COMPUTES * free.computing[name] for name in found.steps)
     return computes and min(found.on_time.values()) >= FITS
 
+  def fits(self) -> bool:
+    """Whether its links and its syncer do."""
+    return self.syncer_bytes_per_s <= PROCESS_BYTES_PER_S and self.in_time()
 
-def needed(run: Run) -> float:
+
+def needed(run: Run) -> float | None:
   """The bytes per second each way, within 10 %, of links of their own with which the run fits;
-  infinite if none are enough."""
-  fits = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),)).fits()
+  None: none are enough."""
+  fits = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),)).in_time()
   low, high = run.mean_bytes_per_s, 64 * run.mean_bytes_per_s
   if not fits(high):
-    return math.inf
+    return None
   while high > 1.1 * low:
     middle = (low * high) ** 0.5
     low, high = (low, middle) if fits(middle) else (middle, high)
@@ -160,9 +172,10 @@ def facts(run: Run, step_tokens: float | None, tokens: float | None) -> dict[str
   step_s = [run.step_s[m % len(run.step_s)] for m in range(learners)]
   per_s = sum(found.computing[name] / one for name, one in zip(names, step_s))
   seconds = tokens / (step_tokens * per_s) if tokens else protocol.total_steps * min(step_s)
-  traffic = learners * (sum(up) + sum(down)) / (protocol.period * min(step_s))
+  cores = BYTE_NS * run.syncer_bytes_per_s
+  cores += run.step_cpu_ns * parameters / (protocol.period * min(step_s))
   payloads = learners * protocol.lead * max(*up, *down)
-  ring = 4 * (learners - 1) / learners * parameters  # bfloat16 gradients, to and from a learner
+  ring = 4 * (learners - 1) / learners * parameters  # bytes of bfloat16 to a learner, and from it
   groups: dict[Any, list[int]] = {}
   for m in range(learners):
     line = run.lines[m % len(run.lines)] if run.lines else conditions.Line()
@@ -176,9 +189,8 @@ def facts(run: Run, step_tokens: float | None, tokens: float | None) -> dict[str
     'data_parallel': {'bytes': ring, 'bytes_per_s': ring / min(step_s)},
     'syncer': {
       'memory_bytes': MEMORY_BYTES * parameters + payloads,
-      'cores': (traffic * BYTE_NS + parameters * run.step_cpu_ns / (protocol.period * min(step_s)))
-      / 1e9,
-      'bytes_per_s': traffic,
+      'cores': cores / 1e9,
+      'bytes_per_s': run.syncer_bytes_per_s,
     },
     'seconds': seconds,
     'what': f'{tokens:.3g} tokens' if tokens else f'{protocol.total_steps:,} steps',
@@ -200,9 +212,10 @@ def _verdict(run: Run) -> dict[str, Any]:
   """Whether a run fits, and what to change if it does not."""
   if run.fits():
     return {'fits': True, 'change': ''}
+  what = 'links' if run.syncer_bytes_per_s <= PROCESS_BYTES_PER_S else 'syncer, 9.6 Gbit/s'
   other = fitting(run)
   if other is None:
-    return {'fits': False, 'change': 'no longer period helps. Use faster links or fewer parameters'}
+    return {'fits': False, 'change': f'{what}: no period up to 16 times as long helps'}
   settings = lambda one: {
     **{name: getattr(one.protocol, name) for name in ('period', 'fragments', 'overlap', 'ahead')},
     'codec_up': one.up,
@@ -210,4 +223,4 @@ def _verdict(run: Run) -> dict[str, Any]:
   }
   changed = dict(settings(other).items() - settings(run).items())
   words = [f'--config.sync.{name}={value}' for name, value in sorted(changed.items())]
-  return {'fits': False, 'change': f'use {" ".join(words)}'}
+  return {'fits': False, 'change': f'{what}: use {" ".join(words)}'}
