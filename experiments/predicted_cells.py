@@ -46,6 +46,7 @@ def predict(cell: dict[str, Any], seed: int) -> Shares:
   sync, steps, floor_s = dict(cell['sync']), round(cell['steps']), cell['floor_s']
   codecs = [sync.pop(name, 'int8') for name in ('codec_up', 'codec_down')]
   slow = sync.pop('codec_up_slow', 'int4')
+  sync.pop('checkpoint_every_syncs', None)  # saves nothing in a cell
   times = {f'{name}_ns': round(sync.pop(f'{name}_s') * 1e9) for name in ('lease', 'heartbeat')}
   warm_up = cell['period']
   config = config_lib.ProtocolConfig(
