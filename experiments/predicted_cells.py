@@ -5,8 +5,10 @@
 The settings, the rate and the steps of a cell go in, and costs that were measured before: encoding,
 adoption and what the exchange adds to a step with one core for each learner, an outer step with its
 commit (docs/performance.md), and the spread of the steps (in a trial of the same loops, with other
-programs beside them). Prints measured and predicted shares and bytes. A link that is not shaped, or with a
-burst of 64 KiB, passes so much with one header: then the interface counts fewer headers.
+programs beside them). Prints measured and predicted shares and bytes.
+
+A link that is not shaped, or has a burst of 64 KiB, passes so much with one header; its interface
+counts fewer headers.
 """
 
 import dataclasses
