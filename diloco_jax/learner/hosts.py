@@ -323,5 +323,8 @@ class Quiet:
   def completed(self, *step: Any) -> None:
     pass
 
+  def evaluated(self, fact: Any) -> None:
+    pass
+
   def close(self) -> None:
     pass
