@@ -190,9 +190,8 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
   """Says what the run trains and exchanges."""
   config, layout = assembled.config, assembled.layout
   sync, steps, tokens = config.sync, config.train.steps, 0
-  trained = f'{assembled.parameters:,} parameters, T = {steps:,} inner steps'
-  if assembled.local:
-    trained += f', and {len(assembled.local)} arrays that never leave a learner'
+  kept = assembled.local and f' and {len(assembled.local)} arrays that never leave a learner'
+  trained = f'{assembled.parameters:,} parameters{kept or ""}, T = {steps:,} inner steps'
   if assembled.task:
     tokens = assembled.task.tokens_per_batch
     trained += f' of {tokens:,} tokens: {tokens * steps * sync.learners:,} on all learners'
