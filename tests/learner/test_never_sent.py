@@ -262,11 +262,11 @@ def test_lora_on_the_decoder_learns_and_its_model_is_whole(tmp_path):
   config.task = f'{lora_decoder.__file__}:task(rank=8)'
   model, sync = config.model, config.sync
   model.embed_dim, model.hidden_dim, model.num_heads, model.head_dim = 512, 2048, 8, 64
-  config.data.seq_len, config.data.batch_size, config.data.eval_batches = 32, 4, 1
+  config.data.seq_len, config.data.batch_size, config.data.eval_batches = 32, 2, 1
   config.mesh = config_lib.MeshConfig()
   sync.learners = sync.quorum = sync.fragments = 2
   sync.period, sync.overlap = 6, 1
-  config.train.steps, config.optimizer.warmup_steps, config.optimizer.learning_rate = 36, 4, 1e-2
+  config.train.steps, config.optimizer.warmup_steps, config.optimizer.learning_rate = 24, 4, 1e-2
   run = diloco_jax.run(config, tmp_path)
   assembled = build.assemble(config)
   whole = build.assemble(dataclasses.replace(config, task='decoder')).parameters
