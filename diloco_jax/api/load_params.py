@@ -23,7 +23,8 @@ from diloco_jax.syncer import stored
 
 def load_params(workdir: str | pathlib.Path) -> Any:
   """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
-  of loops of the user's own a dict, name -> array. The run may be under way: then it is the model
+  of loops of the user's own a dict, name -> array. Frozen parameters are those of version 0; None
+  stands for one of which each learner has its own. The run may be under way: then it is the model
   of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of
   its newest checkpoint.
 
@@ -34,13 +35,29 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   folder = pathlib.Path(workdir).absolute()
   assembled = assemble(folder)
   if (folder / stored.MODEL).is_dir():
-    most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
+    most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
     tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
   named = arrays.by_name(tree)
-  leaves = [np.asarray(named[name]) for name in arrays.by_name(assembled.shapes)]
-  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+  found = [
+    None if name in assembled.local and name not in named else np.asarray(named[name])
+    for name in arrays.by_name(assembled.shapes)
+  ]
+  return assembled.whole(jax.tree.unflatten(jax.tree.structure(assembled.shapes), found))
+
+
+def load_all(workdir: pathlib.Path) -> Any:
+  """The same for who needs every parameter. Raises ValueError, also if each learner has some of its
+  own."""
+  params, names = load_params(workdir), arrays.by_name(assemble(workdir).shapes)
+  if absent := [name for name in names if name not in arrays.by_name(params)]:
+    raise ValueError(
+      f'{len(absent)} parameters ({", ".join(absent[:3])}) of the run in {workdir} never leave a '
+      'learner, so there is no model of all of them. The report has the held-out losses of the '
+      'learners, and their checkpoints have their parameters'
+    )
+  return params
 
 
 def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
@@ -59,7 +76,7 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = folders_lib.syncer_folder(workdir)
-  most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
+  most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
   if not (node / 'wal').is_dir():
     place = folders_lib.of_learners(workdir, assembled.config.train.store)
     if (params := _of_baseline(place, most_bytes)) is not None:

@@ -297,7 +297,8 @@ def join(
       else of any other there: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
-      'statistic' for a BatchStat of flax.nnx.
+      'statistic' for a BatchStat of flax.nnx. What is 'local' or 'frozen' is never sent and never
+      replaced, and no checkpoint has it.
     shards: how many shards `Peer.steps` deals out; as for the syncer.
     workdir: a folder for the tape, the records and the checkpoints of this learner, or of all
       learners of this run; None: a temporary one, and no checkpoints.
@@ -336,7 +337,8 @@ def join(
   with contextlib.ExitStack() as cleanup:
     with at_once():
       if several:
-        model = dataclasses.replace(model, values=hosts.gather(arrays.by_name(params)))
+        sent = {name: leaf for name, leaf in arrays.by_name(params).items() if name in model.shapes}
+        model = dataclasses.replace(model, values=hosts.gather(sent))
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
@@ -380,7 +382,7 @@ def _on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
 def _about_statistics(params: Any, model: own_model.Model) -> str:
   """A warning if arrays look like running statistics and have no such label, else ''."""
   found = own_model.statistics(params)
-  unlabelled = sorted(name for name in found if model.labels[name] != 'statistic')
+  unlabelled = sorted(name for name in found if model.labels.get(name, 'statistic') != 'statistic')
   if not unlabelled:
     return ''
   return (

@@ -4,7 +4,8 @@
     diloco evaluate --workdir=runs/x --corpus='books/*.txt' --batches=9 --batch_size=8
 
 A run under way is judged by its newest checkpoint; on the CPU, unless JAX_PLATFORMS names another
-platform. Exit codes: 0 done, 42 there is no such run, no model yet, or no held-out data.
+platform. Exit codes: 0 done, 42 there is no such run, no model yet, no held-out data, or
+parts of the model never leave the learners.
 """
 
 import pathlib
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     held_out = evaluate.HeldOut(build.make_task(assembled.config), assembled.shapes)
     if not held_out.batches:
       raise ValueError(f'the task of the run in {folder} has no held-out batches')
-    loss, bits = held_out.evaluate(load_params.load_params(folder))
+    loss, bits = held_out.evaluate(load_params.load_all(folder))
   fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
   print(f'held-out loss {fact.text} in {len(held_out.batches)} batches of {data.corpus}')
   return 0

@@ -3,9 +3,10 @@
     diloco export --workdir=runs/x --out=m.safetensors
     diloco train --config.train.init_from=m.safetensors    # begins with it
 
-Names are paths in the tree of the parameters, 'layers/3/query'; the metadata has the config. A run
-under way gives its newest checkpoint. Needs the extra [data]. Exit codes: 0 done, 42 there is no
-such run, no model yet, or the file cannot be written.
+Names are paths in the tree of the parameters, 'layers/3/query'; the metadata has the config. Of
+those that are never sent the frozen ones are in the file. A run under way gives its newest
+checkpoint. Needs the extra [data]. Exit codes: 0 done, 42 there is no such run, no model yet, or
+the file cannot be written.
 """
 
 import json
@@ -27,7 +28,9 @@ def main(argv: list[str]) -> int:
 
   folder, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
   with cli.never_retry(ValueError, checkpoint.CheckpointError, OSError):
-    config = load_params.assemble(folder).config.to_dict()
-    arrays.export(out, load_params.load_params(folder), {'config': json.dumps(config)})
-  print(f'{out}: {out.stat().st_size:,} bytes')
+    assembled, params = load_params.assemble(folder), load_params.load_params(folder)
+    arrays.export(out, params, {'config': json.dumps(assembled.config.to_dict())})
+  absent = len(arrays.by_name(assembled.shapes)) - len(arrays.by_name(params))
+  without = f', without {absent} parameters that never leave a learner' if absent else ''
+  print(f'{out}: {out.stat().st_size:,} bytes{without}')
   return 0

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         'which has no `logits` and `tokenizer` (train/task.py); '
         f'diloco_jax.load_params({str(folder)!r}) gives its parameters'
       )
-    params, tokenizer = load_params.load_params(folder), task.tokenizer()
+    params, tokenizer = load_params.load_all(folder), task.tokenizer()
   prompt = tokenizer.encode([_PROMPT.value])[0]
   length = assembled.config.data.seq_len
   drawn = evaluate.sample(task, params, prompt, length, _TEMPERATURE.value, _SEED.value)

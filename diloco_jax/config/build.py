@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from diloco_jax.config import load, run_config
@@ -44,11 +45,13 @@ class Assembly:
   protocol: protocol_config.ProtocolConfig
   init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
+  exchanged: Any  # the same, with None in place of those that never leave a learner
+  local: tuple[str, ...]  # the names of these
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_up_slow: codecs.Codec  # of narrow payloads; codec_up if there is no smaller one
   codec_down: codecs.Codec
-  rules: dict[str, merge.MergeRule]  # by the label of a tensor (train/task.py)
+  rules: dict[str, merge.MergeRule | None]  # by label (train/task.py); None: never sent
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
   agreement: str
   task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
@@ -73,8 +76,18 @@ class Assembly:
     layout = self.layout
     return tuple(codec.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
 
+  def whole(self, params: Any) -> Any:
+    """The global model with the frozen parameters of version 0; None remains where each learner has
+    values of its own."""
+    if not (self.local and self.task and self.init):
+      return params
+    label = self.task.label
+    frozen = fragments.keep(self.init(), lambda path: label(path) == fragments.FROZEN)
+    return fragments.fill(params, jax.tree.map(np.asarray, frozen))
+
   @property
   def parameters(self) -> int:
+    """How many are exchanged."""
     return sum(self.layout.parameters(p) for p in range(self.layout.num_fragments))
 
   @property
@@ -106,12 +119,11 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   shared = config.agreement()
+  if config.train.init_from:
+    init = functools.partial(arrays.start, config.train.init_from, shapes)
+    task = dataclasses.replace(task, init=lambda seed: init())
   if data:
     shared['data'] = task.data_digest()
-    if config.train.init_from:
-      init = functools.partial(arrays.start, config.train.init_from, shapes)
-      task = dataclasses.replace(task, init=lambda seed: init())
-      shared['init'] = zlib.crc32(repr(tree_digest.digests_of_host(init())).encode())
   return _assemble(config, init, shapes, task.label, shared, task)
 
 
@@ -128,7 +140,13 @@ def assemble_own_loop(
   """
   shared = {**config.agreement(), **_arrays(shapes, labels)}
   label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
-  return _assemble(config, init, shapes, label, shared, None)
+  assembled = _assemble(config, init, shapes, label, shared, None)
+  if assembled.local:
+    raise ValueError(
+      f"a merge rule is 'local', and a loop of one's own would send {assembled.local[0]}: nothing "
+      "was sent; give `join` a `label` that returns 'local', or leave the arrays out of its tree"
+    )
+  return assembled
 
 
 def _arrays(shapes: Any, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -151,20 +169,30 @@ def _assemble(
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
-  body, vocabulary = (_make(config, name, merge.make) for name in ('merge', 'embedding_merge'))
-  layout = fragments.make_layout(config.sync.fragmentation, shapes, config.sync.fragments, label)
+  rule = lambda text: None if text == fragments.LOCAL else merge.make(text)
+  body, vocabulary = (_make(config, name, rule) for name in ('merge', 'embedding_merge'))
   rules = {
     'body': body,
     fragments.EXPERT: body,
     fragments.LAYER: body,
     'embedding': vocabulary,
     'head': vocabulary,
-    'router': _make(config, 'router_merge', merge.make),
+    'router': _make(config, 'router_merge', rule),
     fragments.STATISTIC: merge.avg(),
+    **dict.fromkeys(fragments.NEVER_SENT),
   }
-  labels = {piece.label for pieces in layout.fragments for piece in pieces}
-  if unknown := sorted(labels - rules.keys()):
+  if unknown := sorted({label(path) for path in fragments.by_path(shapes)} - rules.keys()):
     raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(rules)}')
+  is_sent = lambda path: rules[label(path)] is not None
+  exchanged = fragments.keep(shapes, is_sent)
+  layout = fragments.make_layout(config.sync.fragmentation, exchanged, config.sync.fragments, label)
+  sent = arrays.by_name(exchanged)
+  local = tuple(name for name in arrays.by_name(shapes) if name not in sent)
+  if names := ', '.join(local):
+    shared['local'] = names if len(names) <= _ARRAYS_CHARS else f'{len(local)} arrays'
+  if 'data' in shared and config.train.init_from:
+    begun = tree_digest.digests_of_host(fragments.keep(init(), is_sent))
+    shared['init'] = zlib.crc32(repr(begun).encode())
   protocol = config.protocol()
   if task is not None:
     # Of a whole batch, of which this process may train on a share.
@@ -175,6 +203,8 @@ def _assemble(
     protocol=protocol,
     init=init,
     shapes=shapes,
+    exchanged=exchanged,
+    local=local,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_up_slow=_slow(config),

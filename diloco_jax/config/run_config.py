@@ -42,8 +42,8 @@ class SyncConfig(protocol_sections.Sync):
     age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
       older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
-      (paper section 4), or 'majority' against liars. For all tensors but those of the next two
-      settings.
+      (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its
+      own. For all tensors but those of the next two settings.
     embedding_merge: the same for the embedding and an untied head.
     router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
@@ -96,7 +96,8 @@ class TrainConfig(protocol_sections.Train):
 
   Attributes:
     log_every: inner steps between two log lines.
-    eval_every: clock steps between two evaluations of the global model (0: first and last).
+    eval_every: clock steps between two evaluations of the global model (0: first and last), or of
+      each learner's if parts of it are never sent.
     seed: of the initial parameters.
     init_from: begin with the arrays of a *.safetensors file, or of a folder that Orbax wrote, such
       as RUN/model, instead; '' for none.

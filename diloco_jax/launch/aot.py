@@ -128,7 +128,7 @@ class Learner:
     mesh = mesh_lib.make_mesh(config.mesh, devices)
     tx = optimizer.make_optimizer(config.optimizer, task)
     abstract = jax.eval_shape(
-      lambda tree: step.TrainState(tree, tx.init(tree)), self.assembled.shapes
+      lambda tree: step.TrainState(tree, tx.init(task.trained(tree))), self.assembled.shapes
     )
     shardings = mesh_lib.tree_shardings(mesh, abstract, task.partition)
     like = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)

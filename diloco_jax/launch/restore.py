@@ -88,7 +88,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
     assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
     if (workdir / load.FILE).is_file():  # else the operator has given one
       _require_same_run(config, load.read(workdir).agreement())
-    most_bytes = lambda: tree_digest.most_bytes(assembly().parameters)
+    most_bytes = lambda: tree_digest.most_bytes(assembly().shapes)
     goal = choose(places, at, most_bytes, say)
     agreed = assembly().agreement  # it may refuse: before anything moves
     _go_back(config, agreed, places, goal, log_files, say)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, rate_limited_log
-from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
@@ -46,7 +45,7 @@ def _run(
   island.warm_up()
   train = config.train
   if restored is None:
-    _evaluate(island, records, 0)
+    learner_work.evaluate(island, records, 0)
   steps = tokens = 0
   save = None  # the newest one, while no step has followed it
   failures = rate_limited_log.Notices(checkpoint.SAY_AGAIN_NS, records.say)
@@ -65,7 +64,7 @@ def _run(
     saves = train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0
     finish(0 if evaluates or saves else 1)
     if evaluates:
-      _evaluate(island, records, step)
+      learner_work.evaluate(island, records, step)
     if saves:
       try:
         save = island.save(step)
@@ -76,14 +75,8 @@ def _run(
   if steps and save is None:
     save = island.save(step)
   if step >= train.steps:
-    _evaluate(island, records, step)
+    learner_work.evaluate(island, records, step)
   if save is not None:
     save()
   what = 'done' if step >= train.steps else 'stopped'
   return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')
-
-
-def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> None:
-  if (loss := island.evaluate()) is not None:  # else the task has no held-out batches
-    bits_per_byte = island.bits_per_byte(loss)
-    records.evaluated(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte))

@@ -71,11 +71,10 @@ class Exchange:
     self._digest = jax.jit(digest_lib.digest)
 
   def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
-    leaves, shardings = _flat(self._island.params), _flat(self._island.shardings.params)
-    like = [
-      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
+    # In the tree of shardings None is one of them, where the parameters have a leaf.
+    like = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+    params, shardings = self._island.params, self._island.shardings.params
+    likes = jax.tree.leaves(jax.tree.map(like, params, shardings))
     kinds = []
     for pieces, places in zip(self._layout.fragments, self._places):
       names = {place: name for name, place in split.named(places).items()}
@@ -84,7 +83,7 @@ class Exchange:
         dataclasses.replace(piece, path=names[order[piece.path]], label=label(piece))
         for piece in pieces
       )
-      leaves = tuple(like[place] for place in places)
+      leaves = tuple(likes[place] for place in places)
       kinds.append(split.make_kind(tuple(named), leaves, self._island.replicated))
     return kinds
 
@@ -356,8 +355,3 @@ class Exchange:
 
 def _replace(leaf: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(leaf, rows, start, 0)
-
-
-def _flat(tree: Any) -> list[Any]:
-  """The leaves of a tree; in one of shardings None is a leaf."""
-  return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)

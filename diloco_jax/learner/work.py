@@ -62,6 +62,7 @@ class LearnerWork:
     self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
+    self._evaluates = bool(assembled.local)  # then only learners have the whole model
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
@@ -73,10 +74,15 @@ class LearnerWork:
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
     with self.compiling(), self.egress():
+      after, steps = 0, self._config.train.steps
       while (clock := self.next_step()) is not None:
+        self._evaluate(clock)
         self._step(clock)
+        after = clock + 1
         self._stepped.set()
       self._finish()
+      if after >= steps:  # what others have trained is in it, too
+        self._evaluate(steps)
 
   @contextlib.contextmanager
   def compiling(self) -> Iterator[None]:
@@ -176,6 +182,14 @@ class LearnerWork:
     self._post(events.StepDone(tokens=tokens, loss=self.loss, **self._times))
     self._times = {'step_ns': 0, 'saving_ns': 0}
 
+  def _evaluate(self, clock: int) -> None:
+    """Records the held-out loss before the step at `clock`, if it is due."""
+    train = self._config.train
+    due = clock in (0, train.steps) or (train.eval_every and clock % train.eval_every == 0)
+    if self._evaluates and due:
+      self._finish()
+      evaluate(self._island, self._records, clock)
+
   def _finish(self, ahead: int = 0) -> None:
     """Waits for the steps that were dispatched, but not for the newest `ahead` of them."""
     while self._island.must_finish(ahead):
@@ -250,6 +264,13 @@ class LearnerWork:
       self._fail(error)
     else:
       self._post(events.SaveDone(clock=step))
+
+
+def evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> None:
+  """Records the held-out loss of an island, if its task has batches for it."""
+  if (loss := island.evaluate()) is not None:
+    bits_per_byte = island.bits_per_byte(loss)
+    records.evaluated(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte))
 
 
 def introduce(island: island_lib.Island, records: records_lib.Recorder) -> None:

@@ -47,6 +47,9 @@ BLOCK = 32  # values that share a scale in the integer codecs; the length of pie
 KINDS = ('balanced', 'layer', 'strided')
 EXPERT = 'expert'  # the label of stacks of experts
 LAYER = 'layer'  # the label of stacks of layers
+LOCAL = 'local'  # the label of what each learner trains for itself and never sends
+FROZEN = 'frozen'  # of what nobody trains and nobody sends
+NEVER_SENT = (LOCAL, FROZEN)
 STATISTIC = 'statistic'  # the label of what is counted and not trained, as BatchNorm's variance
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
@@ -205,6 +208,19 @@ def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
   """Piece.key -> label, of fragment p or (p=None) of all fragments."""
   fragments = layout.fragments if p is None else layout.fragments[p : p + 1]
   return {piece.key: piece.label for fragment in fragments for piece in fragment}
+
+
+def keep(tree: PyTree, wanted: Callable[[str], bool]) -> PyTree:
+  """The tree with None, which jax takes for no leaf, where `wanted` is false of a leaf's path."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: leaf if wanted(jax.tree_util.keystr(path)) else None, tree
+  )
+
+
+def fill(tree: PyTree, rest: PyTree) -> PyTree:
+  """The tree with the leaves of `rest` where it has None."""
+  is_none = lambda leaf: leaf is None
+  return jax.tree.map(lambda a, b: b if a is None else a, tree, rest, is_leaf=is_none)
 
 
 # --- reading the tree --------------------------------------------------------------------------

@@ -226,6 +226,7 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
     for name, one in view.learners.items()
   ]
   losses = ['' if learner.loss is None else f'{learner.loss:.3f}' for learner in learners]
+  held_out = [f'{one.held_out[-1]:.3f}' if one.held_out else '' for one in learners]
   rates = [f'{learner.tokens_per_second:,.0f}' for learner in learners]
   return [
     _Column('learner', list(view.learners), text=True),
@@ -234,6 +235,7 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('tokens/s', rates),
     *_speeds(learners),
     _Column('   loss', losses),
+    *([_Column('held-out', held_out)] if any(held_out) else []),
     _Column('goodput', [_percent(view.training(name)) for name in view.learners]),
     _Column('staleness', [str(learner.staleness) for learner in learners]),
     _Column('incarnation', [str(learner.incarnation) for learner in learners]),

@@ -77,6 +77,7 @@ class Learner:
     narrow: how many of its updates were merged from narrow payloads (sync.codec_up_slow).
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.
+    held_out: losses of its own model, of which parts are never sent.
   """
 
   state: str = 'waiting'
@@ -100,6 +101,7 @@ class Learner:
   steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   lost: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+  held_out: list[float] = dataclasses.field(default_factory=list)
 
   @property
   def step(self) -> int:
@@ -321,6 +323,8 @@ class RunFacts:
     if processes:
       processes[-1].last_s = at_s
     match fact:
+      case facts.Eval() if self.syncer and process in self.learners:
+        self.learners[process].held_out.append(fact.loss)
       case facts.Eval():
         self._evaluated(at_s, fact)
       case facts.Recovered(sync=sync):  # after a restore the clocks go back

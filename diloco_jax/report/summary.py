@@ -167,6 +167,8 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
     'loss': statistics.fmean(losses) if learner.tells_loss else None,
+    'eval_loss_start': learner.held_out[0] if learner.held_out else None,
+    'eval_loss_end': learner.held_out[-1] if learner.held_out else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'contributions_narrow': learner.narrow,
@@ -298,7 +300,14 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
   if summary['outer_steps']:
     lines[0] += f' in {summary["outer_steps"]} outer steps'
   rows = {name: row for name, row in summary['learners'].items() if row['steps']}
-  if summary['eval_loss_start'] is not None:
+  own = {name: row for name, row in rows.items() if row['eval_loss_end'] is not None}
+  if own:
+    lines.append('held-out loss  of each learner, whose model is in part its own')
+    lines += [
+      f'{name:>13}  {row["eval_loss_start"]:.3f} before, {row["eval_loss_end"]:.3f} after'
+      for name, row in own.items()
+    ]
+  elif summary['eval_loss_start'] is not None:
     unit = summary['loss_unit'] and f'{summary["loss_unit"]}, '
     lines.append(
       f'held-out loss  {summary["eval_loss_start"]:.3f} before, {summary["eval_loss_end"]:.3f} '

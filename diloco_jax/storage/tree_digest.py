@@ -159,9 +159,9 @@ def _parts(tree: Any) -> Iterator[Any]:
     first = end
 
 
-def most_bytes(parameters: int) -> int:
+def most_bytes(shapes: Any) -> int:
   """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
-  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
+  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def require_size(described: Any, most_bytes: int | None) -> None:

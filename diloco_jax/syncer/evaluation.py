@@ -19,7 +19,8 @@ class Evaluation:
   def __init__(
     self, task: task_lib.Task | None, theta: global_model_lib.Theta, records: records_lib.Recorder
   ):
-    """Without a task nothing is evaluated: the data is the user's own."""
+    """Without a task nothing is evaluated: the data is the user's own, or the learners evaluate,
+    since only they have the whole model."""
     self._task = task
     self._theta = theta
     self._records = records

@@ -81,8 +81,10 @@ class Theta:
   def _version_0(self) -> list[list[exchange.Values]]:
     """Raises ValueError if an initial parameter is not finite: no outer step could mend it."""
     layout = self._assembled.layout
-    leaves = fragments.by_path(self._assembled.init())
     last = {piece.path: p for p, pieces in enumerate(layout.fragments) for piece in pieces}
+    found = fragments.by_path(self._assembled.init())
+    leaves = {path: found.pop(path) for path in last}
+    del found  # what is never sent is not held
     values = []
     for p, pieces in enumerate(layout.fragments):
       rows = {piece.key: fragments.rows(leaves, piece) for piece in pieces}
@@ -123,7 +125,7 @@ class Theta:
 
   @property
   def shapes(self) -> Any:
-    return self._assembled.shapes
+    return self._assembled.exchanged
 
   def digest(self, p: int) -> int:
     return self._pieces.digest(p, self._whole()[p])
@@ -219,7 +221,8 @@ class Theta:
     self._values, self.versions = None, [0] * len(self.versions)
 
   def params(self) -> Any:
-    """Returns the published model as a parameter tree in new buffers."""
+    """Returns the published model as a parameter tree in new buffers; None stands for what is never
+    sent."""
     return self._to_params([[piece.published_n for piece in one] for one in self._whole()])
 
   def _assemble(self, published: list[list[jax.Array]]) -> Any:

@@ -159,7 +159,8 @@ def run(
     machine = start.make()
     if not machine.closed:
       _forget_export(workdir, store)
-    evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
+    task = None if assembled.local else assembled.task
+    evaluation = evaluation_lib.Evaluation(task, theta, records)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
@@ -189,7 +190,8 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
   """Says what the run trains and exchanges."""
   config, layout = assembled.config, assembled.layout
   sync, steps, tokens = config.sync, config.train.steps, 0
-  trained = f'{assembled.parameters:,} parameters, T = {steps:,} inner steps'
+  kept = assembled.local and f' and {len(assembled.local)} arrays that never leave a learner'
+  trained = f'{assembled.parameters:,} parameters{kept or ""}, T = {steps:,} inner steps'
   if assembled.task:
     tokens = assembled.task.tokens_per_batch
     trained += f' of {tokens:,} tokens: {tokens * steps * sync.learners:,} on all learners'

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from diloco_jax.numerics import fragments
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import task as task_lib
 
@@ -19,7 +20,7 @@ class TrainState(NamedTuple):
   """The arrays that an inner step changes. Clock, counters and cursor are integers elsewhere."""
 
   params: Any
-  opt_state: Any  # moments have the sharding of their parameters
+  opt_state: Any  # of what is not frozen; moments have the sharding of their parameters
 
 
 def init_state(
@@ -31,10 +32,10 @@ def init_state(
     The state, and a tree of the same structure of NamedShardings.
   """
   params = task.init(seed)
-  abstract = jax.eval_shape(lambda tree: TrainState(tree, tx.init(tree)), params)
+  abstract = jax.eval_shape(lambda tree: TrainState(tree, tx.init(task.trained(tree))), params)
   shardings = mesh_lib.tree_shardings(mesh, abstract, task.partition)
   params = jax.tree.map(mesh_lib.put, params, shardings.params)
-  opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+  opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(task.trained(params))
   return TrainState(params, opt_state), shardings
 
 
@@ -52,11 +53,13 @@ def make_train_step(
   batch_sharding, scalar = mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh)
 
   def train_step(state: TrainState, batch: task_lib.Batch, rate: jax.Array):
-    measure = jax.value_and_grad(task.measured, has_aux=True)
-    (loss, others), grads = measure(state.params, batch, batch_sharding)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params, rate=rate)
+    whole = lambda trained: fragments.fill(trained, state.params)
+    measure = lambda trained: task.measured(whole(trained), batch, batch_sharding)
+    trained = task.trained(state.params)
+    (loss, others), grads = jax.value_and_grad(measure, has_aux=True)(trained)
+    updates, opt_state = tx.update(grads, state.opt_state, trained, rate=rate)
     add = lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype)
-    params = jax.tree.map(add, state.params, updates)
+    params = whole(jax.tree.map(add, trained, updates))
     norm = optax.tree.norm(optax.tree.cast(grads, np.float32))
     return TrainState(params, opt_state), {**others, 'loss': loss, 'grad_norm': norm}
 

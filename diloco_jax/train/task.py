@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from diloco_jax.numerics import fragments
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 Params = Any  # a tree of float arrays whose paths do not change during a run
@@ -89,7 +90,9 @@ class Task:
     label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
       rule; or 'expert' or 'layer' for tensors of the body with one row per expert or layer, each
       merged by itself; or 'statistic' for running statistics, which become the mean of the
-      learners': no outer optimizer moves them.
+      learners': no outer optimizer moves them. Two labels are never sent: 'local' for what each
+      learner trains for itself, such as a head of its own, and 'frozen' for what nobody trains,
+      which may have any dtype; the syncer reads neither, not even from `init`.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a
@@ -117,6 +120,10 @@ class Task:
   tokenizer: Callable[[], tokenizer_lib.Tokenizer] | None = None
   logits: Callable[[Params, jax.Array], jax.Array] | None = None
   flops_per_token: float = 0.0
+
+  def trained(self, params: Params) -> Params:
+    """The parameters with None in place of those that are frozen."""
+    return fragments.keep(params, lambda path: self.label(path) != fragments.FROZEN)
 
   def measured(self, params: Params, batch: Batch, sharding: jax.sharding.Sharding) -> Measured:
     """The loss, and the other scalars that `loss` returns. Raises ValueError for other shapes."""

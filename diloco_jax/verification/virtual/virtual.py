@@ -72,7 +72,8 @@ class Result:
     config: as it ran: `train.steps` is the T that was found.
     tokens: trained by all learners.
     steps: inner steps of each learner, over all its lives.
-    curve: held-out loss of the global model; () without arrays or held-out batches.
+    curve: held-out loss of the global model; () without arrays or held-out batches, or if parts of
+      the model are never sent.
     merges: every outer step in order.
     ledger: the last one (protocol/facts.py), in fragment-tokens.
     up_bytes, down_bytes: payloads on the wire.
@@ -167,7 +168,7 @@ def train(
     if held_out:
       curve.append(Point(time=book.time, tokens=book.tokens, loss=model.evaluate()))
 
-  held_out = bool(assembled.task.eval_batches())
+  held_out = bool(assembled.task.eval_batches()) and not assembled.local
   lies = dict.fromkeys(faults.flipped, np.negative) | {
     name: arrays.noise(np.random.default_rng([seed, place]))
     for place, name in enumerate(faults.noisy)

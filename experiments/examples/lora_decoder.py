@@ -1,0 +1,109 @@
+"""LoRA as a Task: any Task with a frozen base; learners exchange the small matrices only.
+
+    diloco train --config=experiments/examples/lora_decoder.py
+
+`lora` makes the Task. Every matrix W of a layer becomes W + A B of rank r; W has the label
+'frozen', so it is not trained, not sent and not read by the syncer. `base` is a *.safetensors file
+of the weights, as `diloco export` writes it; '' are the random ones of the task's own `init`, to
+try it out. The file is mapped, not read: a process reads the rows of its own devices, the syncer
+none.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.config import run_config
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.train import decoder
+from diloco_jax.train import task as task_lib
+
+
+def task(config: run_config.Config, rank: int = 8, base: str = '') -> task_lib.Task:
+  return lora(decoder.task(config.model, config.data), rank, base)
+
+
+def lora(whole: task_lib.Task, rank: int, base: str = '') -> task_lib.Task:
+  """The Task that trains A and B of the matrices that `whole` says how to read (its `matrices`)."""
+
+  def init(seed: int) -> task_lib.Params:
+    frozen = whole.init(seed)
+    if base:
+      tensors = mapped(pathlib.Path(base))
+      frozen = jax.tree_util.tree_map_with_path(lambda path, _: tensors[text(path)], frozen)
+    make = functools.partial(matrices, seed, whole, rank)
+    return {'base': frozen, 'lora': jax.tree_util.tree_map_with_path(make, frozen)}
+
+  def merged(params: task_lib.Params) -> task_lib.Params:
+    add = lambda w, ab: (
+      w if ab is None else w + (ab['a'] @ ab['b']).reshape(w.shape).astype(w.dtype)
+    )
+    return jax.tree.map(add, params['base'], params['lora'])
+
+  def label(path: str) -> str:
+    if path.startswith("['base']"):
+      return 'frozen'
+    return whole.label(path.removeprefix("['lora']").removesuffix("['a']").removesuffix("['b']"))
+
+  of_merged = lambda function: lambda params, *rest: function(merged(params), *rest)
+  return dataclasses.replace(
+    whole,
+    init=init,
+    loss=of_merged(whole.loss),
+    logits=of_merged(whole.logits) if whole.logits else None,
+    label=label,
+    matrices=(('[ab]', None),),  # AdamW for all, no decay
+  )
+
+
+def matrices(
+  seed: int, whole: task_lib.Task, rank: int, path: Any, leaf: Any
+) -> dict[str, np.ndarray] | None:
+  """A and B of a matrix, or of a stack of them; None: the leaf is no matrix of the body."""
+  inside = whole.label(jax.tree_util.keystr(path)) in ('body', 'layer', 'expert')
+  plain = ((0,), (1,)) if leaf.ndim == 2 else None
+  axes = task_lib.first_match(whole.matrices, text(path), plain)
+  if axes is None or not inside:
+    return None
+  rows, columns = (math.prod(leaf.shape[axis] for axis in side) for side in axes)
+  stack = leaf.shape[: leaf.ndim - sum(map(len, axes))]
+  draw = np.random.default_rng((seed, zlib.crc32(text(path).encode()))).standard_normal
+  a = draw((*stack, rows, rank), np.float32) / math.sqrt(rows)
+  return {'a': a, 'b': np.zeros((*stack, rank, columns), np.float32)}
+
+
+def mapped(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """The tensors of a *.safetensors file, which are read where they are used."""
+  with path.open('rb') as file:
+    size = int.from_bytes(file.read(8), 'little')
+    header = json.loads(file.read(size))
+  header.pop('__metadata__', None)
+  kinds = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
+  return {
+    name: np.memmap(
+      path,
+      jnp.dtype(kinds[one['dtype']]),
+      'r',
+      8 + size + one['data_offsets'][0],
+      tuple(one['shape']),
+    )
+    for name, one in header.items()
+  }
+
+
+def text(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def get_config() -> run_config.Config:
+  config = stdlib_lm.get_config('small')
+  config.name, config.task = 'lora', f'{__file__}:task(rank=8)'
+  return config
