@@ -28,7 +28,7 @@ from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.storage import arrays, tree_digest
-from diloco_jax.train import decoder, optimizer
+from diloco_jax.train import decoder, optimizer, tokenizer
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
@@ -98,7 +98,10 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   shared = config.agreement()
   if data:
-    shared['data'] = task.data_digest()
+    if config.data.local:  # of the data only what all must have in common
+      shared['tokenizer'] = tokenizer.digest(config.data.tokenizer, config.data.corpus)
+    else:
+      shared['data'] = task.data_digest()
     if config.train.init_from:
       init = functools.partial(arrays.start, config.train.init_from, shapes)
       task = dataclasses.replace(task, init=lambda seed: init())

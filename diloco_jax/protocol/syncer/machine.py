@@ -92,7 +92,7 @@ class SyncerMachine:
       self._ledger,
       self._out,
     )
-    self._shards = shards_lib.Shards(config.data_shards, config.fragments)
+    self._shards = shards_lib.Shards(config.data_shards, config.fragments, bool(config.local))
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._gathering = gathering_lib.Gathering(
       config,
