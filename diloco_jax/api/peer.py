@@ -264,7 +264,7 @@ def join(
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
   label: Callable[[str], str] | None = None,
-  shards: int = 16,
+  shards: int | None = 16,
   workdir: str | pathlib.Path | None = None,
   checkpoint_every_steps: int = 60,
   store: str = '',
@@ -300,6 +300,8 @@ def join(
       'statistic' for a BatchStat of flax.nnx. What is 'local' or 'frozen' is never sent and never
       replaced, and no checkpoint has it.
     shards: how many shards `Peer.steps` deals out; as for the syncer.
+    shards: how many shards `Peer.steps` deals out; as for the syncer. None (`data.local`): each
+      learner has data of its own, `peer.shard` is (its number, index), and nobody waits for data.
     workdir: a folder for the tape, the records and the checkpoints of this learner, or of all
       learners of this run; None: a temporary one, and no checkpoints.
     checkpoint_every_steps: after how many inner steps `opt_state` is saved; 0: at the end only.

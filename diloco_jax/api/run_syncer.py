@@ -124,7 +124,7 @@ def run_syncer(
   total_steps: int,
   sync: run_config.SyncConfig | None = None,
   label: Callable[[str], str] | None = None,
-  shards: int = 16,
+  shards: int | None = 16,
   listen: str = '',
   tls: str | pathlib.Path | None = None,
   plaintext_loopback: bool = False,

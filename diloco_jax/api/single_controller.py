@@ -58,8 +58,8 @@ class SingleController:
     make_recorder: MakeRecorder | None = None,
     alone: bool = False,
   ):
-    self._assembled = build.assemble(config)
-    self._workdir = workdir
+    self._assembled = build.assemble(config.of('syncer'))
+    self._config, self._workdir = config, workdir
     self._alone = alone
     self._stopping = threading.Event()
     kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
@@ -94,13 +94,13 @@ class SingleController:
       )
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
-      island = learner_process.make_island(
-        self._assembled, self._workdir, name, self._islands[name]
-      )
+      config = self._config.of(name)
+      assembled = self._assembled if config == self._config else build.assemble(config)
+      island = learner_process.make_island(assembled, self._workdir, name, self._islands[name])
       if self._alone:
-        return baseline.run(self._assembled.config, island, recorder, self._stopping.is_set)
+        return baseline.run(config, island, recorder, self._stopping.is_set)
       return learner_process.run(
-        self._assembled,
+        assembled,
         island,
         self._workdir,
         name,

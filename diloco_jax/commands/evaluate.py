@@ -41,9 +41,9 @@ def main(argv: list[str]) -> int:
     data.corpus = _CORPUS.value or data.corpus
     data.eval_batches = _BATCHES.value or data.eval_batches
     data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
-    held_out = evaluate.HeldOut(build.make_task(assembled.config), assembled.shapes)
+    held_out = evaluate.HeldOut(build.make_task(assembled.config.of('syncer')), assembled.shapes)
     if not held_out.batches:
-      raise ValueError(f'the task of the run in {folder} has no held-out batches')
+      raise ValueError(f'the task of the run in {folder} has no held-out batches here')
     loss, bits = held_out.evaluate(load_params.load_all(folder))
   fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
   print(f'held-out loss {fact.text} in {len(held_out.batches)} batches of {data.corpus}')

@@ -29,7 +29,7 @@ from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.storage import arrays, tree_digest
-from diloco_jax.train import decoder, optimizer
+from diloco_jax.train import decoder, optimizer, tokenizer
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
@@ -123,7 +123,10 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     init = functools.partial(arrays.start, config.train.init_from, shapes)
     task = dataclasses.replace(task, init=lambda seed: init())
   if data:
-    shared['data'] = task.data_digest()
+    if config.data.local:  # of the data only what all must have in common
+      shared['tokenizer'] = tokenizer.digest(config.data.tokenizer, config.data.corpus)
+    else:
+      shared['data'] = task.data_digest()
   return _assemble(config, init, shapes, task.label, shared, task)
 
 
@@ -190,7 +193,7 @@ def _assemble(
   local = tuple(name for name in arrays.by_name(shapes) if name not in sent)
   if names := ', '.join(local):
     shared['local'] = names if len(names) <= _ARRAYS_CHARS else f'{len(local)} arrays'
-  if 'data' in shared and config.train.init_from:
+  if shared.keys() & {'data', 'tokenizer'} and config.train.init_from:
     begun = tree_digest.digests_of_host(fragments.keep(init(), is_sent))
     shared['init'] = zlib.crc32(repr(begun).encode())
   protocol = config.protocol()

@@ -62,7 +62,7 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if dot_py:
     values['task'] = os.path.abspath(file) + dot_py + call
   corpus = config.data.corpus
-  if corpus != _STDLIB and glob.glob(corpus, recursive=True):
+  if run_config.NODE in corpus or (corpus != _STDLIB and glob.glob(corpus, recursive=True)):
     values['data']['corpus'] = os.path.abspath(corpus)
   if config.train.init_from:
     values['train']['init_from'] = os.path.abspath(config.train.init_from)

@@ -23,6 +23,7 @@ from diloco_jax.train import config as train_config
 
 DECODER = 'decoder'  # the reference task
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
+NODE = '{node}'  # in data.corpus
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 _BUCKET = re.compile(r'gs://\w[\w.-]*(/\w[\w.=+-]*)+', re.ASCII)  # and a folder in it
 
@@ -252,6 +253,11 @@ class Config:
     except codec.TapeError as error:
       raise ValueError(str(error)) from None
 
+  def of(self, node: str) -> 'Config':
+    """The config as the node with this name reads it: its own files."""
+    corpus = self.data.corpus.replace(NODE, node)
+    return dataclasses.replace(self, data=dataclasses.replace(self.data, corpus=corpus))
+
   def flat(self) -> dict[str, Any]:
     """Dotted names to plain values, for example {'sync.quorum': 1, ...}."""
     return dict(_flatten('', dataclasses.asdict(self)))
@@ -261,11 +267,14 @@ class Config:
     share of a batch, how it saves memory and the times of saves, which each learner chooses, and
     limits and retention of the syncer, which its restart may change. The paths of the task and of
     the corpus may differ, too, but batch i of shard v must be the same for all: build.py adds a
-    digest of the data."""
+    digest of the data. With `data.local` the data may differ, and build.py adds one of the
+    tokenizer."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.uplink_mbit_s', 'sync.places', 'sync.keep_log'}
     own |= {'model.remat', 'model.loss_chunk'}
-    shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards')
+    if self.data.local:
+      own |= {'data.shards', 'data.seed'}
+    shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards', 'data.local')
     if self.task != OWN_LOOP:
       shared += (
         'model.',

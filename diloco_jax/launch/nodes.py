@@ -62,7 +62,7 @@ def syncer(config: run_config.Config, workdir: str, listen: str, access: address
   """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run."""
   prepare_syncer()
   with cli.never_retry(ValueError):
-    assembled = build.assemble(config)
+    assembled = build.assemble(config.of('syncer'))
   theta = global_model_lib.Theta(assembled)
   folder, records = _open(workdir, 'syncer')
   return _serve(config, assembled, theta, folder, records, _address(folder, listen), access)
@@ -176,6 +176,7 @@ def learner(
   of which this is one."""
   if not ids.is_learner(learner_id):
     raise cli.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
+  config = config.of(learner_id)
   resolve = None
   if cluster is None or cluster.host == 0:
     with cli.never_retry(ValueError):

@@ -153,10 +153,14 @@ def statistics(params: Any) -> set[str]:
   }
 
 
-def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) -> run_config.Config:
-  """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py."""
+def config(
+  total_steps: int, sync: run_config.SyncConfig | None, shards: int | None
+) -> run_config.Config:
+  """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py. `shards`
+  None: each loop has data of its own."""
   made = own_loop.get_config()
-  made.train.steps, made.data.shards = map(_plain, (total_steps, shards))
+  made.train.steps, made.data.local = _plain(total_steps), shards is None
+  made.data.shards = made.data.shards if shards is None else _plain(shards)
   made.sync = sync or made.sync
   return made
 

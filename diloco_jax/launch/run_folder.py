@@ -56,8 +56,9 @@ def open_workdir(
       _check_same_kind(workdir, alone)
   elif named:
     _check_empty(workdir, but_locked=True)
-  if config.task == run_config.DECODER:
-    corpus_files.list_files(config.data.corpus)
+  if config.task == run_config.DECODER and (whole or not config.data.local):
+    for learner in run_config.learner_ids(1 if alone else config.sync.learners):
+      corpus_files.list_files(config.of(learner).data.corpus)
   if config.task == run_config.OWN_LOOP and whole:
     raise ValueError(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "

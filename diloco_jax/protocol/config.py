@@ -20,6 +20,7 @@ ADOPT = ('overwrite', 'blend', 'rebase')  # what becomes of a learner's own step
 WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
 SLOW_LINKS = ('leave_out', 'carry')  # the steps that a slow link leaves no time for
 MAX_FRAGMENTS = 10**4
+MAX_SHARDS = 10**6
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
 
 Bound = int | Callable[['ProtocolConfig'], int]
@@ -61,6 +62,8 @@ class Setting:
     """The protocol's value of a `written` one, not yet checked."""
     if written in self.choices:
       return self.choices.index(written)
+    if isinstance(written, bool):
+      return int(written)
     if self.unit == 1 or not isinstance(written, int | float) or not math.isfinite(written):
       return written
     return round(written * self.unit)
@@ -250,11 +253,18 @@ class ProtocolConfig:
     None,
     'V, how many shards the text is cut into; further learners wait until a shard is free. None: '
     'as many as learners',
-    low=lambda config: config.learners,
-    high=10**6,
+    low=lambda config: 1 if config.local else config.learners,
+    high=MAX_SHARDS,
     remedy='every learner reads a shard of its own, so that no text is read twice: '
     'data.shards >= sync.learners',
     name='data.shards',
+  )
+  local: int = setting(
+    0,
+    'each learner has data of its own: its batches have a number that no other learner ever gets, '
+    'instead of a shard, and no learner waits for one. What two learners read is not compared',
+    high=1,
+    name='data.local',
   )
   drain_ns: int = setting(
     7 * SECOND_NS // 2,
@@ -369,7 +379,9 @@ class ProtocolConfig:
 
   @property
   def data_shards(self) -> int:
-    """V."""
+    """V; with `local`, the most learners whose batches can be told apart."""
+    if self.local:
+      return MAX_SHARDS
     return self.learners if self.shards is None else self.shards
 
   @property

@@ -192,20 +192,24 @@ class DataConfig:
 
   Attributes:
     corpus: 'stdlib' = Python's own sources; else a directory or a glob of files of text, *.parquet
-      (rows of `text`) or *.array_record (records of text).
+      (rows of `text`) or *.array_record (records of text). `{node}` in it stands for the id of the
+      learner, or 'syncer'.
+    local: each learner has files of its own, which no other node reads: no shards, and no learner
+      waits for one. The syncer needs no files; with some, it evaluates on their held-out part.
     tokenizer: '' = bytes; FILE.json of Hugging Face's tokenizers, FILE.model of SentencePiece, or
       'bpe(size=2048)', which is trained on the corpus. model.vocab_size must hold its ids.
     seq_len: L, tokens predicted per sequence.
     batch_size: B, sequences per batch of a shard; the same on every learner of a run.
     batch_rows: how many of them this learner trains on; 0 = all. Each learner chooses, so that
       slow devices take as long for a step as fast ones.
-    shards: V, the number of shards; at least the largest number of learners.
+    shards: V, the number of shards; at least the largest number of learners. Not with `local`.
     seed: of the shuffle; the same on every learner of a run.
     eval_batches: how many batches of the held-out files an evaluation reads.
     eval_batch_size: sequences per batch of an evaluation.
   """
 
   corpus: str = 'stdlib'
+  local: bool = False
   tokenizer: str = ''
   seq_len: int = 128
   batch_size: int = 8
@@ -228,6 +232,11 @@ class DataConfig:
       )
     if not self.corpus:
       raise ValueError("corpus is empty: use 'stdlib', a directory, or a glob of text files")
+    if self.local and self.tokenizer.startswith('bpe'):
+      raise ValueError(
+        f'data.tokenizer is {self.tokenizer!r}, with data.local each learner would train its own: '
+        'give all nodes the same file'
+      )
     if not 0 <= self.seed < 2**32:
       raise ValueError(f'seed {self.seed} is outside [0, {2**32}): choose 32 bits')
 

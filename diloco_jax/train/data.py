@@ -13,11 +13,12 @@ one slice after the other, each in an order drawn for that pass. Batch i is a pu
 windows that do not fill a batch, different ones each time. The shards start at evenly spread
 slices, so that M learners, which lease the first M shards, read all slices once before any slice
 twice (if M is a power of two, else about evenly): an epoch is V / M passes. Shards need no more of
-a window than random access, so images with captions have them too.
+a window than random access, so images with captions have them too. With `data.local` a learner
+reads all of its own files in every pass.
 """
 
+import contextlib
 import dataclasses
-import hashlib
 import io
 import pathlib
 import zlib
@@ -86,7 +87,7 @@ def load_corpus(source: str, tokenizer: str = '') -> Corpus:
       train_ids, eval_ids = (np.frombuffer(b''.join(part), np.uint8) for part in parts)
       return _split(train_ids, eval_ids)
     loaded = tokenizer_lib.load(tokenizer, source)
-    digest = hashlib.sha256(tokenizer_lib.file(tokenizer, source).read_bytes()).hexdigest()
+    digest = tokenizer_lib.digest(tokenizer, source)
     build = lambda new: _write_ids(files, loaded, new)
     folder = corpus_files.cached(f'ids of {digest}', source, build)
   except ValueError as error:
@@ -203,7 +204,11 @@ def first_slice(shard: int, shards: int) -> int:
 
 
 def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Shard:
-  """Returns a shard of a source. Raises ValueError: no such shard, or too little data."""
+  """Returns a shard of a source; with `local` all of it, in an order drawn for this number. Raises
+  ValueError: no such shard, or too little data."""
+  if config.local:
+    seed = int(np.random.SeedSequence([config.seed, shard]).generate_state(1)[0])
+    config, shard = dataclasses.replace(config, shards=1, seed=seed), 0
   if not 0 <= shard < config.shards:
     raise ValueError(
       f'shard {shard} is outside [0, {config.shards}): read an existing one or '
@@ -218,6 +223,14 @@ def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Sha
       f'({need}): use more text, fewer shards or a smaller batch'
     )
   return Shard(examples, config, shard)
+
+
+def found(config: config_lib.DataConfig) -> bool:
+  """False on a node without files where learners have theirs: the syncer, which evaluates then
+  nothing."""
+  with contextlib.suppress(ValueError):
+    return not config.local or bool(corpus_files.list_files(config.corpus))
+  return False
 
 
 def digest(source: Source, config: config_lib.DataConfig) -> str:

@@ -78,24 +78,24 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
   corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus, data.tokenizer))
   tokenizer = functools.cache(lambda: tokenizer_lib.load(data.tokenizer, data.corpus))
 
-  def digest() -> str:
+  def checked() -> data_lib.Corpus:
     if tokenizer().size > model.vocab_size:
       raise ValueError(
         f'tokenizer {data.tokenizer!r} has {tokenizer().size} ids, model.vocab_size is '
         f'{model.vocab_size}: raise it, on a TPU to a multiple of 128'
       )
-    return data_lib.digest(corpus(), data)
+    return corpus()
 
   return task_lib.Task(
     init=functools.partial(initial_params, model),
     loss=functools.partial(loss, model),
-    batches=lambda shard: data_lib.make_shard(corpus(), data, shard),
+    batches=lambda shard: data_lib.make_shard(checked(), data, shard),
     tokens_per_batch=data.rows * data.seq_len,
-    eval_batches=lambda: data_lib.eval_batches(corpus(), data),
+    eval_batches=lambda: data_lib.eval_batches(corpus(), data) if data_lib.found(data) else (),
     label=label,
     partition=PARTITION,
     matrices=MATRICES,
-    data_digest=digest,
+    data_digest=lambda: data_lib.digest(checked(), data),
     tokenizer=tokenizer,
     logits=functools.partial(apply, model),
     flops_per_token=flops_lib.decoder(model, data.seq_len),

@@ -84,7 +84,8 @@ class Task:
       by their names (`measured`). `sharding` is that of the batch axis on the learner's mesh, for
       `jax.lax.with_sharding_constraint`; a model may ignore it.
     batches: shard in [0, config.data.shards) -> its batches. Each learner leases another
-      shard, so two shards should not have the same batches at the same time.
+      shard, so two shards should not have the same batches at the same time. With `data.local`
+      the number of this learner, any from 0 -> batches of all data of its own.
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
     label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
@@ -101,7 +102,8 @@ class Task:
       AdamW has the rest, and what maps to None. Weight decay is for tensors of several axes. What
       maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
       has: without Muon and without decay.
-    data_digest: a text that differs if the data does; compared when a learner joins.
+    data_digest: a text that differs if the data does; compared when a learner joins, but not asked
+      for with `data.local`. The syncer then makes the task, too, without the learners' data.
     tokenizer: of a task of text, whose batches are windows of L + 1 ids: gives losses in bits per
       byte as well, and, with `logits`, the text of `diloco sample`.
     logits: (params, ids_BxL) -> logits_BxLxV of the id that follows each position.

@@ -6,6 +6,7 @@ trained on the corpus itself, byte-level BPE. All but bytes need the extra [data
 """
 
 import functools
+import hashlib
 import importlib
 import pathlib
 import types
@@ -89,6 +90,11 @@ def file(name: str, corpus: str) -> pathlib.Path:
     ) from None
   build = lambda new: _train_bpe(size, corpus, new / 'tokenizer.json')
   return corpus_files.cached(f'bpe {size}', corpus, build) / 'tokenizer.json'
+
+
+def digest(name: str, corpus: str) -> str:
+  """Differs if the ids of a text do. Raises ValueError, as `file`."""
+  return hashlib.sha256(file(name, corpus).read_bytes()).hexdigest() if name else ''
 
 
 def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:

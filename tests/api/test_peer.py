@@ -101,12 +101,16 @@ def _threads(*calls):
 
 
 def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd):
-  """What they measure is in their folders; the syncer's own tells of both, too."""
+  """What they measure is in their folders; the syncer's own tells of both, too. Each has its own
+  data."""
   losses, place, told = {'l0': [], 'l1': []}, tmp_path / 'l0', lambda loss: {'loss': loss, 'two': 2}
-  with diloco_jax.run_syncer(total_steps=120, sync=_sync(), workdir=tmp_path / 'run') as server:
+  own = {'shards': None}
+  with diloco_jax.run_syncer(
+    total_steps=120, sync=_sync(), workdir=tmp_path / 'run', **own
+  ) as server:
     ends = _threads(
-      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place),
-      lambda: _loop(server, 'l1', losses['l1'], seed=1),  # takes version 0 from the syncer
+      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place, **own),
+      lambda: _loop(server, 'l1', losses['l1'], seed=1, **own),  # takes version 0 from the syncer
     )
     merged = server.wait(_DEADLINE_S)
   rows = list(diloco_jax.records(place))

@@ -78,6 +78,23 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
   assert heard == [True]
 
 
+def test_two_learners_with_the_same_text_of_their_own_run_to_the_end(tmp_path):
+  """All of it is merged, nothing is a duplicate, and the syncer reads nobody's files."""
+  config = _config(MORE)
+  for name in ('l0', 'l1'):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'notes.txt').write_text('the same few words of both of them\n' * 400)
+  config.data.corpus, config.data.local = str(tmp_path / '{node}'), True
+  exits = single_controller.run(config, tmp_path / 'run').exits
+  assert {one.code for one in exits.values()} == {0}, exits
+  assert not _facts(tmp_path / 'run', 'syncer', 'eval')
+  ledger = _facts(tmp_path / 'run', 'syncer', 'ledger')[-1]
+  assert ledger['merged'] == ledger['fragments'] * ledger['trained'] > 0, ledger
+  losses = {name: [row['loss'] for row in _facts(tmp_path / 'run', name, 'step')] for name in exits}
+  assert losses.pop('syncer') == [] and all(one[-1] < one[0] - 1.0 for one in losses.values())
+  assert losses['l0'] != losses['l1'], 'both have read their text in the same order'
+
+
 def test_stacked_layers_in_bfloat16_learn_with_anchors_in_float32(tmp_path):
   """Learners of two devices and the syncer hold the same bits all the time. The trained
   model has the type of the parameters."""

@@ -266,6 +266,32 @@ def test_learners_with_other_data_do_not_agree(config, tmp_path):
   assert len(found) == 1 and found[0].startswith('data ')
 
 
+def test_learners_with_files_of_their_own_agree_on_the_tokenizer_only(config, tmp_path):
+  """The syncer has no file. A learner that has none is told so, by the name of its own folder."""
+  for name in ('l0', 'l1'):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'notes.txt').write_text(f'what {name} has written ' * 400)
+  config.data.corpus, config.data.local = str(tmp_path / '{node}'), True
+  config.data.batch_size = 4
+  config.validate()
+  syncer, l0, l1 = (build.assemble(config.of(node)) for node in ('syncer', 'l0', 'l1'))
+  assert syncer.agreement == l0.agreement == l1.agreement
+  assert syncer.task.eval_batches() == ()
+  read = [np.sort(one.task.batches(number)[0]).tobytes() for number, one in enumerate((l0, l1))]
+  assert read[0] != read[1]
+  with pytest.raises(ValueError, match='l2'):
+    build.assemble(config.of('l2')).task.batches(2)
+  config.data.shards, config.data.seed = 1, 5
+  assert build.assemble(config.of('l1')).agreement == l1.agreement
+  config.data.tokenizer = str(tmp_path / 'a.json')
+  (tmp_path / 'a.json').write_text('{}')  # only a learner that reads a text loads it
+  (found,) = agreement.differences(build.assemble(config.of('l1')).agreement, l1.agreement)
+  assert found.startswith('tokenizer ')
+  config.data.tokenizer = 'bpe(size=300)'
+  with pytest.raises(ValueError, match='each learner would train its own'):
+    config.validate()
+
+
 def test_learners_of_one_run_may_train_on_unequal_shares_of_a_batch(config):
   """They agree, count other tokens, and none of them is more than the syncer believes."""
   syncer = build.assemble(config)

@@ -18,6 +18,7 @@ from flax import nnx
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, own_model
+from diloco_jax.protocol import agreement
 from diloco_jax.storage import arrays
 from diloco_jax.transport import addresses, listen
 
@@ -242,6 +243,10 @@ def test_a_parameter_called_value_keeps_its_name():
 
 def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
   assert own_model.config(np.int64(10), None, 4) == own_model.config(10, None, 4)
+  shared, own = (
+    own_model.complete(_MODEL, own_model.config(9, _CONFIG.sync, n)) for n in (1, None)
+  )
+  assert len(agreement.differences(shared.agreement, own.agreement)) == 2, 'local, and no shards'
   with pytest.raises(ValueError, match='train.steps is 10.0, a float; it must be int'):
     own_model.config(10.0, None, 4).validate()
 

@@ -1709,6 +1709,40 @@ def leased_during_a_merge(original):
   return lambda self, shard: False
 
 
+@mutant(
+  'A learner with data of its own gets the number of another one that is away.',
+  shards.Shards,
+  '_number',
+  'I21 I21a',
+)
+def number_of_another(original):
+  def _number(self, former):
+    taken = [number for number in range(9) if number not in self._holders and number != former]
+    return min(taken) if self._merged.keys() & set(taken) else original(self, former)
+
+  return _number
+
+
+@mutant(
+  'A learner with data of its own that returns begins them again, under a new number.',
+  shards.Shards,
+  '_number',
+  'I21a',
+)
+def number_not_kept(original):
+  return lambda self, former: original(self, None)
+
+
+@mutant(
+  'Learners with data of their own wait for one of V shards.',
+  shards.Shards,
+  '__init__',
+  'I21a',
+)
+def own_data_are_leased(original):
+  return lambda self, shards, fragments, local: original(self, 3 if local else shards, fragments)
+
+
 def _says_one_batch_too_early(original):
   def send(self, message, payload_id=None):
     if isinstance(message, messages.Contribution) and message.cursor > message.steps:

@@ -269,8 +269,8 @@ class Membership:
     """Closes the session of a reader that has contributed nothing for a lease, if nothing of it was
     ever merged, for a learner of which something was: ids that only read cannot keep a learner of
     the run out. Returns whether there was one."""
-    if not self._ledger.merged(member.learner):
-      return False
+    if self._config.local or not self._ledger.merged(member.learner):
+      return False  # with data of its own it waits for the end of an outer step, not for a shard
     for reader in self._members.live():
       idle = not reader.contributed and now_ns - reader.entered_ns >= self._config.lease_ns
       if reader.held_versions and idle and not self._ledger.merged(reader.learner):

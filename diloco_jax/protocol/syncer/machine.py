@@ -107,7 +107,7 @@ class SyncerMachine:
       self._links,
       self._out,
     )
-    self._shards = shards_lib.Shards(config.data_shards, config.fragments)
+    self._shards = shards_lib.Shards(config.data_shards, config.fragments, bool(config.local))
     self._gathering = gathering_lib.Gathering(
       config,
       self._members,

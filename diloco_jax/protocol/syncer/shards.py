@@ -18,6 +18,11 @@ steps since then are unsettled, not lost. A disconnected member keeps its shard 
 learner needs one and none is free. A restarted syncer may not know the latest readers, so it
 accepts the claims of processes that reconnect. In every case a contribution counts only if none of
 its batches was merged for its fragment before.
+
+With `data.local` each learner has data of its own. Its batches then have a *number* in the place of
+a shard: the one that it had before, or one under which nothing was ever merged. So no learner waits
+for a number, none ever reads on under that of another, and each batch of a learner's own data
+counts once. Nothing is known of the data themselves: two learners may have the same text.
 """
 
 from collections.abc import Collection, Iterable
@@ -27,10 +32,11 @@ from diloco_jax.protocol import messages
 
 
 class Shards:
-  """The shards of a run: holders, and cursors per fragment."""
+  """The shards of a run: holders, and cursors per fragment. `local`: they are numbers of learners'
+  own data."""
 
-  def __init__(self, shards: int, fragments: int):
-    self._shards, self._fragments = shards, fragments
+  def __init__(self, shards: int, fragments: int, local: bool = False):
+    self._shards, self._fragments, self._local = shards, fragments, local
     self._holders: dict[int, str] = {}
     self._merged: dict[int, list[int]] = {}  # per fragment: the end of the merged batches
     # sync: (learner, shard, fragment, cursor) of its participants, applied if they are merged
@@ -59,10 +65,11 @@ class Shards:
       live: ids that keep their shards.
       steps: of its incarnation: it has read at most so many batches behind a committed one.
     """
-    if claim is not None and self._may_keep(learner, claim, steps):
+    if claim is not None and self._may_keep(learner, claim, former, steps):
       return self._hold(learner, claim)
     self.give_back(learner)
-    unheld = [shard for shard in range(self._shards) if shard not in self._holders]
+    candidates = [self._number(former)] if self._local else range(self._shards)
+    unheld = [shard for shard in candidates if shard not in self._holders]
     free = [shard for shard in unheld if not self._moving(shard)]
     if former in free:
       return self._begin(learner, former)
@@ -74,7 +81,17 @@ class Shards:
       ]
     return self._begin(learner, min(free, key=self._order)) if free else None
 
-  def _may_keep(self, learner: str, claim: messages.ShardPosition, steps: int) -> bool:
+  def _number(self, former: int | None) -> int:
+    """Of a learner's own data: the number that it had, or one that no merge has seen."""
+    if former is not None and former not in self._holders:
+      return former
+    moving = {move[1] for moves in self._moves.values() for move in moves}
+    used = self._holders.keys() | self._merged.keys() | moving
+    return min(number for number in range(len(used) + 1) if number not in used)
+
+  def _may_keep(
+    self, learner: str, claim: messages.ShardPosition, former: int | None, steps: int
+  ) -> bool:
     """Whether no other learner reads the shard, or has read it past the claimed position, and the
     process can have come so far: batches before a cursor that was merged are read by nobody."""
     if not claim.shard < self._shards:
@@ -82,6 +99,8 @@ class Shards:
     holder = self._holders.get(claim.shard)
     unknown = holder is None and not self._moving(claim.shard)
     committed = self.committed(claim.shard)
+    if self._local and committed and claim.shard != former:
+      unknown = False  # it is the number of another learner, which is away
     possible = committed <= claim.cursor <= committed + steps
     return possible and (holder == learner or unknown)
 

@@ -199,12 +199,14 @@ def draw(seed: int) -> Setting:
   if config_lib.ADOPT[config.adopt] == 'overwrite':
     how = random_streams.random_stream(seed, 'blend').choice(('overwrite', 'blend'))
     config = dataclasses.replace(config, adopt=config_lib.ADOPT.index(how))
+  local = random_streams.random_stream(seed, 'local').choice((0, 0, 0, 1))
   keeping = random_streams.random_stream(seed, 'keeping')
   wait = random_streams.random_stream(seed, 'wait')
   config = dataclasses.replace(
     config,
     wait_for=config_lib.WAIT_FOR.index(wait.choice(('quorum', 'quorum', 'quorum', 'live'))),
     keep_every=keeping.choice([0, 0, 7, 20]),
+    local=local,
   )
   net, hardware = (
     random_streams.random_stream(seed, 'links'),

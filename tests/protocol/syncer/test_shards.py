@@ -172,6 +172,36 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
   machine.check()
 
 
+# --- Data of their own ----------------------------------------------------------------------------
+
+
+def test_each_learner_with_data_of_its_own_has_a_number_of_its_own_for_good():
+  made = shards.Shards(10**6, fragments=2, local=True)
+  assert [made.assign(f'l{n}', None, None, {'l0'}).shard for n in range(40)] == [*range(40)]
+  move(made, 1, 8)
+  made.merge(4, 0, [('l2', said(2, 6))])
+  for name in ('l1', 'l2', 'l3'):
+    made.give_back(name)
+  # That of l3, which nothing was merged of, is free; that of l1 waits for l1, however long.
+  assert made.assign('new', None, None, set()) == ShardPosition(3, 0)
+  assert made.assign('newer', ShardPosition(1, 8), None, set(), steps=9) == ShardPosition(40, 0)
+  assert made.assign('l1', None, 1, set()) == ShardPosition(1, 8)
+  assert made.assign('l2', None, 2, set()) is None, 'an outer step may move its cursor'
+  made.end(4, (), made=True)
+  assert made.assign('l2', None, 2, set()) == ShardPosition(2, 6)
+  assert not made.all_read({f'l{n}' for n in range(40)})
+  made.check()
+
+
+def test_nobody_waits_for_data_of_its_own():
+  """More learners than shards, one of which is away for hours."""
+  seen = Recording(**TWO, total_steps=60, local=1)
+  seen.start('l0', 'l1').run(500)
+  seen.start('l2').run(1000)
+  assert [joined.shard for _, joined in seen.sent(messages.Joined)] == [0, 1, 2]
+  assert not [one for one in seen.of(actions.Say) if 'waits' in one[2].text]
+
+
 # --- A learner moves ------------------------------------------------------------------------------
 
 

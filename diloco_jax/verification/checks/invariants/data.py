@@ -67,7 +67,8 @@ class LeasesJoin(invariant.Invariant):
   id = 'I21a'
   sentence = (
     'A learner is placed on a data shard exactly at the committed cursor, or where the same '
-    'process stopped; no two live learners hold one shard.'
+    'process stopped; no two live learners hold one shard. With data of its own it gets the '
+    'number under which its batches were merged, or else a new one, and nobody waits for others.'
   )
 
   @invariant.on(SYNCER, messages.Joined)
@@ -79,6 +80,10 @@ class LeasesJoin(invariant.Invariant):
         self.fail(send, f'{other.join.learner} reads this data shard')
     if not said.shard < self.config.data_shards:
       self.fail(send, f'there are {self.config.data_shards} data shards')
+    readers = book.lineage.readers
+    own = [number for number, learner in readers.items() if learner == peer.join.learner]
+    if self.config.local and said.shard not in (own or {said.shard} - readers.keys()):
+      self.fail(send, f'its batches were merged under {own}, others under {readers}')
     if (said.shard, said.cursor) == peer.claim and said.cursor >= committed:
       return
     if said.cursor != committed:
@@ -86,6 +91,11 @@ class LeasesJoin(invariant.Invariant):
     for gather in book.gathers.values():
       if gather.record and any(shard == said.shard for shard, *_ in gather.record.batches):
         self.fail(send, f'the outer step of sync {gather.sync} may move its cursor')
+
+  @invariant.on(SYNCER, facts.Member)
+  def waits(self, book: SyncerBook, now_ns: int, member: facts.Member, event: Event) -> None:
+    if self.config.local and member.state == 'waits':
+      self.fail(member)
 
 
 class HonestReader(invariant.Invariant):

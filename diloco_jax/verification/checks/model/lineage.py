@@ -153,6 +153,7 @@ class Lineage:
   norms: dict[int, 'Norms'] = dataclasses.field(default_factory=dict)  # by fragment
   # (data shard, fragment): the end of the batches that were merged.
   batches: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+  readers: dict[int, str] = dataclasses.field(default_factory=dict)  # whose were merged last
 
   def copy(self) -> 'Lineage':
     lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
@@ -164,6 +165,7 @@ class Lineage:
       merged_upto=dict(self.merged_upto),
       norms={p: one.copy() for p, one in self.norms.items()},
       batches=dict(self.batches),
+      readers=dict(self.readers),
     )
 
   def committed(self, shard: int) -> int:
@@ -300,6 +302,7 @@ class Record:
           holder.refused |= {p}
       else:
         lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
+        lineage.readers[shard] = one.learner
     self._screen(lineage)
 
   def _screen(self, lineage: Lineage) -> None:
