@@ -11,16 +11,24 @@ thin link is merged later or not at all.
 import dataclasses
 import functools
 import itertools
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network as network_lib
+from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions, links
+from diloco_jax.verification.virtual import on_time as on_time_lib
+from experiments.goodput import machines
 
 GBIT = 1e9 / 8  # bytes
+TOKENS = machines.TOKENS
+LIMIT_NS = 10**7 * engine_lib.SECOND
 DOUBLINGS, HALVINGS = 40, 5  # the found rate is at most 2 ** (1 / 2**HALVINGS) times the least
 
 
@@ -54,21 +62,16 @@ class Method:
   waits: bool = True
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-  def config(self, learners: int, periods: int) -> config_lib.ProtocolConfig:
-    """For a run of so many periods, after the last of which every learner makes one more step."""
-    ours = {'fragments': 24, 'period': 24, **self.settings}
-    return config_lib.ProtocolConfig(
-      learners=learners,
-      quorum=learners if self.waits else 1,
-      total_steps=periods * ours['period'] + 1,
-      save_steps=0,
-      **ours,
-    )
+  def config(self, learners: int) -> config_lib.ProtocolConfig:
+    """That of the paper's runs where `settings` do not say otherwise (machines.py)."""
+    quorum = learners if self.waits else 1
+    return machines.settings(learners, **{'quorum': quorum, 'overlap': 2, **self.settings})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shares:
-  """Shares of the learners' time, in the mean; `site_bytes`: a site sends, per inner step."""
+  """Of the learners' time, in the mean: the share in inner steps, the *useful* share, and the share
+  whose tokens are merged at all. `site_bytes`: what a site sends per inner step."""
 
   computing: float
   useful: float
@@ -77,27 +80,81 @@ class Shares:
 
 
 def run(method: Method, where: Where, bytes_per_s: float, periods: int) -> Shares:
-  """Runs the machines, without noise and failures, on links of so many bytes per second."""
-  config = method.config(where.learners, periods)
+  """Runs the machines without noise and failures, with links of so many bytes per second.
+
+  Args:
+    periods: measured ones, after half as many in which the run gets into its swing. A run of
+      learners that never wait has no end state on a link that is too thin: longer runs differ.
+
+  Raises:
+    RuntimeError: the learners do not get on.
+  """
+  config = method.config(where.learners)
   values = -(-round(where.parameters / config.fragments) // codecs.BLOCK) * codecs.BLOCK
+  model = links.sizes([values] * config.fragments, method.codec, method.codec)
+  names = run_config.learner_ids(where.learners)
+  counts = _Counts(names)
+  world = world_lib.World(config, 0, (counts,), model)
   lines = tuple(
     conditions.Line(bytes_per_s, bytes_per_s, 'hub' if where.hub else f'site {which % where.sites}')
     for which in range(where.learners)
   )
   delays = conditions.delays(where.delays, step_s=where.step_s)
-  found = links.predict(
-    config,
-    links.sizes([values] * config.fragments, method.codec, method.codec),
-    delays['hardware'],
-    dataclasses.replace(delays['network'], up=0.0, down=0.0, lines=lines),
-  )
-  names = found.computing
+  network = dataclasses.replace(delays['network'], up=0.0, down=0.0, lines=lines)
+  conditions.furnish(world, names, delays['hardware'], network, TOKENS)
+  for name in names:
+    world.start(name)
+  warm_up = -(-periods // 2) * config.period
+  steps = periods * config.period
+  since_ns, before = _until(world, counts, warm_up), counts.taken()
+  until_ns, after = _until(world, counts, warm_up + steps), counts.taken()
+  made, on_time, merged, sent_bytes = (new - old for new, old in zip(after, before))
+  computing = made / len(names) * where.step_s * engine_lib.SECOND / (until_ns - since_ns)
   return Shares(
-    computing=statistics.fmean(found.computing.values()),
-    useful=statistics.fmean(found.computing[name] * found.on_time[name] for name in names),
-    merged=statistics.fmean(found.computing[name] * found.merged[name] for name in names),
-    site_bytes=sum(found.up_bytes.values()) / where.sites / config.total_steps,
+    computing=computing,
+    useful=computing * on_time / (made * TOKENS * config.fragments),
+    merged=computing * merged / (made * TOKENS * config.fragments),
+    site_bytes=sent_bytes / where.sites / steps,
   )
+
+
+def _until(world: world_lib.World, counts: '_Counts', steps: int) -> int:
+  """Runs until every learner has made so many steps; returns when."""
+  limit_ns = world.now_ns + LIMIT_NS
+  done = lambda: min(counts.steps.values()) >= steps
+  world.run(limit_ns, done)
+  if not done():
+    raise RuntimeError(f'the learners make no steps: {world.stuck()}')
+  return world.now_ns
+
+
+class _Counts(observers.Observer):
+  """What the learners of a run have made, and what was merged of it."""
+
+  def __init__(self, names: Sequence[str]):
+    self.steps = dict.fromkeys(names, 0)
+    self._merged = self._sent_bytes = 0
+    self._on_time = on_time_lib.OnTime()
+
+  def taken(self) -> tuple[float, ...]:
+    """So far: steps, fragment-tokens merged in time and at all, bytes of payloads sent upward."""
+    on_time = sum(self._on_time.of.values())
+    return sum(self.steps.values()), on_time, self._merged, self._sent_bytes
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    if life.start.role == 'syncer':
+      self._on_time.turn(out, self.steps)
+      self._merged += sum(
+        one.tokens for action in out if type(action) is actions.Merge for one in action.participants
+      )
+      return
+    if type(event) is events.StepDone:
+      self.steps[life.start.node] += 1
+    for action in out:
+      if type(action) is actions.Send and action.payload_id is not None:
+        self._sent_bytes += network_lib.wire_bytes(action.message.payload.size_bytes)
 
 
 # --- Data-parallel training -----------------------------------------------------------------------
