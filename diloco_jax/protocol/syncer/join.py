@@ -44,6 +44,7 @@ from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import plausible, verdicts
@@ -83,9 +84,11 @@ class Membership:
     gathering: gathering_lib.Gathering,
     shards: shards_lib.Shards,
     screening: screening_lib.Screening,
+    links: links_lib.Links,
     out: action_list.ActionList,
   ):
     self._config = config
+    self._links = links
     self._agreement = agreement
     self._run = run
     self._screening = screening
@@ -356,6 +359,7 @@ class Membership:
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
     member.loss = progress.loss
+    self._links.reported(now_ns, member, progress.tokens)
     self._pace.report(now_ns, member, progress.clock, account.steps, new_steps)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:

@@ -34,6 +34,7 @@ MS = engine_lib.MS
 RESEND_NS = 200 * MS  # delay of a lost packet
 ECHO_NS = 400 * MS  # longest time from a message to its duplicate
 PAYLOAD_BYTES = 64  # of an encoded fragment here
+NARROW_BYTES = 32  # of a narrow one
 CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
 
 # On a pipe. An Ethernet frame of 1514 bytes carries 1448 of TCP; every 16 KiB have 34 bytes of TLS,
@@ -138,7 +139,7 @@ class Link:
     delay_ns, bytes_per_s: a slow phase.
     cut: directions that deliver nothing, of 'up' and 'down'.
     pipes: by direction; where there is one, `bulk_up_ns` or `bulk_down_ns` does not count.
-    carried: bytes that this learner has put on a pipe, by direction.
+    carried: bytes of this learner that have left through a pipe, by direction.
   """
 
   draw: random.Random
@@ -274,13 +275,14 @@ class Network:
 
     if lane in link.pipes:
       size = CONTROL_WIRE_BYTES + (0 if content is None else wire_bytes(message.payload.size_bytes))
-      link.carried[lane] += size
-      link.pipes[lane].send(
-        session.number,
-        size,
-        content is None,
-        lambda: arrive(self._after_flight(session, lane, content is None)),
-      )
+
+      def sent() -> None:
+        link.carried[lane] += size
+        lanes = session.control if content is None else session.bulk
+        lanes[lane] = max(lanes[lane], self._engine.now_ns + link.flight_ns(lane))
+        arrive(lanes[lane])
+
+      link.pipes[lane].send(session.number, size, content is None, sent)
       return
     free_ns = self._engine.now_ns + link.flight_ns(lane)
     before_ns = max(free_ns, session.control[lane])
@@ -292,13 +294,6 @@ class Network:
       arrives_ns = max(before_ns, session.bulk[lane])
     lanes[lane] = arrives_ns + link.transfer_ns(lane, payloads)
     arrive(lanes[lane])
-
-  def _after_flight(self, session: Session, lane: str, control: bool) -> int:
-    """When that arrives which has left a pipe now: not before what was sent earlier."""
-    lanes = session.control if control else session.bulk
-    time_ns = self._engine.now_ns + session.link.flight_ns(lane)
-    lanes[lane] = max(lanes[lane], time_ns)
-    return lanes[lane]
 
   def close(self, process: Any, number: int) -> None:
     session = self._sessions.get((process, number))

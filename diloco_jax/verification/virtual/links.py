@@ -10,8 +10,9 @@ The machines are the production ones; payloads have the sizes of their codecs an
 """
 
 import collections
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs
@@ -35,16 +36,18 @@ def sizes(values: Sequence[int], up: str, down: str) -> no_arrays.Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """A run from its first step to its end; every attribute but `seconds` by learner.
+  """What is made of a run's steps; every attribute but `seconds` by learner.
 
   Attributes:
+    steps: that the learner makes itself.
     computing: the share of the time until its last step in which it is in a step.
     merged, on_time: the share of its tokens that is merged at all, and in the sync for which they
       were due (on_time.py).
-    up_bytes, down_bytes: on the wire, with the headers of all layers.
-    seconds: of the run.
+    up_bytes, down_bytes: until the last step of all, on the wire, with the headers of all layers.
+    seconds: of the whole run.
   """
 
+  steps: dict[str, int]
   computing: dict[str, float]
   merged: dict[str, float]
   on_time: dict[str, float]
@@ -58,6 +61,7 @@ def predict(
   model: no_arrays.Model,
   hardware: conditions.Hardware,
   network: conditions.Network,
+  warm_up: int = 0,
   seed: int = 0,
 ) -> Prediction:
   """What happens in a run of `config.total_steps` steps.
@@ -67,6 +71,7 @@ def predict(
     model: the sizes of its payloads (`sizes`).
     hardware: durations; `step_s` and `slowness` are those of the steps without any exchange.
     network: the links, for example `lines`.
+    warm_up: so many steps come first, on links of any speed; nothing of them counts.
     seed: of noise in the durations.
 
   Raises:
@@ -75,27 +80,42 @@ def predict(
   names = run_config.learner_ids(config.learners)
   counts = _Counts()
   world = world_lib.World(config, seed, (counts,), model)
-  conditions.furnish(world, names, hardware, network, TOKENS)
+
+  def run(done: Callable[[], bool]) -> None:
+    world.run(world.now_ns + LIMIT * hardware.ns(config.total_steps), done)
+    if not done():
+      raise RuntimeError(
+        f'the run has not ended in {LIMIT} times its steps: faster links are needed'
+      )
+
+  conditions.furnish(world, names, hardware, dataclasses.replace(network, lines=()), TOKENS)
   for name in names:
     world.start(name)
-  world.run(LIMIT * hardware.ns(config.total_steps), done=lambda: world.finished)
-  if not world.finished:
-    raise RuntimeError(f'the run has not ended after {LIMIT} times its steps: {world.stuck()}')
-  time_ns = {name: counts.ended_ns[name] - counts.began_ns[name] for name in names}
+  run(lambda: all(counts.steps[name] >= warm_up for name in names))
+  conditions.furnish(world, names, hardware, network, TOKENS)
+  since_ns, before = world.now_ns, copy.deepcopy(counts)
+  run(lambda: all(world.learners[name].machine.clock >= config.total_steps for name in names))
+  carried = [{name: world.link(name).carried[lane] for name in names} for lane in ('up', 'down')]
+  run(lambda: world.finished)
+  steps = {name: counts.steps[name] - before.steps[name] for name in names}
   useful_ns = {
-    name: hardware.ns(hardware.slowness[which % len(hardware.slowness)]) * counts.steps[name]
+    name: hardware.ns(hardware.slowness[which % len(hardware.slowness)]) * steps[name]
     for which, name in enumerate(names)
   }
-  share = lambda tokens: {
-    name: tokens[name] / (TOKENS * counts.steps[name] * config.fragments) for name in names
+  open_tokens = {
+    name: TOKENS * counts.steps[name] * config.fragments - before.merged[name] for name in names
   }
-  carried = lambda lane: {name: world.link(name).carried[lane] for name in names}
+  of = lambda tokens, old: {name: (tokens[name] - old[name]) / open_tokens[name] for name in names}
   return Prediction(
-    computing={name: useful_ns[name] / time_ns[name] for name in names},
-    merged=share(counts.merged),
-    on_time=share(counts.on_time.of),
-    up_bytes=carried('up'),
-    down_bytes=carried('down'),
+    steps=steps,
+    computing={
+      name: useful_ns[name] / (counts.ended_ns[name] - max(since_ns, counts.began_ns[name]))
+      for name in names
+    },
+    merged=of(counts.merged, before.merged),
+    on_time=of(counts.on_time.of, before.on_time.of),
+    up_bytes=carried[0],
+    down_bytes=carried[1],
     seconds=world.now_ns / engine_lib.SECOND,
   )
 

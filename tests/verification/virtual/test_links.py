@@ -31,7 +31,7 @@ def test_on_good_links_everything_is_merged_on_time_and_the_bytes_are_those_of_t
   assert set(found.computing.values()) == set(found.merged.values()) == {1.0}
   assert min(found.on_time.values()) > 0.98
   for count in (*found.up_bytes.values(), *found.down_bytes.values()):
-    assert count == pytest.approx((60 + 6) * WIRE_BYTES, rel=0.05)
+    assert count == pytest.approx(60 * WIRE_BYTES, rel=0.05)
 
 
 def test_a_line_in_lock_step_costs_its_transfers():
@@ -58,3 +58,13 @@ def test_a_site_shares_its_line_and_a_thin_line_is_its_own_learners_alone():
 def test_what_the_exchange_adds_to_a_step_is_not_computing():
   found = predict(hardware=conditions.Hardware(step_s=1.0, exchange=0.25))
   assert found.computing['l0'] == pytest.approx(0.8)
+
+
+def test_what_comes_before_the_warm_up_has_ended_does_not_count():
+  thin = conditions.Network(lines=(conditions.Line(up=WIRE_BYTES / 2, down=1e8),))
+  whole = links.predict(CONFIG, SIZES, STEP, thin)
+  half = links.predict(CONFIG, SIZES, STEP, thin, warm_up=30)
+  assert (whole.steps['l0'], half.steps['l0']) == (60, 30)
+  assert half.up_bytes['l0'] == pytest.approx(whole.up_bytes['l0'] / 2, rel=0.1)
+  wide = dataclasses.replace(thin, lines=())
+  assert links.predict(CONFIG, SIZES, STEP, wide, warm_up=30).merged['l0'] == 1.0
