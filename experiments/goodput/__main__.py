@@ -33,9 +33,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
   unknown = sorted(set(_TABLE.value) - set(TABLES))
   if unknown:
-    raise app.UsageError(
-      f'there is no table {unknown[0]!r}; use some of: {", ".join(TABLES)}'
-    )
+    raise app.UsageError(f'there is no table {unknown[0]!r}; use some of: {", ".join(TABLES)}')
   out = pathlib.Path(_OUT.value)
   out.mkdir(parents=True, exist_ok=True)
   context = multiprocessing.get_context('spawn')
