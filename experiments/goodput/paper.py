@@ -31,7 +31,7 @@ SCAVENGING = {
 BANDWIDTH = (198.0, 0.84)
 # The same at a step of 1 s. Not stated: the number of sites, the model, the utilisation, the codec.
 BANDWIDTH_1S = (104.0, 1.7)
-# 12 billion parameters at four sites over links of 2 to 5 Gbit/s: more than so many times as fast as
+# 12 billion parameters, four sites, links of 2 to 5 Gbit/s: more than so many times as fast as
 # conventional synchronisation. Not stated: the step time, the utilisation.
 FASTER, FASTER_GBIT = 20.0, (2.0, 5.0)
 

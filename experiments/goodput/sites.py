@@ -82,11 +82,11 @@ def run(method: Method, where: Where, bytes_per_s: float, periods: int) -> Share
   """Runs the machines without noise and failures, with links of so many bytes per second.
 
   Args:
-    periods: measured ones, after half as many in which the run gets into its swing. A run of
-      learners that never wait has no end state on a link that is too thin: longer runs differ.
+    periods: that count, after half as many that do not. On a link that is too thin for learners
+      that never wait, queues grow and are cut for longer than that: longer runs differ.
 
   Raises:
-    RuntimeError: the learners do not get on.
+    RuntimeError: the learners make no steps.
   """
   config = method.config(where.learners)
   values = -(-round(where.parameters / config.fragments) // codecs.BLOCK) * codecs.BLOCK
@@ -105,8 +105,8 @@ def run(method: Method, where: Where, bytes_per_s: float, periods: int) -> Share
     world.start(name)
   warm_up = -(-periods // 2) * config.period
   steps = periods * config.period
-  since_ns, before = _until(world, counts, warm_up), counts.taken()
-  until_ns, after = _until(world, counts, warm_up + steps), counts.taken()
+  since_ns, before = _until(world, counts, warm_up), counts.totals()
+  until_ns, after = _until(world, counts, warm_up + steps), counts.totals()
   made, on_time, merged, sent_bytes = (new - old for new, old in zip(after, before))
   computing = made / len(names) * where.step_s * engine_lib.SECOND / (until_ns - since_ns)
   return Shares(
@@ -128,14 +128,14 @@ def _until(world: world_lib.World, counts: '_Counts', steps: int) -> int:
 
 
 class _Counts(observers.Observer):
-  """What the learners of a run have made, and what was merged of it."""
+  """The steps of the learners of a run, and what was merged of them."""
 
   def __init__(self, names: Sequence[str]):
     self.steps = dict.fromkeys(names, 0)
     self._merged = self._sent_bytes = 0
     self._on_time = on_time_lib.OnTime()
 
-  def taken(self) -> tuple[float, ...]:
+  def totals(self) -> tuple[float, ...]:
     """So far: steps, fragment-tokens merged in time and at all, bytes of payloads sent upward."""
     on_time = sum(self._on_time.of.values())
     return sum(self.steps.values()), on_time, self._merged, self._sent_bytes
