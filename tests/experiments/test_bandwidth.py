@@ -49,12 +49,12 @@ def test_learners_behind_one_link_share_it():
 def test_decoupled_learners_compute_at_any_rate_and_need_the_mean_traffic():
   traffic = sites.run(DECOUPLED, TWO, 100 * GBIT, periods=1).site_bytes  # one step takes 1 s
   assert traffic == pytest.approx(network.wire_bytes(int(TWO.parameters * 17 / 32)) / 24, rel=0.03)
-  enough, too_thin = (sites.run(DECOUPLED, TWO, traffic * part, 1) for part in (1.1, 0.7))
+  enough, too_thin = (sites.run(DECOUPLED, TWO, traffic * part, 3) for part in (1.1, 0.7))
   assert enough.computing == too_thin.computing == 1
-  assert enough.useful == 1 > 0.9 > too_thin.useful
+  assert enough.useful > 0.999 and too_thin.useful < 0.9
   # Twice the values in steps of twice the time are the same run.
   double = dataclasses.replace(TWO, parameters=2e9, step_s=2.0)
-  assert sites.run(DECOUPLED, double, traffic * 1.1, 1).useful == 1
+  assert sites.run(DECOUPLED, double, traffic * 1.1, 3).useful > 0.999
 
 
 def test_the_search_ends_above_the_greatest_rate_that_is_too_little():
