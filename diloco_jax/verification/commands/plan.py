@@ -28,9 +28,6 @@ _STEP_S = flags.DEFINE_list(
 _LINK = flags.DEFINE_list('link', [], 'Links of the learners, see above; default: of any speed.')
 _LATENCY_MS = flags.DEFINE_float('latency_ms', 0.0, 'Of each link, one way.', 0.0)
 _PARAMETERS = flags.DEFINE_float('parameters', None, 'Of a model that is not in the config.', 1e3)
-_STEP_TOKENS = flags.DEFINE_float(
-  'step_tokens', None, "Of a learner's inner step; default: of the config's task.", 1.0
-)
 _TOKENS = flags.DEFINE_float('tokens', None, 'To train on; default: those of train.steps.', 1.0)
 _JSON = flags.DEFINE_bool('json', False, 'Print everything as JSON, in bytes and seconds.')
 
@@ -51,25 +48,25 @@ def main(argv: list[str]) -> None:
     found = plan.facts(run, step_tokens, _TOKENS.value)
   print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
   if not found['fits']:
-    raise cli.NeverRetry(f'this run does not fit its links: {found["change"]}')
+    raise cli.NeverRetry(f'this run does not fit its {found["change"]}')
 
 
-def _run(config: run_config.Config) -> tuple[Any, float | None]:
-  """The run of the flags, and the tokens of a learner's step. Raises ValueError."""
+def _run(config: run_config.Config) -> tuple[Any, int]:
+  """The run of the flags, and the tokens of a learner's step (0: not known). Raises ValueError."""
   from diloco_jax.config import build
-  from diloco_jax.numerics import codecs
   from diloco_jax.verification.virtual import plan
 
-  sync, step_tokens = config.sync, _STEP_TOKENS.value
+  sync, step_tokens = config.sync, 0
   if _PARAMETERS.value:
-    blocks = -(-int(_PARAMETERS.value) // (sync.fragments * codecs.BLOCK))
-    values = (blocks * codecs.BLOCK,) * sync.fragments
+    values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
   elif config.task == run_config.OWN_LOOP:
     raise ValueError('this config has no model: say how large it is, as --parameters=25e6')
   else:
     assembled = build.assemble(config, data=False)
     values = tuple(map(assembled.layout.size, range(sync.fragments)))
-    step_tokens = step_tokens or assembled.protocol.max_step_tokens
+    step_tokens = assembled.protocol.max_step_tokens
+  if _TOKENS.value and not step_tokens:
+    raise ValueError('--tokens needs a config with a model, which says how many are in a step')
   try:
     step_s = tuple(map(float, _STEP_S.value))
   except ValueError:
@@ -81,6 +78,7 @@ def _run(config: run_config.Config) -> tuple[Any, float | None]:
     values=values,
     up=sync.codec_up,
     down=sync.codec_down,
+    slow=sync.codec_up_slow,
     step_s=step_s,
     lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
     latency_s=_LATENCY_MS.value / 1e3,
@@ -106,37 +104,43 @@ def links(words: list[str], names: list[str]) -> tuple[Any, ...]:
         f'--link={word}: write a rate as 50Mbit, or up and down as 50Mbit/1Gbit, perhaps of some '
         f'learners as l1=10Mbit or l0+l1=10Mbit; the learners are {", ".join(names)}'
       )
-    site = part[1] if len(of) > 1 and part[1] else ''
+    site = part[1] if part[1] and len(of) > 1 else ''
     lines |= dict.fromkeys(of, conditions.Line(rates[0], rates[-1], site))
   return tuple(lines.values()) if words else ()
 
 
 def _lines(name: str, run: Any, found: dict[str, Any]) -> list[str]:
   """The plan, at most 80 columns."""
-  protocol, syncer, other = run.protocol, found['syncer'], found['data_parallel']
+  protocol, shares, size = run.protocol, found['learners'], header.size
+  needed = found['needed_bytes_per_s']
+  enough = f'{_bits(needed)} each way for each learner' if needed else 'none is enough'
   rows = {
     name: f'{found["parameters"]:,} parameters in {protocol.fragments} fragments, '
     f'{protocol.learners} learners',
     'settings': f'H = {protocol.period}, tau = {protocol.overlap}, ahead = {protocol.ahead}, '
     f'{run.up} up, {run.down} down',
-    'a period': f'{header.size(found["up_bytes"])} up, {header.size(found["down_bytes"])} down for '
-    'each learner, headers included',
-    'bandwidth': f'{_bits(found["needed_bytes_per_s"])} each way for each learner; '
-    f'on average {_bits(run.mean_bytes_per_s)}',
-    'data-parallel': f'{_bits(other["bytes_per_s"])}, so that an all-reduce of bfloat16 takes a '
-    'step',
-    'syncer': f'{header.size(syncer["memory_bytes"])} of memory, {syncer["cores"]:.2f} cores, '
-    f'{_bits(syncer["bytes_per_s"])} in and out',
-    'time': f'{header.duration(found["seconds"])} for {found["what"]}',
+    'a period': f'{size(found["up_bytes"])} up, {size(found["down_bytes"])} down for each learner, '
+    'headers included',
+    'bandwidth': f'{enough}; on average '
+    + _bits(max(found['up_bytes'], found['down_bytes']) / run.period_s),
+    'data-parallel': f'{_bits(found["data_parallel_bytes_per_s"])}, so that an all-reduce of '
+    'bfloat16 takes a step',
+    'syncer': f'{size(found["syncer_memory_bytes"])} of memory, {found["syncer_cores"]:.2f} cores, '
+    f'{_bits(found["syncer_bytes_per_s"])} in and out together',
+    'time': f'{header.duration(found["seconds"])} for '
+    + (f'{_TOKENS.value:.3g} tokens' if _TOKENS.value else f'{protocol.total_steps:,} steps'),
   }
-  width = max(map(len, rows)) + 2
-  lines = [f'{row:{width}}{text}' for row, text in rows.items()]
-  lines += ['', f'{"link of":{width}}{"up":>12}{"down":>13}  computes  merged  when due']
-  for names, row in found['links'].items():
-    shares = (row[one] for one in ('computing', 'merged', 'on_time'))
+  lines = [f'{row:15}{text}' for row, text in rows.items()]
+  lines += [
+    '',
+    f'{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}',
+  ]
+  for m, learner in enumerate(shares['steps']):
+    up, down, _ = run.lines[m % len(run.lines)] if run.lines else (0, 0, '')
+    columns = zip(('computing', 'merged', 'on_time'), (10, 8, 10))
     lines.append(
-      f'{names:{width}}{_bits(row["up"]):>12}{_bits(row["down"]):>13}'
-      + ''.join(f'{share:{size}.0%}' for share, size in zip(shares, (10, 8, 10)))
+      f'{learner:15}{_bits(up):>12}{_bits(down):>13}'
+      + ''.join(f'{shares[one][learner]:{width}.0%}' for one, width in columns)
     )
   return lines
 
@@ -147,9 +151,5 @@ def _bits(bytes_per_s: float) -> str:
   >>> _bits(1.25e6), _bits(0)
   ('10 Mbit/s', 'any')
   """
-  if bytes_per_s == float('inf'):
-    return 'no bandwidth is enough'
-  for unit, size in (('G', 125e6), ('M', 125e3), ('k', 125.0)):
-    if bytes_per_s >= size:
-      return f'{bytes_per_s / size:.3g} {unit}bit/s'
-  return f'{bytes_per_s * 8:.3g} bit/s' if bytes_per_s else 'any'
+  unit = next((unit for unit in 'GM' if bytes_per_s >= _UNITS[unit]), 'k')
+  return f'{bytes_per_s / _UNITS[unit]:.3g} {unit}bit/s' if bytes_per_s else 'any'

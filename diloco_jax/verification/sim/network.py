@@ -70,17 +70,15 @@ class Pipe:
     """Queues so many bytes; calls `done` when the last of them has left."""
     self._settle()
     queue = self._queues.setdefault(session, [])
-    place = len(queue)
-    if control:
-      place = next((n for n in range(place, 0, -1) if queue[n - 1][2]), 0)
-      room = self._window_bytes() * engine_lib.SECOND - sum(left for left, *_ in queue[:place])
-      while place < len(queue) and queue[place][0] <= room:
-        room -= queue[place][0]
-        place += 1
-      if place < len(queue) and room > 0:  # the bytes of this payload that left the sender
-        queue[place][0] -= room
-        queue.insert(place, [room, None, False])
-        place += 1
+    place, room = 0, self._window_bytes() * engine_lib.SECOND  # what was handed over
+    last = max((n for n, item in enumerate(queue) if item[2]), default=-1)
+    while place < len(queue) and (not control or place <= last or queue[place][0] <= room):
+      room -= queue[place][0]
+      place += 1
+    if place < len(queue) and room > 0:  # a part of a payload
+      queue[place][0] -= room
+      queue.insert(place, [room, None, False])
+      place += 1
     queue.insert(place, [size * engine_lib.SECOND, done, control])
     self._plan_next()
 
@@ -361,18 +359,19 @@ class Network:
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
 
+    if dead:
+      self._forget(session, side)
+    else:
+      self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
+
     def tell_other() -> None:
       flight_ns = session.link.flight_ns(lane)
       time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
       self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
 
     if lane in session.link.pipes:
-      session.link.pipes[lane].send(session.number, CONTROL_WIRE_BYTES, False, tell_other)
-    if dead:
-      self._forget(session, side)
+      session.link.pipes[lane].send(session.number, 0, False, tell_other)
     else:
-      self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
-    if lane not in session.link.pipes:
       tell_other()
 
   def _hang_up(self, session: Session, side: str, reason: str) -> None:
