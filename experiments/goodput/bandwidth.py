@@ -49,6 +49,12 @@ SITES = "Gbit/s of a site's link: 12B, 8 learners, steps of 1 s"
 BEFORE = "Gbit/s of a site's link: 10B, 2 sites, H=100, steps of 0.8 s"
 ASSUMING = 'Gbit/s for 90 % at 8 sites, other things assumed'
 FASTER = 'times as fast as data-parallel training: 12B, 4 sites'
+SYNCER = 'shortest step in s for 90 %: 12B, 8 sites, one syncer process'
+
+# GB/s each way through one syncer process, as measured with 8 sessions and payloads of 16 MiB: on one
+# core, with 0.83 CPU-ns for a byte to it and 0.61 for one from it; on any number of cores, since
+# for 0.37 ns of each byte it needs Python's lock. Work on arrays is not counted.
+PROCESS = {'one core': 1 / 1.44, "Python's lock": 1 / 0.74}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +144,18 @@ def faster(gbit_s: float, step_s: float, periods: int) -> list[Figure]:
   ]
 
 
+def shortest(row: str, limit: str, effort: Effort) -> list[Figure]:
+  """The shortest step whose payloads pass through one syncer process, on links without limit."""
+  where = sites.Where(hub=True)
+
+  def share(step_s: float) -> float:
+    at = dataclasses.replace(where, step_s=step_s)
+    return sites.run(METHODS[row], at, PROCESS[limit] * 1e9, effort.periods).useful
+
+  (step_s,) = sites.needed(share, effort.shares, 1.0, effort.halvings).values()
+  return [Figure(what=SYNCER, made=MACHINES, row=row, column=limit, ours=step_s)]
+
+
 def table(quick: bool) -> Table:
   """`quick`: one share, one period, two learners."""
   effort = Effort(shares=(0.9,), periods=1, halvings=2) if quick else Effort()
@@ -160,6 +178,9 @@ def table(quick: bool) -> Table:
       add(f'{gbit_s:g} Gbit/s, {step_s:g} s', 0.3, faster, gbit_s, step_s, effort.periods)
   for row in () if quick else ASSUMED:
     add(row, 6, assuming, row, one)
+  for row in () if quick else ('Decoupled, int8', 'Decoupled, int4'):
+    for limit in PROCESS:
+      add(f'{row}, {limit}', 6, shortest, row, limit, one)
   return Table(
     title='Bandwidth between sites, by useful share of the time',
     jobs=jobs,
