@@ -51,7 +51,7 @@ ASSUMING = 'Gbit/s for 90 % at 8 sites, other things assumed'
 FASTER = 'times as fast as data-parallel training: 12B, 4 sites'
 SYNCER = 'shortest step in s for 90 %: 12B, 8 sites, one syncer process'
 
-# GB/s each way through one syncer process, as measured with 8 sessions and payloads of 16 MiB: on one
+# GB/s each way through one syncer process, measured with 8 sessions and payloads of 16 MiB: on one
 # core, with 0.83 CPU-ns for a byte to it and 0.61 for one from it; on any number of cores, since
 # for 0.37 ns of each byte it needs Python's lock. Work on arrays is not counted.
 PROCESS = {'one core': 1 / 1.44, "Python's lock": 1 / 0.74}
