@@ -5,8 +5,10 @@
 The settings, the rate and the steps of a cell go in, and costs that were measured before: encoding,
 adoption and what the exchange adds to a step with one core for each learner, an outer step with its
 commit (docs/performance.md), and the spread of the steps (in a trial of the same loops, with other
-programs beside them). Prints measured and predicted shares and bytes. Where nothing shapes a link,
-the kernel hands over 64 KiB with one header, so fewer headers count.
+programs beside them). Prints measured and predicted shares and bytes.
+
+A link that is not shaped, or has a burst of 64 KiB, passes so much with one header; its interface
+counts fewer headers.
 """
 
 import dataclasses
@@ -25,7 +27,8 @@ ENCODE_S = ADOPT_S = 1.3e-3 / (1 << 20)  # for each value
 EXCHANGE_S = 8.3e-3
 OUTER_STEP_S = 30e-3 / (4 << 20)  # for each value, of four learners
 SPREAD = 0.08  # of the steps
-UNSHAPED = 1.0034  # bytes of such an interface for each byte of a payload
+WHOLE = 1.0034  # bytes that such an interface counts for each byte of a payload
+BURST_S = 0.002  # of a shaped link (experiments/links/shaped.py)
 SEEDS = 4
 MBIT = 125e3
 
@@ -46,6 +49,7 @@ def predict(cell: dict[str, Any], seed: int) -> Shares:
   sync, steps, floor_s = dict(cell['sync']), round(cell['steps']), cell['floor_s']
   codecs = [sync.pop(name, 'int8') for name in ('codec_up', 'codec_down')]
   slow = sync.pop('codec_up_slow', 'int4')
+  sync.pop('checkpoint_every_syncs', None)  # saves nothing in a cell
   times = {f'{name}_ns': round(sync.pop(f'{name}_s') * 1e9) for name in ('lease', 'heartbeat')}
   warm_up = cell['period']
   config = config_lib.ProtocolConfig(
@@ -70,7 +74,8 @@ def predict(cell: dict[str, Any], seed: int) -> Shares:
     seed,
   )
   mean = lambda of: statistics.fmean(of.values())
-  counted = 1.0 if cell['mbit'] else UNSHAPED / (network.wire_bytes(10**9) / 1e9)
+  cut = 0 < cell['mbit'] * MBIT * BURST_S < 1 << 16
+  counted = 1.0 if cut else WHOLE / (network.wire_bytes(10**9) / 1e9)
   counted /= steps + (config.overlap > 0)  # in lock step the exchange after the last one counts
   return Shares(
     mean(found.computing),

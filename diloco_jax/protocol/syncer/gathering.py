@@ -100,10 +100,10 @@ class Gathering:
   def _find(self, sync: int) -> gather_lib.Gather | None:
     return self.open.get(sync) or self.announced.get(sync)
 
-  def announce(self, sync: int, fragment: int) -> None:
+  def announce(self, now_ns: int, sync: int, fragment: int) -> None:
     """Asks every contributor for the fragment when it is due."""
     gather = self.announced[sync] = self._begin(sync, fragment)
-    self._pull_from(gather, self._members.live())
+    self._pull_from(now_ns, gather, self._members.live())
 
   def _begin(self, sync: int, fragment: int) -> gather_lib.Gather:
     gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
@@ -122,7 +122,7 @@ class Gathering:
     gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
     self._links.opened(now_ns, gather)
-    self._pull_from(gather, self._members.live())
+    self._pull_from(now_ns, gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
@@ -131,7 +131,9 @@ class Gathering:
       return self._config.lease_ns
     return self.grace.window_ns(self._config, self._members.step_ns)
 
-  def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
+  def _pull_from(
+    self, now_ns: int, gather: gather_lib.Gather, members: list[members_lib.Member]
+  ) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
     if the sync has its quorum without it."""
     able = [m.learner for m in self._members.live() if m.caught_up]
@@ -143,31 +145,30 @@ class Gathering:
       answered = member.learner in gather.payloads or asked and member.learner not in gather.waiting
       if member.caught_up and not answered and (every or member.learner in turns):
         if not asked:
-          self._links.asked(member, gather.sync)
+          self._links.asked(now_ns, member, gather.sync)
         self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    fragment = self._published.fragments[gather.fragment]
-    narrow = fragment.narrow_bytes < fragment.payload_bytes and self._links.narrow(member)
     pull = messages.Pull(
       sync=gather.sync,
       fragment=gather.fragment,
       now=gather.state != 'announced',
-      narrow=gather.asked.setdefault(member.learner, narrow),  # one sync, one answer
+      narrow=gather.asked.setdefault(member.learner, self._links.narrow(member)),
     )
     gather.waiting.add(member.learner)
     self._out.send(member.session, pull)
 
-  def enter(self, member: members_lib.Member) -> None:
+  def enter(self, now_ns: int, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
     for gather in self._in_hand():
       if not gather.merging:
-        self._pull_from(gather, [member])
+        self._pull_from(now_ns, gather, [member])
 
   def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
     for gather in self._all():
       gather.waiting.discard(learner)
+      gather.asked.pop(learner, None)
       self._out.drop(gather.withdraw(learner))
     if not self._members.by_session:
       self.grace.all_lost()
@@ -381,8 +382,9 @@ class Gathering:
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if gather.facts:  # else it was decided by the process before
-      late = tuple(name for name in gather.facts['late'] if name in names)
-      changed = {'participants': names, 'late': late, 'tokens': tokens}
+      changed = {'participants': names, 'tokens': tokens}
+      for some in ('late', 'narrow'):
+        changed[some] = tuple(name for name in gather.facts[some] if name in names)
       self._out.report(facts.Synced(**(gather.facts | changed)))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:

@@ -10,10 +10,10 @@ sees anyway, and asks less of a slow one::
                  r periods only
 
 A payload is due at the learner at the step boundary of its capture, and the learner reports that
-step: a Contribution up to `tokens_to` was due when the Progress with these tokens came. So neither
-pauses of the learner nor an idle link count. The measure is the median of three payloads in time
-per byte: one stall changes nothing, and two payloads are enough to see a change. Payloads much
-smaller than usual, whose time is the latency, are not measured.
+step: a Contribution up to `tokens_to` was due when the Progress with these tokens came, or at the
+Pull if that is later. So neither pauses of the learner nor an idle link count. The measure is the
+median of three payloads in time per byte: one stall changes nothing, and two payloads are enough to
+see a change. Payloads much smaller than usual, whose time is the latency, are not measured.
 
 `r` grows at once, because each payload too many waits in the queue of all that follow, and shrinks
 once the link would carry more with a margin. A learner that is pulled in few periods is still
@@ -24,8 +24,8 @@ The pulls of a learner are spread evenly over the r periods, so that they do not
 import math
 from collections.abc import Sequence
 
+from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import messages
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
@@ -48,6 +48,7 @@ class Links:
     members: members_lib.Members,
     payload_bytes: Sequence[int],
     narrow_bytes: Sequence[int],
+    out: action_list.ActionList,
   ):
     """Begins with no link measured.
 
@@ -57,7 +58,7 @@ class Links:
       payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient with the regular
         and with the narrow codec.
     """
-    self._config, self._members = config, members
+    self._config, self._members, self._out = config, members, out
     self._largest = max(payload_bytes)
     self._total, self._narrow_total = sum(payload_bytes), sum(narrow_bytes)
     # A link matters only where a learner trains on while its payload travels, and carries on what
@@ -95,31 +96,51 @@ class Links:
     due_ns = next((time_ns for tokens, time_ns in link.marks if tokens >= message.tokens_to), None)
     link.marks = [mark for mark in link.marks if mark[0] >= message.tokens_to]
     last_ns, link.arrived_ns = link.arrived_ns, now_ns
+    asked_ns = link.asked.get(self._number(message.sync))  # None: it is repeated
     usual = 4 * size * self._config.fragments >= self._narrow_total
-    if due_ns is not None and usual and not self._config.closing(message.sync):
-      link.samples = [*link.samples, (now_ns - max(due_ns, last_ns)) * KIB // size][-SAMPLES:]
-      self._judge(link)
+    known = due_ns is not None and asked_ns is not None
+    if known and usual and not self._config.closing(message.sync):
+      time_ns = now_ns - max(due_ns, asked_ns, last_ns)
+      link.samples = [*link.samples, time_ns * KIB // size][-SAMPLES:]
+      self._judge(member)
     self.answered(member, message.sync)
 
   def answered(self, member: members_lib.Member, sync: int) -> None:
     """The learner has answered a pull of this sync, or its payload has arrived."""
-    member.up.asked = [number for number in member.up.asked if number > self._number(sync)]
+    self._forget(member.up, self._number(sync))
 
   # --- What follows -------------------------------------------------------------------------------
 
-  def _judge(self, link: members_lib.Link) -> None:
-    ns_per_kib, slot_ns = sorted(link.samples)[len(link.samples) // 2], self.slot_ns.value
+  def _judge(self, member: members_lib.Member) -> None:
+    """Changes what is asked of the learner, if its link says so."""
+    link, slot_ns = member.up, self.slot_ns.value
     if len(link.samples) < SAMPLES or not slot_ns:
       return
-    fullest = ns_per_kib * self._total // (KIB * self._config.fragments) * PERMILLE // slot_ns
+    ns_per_kib, before = sorted(link.samples)[SAMPLES // 2], (link.narrow, link.periods)
+    payload_ns = self._mean_ns(ns_per_kib, self._total)
+    full = payload_ns * PERMILLE // slot_ns
     if self._budget_ns and self._config.lag is None:
-      fullest = max(fullest, ns_per_kib * self._largest // KIB * PERMILLE // self._budget_ns)
+      full = max(full, ns_per_kib * self._largest // KIB * PERMILLE // self._budget_ns)
     if self._narrow_total < self._total:
-      link.narrow = fullest > (FREE if link.narrow else TOO_FULL)
+      link.narrow = full > (FREE if link.narrow else TOO_FULL)
     if self._adapts:
       total = self._narrow_total if link.narrow else self._total
-      share = ns_per_kib * total // (KIB * self._config.fragments) * PERMILLE // slot_ns
+      share = self._mean_ns(ns_per_kib, total) * PERMILLE // slot_ns
       link.periods = max(_periods(share, MARGIN), min(link.periods, _periods(share, WIDE_MARGIN)))
+    if (link.narrow, link.periods) != before:
+      self._out.report(
+        facts.Link(
+          learner=member.learner,
+          narrow=link.narrow,
+          periods=link.periods,
+          payload_ns=payload_ns,
+          slot_ns=slot_ns,
+        )
+      )
+
+  def _mean_ns(self, ns_per_kib: int, total: int) -> int:
+    """The time of a payload of mean size; `total`: of the fragments' sizes."""
+    return ns_per_kib * total // (KIB * self._config.fragments)
 
   def narrow(self, member: members_lib.Member) -> bool:
     """Whether the learner is to encode with the narrow codec."""
@@ -134,17 +155,21 @@ class Links:
     link, number, fragments = member.up, self._number(sync), self._config.fragments
     if link.periods == 1:
       return True
-    lost = number - 2 * max(fragments, 2 * link.periods)  # no answer will come
-    link.asked = [one for one in link.asked if one > lost]
-    if not link.asked and number - link.asked_at >= fragments:
+    lost = number - 2 * max(fragments, 2 * link.periods)  # to older pulls no answer will come
+    waiting = sum(one > lost for one in link.asked)
+    if not waiting and number - link.asked_at >= fragments:
       return True
-    few = len(link.asked) < 2 + self._config.lead // link.periods
+    few = waiting < 2 + self._config.lead // link.periods
     return few and in_turn(number, fragments, link.periods)
 
-  def asked(self, member: members_lib.Member, sync: int) -> None:
+  def asked(self, now_ns: int, member: members_lib.Member, sync: int) -> None:
     """The learner is pulled."""
+    self._forget(member.up, self._number(sync) - 4 * max(self._config.fragments, MOST_PERIODS))
     member.up.asked_at = self._number(sync)
-    member.up.asked.append(member.up.asked_at)
+    member.up.asked[member.up.asked_at] = now_ns
+
+  def _forget(self, link: members_lib.Link, upto: int) -> None:
+    link.asked = {number: at_ns for number, at_ns in link.asked.items() if number > upto}
 
   def _number(self, sync: int) -> int:
     """The place of a sync in the schedule of all syncs."""
@@ -157,11 +182,12 @@ def in_turn(number: int, fragments: int, r: int) -> bool:
 
   >>> [n for n in range(48) if in_turn(n, 12, 5)]
   [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
-  >>> [n for n in range(48) if in_turn(n, 4, 4)]
-  [0, 7, 10, 13, 16, 23, 26, 29, 32, 39, 42, 45]
+  >>> [(n % 4, n // 4) for n in range(32) if in_turn(n, 4, 4)]  # fragment, period
+  [(0, 0), (3, 1), (2, 2), (1, 3), (0, 4), (3, 5), (2, 6), (1, 7)]
   """
-  period = number // fragments
-  return (number + period // (r // math.gcd(r, fragments))) % r == 0
+  place = number % (r * fragments)
+  turn = -(-place // r)
+  return turn < fragments and place == turn * r - turn * math.gcd(r, fragments) // fragments
 
 
 def _periods(share: int, margin: int) -> int:

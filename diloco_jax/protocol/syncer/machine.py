@@ -100,7 +100,7 @@ class SyncerMachine:
     self._shards = shards_lib.Shards(config.data_shards, config.fragments)
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._links = links_lib.Links(
-      config, self._members, payload_bytes, narrow_bytes or payload_bytes
+      config, self._members, payload_bytes, narrow_bytes or payload_bytes, self._out
     )
     self._gathering = gathering_lib.Gathering(
       config,
@@ -243,7 +243,7 @@ class SyncerMachine:
       self._open(now_ns)
     while self._may_announce():
       sync = self._pace.announce()
-      self._gathering.announce(sync, self._schedule.fragment(sync))
+      self._gathering.announce(now_ns, sync, self._schedule.fragment(sync))
     self._end(now_ns)
 
   # --- The life of a sync -------------------------------------------------------------------------

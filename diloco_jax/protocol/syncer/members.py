@@ -31,7 +31,7 @@ class Link:
     arrived_ns: of the last payload.
     samples: the newest measures, in ns per KiB.
     narrow, periods: what follows.
-    asked: the numbers of the syncs for which it was pulled, until an answer arrives.
+    asked: by the numbers of the syncs for which it was pulled: when; until an answer arrives.
     asked_at: of the newest one, answered or not.
   """
 
@@ -40,7 +40,7 @@ class Link:
   samples: list[int] = dataclasses.field(default_factory=list)
   narrow: bool = False
   periods: int = 1
-  asked: list[int] = dataclasses.field(default_factory=list)
+  asked: dict[int, int] = dataclasses.field(default_factory=dict)
   asked_at: int = 0
 
 
@@ -177,7 +177,7 @@ class Members:
       member.others_merged = False
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
-    member.up.marks, member.up.asked = [], []
+    member.up.marks, member.up.asked = [], {}
     member.heard_ns = member.entered_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member

@@ -32,7 +32,8 @@ def run_of(config, **more) -> plan.Run:
   )
 
 
-def test_the_plan_of_the_demo_is_its_arithmetic():
+def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
+  monkeypatch.setattr(plan, 'PERIODS', 3)
   run = run_of(stdlib_lm.get_config('cpu'))
   found = plan.facts(run, step_tokens=1_000, tokens=4e6)
   codec, steps_s = codecs.get('int8'), run.protocol.period * 0.1
