@@ -26,11 +26,10 @@ SCAVENGING = {
   3.0: (0.80, 0.62),
 }
 
-# Gbit/s between eight data centres: data-parallel, Decoupled. Not stated: the model, its step time,
-# the compute utilisation, the codec.
-BANDWIDTH = (198.0, 0.84)
-# The same at a step of 1 s. Not stated: the number of sites, the model, the utilisation, the codec.
-BANDWIDTH_1S = (104.0, 1.7)
+# Gbit/s between sites, data-parallel and Decoupled: of eight data centres, where neither the model,
+# its step time, the compute utilisation nor the codec is stated; and with steps of 1 s, where the
+# number of sites, the model, the utilisation and the codec are not. In all 60 to 242 times less.
+BANDWIDTH = ((198.0, 0.84), (104.0, 1.7))
 # 12 billion parameters, four sites, links of 2 to 5 Gbit/s: more than so many times as fast as
 # conventional synchronisation. Not stated: the step time, the utilisation.
 FASTER, FASTER_GBIT = 20.0, (2.0, 5.0)
