@@ -18,10 +18,11 @@ import time
 from absl import app, flags
 from rich import progress
 
+from experiments.goodput import bandwidth, views
 from experiments.goodput import tables as tables_lib
-from experiments.goodput import views
 
-_TABLE = flags.DEFINE_list('table', list(tables_lib.TABLES), 'which tables')
+TABLES = {**tables_lib.TABLES, 'bandwidth': bandwidth.table}
+_TABLE = flags.DEFINE_list('table', list(TABLES), 'which tables')
 _QUICK = flags.DEFINE_bool('quick', False, 'shorter simulated times')
 _OUT = flags.DEFINE_string('out', 'runs/goodput', 'folder of the CSV files and plots')
 _JOBS = flags.DEFINE_integer('jobs', 0, 'processes; 0: one per core', lower_bound=0)
@@ -30,17 +31,15 @@ _JOBS = flags.DEFINE_integer('jobs', 0, 'processes; 0: one per core', lower_boun
 def main(argv: list[str]) -> None:
   if argv[1:]:
     raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
-  unknown = sorted(set(_TABLE.value) - set(tables_lib.TABLES))
+  unknown = sorted(set(_TABLE.value) - set(TABLES))
   if unknown:
-    raise app.UsageError(
-      f'there is no table {unknown[0]!r}; use some of: {", ".join(tables_lib.TABLES)}'
-    )
+    raise app.UsageError(f'there is no table {unknown[0]!r}; use some of: {", ".join(TABLES)}')
   out = pathlib.Path(_OUT.value)
   out.mkdir(parents=True, exist_ok=True)
   context = multiprocessing.get_context('spawn')
   with concurrent.futures.ProcessPoolExecutor(_JOBS.value or os.cpu_count(), context) as pool:
     for name in _TABLE.value:
-      table, began = tables_lib.TABLES[name](_QUICK.value), time.monotonic()
+      table, began = TABLES[name](_QUICK.value), time.monotonic()
       figures = run(table, pool)
       text = f'{views.text_of(table, figures)}\n{time.monotonic() - began:.0f} s\n'
       views.write_csv(figures, out / f'{name}.csv')

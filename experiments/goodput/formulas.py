@@ -1,4 +1,4 @@
-"""Goodput, scavenging and bandwidth as formulas: pure functions of numbers, in seconds and shares.
+"""Goodput and scavenging as formulas: pure functions of numbers, in seconds and shares.
 
 The paper prints results of these studies, not their assumptions. What is assumed here stands in the
 docstrings; constants without a source were fitted to the paper's figures (paper.py).
@@ -58,54 +58,3 @@ def scavenged_elastic(extra: float) -> float:
   """
   overhead = 1.41 * (1 - math.exp(-extra / 0.665))
   return 0.5 + (1 + overhead) / (2 * (1 + extra))
-
-
-# --- Bandwidth ------------------------------------------------------------------------------------
-
-
-def ring(learners: int) -> float:
-  """How often every byte of an all-reduce crosses each link, of a ring."""
-  return 2 * (learners - 1) / learners
-
-
-def data_parallel_bits(
-  parameters: float,
-  step_s: float,
-  utilisation: float,
-  learners: int,
-) -> float:
-  """Bits per second between sites for data-parallel training at a compute utilisation.
-
-  Assumes a ring all-reduce of all gradients, in bfloat16, in every step. The backward pass, two
-  thirds of a step, hides it.
-  """
-  hidden_s = step_s * (1 / utilisation - 1 / 3)
-  return ring(learners) * 16 * parameters / hidden_s
-
-
-def decoupled_bits(
-  parameters: float,
-  step_s: float,
-  utilisation: float,
-  learners: int,
-  bits: int,
-  fragments: int,
-  period: int,
-  overlap: int,
-) -> float:
-  """Bits per second with which a fragment crosses a link of its own in time, for Decoupled DiLoCo
-  at a compute utilisation.
-
-  A fragment has `overlap` steps, and what a sync may lengthen its part of the period by. Assumes
-  the same ring. It may be less than `traffic_bits`: syncs then queue on a link that they share.
-  """
-  spare_steps = overlap + period / fragments * (1 / utilisation - 1)
-  return ring(learners) * bits * parameters / fragments / (step_s * spare_steps)
-
-
-def traffic_bits(
-  parameters: float, step_s: float, utilisation: float, learners: int, bits: int, period: int
-) -> float:
-  """The mean traffic of Decoupled DiLoCo in bits per second: no link that all fragments share can
-  be thinner."""
-  return utilisation * ring(learners) * bits * parameters / (period * step_s)

@@ -26,5 +26,23 @@ SCAVENGING = {
   3.0: (0.80, 0.62),
 }
 
-# Gbit/s between sites at 80 % compute utilisation: data-parallel, Decoupled with int4.
-BANDWIDTH = (198.0, 0.84)
+# Gbit/s between sites, data-parallel and Decoupled: of eight data centres, where neither the model,
+# its step time, the compute utilisation nor the codec is stated; and with steps of 1 s, where the
+# number of sites, the model, the utilisation and the codec are not. In all 60 to 242 times less.
+BANDWIDTH = ((198.0, 0.84), (104.0, 1.7))
+# 12 billion parameters, four sites, links of 2 to 5 Gbit/s: more than so many times as fast as
+# conventional synchronisation. Not stated: the step time, the utilisation.
+FASTER, FASTER_GBIT = 20.0, (2.0, 5.0)
+
+# Gbit/s by compute utilisation from the simulation of its predecessor (arXiv 2501.18512, table 4):
+# 10 billion parameters, 48 layers, steps of 0.8 s, H = 100; fragments of 3 layers; one step of
+# overlap; 16 bits, which its table 1 implies (400 times fewer bytes with H = 100 and 4 bits). All
+# figures are of the grid 10 ** (-1 + 4 k / 49): the first of its points that was enough.
+SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
+PREDECESSOR = {
+  'data-parallel': (104.8, 222.3, 222.3, 268.3, 471.5),
+  'DiLoCo': (1.7, 7.5, 16.0, 33.9, 104.8),
+  'Streaming': (1.7, 5.2, 9.1, 13.3, 19.3),
+  'Streaming, overlapped': (1.7, 3.6, 5.2, 6.2, 7.5),
+  'Streaming, overlapped, 4 bits': (0.4, 0.9, 1.4, 1.4, 1.7),
+}

@@ -1,6 +1,7 @@
 """The tables of `python -m experiments.goodput`: the paper's figures, and how ours are made.
 
-A table is a list of jobs, each of which gives some figures in a process of its own.
+A table is a list of jobs, each of which gives some figures in a process of its own. The table of
+bandwidth is in bandwidth.py.
 """
 
 import dataclasses
@@ -12,14 +13,14 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification.sim import hardware
 from experiments.goodput import formulas, islands, machines, paper
 
-MACHINES, ISLANDS, FORMULA = 'machines', 'islands', 'formula'
+MACHINES, ISLANDS, FORMULA, RING = 'machines', 'islands', 'formula', 'ring'
 GOODPUT, UPTIME = 'goodput, %', 'uptime, %'
 EQUAL = 0.01  # points by which machines and islands may differ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-  """One number. `made`: MACHINES, ISLANDS or FORMULA; `paper`: the published one."""
+  """One number. `made`: MACHINES, ISLANDS, FORMULA or RING; `paper`: the published one."""
 
   what: str
   made: str
@@ -305,52 +306,6 @@ def scavenging(quick: bool) -> Table:
   )
 
 
-PARAMETERS, STEP_S, SITES = 12e9, 1.06, 2
-UTILISATIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-
-
-def _bandwidth() -> list[Figure]:
-  figures = []
-  for c in UTILISATIONS:
-    shared = {'parameters': PARAMETERS, 'step_s': STEP_S, 'utilisation': c, 'learners': SITES}
-    streams = {'fragments': 24, 'period': 24, 'overlap': 2}
-    published = paper.BANDWIDTH if c == 0.8 else (None, None)
-    rows = {
-      'data-parallel, bf16': (formulas.data_parallel_bits(**shared), published[0]),
-      'Decoupled, bf16': (formulas.decoupled_bits(**shared, **streams, bits=16), None),
-      'Decoupled, int4': (formulas.decoupled_bits(**shared, **streams, bits=4), published[1]),
-      'Decoupled, int4, mean traffic of a shared link': (
-        formulas.traffic_bits(**shared, bits=4, period=24),
-        None,
-      ),
-    }
-    for row, (bits, theirs) in rows.items():
-      figures.append(
-        Figure(
-          what='Gbit/s of a link between sites',
-          made=FORMULA,
-          row=row,
-          column=f'{c:.0%}',
-          ours=bits / 1e9,
-          paper=theirs,
-        )
-      )
-  return figures
-
-
-def bandwidth(quick: bool) -> Table:
-  return Table(
-    title='Bandwidth between sites by compute utilisation',
-    jobs=[Job(name='formulas', make=_bandwidth, cost=0)],
-    notes=f'Assumed, as the paper prints neither: {PARAMETERS / 1e9:g} billion parameters, steps '
-    f'of {STEP_S} s and {SITES} sites in a ring, so that data-parallel training needs the '
-    'published 198 Gbit/s; a third of its step hides no communication. P = H = 24, tau = 2. At '
-    '80 %, data-parallel needs 58.9 times the bandwidth of Decoupled in bf16, 235.6 in int4, '
-    'with any number of parameters or sites. A link that all fragments share must also carry the '
-    'mean traffic, which is more.',
-  )
-
-
 # --- Growth ---------------------------------------------------------------------------------------
 
 
@@ -410,5 +365,5 @@ def growth(quick: bool) -> Table:
 
 
 TABLES: dict[str, Callable[[bool], Table]] = {
-  one.__name__: one for one in (failures, heterogeneous, lockstep, scavenging, bandwidth, growth)
+  one.__name__: one for one in (failures, heterogeneous, lockstep, scavenging, growth)
 }
