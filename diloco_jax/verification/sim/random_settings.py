@@ -153,7 +153,7 @@ def _with_slow_link(seed: int, setting: Setting) -> Setting:
     old,
     learners=max(2, old.learners),
     quorum=min(old.quorum, max(1, old.learners - 1)),
-    shards=old.data_shards + 1,
+    shards=old.shards + 1,
     period=period,
     overlap=min(max(1, old.overlap), period - 1),
     max_lag=None,
