@@ -263,8 +263,8 @@ def _speeds(learners: list[run_facts.Learner]) -> list[_Column]:
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
   last, figures, state = view.synced, view.figures, view.syncer or ''
-  named = lambda name: f'{name} (narrow)' if name in last.narrow else name
-  merged = map(named, last.participants) if last else '-'
+  names, narrow = (last.participants, last.narrow) if last else (('-',), ())
+  merged = [f'{name} (narrow)' if name in narrow else name for name in names]
   return [
     _Column('syncer ', [state], [_COLOURS.get(state, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
