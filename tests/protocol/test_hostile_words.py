@@ -289,7 +289,7 @@ mutant(
 mutant(
   'D3',
   'Learners that are merged often decide which norms are usual.',
-  0,
+  2,
   150,
   (screening.Usual, 'merged', _old_merged),
   (screening.Usual, 'votes', _old_votes),

@@ -178,7 +178,7 @@ def overwritten_payload_stays(original):
   return lambda self, member, fragment, upto: None
 
 
-@mutant('A refused outer step keeps its tokens as merged.', ledger.Account, 'revoke', 'I7')
+@mutant('A refused outer step keeps its tokens as merged.', ledger.Account, 'revoke', 'I7 I16')
 def failed_merge_keeps_its_tokens(original):
   return lambda self, count, reason: None
 
@@ -379,7 +379,7 @@ def undecided_capture_is_dropped(original):
   return adopt
 
 
-@mutant('The syncer keeps all late payloads.', gathering.Gathering, '_next', 'I7c I11')
+@mutant('The syncer keeps all late payloads.', gathering.Gathering, '_next', 'I7c I11 L2a')
 def late_payloads_are_not_counted(original):
   def _next(self, member, message):
     found = original(self, member, message)
@@ -828,6 +828,7 @@ def dead_learner_counts(original):
   def leave(self, name):
     for gather in self._all():
       gather.waiting.discard(name)
+      gather.asked.pop(name, None)
 
   return leave
 
@@ -870,7 +871,7 @@ def quorum_counts_a_learner_twice(original):
   def contribution(self, now_ns, member, message, payload_id):
     gather = self._find(message.sync)
     if gather is not None and member.learner in gather.payloads:
-      gather.asked.add(f'{member.learner} again')
+      gather.asked[f'{member.learner} again'] = False
     original(self, now_ns, member, message, payload_id)
 
   return contribution
@@ -911,9 +912,10 @@ def slow_reports_are_long_steps(original):
   return property(lambda self: self.report_ns.value if self.step_ns.samples else 0)
 
 
-@mutant('The shortest step decides how long the others may take.', pace, 'lower_median', 'I5 I16')
+@mutant('The shortest step decides how long the others may take.', members.Members, 'step_ns', 'I5')
 def fastest_is_usual(original):
-  return lambda values: min(values, default=0)
+  times = lambda self: filter(None, (one.inner_step_ns for one in self.by_session.values()))
+  return property(lambda self: min(times(self), default=0))
 
 
 @mutant('The grace window never closes.', gather_lib.Gather, 'close_ns', 'L2a')
@@ -1181,12 +1183,12 @@ def versions_without_digests(original):
   'I4b',
 )
 def delta_to_every_learner(original):
-  def send_delta(self, member, publish, payload_id):
+  def send_delta(self, member, publish, payload_id, pulled):
     if (
       member.held_versions
       and len(member.versions_in_flight[publish.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
     ):
-      self._send(member, publish, payload_id)
+      self._send(member, publish, payload_id, pulled)
 
   return send_delta
 
@@ -1198,9 +1200,9 @@ def delta_to_every_learner(original):
   'I11',
 )
 def slow_learner_is_flooded(original):
-  def send_delta(self, member, publish, payload_id):
+  def send_delta(self, member, publish, payload_id, pulled):
     if member.held_versions and member.held_versions[publish.fragment] == publish.base_version:
-      self._send(member, publish, payload_id)
+      self._send(member, publish, payload_id, pulled)
 
   return send_delta
 
@@ -1276,12 +1278,13 @@ def cancel_is_not_reported(original):
 
 
 @mutant(
-  'The syncer never frees a withdrawn payload.', gathering.Gathering, 'drop_learner', 'I11 L7'
+  'The syncer never frees a withdrawn payload.', gathering.Gathering, 'drop_learner', 'I11 L7 I5'
 )
 def withdrawn_payload_leaks(original):
   def leave(self, name):
     for gather in self._all():
       gather.waiting.discard(name)
+      gather.asked.pop(name, None)
       gather.withdraw(name)
 
   return leave
@@ -1828,7 +1831,7 @@ def claimed_incarnations_continue(original):
   'A process that is given another shard keeps the steps trained on the last one.',
   LearnerMachine,
   '_use_shard',
-  'I21b',
+  'I21b I25',
 )
 def not_rewound(original):
   def _use_shard(self, position):
