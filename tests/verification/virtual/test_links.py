@@ -61,13 +61,15 @@ def test_what_the_exchange_adds_to_a_step_is_not_computing():
 
 
 def test_what_comes_before_the_warm_up_has_ended_does_not_count():
-  thin = conditions.Network(lines=(conditions.Line(up=WIRE_BYTES / 2, down=1e8),))
-  whole = links.predict(CONFIG, SIZES, STEP, thin)
-  half = links.predict(CONFIG, SIZES, STEP, thin, warm_up=30)
+  wide, thin = (
+    conditions.Network(lines=(conditions.Line(up=rate, down=1e8),))
+    for rate in (1e8, WIRE_BYTES / 2)
+  )
+  whole, half = (links.predict(CONFIG, SIZES, STEP, wide, warm_up=steps) for steps in (0, 30))
   assert (whole.steps['l0'], half.steps['l0']) == (60, 30)
-  assert half.up_bytes['l0'] == pytest.approx(whole.up_bytes['l0'] / 2, rel=0.1)
-  wide = dataclasses.replace(thin, lines=())
-  assert links.predict(CONFIG, SIZES, STEP, wide, warm_up=30).merged['l0'] == 1.0
+  assert half.up_bytes['l0'] == pytest.approx(30 * WIRE_BYTES, rel=0.08)
+  late = links.predict(CONFIG, SIZES, STEP, thin, warm_up=60 - 1)  # all but the last is on time
+  assert late.steps['l0'] == 1 and late.merged['l0'] > 0.9
 
 
 def test_a_run_goes_on_after_its_sessions_broke_with_payloads_on_their_way():
