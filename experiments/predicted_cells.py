@@ -18,7 +18,7 @@ import statistics
 import sys
 from typing import Any
 
-from diloco_jax.protocol import config as config_lib
+from diloco_jax.config import run_config
 from diloco_jax.verification.sim import network
 from diloco_jax.verification.virtual import conditions, links
 
@@ -46,15 +46,12 @@ class Shares:
 
 def predict(cell: dict[str, Any], seed: int) -> Shares:
   """One run of a cell in virtual time."""
-  sync, steps, floor_s = dict(cell['sync']), round(cell['steps']), cell['floor_s']
-  codecs = [sync.pop(name, 'int8') for name in ('codec_up', 'codec_down')]
-  slow = sync.pop('codec_up_slow', 'int4')
-  sync.pop('checkpoint_every_syncs', None)  # saves nothing in a cell
-  times = {f'{name}_ns': round(sync.pop(f'{name}_s') * 1e9) for name in ('lease', 'heartbeat')}
-  warm_up = cell['period']
-  config = config_lib.ProtocolConfig(
-    **sync, **times, total_steps=warm_up + steps + 1, save_steps=0, save_syncs=0
-  )
+  sync, floor_s = run_config.SyncConfig(**cell['sync']), cell['floor_s']
+  steps, warm_up = round(cell['steps']), cell['period']
+  settings = run_config.Config(name='cell', task=run_config.OWN_LOOP, sync=sync)
+  settings.train.steps, settings.train.checkpoint_every_steps = warm_up + steps + 1, 0
+  settings.sync.checkpoint_every_syncs = 0
+  config = settings.protocol()
   values = VALUES // config.fragments
   hardware = conditions.Hardware(
     step_s=floor_s,
@@ -67,7 +64,7 @@ def predict(cell: dict[str, Any], seed: int) -> Shares:
   lines = (conditions.Line(cell['mbit'] * MBIT or 1e12, cell['mbit'] * MBIT or 1e12),)
   found = links.predict(
     config,
-    links.sizes([values] * config.fragments, *codecs, slow),
+    links.sizes([values] * config.fragments, sync.codec_up, sync.codec_down, sync.codec_up_slow),
     hardware,
     conditions.Network(lines=lines),
     warm_up,

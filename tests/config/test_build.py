@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import nodes
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
-from diloco_jax.syncer import global_model
+from diloco_jax.syncer import global_model, process
 from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
 
@@ -58,7 +59,7 @@ def test_a_wrong_spec_is_named_with_its_setting(config, name, value, words):
   assert str(caught.value).startswith(words)
 
 
-def test_a_learner_with_a_capped_uplink_says_which_steps_fit(config):
+def test_a_learner_with_a_capped_uplink_and_its_syncer_say_which_steps_fit(config):
   assert uplink.note(build.assemble(config)) == ''
   config.sync.uplink_mbit_s, config.sync.overlap = 2, 1
   config.validate()
@@ -67,6 +68,9 @@ def test_a_learner_with_a_capped_uplink_says_which_steps_fit(config):
   sizes = assembled.payload_bytes
   step_s = max(max(sizes), sum(sizes) / 2) / 250_000
   assert f'if a step takes {step_s:.3g} s or more' in uplink.note(assembled)
+  records = mock.Mock()
+  process._introduce(assembled, records)
+  records.say.assert_called_with(uplink.note(assembled))
 
 
 def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
