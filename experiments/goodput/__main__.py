@@ -5,7 +5,7 @@
 
 Prints the published figures beside ours, and writes OUT/TABLE.csv, .png and .txt. What each figure
 was made of stands with it: *machines* (the production machines in virtual time), *islands*
-(failures alone) or *formula*.
+(failures alone), *ring* (an all-reduce between sites) or *formula*.
 """
 
 import concurrent.futures

@@ -204,9 +204,10 @@ Assumed for the ring: 48 layers of one size in bf16, reduced one after the other
 pass, 2/3 of a step, is at the layers before; within a site for nothing.
 The paper states neither model, bits, step time nor utilisation of "198 to 0.84 Gbit/s", and neither
 model, sites, bits nor utilisation of "104 to 1.7 Gbit/s at steps of 1 s"; so they are to be
-compared with all shares and the other assumptions. Table 4 of arXiv 2501.18512 states them; its
-link is that of a collective, without a syncer between, and it prints the first sufficient point of
-a grid whose points are 20.7 % apart."""
+compared with all shares and the other assumptions. Table 4 of arXiv 2501.18512 states model, step
+time, H and fragments; 2 sites and 1 step of overlap are those of its experiments, 16 bits follow
+from its table 1. Its link is that of a collective, without a syncer between, and nearly all
+its figures are points of a grid that are 20.7 % apart, seemingly the first that was enough."""
 
 
 def _verdicts(figures: Sequence[Figure]) -> Iterator[str]:

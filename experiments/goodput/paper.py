@@ -35,9 +35,10 @@ BANDWIDTH = ((198.0, 0.84), (104.0, 1.7))
 FASTER, FASTER_GBIT = 20.0, (2.0, 5.0)
 
 # Gbit/s by compute utilisation from the simulation of its predecessor (arXiv 2501.18512, table 4):
-# 10 billion parameters, 48 layers, steps of 0.8 s, H = 100; fragments of 3 layers; one step of
-# overlap; 16 bits, which its table 1 implies (400 times fewer bytes with H = 100 and 4 bits). All
-# figures are of the grid 10 ** (-1 + 4 k / 49): the first of its points that was enough.
+# 10 billion parameters, 48 layers, steps of 0.8 s, H = 100, fragments of 3 layers. Not stated: the
+# sites and the steps of overlap, 2 and 1 in its experiments; the bits, 16 as its table 1 implies
+# (400 times fewer bytes with H = 100 and 4 bits). Nearly all figures are of the grid
+# 10 ** (-1 + 4 k / 49): seemingly the first of its points that was enough.
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 PREDECESSOR = {
   'data-parallel': (104.8, 222.3, 222.3, 268.3, 471.5),
