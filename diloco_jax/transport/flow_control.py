@@ -4,9 +4,9 @@ Both streams of a session share a connection. What the sender hands to it waits 
 kernels and routers, and a heartbeat that comes later waits behind: on a slow link for longer than a
 lease. So the receiver *acknowledges* the bytes of frames that have arrived (chunks.py), and the
 sender keeps at most as many unacknowledged ones as the link carries in the shortest time from a
-frame to its acknowledgement and `SPARE_S`, or in `QUEUE_S` if that is less. The rate of the link is
-what was not acknowledged when a frame left, divided by the time from the acknowledgement before
-until that of the frame.
+frame to its acknowledgement and `SPARE_S`, or two frames if that is more, and never more than in
+`QUEUE_S`. The rate of the link is what was not acknowledged when a frame left, divided by the time
+from the acknowledgement before until that of the frame.
 
 Frames that leave all at once keep every heartbeat back until the link has carried them. So they
 leave at `PACE` times that rate at most, and heartbeats leave between them.
@@ -20,6 +20,7 @@ SPARE_S = 0.2  # an acknowledgement may come ACK_EVERY_S late, and the one befor
 FORGET = 1 / 4096  # the share of a second by which the shortest time grows in each
 PACE = 2
 LEAST_BYTES = 1 << 18  # before the rate is known, and on a link of any rate
+FEW_FRAMES = 2  # at least, if the link carries them in QUEUE_S
 ACK_EVERY_S = 0.05
 FEW_BYTES = LEAST_BYTES // 4  # an acknowledgement costs as much as a small payload
 FEW_WAIT_S = 0.25
@@ -45,7 +46,11 @@ class Window:
   @property
   def _bytes(self) -> int:
     least = self._bytes_per_s * self._queue_s
-    return math.ceil(least / LEAST_BYTES) * LEAST_BYTES  # so that one more chunk than so far fits
+    frames = math.ceil(least / LEAST_BYTES)  # so that one more chunk than so far fits
+    # With one of them a link is idle until the acknowledgement has come back through what is
+    # on its way in the other direction.
+    few = min(FEW_FRAMES, int(self._bytes_per_s * QUEUE_S / LEAST_BYTES))
+    return max(frames, few) * LEAST_BYTES
 
   @property
   def fast(self) -> bool:
