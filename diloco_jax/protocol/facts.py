@@ -133,6 +133,19 @@ class Progress:
   step_ns: int
 
 
+@fact
+class Link:
+  """What the syncer asks of a learner has changed with its link (syncer/links.py): whether it
+  encodes with the smaller codec, and the period factor r. `payload_ns`: of a regular payload of
+  mean size; `slot_ns`: between two syncs."""
+
+  learner: str
+  narrow: bool
+  periods: int
+  payload_ns: int
+  slot_ns: int
+
+
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
@@ -162,5 +175,5 @@ class Adopted:
   reason: str
 
 
-_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress
+_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress | Link
 Fact = _SyncerFact | State | Adopted

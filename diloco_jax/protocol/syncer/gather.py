@@ -35,7 +35,7 @@ class Gather:
   fragment: int
   opened_ns: int = 0
   state: str = 'due'
-  asked: set[str] = dataclasses.field(default_factory=set)
+  asked: dict[str, bool] = dataclasses.field(default_factory=dict)  # by learner: Pull.narrow
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
   grace_ns: int = 0  # from the opening

@@ -32,6 +32,7 @@ from diloco_jax.verification.checks.invariants import (
   durability,
   ids,
   invariant,
+  links,
   liveness,
   pace,
   screening,
@@ -89,6 +90,8 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.NoFragmentStarves,
   liveness.QueuesDrain,
   liveness.Heard,
+  links.PulledInTurn,
+  links.Recovers,
   durability.FinishIsKnown,
 )
 

@@ -90,6 +90,7 @@ class Model:
     self.theta = fresh_theta(assembled)
     self._saved: dict[str, tuple[int, island_lib.Island]] = {}  # with the clock
     self.agreement, self.payload_bytes = assembled.agreement, assembled.payload_bytes
+    self.narrow_bytes = assembled.narrow_bytes
     self.digests = tuple(map(self.theta.digest, range(assembled.layout.num_fragments)))
 
   def syncer(self, process: Any) -> 'Syncer':

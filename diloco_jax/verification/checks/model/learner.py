@@ -207,6 +207,7 @@ class LearnerBook:
     if message.reason in messages.kept(self.config.rebases):
       if anchor.contributed is not None and anchor.contributed.sync == message.sync:
         anchor.contributed = None
+        anchor.misses += message.reason != messages.CANCELLED
     if message.reason != messages.CANCELLED:
       return
     anchor.ended = max(anchor.ended, message.sync)
@@ -289,9 +290,8 @@ class LearnerBook:
       return False, False
     if capture is not None and capture.reported[1] == publish.settled_to:
       return True, True
-    misses = anchor.misses + (self.trained_on(anchor) > 0)
     fits = publish.settled_to <= self.reported(anchor)
-    return fits and misses <= self.config.max_misses, False
+    return fits and anchor.misses <= self.config.max_misses, False
 
   def carried(self, publish: messages.Publish) -> tuple[bool, bool]:
     """The same two of the Adopt. With adopt=blend a share of the learner's value survives where a
@@ -309,8 +309,7 @@ class LearnerBook:
       new.tokens, new.steps = old.contributed.true[1], old.contributed.steps_to
     elif keep:
       new.tokens, new.steps, new.reason = old.tokens, old.steps, old.reason
-      new.misses = old.misses + (self.trained_on(old) > 0)
-      new.contributed = old.contributed
+      new.misses, new.contributed = old.misses, old.contributed
     elif not self.config.rebases:
       new.reason = messages.Reason.OVERWRITTEN
     elif publish.keep and old.version >= 0 and publish.settled_to <= self.reported(old):
