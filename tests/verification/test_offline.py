@@ -4,17 +4,19 @@ machines, all checkers on, and arrays that are the displacements (sim/arrays.py)
 import pytest
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import facts, messages
+from diloco_jax.protocol.learner import anchor
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine, seeds
 from diloco_jax.verification.sim import world as world_lib
 
 MS = engine.MS
-STEP_NS, STEPS, LEASE_STEPS = 100 * MS, 200, 20
+STEP_NS, STEPS, LEASE_STEPS = 100 * MS, 160, 20
+BEFORE = 40  # steps before the pause
 FRAGMENTS = 4
 
 
-def ledger_after(offline: int, from_step: int = 40, **settings):
+def ledger_after(offline: int, lease_steps: int = LEASE_STEPS, **settings) -> facts.Ledger:
   """The ledger of a run of four learners of which l3 is cut off for so many steps."""
   config = config_lib.ProtocolConfig(
     **{
@@ -23,8 +25,8 @@ def ledger_after(offline: int, from_step: int = 40, **settings):
       'fragments': FRAGMENTS,
       'overlap': 2,
       'total_steps': STEPS,
-      'lease_ns': LEASE_STEPS * STEP_NS,
-      'heartbeat_ns': LEASE_STEPS * STEP_NS // 5,
+      'lease_ns': lease_steps * STEP_NS,
+      'heartbeat_ns': lease_steps * STEP_NS // 5,
       'save_steps': 0,
     }
     | settings
@@ -35,8 +37,8 @@ def ledger_after(offline: int, from_step: int = 40, **settings):
     world.island(name).step_ns = STEP_NS
     world.start(name)
   link = world.link('l3')
-  world.engine.at(from_step * STEP_NS, lambda: link.cut.update(('up', 'down')))
-  world.engine.at((from_step + offline) * STEP_NS, lambda: world.network.heal(link))
+  world.engine.at(BEFORE * STEP_NS, lambda: link.cut.update(('up', 'down')))
+  world.engine.at((BEFORE + offline) * STEP_NS, lambda: world.network.heal(link))
   world.run(seeds.CALM_NS, done=lambda: world.finished)
   assert world.finished, world.stuck()
   world.run(world.now_ns + seeds.GOODBYE_NS, done=lambda: not world.learners)
@@ -44,24 +46,34 @@ def ledger_after(offline: int, from_step: int = 40, **settings):
   return world.ledger()
 
 
-@pytest.mark.parametrize('offline', [STEPS // 4, pytest.param(STEPS // 2, marks=pytest.mark.full)])
-def test_all_steps_of_a_learner_that_was_offline_are_merged(offline):
-  """It is lost, returns as the same process, and carries all its steps onto the newest version,
-  which counts as one miss."""
+def lost_steps(ledger: facts.Ledger) -> float:
+  """Steps of a learner that were discarded."""
+  return ledger.trained and sum(ledger.discarded.values()) * STEPS / (
+    FRAGMENTS * ledger.learners['l0']['tokens']
+  )
+
+
+@pytest.mark.parametrize('offline', [3 * STEPS // 8, pytest.param(5 * STEPS // 8, marks=pytest.mark.full)])
+def test_a_learner_that_was_offline_for_long_drops_those_steps_and_no_others(offline):
+  """It is lost, and returns as the same process more than MOST_VERSIONS versions later."""
   ledger = ledger_after(offline)
-  assert ledger.learners['l3']['tokens'] > 0.9 * ledger.learners['l0']['tokens']
+  assert offline > (anchor.MOST_VERSIONS + 1) * FRAGMENTS
+  assert set(ledger.discarded) == {messages.Reason.LATE}
+  assert ledger.merged + ledger.discarded[messages.Reason.LATE] == FRAGMENTS * ledger.trained
+  assert lost_steps(ledger) == pytest.approx(offline, abs=FRAGMENTS + 2)
+
+
+@pytest.mark.parametrize('offline', [5 * FRAGMENTS, (anchor.MOST_VERSIONS - 1) * FRAGMENTS])
+def test_a_learner_that_was_offline_for_a_few_periods_loses_nothing(offline):
+  """With a short lease it is lost, too; it carries all its steps onto the newest version."""
+  ledger = ledger_after(offline, lease_steps=FRAGMENTS)
   assert ledger.discarded == {} and ledger.merged == FRAGMENTS * ledger.trained
 
 
-@pytest.mark.parametrize('max_misses, lost', [(2, True), (10**6, False)])
-def test_a_pause_within_the_lease_costs_what_max_misses_says(max_misses, lost):
-  """The session lives on, so the versions of the pause arrive one after the other. After more than
-  `max_misses` of them without a merge the learner drops what it has, and nothing else."""
+@pytest.mark.parametrize('max_misses', [2, 10**6])
+def test_a_pause_within_the_lease_costs_at_most_what_max_misses_says(max_misses):
+  """The session lives on, and the versions of the pause arrive one after the other."""
   pause = 3 * LEASE_STEPS // 4
   ledger = ledger_after(pause, max_misses=max_misses)
-  discarded = dict(ledger.discarded)
-  assert (discarded.pop(messages.Reason.LATE, 0) > 0) == lost
-  assert discarded == {}
-  tokens_per_step = ledger.learners['l0']['tokens'] / STEPS
-  most = FRAGMENTS * tokens_per_step * (pause + 2 * FRAGMENTS)
-  assert ledger.merged >= FRAGMENTS * ledger.trained - most
+  assert set(ledger.discarded) <= {messages.Reason.LATE}
+  assert lost_steps(ledger) <= (pause + 2 * FRAGMENTS if max_misses == 2 else 0)
