@@ -35,6 +35,7 @@ STUDIES = (
   'deaths',
   'codecs',
   'speeds',
+  'links',
   'joining',
   'liars',
   'unequal_data',

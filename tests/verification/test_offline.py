@@ -53,7 +53,9 @@ def lost_steps(ledger: facts.Ledger) -> float:
   )
 
 
-@pytest.mark.parametrize('offline', [3 * STEPS // 8, pytest.param(5 * STEPS // 8, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'offline', [3 * STEPS // 8, pytest.param(5 * STEPS // 8, marks=pytest.mark.full)]
+)
 def test_a_learner_that_was_offline_for_long_drops_those_steps_and_no_others(offline):
   """It is lost, and returns as the same process more than MOST_VERSIONS versions later."""
   ledger = ledger_after(offline)

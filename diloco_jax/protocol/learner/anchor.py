@@ -7,9 +7,12 @@ the anchor, theta the local value, and c the decoded capture that the syncer mer
 
 So local - anchor is at any time exactly what no merge and no discard has settled: the steps since
 the capture, the rounding error of the codec (error feedback upward), or all steps since the last
-capture that was merged. A learner that was offline for more than MOST_VERSIONS versions drops its
-steps: they are of another model, and the syncer would refuse the norm of so many (screening.py). The ledger of the syncer, never the learner, says what was merged:
+capture that was merged. The ledger of the syncer, never the learner, says what was merged:
 `Publish.settled_to` and `Joined.settled`. The merge is that of LOSCAR-SGD (arXiv 2605.20866).
+
+A learner that returns after more than MOST_VERSIONS versions drops its steps: the syncer would
+refuse the norm of so many (syncer/screening.py), and the model learns more without them
+(docs/studies/links.md).
 """
 
 import dataclasses

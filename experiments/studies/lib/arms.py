@@ -126,6 +126,10 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
   waits = result.waits
   return row | {
     'merged': result.merged_share,
+    'merged_of': {
+      name: counts['merged'] / (result.ledger.fragments * max(1, counts['tokens']))
+      for name, counts in result.ledger.learners.items()
+    },
     'when_due': when_due(result),
     'discarded': result.discarded_shares,
     'participants': result.participants,
