@@ -149,13 +149,11 @@ class Gathering:
         self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    fragment = self._published.fragments[gather.fragment]
-    narrow = fragment.narrow_bytes < fragment.payload_bytes and self._links.narrow(member)
     pull = messages.Pull(
       sync=gather.sync,
       fragment=gather.fragment,
       now=gather.state != 'announced',
-      narrow=gather.asked.setdefault(member.learner, narrow),  # one sync, one answer
+      narrow=gather.asked.setdefault(member.learner, self._links.narrow(member)),
     )
     gather.waiting.add(member.learner)
     self._out.send(member.session, pull)
@@ -384,8 +382,9 @@ class Gathering:
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if gather.facts:  # else it was decided by the process before
-      late = tuple(name for name in gather.facts['late'] if name in names)
-      changed = {'participants': names, 'late': late, 'tokens': tokens}
+      changed = {'participants': names, 'tokens': tokens}
+      for some in ('late', 'narrow'):
+        changed[some] = tuple(name for name in gather.facts[some] if name in names)
       self._out.report(facts.Synced(**(gather.facts | changed)))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:

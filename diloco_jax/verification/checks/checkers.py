@@ -51,6 +51,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.Quorum,
   contributions.CountedOnce,
   contributions.OneAnswer,
+  contributions.CodecAsAsked,
   contributions.VersionsInOrder,
   contributions.NeverBack,
   contributions.DeltasFit,

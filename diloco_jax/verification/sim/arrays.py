@@ -150,11 +150,12 @@ class Theta:
     """Carries out an outer step."""
     names = [one.learner for one in participants]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    shares = [
-      ((one.learner, one.incarnation, one.tokens, one.steps), Gradient.decode(payload))
-      for one, payload in zip(participants, payloads, strict=True)
-      if one.learner not in refused
-    ]
+    shares = []
+    for one, payload in zip(participants, payloads, strict=True):
+      grad = Gradient.decode(payload)
+      claim(one.narrow == grad.narrow, 'A payload is decoded with its own codec.', one, grad)
+      if one.learner not in refused:
+        shares.append(((one.learner, one.incarnation, one.tokens, one.steps), grad))
     for (learner, _, tokens, steps), grad in shares:
       claim(
         learner == grad.learner, 'A payload counts for the learner that sent it.', learner, grad
