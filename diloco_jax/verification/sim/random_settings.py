@@ -10,6 +10,7 @@ import random
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification import plans, random_streams
 from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 
 MS, SECOND = engine_lib.MS, engine_lib.SECOND
@@ -28,6 +29,8 @@ class Setting:
     fsync_ns: of a record of the syncer's log.
     plan: the faults.
     heal_ns: when all faults end.
+    slow_link: of the first learner until a time: additional time of a payload up and down, and that
+      time; None: it has no slow link.
     guest_ns: when one additional learner starts, None: never; no fault hits it.
   """
 
@@ -44,6 +47,7 @@ class Setting:
   fsync_ns: int
   plan: list[plans.Fault]
   heal_ns: int
+  slow_link: tuple[int, int, int] | None
   guest_ns: int | None
 
 
@@ -137,6 +141,18 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
   return sorted(found, key=lambda fault: (fault.at_ns, fault.node, fault.kind))
 
 
+def _slow_link(
+  seed: int, config: config_lib.ProtocolConfig, step_ns: int, heal_ns: int
+) -> tuple[int, int, int] | None:
+  """In a quarter of the seeds: so many times what the pace leaves for a payload."""
+  draw = random_streams.random_stream(seed, 'slow link')
+  if draw.randrange(4):
+    return None
+  slot_ns = config.period * step_ns // config.fragments
+  up_ns, down_ns = (int(draw.choice((0.1, 0.1, 1.5, 2, 4, 8)) * slot_ns) for _ in range(2))
+  return up_ns, down_ns, draw.choice((heal_ns // 4, heal_ns // 2, heal_ns))
+
+
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = random_streams.random_stream(seed, 'lease').choice(LEASES)
@@ -153,6 +169,7 @@ def draw(seed: int) -> Setting:
     adopt=config_lib.ADOPT.index(adopt.choice(('rebase', 'rebase', 'rebase', 'overwrite'))),
     ahead=adopt.randint(0, min(2, max(1, config.period - 1))),
     max_misses=adopt.choice((0, 1, 2, 2)),
+    slow_links=random_streams.random_stream(seed, 'slow links').randrange(2),
   )
   if config_lib.ADOPT[config.adopt] == 'overwrite':
     how = random_streams.random_stream(seed, 'blend').choice(('overwrite', 'blend'))
@@ -170,13 +187,15 @@ def draw(seed: int) -> Setting:
   )
   learners = range(config.learners)
   heal_ns = random_streams.random_stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
+  encode_ns = [hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners]
+  step_ns = [hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners]
   return Setting(
     config=config,
     up_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
     down_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
     bulk_ns=[net.choice((0, MS, 40 * MS, 150 * MS, 700 * MS)) for _ in learners],
-    encode_ns=[hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners],
-    step_ns=[hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners],
+    encode_ns=encode_ns,
+    step_ns=step_ns,
     jitter_ns=_rate(net, MS, 30 * MS, 300 * MS),
     loss=_rate(net, 5, 50, 200),
     duplicate=_rate(net, 5, 50, 300),
@@ -184,6 +203,7 @@ def draw(seed: int) -> Setting:
     fsync_ns=random_streams.random_stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
+    slow_link=_slow_link(seed, config, min(step_ns), heal_ns),
     guest_ns=random_streams.random_stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),
   )
 
@@ -200,3 +220,11 @@ def furnish(world: world_lib.World, setting: Setting) -> None:
       link.bulk_up_ns = link.bulk_down_ns = setting.bulk_ns[which]
       link.jitter_ns = setting.jitter_ns
       link.loss, link.duplicate = setting.loss, setting.duplicate
+  if setting.slow_link is not None:
+    link = world.link('l0')
+    link.bulk_up_ns, link.bulk_down_ns, until_ns = setting.slow_link
+    world.engine.at(until_ns, lambda: _recover(link, setting.bulk_ns[0]))
+
+
+def _recover(link: network_lib.Link, bulk_ns: int) -> None:
+  link.bulk_up_ns = link.bulk_down_ns = bulk_ns

@@ -183,7 +183,8 @@ class Rebased(invariant.Invariant):
   sentence = (
     'When learners rebase, a learner that adopts a version carries on exactly what the ledger has '
     'not settled, and drops it only after a refused update, a repair, max_misses or more than 8 '
-    'versions at once; the ranges of one fragment are contiguous unless a fault undid steps.'
+    'versions at once, or where its link is too slow; the ranges of one fragment are contiguous '
+    'unless a fault undid steps.'
   )
 
   @invariant.on(LEARNER, actions.Adopt)
@@ -206,7 +207,9 @@ class Rebased(invariant.Invariant):
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.contained(peer, said.fragment):
       self.fail(send, book.account(peer))
-    must, may = said.fragment in holder.refused, said.fragment in holder.spoiled
+    left_out = book.leaves_out(peer, said, event)
+    must = said.fragment in holder.refused or left_out
+    may = said.fragment in holder.spoiled
     if said.keep and must or not (said.keep or must or may):
       self.fail(send, holder)
 
