@@ -146,10 +146,6 @@ class Gathering:
           self._links.asked(member, gather.sync)
         self._pull(gather, member)
 
-  def _narrow(self, member: members_lib.Member, fragment: int) -> bool:
-    sizes = self._published.fragments[fragment]
-    return sizes.narrow_bytes < sizes.payload_bytes and self._links.narrow(member)
-
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
     pull = messages.Pull(
       sync=gather.sync,

@@ -21,7 +21,9 @@ The network discards a message for an end that has closed.
 
 import collections
 import dataclasses
+import functools
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -70,17 +72,17 @@ class Pipe:
     """Queues so many bytes; calls `done` when the last of them has left."""
     self._settle()
     queue = self._queues.setdefault(session, [])
-    place = len(queue)
-    if control:
-      place = next((n for n in range(place, 0, -1) if queue[n - 1][2]), 0)
-      room = self._window_bytes() * engine_lib.SECOND - sum(left for left, *_ in queue[:place])
-      while place < len(queue) and queue[place][0] <= room:
-        room -= queue[place][0]
-        place += 1
-      if place < len(queue) and room > 0:  # the bytes of this payload that left the sender
-        queue[place][0] -= room
-        queue.insert(place, [room, None, False])
-        place += 1
+    share = self._bytes_per_s / len(self._queues)
+    window = min(share * QUEUE_S, FRAME_BYTES + share * SPARE_S)  # was handed over, in whole frames
+    place, room = 0, FRAME_BYTES * engine_lib.SECOND * math.ceil(window / FRAME_BYTES)
+    last = max((n for n, item in enumerate(queue) if item[2]), default=-1)
+    while place < len(queue) and (not control or place <= last or queue[place][0] <= room):
+      room -= queue[place][0]
+      place += 1
+    if place < len(queue) and room > 0:  # a part of a payload
+      queue[place][0] -= room
+      queue.insert(place, [room, lambda: None, False])
+      place += 1
     queue.insert(place, [size * engine_lib.SECOND, done, control])
     self._plan_next()
 
@@ -90,35 +92,25 @@ class Pipe:
     self._queues.pop(session, None)
     self._plan_next()
 
-  def _window_bytes(self) -> int:
-    """How many bytes of a session are on their way at once, in whole frames."""
-    share = self._bytes_per_s / len(self._queues)
-    carries = share * min(QUEUE_S, FRAME_BYTES / share + SPARE_S)
-    return FRAME_BYTES * -(-int(carries) // FRAME_BYTES)
-
   def _settle(self) -> None:
     """Brings the queues up to the present."""
     elapsed_ns, self._since_ns = self._engine.now_ns - self._since_ns, self._engine.now_ns
-    if not self._queues:
-      return
-    share = elapsed_ns * self._bytes_per_s // len(self._queues)
+    share = elapsed_ns * self._bytes_per_s // max(1, len(self._queues))
     for session, queue in list(self._queues.items()):
       queue[0][0] -= share
-      while queue and queue[0][0] <= 0:
+      while queue[0][0] <= 0:
         left, done, _ = queue.pop(0)
-        if queue:
-          queue[0][0] += left
-        if done is not None:
-          done()
-      if not queue:
-        del self._queues[session]
+        done()
+        if not queue:
+          del self._queues[session]
+          break
+        queue[0][0] += left
 
   def _plan_next(self) -> None:
     self._plan += 1
     if self._queues:
-      plan, count = self._plan, len(self._queues)
-      left = min(queue[0][0] for queue in self._queues.values())
-      self._engine.after(-(-left * count // self._bytes_per_s), lambda: self._next(plan))
+      left = min(queue[0][0] for queue in self._queues.values()) * len(self._queues)
+      self._engine.after(-(-left // self._bytes_per_s), functools.partial(self._next, self._plan))
 
   def _next(self, plan: int) -> None:
     if plan == self._plan:
@@ -361,18 +353,19 @@ class Network:
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
 
+    if dead:
+      self._forget(session, side)
+    else:
+      self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
+
     def tell_other() -> None:
       flight_ns = session.link.flight_ns(lane)
       time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
       self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
 
     if lane in session.link.pipes:
-      session.link.pipes[lane].send(session.number, CONTROL_WIRE_BYTES, False, tell_other)
-    if dead:
-      self._forget(session, side)
+      session.link.pipes[lane].send(session.number, 0, False, tell_other)
     else:
-      self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
-    if lane not in session.link.pipes:
       tell_other()
 
   def _hang_up(self, session: Session, side: str, reason: str) -> None:

@@ -5,21 +5,21 @@
     links.predict(config, sizes, conditions.Hardware(step_s=0.25),
                   conditions.Network(lines=(line,))).merged
 
-The machines are the production ones; payloads have the sizes of their codecs and no content
-(sim/no_arrays.py). So a prediction takes seconds for a model of any size.
+Payloads have the sizes of their codecs and no content (sim/no_arrays.py), so a prediction takes
+seconds for a model of any size.
 """
 
 import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import no_arrays
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions, on_time
@@ -28,23 +28,23 @@ TOKENS = 1_000  # of an inner step
 LIMIT = 1_000  # a run may take so many times its steps
 
 
-def sizes(values: Sequence[int], up: str, down: str) -> no_arrays.Model:
-  """The payloads of fragments of so many values, with these codecs; whole ones are float32."""
-  encoded = (tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down))
-  return no_arrays.Model('{}', *encoded, tuple(4 * size for size in values))
+def sizes(values: Sequence[int], up: str, down: str, slow: str = '') -> no_arrays.Model:
+  """The payloads of fragments of so many values with these codecs, `slow` up from learners with
+  slow links ('': as others); whole fragments are float32."""
+  encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down, slow or up)]
+  narrow = tuple(map(min, encoded[0], encoded[2]))
+  return no_arrays.Model('{}', *encoded[:2], tuple(4 * size for size in values), narrow)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
-  """What is made of a run's steps; every attribute but `seconds` by learner.
+class Prediction(NamedTuple):
+  """What is made of a run's steps, by learner.
 
   Attributes:
-    steps: that the learner makes itself.
+    steps: that it makes itself.
     computing: the share of the time until its last step in which it is in a step.
     merged, on_time: the share of its tokens that is merged at all, and in the sync for which they
       were due (on_time.py).
     up_bytes, down_bytes: until the last step of all, on the wire, with the headers of all layers.
-    seconds: of the whole run.
   """
 
   steps: dict[str, int]
@@ -53,7 +53,6 @@ class Prediction:
   on_time: dict[str, float]
   up_bytes: dict[str, int]
   down_bytes: dict[str, int]
-  seconds: float
 
 
 def predict(
@@ -64,57 +63,42 @@ def predict(
   warm_up: int = 0,
   seed: int = 0,
 ) -> Prediction:
-  """What happens in a run of `config.total_steps` steps.
-
-  Args:
-    config: of the run.
-    model: the sizes of its payloads (`sizes`).
-    hardware: durations; `step_s` and `slowness` are those of the steps without any exchange.
-    network: the links, for example `lines`.
-    warm_up: so many steps come first, on links of any speed; nothing of them counts.
-    seed: of noise in the durations.
-
-  Raises:
-    RuntimeError: the run does not end.
-  """
-  names = run_config.learner_ids(config.learners)
-  counts = _Counts()
+  """Runs all steps of a run with payloads of these sizes. Its learners join and make the `warm_up`
+  steps, with the syncs for which they wait then, on links of any speed, and nothing of that counts.
+  Raises RuntimeError: the run does not end."""
+  names, counts = run_config.learner_ids(config.learners), _Counts()
   world = world_lib.World(config, seed, (counts,), model)
 
   def run(done: Callable[[], bool]) -> None:
     world.run(world.now_ns + LIMIT * hardware.ns(config.total_steps), done)
     if not done():
-      raise RuntimeError(f'the run has not ended after {LIMIT} times its steps: {world.stuck()}')
+      raise RuntimeError(f'the run has not ended in {LIMIT} times its steps: use faster links')
 
   conditions.furnish(world, names, hardware, dataclasses.replace(network, lines=()), TOKENS)
   for name in names:
     world.start(name)
-  run(lambda: all(counts.steps[name] >= warm_up for name in names))
+  run(lambda: all(counts.begun[name] > warm_up for name in names))
   conditions.furnish(world, names, hardware, network, TOKENS)
   since_ns, before = world.now_ns, copy.deepcopy(counts)
   run(lambda: all(world.learners[name].machine.clock >= config.total_steps for name in names))
   carried = [{name: world.link(name).carried[lane] for name in names} for lane in ('up', 'down')]
   run(lambda: world.finished)
   steps = {name: counts.steps[name] - before.steps[name] for name in names}
-  useful_ns = {
-    name: hardware.ns(hardware.slowness[which % len(hardware.slowness)]) * steps[name]
-    for which, name in enumerate(names)
+  step_ns = [hardware.ns(one) for one in hardware.slowness]
+  share = lambda of, old: {
+    name: (of[name] - old[name])
+    / (TOKENS * config.fragments * counts.steps[name] - before.merged[name])
+    for name in names
   }
-  open_tokens = {
-    name: TOKENS * counts.steps[name] * config.fragments - before.merged[name] for name in names
-  }
-  of = lambda tokens, old: {name: (tokens[name] - old[name]) / open_tokens[name] for name in names}
   return Prediction(
-    steps=steps,
-    computing={
-      name: useful_ns[name] / (counts.ended_ns[name] - max(since_ns, counts.began_ns[name]))
-      for name in names
+    steps,
+    {
+      name: step_ns[m % len(step_ns)] * steps[name] / (counts.ended_ns[name] - since_ns)
+      for m, name in enumerate(names)
     },
-    merged=of(counts.merged, before.merged),
-    on_time=of(counts.on_time.of, before.on_time.of),
-    up_bytes=carried[0],
-    down_bytes=carried[1],
-    seconds=world.now_ns / engine_lib.SECOND,
+    share(counts.merged, before.merged),
+    share(counts.on_time.of, before.on_time.of),
+    *carried,
   )
 
 
@@ -122,10 +106,8 @@ class _Counts(observers.Observer):
   """The steps of each learner, and what is merged of them."""
 
   def __init__(self):
-    self.began_ns: dict[str, int] = {}
-    self.ended_ns: dict[str, int] = {}
-    self.steps: collections.Counter[str] = collections.Counter()
-    self.merged: collections.Counter[str] = collections.Counter()
+    self.begun, self.steps, self.merged = (collections.Counter[str]() for _ in range(3))
+    self.ended_ns: dict[str, int] = {}  # its last step
     self.on_time = on_time.OnTime()
 
   def saw(
@@ -138,9 +120,8 @@ class _Counts(observers.Observer):
     if life.start.role == 'syncer':
       self.on_time.turn(out, self.steps)
     for action in out:
-      match action:
-        case actions.Step():
-          self.began_ns.setdefault(name, now_ns)
-        case actions.Merge(participants=participants):
-          for one in participants:
-            self.merged[one.learner] += one.tokens
+      if isinstance(action, actions.Step):
+        self.begun[name] += 1
+      elif isinstance(action, actions.Merge):
+        for one in action.participants:
+          self.merged[one.learner] += one.tokens

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import engine, network, world
 from diloco_jax.verification.virtual import conditions, links
 
 CONFIG = config_lib.ProtocolConfig(
@@ -68,3 +68,16 @@ def test_what_comes_before_the_warm_up_has_ended_does_not_count():
   assert half.up_bytes['l0'] == pytest.approx(whole.up_bytes['l0'] / 2, rel=0.1)
   wide = dataclasses.replace(thin, lines=())
   assert links.predict(CONFIG, SIZES, STEP, wide, warm_up=30).merged['l0'] == 1.0
+
+
+def test_a_run_goes_on_after_its_sessions_broke_with_payloads_on_their_way():
+  run = world.World(CONFIG, 0, (), SIZES)
+  thin = conditions.Network(lines=(conditions.Line(up=WIRE_BYTES, down=WIRE_BYTES, site='a'),))
+  conditions.furnish(run, ['l0', 'l1'], STEP, thin, tokens=10)
+  for name in ('l0', 'l1'):
+    run.start(name)
+  for at_s in (20, 40):
+    run.run(at_s * engine.SECOND)
+    assert run.network.reset(run.learners['l0'])
+  run.run(3_600 * engine.SECOND, done=lambda: run.finished)
+  assert run.finished and run.ledger().learners['l0']['steps'] > 40
