@@ -20,6 +20,7 @@ CARRY: dict[str, dict[str, Any]] = {  # all steps of a slow learner are merged
   'carry': {'slow_links': 'carry'},
   'carry, age decay 0.5': {'slow_links': 'carry', 'age_decay': 0.5},
 }
+SCALE = 1_000  # the links carry payloads so many times as large as those of the tiny model
 _SIZES: list[int] = []  # of the payloads; computed once
 
 
@@ -63,13 +64,16 @@ def _arm(
     steps=steps,
     learners=learners,
     batch=4,
+    optimizer='adamw',
+    rate=3e-3,
     against=WITHOUT,
+    outer='nesterov(learning_rate=0.7, momentum=0.5)',
     codec_up='int8',
     codec_down='int8',
     **sync,
   )
   made.config.model = stdlib_lm.tiny().model
-  line = conditions.Line(up=_bytes_per_s(made, up), down=_bytes_per_s(made, down))
+  line = conditions.Line(up=_bytes_per_s(made, up), down=_bytes_per_s(made, down), scale=SCALE)
   fault = plans.Fault(
     at_ns=HARDWARE.ns(steps / 4), kind='partition', node='l3', for_ns=HARDWARE.ns(offline * steps)
   )
@@ -85,7 +89,7 @@ def _bytes_per_s(arm: arms.Arm, steps: float) -> float:
   """The speed of a link on which a payload takes so many inner steps."""
   if not steps:
     return 0.0
-  return network_lib.wire_bytes(_payload_bytes(arm)) / (steps * HARDWARE.step_s)
+  return network_lib.wire_bytes(SCALE * _payload_bytes(arm)) / (steps * HARDWARE.step_s)
 
 
 def _payload_bytes(arm: arms.Arm) -> int:

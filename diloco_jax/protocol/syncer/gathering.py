@@ -151,7 +151,7 @@ class Gathering:
       sync=gather.sync,
       fragment=gather.fragment,
       now=gather.state != 'announced',
-      narrow=gather.asked.setdefault(member.learner, self._narrow(member, gather.fragment)),
+      narrow=gather.asked.setdefault(member.learner, self._links.narrow(member)),
     )
     gather.waiting.add(member.learner)
     self._out.send(member.session, pull)
