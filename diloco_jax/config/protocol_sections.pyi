@@ -38,10 +38,14 @@ class Sync:
   were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it keeps
   the share sync.alpha of its own value"""
   max_misses: int = 2
-  """of how many versions of a fragment in a row a learner may carry its steps on although none of
-  them was merged; then it drops them, as too old"""
+  """how many payloads of a fragment in a row may come too late to be merged, while the learner
+  carries their steps on; after one more it drops them, as too old"""
   max_staleness: int = 1
   """a payload whose anchor is more versions old than this is not merged"""
+  slow_links: Literal['leave_out', 'carry'] = 'leave_out'
+  """what becomes of a learner's own steps of periods in which it is not pulled, because its link
+  is too slow. leave_out: it drops them, so that all its payloads have the steps of one period;
+  carry: it adds them to its next payload, whatever their number (with adopt=rebase)"""
   gamma: float = 0.9
   """gamma, the share of the slack that the grace window may use"""
   max_step_tokens: int = 16777216

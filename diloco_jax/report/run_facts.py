@@ -75,6 +75,8 @@ class Learner:
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
     narrow: how many of its updates were merged from narrow payloads (sync.codec_up_slow).
+    most_periods: the greatest of its period factors, 1: it was always pulled (sync.slow_links).
+    sparse: whether its link was for a time too slow for every version.
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.
   """
@@ -93,6 +95,8 @@ class Learner:
   staleness: int = 0
   incarnation: int = 0
   narrow: int = 0
+  most_periods: int = 1
+  sparse: bool = False
   fresh: int = 0
   cost: facts.Cost | None = None
   processes: list[Process] = dataclasses.field(default_factory=list)
@@ -345,6 +349,10 @@ class RunFacts:
         self._member(at_s, fact)
       case protocol_facts.Progress(learner=name) if name in self.learners:
         self._progressed(self.learners[name], at_s, fact)
+      case protocol_facts.Link(learner=name) if name in self.learners:
+        one = self.learners[name]
+        one.most_periods = max(one.most_periods, fact.periods)
+        one.sparse |= fact.sparse
       case facts.Process():
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code, stopped=stopped):

@@ -170,6 +170,8 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'contributions_narrow': learner.narrow,
+    'most_periods': learner.most_periods,
+    'sparse': learner.sparse,
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
     'lost': sum(process.ended == 'lost' for process in learner.processes),
@@ -376,6 +378,10 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     if row['contributions_narrow']:
       line += f', {row["contributions_narrow"]} of them narrow (sync.codec_up_slow)'
+    if row['most_periods'] > 1:
+      line += f', slow link: asked in one of {row["most_periods"]} periods at the least'
+    if row['sparse']:
+      line += ', slow link: left out while it could not receive every version'
     if row['incarnations'] > 1 or row['staleness']:
       line += f', incarnation {row["incarnations"]}, staleness {row["staleness"]}'
     lines.append(line + _describe_status(row))

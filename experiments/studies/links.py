@@ -1,4 +1,4 @@
-"""What the work of a learner with a thin link, or of one long offline, is worth (links.md)."""
+"""What the work of a learner with a thin or slow link, or of one long offline, is worth (links.md)."""
 
 import dataclasses
 from typing import Any
@@ -16,6 +16,8 @@ WITHOUT = 'without l3'
 UP = (1.5, 2.0, 4.0, 8.0)  # inner steps that a payload of codec_up takes on the up-link of l3
 OFFLINE = (0.25, 0.5)  # of the run; it begins after a quarter of it
 HARDWARE = conditions.Hardware(lognormal=0.2, merge=0.02, encode=0.005, adopt=0.005)
+LATENCIES = (1.0, 8.0, 15.0)  # of all links, one way, in inner steps
+LIMITS = ((1, 2), (2, 4), (4, 8))  # max_staleness, max_misses; the first are the defaults
 CARRY: dict[str, dict[str, Any]] = {  # all steps of a slow learner are merged
   'carry': {'slow_links': 'carry'},
   'carry, age decay 0.5': {'slow_links': 'carry', 'age_decay': 0.5},
@@ -39,7 +41,29 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       found.append(_arm(quick, seed, f'up and down {steps:g} steps', up=steps, down=steps))
     for share in OFFLINE[:1] if quick else OFFLINE:
       found.append(_arm(quick, seed, f'offline {share:.0%} of the run', offline=share))
-  return found
+  return found + _late(quick)
+
+
+def _late(quick: bool) -> list[arms.Arm]:
+  """The small model, and payloads that come versions late: merge them, or drop their steps? At a
+  latency of a step none comes more than a version late, so only the defaults run."""
+  return [
+    arms.decoupled(
+      'links',
+      f'latency {latency:g}, max_staleness={staleness}, max_misses={misses}',
+      quick,
+      steps=600,
+      against=f'latency {latency:g}, max_staleness=1, max_misses=2',
+      where={
+        'hardware': conditions.Hardware(lognormal=0.3, merge=0.05),
+        'network': conditions.Network(latency=latency, up=0.3, down=0.3),
+      },
+      max_staleness=staleness,
+      max_misses=misses,
+    )
+    for latency in (LATENCIES[1:2] if quick else LATENCIES)
+    for staleness, misses in (LIMITS[:1] if latency <= 1 else LIMITS[: 2 if quick else None])
+  ]
 
 
 def _arm(

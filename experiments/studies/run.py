@@ -31,7 +31,6 @@ STUDIES = (
   'adopt',
   'outer',
   'timing',
-  'late',
   'deaths',
   'codecs',
   'speeds',

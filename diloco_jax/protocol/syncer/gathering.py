@@ -246,6 +246,8 @@ class Gathering:
     version = self._published.fragments[fragment].version
     if verdicts.needs_anchor(message, version, member.anchor_tokens.get(fragment, 0), reason):
       self._published.replace(member, fragment)
+    elif reason == Reason.DUPLICATE:  # else it takes the next version for one with this payload
+      member.spoiled.add(fragment)
 
   def _settle(
     self, member: members_lib.Member, message: messages.Contribution, reason: str
@@ -301,7 +303,7 @@ class Gathering:
     """The learner replaced its anchor. Its payload in a sync of this fragment no longer counts if
     it dropped the steps of it: these tokens are discarded."""
     p, reason = adopted.fragment, adopted.reason or self._gap
-    if reason == Reason.UNDONE and member.left_out.get(p) == adopted.version:
+    if reason == Reason.UNDONE and adopted.version <= member.left_out.get(p, -1):
       reason = Reason.SLOW_LINK
     self._withdraw(member, p, adopted.tokens)
     self._ledger.of(member).drop(p, adopted.tokens, reason)

@@ -37,9 +37,12 @@ KIB = 1_024
 MOST_PERIODS = 16
 SAMPLES = 3
 DOWN_SAMPLES = 8
+SLOTS = 8  # between the first syncs of a run, before anything is asked of its links
 MAX_MARKS = 4_096  # reported steps whose payloads may still come
 TOO_FULL, FREE = 800, 600  # shares of a budget, in 1/1000: a narrow link uses more, a wide one less
 SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no deltas, and to send them
+# Up to this share of a slot each payload comes, if late; from the other on r is 1 again.
+LATE, IN_TIME = 1_400, 1_150
 MARGIN, WIDE_MARGIN = 1_250, 1_500  # of the time of a payload, in 1/1000: for r to grow, to shrink
 
 
@@ -144,9 +147,11 @@ class Links:
     """Changes what is asked of the learner, if its link says so."""
     up, down = member.up, member.down
     before = up.narrow, up.periods, down.sparse
-    if len(up.samples) == SAMPLES and self.slot_ns.value:
+    if self.slot_ns.samples < min(SLOTS, self._config.fragments) or not self.slot_ns.value:
+      return
+    if len(up.samples) == SAMPLES:
       self._judge_up(member)
-    if len(down.samples) == DOWN_SAMPLES and self.slot_ns.value and self._adapts:
+    if len(down.samples) == DOWN_SAMPLES and self._adapts:
       self._judge_down(member)
     if (up.narrow, up.periods, down.sparse) != before:
       slow, was_slow = self.slow(member), before[1] > 1 or before[2]
@@ -175,16 +180,20 @@ class Links:
     if not self._adapts:
       return
     share = self._up_share(member)
-    least = _periods(share, MARGIN) if self._others_fit(self._up_share) else up.periods
-    up.periods = max(least, min(up.periods, _periods(share, WIDE_MARGIN)))
+    if share <= LATE if up.periods == 1 else share <= IN_TIME:
+      up.periods = 1
+    elif self._others_fit(self._up_share) or up.periods > 1:
+      least, most = (_periods(share, margin) for margin in (MARGIN, WIDE_MARGIN))
+      up.periods = max(least, min(up.periods, most))
 
   def _judge_down(self, member: members_lib.Member) -> None:
     down, share = member.down, self._down_share(member)
     waits_ns = self.now_ns - down.sent[0][2] if down.sent else 0
-    # A report may wait behind payloads that were handed to the link: for a tenth of a lease.
-    long_ns = self.slot_ns.value * self._config.fragments + self._config.lease_ns // 10
-    queues = share > SPARSE and waits_ns > long_ns and self._others_fit(self._down_share)
-    down.sparse = share > DENSE if down.sparse else queues
+    if down.sparse:
+      down.sparse = share > DENSE
+    elif self._up_share(member) <= TOO_FULL:  # else its reports wait behind its payloads
+      long_ns = self.slot_ns.value * self._config.fragments + self._config.lease_ns // 10
+      down.sparse = share > SPARSE and waits_ns > long_ns and self._others_fit(self._down_share)
 
   def _up_share(self, member: members_lib.Member) -> int:
     total = self._narrow_total if member.up.narrow else self._total
@@ -296,5 +305,4 @@ def in_turn(number: int, fragments: int, r: int) -> bool:
 
 def _periods(share: int, margin: int) -> int:
   """The period factor for payloads that take this share of a slot, in 1/1000."""
-  tight = share * margin <= MARGIN * MARGIN
-  return 1 if tight else min(MOST_PERIODS, -(-share * margin // (PERMILLE * PERMILLE)))
+  return max(2, min(MOST_PERIODS, -(-share * margin // (PERMILLE * PERMILLE))))

@@ -308,7 +308,8 @@ class SyncerBook:
         holder = self.lineage.holders[peer.join.learner]
         holder.refused -= {message.fragment}
       reason = message.reason or self.gap
-      if reason == Reason.UNDONE and peer.left_out.get(message.fragment) == message.version:
+      left_out = peer.left_out.get(message.fragment, -1)
+      if reason == Reason.UNDONE and message.version <= left_out:
         reason = Reason.SLOW_LINK
       self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)

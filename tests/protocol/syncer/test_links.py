@@ -1,0 +1,183 @@
+"""What the syncer measures of a link, and what it asks of it."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import gather as gather_lib
+from diloco_jax.protocol.syncer import links as links_lib
+from diloco_jax.protocol.syncer import members as members_lib
+
+SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
+
+
+class Syncer:
+  """Links of two learners; l0's link is good. Time passes in slots."""
+
+  def __init__(self, narrow: int = SIZE, **settings):
+    config = config_lib.ProtocolConfig(period=P, fragments=P, **settings)
+    self.out, self.said = action_list.ActionList(), []
+    members = members_lib.Members(config)
+    for session, name in enumerate(('l0', 'l1')):
+      members.bind(name, session, 1, session, 0)
+    notices = rate_limited_log.Notices(config.say_again_ns, self.said.append)
+    sizes = (SIZE,) * P, (narrow,) * P
+    self.links = links_lib.Links(config, members, *sizes, notices, self.out)
+    self.one = members.by_id['l1']
+    self.sync = self.tokens = 0
+    for _ in range(P):
+      self.opens()
+
+  def opens(self, slots: float = 1.0) -> None:
+    self.links.now_ns += round(slots * SLOT_NS)
+    self.sync += 1
+    self.links.opened(gather_lib.Gather(self.sync, (self.sync - 1) % P))
+
+  def payload(self, slots: float, idle: float = 0.0, size: int = SIZE) -> None:
+    """A payload of l1 arrives, `slots` after it was due; before that the link had nothing."""
+    self.links.now_ns += round(idle * SLOT_NS)
+    self.sync, self.tokens = self.sync + 1, self.tokens + 10
+    self.links.asked(self.one, self.sync)
+    self.links.reported(self.one, self.tokens)
+    self.links.now_ns += round(slots * SLOT_NS)
+    self.links.arrived(
+      self.one,
+      messages.Contribution(
+        sync=self.sync,
+        fragment=(self.sync - 1) % P,
+        version=0,
+        steps=1,
+        tokens_from=self.tokens - 10,
+        tokens_to=self.tokens,
+        shard=0,
+        cursor=0,
+        payload=messages.Payload(size_bytes=size, crc32=0),
+      ),
+    )
+
+  @property
+  def r(self) -> int:
+    return self.links.r(self.one)
+
+
+def test_a_link_that_carries_less_is_asked_less_at_once_and_again_when_it_recovers():
+  syncer = Syncer()
+  for _ in range(3):
+    syncer.payload(0.1)
+  assert syncer.r == 1
+  syncer.payload(4.0)
+  assert syncer.r == 1, 'one stall is no slow link'
+  syncer.payload(4.0)
+  assert syncer.r == 5, 'a quarter more than a payload takes'
+  assert len(syncer.said) == 1 and 'slow link' in syncer.said[0]
+  syncer.payload(0.1)
+  syncer.payload(0.1)
+  assert syncer.r == 1
+  told = [action.fact.periods for action in syncer.out.take() if hasattr(action, 'fact')]
+  assert told == [5, 1]
+
+
+def test_neither_an_idle_link_nor_small_payloads_make_it_slow():
+  syncer = Syncer()
+  for _ in range(4):
+    syncer.payload(0.5, idle=50)
+    syncer.payload(3.0, size=SIZE // 10)
+  assert syncer.r == 1
+
+
+def test_the_smaller_codec_comes_first_and_stays_while_it_is_needed():
+  syncer = Syncer(narrow=SIZE // 2)
+  for _ in range(3):
+    syncer.payload(2.0)
+  assert syncer.links.narrow(syncer.one) and syncer.r == 1
+  for _ in range(3):
+    syncer.payload(1.0, size=SIZE // 2)
+  assert syncer.links.narrow(syncer.one), 'a regular payload would take two slots'
+  for _ in range(3):
+    syncer.payload(0.2, size=SIZE // 2)
+  assert not syncer.links.narrow(syncer.one)
+
+
+@pytest.mark.parametrize('settings', [{'adopt': 1}, {'wait_for': 1}, {'overlap': 0}])
+def test_where_learners_wait_or_drop_their_steps_every_sync_pulls(settings):
+  syncer = Syncer(**settings)
+  for _ in range(4):
+    syncer.payload(4.0)
+  assert syncer.r == 1
+
+
+def test_where_most_links_are_slow_nothing_is_asked_less():
+  syncer = Syncer()
+  first = syncer.links._members.by_id['l0']
+  first.up.samples = [9 * SLOT_NS] * 3  # ns per KiB
+  for _ in range(4):
+    syncer.payload(4.0)
+  assert syncer.r == 1
+
+
+@pytest.mark.parametrize('fragments', [1, 2, 4, 12, 30])
+@pytest.mark.parametrize('r', [2, 3, 5, 12, 16])
+def test_each_fragment_has_one_turn_in_r_periods_and_turns_are_spread(fragments, r):
+  cycle = fragments * r
+  turns = [n for n in range(2 * cycle) if links_lib.in_turn(n, fragments, r)]
+  counts = collections.Counter(n % fragments for n in turns)
+  assert counts == dict.fromkeys(range(fragments), 2)
+  assert min(b - a for a, b in zip(turns, turns[1:])) >= r - 1
+
+
+def test_a_payload_that_comes_twice_is_measured_once():
+  syncer = Syncer()
+  for _ in range(3):
+    syncer.payload(0.1)
+  syncer.sync -= 1
+  before = list(syncer.one.up.samples)
+  syncer.one.up.asked.clear()
+  syncer.links.now_ns += 99 * SLOT_NS
+  syncer.links.arrived(
+    syncer.one,
+    messages.Contribution(
+      sync=syncer.sync + 1,
+      fragment=syncer.sync % P,
+      version=0,
+      steps=1,
+      tokens_from=syncer.tokens - 10,
+      tokens_to=syncer.tokens,
+      shard=0,
+      cursor=0,
+      payload=messages.Payload(size_bytes=SIZE, crc32=0),
+    ),
+  )
+  assert syncer.one.up.samples == before
+
+
+def test_a_slow_down_link_is_sparse_until_it_recovers():
+  syncer = Syncer(heartbeat_ns=10 * SLOT_NS, lease_ns=20 * SLOT_NS)
+  publish = messages.Publish(
+    sync=1,
+    fragment=0,
+    version=1,
+    base_version=0,
+    digest=0,
+    settled_to=0,
+    keep=True,
+    payload=messages.Payload(size_bytes=SIZE, crc32=0),
+  )
+  for version in range(1, 60):
+    syncer.opens()
+    syncer.links.sent(syncer.one, dataclasses.replace(publish, version=version))
+    if version % 2 == 0:  # a version takes two slots
+      syncer.links.adopted(syncer.one, 0, version // 2)
+  assert syncer.links.sparse(syncer.one)
+  assert syncer.links.drops(syncer.one, 0) and not syncer.links.pulls(syncer.one, syncer.sync)
+  syncer.links.adopted(syncer.one, 0, 59)
+  for version in range(60, 70):
+    syncer.opens()
+    syncer.links.sent(syncer.one, dataclasses.replace(publish, version=version))
+    syncer.links.now_ns += SLOT_NS // 10
+    syncer.links.adopted(syncer.one, 0, version)
+  assert not syncer.links.sparse(syncer.one)
+  told = [a.fact for a in syncer.out.take() if isinstance(getattr(a, 'fact', None), facts.Link)]
+  assert [fact.sparse for fact in told] == [True, False]
