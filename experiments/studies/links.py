@@ -1,4 +1,4 @@
-"""What the work of a learner with a thin or slow link, or of one long offline, is worth (links.md)."""
+"""What the work of a learner with a thin link, or of one long offline, is worth (links.md)."""
 
 import dataclasses
 from typing import Any
