@@ -49,7 +49,7 @@ def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
 
 
 WHICH = [*((name, 0) for name in run.STUDIES), ('deaths', -1), ('joining', 1), ('unequal_data', -1)]
-ALIKE = ('headline', 'batch', 'learners', 'adopt', 'outer', 'timing', 'late')  # as parity's
+ALIKE = ('headline', 'batch', 'learners', 'adopt', 'outer', 'timing')  # as parity's
 
 
 @pytest.mark.parametrize(

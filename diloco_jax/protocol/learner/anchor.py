@@ -9,6 +9,10 @@ So local - anchor is at any time exactly what no merge and no discard has settle
 the capture, the rounding error of the codec (error feedback upward), or all steps since the last
 capture that was merged. The ledger of the syncer, never the learner, says what was merged:
 `Publish.settled_to` and `Joined.settled`. The merge is that of LOSCAR-SGD (arXiv 2605.20866).
+
+A learner that returns after more than MOST_VERSIONS versions drops its steps: the syncer would
+refuse the norm of so many (syncer/screening.py), and the model learns more without them
+(docs/studies/links.md).
 """
 
 import dataclasses
@@ -18,6 +22,10 @@ from diloco_jax.protocol import messages
 
 # Of a process that takes the fragment from the syncer.
 UNKNOWN = messages.Held(version=-1, digest=0)
+
+# A payload of 8 periods has at most 16 times the usual norm, if norms per step differ by a factor
+# of 2: the syncer's limit, with its defaults.
+MOST_VERSIONS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +124,8 @@ class Anchor:
       new.reason = messages.Reason.OVERWRITTEN
     elif not publish.keep or self.version < 0:
       new.reason = messages.Reason.UNDONE
+    elif publish.version - self.version > MOST_VERSIONS:
+      new.reason = messages.Reason.LATE
     elif capture is not None and publish.settled_to == capture.tokens:
       new.steps, new.tokens = capture.steps, capture.tokens
       return new, True, True

@@ -62,7 +62,8 @@ class Pipe:
   of it. Those of one session leave first in, first out, except that control overtakes the payload
   bytes that were not handed to the connection yet (flow control keeps them back)."""
 
-  def __init__(self, engine: engine_lib.Engine, bytes_per_s: float):
+  def __init__(self, engine: engine_lib.Engine, bytes_per_s: float, scale: int = 1):
+    self.scale = scale
     self._engine, self._bytes_per_s = engine, max(1, round(bytes_per_s))
     # By session: what waits, as [bytes left in units of 1e-9, what to call, whether it is control].
     self._queues: dict[int, list[list[Any]]] = {}
@@ -266,7 +267,9 @@ class Network:
         self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
 
     if lane in link.pipes:
-      size = CONTROL_WIRE_BYTES + (0 if content is None else wire_bytes(message.payload.size_bytes))
+      size = CONTROL_WIRE_BYTES + (
+        0 if content is None else wire_bytes(message.payload.size_bytes * link.pipes[lane].scale)
+      )
 
       def sent() -> None:
         link.carried[lane] += size

@@ -57,11 +57,13 @@ class Hardware:
 
 class Line(NamedTuple):
   """A link in bytes per second to the syncer and from it, headers included; 0: as many as there
-  are. Learners of the same `site` share one, others have their own."""
+  are. Learners of the same `site` share one, others have their own. A payload counts `scale` times:
+  those of a tiny model are no longer than the headers and frames of a real link."""
 
   up: float = 0.0
   down: float = 0.0
   site: str = ''
+  scale: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,7 @@ def furnish(
     line = network.lines[which % len(network.lines)] if network.lines else Line()
     for lane, bytes_per_s in (('up', line.up), ('down', line.down)):
       if bytes_per_s:
-        pipe = network_lib.Pipe(world.engine, bytes_per_s)
+        pipe = network_lib.Pipe(world.engine, bytes_per_s, line.scale)
         link.pipes[lane] = pipes.setdefault((line.site or f'learner {name}', lane), pipe)
 
 

@@ -1,5 +1,6 @@
 """An arm of a study: one training run in virtual time, and the small model that most arms train."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -94,7 +95,8 @@ def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[st
     return _row(arm, found)
   config.train.steps = found.config.train.steps
   asked = lambda links, member: member.learner in arm.narrow
-  with mock.patch.object(links_lib.Links, 'narrow', asked):
+  forced = mock.patch.object(links_lib.Links, 'narrow', asked)
+  with forced if arm.narrow else contextlib.nullcontext():
     return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
 
 
@@ -132,6 +134,10 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
   waits = result.waits
   return row | {
     'merged': result.merged_share,
+    'merged_of': {
+      name: counts['merged'] / (result.ledger.fragments * max(1, counts['tokens']))
+      for name, counts in result.ledger.learners.items()
+    },
     'when_due': when_due(result),
     'discarded': result.discarded_shares,
     'participants': result.participants,

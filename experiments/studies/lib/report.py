@@ -83,8 +83,8 @@ def table(study: study_lib.Study, rows: list[tuple[arms.Arm, study_lib.Row]]) ->
       ' '.join(str(row['seed']) for row in members),
       _mean(members, 'loss', '.4f'),
       against,
-      ', '.join(f'{row["behind"]:+.2%}' for row in members if row['behind'] is not None),
-      _mean(members, 'merged', '.1%'),
+      _behind(members),
+      _merged(members),
       _mean(members, 'when_due', '.1%'),
       _reasons(members),
       _participants(members),
@@ -97,6 +97,28 @@ def table(study: study_lib.Study, rows: list[tuple[arms.Arm, study_lib.Row]]) ->
 def _mean(rows: list[study_lib.Row], name: str, form: str) -> str:
   values = [row[name] for row in rows if row.get(name) is not None]
   return format(statistics.mean(values), form) if values else ''
+
+
+def _behind(rows: list[study_lib.Row]) -> str:
+  """Of each seed; of four and more seeds also the mean and its standard error. The differences are
+  paired: two arms of a seed have the same data and the same initial parameters."""
+  found = [row['behind'] for row in rows if row['behind'] is not None]
+  each = ', '.join(f'{one:+.2%}' for one in found)
+  if len(found) < 4 or not any(found):
+    return each
+  error = statistics.stdev(found) / len(found) ** 0.5
+  return f'{statistics.mean(found):+.2%} ± {error:.2%} ({each})'
+
+
+def _merged(rows: list[study_lib.Row]) -> str:
+  """The mean share of all learners, and of the one with the least if that is much less."""
+  every = [row['merged_of'] for row in rows if row.get('merged_of')]
+  text = _mean(rows, 'merged', '.1%')
+  if not every:
+    return text
+  least = min(every[0], key=lambda name: sum(one.get(name, 1.0) for one in every))
+  share = statistics.mean(one.get(least, 1.0) for one in every)
+  return text if share > 0.98 else f'{text}, {least} {share:.1%}'
 
 
 def _participants(rows: list[study_lib.Row]) -> str:

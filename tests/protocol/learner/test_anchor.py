@@ -53,6 +53,21 @@ def test_an_adoption_keeps_what_is_not_settled(
   assert (new.capture is not None) == undecided, 'it may still be merged'
 
 
+@pytest.mark.parametrize('capture', [None, 6])
+@pytest.mark.parametrize('settled_to', [40, 70])
+def test_steps_are_carried_over_eight_versions_and_no_more(capture, settled_to):
+  far = publish(6, 0, version=1 + anchor_lib.MOST_VERSIONS, settled_to=settled_to)
+  _, kept, merged = anchor(capture).adopt(far, STEPS, TOKENS, 2)
+  assert (kept, merged) == (
+    capture is not None or settled_to == 40,
+    bool(capture) and settled_to == 70,
+  )
+  farther = dataclasses.replace(far, version=far.version + 1)
+  new, kept, merged = anchor(capture).adopt(farther, STEPS, TOKENS, 2)
+  assert (kept, merged, new.reason) == (False, False, Reason.LATE)
+  assert (new.tokens, new.steps, new.capture) == (TOKENS, STEPS, None)
+
+
 def test_misses_are_payloads_in_a_row_that_came_too_late():
   one = anchor()
   for version in (2, 3, 4):  # the learner is not pulled

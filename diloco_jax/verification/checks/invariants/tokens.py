@@ -182,8 +182,9 @@ class Rebased(invariant.Invariant):
   id = 'I25'
   sentence = (
     'When learners rebase, a learner that adopts a version carries on exactly what the ledger has '
-    'not settled, and drops it only after a refused update, a repair or max_misses, or where its '
-    'link is too slow; the ranges of one fragment are contiguous unless a fault undid steps.'
+    'not settled, and drops it only after a refused update, a repair, max_misses or more than 8 '
+    'versions at once, or where its link is too slow; the ranges of one fragment are contiguous '
+    'unless a fault undid steps.'
   )
 
   @invariant.on(LEARNER, actions.Adopt)

@@ -12,6 +12,7 @@ from diloco_jax.protocol.tape import observers
 
 Range = tuple[int, int]
 Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
+TOO_OLD = 9  # versions from an anchor to a value onto which no steps are carried
 
 
 @dataclasses.dataclass(slots=True)
@@ -292,6 +293,8 @@ class LearnerBook:
     capture = anchor.contributed
     if not self.config.rebases or not publish.keep or anchor.version < 0:
       return False, False
+    if anchor.version + TOO_OLD <= publish.version:
+      return False, False
     if capture is not None and capture.reported[1] == publish.settled_to:
       return True, True
     fits = publish.settled_to <= self.reported(anchor)
@@ -316,7 +319,11 @@ class LearnerBook:
       new.misses, new.contributed = old.misses, old.contributed
     elif not self.config.rebases:
       new.reason = messages.Reason.OVERWRITTEN
-    elif publish.keep and old.version >= 0 and publish.settled_to <= self.reported(old):
+    elif (
+      publish.keep
+      and old.version >= 0
+      and (publish.settled_to <= self.reported(old) or old.version + TOO_OLD <= publish.version)
+    ):
       new.reason = messages.Reason.LATE
     else:
       new.reason = messages.Reason.UNDONE
