@@ -20,15 +20,17 @@ network namespaces are not allowed nothing is measured: it prints so, and its ex
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from absl import app, flags
+import jax
+from absl import app, flags, logging
 
 from diloco_jax.launch import cli
-from experiments.links import cells, measure, report, shaped
+from experiments.links import cells, measure, report, shaped, small
 from experiments.studies.lib import study
 from scripts import networks
 from scripts.benchmarks import measured, outer_round
@@ -44,51 +46,65 @@ def main(argv: list[str]) -> int:
   out.mkdir(parents=True, exist_ok=True)
   book = study.Book(out / 'rows.jsonl')
   only = re.compile(flags.FLAGS.only)
-  planned = [cell for cell in cells.plan(short) if only.search(cell.name)]
-  missing = [cell for cell in planned if book.row(cell) is None]
   began_s = time.monotonic()
+  rows: list[measure.Row] = []
   failed = 0
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
+  jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
   try:
     with shaped.open_links(cells.LEARNERS) as links:
-      for cell in missing:
-        failed += not _run(cell, links, book)
-        _write(book, planned, out)
+      for plan in (cells.plan(short), small.plan(short), None):
+        if plan is None:
+          plan = [] if short else small.plan_time(rows)
+        for cell in plan:
+          if not only.search(cell.name):
+            continue
+          if book.row(cell) is None:
+            _run(cell, links, book)
+          row = book.row(cell)
+          failed += row is None
+          rows += [row] if row is not None else []
+          _write(rows, out)
   except KeyboardInterrupt:
     return cli.INTERRUPTED
-  rows = _write(book, planned, out)
-  print(report.table(rows))
+  text = report.table(rows)
+  (out / 'bandwidth_bench.md').write_text(text, 'utf-8')
+  report.plot(rows, out / 'bandwidth_bench.png')
+  print(text)
   print(f'{time.monotonic() - began_s:.0f} s')
   return 1 if failed else 0
 
 
-def _run(cell: cells.Cell, links: shaped.Links, book: study.Book) -> bool:
-  """Measures a cell, and prints it. False: it could not be measured."""
+def _run(cell: cells.Cell | small.Cell, links: shaped.Links, book: study.Book) -> None:
+  """Measures a cell, prints its row and adds it to the book; prints why, if it cannot."""
+  for attempt in range(ATTEMPTS):
+    try:
+      row = _measure(cell, links)
+    except (shaped.WrongRate, RuntimeError, subprocess.SubprocessError, TimeoutError) as error:
+      notes = '\n'.join(getattr(error, '__notes__', ()))
+      print(f'failed: {error}\n{notes}', flush=True)
+      if not isinstance(error, shaped.WrongRate) or attempt + 1 == ATTEMPTS:
+        return
+    else:
+      book.add(row)
+      print(report.line(row), flush=True)
+      return
+
+
+def _measure(cell: cells.Cell | small.Cell, links: shaped.Links) -> measure.Row:
+  if isinstance(cell, small.Cell):
+    return small.measured(cell, links)
   torch_python = ''
   if cells.METHODS[cell.method].program == cells.TORCHFT:
     torch_python = outer_round.torch_python()
     if not torch_python:
-      return False
-  for attempt in range(ATTEMPTS):
-    try:
-      row = measure.measure(cell, links, torch_python)
-    except (shaped.WrongRate, RuntimeError, TimeoutError) as error:
-      notes = '\n'.join(getattr(error, '__notes__', ()))
-      again = isinstance(error, shaped.WrongRate) and attempt + 1 < ATTEMPTS
-      print(f'{cell.name}: {error}' if again else f'failed: {error}\n{notes}', flush=True)
-      if not again:
-        return False
-    else:
-      book.add(row)
-      print(report.line(row), flush=True)
-      return True
-  return False
+      raise RuntimeError(f'{cell.name}: no environment with PyTorch')
+  return measure.measure(cell, links, torch_python)
 
 
-def _write(book: study.Book, planned: list[cells.Cell], out: pathlib.Path) -> list[measure.Row]:
-  rows = [row for cell in planned if (row := book.row(cell)) is not None]
+def _write(rows: list[measure.Row], out: pathlib.Path) -> None:
   found = {'machine': measured.machine(), 'cells': rows}
   (out / 'cells.json').write_text(json.dumps(found, indent=1) + '\n', 'utf-8')
-  return rows
 
 
 if __name__ == '__main__':

@@ -67,15 +67,9 @@ TORCHFT_24, TORCHFT_128 = "torchft's DiLoCo, H=24", "torchft's DiLoCo, H=128"
 METHODS = {
   one.name: one
   for one in (
-    Method(
-      name=INT8, program=TASK, period=PERIOD, rounds=_thin(8, 8, 4), sync=decoupled('int8')
-    ),
-    Method(
-      name=INT4, program=TASK, period=PERIOD, rounds=_thin(5, 5, 4), sync=decoupled('int4')
-    ),
-    Method(
-      name=LOCK_STEP, program=TASK, period=PERIOD, rounds=_thin(2, 3), sync=lock_step('int8')
-    ),
+    Method(name=INT8, program=TASK, period=PERIOD, rounds=_thin(8, 8, 4), sync=decoupled('int8')),
+    Method(name=INT4, program=TASK, period=PERIOD, rounds=_thin(5, 5, 4), sync=decoupled('int4')),
+    Method(name=LOCK_STEP, program=TASK, period=PERIOD, rounds=_thin(2, 3), sync=lock_step('int8')),
     Method(name=ALL_REDUCE, program=DATA_PARALLEL, period=1, rounds=_thin(1, 2, 4, 10, 20)),
     Method(name=TORCHFT_24, program=TORCHFT, period=24, rounds=_thin(1, 2, 2, 3)),
     Method(name=TORCHFT_128, program=TORCHFT, period=128, rounds=_thin(1)),

@@ -1,7 +1,6 @@
 """One cell: its processes start over links that are not shaped and train for a while; then they
 wait, the links are shaped and checked, and the steps are measured."""
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -113,7 +112,8 @@ class _Run:
     if self._method.program == cells.TASK:
       self._end()
       until_ns = round(max(ended_s for _, ended_s in last) * 1e9)
-      row |= merged(self._folder / 'run', since_ns, until_ns, sum(steps))
+      node_tapes = measured.node_tapes(self._folder / 'run')
+      row |= merged(node_tapes, since_ns, until_ns, sum(steps))
     return row
 
   def _start(self) -> None:
@@ -197,9 +197,8 @@ class _Run:
   def _at_barrier(self) -> Iterator[connection.Connection]:
     for one in self._pipes:
       if not one.poll(outer_round.DEADLINE_S):
-        raise TimeoutError(
-          f'{self._cell.name}: a process has not come to a barrier within {outer_round.DEADLINE_S} s'
-        )
+        limit_s = outer_round.DEADLINE_S
+        raise TimeoutError(f'{self._cell.name}: a process came to no barrier within {limit_s} s')
       yield one
 
   def _answer(self) -> None:
@@ -234,7 +233,7 @@ def certificates(folder: pathlib.Path, learners: Sequence[str]) -> None:
     subprocess.run([*command, *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def merged(workdir: pathlib.Path, since_ns: int, until_ns: int, steps: int) -> Row:
+def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int, steps: int) -> Row:
   """Of the tokens that were not merged at `since_ns`: the share that was merged by the end of the
   run. Of those of the syncs that opened by `until_ns`, in which the learners made so many `steps`
   together: the share merged in the sync for which they were due.
@@ -244,7 +243,7 @@ def merged(workdir: pathlib.Path, since_ns: int, until_ns: int, steps: int) -> R
   before = total = due = 0.0
   ledger, names = None, []
   opened: set[int] = set()
-  for node_tape, _, turn, _ in judge_tapes.in_order(measured.node_tapes(workdir)):
+  for node_tape, _, turn, _ in judge_tapes.in_order(node_tapes):
     if node_tape.start.role != 'syncer':
       continue
     names = names or run_config.learner_ids(node_tape.start.config.learners)
@@ -265,7 +264,7 @@ def merged(workdir: pathlib.Path, since_ns: int, until_ns: int, steps: int) -> R
           if sync in opened:
             due, already = due + counts.tokens - already, counts.tokens
   if ledger is None:
-    raise RuntimeError(f'the syncer in {workdir} has no ledger on its tape')
+    raise RuntimeError('there is no ledger on the tape of the syncer')
   return {
     'merged': (total - before) / (ledger.fragments * ledger.trained - before),
     'on_time': due / (ledger.fragments * programs.TOKENS * steps),
