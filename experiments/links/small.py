@@ -2,7 +2,8 @@
 
 The links are scaled so that a payload takes as many inner steps as one of 25 million values takes
 at 10 and at 2 Mbit/s: 3.4 and 17. So a learner waits and is late as often, and the model is a real
-one, that of `stdlib_lm`. Its processes start over links that are not shaped, as those of a cell.
+one, that of `stdlib_lm`, with P = H = 4, so that a short run has many exchanges. Its processes
+start over links that are not shaped, as those of a cell.
 
 Two kinds of run. Equal tokens: as many steps as over links that are not shaped; what is lost is
 lost to the link. Equal time: as many steps as the method makes at the rate that its cell has
@@ -29,7 +30,7 @@ from diloco_jax.config import build, load
 from diloco_jax.train import island as island_lib
 from experiments.links import cells, measure, programs, shaped
 
-VALUES, PERIOD, FLOOR_S = 227_904, 12, 0.1
+VALUES, PERIOD, FLOOR_S = 227_904, 4, 0.1
 STEPS, SHORT_STEPS = 480, 120
 BATCH = 8  # windows of a learner's inner step
 READY_S, END_S = 240.0, 180.0
@@ -89,7 +90,7 @@ def scaled_mbit(mbit: float) -> float:
   """The rate with which a payload of the small model takes as many inner steps.
 
   >>> round(scaled_mbit(10), 3)
-  0.453
+  1.358
   """
   payloads = (VALUES / PERIOD) / (programs.VALUES / cells.PERIOD)
   return mbit * payloads * cells.FLOOR_S / FLOOR_S
