@@ -436,6 +436,7 @@ def _lead(
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
   cleanup.enter_context(work.egress())
+  cleanup.enter_context(work.compiling())
   dial = connect(records.say)
   return cleanup.enter_context(
     learner_process.running_node(
@@ -468,6 +469,7 @@ def _follow(
   work.exchange.compile_all()
   hosts.ready()
   cleanup.enter_context(work.egress())
+  cleanup.enter_context(work.compiling())
   if found is None or found.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()

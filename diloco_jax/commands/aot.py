@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     print(_header(learner, config.name, hbm), flush=True)
     arrays, functions = learner.arrays, []
     aot.verdict(hbm, arrays, functions)
-    print(f'{"":8}{"argum.":>10}{"outputs":>10}{"tempor.":>10}{"peak":>10}{"code":>8}  MiB')
+    print(f'{"":13}{"argum.":>10}{"outputs":>10}{"tempor.":>10}{"peak":>10}{"code":>8}  MiB')
     for function in learner.functions():
       functions.append(function)
       print(_line(arrays, function), flush=True)
@@ -53,7 +53,7 @@ def _line(arrays: dict[str, int], function: aot.Function) -> str:
   sizes = function.arguments, function.outputs, function.temporaries, aot.peak(arrays, function)
   found = ', '.join(f'{number} {one}' for one, number in function.collectives.items())
   return (
-    f'{function.name:8}'
+    f'{function.name:13}'
     + ''.join(f'{size / _MIB:10.1f}' for size in sizes)
     + f'{function.code / _MIB:8.1f}  {function.flops:.3g} FLOPs; {found or "no collective"}; '
     f'compiled in {function.cpu_s:.0f} CPU-s'

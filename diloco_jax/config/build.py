@@ -46,6 +46,7 @@ class Assembly:
   shapes: Any  # the parameters as ShapeDtypeStructs
   layout: fragments.Layout
   codec_up: codecs.Codec
+  codec_up_slow: codecs.Codec  # of narrow payloads; codec_up if there is no smaller one
   codec_down: codecs.Codec
   rules: dict[str, merge.MergeRule]  # by the label of a tensor (train/task.py)
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
@@ -61,8 +62,16 @@ class Assembly:
   @property
   def payload_bytes(self) -> tuple[int, ...]:
     """Size of each fragment's pseudo-gradient on the wire."""
+    return self._encoded(self.codec_up)
+
+  @property
+  def narrow_bytes(self) -> tuple[int, ...]:
+    """The same of a learner with a slow up-link."""
+    return self._encoded(self.codec_up_slow)
+
+  def _encoded(self, codec: codecs.Codec) -> tuple[int, ...]:
     layout = self.layout
-    return tuple(self.codec_up.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
+    return tuple(codec.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
 
   @property
   def parameters(self) -> int:
@@ -168,6 +177,7 @@ def _assemble(
     shapes=shapes,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
+    codec_up_slow=_slow(config),
     codec_down=_make(config, 'codec_down', codecs.get),
     rules=rules,
     transform=_make(config, 'outer', outer.make),
@@ -203,6 +213,12 @@ def _module(where: str) -> types.ModuleType:
   if where.endswith('.py'):
     return load.module(pathlib.Path(where))
   return importlib.import_module(where)
+
+
+def _slow(config: run_config.Config) -> codecs.Codec:
+  usual = _make(config, 'codec_up', codecs.get)
+  slow = _make(config, 'codec_up_slow', codecs.get) if config.sync.codec_up_slow else usual
+  return min(usual, slow, key=lambda codec: codec.encoded_size(codecs.BLOCK))
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

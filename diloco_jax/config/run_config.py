@@ -36,6 +36,8 @@ class SyncConfig(protocol_sections.Sync):
     fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
+    codec_up_slow: the same for a learner whose up-link does not carry the payloads of `codec_up`,
+      as the syncer measures it; no effect if it is not smaller. '': all learners use `codec_up`.
     codec_down: encoding of a published version, a delta from the version before.
     age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
       older than one period (numerics/contrib/aged.py); 1: the paper's weights.
@@ -63,6 +65,7 @@ class SyncConfig(protocol_sections.Sync):
 
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
+  codec_up_slow: str = 'int4'
   codec_down: str = 'int8'
   age_decay: float = 1.0
   merge: str = 'rda'

@@ -319,6 +319,7 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
+    narrow_bytes=assembled.narrow_bytes,
     max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,

@@ -42,7 +42,8 @@ class Exchange:
     """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
     self._layout = assembled.layout
-    self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
+    self._codecs_up = assembled.codec_up, assembled.codec_up_slow  # [narrow]
+    self._codec_down = assembled.codec_down
     self._rebases = assembled.protocol.rebases
     share = assembled.config.sync.alpha if assembled.protocol.blends else 0.0
     self._alpha = None if self._rebases else share
@@ -57,13 +58,13 @@ class Exchange:
       np.int32([piece.start for piece in pieces]) for pieces in self._layout.fragments
     ]
     self.kinds = self._make_kinds(order)
-    # By fragment: its newest encoded pseudo-gradient, on the device.
-    self._captures: dict[int, jax.Array] = {}
+    # By fragment: its newest encoded pseudo-gradient, on the device, and whether it is narrow.
+    self._captures: dict[int, tuple[jax.Array, bool]] = {}
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
-    # merged payload of each size, and the next payload takes its place.
+    # merged payload of each size and codec, and the next payload takes its place.
     device = next(iter(jax.tree.leaves(island.params)[0].sharding.device_set))
     self._reuses = self._rebases and device.platform == 'cpu'
-    self._merged: dict[int, jax.Array] = {}
+    self._merged: dict[tuple[int, bool], jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
     self.launches = 0  # of its functions: as many on each host of a learner
@@ -100,18 +101,20 @@ class Exchange:
     ]
     return self
 
-  def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Ends early, between two functions, once `stopped` returns true."""
-    for kind in self.kinds:
-      for lower, key in (
-        (self.lower_encode, kind),
-        (self.lower_adopt, kind),
+  def compile_all(self, stopped: Callable[[], bool] = lambda: False, narrow: bool = False) -> None:
+    """`narrow`: those of narrow payloads, if there is a codec for them. Ends early, between two
+    functions, once `stopped` returns true."""
+    usual, slow = self._codecs_up
+    for kind in () if narrow and slow == usual else self.kinds:
+      for lower, *key in (
+        (self.lower_encode, kind, narrow),
+        (self.lower_adopt, kind, narrow),
         (self.lower_apply, kind),
-        *([(self._lower_wire, kind)] if jax.process_count() > 1 else []),
+        *([(self._lower_wire, kind, narrow)] if jax.process_count() > 1 else []),
       ):
         if stopped():
           return
-        self._get(lower, key)
+        self._get(lower, *key)
 
   def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
     """Returns a compiled function; the first caller compiles it and later callers wait. After a
@@ -144,12 +147,13 @@ class Exchange:
     each = kind.on_each(kind.digest, (kind.flat,), jax.P())
     return kind.jit(each, self._island.replicated).lower(kind.like(kind.size, np.float32))
 
-  def lower_encode(self, kind: split.Kind) -> jax.stages.Lowered:
-    size = self._codec_up.encoded_size(kind.size)
+  def lower_encode(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:
+    codec = self._codecs_up[narrow]
+    size = codec.encoded_size(kind.size)
 
     def encode(data, rows, anchor_n):
       data = jnp.zeros(size, jnp.uint8) if data is None else data
-      data, ok = exchange.pseudo_gradient(kind.local, self._codec_up, data, rows, anchor_n)
+      data, ok = exchange.pseudo_gradient(kind.local, codec, data, rows, anchor_n)
       return data, ok[None]
 
     each = kind.on_each(encode, (kind.flat, kind.rows_specs, kind.flat), (kind.flat, kind.flat))
@@ -165,14 +169,14 @@ class Exchange:
       kind.like(kind.size, np.float32),
     )
 
-  def _lower_wire(self, kind: split.Kind) -> jax.stages.Lowered:
-    like = kind.like(self._codec_up.encoded_size(kind.size), np.uint8)
+  def _lower_wire(self, kind: split.Kind, narrow: bool) -> jax.stages.Lowered:
+    like = kind.like(self._codecs_up[narrow].encoded_size(kind.size), np.uint8)
     return kind.jit(lambda data: data, self._island.replicated).lower(like)
 
-  def lower_adopt(self, kind: split.Kind) -> jax.stages.Lowered:
-    adopt = functools.partial(
-      exchange.adopt, kind.local, self._codec_up, self._codec_down, self._alpha
-    )
+  def lower_adopt(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:
+    """`narrow`: of the capture."""
+    codec_up = self._codecs_up[narrow]
+    adopt = functools.partial(exchange.adopt, kind.local, codec_up, self._codec_down, self._alpha)
     specs = exchange.Published(*3 * (kind.flat,), *2 * (jax.P(),))
     each = kind.on_each(adopt, (kind.rows_specs, kind.flat, specs), kind.rows_specs)
 
@@ -182,8 +186,7 @@ class Exchange:
 
     anchor, flag = kind.like(kind.size, np.float32), self._like((), np.bool_)
     data, capture = (
-      kind.like(codec.encoded_size(kind.size), np.uint8)
-      for codec in (self._codec_down, self._codec_up)
+      kind.like(codec.encoded_size(kind.size), np.uint8) for codec in (self._codec_down, codec_up)
     )
     shardings = split.named(leaf.sharding for leaf in kind.leaves)
     return kind.jit(adopt_all, shardings, donate=0).lower(
@@ -220,30 +223,30 @@ class Exchange:
     ]
     return tuple(map(digest_lib.as_int, found))
 
-  def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
+  def encode(self, p: int, narrow: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
     kind = self.kinds[p]
-    encode = self._get(self.lower_encode, kind)
+    encode = self._get(self.lower_encode, kind, narrow)
     merged = None
     if self._reuses:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
-      merged = self._merged.pop(kind.size, None)
-      merged = self._zeros(self._codec_up, kind) if merged is None else merged
+      merged = self._merged.pop((kind.size, narrow), None)
+      merged = self._zeros(self._codecs_up[narrow], kind) if merged is None else merged
     self.launches += 1
     data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
-      self._captures[p] = data
+      self._captures[p] = data, narrow
     if jax.process_count() > 1:  # the lead needs the parts of all hosts
       self.launches += 1
-      data = self._get(self._lower_wire, kind)(data)
+      data = self._get(self._lower_wire, kind, narrow)(data)
     return data, ok
 
-  def wire(self, p: int, data: jax.Array) -> memoryview:
+  def wire(self, p: int, data: jax.Array, narrow: bool = False) -> memoryview:
     """The payload that `encode` has made, as it travels; waits for the device."""
     if not data.is_fully_addressable:
       data = data.addressable_data(0)
-    return split.to_wire(self.kinds[p], self._codec_up, data)
+    return split.to_wire(self.kinds[p], self._codecs_up[narrow], data)
 
   def adopt(
     self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
@@ -268,7 +271,8 @@ class Exchange:
       delta = split.from_wire(kind, self._codec_down, data)
       digest = self._adopt(p, self.anchors[p], delta, capture, keep)
     if capture is not None and self._reuses:
-      self._merged[self.kinds[p].size] = capture
+      data, narrow = capture
+      self._merged[kind.size, narrow] = data
     return digest
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
@@ -305,20 +309,22 @@ class Exchange:
     p: int,
     base_N: jax.Array,
     delta: jax.Array | None,
-    capture: jax.Array | None,
+    capture: tuple[jax.Array, bool] | None,
     keep: bool,
   ) -> jax.Array:
     """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
     kind, merged = self.kinds[p], capture is not None
+    given, narrow = capture or (None, False)
     self._own(p)
     if delta is None:
       delta = self._zeros(self._codec_down, kind)
-    if capture is None:  # its bytes do not count: those of another array of the same size will do
-      alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
-      capture = delta if alike else self._zeros(self._codec_up, kind)
+    if given is None:  # its bytes do not count: those of another array of the same size will do
+      usual, _ = self._codecs_up
+      alike = kind.parts * usual.encoded_size(kind.size) == delta.size
+      given = delta if alike else self._zeros(usual, kind)
     self.launches += 2
-    value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
-    adopted = self._get(self.lower_adopt, kind)(
+    value = exchange.Published(base_N, delta, given, self._flags[merged], self._flags[keep])
+    adopted = self._get(self.lower_adopt, kind, narrow)(
       self._leaves(p), self._starts[p], self.anchors[p], value
     )
     self._assign(p, adopted)

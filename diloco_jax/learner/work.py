@@ -58,6 +58,7 @@ class LearnerWork:
     self._steps = 0
     self._tokens = 0
     self.loss: float | None = None  # of the newest recorded step, if it is finite
+    self._stepped = threading.Event()  # once
     self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
@@ -71,28 +72,34 @@ class LearnerWork:
 
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
-    stepped, ended = threading.Event(), threading.Event()
-    compiling = threading.Thread(
-      target=self._compile_meanwhile, args=(stepped, ended), name='compile', daemon=True
+    with self.compiling(), self.egress():
+      while (clock := self.next_step()) is not None:
+        self._step(clock)
+        self._stepped.set()
+      self._finish()
+
+  @contextlib.contextmanager
+  def compiling(self) -> Iterator[None]:
+    """Compiles on a thread what is not compiled yet: at last the functions of narrow payloads, for
+    which no learner waits at its start, since most never need them."""
+    ended = threading.Event()
+    thread = threading.Thread(
+      target=self._compile_meanwhile, args=(ended,), name='compile', daemon=True
     )
-    compiling.start()
+    thread.start()
     try:
-      with self.egress():
-        while (clock := self.next_step()) is not None:
-          self._step(clock)
-          stepped.set()
-        self._finish()
+      yield
     finally:
       ended.set()
-      stepped.set()
-      compiling.join()  # a process that ends while it compiles may crash
+      self._stepped.set()
+      thread.join()  # a process that ends while it compiles may crash
 
-  def _compile_meanwhile(self, stepped: threading.Event, ended: threading.Event) -> None:
-    """Compiles what is not compiled yet, after the first step, which it would delay: tracing holds
-    the GIL."""
+  def _compile_meanwhile(self, ended: threading.Event) -> None:
+    """After the first step, which it would delay: tracing holds the GIL."""
     try:
-      stepped.wait()
-      self.exchange.compile_all(ended.is_set)
+      self._stepped.wait()
+      for narrow in (False, True):
+        self.exchange.compile_all(ended.is_set, narrow)
     except Exception as error:
       self._records.say(
         f'compiling ahead of use failed: {error}. Training continues; what is missing is compiled '
@@ -134,9 +141,9 @@ class LearnerWork:
 
   def _perform(self, action: actions.Work) -> None:
     match action:
-      case actions.Encode(sync=sync, fragment=fragment):
-        data, ok = self.exchange.encode(fragment)
-        self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
+      case actions.Encode():
+        encoded = self.exchange.encode(action.fragment, action.narrow)
+        self._egress.put(functools.partial(self._encoded, action, *encoded))
       case actions.Adopt():
         self._adopt(action)
       case actions.UseShard():
@@ -184,6 +191,7 @@ class LearnerWork:
   def record(self, result: island_lib.StepResult, saving_ns: int, idle_ns: int) -> None:
     """Records a step, and what `take_between` has returned after it."""
     self._steps += 1
+    self._stepped.set()
     self._tokens += result.tokens
     if result.loss is not None:
       self.loss = result.loss if math.isfinite(result.loss) else None
@@ -205,12 +213,14 @@ class LearnerWork:
     self._saving_ns = self._idle_ns = 0
     return found
 
-  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+  def _encoded(self, encode: actions.Encode, data: jax.Array, ok: jax.Array) -> None:
+    sync, p = encode.sync, encode.fragment
     if not bool(ok):
-      self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=None))
+      self._post(events.Encoded(sync=sync, fragment=p, payload_id=None, payload=None))
       return
-    payload_id, payload = payloads_lib.keep(self._payloads, self.exchange.wire(fragment, data))
-    self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=payload_id, payload=payload))
+    data = self.exchange.wire(p, data, encode.narrow)
+    payload_id, payload = payloads_lib.keep(self._payloads, data)
+    self._post(events.Encoded(sync=sync, fragment=p, payload_id=payload_id, payload=payload))
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
     self._post(

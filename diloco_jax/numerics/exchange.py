@@ -241,10 +241,10 @@ def block_products(
 
 def add_row(
   codec: codecs.Codec,
-  first: jax.Array,
   total_n: jax.Array,
   sections: Sequence[jax.Array],
   factors_B: jax.Array,
+  first: jax.Array,
 ) -> jax.Array:
   """Syncer: total + factor * D_up(bytes), with a factor for each block.
 

@@ -168,8 +168,8 @@ class ProtocolConfig:
   )
   max_misses: int = setting(
     2,
-    'of how many versions of a fragment in a row a learner may carry its steps on although none of '
-    'them was merged; then it drops them, as too old',
+    'how many payloads of a fragment in a row may come too late to be merged, while the learner '
+    'carries their steps on; after one more it drops them, as too old',
     high=10**6,
   )
   max_staleness: int = setting(

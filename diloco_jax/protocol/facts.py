@@ -37,6 +37,7 @@ class Opened:
 @fact
 class _OuterStep:
   """`participants`: learner ids; `late`: those of them whose payload was late for an earlier sync;
+  `narrow`: those whose payload was of the smaller codec (sync.codec_up_slow);
   `waited_ns`: from the opening to the decision; `grace_ns`: the grace window, from the opening;
   `staleness`: versions since the oldest anchor."""
 
@@ -50,6 +51,7 @@ class _OuterStep:
   tokens: int
   why: str
   staleness: int
+  narrow: tuple[str, ...] = ()
 
 
 @fact
@@ -59,7 +61,7 @@ class Merging(_OuterStep):
 
 @fact
 class Synced(_OuterStep):
-  """The outer step is durable; `participants`, `late` and `tokens` exclude refused ones."""
+  """The outer step is durable; `participants`, `late`, `narrow`, `tokens` exclude refused ones."""
 
 
 @fact
@@ -133,6 +135,19 @@ class Progress:
   step_ns: int
 
 
+@fact
+class Link:
+  """What the syncer asks of a learner has changed with its link (syncer/links.py): whether it
+  encodes with the smaller codec, and the period factor r. `payload_ns`: of a regular payload of
+  mean size; `slot_ns`: between two syncs."""
+
+  learner: str
+  narrow: bool
+  periods: int
+  payload_ns: int
+  slot_ns: int
+
+
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
@@ -162,5 +177,5 @@ class Adopted:
   reason: str
 
 
-_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress
+_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress | Link
 Fact = _SyncerFact | State | Adopted

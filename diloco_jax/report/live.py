@@ -261,6 +261,8 @@ def _speeds(learners: list[run_facts.Learner]) -> list[_Column]:
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
   last, figures, state = view.synced, view.figures, view.syncer or ''
+  named = lambda name: f'{name} (narrow)' if name in last.narrow else name
+  merged = map(named, last.participants) if last else '-'
   return [
     _Column('syncer ', [state], [_COLOURS.get(state, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
@@ -271,7 +273,7 @@ def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('uptime', [_percent(figures and figures.uptime)]),
     _Column('      up', [header.size(view.wire.bytes_up)]),
     _Column('    down', [header.size(view.wire.bytes_down)]),
-    _Column('merged', [' '.join(last.participants) if last else '-'], text=True),
+    _Column('merged', [' '.join(merged)], text=True),
   ]
 
 

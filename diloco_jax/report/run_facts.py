@@ -74,6 +74,7 @@ class Learner:
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
+    narrow: how many of its updates were merged from narrow payloads (sync.codec_up_slow).
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.
   """
@@ -91,6 +92,7 @@ class Learner:
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
+  narrow: int = 0
   fresh: int = 0
   cost: facts.Cost | None = None
   processes: list[Process] = dataclasses.field(default_factory=list)
@@ -502,6 +504,7 @@ class RunFacts:
     for name in fact.participants:
       if name in self.learners:
         self.learners[name].merged_s.append(at_s)
+        self.learners[name].narrow += name in fact.narrow
 
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""

@@ -168,6 +168,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'loss': statistics.fmean(losses) if learner.tells_loss else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
+    'contributions_narrow': learner.narrow,
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
     'lost': sum(process.ended == 'lost' for process in learner.processes),
@@ -372,6 +373,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
+    if row['contributions_narrow']:
+      line += f', {row["contributions_narrow"]} of them narrow (sync.codec_up_slow)'
     if row['incarnations'] > 1 or row['staleness']:
       line += f', incarnation {row["incarnations"]}, staleness {row["staleness"]}'
     lines.append(line + _describe_status(row))

@@ -59,7 +59,7 @@ class Theta:
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     self._pieces = outer_step_lib.Pieces(
       layout,
-      assembled.codec_up,
+      (assembled.codec_up, assembled.codec_up_slow),
       assembled.codec_down,
       assembled.codec_log,
       assembled.transform,
@@ -128,9 +128,9 @@ class Theta:
   def digest(self, p: int) -> int:
     return self._pieces.digest(p, self._whole()[p])
 
-  def lengths(self, p: int, payload: memoryview | bytes) -> np.ndarray:
+  def lengths(self, p: int, payload: memoryview | bytes, narrow: bool = False) -> np.ndarray:
     """The length of each tensor of fragment p in a payload, float64[T]. Raises ValueError."""
-    return self._pieces.lengths(p, np.frombuffer(payload, np.uint8))
+    return self._pieces.lengths(p, _payload(payload, narrow))
 
   def screen(
     self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
@@ -154,7 +154,8 @@ class Theta:
   ) -> Merged:
     """As outer_log.Theta.merge. `lengths_MxT`: of the payloads' tensors, if they are known."""
     if lengths_MxT is None:
-      lengths_MxT = np.stack([self.lengths(p, one) for one in payloads])
+      pairs = zip(payloads, participants, strict=True)
+      lengths_MxT = np.stack([self.lengths(p, data, one.narrow) for data, one in pairs])
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
     if not counts:
       return self._failed(p, ALL_REJECTED)
@@ -168,7 +169,7 @@ class Theta:
       )
     )
     rule, lengths_MxT = self._rules[p], lengths_MxT[counts]
-    given = [np.frombuffer(payloads[m], np.uint8) for m in counts]
+    given = [_payload(payloads[m], participants[m].narrow) for m in counts]
     cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
     rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
     totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))
@@ -202,12 +203,13 @@ class Theta:
     """Compiles the outer steps, with a payload of zeros whose result is dropped."""
     if not self._warm:
       values = self._whole()
+      sizes = self._assembled.payload_bytes, self._assembled.narrow_bytes
       for p in self._pieces.unlike:
-        zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
-        lengths_T = self.lengths(p, zeros)
+        zeros = [_payload(bytes(of[p]), narrow) for narrow, of in enumerate(sizes)] * 2
+        lengths = [self._pieces.lengths(p, one) for one in zeros]
         if self._rules[p].cosines:
-          self._pieces.cosines(p, [zeros, zeros], np.stack([lengths_T] * 2))
-        totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
+          self._pieces.cosines(p, zeros, np.stack(lengths))
+        totals, sums_T = self._pieces.sums(p, list(zip(zeros, lengths)))
         _, stepped = self._pieces.merge(p, values[p], totals, sums_T)
         self._pieces.recycle(p, stepped.pieces)
       self._warm = True
@@ -233,6 +235,10 @@ class Theta:
     whole = map(exchange.Values, arrays['masters'], arrays['published'], arrays['outer'])
     self._values = [self._pieces.cut(p, one) for p, one in enumerate(whole)]
     self.versions = list(versions)
+
+
+def _payload(data: memoryview | bytes, narrow: bool) -> outer_step_lib.Payload:
+  return outer_step_lib.Payload(np.frombuffer(data, np.uint8), bool(narrow))
 
 
 def _tree(whole: Iterable[exchange.Values]) -> dict[str, Any]:

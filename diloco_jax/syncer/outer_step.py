@@ -37,7 +37,15 @@ from diloco_jax.transport import payloads
 PIECE = 1 << 19
 MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
 
-Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
+
+class Payload(NamedTuple):
+  """uint8[B], of the smaller codec if `narrow`."""
+
+  data: np.ndarray
+  narrow: bool = False
+
+
+Row = tuple[Payload, np.ndarray]  # a payload, and its factor for each tensor
 
 
 def cores() -> int:
@@ -80,22 +88,23 @@ class Pieces:
   def __init__(
     self,
     layout: fragments.Layout,
-    codec_up: codecs.Codec,
+    codecs_up: tuple[codecs.Codec, codecs.Codec],
     codec_down: codecs.Codec,
     codec_log: codecs.Codec,
     tx: optax.GradientTransformation,
     place: jax.sharding.Sharding,
     piece: int = PIECE,
   ):
-    """`place`: where the arrays are, on a CPU; `piece`: values in a piece, a multiple of 32."""
-    self._up, self._down, self._log, self._place = codec_up, codec_down, codec_log, place
+    """`codecs_up`: that of narrow payloads last; `place`: where the arrays are, on a CPU; `piece`:
+    values in a piece, a multiple of 32."""
+    self._ups, self._down, self._log, self._place = codecs_up, codec_down, codec_log, place
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(piece, max(self._sizes))
     self._whole = not outer_lib.elementwise(tx)
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
-    measured = round(4 * widest / codec_up.encoded_size(widest)) * widest
+    measured = round(4 * widest / codecs_up[0].encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
     self._tx = [outer_lib.by_tensor(tx, layout, p) if self._whole else tx for p in range(count)]
     # By fragment: how many blocks each tensor has, the first of them, how many values each has.
@@ -119,7 +128,7 @@ class Pieces:
 
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
     self._products = jax.jit(exchange.block_products, static_argnums=0)
-    self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=2)
+    self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=1)
     self._gradient = jax.jit(exchange.outer_gradient, static_argnums=0, donate_argnums=1)
     # Arguments without a use are buffers for results.
     decode = lambda codec, spare_n, sections: codec.decode(
@@ -183,28 +192,26 @@ class Pieces:
 
   # --- Computing ----------------------------------------------------------------------------------
 
-  def lengths(self, p: int, payload: np.ndarray) -> np.ndarray:
+  def lengths(self, p: int, payload: Payload) -> np.ndarray:
     """The length of each tensor in a payload, float64[T]. One is not finite if a value is not, or
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
-    self._require_size(self._up, p, payload)
-    n = self._measured[p]
+    codec, n = self._ups[payload.narrow], self._measured[p]
+    self._require_size(codec, p, payload.data)
     squares_of = lambda start: self._squares(
-      self._up, n, self._sections(self._up, p, payload, start, n)
+      codec, n, self._sections(codec, p, payload.data, start, n)
     )
     return self._lengths(p, self._each(range(0, self._sizes[p], n), squares_of))
 
-  def cosines(self, p: int, payloads: Sequence[np.ndarray], lengths_MxT: np.ndarray) -> np.ndarray:
+  def cosines(self, p: int, payloads: Sequence[Payload], lengths_MxT: np.ndarray) -> np.ndarray:
     """Between the payloads, float64[M, M, T], of each tensor; 0 where one of them is zero. Of a
     piece one decoded row exists at a time."""
 
     def products(start: int) -> list[np.ndarray]:
       found = []
       for m, payload in enumerate(payloads[:-1]):
-        sections = self._sections(self._up, p, payload, start, self._n[p])
-        row_n = self._decode(self._up, self._buffer(p), sections)
+        row_n = self._decode(*self._read(p, payload, start, self._buffer(p)))
         for other in payloads[m + 1 :]:
-          sections = self._sections(self._up, p, other, start, self._n[p])
-          found.append(np.asarray(self._products(self._up, row_n, sections)))
+          found.append(np.asarray(self._products(*self._read(p, other, start, row_n))))
         self._keep(p, [row_n])
       return found
 
@@ -223,13 +230,9 @@ class Pieces:
     def add(start: int) -> tuple[jax.Array, jax.Array]:
       total_n = self._buffer(p)
       for m, (payload, _) in enumerate(rows):
-        total_n = self._add_row(
-          self._up,
-          np.bool_(m == 0),
-          total_n,
-          self._sections(self._up, p, payload, start, self._n[p]),
-          self._of_blocks(p, factors[m], start),
-        )
+        row = self._read(p, payload, start, total_n)
+        factors_B = self._of_blocks(p, factors[m], start)
+        total_n = self._add_row(*row, factors_B, np.bool_(m == 0))
       return total_n, self._squares_of(total_n)
 
     totals, squares = zip(*self._each(self.starts(p), add))
@@ -340,6 +343,11 @@ class Pieces:
       return parts
     widths = (n // codecs.BLOCK * width for width in codec.sections)
     return [np.pad(part, (0, width - len(part))) for part, width in zip(parts, widths)]
+
+  def _read(self, p: int, payload: Payload, start: int, values_n: jax.Array) -> tuple[Any, ...]:
+    """What reads one piece of a payload: its codec, `values_n`, its sections."""
+    codec = self._ups[payload.narrow]
+    return codec, values_n, self._sections(codec, p, payload.data, start, self._n[p])
 
   def _empty(self, codec: codecs.Codec, p: int) -> np.ndarray:
     return payloads.MEMORY.take(codec.encoded_size(self._sizes[p]))

@@ -277,6 +277,7 @@ def recover(
     agreement=assembled.agreement,
     run=name,
     payload_bytes=assembled.payload_bytes,
+    narrow_bytes=assembled.narrow_bytes,
   )
   load = functools.partial(_load, start)
   if restored is None:
@@ -327,7 +328,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
     if value is not None and type(machine_state[name]) is not type(value):
       raise TypeError(f'{name} is {type(machine_state[name]).__name__}')
   return syncer_machine.SyncerMachine.load(
-    start.config, start.agreement, start.payload_bytes, machine_state
+    start.config, start.agreement, start.payload_bytes, machine_state, start.narrow_bytes
   )
 
 

@@ -1,7 +1,7 @@
 """What the other end of a session may send, and when. No sockets, no threads, no clocks.
 
 A learner begins a session with a Join, once. It sends a payload only if the syncer has asked for it
-on this session: one contribution of the fragment's size for every Pull. So a session that is not a
+on this session: one contribution of the asked size for every Pull. So a session that is not a
 member's sends no payload at all, and memory is used only for bytes that the syncer awaits.
 
 A learner rejects sizes that its layout does not allow.
@@ -54,10 +54,12 @@ class OfLearner:
     match message:
       case messages.Offer() | messages.Refused():
         return  # any process may get these
-      case messages.Pull(sync=sync, fragment=fragment):
+      case messages.Pull(sync=sync, fragment=fragment, narrow=narrow):
         if sync > self._pulled.get(fragment, 0):  # else it is asked again, for the same answer
           self._pulled[fragment] = sync
-          self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
+          limits = self._limits
+          sizes = limits.narrow_bytes if narrow else limits.contribution_bytes
+          self._ask((sync, fragment), sizes[fragment])
     self.member = True
 
   def begins(self, size: int) -> None:

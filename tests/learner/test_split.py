@@ -41,6 +41,7 @@ def _exchange(
   assembled = types.SimpleNamespace(
     layout=layout,
     codec_up=codecs.get(codec),
+    codec_up_slow=codecs.get('int4'),
     codec_down=codecs.get(codec),
     protocol=types.SimpleNamespace(rebases=True, blends=False),
     config=types.SimpleNamespace(sync=types.SimpleNamespace(alpha=0.0)),
@@ -80,6 +81,15 @@ def _is_equal(one, other, params) -> None:
       sent.append(bytes(exchange.wire(p, data)))
       held.append(digest.as_int(exchange.adopt(p, sent[0], False, p != 1, p % 2 == 0)))
     assert sent[0] == sent[1] and held[0] == held[1], p
+  for p in range(layout.num_fragments):  # a narrow capture, and the version that contains it
+    sent = []
+    for exchange, _ in pair:
+      data, ok = exchange.encode(p, narrow=True)
+      assert ok
+      sent.append(bytes(exchange.wire(p, data, narrow=True)))
+      no_delta = bytes(exchange._codec_down.encoded_size(layout.size(p)))
+      exchange.adopt(p, no_delta, whole=False, keep=True, merged=True)
+    assert sent[0] == sent[1] and len(sent[0]) == codecs.get('int4').encoded_size(layout.size(p))
   _same(one[1].params, other[1].params)
   whole = np.random.default_rng(2).standard_normal(layout.size(0), np.float32)
   for keep in (False, True):
@@ -147,7 +157,7 @@ def _compiled(depth: int, kind: str) -> list[str]:
     exchange.adopt(p, sent, whole=False, keep=False, merged=False)
     adopted_N = fragments.gather(layout, p, island.params)
     _same(adopted_N, anchor_N + codec.decode(np.asarray(data), anchor_N.size))
-  return sorted(name for name, _ in exchange._compiled)
+  return sorted(name for name, *_ in exchange._compiled)
 
 
 def test_of_a_deeper_stack_no_more_functions_are_compiled():

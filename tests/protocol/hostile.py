@@ -143,6 +143,7 @@ class Liar(processes.Learner):
       message.tokens_to,
       message.steps,
       spoiled=str(norm),
+      narrow=message.narrow,
     )
 
   def true_word(self, cls: type) -> Any:
@@ -174,7 +175,8 @@ class Liar(processes.Learner):
       'version': anchor.version,
       'tokens_from': anchor.tokens,
       'tokens_to': machine.tokens,
-      'payload': arrays.PAYLOAD,
+      'narrow': (narrow := machine._pulls.narrow.get(fragment, False)),
+      'payload': arrays.NARROW_PAYLOAD if narrow else arrays.PAYLOAD,
       'reason': messages.Reason.BAD_VALUE,
       'matched': True,
       'versions': tuple(a.version for a in machine._anchors),

@@ -29,7 +29,12 @@ def new_machine(**settings: Any) -> Any:
   )
   count = config.fragments
   return syncer_machine.SyncerMachine(
-    config, world_lib.AGREEMENT, world_lib.RUN, (77,) * count, (network.PAYLOAD_BYTES,) * count
+    config,
+    world_lib.AGREEMENT,
+    world_lib.RUN,
+    (77,) * count,
+    (network.PAYLOAD_BYTES,) * count,
+    (network.NARROW_BYTES,) * count,
   )
 
 

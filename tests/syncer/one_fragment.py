@@ -10,6 +10,7 @@ from diloco_jax.syncer import outer_step as outer_step_lib
 
 class Fragment:
   """Fragment p of a layout, at version 0; `gradient`: the encoded outer gradient of its last step.
+  Payloads of int4 are narrow.
 
   Args:
     values_N: its first values.
@@ -32,26 +33,31 @@ class Fragment:
     self.codec = codecs.get(up)
     self._p = p
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
+    self.slow, self._size = codecs.get('int4'), layout.size(p)
     self._lib = outer_step_lib.Pieces(
-      layout, self.codec, codecs.get(down), self.codec, tx, place, piece
+      layout, (self.codec, self.slow), codecs.get(down), self.codec, tx, place, piece
     )
     self._pieces = self._lib.begin(p, values_N)
 
+  def _of(self, payload: np.ndarray) -> outer_step_lib.Payload:
+    return outer_step_lib.Payload(payload, payload.size == self.slow.encoded_size(self._size))
+
   def lengths(self, payload: np.ndarray) -> np.ndarray:
-    return self._lib.lengths(self._p, payload)
+    return self._lib.lengths(self._p, self._of(payload))
 
   def cosines(self, payloads: list[np.ndarray]) -> np.ndarray:
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
-    return self._lib.cosines(self._p, payloads, lengths_MxT)
+    return self._lib.cosines(self._p, list(map(self._of, payloads)), lengths_MxT)
 
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step_lib.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
     asked = self._rule.cosines
-    cosines = self._lib.cosines(self._p, payloads, lengths_MxT) if asked else None
+    cosines = self.cosines(payloads) if asked else None
     rows = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
     factors = self._rule.factors(rows)
-    totals, sums_T = self._lib.sums(self._p, list(zip(payloads, factors, strict=True)))
+    given = map(self._of, payloads)
+    totals, sums_T = self._lib.sums(self._p, list(zip(given, factors, strict=True)))
     stretch_T = self._rule.stretch(rows, sums_T)
     made = self._lib.merge(self._p, self._pieces, totals, stretch_T)
     if made is None:
@@ -69,9 +75,13 @@ class Fragment:
       self._pieces = stepped.pieces
     return stepped
 
-  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step_lib.Stepped | None:
-    """An outer step of these pseudo-gradients."""
-    return self.step([np.asarray(self.codec.encode(delta_N)[0]) for delta_N in deltas_MxN], weights)
+  def merge(
+    self, deltas_MxN: np.ndarray, weights: np.ndarray, narrow: tuple[int, ...] = ()
+  ) -> outer_step_lib.Stepped | None:
+    """An outer step of these pseudo-gradients; the rows `narrow` come in narrow payloads."""
+    used = [self.slow if m in narrow else self.codec for m in range(len(deltas_MxN))]
+    payloads = [np.asarray(one.encode(row)[0]) for one, row in zip(used, deltas_MxN, strict=True)]
+    return self.step(payloads, weights)
 
   @property
   def whole(self):

@@ -196,7 +196,8 @@ def merge_of(
       incarnation=1,
       tokens=TOKENS + 32 * m,
       steps=STEPS,
-      payload_id=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
+      payload_id=store.put(payload(assembled, p, 10 * sync + m, sync != REFUSED, narrow=m == 1)),
+      narrow=m == 1,
     )
     for m, name in enumerate(names)
   )
@@ -208,11 +209,14 @@ def merge_of(
   )
 
 
-def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -> bytes:
+def payload(
+  assembled: build.Assembly, p: int, seed: int, finite: bool = True, narrow: bool = False
+) -> bytes:
   """An encoded pseudo-gradient; the decoder reads an exponent of 255 as NaN."""
   size = assembled.layout.size(p)
   values = np.random.default_rng(seed).normal(scale=1e-2, size=size).astype(np.float32)
-  data = bytearray(np.asarray(codecs.get('int8').encode(values)[0]).tobytes())
+  codec = codecs.get('int4' if narrow else 'int8')
+  data = bytearray(np.asarray(codec.encode(values)[0]).tobytes())
   if not finite:
     data[0] = 255
   return bytes(data)
@@ -408,7 +412,7 @@ def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
   """Also one that is no payload of this fragment, or was dropped: it harms nothing."""
   life, measured = rig(), []
   lengths = life.theta.lengths
-  life.theta.lengths = lambda p, data: measured.append(data) or lengths(p, data)
+  life.theta.lengths = lambda p, data, narrow: measured.append(data) or lengths(p, data, narrow)
   merge, strange = merge_of(assembled, 1, life.payloads), life.payloads.put(b'of another size')
   arrived = [one.payload_id for one in merge.participants]
   message = messages.Contribution(
@@ -422,8 +426,10 @@ def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
     cursor=STEPS,
     payload=messages.Payload(size_bytes=0, crc32=0),
   )
+  narrow = {one.payload_id: one.narrow for one in merge.participants}
   for payload_id in [*reversed(arrived), strange, strange + 1]:
-    life.work.received(events.Received(session=1, message=message, payload_id=payload_id))
+    said = dataclasses.replace(message, narrow=narrow.get(payload_id, False))
+    life.work.received(events.Received(session=1, message=said, payload_id=payload_id))
   given = [life.payloads.get(payload_id) for payload_id in arrived]
   life.work.submit(merge)
   assert not life.posted.get(timeout=DEADLINE_S).failed

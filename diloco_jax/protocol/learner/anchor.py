@@ -38,7 +38,7 @@ class Anchor:
     steps, tokens: the learner's counts up to which local - anchor contains nothing.
     adopted: the learner's steps at the adoption.
     capture: of this anchor, while the syncer may have merged it or may still do so.
-    misses: versions in a row that the learner adopted without a merged capture of its own.
+    misses: captures in a row that came too late to be merged.
     reason: why the adoption discarded steps; '' if it discarded none.
     sound: False if the adopted bits differ from the published ones.
     next_due: the sync that this learner waits for in lock-step modes.
@@ -89,10 +89,11 @@ class Anchor:
     if self.capture is not None and tokens != self.capture.tokens:
       self.capture = None
 
-  def rejected(self, sync: int) -> None:
-    """The capture for this sync was not merged and will not be."""
+  def rejected(self, sync: int, missed: bool) -> None:
+    """The capture for this sync was not merged and will not be; `missed`: it came too late."""
     if self.capture is not None and self.capture.sync == sync:
       self.capture = None
+      self.misses += missed
 
   def adopt(
     self, publish: messages.Publish, steps: int, tokens: int, max_misses: int | None
@@ -119,12 +120,12 @@ class Anchor:
       new.steps, new.tokens = capture.steps, capture.tokens
       return new, True, True
     elif publish.settled_to <= self.tokens:
-      new.misses = self.misses + (steps > self.steps)
-      if new.misses <= max_misses:
-        new.steps, new.tokens, new.reason = self.steps, self.tokens, self.reason
+      if self.misses <= max_misses:
+        new.misses, new.steps, new.tokens = self.misses, self.steps, self.tokens
+        new.reason = self.reason
         new.capture = capture  # for a later sync, or late: it may still be merged
         return new, True, False
-      new.misses, new.reason = 0, messages.Reason.LATE
+      new.reason = messages.Reason.LATE
     else:
       new.reason = messages.Reason.UNDONE
     return new, False, False

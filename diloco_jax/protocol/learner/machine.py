@@ -275,7 +275,7 @@ class LearnerMachine:
     anchor = self._anchors[settled.fragment]
     self._unsettled.discard(settled.sync)
     if settled.reason in messages.kept(self._config.rebases):
-      anchor.rejected(settled.sync)
+      anchor.rejected(settled.sync, missed=settled.reason != messages.CANCELLED)
     if settled.reason == messages.CANCELLED:
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
       self._pulls.ended(settled.fragment, settled.sync)
@@ -447,9 +447,10 @@ class LearnerMachine:
     else:
       self._unsettled.add(sync)
       covers = anchor.give(sync, self.steps, self.tokens)
-      covers |= {'fragment': fragment, **self._position._asdict()}
+      narrow = self._pulls.narrow[fragment]
+      covers |= {'fragment': fragment, 'narrow': narrow, **self._position._asdict()}
       self._encoding.append((self._connection.session, covers))
-      self._out.do(actions.Encode(sync=sync, fragment=fragment))
+      self._out.do(actions.Encode(sync=sync, fragment=fragment, narrow=narrow))
     self._pulls.answered(fragment)
 
   # --- Saving and ending --------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -45,14 +46,17 @@ class Gathering:
     published: published_lib.Published,
     shards: shards_lib.Shards,
     screening: screening_lib.Screening,
+    links: links_lib.Links,
     out: action_list.ActionList,
   ):
     self._shards = shards
+    self._links = links
     self._config = config
     self._members = members
     self._ledger = ledger
     self._published = published
     self._screening = screening
+    self._links = links
     self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
@@ -96,12 +100,10 @@ class Gathering:
   def _find(self, sync: int) -> gather_lib.Gather | None:
     return self.open.get(sync) or self.announced.get(sync)
 
-  def announce(self, sync: int, fragment: int) -> None:
+  def announce(self, now_ns: int, sync: int, fragment: int) -> None:
     """Asks every contributor for the fragment when it is due."""
     gather = self.announced[sync] = self._begin(sync, fragment)
-    for member in self._members.live():
-      if member.caught_up and member.learner not in gather.payloads:
-        self._pull(gather, member)
+    self._pull_from(now_ns, gather, self._members.live())
 
   def _begin(self, sync: int, fragment: int) -> gather_lib.Gather:
     gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
@@ -119,38 +121,54 @@ class Gathering:
     gather.move('gathering')
     gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
-    for member in self._members.live():
-      answered = member.learner in gather.asked and member.learner not in gather.waiting
-      if member.caught_up and not answered and member.learner not in gather.payloads:
-        self._pull(gather, member)
+    self._links.opened(now_ns, gather)
+    self._pull_from(now_ns, gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
   def _window_ns(self, sync: int) -> int:
     if self._config.closing(sync) or self._config.waits_for_live:
       return self._config.lease_ns
-    times = [member.inner_step_ns for member in self._members.by_session.values()]
-    step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
-    return self.grace.window_ns(self._config, step_ns)
+    return self.grace.window_ns(self._config, self._members.step_ns)
+
+  def _pull_from(
+    self, now_ns: int, gather: gather_lib.Gather, members: list[members_lib.Member]
+  ) -> None:
+    """Pulls from those that have not answered; only in some periods from one whose link is slow,
+    if the sync has its quorum without it."""
+    able = [m.learner for m in self._members.live() if m.caught_up]
+    turns = gather.asked.keys() | gather.payloads.keys()
+    turns |= {m.learner for m in self._members.live() if self._links.pulls(m, gather.sync)}
+    every = self._config.closing(gather.sync) or len(turns & {*able}) < self._config.quorum
+    for member in members:
+      asked = member.learner in gather.asked
+      answered = member.learner in gather.payloads or asked and member.learner not in gather.waiting
+      if member.caught_up and not answered and (every or member.learner in turns):
+        if not asked:
+          self._links.asked(now_ns, member, gather.sync)
+        self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    gather.asked.add(member.learner)
-    gather.waiting.add(member.learner)
-    now = gather.state != 'announced'
-    self._out.send(
-      member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment, now=now)
+    pull = messages.Pull(
+      sync=gather.sync,
+      fragment=gather.fragment,
+      now=gather.state != 'announced',
+      narrow=gather.asked.setdefault(member.learner, self._links.narrow(member)),
     )
+    gather.waiting.add(member.learner)
+    self._out.send(member.session, pull)
 
-  def enter(self, member: members_lib.Member) -> None:
+  def enter(self, now_ns: int, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
     for gather in self._in_hand():
       if not gather.merging:
-        self._pull(gather, member)
+        self._pull_from(now_ns, gather, [member])
 
   def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
     for gather in self._all():
       gather.waiting.discard(learner)
+      gather.asked.pop(learner, None)
       self._out.drop(gather.withdraw(learner))
     if not self._members.by_session:
       self.grace.all_lost()
@@ -161,6 +179,7 @@ class Gathering:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
+    self._links.arrived(now_ns, member, message)
     gather = self._find(message.sync)
     reason = self._judge(member, message, gather)
     if reason == Reason.LATE and self._config.rebases:
@@ -275,6 +294,7 @@ class Gathering:
         )
 
   def _answered(self, member: members_lib.Member, sync: int) -> None:
+    self._links.answered(member, sync)
     gather = self._find(sync)
     if gather is not None:
       gather.waiting.discard(member.learner)
@@ -342,6 +362,7 @@ class Gathering:
       least=least,
       limit=limit,
       crc32=message.payload.crc32,
+      narrow=message.narrow,
     )
 
   def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
@@ -361,8 +382,9 @@ class Gathering:
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if gather.facts:  # else it was decided by the process before
-      late = tuple(name for name in gather.facts['late'] if name in names)
-      changed = {'participants': names, 'late': late, 'tokens': tokens}
+      changed = {'participants': names, 'tokens': tokens}
+      for some in ('late', 'narrow'):
+        changed[some] = tuple(name for name in gather.facts[some] if name in names)
       self._out.report(facts.Synced(**(gather.facts | changed)))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
@@ -402,7 +424,7 @@ class Gathering:
     learners can send again."""
     for sync in [sync for sync in self.announced if sync < upto]:
       gather = self.announced.pop(sync)
-      told = gather.asked | gather.payloads.keys()
+      told = gather.asked.keys() | gather.payloads.keys()
       self._end_without_version(gather, [m for m in self._members.live() if m.learner in told])
 
   def abandon(self) -> None:

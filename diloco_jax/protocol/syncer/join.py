@@ -44,6 +44,7 @@ from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import plausible, verdicts
@@ -83,9 +84,11 @@ class Membership:
     gathering: gathering_lib.Gathering,
     shards: shards_lib.Shards,
     screening: screening_lib.Screening,
+    links: links_lib.Links,
     out: action_list.ActionList,
   ):
     self._config = config
+    self._links = links
     self._agreement = agreement
     self._run = run
     self._screening = screening
@@ -260,7 +263,7 @@ class Membership:
     if finished:
       self._out.send(member.session, messages.Finish())
     elif member.caught_up:
-      self._caught_up(member)
+      self._caught_up(now_ns, member)
 
   def _make_room(self, now_ns: int, member: members_lib.Member) -> bool:
     """Closes the session of a reader that has contributed nothing for a lease, if nothing of it was
@@ -342,10 +345,10 @@ class Membership:
       if sync > clock and sync != fragment.last_sync and sync not in self._gathering.open:
         self._gathering.settle(member, sync, p, messages.CANCELLED)
 
-  def _caught_up(self, member: members_lib.Member) -> None:
+  def _caught_up(self, now_ns: int, member: members_lib.Member) -> None:
     """Counts a learner that now holds published values only, and pulls for the open syncs."""
     self._pace.enter(member)
-    self._gathering.enter(member)
+    self._gathering.enter(now_ns, member)
 
   # --- Reports of a member ------------------------------------------------------------------------
 
@@ -356,6 +359,7 @@ class Membership:
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
     member.loss = progress.loss
+    self._links.reported(now_ns, member, progress.tokens)
     self._pace.report(now_ns, member, progress.clock, account.steps, new_steps)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
@@ -372,7 +376,7 @@ class Membership:
     if adopted.fragment in member.due:
       member.due.discard(adopted.fragment)
       if member.caught_up:
-        self._caught_up(member)
+        self._caught_up(now_ns, member)
 
   def _repair(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """Sends the fragment whole, at most once per heartbeat: `sweep` sends what is wanted again."""

@@ -28,12 +28,14 @@ no part calls it::
     join.py           how a process joins, and how a member is lost or leaves
     pace.py           which sync opens next, and when
     plausible.py      whether a learner of this run could send a message at all
+    links.py          how fast each learner's payloads travel, and what is asked of it therefore
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
     checkpoints.py    when to save
     screening.py      which payloads are refused before a merge;  quarantine
     members.py        learner ids and leases;  ledger.py: tokens
+    links.py          which learner's up-link needs smaller payloads
     shards.py         which learner reads which shard, and how far each is committed
 """
 
@@ -48,6 +50,7 @@ from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -69,6 +72,7 @@ class SyncerMachine:
     run: str,
     digests: tuple[int, ...],
     payload_bytes: tuple[int, ...],
+    narrow_bytes: tuple[int, ...] = (),
   ):
     """Starts a run at version 0.
 
@@ -78,6 +82,7 @@ class SyncerMachine:
       run: the name of the run, for its whole life.
       digests: of each fragment's published value, version 0.
       payload_bytes: size of each fragment's encoded pseudo-gradient.
+      narrow_bytes: the same of the smaller codec; empty: there is none.
     """
     self._config = config
     self._run = run
@@ -87,13 +92,16 @@ class SyncerMachine:
     self._ledger = ledger_lib.Ledger(config.fragments)
     self._pace = pace_lib.Pace(config, self._schedule, self._members)
     self._published = published_lib.Published(
-      [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
+      list(map(published_lib.Fragment, digests, payload_bytes, narrow_bytes or payload_bytes)),
       self._members,
       self._ledger,
       self._out,
     )
     self._shards = shards_lib.Shards(config.data_shards, config.fragments)
     self._screening = screening_lib.Screening(config, self._members, self._out)
+    self._links = links_lib.Links(
+      config, self._members, payload_bytes, narrow_bytes or payload_bytes, self._out
+    )
     self._gathering = gathering_lib.Gathering(
       config,
       self._members,
@@ -101,6 +109,7 @@ class SyncerMachine:
       self._published,
       self._shards,
       self._screening,
+      self._links,
       self._out,
     )
     self._membership = join_lib.Membership(
@@ -114,6 +123,7 @@ class SyncerMachine:
       self._gathering,
       self._shards,
       self._screening,
+      self._links,
       self._out,
     )
     self._saving = checkpoints_lib.Saving(config.save_syncs, config.keep_every)
@@ -233,7 +243,7 @@ class SyncerMachine:
       self._open(now_ns)
     while self._may_announce():
       sync = self._pace.announce()
-      self._gathering.announce(sync, self._schedule.fragment(sync))
+      self._gathering.announce(now_ns, sync, self._schedule.fragment(sync))
     self._end(now_ns)
 
   # --- The life of a sync -------------------------------------------------------------------------
@@ -453,11 +463,12 @@ class SyncerMachine:
     agreement: str,
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
+    narrow_bytes: tuple[int, ...] = (),
   ) -> 'SyncerMachine':
     """A syncer that continues from a machine state. No learner is live; learners reconnect.
 
     Beside the items of `state()`, the machine state may hold recovery.UNSAVED."""
-    machine = cls.load(config, agreement, payload_bytes, machine_state)
+    machine = cls.load(config, agreement, payload_bytes, machine_state, narrow_bytes)
     machine._pace.reopen(machine_state['undecided'])
     machine._saving.end_is_durable = machine._pace.over
     machine._saving.resume(machine_state.get(recovery.UNSAVED, 0), machine.clock)
@@ -470,12 +481,13 @@ class SyncerMachine:
     agreement: str,
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
+    narrow_bytes: tuple[int, ...] = (),
   ) -> 'SyncerMachine':
     """The machine of a machine state without its open syncs: recovery.py ends the merging ones,
     `restore` opens the undecided ones again."""
     machine_state = copy.deepcopy(machine_state)
     digests = tuple(machine_state['digests'])
-    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes)
+    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes, narrow_bytes)
     machine._published.load(machine_state)
     machine._pace.load(machine_state['next'], machine_state['opened'])
     machine._members.load(machine_state['members'])

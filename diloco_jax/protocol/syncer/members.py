@@ -23,6 +23,28 @@ CLIP = 4
 
 
 @dataclasses.dataclass(slots=True)
+class Link:
+  """The way of a learner's payloads to the syncer (links.py).
+
+  Attributes:
+    marks: (tokens, time) of the reported steps whose payloads have not all arrived.
+    arrived_ns: of the last payload.
+    samples: the newest measures, in ns per KiB.
+    narrow, periods: what follows.
+    asked: by the numbers of the syncs for which it was pulled: when; until an answer arrives.
+    asked_at: of the newest one, answered or not.
+  """
+
+  marks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  arrived_ns: int = 0
+  samples: list[int] = dataclasses.field(default_factory=list)
+  narrow: bool = False
+  periods: int = 1
+  asked: dict[int, int] = dataclasses.field(default_factory=dict)
+  asked_at: int = 0
+
+
+@dataclasses.dataclass(slots=True)
 class Member:
   """One learner id, and its state in each part of the syncer."""
 
@@ -49,6 +71,7 @@ class Member:
   # By fragment: its tokens when it adopted its anchor.
   anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
   left: bool = False  # it sent Leave
+  up: Link = dataclasses.field(default_factory=Link)  # links.py
   # What became of its payloads (gathering.py).
   contributed: bool = False  # on this session
   merged_ns: int = 0
@@ -105,6 +128,12 @@ class Members:
     """Live members in the order of their ids."""
     return sorted(self.by_session.values(), key=lambda member: member.learner)
 
+  @property
+  def step_ns(self) -> int:
+    """The usual time of an inner step: the lower median over the live learners; 0: unknown."""
+    times = sorted(filter(None, (one.inner_step_ns for one in self.by_session.values())))
+    return times[(len(times) - 1) // 2] if times else 0
+
   def offer(self, join: messages.Join) -> int:
     """The incarnation that a process would get. One that this syncer does not know never gets the
     incarnation that it claims: a process that keeps its incarnation brings steps and tokens, and
@@ -141,13 +170,14 @@ class Members:
       member.clock = member.claimed = 0
       member.since, member.steps_marks = (0, now_ns), [(0, now_ns)]
       member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
-      member.loss = None
+      member.loss, member.up = None, Link()
       member.anchor_tokens.clear()
       member.spoiled.clear()
       member.strikes = member.max_strikes = 0
       member.others_merged = False
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
+    member.up.marks, member.up.asked = [], {}
     member.heard_ns = member.entered_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member

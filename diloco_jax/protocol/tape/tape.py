@@ -59,7 +59,7 @@ class Start:
     config: the numbers of the run.
     agreement: the agreement that every learner must share (syncer).
     run: the name of a new run (syncer).
-    payload_bytes: size of each fragment's encoded pseudo-gradient (syncer).
+    payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient (syncer).
     digests: of each fragment at version 0; None: the machine is restored.
     identity: the learner's id and process (learner).
     snapshot: the machine state to restore; None: a new machine.
@@ -71,6 +71,7 @@ class Start:
   agreement: str = ''
   run: str = ''
   payload_bytes: tuple[int, ...] = ()
+  narrow_bytes: tuple[int, ...] = ()
   digests: tuple[int, ...] | None = None
   identity: connection.Identity | None = None
   state: dict[str, Any] | None = None
@@ -80,11 +81,16 @@ class Start:
     match self.role:
       case 'syncer' if self.state is None:
         return syncer_machine.SyncerMachine(
-          self.config, self.agreement, self.run, self.digests, self.payload_bytes
+          self.config,
+          self.agreement,
+          self.run,
+          self.digests,
+          self.payload_bytes,
+          self.narrow_bytes,
         )
       case 'syncer':
         return syncer_machine.SyncerMachine.restore(
-          self.config, self.agreement, self.payload_bytes, self.state
+          self.config, self.agreement, self.payload_bytes, self.state, self.narrow_bytes
         )
       case 'learner' if self.state is None:
         return learner_machine.LearnerMachine(self.config, self.identity, self.digests)

@@ -32,6 +32,7 @@ from diloco_jax.verification.checks.invariants import (
   durability,
   ids,
   invariant,
+  links,
   liveness,
   pace,
   screening,
@@ -50,6 +51,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.Quorum,
   contributions.CountedOnce,
   contributions.OneAnswer,
+  contributions.CodecAsAsked,
   contributions.VersionsInOrder,
   contributions.NeverBack,
   contributions.DeltasFit,
@@ -89,6 +91,8 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.NoFragmentStarves,
   liveness.QueuesDrain,
   liveness.Heard,
+  links.PulledInTurn,
+  links.Recovers,
   durability.FinishIsKnown,
 )
 

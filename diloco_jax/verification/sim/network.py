@@ -31,6 +31,7 @@ MS = engine_lib.MS
 RESEND_NS = 200 * MS  # delay of a lost packet
 ECHO_NS = 400 * MS  # longest time from a message to its duplicate
 PAYLOAD_BYTES = 64  # of an encoded fragment here
+NARROW_BYTES = 32  # of a narrow one
 CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
 
 Deliver = Callable[[], None]

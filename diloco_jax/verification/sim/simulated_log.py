@@ -9,7 +9,6 @@ begins a new one after the newest whole checkpoint.
 The world also knows what no program can ask: which records survive a power loss (`durable`).
 """
 
-import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -54,8 +53,8 @@ def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
   saved = disk_lib.Checkpoints(disk).newest()
   theta = arrays.Theta(list(start.digests)) if saved is None else arrays.Theta.load(saved['theta'])
   torn = wal.NEW in disk.names()
-  load = functools.partial(
-    syncer_machine.SyncerMachine.load, start.config, start.agreement, start.payload_bytes
+  load = lambda machine_state: syncer_machine.SyncerMachine.load(
+    start.config, start.agreement, start.payload_bytes, machine_state, start.narrow_bytes
   )
   try:
     log, ended = outer_log.recover(disk, start.agreement, theta, saved or {})

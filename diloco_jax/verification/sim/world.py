@@ -122,6 +122,7 @@ class World:
       agreement=self.model.agreement,
       run=RUN,
       payload_bytes=self.model.payload_bytes,
+      narrow_bytes=self.model.narrow_bytes,
       digests=self.model.digests,
     )
     if not self.model.durable:

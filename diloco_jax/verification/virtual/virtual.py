@@ -310,6 +310,7 @@ def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
     assembled.payload_bytes,
     tuple(assembled.codec_down.encoded_size(size) for size in sizes),
     tuple(4 * size for size in sizes),
+    assembled.narrow_bytes,
   )
 
 

@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 from diloco_jax.verification.virtual import conditions, virtual
@@ -36,6 +38,7 @@ class Arm:
     where: hardware, network and faults of a virtual run.
     against: the arm that its loss is compared with, of the same seed; '' for none.
     tokens: trained by all learners; 0: those of M learners in T steps.
+    narrow: learners that are asked for narrow payloads (sync.codec_up_slow), whatever their links.
   """
 
   study: str
@@ -45,6 +48,7 @@ class Arm:
   where: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(USUAL))
   against: str = ''
   tokens: int = 0
+  narrow: tuple[str, ...] = ()
 
   @property
   def key(self) -> str:
@@ -54,7 +58,7 @@ class Arm:
     if self.kind == 'alone':
       del config['sync']
       where = {}
-    spec = [self.kind, config, where, self.tokens]
+    spec = [self.kind, config, where, self.tokens, self.narrow]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
   @property
@@ -89,7 +93,9 @@ def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[st
   if arm.kind == 'schedule':
     return _row(arm, found)
   config.train.steps = found.config.train.steps
-  return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
+  asked = lambda links, member: member.learner in arm.narrow
+  with mock.patch.object(links_lib.Links, 'narrow', asked):
+    return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,10 +27,10 @@ def anchor(capture: int | None = None, **values) -> anchor_lib.Anchor:
     # It was late or is not decided yet, or there is none: everything is kept.
     (6, 0, 40, True, 2, 40, False, ''),
     (None, 0, 40, True, 2, 40, False, ''),
-    (None, 1, 40, True, 2, 40, False, ''),
-    # max_misses versions in a row are enough.
-    (None, 2, 40, True, 2, 90, False, Reason.LATE),
-    (6, 0, 40, True, 0, 90, False, Reason.LATE),
+    (None, 2, 40, True, 2, 40, False, ''),
+    # More than max_misses payloads in a row came too late.
+    (None, 3, 40, True, 2, 90, False, Reason.LATE),
+    (6, 1, 40, True, 0, 90, False, Reason.LATE),
     # The syncer refused an update, or repairs bits.
     (6, 0, 70, False, 2, 90, False, Reason.UNDONE),
     (None, 0, 40, False, 2, 90, False, Reason.UNDONE),
@@ -53,16 +53,22 @@ def test_an_adoption_keeps_what_is_not_settled(
   assert (new.capture is not None) == undecided, 'it may still be merged'
 
 
-def test_misses_are_versions_in_a_row_on_which_the_learner_trained():
+def test_misses_are_payloads_in_a_row_that_came_too_late():
   one = anchor()
-  for version, misses in ((2, 1), (3, 2)):
+  for version in (2, 3, 4):  # the learner is not pulled
     one, kept, _ = one.adopt(publish(6, 0, version, settled_to=40), STEPS, TOKENS, 2)
-    assert kept and one.misses == misses
-  one.capture = anchor_lib.Capture(10, 9, 90)
-  one, kept, merged = one.adopt(publish(10, 0, 4, settled_to=90), 12, 120, 2)
+    assert kept and one.misses == 0
+  for misses in (1, 2):
+    one.capture = anchor_lib.Capture(10, 9, 90)
+    one.rejected(10, missed=True)
+    assert one.misses == misses
+  one.capture = anchor_lib.Capture(14, 9, 90)
+  one.rejected(14, missed=False)
+  assert one.misses == 2, 'its sync was cancelled'
+  one, _, _ = one.adopt(publish(14, 0, 5, settled_to=40), STEPS, TOKENS, 2)
+  one.capture = anchor_lib.Capture(18, 9, 90)
+  one, kept, merged = one.adopt(publish(18, 0, 6, settled_to=90), 12, 120, 2)
   assert kept and merged and one.misses == 0
-  idle, kept, _ = one.adopt(publish(14, 0, 5, settled_to=90), 9, 90, 2)
-  assert kept and idle.misses == 0, 'it has missed nothing'
 
 
 def test_a_capture_for_a_later_sync_outlives_an_adoption():
@@ -91,9 +97,9 @@ def test_a_payload_covers_what_is_not_settled():
 
 def test_a_verdict_frees_only_its_own_capture():
   one = anchor(capture=6)
-  one.rejected(5)
+  one.rejected(5, missed=True)
   assert one.capture is not None
-  one.rejected(6)
+  one.rejected(6, missed=True)
   assert one.capture is None
 
 

@@ -50,6 +50,10 @@ LIES = [
   dataclasses.replace(CONTRIBUTION, cursor=5),
   dataclasses.replace(CONTRIBUTION, sync=FAR),
   dataclasses.replace(CONTRIBUTION, payload=messages.Payload(size_bytes=1, crc32=0)),
+  dataclasses.replace(CONTRIBUTION, narrow=True),
+  dataclasses.replace(
+    CONTRIBUTION, payload=messages.Payload(size_bytes=network.NARROW_BYTES, crc32=0)
+  ),
   dataclasses.replace(single.decline(), tokens_to=41),
   dataclasses.replace(single.decline(), reason='because'),
   messages.Adopted(fragment=0, version=1, tokens=0, matched=True),

@@ -132,9 +132,8 @@ def saves(out: list) -> list:
 
 def again(machine: Any, machine_state: dict) -> Any:
   """The next syncer, which starts from this machine state."""
-  return type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine_state
-  )
+  sizes = (network.PAYLOAD_BYTES,) * machine._config.fragments
+  return type(machine).restore(machine._config, world_lib.AGREEMENT, sizes, machine_state)
 
 
 def test_finish_is_sent_once_the_disk_shows_the_end_of_the_run():

@@ -14,6 +14,7 @@ from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import nodes
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import work as learner_work
+from diloco_jax.protocol import actions
 
 _PROGRAM = ['diloco_jax', 'learner']
 _SCALES = {'nan': 255, 'huge': 150}  # exponent bytes of a block (numerics/codecs.py)
@@ -56,9 +57,9 @@ class _SpoilingWork(learner_work.LearnerWork):
 
   spoiler: Spoiler
 
-  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+  def _encoded(self, encode: actions.Encode, data: jax.Array, ok: jax.Array) -> None:
     spoiled = np.frombuffer(self.spoiler(np.asarray(data).tobytes()), np.uint8)
-    super()._encoded(sync, fragment, spoiled, ok)
+    super()._encoded(encode, spoiled, ok)
 
 
 def main(argv: list[str]) -> int:

@@ -190,7 +190,8 @@ class Contributes(invariant.Invariant):
   sentence = (
     'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, the '
     'next as soon as fewer than two are read or in flight whole, and once it has caught up, every '
-    'open sync and every new one pulls from it or has its payload.'
+    'open sync and every new one pulls from it or has its payload, or has its quorum without it '
+    'while it has no turn (L12).'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -212,7 +213,7 @@ class Contributes(invariant.Invariant):
     while self._opened:
       gather = book.gathers.get(self._opened.pop())
       if gather is not None:
-        self._asks(gather, [peer for peer in book.members.values() if peer.caught_up])
+        self._asks(book, gather, [peer for peer in book.members.values() if peer.caught_up])
     while self._welcomed:
       self._sends(book, self._welcomed.pop())
 
@@ -221,12 +222,19 @@ class Contributes(invariant.Invariant):
     if waits and peer.joined and room.for_whole(book, peer) and not book.exiting:
       self.fail(peer, f'{book.reads} are read')
 
-  def _asks(self, gather: Gather, peers: list[Peer]) -> None:
+  def _asks(self, book: SyncerBook, gather: Gather, peers: list[Peer]) -> None:
     payloads = [*gather.payloads.values(), *gather.merged]  # some were late for the sync before
     gave = {peer.join.learner for peer, _ in payloads}
-    missing = {peer.join.learner for peer in peers if peer.session not in gather.asked} - gave
-    if missing:
-      self.fail(gather, f'{missing} were not asked')
+
+    def takes_part(peer: Peer) -> bool:
+      return peer.session in gather.asked or peer.join.learner in gave
+
+    able = [peer for peer in book.members.values() if peer.caught_up]
+    all_needed = sum(map(takes_part, able)) < self.config.quorum or self.config.closing(gather.sync)
+    for peer in peers:
+      due = all_needed or book.turns_of(peer).includes(self.config, gather.sync)
+      if due and not takes_part(peer):
+        self.fail(gather, f'{peer.join.learner} was not asked', book.turns_of(peer))
 
   @invariant.on(SYNCER, messages.Adopted)
   def adopts(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
@@ -237,7 +245,7 @@ class Contributes(invariant.Invariant):
     if self._was_behind and book.peer.caught_up and not book.exiting:
       for gather in book.gathers.values():
         if not gather.merging:
-          self._asks(gather, [book.peer])
+          self._asks(book, gather, [book.peer])
     if book.peer.member:
       self._sends(book, book.peer)
 

@@ -43,6 +43,7 @@ class Capture:
   steps_to: int  # of the process
   true: Range
   reported: Range
+  narrow: bool
   reads: tuple[Batches, ...]
 
 
@@ -89,6 +90,7 @@ class LearnerBook:
       Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
     ]
     self.pulls: dict[int, int] = {}  # fragment: sync, on this session
+    self.narrow: dict[int, bool] = {}  # fragment: as its newest pull asks
     self.urgent: set[int] = set()  # fragments pulled for an open sync
     self.pulled_to: dict[int, int] = {}  # the newest pull, answered or not
     self.encoding: collections.deque[Capture] = collections.deque()
@@ -192,6 +194,7 @@ class LearnerBook:
       return
     if sync > self.pulled_to.get(p, 0):  # else a duplicate
       self.pulls[p] = self.pulled_to[p] = sync
+      self.narrow[p] = event.message.narrow
       self.urgent.discard(p)
     if event.message.now and self.pulls.get(p) == sync:
       self.urgent.add(p)
@@ -207,6 +210,7 @@ class LearnerBook:
     if message.reason in messages.kept(self.config.rebases):
       if anchor.contributed is not None and anchor.contributed.sync == message.sync:
         anchor.contributed = None
+        anchor.misses += message.reason != messages.CANCELLED
     if message.reason != messages.CANCELLED:
       return
     anchor.ended = max(anchor.ended, message.sync)
@@ -271,6 +275,7 @@ class LearnerBook:
       self.steps,
       (anchor.tokens, self.tokens),
       (self.reported(anchor), self.reported_tokens),
+      encode.narrow,
       last_batches(self.reads, self.steps - anchor.steps),
     )
     self.encoding.append(anchor.contributed)
@@ -289,9 +294,8 @@ class LearnerBook:
       return False, False
     if capture is not None and capture.reported[1] == publish.settled_to:
       return True, True
-    misses = anchor.misses + (self.trained_on(anchor) > 0)
     fits = publish.settled_to <= self.reported(anchor)
-    return fits and misses <= self.config.max_misses, False
+    return fits and anchor.misses <= self.config.max_misses, False
 
   def carried(self, publish: messages.Publish) -> tuple[bool, bool]:
     """The same two of the Adopt. With adopt=blend a share of the learner's value survives where a
@@ -309,8 +313,7 @@ class LearnerBook:
       new.tokens, new.steps = old.contributed.true[1], old.contributed.steps_to
     elif keep:
       new.tokens, new.steps, new.reason = old.tokens, old.steps, old.reason
-      new.misses = old.misses + (self.trained_on(old) > 0)
-      new.contributed = old.contributed
+      new.misses, new.contributed = old.misses, old.contributed
     elif not self.config.rebases:
       new.reason = messages.Reason.OVERWRITTEN
     elif publish.keep and old.version >= 0 and publish.settled_to <= self.reported(old):

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.checks.model import grace_window
+from diloco_jax.verification.checks.model import grace_window, pull_turns
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.checks.model import lineage as lineage_book
 
@@ -80,6 +80,7 @@ class SyncerBook:
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
+    self.turns: dict[int, pull_turns.Turns] = {}  # by nonce
     self.usual_report_ns = 0
     self.began_ns: int | None = None  # its first turn
     self.least_report_ns = 0  # the least of usual_report_ns
@@ -117,6 +118,9 @@ class SyncerBook:
 
   def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
     return self.run.learners.get(peer.join.nonce)
+
+  def turns_of(self, peer: Peer) -> pull_turns.Turns:
+    return self.turns.setdefault(peer.join.nonce, pull_turns.Turns())
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
@@ -196,6 +200,7 @@ class SyncerBook:
       holder.joined_ns = now_ns
     holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
+    self.turns_of(peer).begins_session()
     peer.held = confirm.held
     peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
     self.members[learner] = peer
@@ -245,6 +250,7 @@ class SyncerBook:
     if not self._counts(peer):
       return
     peer.contributed = True
+    self.turns_of(peer).answered(self.config, message.sync)
     gather = self.gathers.get(message.sync)
     if gather is not None:
       gather.waiting.discard(peer.join.learner)
@@ -269,6 +275,7 @@ class SyncerBook:
     peer, message = self.peer, event.message
     if not self._counts(peer):
       return
+    self.turns_of(peer).answered(self.config, message.sync)
     if message.sync in self.gathers:
       self.gathers[message.sync].waiting.discard(peer.join.learner)
     if message.reason == Reason.BAD_VALUE:
@@ -366,8 +373,14 @@ class SyncerBook:
   def pulls(self, now_ns: int, send: actions.Send, event: Any) -> None:
     message = send.message
     gather = self._begin(message.sync, message.fragment)
+    peer = self.peers[send.session]
+    if send.session not in gather.asked:
+      self.turns_of(peer).asked(self.config, message.sync)
     gather.asked.add(send.session)
-    gather.waiting.add(self.peers[send.session].join.learner)
+    gather.waiting.add(peer.join.learner)
+
+  def links(self, now_ns: int, link: facts.Link, event: Any) -> None:
+    self.turns_of(self.members[link.learner]).r = link.periods
 
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
     lineage = self.lineage
@@ -548,6 +561,7 @@ SYNCER_UPDATES: dict[type, Callable] = {
   messages.Settled: SyncerBook.settles,
   actions.ReadFragment: SyncerBook.reads_whole,
   facts.Opened: SyncerBook.opens,
+  facts.Link: SyncerBook.links,
   facts.Cancelled: SyncerBook.cancels,
   facts.Ledger: SyncerBook.sweeps,
 }

@@ -1,0 +1,77 @@
+"""For which syncs a learner is to be pulled: the rule of protocol/syncer/links.py, implemented a
+second time. The period factor r itself is known from the records."""
+
+import dataclasses
+import functools
+
+from diloco_jax.protocol import config as config_lib
+
+
+@dataclasses.dataclass(slots=True)
+class Turns:
+  """Of one process of a learner, at one process of the syncer.
+
+  Attributes:
+    r: its period factor.
+    unanswered: the places of the syncs for which it was pulled on this session.
+    newest: the greatest place of one for which it was pulled.
+    extra: syncs for which it was pulled although it had no turn.
+  """
+
+  r: int = 1
+  unanswered: set[int] = dataclasses.field(default_factory=set)
+  newest: int = 0
+  extra: set[int] = dataclasses.field(default_factory=set)
+
+  def begins_session(self) -> None:
+    self.unanswered.clear()
+    self.extra.clear()
+
+  def asked(self, config: config_lib.ProtocolConfig, sync: int) -> None:
+    self.extra = {one for one in self.extra if one > sync - 2 * config.period}
+    if not self.includes(config, sync):
+      self.extra.add(sync)
+    self.newest = place(config, sync)
+    oldest = self.newest - 4 * max(config.fragments, 16)
+    self.unanswered = {one for one in self.unanswered if one > oldest}
+    self.unanswered.add(self.newest)
+
+  def answered(self, config: config_lib.ProtocolConfig, sync: int) -> None:
+    self.unanswered = {one for one in self.unanswered if one > place(config, sync)}
+
+  def awaited(self, config: config_lib.ProtocolConfig, sync: int) -> set[int]:
+    """The pulls whose answers count as under way when a sync is announced or opens."""
+    oldest = place(config, sync) - max(2 * config.fragments, 4 * self.r)
+    return {one for one in self.unanswered if one > oldest}
+
+  def includes(self, config: config_lib.ProtocolConfig, sync: int) -> bool:
+    """Whether the learner is pulled for a sync that would have its quorum without it."""
+    if self.r == 1:
+      return True
+    at, awaited = place(config, sync), self.awaited(config, sync)
+    if not awaited and at >= self.newest + config.fragments:
+      return True
+    place_in_cycle = at % (config.fragments * self.r)
+    return place_in_cycle in _cycle(config.fragments, self.r) and (
+      len(awaited) - 2 < config.lead // self.r
+    )
+
+
+def place(config: config_lib.ProtocolConfig, sync: int) -> int:
+  """How many syncs of the schedule are due before this one."""
+  period, step = divmod(sync - 1, config.period)
+  dues = [(p + 1) * config.period // config.fragments for p in range(config.fragments)]
+  return period * config.fragments + sum(due < step + 1 for due in dues)
+
+
+@functools.lru_cache(64)
+def _cycle(fragments: int, r: int) -> frozenset[int]:
+  """The places among the first r * P at which a learner is pulled: each r-th one, and one earlier
+  from where on the fragments would repeat."""
+  places: list[int] = []
+  early = 0
+  while len(places) < fragments:
+    place = len(places) * r - early
+    early += place % fragments in {one % fragments for one in places}
+    places.append(len(places) * r - early)
+  return frozenset(places)
