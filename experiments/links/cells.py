@@ -34,7 +34,8 @@ class Method:
   sync: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def decoupled(codec: str) -> dict[str, Any]:
+def decoupled(codec: str, slow: str = '') -> dict[str, Any]:
+  """Settings; `slow`: the codec for an up-link that does not carry `codec`, '' for none."""
   return {
     'learners': LEARNERS,
     'quorum': 1,
@@ -43,6 +44,7 @@ def decoupled(codec: str) -> dict[str, Any]:
     'overlap': 2,
     'ahead': AHEAD,
     'codec_up': codec,
+    'codec_up_slow': slow,
     'codec_down': codec,
     'lease_s': 60.0,
     'heartbeat_s': 5.0,
@@ -61,7 +63,8 @@ def _thin(thin: int, *rest: int) -> Callable[[float], int]:
   return lambda mbit: found.get(mbit, rest[-1] if rest else thin)
 
 
-INT8, INT4, LOCK_STEP = 'Decoupled int8', 'Decoupled int4', 'DiLoCo in lock step, int8'
+INT8, INT4, BY_LINK = 'Decoupled int8', 'Decoupled int4', 'Decoupled int8, int4 up if slow'
+LOCK_STEP = 'DiLoCo in lock step, int8'
 ALL_REDUCE = 'data-parallel float32'
 TORCHFT_24, TORCHFT_128 = "torchft's DiLoCo, H=24", "torchft's DiLoCo, H=128"
 METHODS = {
@@ -69,6 +72,13 @@ METHODS = {
   for one in (
     Method(name=INT8, program=TASK, period=PERIOD, rounds=_thin(8, 8, 4), sync=decoupled('int8')),
     Method(name=INT4, program=TASK, period=PERIOD, rounds=_thin(5, 5, 4), sync=decoupled('int4')),
+    Method(
+      name=BY_LINK,
+      program=TASK,
+      period=PERIOD,
+      rounds=_thin(8, 5),
+      sync=decoupled('int8', slow='int4'),
+    ),
     Method(name=LOCK_STEP, program=TASK, period=PERIOD, rounds=_thin(2, 3), sync=lock_step('int8')),
     Method(name=ALL_REDUCE, program=DATA_PARALLEL, period=1, rounds=_thin(1, 2, 4, 10, 20)),
     Method(name=TORCHFT_24, program=TORCHFT, period=24, rounds=_thin(1, 2, 2, 3)),
@@ -121,4 +131,5 @@ def plan(short: bool) -> list[Cell]:
     for name, method in METHODS.items()
     for mbit in LINKS
     if mbit or name != TORCHFT_128  # which would wait for 32 s of floors once more
+    if 0 < mbit <= 50 or name != BY_LINK  # whose wider links carry int8
   ]

@@ -236,11 +236,13 @@ def certificates(folder: pathlib.Path, learners: Sequence[str]) -> None:
 def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int, steps: int) -> Row:
   """Of the tokens that were not merged at `since_ns`: the share that was merged by the end of the
   run. Of those of the syncs that opened by `until_ns`, in which the learners made so many `steps`
-  together: the share merged in the sync for which they were due.
+  together: the share merged in the sync for which they were due. Of the payloads merged: the share
+  of the codec for slow links.
 
   Each token counts once for each fragment, as in the syncer's ledger."""
   counts = on_time.OnTime()
   before = total = due = 0.0
+  payloads = narrow = 0
   ledger, names = None, []
   opened: set[int] = set()
   for node_tape, _, turn, _ in judge_tapes.in_order(node_tapes):
@@ -261,6 +263,9 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
           total += tokens
           if turn.now_ns < since_ns:
             before += tokens
+          else:
+            payloads += len(participants)
+            narrow += sum(one.narrow for one in participants)
           if sync in opened:
             due, already = due + counts.tokens - already, counts.tokens
   if ledger is None:
@@ -269,5 +274,6 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
     'merged': (total - before) / (ledger.fragments * ledger.trained - before),
     'on_time': due / (ledger.fragments * programs.TOKENS * steps),
     'discarded': ledger.discarded,
+    'narrow': narrow / max(1, payloads),
     'fragments': ledger.fragments,
   }

@@ -118,7 +118,10 @@ def _merged(rows: Sequence[Row]) -> str:
   return _grid(
     '## Share of the tokens merged, and of it in the sync that they were due for',
     ours,
-    lambda row: f'{100 * row["merged"]:.1f}, {100 * row["on_time"]:.1f} %',
+    lambda row: (
+      f'{100 * row["merged"]:.1f}, {100 * row["on_time"]:.1f} %'
+      + (f', {100 * row["narrow"]:.0f} % int4' if row.get('narrow') else '')
+    ),
   )
 
 
@@ -186,7 +189,7 @@ def verdicts(large: Sequence[Row], tiny: Sequence[Row]) -> list[str]:
     (row['method'], row['mbit']): row['loss'] for row in tiny if row['kind'] == small.TOKENS
   }
   usual = losses.get((cells.INT8, 0))
-  thin, thinner = losses.get((cells.INT8, 10)), losses.get((cells.INT8, 2))
+  thin, thinner = (losses.get((cells.BY_LINK, mbit)) for mbit in (10, 2))  # the default
   alone = losses.get((small.ALONE, 0))
   if usual and thin:
     found.append(

@@ -110,8 +110,11 @@ def steps_in_time(row: Row, steps: int) -> int:
 def plan(short: bool) -> list[Cell]:
   """The runs with equal tokens; those with equal time follow from rows (`plan_time`)."""
   steps = SHORT_STEPS if short else STEPS
-  links = (0, cells.THINNEST) if short else (0, cells.THINNEST, 2)
-  found = [Cell(method=cells.INT8, mbit=mbit, steps=steps) for mbit in links]
+  links = (cells.THINNEST,) if short else (cells.THINNEST, 2)
+  found = [Cell(method=cells.INT8, mbit=0, steps=steps)]
+  for mbit in links:
+    for method in (cells.BY_LINK,) if short else (cells.BY_LINK, cells.INT8):
+      found.append(Cell(method=method, mbit=mbit, steps=steps))
   return [*found, Cell(method=ALONE, mbit=0, steps=steps)]
 
 
