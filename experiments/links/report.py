@@ -238,6 +238,7 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     one.grid(alpha=0.3)
   left.set(ylabel='% of the time', title='computes (inner steps of 0.25 s, 25M values)')
   right.set(ylabel='% of the tokens', title='merged; dotted: in the sync that they were due for')
-  left.legend(fontsize=7)
-  right.legend(fontsize=7)
+  for one in (left, right):
+    if one.lines:
+      one.legend(fontsize=7)
   figure.savefig(path, dpi=120)
