@@ -112,9 +112,7 @@ def plan(short: bool) -> list[Cell]:
   steps = SHORT_STEPS if short else STEPS
   links = (cells.THINNEST,) if short else (cells.THINNEST, 2)
   found = [Cell(method=cells.INT8, mbit=0, steps=steps)]
-  for mbit in links:
-    for method in (cells.BY_LINK,) if short else (cells.BY_LINK, cells.INT8):
-      found.append(Cell(method=method, mbit=mbit, steps=steps))
+  found += [Cell(method=cells.BY_LINK, mbit=mbit, steps=steps) for mbit in links]
   return [*found, Cell(method=ALONE, mbit=0, steps=steps)]
 
 
