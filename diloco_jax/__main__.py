@@ -17,6 +17,7 @@ COMMANDS = {
   'launch': 'start a run on an engine: this machine, a cluster, or as text for one',
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
+  'plan': 'say what a run needs, and whether it fits its links',
   'example': 'print a file to begin with: a loop or a model of your own',
   'status': 'show a run in the browser, while it trains and afterwards',
   'report': 'print and draw what happened in a run, or in several',
@@ -33,7 +34,7 @@ COMMANDS = {
   'doctor': 'say what this machine has, and what would not work on it',
 }
 _FIRST = {'train': 'run', 'status': 'look', 'simulate': 'prove', 'restore': 'keep'}  # of each group
-_OF_VERIFICATION = ('simulate', 'chaos', 'replay')
+_OF_VERIFICATION = ('plan', 'simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')
 

@@ -106,6 +106,7 @@ ALLOWED = {
   },
   # The simulated world, and the work of real processes that it carries out.
   'verification/virtual': {
+    'numerics',
     'protocol',
     'protocol/tape',
     'train',

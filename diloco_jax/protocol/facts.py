@@ -138,13 +138,16 @@ class Progress:
 @fact
 class Link:
   """What the syncer asks of a learner has changed with its link (syncer/links.py): whether it
-  encodes with the smaller codec, and the period factor r. `payload_ns`: of a regular payload of
-  mean size; `slot_ns`: between two syncs."""
+  encodes with the smaller codec, the period factor r, and whether it is sent whole fragments only.
+  `up_ns`, `down_ns`: the time of a regular payload and of a delta of mean size; `slot_ns`: between
+  two syncs."""
 
   learner: str
   narrow: bool
   periods: int
-  payload_ns: int
+  sparse: bool
+  up_ns: int
+  down_ns: int
   slot_ns: int
 
 

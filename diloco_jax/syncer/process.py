@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax.config import build
+from diloco_jax.config import build, uplink
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import facts as protocol_facts
@@ -204,6 +204,7 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
     f'overlap tau = {sync.overlap}{waits}; outer optimizer {sync.outer}',
     f'{header.size(up)} up as {sync.codec_up} and {header.size(down)} down as {sync.codec_down} '
     f'for each learner in {sync.period} steps',
+    *filter(None, [uplink.note(assembled)]),
   ]
   records.report(
     facts.Layout(

@@ -14,8 +14,8 @@ from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import hardware, no_arrays, world
-from diloco_jax.verification.virtual import conditions
-from experiments.goodput import islands, on_time
+from diloco_jax.verification.virtual import conditions, on_time
+from experiments.goodput import islands
 
 SECOND = engine_lib.SECOND
 STEP_S = 1.0
@@ -156,6 +156,6 @@ def _result(
       name: counts.merged[name] / config.fragments / tokens
       for name, tokens in sorted(counts.trained.items())
     },
-    on_time=counts.on_time.tokens / config.fragments / trained,
+    on_time=sum(counts.on_time.of.values()) / config.fragments / trained,
     participants=counts.participants / max(1, counts.merges),
   )

@@ -26,6 +26,7 @@ from diloco_jax.protocol.syncer import (
   gathering,
   grace,
   ledger,
+  links,
   members,
   pace,
   plausible,
@@ -1841,6 +1842,55 @@ def payloads_before_heartbeats(original):
     original(self, *args, **(settings | {'queue_ns': 10**12}))
 
   return __init__
+
+
+@mutant(
+  'A sync waits for learners that it has not pulled.', gathering.Gathering, '_pull_from', 'L2a'
+)
+def waits_for_all(original):
+  def _pull_from(self, gather, members):
+    original(self, gather, members)
+    gather.waiting |= {
+      m.learner for m in members if m.caught_up and m.learner not in gather.payloads
+    }
+
+  return _pull_from
+
+
+@mutant('A learner with a slow link is pulled for every sync.', links.Links, 'pulls', 'L12')
+def slow_links_are_asked_for_everything(original):
+  return lambda self, member, sync: True
+
+
+@mutant('A learner with a slow link is never pulled.', links.Links, 'pulls', 'L5')
+def slow_links_are_never_asked(original):
+  return lambda self, member, sync: original(self, member, sync) and member.up.periods == 1
+
+
+@mutant('The period factor never shrinks.', links.Links, '_judge_up', 'L13')
+def periods_never_shrink(original):
+  def _judge_up(self, member):
+    before = member.up.periods
+    original(self, member)
+    member.up.periods = max(before, member.up.periods)
+
+  return _judge_up
+
+
+@mutant(
+  'Deltas go to a learner whose link carries no more.', published.Published, '_has_room', 'I4b I11'
+)
+def deltas_on_slow_links(original):
+  def _has_room(self, member, fragment):
+    with mock.patch.object(links.Links, 'sparse', lambda self, member: False):
+      return original(self, member, fragment)
+
+  return _has_room
+
+
+@mutant('A learner that is left out carries its steps on.', links.Links, 'drops', 'I25')
+def left_out_steps_are_carried(original):
+  return lambda self, member, fragment: False
 
 
 @mutant('A machine raises.', join_lib.Membership, 'leave', 'crash')

@@ -33,9 +33,11 @@ def faultless(seed: int, **settings) -> random_settings.Setting:
     lease_ns=LONG_NS,
     strikes=0,
     norm_factor=0,
+    slow_links=config_lib.SLOW_LINKS.index('carry'),
     **settings,
   )
-  return dataclasses.replace(setting, config=config, plan=[], loss=0, duplicate=0, guest_ns=None)
+  calm = {'plan': [], 'loss': 0, 'duplicate': 0, 'guest_ns': None, 'slow_link': None}
+  return dataclasses.replace(setting, config=config, **calm)
 
 
 def run(setting: random_settings.Setting, seed: int) -> world_lib.World:

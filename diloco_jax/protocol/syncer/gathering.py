@@ -100,10 +100,10 @@ class Gathering:
   def _find(self, sync: int) -> gather_lib.Gather | None:
     return self.open.get(sync) or self.announced.get(sync)
 
-  def announce(self, now_ns: int, sync: int, fragment: int) -> None:
+  def announce(self, sync: int, fragment: int) -> None:
     """Asks every contributor for the fragment when it is due."""
     gather = self.announced[sync] = self._begin(sync, fragment)
-    self._pull_from(now_ns, gather, self._members.live())
+    self._pull_from(gather, self._members.live())
 
   def _begin(self, sync: int, fragment: int) -> gather_lib.Gather:
     gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
@@ -121,8 +121,8 @@ class Gathering:
     gather.move('gathering')
     gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
-    self._links.opened(now_ns, gather)
-    self._pull_from(now_ns, gather, self._members.live())
+    self._links.opened(gather)
+    self._pull_from(gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
@@ -131,21 +131,19 @@ class Gathering:
       return self._config.lease_ns
     return self.grace.window_ns(self._config, self._members.step_ns)
 
-  def _pull_from(
-    self, now_ns: int, gather: gather_lib.Gather, members: list[members_lib.Member]
-  ) -> None:
+  def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
     if the sync has its quorum without it."""
     able = [m.learner for m in self._members.live() if m.caught_up]
     turns = gather.asked.keys() | gather.payloads.keys()
     turns |= {m.learner for m in self._members.live() if self._links.pulls(m, gather.sync)}
-    every = self._config.closing(gather.sync) or len(turns & {*able}) < self._config.quorum
+    every = len(turns & {*able}) < self._config.quorum
     for member in members:
       asked = member.learner in gather.asked
       answered = member.learner in gather.payloads or asked and member.learner not in gather.waiting
       if member.caught_up and not answered and (every or member.learner in turns):
         if not asked:
-          self._links.asked(now_ns, member, gather.sync)
+          self._links.asked(member, gather.sync)
         self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
@@ -158,11 +156,11 @@ class Gathering:
     gather.waiting.add(member.learner)
     self._out.send(member.session, pull)
 
-  def enter(self, now_ns: int, member: members_lib.Member) -> None:
+  def enter(self, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
     for gather in self._in_hand():
       if not gather.merging:
-        self._pull_from(now_ns, gather, [member])
+        self._pull_from(gather, [member])
 
   def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
@@ -179,7 +177,7 @@ class Gathering:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
-    self._links.arrived(now_ns, member, message)
+    self._links.arrived(member, message)
     gather = self._find(message.sync)
     reason = self._judge(member, message, gather)
     if reason == Reason.LATE and self._config.rebases:
@@ -302,8 +300,11 @@ class Gathering:
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """The learner replaced its anchor. Its payload in a sync of this fragment no longer counts if
     it dropped the steps of it: these tokens are discarded."""
-    self._withdraw(member, adopted.fragment, adopted.tokens)
-    self._ledger.of(member).drop(adopted.fragment, adopted.tokens, adopted.reason or self._gap)
+    p, reason = adopted.fragment, adopted.reason or self._gap
+    if reason == Reason.UNDONE and member.left_out.get(p) == adopted.version:
+      reason = Reason.SLOW_LINK
+    self._withdraw(member, p, adopted.tokens)
+    self._ledger.of(member).drop(p, adopted.tokens, reason)
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)
 
   def _withdraw(self, member: members_lib.Member, fragment: int, upto: int) -> None:
@@ -395,7 +396,8 @@ class Gathering:
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
         self.settle(member, gather.given_for(member.learner), done.fragment, end)
-      self._published.send_delta(member, publish, done.payload_id)
+      asked = member.learner in gather.asked or end is not None
+      self._published.send_delta(member, publish, done.payload_id, asked)
     self._out.drop(done.payload_id)
 
   def _fail(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:

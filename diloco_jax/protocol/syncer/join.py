@@ -263,7 +263,7 @@ class Membership:
     if finished:
       self._out.send(member.session, messages.Finish())
     elif member.caught_up:
-      self._caught_up(now_ns, member)
+      self._caught_up(member)
 
   def _make_room(self, now_ns: int, member: members_lib.Member) -> bool:
     """Closes the session of a reader that has contributed nothing for a lease, if nothing of it was
@@ -345,10 +345,10 @@ class Membership:
       if sync > clock and sync != fragment.last_sync and sync not in self._gathering.open:
         self._gathering.settle(member, sync, p, messages.CANCELLED)
 
-  def _caught_up(self, now_ns: int, member: members_lib.Member) -> None:
+  def _caught_up(self, member: members_lib.Member) -> None:
     """Counts a learner that now holds published values only, and pulls for the open syncs."""
     self._pace.enter(member)
-    self._gathering.enter(now_ns, member)
+    self._gathering.enter(member)
 
   # --- Reports of a member ------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class Membership:
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
     member.loss = progress.loss
-    self._links.reported(now_ns, member, progress.tokens)
+    self._links.reported(member, progress.tokens)
     self._pace.report(now_ns, member, progress.clock, account.steps, new_steps)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
@@ -376,7 +376,7 @@ class Membership:
     if adopted.fragment in member.due:
       member.due.discard(adopted.fragment)
       if member.caught_up:
-        self._caught_up(now_ns, member)
+        self._caught_up(member)
 
   def _repair(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """Sends the fragment whole, at most once per heartbeat: `sweep` sends what is wanted again."""

@@ -8,6 +8,8 @@ sees anyway, and asks less of a slow one::
     narrow       the regular codec does not fit: the learner encodes with `sync.codec_up_slow`
     r, 1 to 16   the narrow one does not fit either: the learner is pulled for a fragment in one of
                  r periods only
+    sparse       the other way does not carry every version: the learner is sent no deltas, but one
+                 whole fragment after the other, the one that is most behind first (published.py)
 
 A payload is due at the learner at the step boundary of its capture, and the learner reports that
 step: a Contribution up to `tokens_to` was due when the Progress with these tokens came, or at the
@@ -22,9 +24,9 @@ The pulls of a learner are spread evenly over the r periods, so that they do not
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from diloco_jax.protocol import action_list, facts, messages
+from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
@@ -34,8 +36,10 @@ PERMILLE = config_lib.PERMILLE
 KIB = 1_024
 MOST_PERIODS = 16
 SAMPLES = 3
+DOWN_SAMPLES = 8
 MAX_MARKS = 4_096  # reported steps whose payloads may still come
 TOO_FULL, FREE = 800, 600  # shares of a budget, in 1/1000: a narrow link uses more, a wide one less
+SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no deltas, and to send them
 MARGIN, WIDE_MARGIN = 1_250, 1_500  # of the time of a payload, in 1/1000: for r to grow, to shrink
 
 
@@ -48,6 +52,7 @@ class Links:
     members: members_lib.Members,
     payload_bytes: Sequence[int],
     narrow_bytes: Sequence[int],
+    notices: rate_limited_log.Notices,
     out: action_list.ActionList,
   ):
     """Begins with no link measured.
@@ -58,49 +63,49 @@ class Links:
       payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient with the regular
         and with the narrow codec.
     """
-    self._config, self._members, self._out = config, members, out
+    self._config, self._members, self._notices, self._out = config, members, notices, out
     self._largest = max(payload_bytes)
     self._total, self._narrow_total = sum(payload_bytes), sum(narrow_bytes)
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.
     self._adapts = config.rebases and config.lag is None and not config.waits_for_live
+    self.now_ns = 0  # of the present turn
     self._opened_ns: int | None = None
+    self._delta_bytes: dict[int, int] = {}  # of the newest version of each fragment
     self._budget_ns = 0  # from when a payload is due to when its sync ends; 0: not known yet
     self.slot_ns = grace_lib.Average()  # between two syncs
 
   # --- What happens -------------------------------------------------------------------------------
 
-  def opened(self, now_ns: int, gather: gather_lib.Gather) -> None:
+  def opened(self, gather: gather_lib.Gather) -> None:
     """A sync opens. A pause of the whole run counts as four slots at most."""
     if self._config.closing(gather.sync):
       return
     if self._opened_ns is not None:
-      time_ns, usual_ns = now_ns - self._opened_ns, self.slot_ns.value
+      time_ns, usual_ns = self.now_ns - self._opened_ns, self.slot_ns.value
       self.slot_ns.add(min(time_ns, 4 * usual_ns) if usual_ns else time_ns)
-    self._opened_ns = now_ns
+    self._opened_ns = self.now_ns
     ahead_ns = self._config.steps_ahead * self._members.step_ns
     self._budget_ns = gather.grace_ns and gather.grace_ns + ahead_ns
 
-  def reported(self, now_ns: int, member: members_lib.Member, tokens: int) -> None:
+  def reported(self, member: members_lib.Member, tokens: int) -> None:
     """The learner has done a step, so that the payloads up to these tokens are due."""
     marks = member.up.marks
     if not marks or tokens > marks[-1][0]:
-      marks.append((tokens, now_ns))
+      marks.append((tokens, self.now_ns))
       del marks[:-MAX_MARKS]
 
-  def arrived(
-    self, now_ns: int, member: members_lib.Member, message: messages.Contribution
-  ) -> None:
+  def arrived(self, member: members_lib.Member, message: messages.Contribution) -> None:
     """A payload of the learner has arrived."""
     link, size = member.up, message.payload.size_bytes
     due_ns = next((time_ns for tokens, time_ns in link.marks if tokens >= message.tokens_to), None)
     link.marks = [mark for mark in link.marks if mark[0] >= message.tokens_to]
-    last_ns, link.arrived_ns = link.arrived_ns, now_ns
+    last_ns, link.arrived_ns = link.arrived_ns, self.now_ns
     asked_ns = link.asked.get(self._number(message.sync))  # None: it is repeated
     usual = 4 * size * self._config.fragments >= self._narrow_total
     known = due_ns is not None and asked_ns is not None
     if known and usual and not self._config.closing(message.sync):
-      time_ns = now_ns - max(due_ns, asked_ns, last_ns)
+      time_ns = self.now_ns - max(due_ns, asked_ns, last_ns)
       link.samples = [*link.samples, time_ns * KIB // size][-SAMPLES:]
       self._judge(member)
     self.answered(member, message.sync)
@@ -109,38 +114,123 @@ class Links:
     """The learner has answered a pull of this sync, or its payload has arrived."""
     self._forget(member.up, self._number(sync))
 
+  def sent(self, member: members_lib.Member, publish: messages.Publish) -> None:
+    """A version is sent to the learner."""
+    p, size = publish.fragment, publish.payload.size_bytes
+    member.down.sent.append((p, publish.version, self.now_ns, size))
+    if publish.base_version is not None:
+      self._delta_bytes[p] = size
+
+  def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
+    """The learner reports an adoption, which may have waited for a step boundary: on a link that
+    had nothing else to carry, a step does not count."""
+    down = member.down
+    names = [sent[:2] for sent in down.sent]
+    if (fragment, version) not in names:
+      return
+    count = names.index((fragment, version)) + 1
+    arrived, down.sent = down.sent[:count], down.sent[count:]
+    _, _, sent_ns, _ = arrived[0]
+    idle = sent_ns >= down.arrived_ns
+    time_ns = self.now_ns - max(sent_ns, down.arrived_ns) - idle * member.inner_step_ns
+    down.arrived_ns = self.now_ns
+    size = sum(size for _, _, _, size in arrived)
+    down.samples = [*down.samples, (max(0, time_ns), size)][-DOWN_SAMPLES:]
+    self._judge(member)
+
   # --- What follows -------------------------------------------------------------------------------
 
   def _judge(self, member: members_lib.Member) -> None:
     """Changes what is asked of the learner, if its link says so."""
-    link, slot_ns = member.up, self.slot_ns.value
-    if len(link.samples) < SAMPLES or not slot_ns:
-      return
-    ns_per_kib, before = sorted(link.samples)[SAMPLES // 2], (link.narrow, link.periods)
-    payload_ns = self._mean_ns(ns_per_kib, self._total)
-    full = payload_ns * PERMILLE // slot_ns
-    if self._budget_ns and self._config.lag is None:
-      full = max(full, ns_per_kib * self._largest // KIB * PERMILLE // self._budget_ns)
-    if self._narrow_total < self._total:
-      link.narrow = full > (FREE if link.narrow else TOO_FULL)
-    if self._adapts:
-      total = self._narrow_total if link.narrow else self._total
-      share = self._mean_ns(ns_per_kib, total) * PERMILLE // slot_ns
-      link.periods = max(_periods(share, MARGIN), min(link.periods, _periods(share, WIDE_MARGIN)))
-    if (link.narrow, link.periods) != before:
+    up, down = member.up, member.down
+    before = up.narrow, up.periods, down.sparse
+    if len(up.samples) == SAMPLES and self.slot_ns.value:
+      self._judge_up(member)
+    if len(down.samples) == DOWN_SAMPLES and self.slot_ns.value and self._adapts:
+      self._judge_down(member)
+    if (up.narrow, up.periods, down.sparse) != before:
+      slow, was_slow = self.slow(member), before[1] > 1 or before[2]
       self._out.report(
         facts.Link(
           learner=member.learner,
-          narrow=link.narrow,
-          periods=link.periods,
-          payload_ns=payload_ns,
-          slot_ns=slot_ns,
+          narrow=up.narrow,
+          periods=up.periods,
+          sparse=down.sparse,
+          up_ns=self._payload_ns(up, self._total),
+          down_ns=self._delta_ns(down),
+          slot_ns=self.slot_ns.value,
         )
       )
+      if slow and not was_slow:
+        self._say(member)
 
-  def _mean_ns(self, ns_per_kib: int, total: int) -> int:
-    """The time of a payload of mean size; `total`: of the fragments' sizes."""
-    return ns_per_kib * total // (KIB * self._config.fragments)
+  def _judge_up(self, member: members_lib.Member) -> None:
+    up, slot_ns = member.up, self.slot_ns.value
+    full = self._payload_ns(up, self._total) * PERMILLE // slot_ns
+    if self._budget_ns and self._config.lag is None:
+      largest_ns = self._payload_ns(up, self._largest * self._config.fragments)
+      full = max(full, largest_ns * PERMILLE // self._budget_ns)
+    if self._narrow_total < self._total:
+      up.narrow = full > (FREE if up.narrow else TOO_FULL)
+    if not self._adapts:
+      return
+    share = self._up_share(member)
+    least = _periods(share, MARGIN) if self._others_fit(self._up_share) else up.periods
+    up.periods = max(least, min(up.periods, _periods(share, WIDE_MARGIN)))
+
+  def _judge_down(self, member: members_lib.Member) -> None:
+    down, share = member.down, self._down_share(member)
+    waits_ns = self.now_ns - down.sent[0][2] if down.sent else 0
+    # A report may wait behind payloads that were handed to the link: for a tenth of a lease.
+    long_ns = self.slot_ns.value * self._config.fragments + self._config.lease_ns // 10
+    queues = share > SPARSE and waits_ns > long_ns and self._others_fit(self._down_share)
+    down.sparse = share > DENSE if down.sparse else queues
+
+  def _up_share(self, member: members_lib.Member) -> int:
+    total = self._narrow_total if member.up.narrow else self._total
+    return self._payload_ns(member.up, total) * PERMILLE // self.slot_ns.value
+
+  def _down_share(self, member: members_lib.Member) -> int:
+    return self._delta_ns(member.down) * PERMILLE // self.slot_ns.value
+
+  def _others_fit(self, share: Callable[[members_lib.Member], int]) -> bool:
+    """Whether the links of most learners carry everything. Where they do not, the settings are
+    wrong, and asking less of them all would leave nothing to merge."""
+    shares = sorted(share(member) for member in self._members.by_session.values())
+    return shares[(len(shares) - 1) // 2] <= PERMILLE
+
+  def _say(self, member: members_lib.Member) -> None:
+    slot_s, second_ns = self.slot_ns.value / config_lib.SECOND_NS, config_lib.SECOND_NS
+    if member.down.sparse:
+      what = f'a version takes {self._delta_ns(member.down) / second_ns:.3g} s to it'
+      then = 'nothing of it is merged'
+    else:
+      what = f'a payload takes {self._payload_ns(member.up, self._total) / second_ns:.3g} s from it'
+      then = f'it is asked in one of {member.up.periods} periods'
+      then += '' if self._config.carries else ', and its steps between are not merged'
+    self._notices.say(
+      self.now_ns,
+      f'slow link {member.learner}',
+      f'{member.learner} has a slow link: {what}, one is due every {slot_s:.3g} s, so {then}. What '
+      'was merged is safe, the others do not wait for it, and it takes part again once its link is '
+      'faster. A longer sync.period or a smaller sync.codec_up asks less of the link.',
+    )
+
+  def _payload_ns(self, up: members_lib.Uplink, total: int) -> int:
+    """The time of a payload of mean size; `total`: the sizes of all fragments."""
+    if len(up.samples) < SAMPLES:
+      return 0
+    return sorted(up.samples)[SAMPLES // 2] * total // (KIB * self._config.fragments)
+
+  def _delta_ns(self, down: members_lib.Downlink) -> int:
+    """The time of a delta of mean size."""
+    time_ns, size = (sum(values) for values in zip((0, 1), *down.samples))
+    deltas = self._delta_bytes.values()
+    return time_ns * sum(deltas) // (size * max(1, len(deltas)))
+
+  def slow(self, member: members_lib.Member) -> bool:
+    """Whether the learner's work is not used in full."""
+    return member.up.periods > 1 or member.down.sparse
 
   def narrow(self, member: members_lib.Member) -> bool:
     """Whether the learner is to encode with the narrow codec."""
@@ -150,10 +240,16 @@ class Links:
     """In one of how many periods the learner is pulled for a fragment, 1 to 16."""
     return member.up.periods
 
+  def sparse(self, member: members_lib.Member) -> bool:
+    """Whether the learner is sent whole fragments only, one after the other."""
+    return member.down.sparse
+
   def pulls(self, member: members_lib.Member, sync: int) -> bool:
-    """Whether the learner is pulled for a sync."""
+    """Whether the learner is pulled for a sync that has its quorum without it."""
     link, number, fragments = member.up, self._number(sync), self._config.fragments
-    if link.periods == 1:
+    if link.periods == 1 or member.down.sparse:
+      return not member.down.sparse
+    if self._config.carries and self._config.closing(sync):
       return True
     lost = number - 2 * max(fragments, 2 * link.periods)  # to older pulls no answer will come
     waiting = sum(one > lost for one in link.asked)
@@ -162,13 +258,21 @@ class Links:
     few = waiting < 2 + self._config.lead // link.periods
     return few and in_turn(number, fragments, link.periods)
 
-  def asked(self, now_ns: int, member: members_lib.Member, sync: int) -> None:
+  def drops(self, member: members_lib.Member, fragment: int) -> bool:
+    """Whether the learner drops its steps with a version for which it was not pulled, so that each
+    of its payloads has the steps of one period."""
+    if member.down.sparse:
+      return True
+    waits = any(number % self._config.fragments == fragment for number in member.up.asked)
+    return member.up.periods > 1 and not self._config.carries and not waits
+
+  def asked(self, member: members_lib.Member, sync: int) -> None:
     """The learner is pulled."""
     self._forget(member.up, self._number(sync) - 4 * max(self._config.fragments, MOST_PERIODS))
     member.up.asked_at = self._number(sync)
-    member.up.asked[member.up.asked_at] = now_ns
+    member.up.asked[member.up.asked_at] = self.now_ns
 
-  def _forget(self, link: members_lib.Link, upto: int) -> None:
+  def _forget(self, link: members_lib.Uplink, upto: int) -> None:
     link.asked = {number: at_ns for number, at_ns in link.asked.items() if number > upto}
 
   def _number(self, sync: int) -> int:
@@ -192,5 +296,5 @@ def in_turn(number: int, fragments: int, r: int) -> bool:
 
 def _periods(share: int, margin: int) -> int:
   """The period factor for payloads that take this share of a slot, in 1/1000."""
-  tight = share * margin <= MARGIN * PERMILLE
+  tight = share * margin <= MARGIN * MARGIN
   return 1 if tight else min(MOST_PERIODS, -(-share * margin // (PERMILLE * PERMILLE)))

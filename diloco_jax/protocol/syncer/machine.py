@@ -91,17 +91,23 @@ class SyncerMachine:
     self._members = members_lib.Members(config)
     self._ledger = ledger_lib.Ledger(config.fragments)
     self._pace = pace_lib.Pace(config, self._schedule, self._members)
+    self._screening = screening_lib.Screening(config, self._members, self._out)
+    self._links = links_lib.Links(
+      config,
+      self._members,
+      payload_bytes,
+      narrow_bytes or payload_bytes,
+      self._screening.notices,
+      self._out,
+    )
     self._published = published_lib.Published(
       list(map(published_lib.Fragment, digests, payload_bytes, narrow_bytes or payload_bytes)),
       self._members,
       self._ledger,
+      self._links,
       self._out,
     )
     self._shards = shards_lib.Shards(config.data_shards, config.fragments)
-    self._screening = screening_lib.Screening(config, self._members, self._out)
-    self._links = links_lib.Links(
-      config, self._members, payload_bytes, narrow_bytes or payload_bytes, self._out
-    )
     self._gathering = gathering_lib.Gathering(
       config,
       self._members,
@@ -141,6 +147,7 @@ class SyncerMachine:
     """Handles one event at time `now_ns`; returns the actions in order."""
     if self._members.began_ns is None:
       self._members.began_ns = now_ns
+    self._links.now_ns = now_ns
     self._dispatch(now_ns, event)
     if now_ns >= self._sweep_ns and not self._exited:
       self._sweep(now_ns)
@@ -243,7 +250,7 @@ class SyncerMachine:
       self._open(now_ns)
     while self._may_announce():
       sync = self._pace.announce()
-      self._gathering.announce(now_ns, sync, self._schedule.fragment(sync))
+      self._gathering.announce(sync, self._schedule.fragment(sync))
     self._end(now_ns)
 
   # --- The life of a sync -------------------------------------------------------------------------

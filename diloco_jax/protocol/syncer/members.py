@@ -23,7 +23,7 @@ CLIP = 4
 
 
 @dataclasses.dataclass(slots=True)
-class Link:
+class Uplink:
   """The way of a learner's payloads to the syncer (links.py).
 
   Attributes:
@@ -42,6 +42,23 @@ class Link:
   periods: int = 1
   asked: dict[int, int] = dataclasses.field(default_factory=dict)
   asked_at: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Downlink:
+  """The way of the versions to a learner (links.py).
+
+  Attributes:
+    sent: (fragment, version, time, bytes) of those that it has not reported as adopted.
+    arrived_ns: of its last report.
+    samples: the newest measures, (ns, bytes).
+    sparse: what follows.
+  """
+
+  sent: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+  arrived_ns: int = 0
+  samples: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  sparse: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +88,8 @@ class Member:
   # By fragment: its tokens when it adopted its anchor.
   anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
   left: bool = False  # it sent Leave
-  up: Link = dataclasses.field(default_factory=Link)  # links.py
+  up: Uplink = dataclasses.field(default_factory=Uplink)  # links.py
+  down: Downlink = dataclasses.field(default_factory=Downlink)
   # What became of its payloads (gathering.py).
   contributed: bool = False  # on this session
   merged_ns: int = 0
@@ -82,9 +100,11 @@ class Member:
   first_batch: int = 0  # it reads batch first_batch + s of the shard in its step s
   # Versions of the fragments (published.py).
   held_versions: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
+  adopted_versions: dict[int, int] = dataclasses.field(default_factory=dict)  # as reported
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
   # By fragment: sent and not yet reported as adopted.
   versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
+  left_out: dict[int, int] = dataclasses.field(default_factory=dict)  # without its steps (links.py)
   lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
   # By fragment that is in flight to it whole: the version; None: the fragment is being read.
   wholes: dict[int, int | None] = dataclasses.field(default_factory=dict)
@@ -170,14 +190,15 @@ class Members:
       member.clock = member.claimed = 0
       member.since, member.steps_marks = (0, now_ns), [(0, now_ns)]
       member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
-      member.loss, member.up = None, Link()
+      member.loss, member.up, member.down = None, Uplink(), Downlink()
       member.anchor_tokens.clear()
       member.spoiled.clear()
       member.strikes = member.max_strikes = 0
       member.others_merged = False
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
-    member.up.marks, member.up.asked = [], {}
+    member.up.marks, member.up.asked, member.down.sent = [], {}, []
+    member.left_out.clear()
     member.heard_ns = member.entered_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 MAX_VERSIONS_IN_FLIGHT = 4
@@ -60,10 +61,12 @@ class Published:
     fragments: list[Fragment],
     members: members_lib.Members,
     ledger: ledger_lib.Ledger,
+    links: links_lib.Links,
     out: action_list.ActionList,
   ):
     self.fragments = fragments
     self._ledger = ledger
+    self._links = links
     self._members = members
     self._out = out
     self._reads: set[int] = set()  # fragments being read whole
@@ -79,6 +82,7 @@ class Published:
     member.due = {p for p, version in enumerate(member.held_versions) if version is None}
     member.versions_in_flight = [[] for _ in self.fragments]
     member.lagging = set(member.due)
+    member.adopted_versions = {p: held.version for p, held in enumerate(learner_held)}
     member.wholes.clear()
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
@@ -90,39 +94,47 @@ class Published:
     return self._announce(done.fragment, base, done.payload)
 
   def send_delta(
-    self, member: members_lib.Member, publish: messages.Publish, payload_id: int
+    self, member: members_lib.Member, publish: messages.Publish, payload_id: int, pulled: bool
   ) -> None:
-    """Sends a new version to a learner that holds the one before and has room for it."""
+    """Sends a new version to a learner that holds the one before and has room for it; `pulled`: the
+    learner was asked for its share of it."""
     p = publish.fragment
     if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
     if self._has_room(member, p):
-      self._send(member, publish, payload_id)
+      self._send(member, publish, payload_id, pulled)
     else:
       member.held_versions[p] = None
       member.lagging.add(p)
+      self.catch_up(member)
 
   def _has_room(self, member: members_lib.Member, fragment: int) -> bool:
     sizes = [one.payload_bytes for one in self.fragments]
     counts = [len(versions) for versions in member.versions_in_flight]
     in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
     few = counts[fragment] < MAX_VERSIONS_IN_FLIGHT
-    return few and in_flight_bytes + sizes[fragment] <= most_delta_bytes(sizes)
+    fits = in_flight_bytes + sizes[fragment] <= most_delta_bytes(sizes)
+    return few and fits and not self._links.sparse(member)
 
   def _send(
     self,
     member: members_lib.Member,
     publish: messages.Publish,
     payload_id: int,
+    pulled: bool,
     merging_from: int | None = None,
   ) -> None:
     p = publish.fragment
+    left_out = not pulled and self._links.drops(member, p)
+    if left_out:
+      member.left_out[p] = publish.version
     publish = dataclasses.replace(
       publish,
       settled_to=self._ledger.of(member).cursors[p] if merging_from is None else merging_from,
-      keep=p not in member.spoiled,
+      keep=p not in member.spoiled and not left_out,
     )
     self._out.send(member.session, publish, payload_id)
+    self._links.sent(member, publish)
     member.held_versions[p] = publish.version
     member.versions_in_flight[p].append(publish.version)
     if publish.base_version is None:
@@ -130,6 +142,8 @@ class Published:
 
   def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
     """The learner now holds this version."""
+    member.adopted_versions[fragment] = version
+    self._links.adopted(member, fragment, version)
     member.versions_in_flight[fragment] = [
       v for v in member.versions_in_flight[fragment] if v > version
     ]
@@ -142,9 +156,17 @@ class Published:
     """Sends a lagging learner the newest values that it has room and use for: those without which
     it may not contribute before others, those that are read for another learner before others."""
     useful = [p for p in member.lagging if not member.versions_in_flight[p] or p in member.spoiled]
-    useful.sort(key=lambda p: (p not in member.due, p not in self._reads, p))
-    for p in useful[: MAX_WHOLES - len(member.wholes)]:
-      self._read(member, p)
+    useful.sort(
+      key=lambda p: (
+        p not in member.due,
+        p not in self._reads,
+        member.adopted_versions.get(p, 0) - self.fragments[p].version,
+      )
+    )
+    room = 1 if self._links.sparse(member) else MAX_WHOLES
+    for p in useful:
+      if p in member.wholes or len(member.wholes) < room:
+        self._read(member, p)
 
   def replace(self, member: members_lib.Member, fragment: int) -> None:
     """Sends the whole fragment to a learner that must drop its own steps: after a refused update, a
@@ -182,7 +204,7 @@ class Published:
       wanted = member.held_versions and member.held_versions[read.fragment] is None
       if wanted and read.fragment not in member.lagging:
         start = merging_from.get((member.learner, member.incarnation))
-        self._send(member, publish, read.payload_id, start)
+        self._send(member, publish, read.payload_id, False, start)
     self._out.drop(read.payload_id)
 
   def _announce(

@@ -4,7 +4,9 @@ A *session* is one connection. As on the wire it has two lanes per direction: co
 first out; payloads are first in, first out and may be overtaken by control that was sent later.
 But both lanes share the link: control waits behind the payload bytes that the sender has handed to
 it already, and these are as many as the link carries in `queue_ns` (transport/flow_control.py). A
-*link* connects a learner to the syncer, with its times and faults:
+*link* connects a learner to the syncer, with its times and faults. Either a payload has a fixed
+time on it, or each direction is a *pipe* of so many bytes per second, its own or one that it shares
+with other learners:
 
 * the network resends a lost packet, so its lane is late (an open session loses no message);
 * the network delivers a duplicated message a second time, late and out of order: more than a real
@@ -17,8 +19,11 @@ it already, and these are as many as the link carries in `queue_ns` (transport/f
 The network discards a message for an end that has closed.
 """
 
+import collections
 import dataclasses
+import functools
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +39,83 @@ PAYLOAD_BYTES = 64  # of an encoded fragment here
 NARROW_BYTES = 32  # of a narrow one
 CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
 
+# On a pipe. An Ethernet frame of 1514 bytes carries 1448 of TCP; every 16 KiB have 34 bytes of TLS,
+# HTTP/2, gRPC and chunk headers. A control message is about 60 bytes in a packet of its own.
+FRAME_BYTES = 1 << 18
+CONTROL_WIRE_BYTES = 180
+QUEUE_S, SPARE_S = 1.0, 0.2  # as in transport/flow_control.py
+
 Deliver = Callable[[], None]
+
+
+def wire_bytes(payload_bytes: int) -> int:
+  """The bytes of a payload on the wire, with the headers of all layers.
+
+  >>> wire_bytes(1_000_000)
+  1047750
+  """
+  return -(-payload_bytes * 1514 * (16_384 + 34) // (1448 * 16_384))
+
+
+class Pipe:
+  """One direction of a link of `bytes_per_s`. Sessions that send at the same time have equal shares
+  of it. Those of one session leave first in, first out, except that control overtakes the payload
+  bytes that were not handed to the connection yet (flow control keeps them back)."""
+
+  def __init__(self, engine: engine_lib.Engine, bytes_per_s: float):
+    self._engine, self._bytes_per_s = engine, max(1, round(bytes_per_s))
+    # By session: what waits, as [bytes left in units of 1e-9, what to call, whether it is control].
+    self._queues: dict[int, list[list[Any]]] = {}
+    self._since_ns = self._plan = 0
+
+  def send(self, session: int, size: int, control: bool, done: Deliver) -> None:
+    """Queues so many bytes; calls `done` when the last of them has left."""
+    self._settle()
+    queue = self._queues.setdefault(session, [])
+    share = self._bytes_per_s / len(self._queues)
+    window = min(share * QUEUE_S, FRAME_BYTES + share * SPARE_S)  # was handed over, in whole frames
+    place, room = 0, FRAME_BYTES * engine_lib.SECOND * math.ceil(window / FRAME_BYTES)
+    last = max((n for n, item in enumerate(queue) if item[2]), default=-1)
+    while place < len(queue) and (not control or place <= last or queue[place][0] <= room):
+      room -= queue[place][0]
+      place += 1
+    if place < len(queue) and room > 0:  # a part of a payload
+      queue[place][0] -= room
+      queue.insert(place, [room, lambda: None, False])
+      place += 1
+    queue.insert(place, [size * engine_lib.SECOND, done, control])
+    self._plan_next()
+
+  def forget(self, session: int) -> None:
+    """The session is broken: what it has queued is lost."""
+    self._settle()
+    self._queues.pop(session, None)
+    self._plan_next()
+
+  def _settle(self) -> None:
+    """Brings the queues up to the present."""
+    elapsed_ns, self._since_ns = self._engine.now_ns - self._since_ns, self._engine.now_ns
+    share = elapsed_ns * self._bytes_per_s // max(1, len(self._queues))
+    for session, queue in list(self._queues.items()):
+      queue[0][0] -= share
+      while queue[0][0] <= 0:
+        left, done, _ = queue.pop(0)
+        done()
+        if not queue:
+          del self._queues[session]
+          break
+        queue[0][0] += left
+
+  def _plan_next(self) -> None:
+    self._plan += 1
+    if self._queues:
+      left = min(queue[0][0] for queue in self._queues.values()) * len(self._queues)
+      self._engine.after(-(-left // self._bytes_per_s), functools.partial(self._next, self._plan))
+
+  def _next(self, plan: int) -> None:
+    if plan == self._plan:
+      self._settle()
+      self._plan_next()
 
 
 @dataclasses.dataclass
@@ -49,6 +130,8 @@ class Link:
     loss, duplicate: how often a message is lost (and sent again), delivered twice.
     delay_ns, bytes_per_s: a slow phase.
     cut: directions that deliver nothing, of 'up' and 'down'.
+    pipes: by direction; where there is one, `bulk_up_ns` or `bulk_down_ns` does not count.
+    carried: bytes of this learner that have left through a pipe, by direction.
   """
 
   draw: random.Random
@@ -64,6 +147,8 @@ class Link:
   bytes_per_s: int = 0
   cut: set[str] = dataclasses.field(default_factory=set)
   held: list[tuple[str, Deliver]] = dataclasses.field(default_factory=list)
+  pipes: dict[str, Pipe] = dataclasses.field(default_factory=dict)
+  carried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   corrupt: bool = False  # the next message is damaged
 
   def flight_ns(self, lane: str) -> int:
@@ -168,6 +253,29 @@ class Network:
       link.corrupt = False
       self.reset(session.learner, 'checksum mismatch')
       return
+    event = events.Received(
+      session=session.number if up else session.learner_session, message=message
+    )
+
+    def deliver() -> None:
+      self._post(session, end, event, content)
+
+    def arrive(time_ns: int) -> None:
+      self._carry(session, lane, time_ns, deliver)
+      if random_streams.chance(link.draw, link.duplicate):
+        self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
+
+    if lane in link.pipes:
+      size = CONTROL_WIRE_BYTES + (0 if content is None else wire_bytes(message.payload.size_bytes))
+
+      def sent() -> None:
+        link.carried[lane] += size
+        lanes = session.control if content is None else session.bulk
+        lanes[lane] = max(lanes[lane], self._engine.now_ns + link.flight_ns(lane))
+        arrive(lanes[lane])
+
+      link.pipes[lane].send(session.number, size, content is None, sent)
+      return
     free_ns = self._engine.now_ns + link.flight_ns(lane)
     before_ns = max(free_ns, session.control[lane])
     if content is None:
@@ -176,17 +284,8 @@ class Network:
     else:
       lanes, payloads = session.bulk, 1
       arrives_ns = max(before_ns, session.bulk[lane])
-    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(lane, payloads)
-    event = events.Received(
-      session=session.number if up else session.learner_session, message=message
-    )
-
-    def deliver() -> None:
-      self._post(session, end, event, content)
-
-    self._carry(session, lane, time_ns, deliver)
-    if random_streams.chance(link.draw, link.duplicate):
-      self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
+    lanes[lane] = arrives_ns + link.transfer_ns(lane, payloads)
+    arrive(lanes[lane])
 
   def close(self, process: Any, number: int) -> None:
     session = self._sessions.get((process, number))
@@ -211,6 +310,8 @@ class Network:
     sessions = self.of(process)
     for session in sessions:
       session.broken = True
+      for pipe in session.link.pipes.values():
+        pipe.forget(session.number)
       self._engine.after(0, lambda s=session: self._hang_up(s, 'learner', reason))
       self._engine.after(session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
     return bool(sessions)
@@ -251,13 +352,21 @@ class Network:
     """One end closes: it is told at once (unless it is dead), the other after all sent messages."""
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
-    flight_ns = session.link.flight_ns(lane)
-    time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
+
     if dead:
       self._forget(session, side)
     else:
       self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
-    self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
+
+    def tell_other() -> None:
+      flight_ns = session.link.flight_ns(lane)
+      time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
+      self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
+
+    if lane in session.link.pipes:
+      session.link.pipes[lane].send(session.number, 0, False, tell_other)
+    else:
+      tell_other()
 
   def _hang_up(self, session: Session, side: str, reason: str) -> None:
     """Posts Disconnected, once per end."""

@@ -10,6 +10,7 @@ import random
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification import plans, random_streams
 from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 
 MS, SECOND = engine_lib.MS, engine_lib.SECOND
@@ -28,6 +29,8 @@ class Setting:
     fsync_ns: of a record of the syncer's log.
     plan: the faults.
     heal_ns: when all faults end.
+    slow_link: of the first learner until a time: additional time of a payload up and down, and that
+      time; None: it has no slow link.
     guest_ns: when one additional learner starts, None: never; no fault hits it.
   """
 
@@ -44,6 +47,7 @@ class Setting:
   fsync_ns: int
   plan: list[plans.Fault]
   heal_ns: int
+  slow_link: tuple[int, int, int] | None
   guest_ns: int | None
 
 
@@ -137,6 +141,44 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
   return sorted(found, key=lambda fault: (fault.at_ns, fault.node, fault.kind))
 
 
+def _with_slow_link(seed: int, setting: Setting) -> Setting:
+  """In a quarter of the seeds: the first learner has so many times of what the pace leaves for a
+  payload, in a run in which that matters, and whose other links are good."""
+  draw = random_streams.random_stream(seed, 'slow link')
+  if draw.randrange(4):
+    return setting
+  old = setting.config
+  period = max(2, old.period)
+  config = dataclasses.replace(
+    old,
+    learners=max(2, old.learners),
+    quorum=min(old.quorum, max(1, old.learners - 1)),
+    shards=old.data_shards + 1,
+    period=period,
+    overlap=min(max(1, old.overlap), period - 1),
+    max_lag=None,
+    wait_for=config_lib.WAIT_FOR.index('quorum'),
+    adopt=config_lib.ADOPT.index('rebase'),
+    total_steps=draw.randint(60, 150),
+    slow_links=draw.randrange(2),
+  )
+  step_ns = draw.choice((10 * MS, 50 * MS, 160 * MS))
+  slot_ns = period * step_ns // config.fragments
+  up_ns, down_ns = (int(draw.choice((0.1, 0.1, 2, 4, 8)) * slot_ns) for _ in range(2))
+  until_ns = draw.randrange(config.total_steps) * step_ns
+  count = config.learners
+  return dataclasses.replace(
+    setting,
+    config=config,
+    up_ns=(setting.up_ns * 2)[:count],
+    down_ns=(setting.down_ns * 2)[:count],
+    bulk_ns=[0] * count,
+    encode_ns=(setting.encode_ns * 2)[:count],
+    step_ns=[step_ns] * count,
+    slow_link=(up_ns, down_ns, until_ns),
+  )
+
+
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = random_streams.random_stream(seed, 'lease').choice(LEASES)
@@ -170,7 +212,7 @@ def draw(seed: int) -> Setting:
   )
   learners = range(config.learners)
   heal_ns = random_streams.random_stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
-  return Setting(
+  setting = Setting(
     config=config,
     up_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
     down_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
@@ -184,8 +226,10 @@ def draw(seed: int) -> Setting:
     fsync_ns=random_streams.random_stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
+    slow_link=None,
     guest_ns=random_streams.random_stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),
   )
+  return _with_slow_link(seed, setting)
 
 
 def furnish(world: world_lib.World, setting: Setting) -> None:
@@ -200,3 +244,11 @@ def furnish(world: world_lib.World, setting: Setting) -> None:
       link.bulk_up_ns = link.bulk_down_ns = setting.bulk_ns[which]
       link.jitter_ns = setting.jitter_ns
       link.loss, link.duplicate = setting.loss, setting.duplicate
+  if setting.slow_link is not None:
+    link = world.link('l0')
+    link.bulk_up_ns, link.bulk_down_ns, until_ns = setting.slow_link
+    world.engine.at(until_ns, lambda: _recover(link, setting.bulk_ns[0]))
+
+
+def _recover(link: network_lib.Link, bulk_ns: int) -> None:
+  link.bulk_up_ns = link.bulk_down_ns = bulk_ns

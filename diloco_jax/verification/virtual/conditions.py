@@ -4,11 +4,12 @@ Times are in units of an inner step, the mean step of a learner of speed 1.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_jax.verification import plans, random_streams
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import faults as faults_lib
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 
 # Faults that need what a virtual run does not have: a disk, a second process, fewer devices, wrong
@@ -30,6 +31,7 @@ class Hardware:
     encode, adopt: of a fragment, on the learner, beside its next step.
     merge, fsync: an outer step on the syncer, and its commit to the log.
     read: of a whole fragment, on the syncer.
+    exchange: what the exchange adds to every step, where it shares cores with the step.
   """
 
   step_s: float = 0.1
@@ -41,6 +43,7 @@ class Hardware:
   merge: float = 0.0
   fsync: float = 0.0
   read: float = 0.0
+  exchange: float = 0.0
 
   def __post_init__(self):
     _not_negative(self)
@@ -52,6 +55,15 @@ class Hardware:
     return round(steps * self.step_s * engine_lib.SECOND)
 
 
+class Line(NamedTuple):
+  """A link in bytes per second to the syncer and from it, headers included; 0: as many as there
+  are. Learners of the same `site` share one, others have their own."""
+
+  up: float = 0.0
+  down: float = 0.0
+  site: str = ''
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network:
   """The links between learners and syncer; every learner has its own.
@@ -61,12 +73,14 @@ class Network:
     jitter: the largest random addition to it, per message.
     up, down: additional time of a fragment's payload to the syncer, and from it. It does not depend
       on the payload's size, so runs with different codecs have one schedule.
+    lines: that of learner m is `lines[m % len(lines)]`; the size of a payload then counts instead.
   """
 
   latency: float = 0.0
   jitter: float = 0.0
   up: float = 0.0
   down: float = 0.0
+  lines: tuple[Line, ...] = ()
 
   def __post_init__(self):
     _not_negative(self)
@@ -160,15 +174,21 @@ def furnish(
   ns = hardware.ns
   syncer = world.syncer
   syncer.merge_ns, syncer.read_ns = ns(hardware.merge + hardware.fsync), ns(hardware.read)
+  pipes: dict[tuple[str, str], network_lib.Pipe] = {}
   for which, name in enumerate(learners):
     island, link = world.island(name), world.link(name)
-    island.step_ns = ns(hardware.slowness[which % len(hardware.slowness)])
+    island.step_ns = ns(hardware.slowness[which % len(hardware.slowness)] + hardware.exchange)
     island.lognormal, island.gaussian = hardware.lognormal, hardware.gaussian
     island.encode_ns, island.adopt_ns = ns(hardware.encode), ns(hardware.adopt)
     island.tokens = tokens
     link.up_ns = link.down_ns = ns(network.latency)
     link.jitter_ns = ns(network.jitter)
     link.bulk_up_ns, link.bulk_down_ns = ns(network.up), ns(network.down)
+    line = network.lines[which % len(network.lines)] if network.lines else Line()
+    for lane, bytes_per_s in (('up', line.up), ('down', line.down)):
+      if bytes_per_s:
+        pipe = network_lib.Pipe(world.engine, bytes_per_s)
+        link.pipes[lane] = pipes.setdefault((line.site or f'learner {name}', lane), pipe)
 
 
 def deaths(

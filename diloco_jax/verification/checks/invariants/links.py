@@ -17,8 +17,9 @@ class PulledInTurn(invariant.Invariant):
   id = 'L12'
   sentence = (
     'A learner with period factor r is pulled for a fragment in its turn, in one of r periods, or '
-    'once all its payloads have arrived and a period has passed, and otherwise only for closing '
-    'syncs and where a sync has no quorum without it.'
+    'once all its payloads have arrived and a period has passed, and a sparse one never; otherwise '
+    'only where a sync has no quorum without it. With sync.slow_links=carry it is pulled for '
+    'closing syncs, too.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -29,7 +30,7 @@ class PulledInTurn(invariant.Invariant):
   def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     sync, peer = send.message.sync, book.peers[send.session]
     asked = sync in book.gathers and send.session in book.gathers[sync].asked
-    if not (asked or self.config.closing(sync) or book.turns_of(peer).includes(self.config, sync)):
+    if not (asked or book.turns_of(peer).includes(self.config, sync)):
       self._others.add(sync)
 
   @invariant.after(SYNCER, EVERY)

@@ -230,7 +230,7 @@ class Contributes(invariant.Invariant):
       return peer.session in gather.asked or peer.join.learner in gave
 
     able = [peer for peer in book.members.values() if peer.caught_up]
-    all_needed = sum(map(takes_part, able)) < self.config.quorum or self.config.closing(gather.sync)
+    all_needed = sum(map(takes_part, able)) < self.config.quorum
     for peer in peers:
       due = all_needed or book.turns_of(peer).includes(self.config, gather.sync)
       if due and not takes_part(peer):

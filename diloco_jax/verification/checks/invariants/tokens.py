@@ -182,8 +182,8 @@ class Rebased(invariant.Invariant):
   id = 'I25'
   sentence = (
     'When learners rebase, a learner that adopts a version carries on exactly what the ledger has '
-    'not settled, and drops it only after a refused update, a repair or max_misses; the ranges of '
-    'one fragment are contiguous unless a fault undid steps.'
+    'not settled, and drops it only after a refused update, a repair or max_misses, or where its '
+    'link is too slow; the ranges of one fragment are contiguous unless a fault undid steps.'
   )
 
   @invariant.on(LEARNER, actions.Adopt)
@@ -206,7 +206,9 @@ class Rebased(invariant.Invariant):
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.contained(peer, said.fragment):
       self.fail(send, book.account(peer))
-    must, may = said.fragment in holder.refused, said.fragment in holder.spoiled
+    left_out = book.leaves_out(peer, said, event)
+    must = said.fragment in holder.refused or left_out
+    may = said.fragment in holder.spoiled
     if said.keep and must or not (said.keep or must or may):
       self.fail(send, holder)
 

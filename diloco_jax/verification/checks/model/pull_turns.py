@@ -13,12 +13,14 @@ class Turns:
 
   Attributes:
     r: its period factor.
+    sparse: whether it is sent whole fragments only.
     unanswered: the places of the syncs for which it was pulled on this session.
     newest: the greatest place of one for which it was pulled.
     extra: syncs for which it was pulled although it had no turn.
   """
 
   r: int = 1
+  sparse: bool = False
   unanswered: set[int] = dataclasses.field(default_factory=set)
   newest: int = 0
   extra: set[int] = dataclasses.field(default_factory=set)
@@ -46,7 +48,9 @@ class Turns:
 
   def includes(self, config: config_lib.ProtocolConfig, sync: int) -> bool:
     """Whether the learner is pulled for a sync that would have its quorum without it."""
-    if self.r == 1:
+    if self.sparse or self.r == 1:
+      return not self.sparse
+    if config.carries and config.closing(sync):
       return True
     at, awaited = place(config, sync), self.awaited(config, sync)
     if not awaited and at >= self.newest + config.fragments:
@@ -55,6 +59,11 @@ class Turns:
     return place_in_cycle in _cycle(config.fragments, self.r) and (
       len(awaited) - 2 < config.lead // self.r
     )
+
+  def drops(self, config: config_lib.ProtocolConfig, fragment: int) -> bool:
+    """Whether it drops its steps with a version for which it was not pulled."""
+    awaited = {one for one in self.unanswered if one % config.fragments == fragment}
+    return self.sparse or self.r > 1 and not config.carries and not awaited
 
 
 def place(config: config_lib.ProtocolConfig, sync: int) -> int:

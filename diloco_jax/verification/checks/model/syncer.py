@@ -35,6 +35,7 @@ class Peer:
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
   wholes: dict[int, int] = dataclasses.field(default_factory=dict)  # in flight whole: versions
+  left_out: dict[int, int] = dataclasses.field(default_factory=dict)  # versions without its steps
   repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
@@ -121,6 +122,14 @@ class SyncerBook:
 
   def turns_of(self, peer: Peer) -> pull_turns.Turns:
     return self.turns.setdefault(peer.join.nonce, pull_turns.Turns())
+
+  def leaves_out(self, peer: Peer, publish: messages.Publish, event: Any) -> bool:
+    """Whether the steps of a receiver are not to be carried onto a version, for its slow link."""
+    if publish.base_version is not None:
+      shares = {(one.join.learner, one.incarnation) for one, _ in self.ended.merged}
+      if peer.session in self.ended.asked or (peer.join.learner, peer.incarnation) in shares:
+        return False
+    return self.turns_of(peer).drops(self.config, publish.fragment)
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
@@ -299,6 +308,8 @@ class SyncerBook:
         holder = self.lineage.holders[peer.join.learner]
         holder.refused -= {message.fragment}
       reason = message.reason or self.gap
+      if reason == Reason.UNDONE and peer.left_out.get(message.fragment) == message.version:
+        reason = Reason.SLOW_LINK
       self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)
       if peer.wholes.get(message.fragment, message.version + 1) <= message.version:
@@ -380,7 +391,8 @@ class SyncerBook:
     gather.waiting.add(peer.join.learner)
 
   def links(self, now_ns: int, link: facts.Link, event: Any) -> None:
-    self.turns_of(self.members[link.learner]).r = link.periods
+    turns = self.turns_of(self.members[link.learner])
+    turns.r, turns.sparse = link.periods, link.sparse
 
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
     lineage = self.lineage
@@ -421,6 +433,8 @@ class SyncerBook:
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
+    if self.leaves_out(peer, message, event):
+      peer.left_out[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
       peer.wholes[message.fragment] = message.version

@@ -11,11 +11,11 @@ class OnTime:
   """Counts them. Of a learner that missed k syncs of a fragment, 1 token in k + 1 is on time.
 
   Attributes:
-    tokens: fragment-tokens merged on time.
+    of: by learner, fragment-tokens merged on time.
   """
 
   def __init__(self):
-    self.tokens = 0.0
+    self.of: collections.Counter[str] = collections.Counter()
     self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
 
   def turn(self, out: observers.Actions, training: Iterable[str]) -> None:
@@ -33,7 +33,7 @@ class OnTime:
       if one.learner in late:  # nothing of its payload was due for this sync
         self._missed[one.learner, p] = 1
       else:
-        self.tokens += one.tokens / (missed + 1)
+        self.of[one.learner] += one.tokens / (missed + 1)
     present = {one.learner for one in merge.participants}
     for learner in training:
       if learner not in present:

@@ -1,0 +1,102 @@
+"""What a run needs before it starts."""
+
+import dataclasses
+import json
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.config import build
+from diloco_jax.configs import gemma, stdlib_lm
+from diloco_jax.numerics import codecs
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.verification.commands import plan as command
+from diloco_jax.verification.sim import network
+from diloco_jax.verification.virtual import conditions, plan
+
+ROOT = pathlib.Path(__file__).parents[3]
+GIB = 1 << 30
+
+
+def run_of(config, **more) -> plan.Run:
+  layout = build.assemble(config, data=False).layout
+  return plan.Run(
+    protocol=config.protocol(),
+    values=tuple(map(layout.size, range(layout.num_fragments))),
+    up=config.sync.codec_up,
+    down=config.sync.codec_down,
+    **{'step_s': (0.1,)} | more,
+  )
+
+
+def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
+  monkeypatch.setattr(plan, 'PERIODS', 3)
+  run = run_of(stdlib_lm.get_config('cpu'))
+  found = plan.facts(run, step_tokens=1_000, tokens=4e6)
+  codec, steps_s = codecs.get('int8'), run.protocol.period * 0.1
+  wire = sum(network.wire_bytes(codec.encoded_size(size)) for size in run.values)
+  assert found['fits'] and not found['change']
+  assert found['up_bytes'] == found['down_bytes'] == wire
+  assert found['syncer_bytes_per_s'] == pytest.approx(2 * 4 * wire / steps_s)
+  assert found['data_parallel_bytes_per_s'] == pytest.approx(2 * 3 / 4 * 2 * sum(run.values) / 0.1)
+  assert found['seconds'] == pytest.approx(4e6 / (4 * 1_000 / 0.1), rel=0.03)
+  assert wire / steps_s <= found['needed_bytes_per_s'] < 3 * wire / steps_s
+
+
+def test_with_the_needed_links_a_run_fits_and_with_half_of_them_other_settings_do():
+  protocol = config_lib.ProtocolConfig(learners=2, fragments=6, period=6, overlap=2)
+  run = plan.Run(protocol=protocol, values=(32_000,) * 6, up='int8', down='int8', step_s=(1.0,))
+  enough = plan.needed(run)
+  on = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),))
+  assert on(enough).fits() and not on(enough / 2).fits()
+  assert plan.fitting(on(enough)) == on(enough)
+  other = plan.fitting(on(enough / 2))
+  assert other.fits() and other.protocol != run.protocol
+  assert plan.fitting(on(enough / 1_000)) is None
+
+
+def test_learners_of_a_site_have_a_part_of_its_link_each():
+  lines = (conditions.Line(100.0, 0.0), conditions.Line(60.0, 60.0, 'a'))
+  protocol = config_lib.ProtocolConfig(learners=4)
+  values = (32,) * 12
+  run = plan.Run(
+    protocol=protocol, values=values, up='int8', down='int8', step_s=(1.0,), lines=lines
+  )
+  assert run.rates == [30.0, 30.0]
+
+
+def test_twelve_billion_parameters_are_planned_without_their_memory():
+  run = run_of(gemma.get_config('12b'), step_s=(2.6,), lines=(conditions.Line(625e6, 625e6),))
+  assert sum(run.values) > 11e9 and run.in_time()
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 8 * GIB
+
+
+@pytest.mark.parametrize('word', ['50', '5Mbit/', 'l9=5Mbit', '0Mbit', 'l0+l9=5Mbit', '=5Mbit'])
+def test_a_wrong_link_is_refused_with_the_right_forms(word):
+  with pytest.raises(ValueError, match='write a rate as 50Mbit'):
+    command.links([word], ['l0', 'l1'])
+
+
+def test_links_are_of_all_or_of_some_and_may_be_shared():
+  fast, thin = conditions.Line(125e6, 125e6), conditions.Line(1.25e6, 2.5e6, 'l1+l2')
+  assert command.links(['1Gbit', 'l1+l2=10Mbit/20Mbit'], ['l0', 'l1', 'l2']) == (fast, thin, thin)
+  assert command.links([], ['l0']) == ()
+
+
+def test_the_command_refuses_a_run_that_cannot_fit_and_says_what_to_change():
+  words = '--config=own_loop --parameters=25e6 --step_s=0.25 --link=l1=20Mbit'.split()
+  ended = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'plan', *words, '--json'],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+  assert ended.returncode == 42
+  found = json.loads(ended.stdout)
+  on_time = found['learners']['on_time']
+  assert on_time['l1'] < plan.FITS < on_time['l0']
+  assert found['change'] in ended.stderr and '--config.sync.' in found['change']
