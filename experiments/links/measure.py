@@ -16,7 +16,8 @@ from typing import Any
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions, facts
 from diloco_jax.verification.checks import judge_tapes
-from experiments.goodput import measured, on_time
+from diloco_jax.verification.virtual import on_time
+from experiments.goodput import measured
 from experiments.links import cells, programs, shaped
 from scripts.benchmarks import outer_round
 
