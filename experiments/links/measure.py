@@ -251,7 +251,7 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
       continue
     names = names or run_config.learner_ids(node_tape.start.config.learners)
     out = getattr(turn, 'actions', ())
-    already = counts.tokens
+    already = counts.of.total()
     counts.turn(out, names)
     for action in out:
       match action:
@@ -268,7 +268,7 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
             payloads += len(participants)
             narrow += sum(one.narrow for one in participants)
           if sync in opened:
-            due, already = due + counts.tokens - already, counts.tokens
+            due, already = due + counts.of.total() - already, counts.of.total()
   if ledger is None:
     raise RuntimeError('there is no ledger on the tape of the syncer')
   return {
