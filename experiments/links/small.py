@@ -14,6 +14,7 @@ its exchange changes no value.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -36,6 +37,9 @@ BATCH = 8  # windows of a learner's inner step
 READY_S, END_S = 240.0, 180.0
 FLOOR = 'experiments.side_by_side.floor'
 ALONE, ALL_TOKENS = 'one learner alone', cells.ALL_REDUCE
+LONGER = 'Decoupled int8, a period that fits'
+SPARE = 1.25  # times the traffic: the bandwidth that fits it
+INT8_BYTES = 1.03  # of a value, with scales and headers
 TOKENS, TIME = 'equal tokens', 'equal time'
 
 Row = dict[str, Any]
@@ -76,9 +80,10 @@ class Cell:
       'train.checkpoint_every_steps': 10**6,
     }
     if not alone:
-      sync = cells.METHODS[self.method].sync
-      fragments = min(PERIOD, sync['fragments'])
-      sync = sync | {'period': PERIOD, 'fragments': fragments}
+      longer = self.method == LONGER
+      sync = cells.METHODS[cells.INT8 if longer else self.method].sync
+      sync = sync | {'period': PERIOD, 'fragments': min(PERIOD, sync['fragments'])}
+      sync |= fitting(self.mbit) if longer else {}
       settings |= {f'sync.{name}': value for name, value in sync.items()}
     return [
       f'--config=stdlib_lm:{"data_parallel" if alone else "decoupled"}',
@@ -94,6 +99,19 @@ def scaled_mbit(mbit: float) -> float:
   """
   payloads = (VALUES / PERIOD) / (programs.VALUES / cells.PERIOD)
   return mbit * payloads * cells.FLOOR_S / FLOOR_S
+
+
+def fitting(mbit: float) -> dict[str, int]:
+  """Settings with which the payloads of a link fit, as `diloco plan` would have them: fewer in the
+  same time, and as much overlap as one takes.
+
+  >>> fitting(10)
+  {'period': 20, 'ahead': 4, 'overlap': 6}
+  """
+  payload_s = INT8_BYTES * programs.VALUES / cells.PERIOD * 8 / (mbit * 1e6)
+  takes = payload_s / cells.FLOOR_S
+  ahead = math.ceil(takes)
+  return {'period': PERIOD * math.ceil(SPARE * takes), 'ahead': ahead, 'overlap': ahead + 2}
 
 
 def steps_in_time(row: Row, steps: int) -> int:
@@ -112,7 +130,8 @@ def plan(short: bool) -> list[Cell]:
   steps = SHORT_STEPS if short else STEPS
   links = (cells.THINNEST,) if short else (cells.THINNEST, 2)
   found = [Cell(method=cells.INT8, mbit=0, steps=steps)]
-  found += [Cell(method=cells.BY_LINK, mbit=mbit, steps=steps) for mbit in links]
+  for mbit in links:
+    found += [Cell(method=name, mbit=mbit, steps=steps) for name in (cells.BY_LINK, LONGER)]
   return [*found, Cell(method=ALONE, mbit=0, steps=steps)]
 
 
