@@ -189,7 +189,7 @@ def verdicts(large: Sequence[Row], tiny: Sequence[Row]) -> list[str]:
   }
   usual = losses.get((cells.INT8, 0))
   alone = losses.get((small.ALONE, 0))
-  for method in (cells.BY_LINK, small.LONGER):
+  for method in (cells.BY_LINK, *small.LONGER):
     thin, thinner = (losses.get((method, mbit)) for mbit in (10, 2))
     if usual and thin:
       text = (

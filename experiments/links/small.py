@@ -37,9 +37,11 @@ BATCH = 8  # windows of a learner's inner step
 READY_S, END_S = 240.0, 180.0
 FLOOR = 'experiments.side_by_side.floor'
 ALONE, ALL_TOKENS = 'one learner alone', cells.ALL_REDUCE
-LONGER = 'Decoupled int8, a period that fits'
 SPARE = 1.25  # times the traffic: the bandwidth that fits it
-INT8_BYTES = 1.03  # of a value, with scales and headers
+LONGER = {  # a method with a period that fits: without it, bytes of a value with scales and headers
+  'Decoupled int8, a period that fits': (cells.INT8, 1.03),
+  'Decoupled int4, a period that fits': (cells.INT4, 0.53),
+}
 TOKENS, TIME = 'equal tokens', 'equal time'
 
 Row = dict[str, Any]
@@ -80,10 +82,10 @@ class Cell:
       'train.checkpoint_every_steps': 10**6,
     }
     if not alone:
-      longer = self.method == LONGER
-      sync = cells.METHODS[cells.INT8 if longer else self.method].sync
+      method, value_bytes = LONGER.get(self.method, (self.method, 0.0))
+      sync = cells.METHODS[method].sync
       sync = sync | {'period': PERIOD, 'fragments': min(PERIOD, sync['fragments'])}
-      sync |= fitting(self.mbit) if longer else {}
+      sync |= fitting(self.mbit, value_bytes) if value_bytes else {}
       settings |= {f'sync.{name}': value for name, value in sync.items()}
     return [
       f'--config=stdlib_lm:{"data_parallel" if alone else "decoupled"}',
@@ -101,14 +103,14 @@ def scaled_mbit(mbit: float) -> float:
   return mbit * payloads * cells.FLOOR_S / FLOOR_S
 
 
-def fitting(mbit: float) -> dict[str, int]:
+def fitting(mbit: float, value_bytes: float) -> dict[str, int]:
   """Settings with which the payloads of a link fit, as `diloco plan` would have them: fewer in the
   same time, and as much overlap as one takes.
 
-  >>> fitting(10)
+  >>> fitting(10, 1.03)
   {'period': 20, 'ahead': 4, 'overlap': 6}
   """
-  payload_s = INT8_BYTES * programs.VALUES / cells.PERIOD * 8 / (mbit * 1e6)
+  payload_s = value_bytes * programs.VALUES / cells.PERIOD * 8 / (mbit * 1e6)
   takes = payload_s / cells.FLOOR_S
   ahead = math.ceil(takes)
   return {'period': PERIOD * math.ceil(SPARE * takes), 'ahead': ahead, 'overlap': ahead + 2}
@@ -131,7 +133,7 @@ def plan(short: bool) -> list[Cell]:
   links = (cells.THINNEST,) if short else (cells.THINNEST, 2)
   found = [Cell(method=cells.INT8, mbit=0, steps=steps)]
   for mbit in links:
-    found += [Cell(method=name, mbit=mbit, steps=steps) for name in (cells.BY_LINK, LONGER)]
+    found += [Cell(method=name, mbit=mbit, steps=steps) for name in (cells.BY_LINK, *LONGER)]
   return [*found, Cell(method=ALONE, mbit=0, steps=steps)]
 
 
