@@ -81,6 +81,8 @@ class Cell:
       'train.log_every': 10**6,
       'train.checkpoint_every_steps': 10**6,
     }
+    if self.steps < SHORT_STEPS:
+      settings['optimizer.warmup_steps'] = self.steps // 4
     if not alone:
       method, value_bytes = LONGER.get(self.method, (self.method, 0.0))
       sync = cells.METHODS[method].sync
