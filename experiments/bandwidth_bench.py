@@ -1,6 +1,6 @@
 """Ways to exchange over thin links, side by side, as real processes in network namespaces.
 
-    python experiments/bandwidth_bench.py             # 40 minutes on two cores
+    python experiments/bandwidth_bench.py             # 46 minutes on two busy cores
     python experiments/bandwidth_bench.py --short     # 8 minutes
 
 A syncer and four learners have a network namespace each. The kernel shapes each learner's link both

@@ -207,7 +207,7 @@ def verdicts(large: Sequence[Row], tiny: Sequence[Row]) -> list[str]:
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
   """The share that computes over the bandwidth, and the share of tokens merged."""
   large = [row for row in rows if 'small' not in row]
-  figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout='constrained')
+  figure = matplotlib.figure.Figure(figsize=(11, 5.2), layout='constrained')
   left, right = figure.subplots(1, 2)
   for place, method in enumerate(cells.METHODS):
     mine = sorted(
@@ -236,5 +236,5 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
   right.set(ylabel='% of the tokens', title='merged; dotted: in the sync that they were due for')
   for one in (left, right):
     if one.lines:
-      one.legend(fontsize=7)
+      one.legend(fontsize=7, ncol=2, loc='upper center', bbox_to_anchor=(0.5, -0.13))
   figure.savefig(path, dpi=120)
