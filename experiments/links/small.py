@@ -132,9 +132,10 @@ def steps_in_time(row: Row, steps: int) -> int:
 def plan(short: bool) -> list[Cell]:
   """The runs with equal tokens; those with equal time follow from rows (`plan_time`)."""
   steps = SHORT_STEPS if short else STEPS
-  links = (cells.THINNEST,) if short else (cells.THINNEST, 2)
   found = [Cell(method=cells.INT8, mbit=0, steps=steps)]
-  for mbit in links:
+  if short:
+    return [*found, Cell(method=list(LONGER)[-1], mbit=cells.THINNEST, steps=steps)]
+  for mbit in (cells.THINNEST, 2):
     found += [Cell(method=name, mbit=mbit, steps=steps) for name in (cells.BY_LINK, *LONGER)]
   return [*found, Cell(method=ALONE, mbit=0, steps=steps)]
 
