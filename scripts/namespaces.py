@@ -12,21 +12,20 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from diloco_jax.launch import local_run
+from scripts import networks
 
 NODES = {'syncer': '10.77.0.1', 'l0': '10.77.0.2', 'l1': '10.77.0.3'}
-INSIDE = '--inside'
 DEADLINE_S = 300
 FLAGS = (
   '--config=stdlib_lm:tiny',
@@ -38,34 +37,27 @@ FLAGS = (
 
 
 def main() -> int:
-  if INSIDE in sys.argv:
-    with tempfile.TemporaryDirectory(prefix='diloco-') as folder:
-      return demonstrate(pathlib.Path(folder))
-  unshare = ['unshare', '--map-root-user', '--net']
-  missing = [tool for tool in ('unshare', 'nsenter', 'ip') if shutil.which(tool) is None]
-  tried = missing or subprocess.run([*unshare, 'unshare', '--net', 'true'], capture_output=True)
-  if missing or tried.returncode:
-    why = f'{missing[0]} is missing' if missing else tried.stderr.decode().strip()
-    print(f'skipped: network namespaces are not allowed here ({why})')
-    return 0
-  return subprocess.run([*unshare, sys.executable, __file__, INSIDE]).returncode
+  code = networks.inside(__file__)
+  if code is not None:
+    return code
+  with tempfile.TemporaryDirectory(prefix='diloco-') as folder:
+    return demonstrate(pathlib.Path(folder))
 
 
 def demonstrate(folder: pathlib.Path) -> int:
   certs = [sys.executable, '-m', 'diloco_jax', 'certs', f'--folder={folder}/certs']
   for words in (['init', '--run=demo'], ['issue', 'l0', 'l1']):
     subprocess.run([*certs, *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-  run('ip', 'link', 'add', 'bridge', 'type', 'bridge')  # stands for the internet
-  run('ip', 'link', 'set', 'bridge', 'up')
+  networks.bridge()
   with contextlib.ExitStack() as stack:
-    networks = {node: stack.enter_context(network(node, ip)) for node, ip in NODES.items()}
+    enter = {node: stack.enter_context(networks.network(node, ip)) for node, ip in NODES.items()}
     address = f'{NODES["syncer"]}:7070'
     started = {
       node: stack.enter_context(
         process(
           folder,
           node,
-          networks[node],
+          enter[node],
           f'--listen={address}' if node == 'syncer' else f'--learner_id={node} --syncer={address}',
         )
       )
@@ -105,40 +97,15 @@ def demonstrate(folder: pathlib.Path) -> int:
 
 
 @contextlib.contextmanager
-def network(node: str, ip: str) -> Iterator[str]:
-  """A network namespace with an address, connected to the bridge; the path of the namespace."""
-  holder = subprocess.Popen(
-    ['unshare', '--net', 'sh', '-c', 'echo; exec sleep infinity'], stdout=subprocess.PIPE
-  )
-  try:
-    holder.stdout.readline()  # the namespace is there
-    path = f'/proc/{holder.pid}/ns/net'
-    other_end = ('peer', 'name', 'cable', 'netns', str(holder.pid))
-    run('ip', 'link', 'add', node, 'type', 'veth', *other_end)
-    run('ip', 'link', 'set', node, 'master', 'bridge', 'up')
-    for words in (
-      ('addr', 'add', f'{ip}/24', 'dev', 'cable'),
-      ('link', 'set', 'cable', 'up'),
-      ('link', 'set', 'lo', 'up'),
-    ):
-      run('nsenter', f'--net={path}', 'ip', *words)
-    yield path
-  finally:
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
-
-
-@contextlib.contextmanager
 def process(
-  folder: pathlib.Path, node: str, network: str, words: str
+  folder: pathlib.Path, node: str, enter: Sequence[str], words: str
 ) -> Iterator[subprocess.Popen]:
   """A node in its namespace; killed at the end if it has not ended."""
   command = 'syncer' if node == 'syncer' else 'learner'
   with open(folder / f'{node}.log', 'wb') as log:
     started = subprocess.Popen(
       [
-        *('nsenter', f'--net={network}', sys.executable, '-m', 'diloco_jax', command),
+        *(*enter, sys.executable, '-m', 'diloco_jax', command),
         *(*FLAGS, *words.split(), f'--tls={folder}/certs/{node}', f'--workdir={folder}/{node}'),
       ],
       cwd=ROOT,
@@ -154,11 +121,7 @@ def process(
 
 
 def cable(node: str, state: str) -> None:
-  run('ip', 'link', 'set', node, state)
-
-
-def run(*words: str) -> None:
-  subprocess.run(words, check=True)
+  networks.run('ip', 'link', 'set', node, state)
 
 
 def facts(workdir: pathlib.Path) -> list[dict]:

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from multiprocessing import connection
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -209,7 +210,7 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
         learners.append(_start(python, words, theirs.fileno()))
         theirs.close()
         pipes.append(mine)
-      found = [_meet(pipes) for _ in range(steps)]
+      found = [meet(pipes) for _ in range(steps)]
       for one in learners:
         if one.wait(DEADLINE_S):
           raise RuntimeError(f'a process of {way} {variant} ended with {one.returncode}')
@@ -222,9 +223,10 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
   return [max(end for _, end in one) - max(holds for holds, _ in one) for one in by_round]
 
 
-def _meet(pipes: list[connection.Connection]) -> list[tuple[float, float]]:
-  """When each process held its values and had the result of a round. The processes begin the next
-  step together: the step of one would take the cores of another whose round lasts."""
+def meet(pipes: list[connection.Connection]) -> list[Any]:
+  """What each process sends at its next barrier: when it held its values, and had the result of a
+  round. The processes begin the next step together: the step of one would take the cores of another
+  whose round lasts."""
   if not all(one.poll(DEADLINE_S) for one in pipes):
     raise TimeoutError(f'a process has not ended a round within {DEADLINE_S} s')
   found = [one.recv() for one in pipes]

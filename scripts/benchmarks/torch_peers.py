@@ -8,6 +8,9 @@ torchft  torchft's DiLoCo: a quorum from its lighthouse, an all-reduce of the fl
 Each process has one thread for arithmetic: with more, a round of torchft takes three times as long
 on two cores. The environment has neither jax nor grpcio, so this file imports nothing of the
 project; sizes and flags are those of outer_round.py.
+
+experiments/bandwidth_bench.py runs torchft in network namespaces, with --period inner steps in a
+round, each of --floor_s at least after --warm rounds, and --host, its own address.
 """
 
 import argparse
@@ -23,45 +26,46 @@ import torch.distributed
 
 LEARNERS = 4
 WIDTH, ARRAYS = 1024, 24
-LIMIT = datetime.timedelta(seconds=60)
+LIMIT = datetime.timedelta(seconds=600)
 
 Rounds = Iterator[tuple[float, float]]  # when this process held its values, and when the result
 
 
-def gloo(index: int, address: str, rounds: int, fragments: int) -> Rounds:
-  del fragments
+def gloo(flags: argparse.Namespace) -> Rounds:
   torch.distributed.init_process_group(
-    'gloo', f'tcp://{address}', rank=index, world_size=LEARNERS, timeout=LIMIT
+    'gloo', f'tcp://{flags.address}', rank=flags.index, world_size=LEARNERS, timeout=LIMIT
   )
-  values = torch.full((ARRAYS * WIDTH * WIDTH,), float(index))
-  for _ in range(rounds):
-    values.fill_(float(index))
+  values = torch.full((ARRAYS * WIDTH * WIDTH,), float(flags.index))
+  for _ in range(flags.rounds):
+    values.fill_(float(flags.index))
     holds = time.monotonic()
     torch.distributed.all_reduce(values)
     yield holds, time.monotonic()
   torch.distributed.destroy_process_group()
 
 
-def torchft(index: int, address: str, rounds: int, fragments: int) -> Rounds:
+def torchft(flags: argparse.Namespace) -> Rounds:
   from torchft import local_sgd, manager, process_group
 
+  fragments = int(flags.variant)
+  period = flags.period or fragments
   torch.manual_seed(0)
   layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(ARRAYS)]
   model, each = torch.nn.Sequential(*layers), ARRAYS // fragments
-  store = torch.distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+  store = torch.distributed.TCPStore(flags.host, 0, is_master=True, wait_for_workers=False)
   managed = manager.Manager(
     pg=process_group.ProcessGroupGloo(timeout=LIMIT),
     load_state_dict=model.load_state_dict,
     state_dict=model.state_dict,
     min_replica_size=LEARNERS,
     use_async_quorum=False,
-    replica_id=f'l{index}',
-    store_addr='127.0.0.1',
+    replica_id=f'l{flags.index}',
+    store_addr=flags.host,
     store_port=store.port,
     rank=0,
     world_size=1,
-    lighthouse_addr=f'http://{address}',
-    hostname='127.0.0.1',
+    lighthouse_addr=f'http://{flags.address}',
+    hostname=flags.host,
     timeout=LIMIT,
   )
   inner = torch.optim.SGD(model.parameters(), lr=1.0)  # without gradients its step does nothing
@@ -69,16 +73,18 @@ def torchft(index: int, address: str, rounds: int, fragments: int) -> Rounds:
   outer = [
     torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts
   ]
-  with local_sgd.DiLoCo(managed, parts, inner, outer, sync_every=fragments, pin_memory=False):
-    for _ in range(rounds):
+  with local_sgd.DiLoCo(managed, parts, inner, outer, sync_every=period, pin_memory=False):
+    for number in range(flags.rounds):
+      began, floor_s = time.monotonic(), flags.floor_s if number >= flags.warm else 0.0
       with torch.no_grad():
         for leaf in model.parameters():
           leaf.add_(torch.randn_like(leaf), alpha=1e-3)
       holds = time.monotonic()
-      for _ in range(fragments):
+      for step in range(1, period + 1):
+        time.sleep(max(0.0, began + step * floor_s - time.monotonic()))
         inner.step()
       yield holds, time.monotonic()
-  assert managed.current_step() == rounds * fragments, 'a round was not committed'
+  assert managed.current_step() == flags.rounds * fragments, 'a round was not committed'
   managed.shutdown(wait=False)
 
 
@@ -95,17 +101,19 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   for name in ('way', 'variant', 'address'):
     parser.add_argument(f'--{name}', default='')
-  for name in ('index', 'rounds', 'pipe'):
+  for name in ('index', 'rounds', 'period', 'warm', 'pipe'):
     parser.add_argument(f'--{name}', type=int, default=0)
+  parser.add_argument('--floor_s', type=float, default=0.0)
+  parser.add_argument('--host', default='127.0.0.1')
   flags = parser.parse_args()
-  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
+  os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
   torch.set_num_threads(1)
   if flags.way == 'serve_torchft':
     serve_torchft(flags.address)
     return
   run = {'torch': gloo, 'torchft': torchft}[flags.way]
   pipe = connection.Connection(flags.pipe)
-  for one in run(flags.index, flags.address, flags.rounds, int(flags.variant)):
+  for one in run(flags):
     pipe.send(one)
     pipe.recv()
 

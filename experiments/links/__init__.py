@@ -1,0 +1,1 @@
+"""What experiments/bandwidth_bench.py measures: shaped links, programs, cells, figures."""
