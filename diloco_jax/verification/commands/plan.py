@@ -40,40 +40,32 @@ def main(argv: list[str]) -> None:
   config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   with cli.importing_jax():
+    from diloco_jax.config import build
     from diloco_jax.verification.virtual import plan
 
+  sync, step_tokens = config.sync, 0
   with cli.never_retry(ValueError, RuntimeError):
-    run, step_tokens = _run(config)
+    if _PARAMETERS.value:
+      values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
+    elif config.task == run_config.OWN_LOOP:
+      raise ValueError('this config has no model: say how large it is, as --parameters=25e6')
+    else:
+      assembled = build.assemble(config, data=False)
+      values = tuple(map(assembled.layout.size, range(sync.fragments)))
+      step_tokens = assembled.protocol.max_step_tokens
+    if _TOKENS.value and not step_tokens:
+      raise ValueError('--tokens needs a config with a model, which says how many are in a step')
+    run = plan.Run(
+      protocol=config.protocol(),
+      values=values,
+      codecs=(sync.codec_up, sync.codec_down, sync.codec_up_slow),
+      step_s=tuple(_STEP_S.value),
+      lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
+    )
     found = plan.facts(run, step_tokens, _TOKENS.value)
   print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
   if not found['fits']:
     raise cli.NeverRetry(f'this run does not fit its {found["change"]}')
-
-
-def _run(config: run_config.Config) -> tuple[Any, int]:
-  """The run of the flags, and the tokens of a learner's step (0: not known). Raises ValueError."""
-  from diloco_jax.config import build
-  from diloco_jax.verification.virtual import plan
-
-  sync, step_tokens = config.sync, 0
-  if _PARAMETERS.value:
-    values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
-  elif config.task == run_config.OWN_LOOP:
-    raise ValueError('this config has no model: say how large it is, as --parameters=25e6')
-  else:
-    assembled = build.assemble(config, data=False)
-    values = tuple(map(assembled.layout.size, range(sync.fragments)))
-    step_tokens = assembled.protocol.max_step_tokens
-  if _TOKENS.value and not step_tokens:
-    raise ValueError('--tokens needs a config with a model, which says how many are in a step')
-  run = plan.Run(
-    protocol=config.protocol(),
-    values=values,
-    codecs=(sync.codec_up, sync.codec_down, sync.codec_up_slow),
-    step_s=tuple(_STEP_S.value),
-    lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
-  )
-  return run, step_tokens
 
 
 def links(words: list[str], names: list[str]) -> tuple[Any, ...]:

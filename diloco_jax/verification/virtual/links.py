@@ -1,10 +1,5 @@
 """What its links make of a run: the protocol alone, on links of so many bytes per second.
 
-    sizes = links.sizes([1 << 20] * 24, 'int8', 'int8')
-    line = conditions.Line(up=1.25e6, down=1.25e6)
-    links.predict(config, sizes, conditions.Hardware(step_s=0.25),
-                  conditions.Network(lines=(line,))).merged
-
 Payloads have the sizes of their codecs and no content (sim/no_arrays.py), so a prediction takes
 seconds for a model of any size.
 """
