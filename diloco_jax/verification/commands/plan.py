@@ -10,6 +10,7 @@ arrays; nothing of a model is allocated. Exit codes: 0 the run fits its links, o
 it does not, and the last line says what to change; or wrong flags.
 """
 
+import itertools
 import json
 import os
 import re
@@ -112,14 +113,9 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
   }.items():
     yield f'{row:15}{text}'
   yield f'\n{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}'
-  for m, learner in enumerate(shares['steps']):
-    up, down, *_ = run.lines[m % len(run.lines)] if run.lines else (0, 0)
-    computing, merged, on_time = (
-      shares[one][learner] for one in ('computing', 'merged', 'on_time')
-    )
-    yield (
-      f'{learner:15}{_bits(up):>12}{_bits(down):>13}{computing:10.0%}{merged:8.0%}{on_time:10.0%}'
-    )
+  for learner, (up, down, *_) in zip(shares['steps'], itertools.cycle(run.lines or [(0, 0)])):
+    computing, merged, due = (shares[one][learner] for one in ('computing', 'merged', 'on_time'))
+    yield f'{learner:15}{_bits(up):>12}{_bits(down):>13}{computing:10.0%}{merged:8.0%}{due:10.0%}'
 
 
 def _bits(bytes_per_s: float) -> str:

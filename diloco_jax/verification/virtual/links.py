@@ -7,6 +7,7 @@ seconds for a model of any size.
 import collections
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -118,7 +119,7 @@ def predict(
   carried = [{name: world.link(name).carried[lane] for name in names} for lane in ('up', 'down')]
   run(lambda: world.finished)
   steps = {name: counts.steps[name] - before.steps[name] for name in names}
-  step_ns = [hardware.ns(one) for one in hardware.slowness]
+  step_ns = itertools.cycle(map(hardware.ns, hardware.slowness))
   share = lambda of, old: {
     name: (of[name] - old[name])
     / (TOKENS * config.fragments * counts.steps[name] - before.merged[name])
@@ -127,8 +128,8 @@ def predict(
   return Prediction(
     steps,
     {
-      name: step_ns[m % len(step_ns)] * steps[name] / (counts.ended_ns[name] - since_ns)
-      for m, name in enumerate(names)
+      name: took_ns * steps[name] / (counts.ended_ns[name] - since_ns)
+      for name, took_ns in zip(names, step_ns)
     },
     share(counts.merged, before.merged),
     share(counts.on_time, before.on_time),

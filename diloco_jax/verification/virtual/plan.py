@@ -53,7 +53,7 @@ class Run:
   @property
   def rates(self) -> list[float]:
     """The least bytes per second of a learner, up and down; a site's learners have equal parts."""
-    lines = [self.lines[m % len(self.lines)] for m in range(self.protocol.learners) if self.lines]
+    lines = list(itertools.islice(itertools.cycle(self.lines), self.protocol.learners))
     parts = [(one, lines.count(one) if one.site else 1) for one in lines]
     return [min([(one[way] or math.inf) / n for one, n in parts] or [math.inf]) for way in (0, 1)]
 
@@ -133,9 +133,7 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
   `change`: what it does not fit, and which settings do."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
-  rates = [
-    share / run.step_s[m % len(run.step_s)] for m, share in enumerate(found.computing.values())
-  ]
+  rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)
   ring = 4 * (1 - 1 / protocol.learners) * parameters  # of bfloat16 to a learner, and from it
   misfit = run.misfit()
