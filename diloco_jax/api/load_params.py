@@ -14,7 +14,6 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
-from diloco_jax.numerics import fragments
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import folders as folders_lib
 from diloco_jax.storage import tree_digest as tree_digest_lib
@@ -42,10 +41,8 @@ def load_params(workdir: str | pathlib.Path) -> Any:
     tree = _newest(assembled, folder)
   named = arrays.by_name(tree)
   own = set(assembled.never_sent) - named.keys()
-  if own and assembled.task and assembled.init:
-    label = assembled.task.label
-    frozen = fragments.keep(assembled.init(), lambda path: label(path) == fragments.FROZEN)
-    named |= arrays.by_name(frozen)
+  if own:
+    named |= assembled.frozen()
     own -= named.keys()
   names = arrays.by_name(assembled.shapes)
   leaves = [None if name in own else np.asarray(named[name]) for name in names]

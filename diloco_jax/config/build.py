@@ -75,6 +75,13 @@ class Assembly:
     layout = self.layout
     return tuple(codec.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
 
+  def frozen(self) -> dict[str, Any]:
+    """The frozen parameters of version 0 of a task, by name."""
+    assert self.task and self.init  # else nothing is frozen
+    label = self.task.label
+    frozen = fragments.keep(self.init(), lambda path: label(path) == fragments.FROZEN)
+    return arrays.by_name(frozen)
+
   @property
   def parameters(self) -> int:
     """How many are exchanged."""
