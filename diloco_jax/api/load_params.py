@@ -40,11 +40,13 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   else:
     tree = _newest(assembled, folder)
   named = arrays.by_name(tree)
-  found = [
-    None if name in assembled.local and name not in named else np.asarray(named[name])
-    for name in arrays.by_name(assembled.shapes)
-  ]
-  return assembled.whole(jax.tree.unflatten(jax.tree.structure(assembled.shapes), found))
+  own = set(assembled.never_sent) - named.keys()
+  if own:
+    named |= assembled.frozen()
+    own -= named.keys()
+  names = arrays.by_name(assembled.shapes)
+  leaves = [None if name in own else np.asarray(named[name]) for name in names]
+  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
 
 
 def load_all(workdir: pathlib.Path) -> Any:

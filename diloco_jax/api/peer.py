@@ -299,7 +299,6 @@ def join(
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
       'statistic' for a BatchStat of flax.nnx. What is 'local' or 'frozen' is never sent and never
       replaced, and no checkpoint has it.
-    shards: how many shards `Peer.steps` deals out; as for the syncer.
     shards: how many shards `Peer.steps` deals out; as for the syncer. None (`data.local`): each
       learner has data of its own, `peer.shard` is (its number, index), and nobody waits for data.
     workdir: a folder for the tape, the records and the checkpoints of this learner, or of all
@@ -439,8 +438,7 @@ def _lead(
   hosts.ready()
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
-  cleanup.enter_context(work.egress())
-  cleanup.enter_context(work.compiling())
+  cleanup.enter_context(work.threads())
   dial = connect(records.say)
   return cleanup.enter_context(
     learner_process.running_node(
@@ -472,8 +470,7 @@ def _follow(
   peer._work, peer._post, peer._say = work, lambda event: None, records.say
   work.exchange.compile_all()
   hosts.ready()
-  cleanup.enter_context(work.egress())
-  cleanup.enter_context(work.compiling())
+  cleanup.enter_context(work.threads())
   if found is None or found.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from diloco_jax.config import load, run_config
@@ -46,7 +45,7 @@ class Assembly:
   init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
   exchanged: Any  # the same, with None in place of those that never leave a learner
-  local: tuple[str, ...]  # the names of these
+  never_sent: tuple[str, ...]  # the names of these
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_up_slow: codecs.Codec  # of narrow payloads; codec_up if there is no smaller one
@@ -76,14 +75,12 @@ class Assembly:
     layout = self.layout
     return tuple(codec.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
 
-  def whole(self, params: Any) -> Any:
-    """The global model with the frozen parameters of version 0; None remains where each learner has
-    values of its own."""
-    if not (self.local and self.task and self.init):
-      return params
+  def frozen(self) -> dict[str, Any]:
+    """The frozen parameters of version 0 of a task, by name."""
+    assert self.task and self.init  # else nothing is frozen
     label = self.task.label
     frozen = fragments.keep(self.init(), lambda path: label(path) == fragments.FROZEN)
-    return fragments.fill(params, jax.tree.map(np.asarray, frozen))
+    return arrays.by_name(frozen)
 
   @property
   def parameters(self) -> int:
@@ -143,13 +140,7 @@ def assemble_own_loop(
   """
   shared = {**config.agreement(), **_arrays(shapes, labels)}
   label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
-  assembled = _assemble(config, init, shapes, label, shared, None)
-  if assembled.local:
-    raise ValueError(
-      f"a merge rule is 'local', and a loop of one's own would send {assembled.local[0]}: nothing "
-      "was sent; give `join` a `label` that returns 'local', or leave the arrays out of its tree"
-    )
-  return assembled
+  return _assemble(config, init, shapes, label, shared, None)
 
 
 def _arrays(shapes: Any, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -172,7 +163,8 @@ def _assemble(
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
-  rule = lambda text: None if text == fragments.LOCAL else merge.make(text)
+  # A loop of the user's own gives its arrays the label 'local' (launch/own_model.py).
+  rule = lambda text: None if task and text == fragments.LOCAL else merge.make(text)
   body, vocabulary = (_make(config, name, rule) for name in ('merge', 'embedding_merge'))
   rules = {
     'body': body,
@@ -189,10 +181,9 @@ def _assemble(
   is_sent = lambda path: rules[label(path)] is not None
   exchanged = fragments.keep(shapes, is_sent)
   layout = fragments.make_layout(config.sync.fragmentation, exchanged, config.sync.fragments, label)
-  sent = arrays.by_name(exchanged)
-  local = tuple(name for name in arrays.by_name(shapes) if name not in sent)
-  if names := ', '.join(local):
-    shared['local'] = names if len(names) <= _ARRAYS_CHARS else f'{len(local)} arrays'
+  never_sent = tuple(arrays.by_name(fragments.keep(shapes, lambda path: not is_sent(path))))
+  if names := ', '.join(never_sent):
+    shared['never_sent'] = names if len(names) <= _ARRAYS_CHARS else f'{len(never_sent)} arrays'
   if shared.keys() & {'data', 'tokenizer'} and config.train.init_from:
     begun = tree_digest.digests_of_host(fragments.keep(init(), is_sent))
     shared['init'] = zlib.crc32(repr(begun).encode())
@@ -207,7 +198,7 @@ def _assemble(
     init=init,
     shapes=shapes,
     exchanged=exchanged,
-    local=local,
+    never_sent=never_sent,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_up_slow=_slow(config),
@@ -249,9 +240,9 @@ def _module(where: str) -> types.ModuleType:
 
 
 def _slow(config: run_config.Config) -> codecs.Codec:
-  usual = _make(config, 'codec_up', codecs.get)
-  slow = _make(config, 'codec_up_slow', codecs.get) if config.sync.codec_up_slow else usual
-  return min(usual, slow, key=lambda codec: codec.encoded_size(codecs.BLOCK))
+  names = ('codec_up', 'codec_up_slow') if config.sync.codec_up_slow else ('codec_up',)
+  made = [_make(config, name, codecs.get) for name in names]
+  return min(made, key=lambda codec: codec.encoded_size(codecs.BLOCK))
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

@@ -21,6 +21,7 @@ def note(assembled: build.Assembly) -> str:
   return (
     f'sync.uplink_mbit_s={rate}: a payload takes up to {largest_s:.3g} s, those of a period '
     f'{period_s:.3g} s. They fit into sync.overlap={config.overlap} and sync.period='
-    f'{config.period} steps if a step takes {step_s:.3g} s or more. With shorter steps payloads '
-    'are late: allow more Mbit/s, make sync.period longer, or use sync.codec_up=int4.'
+    f'{config.period} steps if a step takes {step_s:.3g} s or more. With shorter steps the syncer '
+    'asks for payloads of sync.codec_up_slow, and if these are late, too, in fewer periods: allow '
+    'more Mbit/s, or make sync.period longer.'
   )

@@ -31,7 +31,6 @@ from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import accelerators
-from diloco_jax.numerics import fragments
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.protocol import safe_json
 from diloco_jax.storage import arrays, checkpoint, json_files
@@ -131,7 +130,7 @@ def describe(params: Any, label: Callable[[str], str] | None) -> Model:
   if label is None:
     counted = statistics(params)
     label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
-  named = {name: leaf for name, leaf in named.items() if label(name) not in fragments.NEVER_SENT}
+  named = {name: leaf for name, leaf in named.items() if label(name) not in task_lib.NEVER_SENT}
   shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
   return Model(
     shapes={name: shape(leaf) for name, leaf in named.items()},

@@ -58,20 +58,19 @@ class Exchange:
       np.int32([piece.start for piece in pieces]) for pieces in self._layout.fragments
     ]
     self.kinds = self._make_kinds(order)
-    # By fragment: its newest encoded pseudo-gradient, on the device, and whether it is narrow.
-    self._captures: dict[int, tuple[jax.Array, bool]] = {}
+    # By fragment: its newest encoded pseudo-gradient, on the device.
+    self._captures: dict[int, jax.Array] = {}
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
-    # merged payload of each size and codec, and the next payload takes its place.
+    # merged payload of each size, and the next payload takes its place.
     device = next(iter(jax.tree.leaves(island.params)[0].sharding.device_set))
     self._reuses = self._rebases and device.platform == 'cpu'
-    self._merged: dict[tuple[int, bool], jax.Array] = {}
+    self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
     self.launches = 0  # of its functions: as many on each host of a learner
     self._digest = jax.jit(digest_lib.digest)
 
   def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
-    # In the tree of shardings None is one of them, where the parameters have a leaf.
     like = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
     params, shardings = self._island.params, self._island.shardings.params
     likes = jax.tree.leaves(jax.tree.map(like, params, shardings))
@@ -230,22 +229,28 @@ class Exchange:
     merged = None
     if self._reuses:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
-      merged = self._merged.pop((kind.size, narrow), None)
-      merged = self._zeros(self._codecs_up[narrow], kind) if merged is None else merged
+      codec = self._codecs_up[narrow]
+      merged = self._merged.pop(kind.parts * codec.encoded_size(kind.size), None)
+      merged = self._zeros(codec, kind) if merged is None else merged
     self.launches += 1
     data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
-      self._captures[p] = data, narrow
+      self._captures[p] = data
     if jax.process_count() > 1:  # the lead needs the parts of all hosts
       self.launches += 1
       data = self._get(self._lower_wire, kind, narrow)(data)
     return data, ok
 
-  def wire(self, p: int, data: jax.Array, narrow: bool = False) -> memoryview:
+  def wire(self, p: int, data: jax.Array) -> memoryview:
     """The payload that `encode` has made, as it travels; waits for the device."""
     if not data.is_fully_addressable:
       data = data.addressable_data(0)
-    return split.to_wire(self.kinds[p], self._codecs_up[narrow], data)
+    codec = self._codecs_up[self._is_narrow(self.kinds[p], data)]
+    return split.to_wire(self.kinds[p], codec, data)
+
+  def _is_narrow(self, kind: split.Kind, data: jax.Array) -> bool:
+    """Whether an encoded pseudo-gradient is of the smaller codec."""
+    return data.size < kind.parts * self._codecs_up[0].encoded_size(kind.size)
 
   def adopt(
     self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
@@ -270,8 +275,7 @@ class Exchange:
       delta = split.from_wire(kind, self._codec_down, data)
       digest = self._adopt(p, self.anchors[p], delta, capture, keep)
     if capture is not None and self._reuses:
-      data, narrow = capture
-      self._merged[kind.size, narrow] = data
+      self._merged[capture.size] = capture
     return digest
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
@@ -308,22 +312,21 @@ class Exchange:
     p: int,
     base_N: jax.Array,
     delta: jax.Array | None,
-    capture: tuple[jax.Array, bool] | None,
+    capture: jax.Array | None,
     keep: bool,
   ) -> jax.Array:
     """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
     kind, merged = self.kinds[p], capture is not None
-    given, narrow = capture or (None, False)
     self._own(p)
     if delta is None:
       delta = self._zeros(self._codec_down, kind)
-    if given is None:  # its bytes do not count: those of another array of the same size will do
+    if capture is None:  # its bytes do not count: those of another array of the same size will do
       usual, _ = self._codecs_up
       alike = kind.parts * usual.encoded_size(kind.size) == delta.size
-      given = delta if alike else self._zeros(usual, kind)
+      capture = delta if alike else self._zeros(usual, kind)
     self.launches += 2
-    value = exchange.Published(base_N, delta, given, self._flags[merged], self._flags[keep])
-    adopted = self._get(self.lower_adopt, kind, narrow)(
+    value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
+    adopted = self._get(self.lower_adopt, kind, self._is_narrow(kind, capture))(
       self._leaves(p), self._starts[p], self.anchors[p], value
     )
     self._assign(p, adopted)

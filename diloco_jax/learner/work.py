@@ -62,7 +62,7 @@ class LearnerWork:
     self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
-    self._evaluates = bool(assembled.local)  # then only learners have the whole model
+    self._evaluates = bool(assembled.never_sent)  # then only learners have the whole model
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
@@ -73,32 +73,35 @@ class LearnerWork:
 
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
-    with self.compiling(), self.egress():
+    with self.threads():
       after, steps = 0, self._config.train.steps
       while (clock := self.next_step()) is not None:
         self._evaluate(clock)
         self._step(clock)
         after = clock + 1
-        self._stepped.set()
       self._finish()
       if after >= steps:  # what others have trained is in it, too
         self._evaluate(steps)
 
   @contextlib.contextmanager
-  def compiling(self) -> Iterator[None]:
-    """Compiles on a thread what is not compiled yet: at last the functions of narrow payloads, for
-    which no learner waits at its start, since most never need them."""
+  def threads(self) -> Iterator[None]:
+    """Runs the egress thread, and one that compiles what is not compiled yet: at last the functions
+    of narrow payloads, for which no learner waits at its start, since most never need them."""
     ended = threading.Event()
-    thread = threading.Thread(
-      target=self._compile_meanwhile, args=(ended,), name='compile', daemon=True
-    )
-    thread.start()
+    both = [
+      threading.Thread(target=self._drain, name='egress', daemon=True),
+      threading.Thread(target=self._compile_meanwhile, args=(ended,), name='compile', daemon=True),
+    ]
+    for thread in both:
+      thread.start()
     try:
       yield
     finally:
+      self._egress.put(None)
       ended.set()
       self._stepped.set()
-      thread.join()  # a process that ends while it compiles may crash
+      for thread in both:
+        thread.join()  # a process that ends while it compiles may crash
 
   def _compile_meanwhile(self, ended: threading.Event) -> None:
     """After the first step, which it would delay: tracing holds the GIL."""
@@ -111,17 +114,6 @@ class LearnerWork:
         f'compiling ahead of use failed: {error}. Training continues; what is missing is compiled '
         'when it is needed.'
       )
-
-  @contextlib.contextmanager
-  def egress(self) -> Iterator[None]:
-    """Runs the egress thread."""
-    thread = threading.Thread(target=self._drain, name='egress', daemon=True)
-    thread.start()
-    try:
-      yield
-    finally:
-      self._egress.put(None)
-      thread.join()
 
   def next_step(self) -> int | None:
     """Performs work until the machine asks for an inner step; returns the step's clock, None after
@@ -147,9 +139,9 @@ class LearnerWork:
 
   def _perform(self, action: actions.Work) -> None:
     match action:
-      case actions.Encode():
-        encoded = self.exchange.encode(action.fragment, action.narrow)
-        self._egress.put(functools.partial(self._encoded, action, *encoded))
+      case actions.Encode(sync=sync, fragment=fragment, narrow=narrow):
+        data, ok = self.exchange.encode(fragment, narrow)
+        self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
       case actions.Adopt():
         self._adopt(action)
       case actions.UseShard():
@@ -227,14 +219,12 @@ class LearnerWork:
     self._saving_ns = self._idle_ns = 0
     return found
 
-  def _encoded(self, encode: actions.Encode, data: jax.Array, ok: jax.Array) -> None:
-    sync, p = encode.sync, encode.fragment
+  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
     if not bool(ok):
-      self._post(events.Encoded(sync=sync, fragment=p, payload_id=None, payload=None))
+      self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=None))
       return
-    data = self.exchange.wire(p, data, encode.narrow)
-    payload_id, payload = payloads_lib.keep(self._payloads, data)
-    self._post(events.Encoded(sync=sync, fragment=p, payload_id=payload_id, payload=payload))
+    payload_id, payload = payloads_lib.keep(self._payloads, self.exchange.wire(fragment, data))
+    self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=payload_id, payload=payload))
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
     self._post(

@@ -84,7 +84,7 @@ class Theta:
     last = {piece.path: p for p, pieces in enumerate(layout.fragments) for piece in pieces}
     found = fragments.by_path(self._assembled.init())
     leaves = {path: found.pop(path) for path in last}
-    del found  # what is never sent is not held
+    del found  # what is never sent takes no memory
     values = []
     for p, pieces in enumerate(layout.fragments):
       rows = {piece.key: fragments.rows(leaves, piece) for piece in pieces}
@@ -130,9 +130,9 @@ class Theta:
   def digest(self, p: int) -> int:
     return self._pieces.digest(p, self._whole()[p])
 
-  def lengths(self, p: int, payload: memoryview | bytes, narrow: bool = False) -> np.ndarray:
+  def lengths(self, p: int, payload: memoryview | bytes) -> np.ndarray:
     """The length of each tensor of fragment p in a payload, float64[T]. Raises ValueError."""
-    return self._pieces.lengths(p, _payload(payload, narrow))
+    return self._pieces.lengths(p, np.frombuffer(payload, np.uint8))
 
   def screen(
     self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
@@ -156,8 +156,7 @@ class Theta:
   ) -> Merged:
     """As outer_log.Theta.merge. `lengths_MxT`: of the payloads' tensors, if they are known."""
     if lengths_MxT is None:
-      pairs = zip(payloads, participants, strict=True)
-      lengths_MxT = np.stack([self.lengths(p, data, one.narrow) for data, one in pairs])
+      lengths_MxT = np.stack([self.lengths(p, one) for one in payloads])
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
     if not counts:
       return self._failed(p, ALL_REJECTED)
@@ -171,7 +170,7 @@ class Theta:
       )
     )
     rule, lengths_MxT = self._rules[p], lengths_MxT[counts]
-    given = [_payload(payloads[m], participants[m].narrow) for m in counts]
+    given = [np.frombuffer(payloads[m], np.uint8) for m in counts]
     cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
     rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
     totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))
@@ -207,8 +206,8 @@ class Theta:
       values = self._whole()
       sizes = self._assembled.payload_bytes, self._assembled.narrow_bytes
       for p in self._pieces.unlike:
-        zeros = [_payload(bytes(of[p]), narrow) for narrow, of in enumerate(sizes)] * 2
-        lengths = [self._pieces.lengths(p, one) for one in zeros]
+        zeros = [np.zeros(of[p], np.uint8) for of in sizes] * 2
+        lengths = [self.lengths(p, one) for one in zeros]
         if self._rules[p].cosines:
           self._pieces.cosines(p, zeros, np.stack(lengths))
         totals, sums_T = self._pieces.sums(p, list(zip(zeros, lengths)))
@@ -238,10 +237,6 @@ class Theta:
     whole = map(exchange.Values, arrays['masters'], arrays['published'], arrays['outer'])
     self._values = [self._pieces.cut(p, one) for p, one in enumerate(whole)]
     self.versions = list(versions)
-
-
-def _payload(data: memoryview | bytes, narrow: bool) -> outer_step_lib.Payload:
-  return outer_step_lib.Payload(np.frombuffer(data, np.uint8), bool(narrow))
 
 
 def _tree(whole: Iterable[exchange.Values]) -> dict[str, Any]:

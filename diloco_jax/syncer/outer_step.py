@@ -37,15 +37,7 @@ from diloco_jax.transport import payloads
 PIECE = 1 << 19
 MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
 
-
-class Payload(NamedTuple):
-  """uint8[B], of the smaller codec if `narrow`."""
-
-  data: np.ndarray
-  narrow: bool = False
-
-
-Row = tuple[Payload, np.ndarray]  # a payload, and its factor for each tensor
+Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
 
 
 def cores() -> int:
@@ -95,8 +87,8 @@ class Pieces:
     place: jax.sharding.Sharding,
     piece: int = PIECE,
   ):
-    """`codecs_up`: that of narrow payloads last; `place`: where the arrays are, on a CPU; `piece`:
-    values in a piece, a multiple of 32."""
+    """`codecs_up`: that of narrow payloads last; the size of a payload tells which one is its own.
+    `place`: where the arrays are, on a CPU; `piece`: values in a piece, a multiple of 32."""
     self._ups, self._down, self._log, self._place = codecs_up, codec_down, codec_log, place
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
@@ -192,17 +184,14 @@ class Pieces:
 
   # --- Computing ----------------------------------------------------------------------------------
 
-  def lengths(self, p: int, payload: Payload) -> np.ndarray:
+  def lengths(self, p: int, payload: np.ndarray) -> np.ndarray:
     """The length of each tensor in a payload, float64[T]. One is not finite if a value is not, or
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
-    codec, n = self._ups[payload.narrow], self._measured[p]
-    self._require_size(codec, p, payload.data)
-    squares_of = lambda start: self._squares(
-      codec, n, self._sections(codec, p, payload.data, start, n)
-    )
+    codec, n = self._codec(p, payload), self._measured[p]
+    squares_of = lambda start: self._squares(codec, n, self._sections(codec, p, payload, start, n))
     return self._lengths(p, self._each(range(0, self._sizes[p], n), squares_of))
 
-  def cosines(self, p: int, payloads: Sequence[Payload], lengths_MxT: np.ndarray) -> np.ndarray:
+  def cosines(self, p: int, payloads: Sequence[np.ndarray], lengths_MxT: np.ndarray) -> np.ndarray:
     """Between the payloads, float64[M, M, T], of each tensor; 0 where one of them is zero. Of a
     piece one decoded row exists at a time."""
 
@@ -266,7 +255,7 @@ class Pieces:
   def redo(self, p: int, pieces: Sequence[exchange.Values], data: np.ndarray) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
     another size."""
-    self._require_size(self._log, p, data)
+    self._codec(p, data, self._log)
 
     def gradient(start: int) -> tuple[jax.Array, bool]:
       sections = self._sections(self._log, p, data, start, self._n[p])
@@ -327,10 +316,12 @@ class Pieces:
     """Arrays of the host are used on the CPU, also where there is an accelerator."""
     return jax.default_device(next(iter(self._place.device_set)))
 
-  def _require_size(self, codec: codecs.Codec, p: int, payload: np.ndarray) -> None:
-    expected = codec.encoded_size(self._sizes[p])
-    if payload.shape != (expected,):
-      raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {expected}')
+  def _codec(self, p: int, payload: np.ndarray, *of: codecs.Codec) -> codecs.Codec:
+    """The codec of a payload, by its size. Raises ValueError for another size."""
+    sizes = {codec.encoded_size(self._sizes[p]): codec for codec in of or self._ups}
+    if payload.size not in sizes:
+      raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {min(sizes)}')
+    return sizes[payload.size]
 
   def _sections(
     self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int, n: int
@@ -344,10 +335,10 @@ class Pieces:
     widths = (n // codecs.BLOCK * width for width in codec.sections)
     return [np.pad(part, (0, width - len(part))) for part, width in zip(parts, widths)]
 
-  def _read(self, p: int, payload: Payload, start: int, values_n: jax.Array) -> tuple[Any, ...]:
+  def _read(self, p: int, payload: np.ndarray, start: int, values_n: jax.Array) -> tuple[Any, ...]:
     """What reads one piece of a payload: its codec, `values_n`, its sections."""
-    codec = self._ups[payload.narrow]
-    return codec, values_n, self._sections(codec, p, payload.data, start, self._n[p])
+    codec = self._codec(p, payload)
+    return codec, values_n, self._sections(codec, p, payload, start, self._n[p])
 
   def _empty(self, codec: codecs.Codec, p: int) -> np.ndarray:
     return payloads.MEMORY.take(codec.encoded_size(self._sizes[p]))

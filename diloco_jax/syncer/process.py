@@ -159,7 +159,7 @@ def run(
     machine = start.make()
     if not machine.closed:
       _forget_export(workdir, store)
-    task = None if assembled.local else assembled.task
+    task = None if assembled.never_sent else assembled.task
     evaluation = evaluation_lib.Evaluation(task, theta, records)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
@@ -190,8 +190,9 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
   """Says what the run trains and exchanges."""
   config, layout = assembled.config, assembled.layout
   sync, steps, tokens = config.sync, config.train.steps, 0
-  kept = assembled.local and f' and {len(assembled.local)} arrays that never leave a learner'
-  trained = f'{assembled.parameters:,} parameters{kept or ""}, T = {steps:,} inner steps'
+  kept = len(assembled.never_sent)
+  kept = f' and {kept} arrays that never leave a learner' if kept else ''
+  trained = f'{assembled.parameters:,} parameters{kept}, T = {steps:,} inner steps'
   if assembled.task:
     tokens = assembled.task.tokens_per_batch
     trained += f' of {tokens:,} tokens: {tokens * steps * sync.learners:,} on all learners'

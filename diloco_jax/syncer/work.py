@@ -93,7 +93,7 @@ class SyncerWork:
     match action:
       case events.Received(message=message, payload_id=payload_id):
         with contextlib.suppress(LookupError, ValueError):  # dropped already, or not plausible
-          self._lengths(message.fragment, payload_id, message.narrow)
+          self._lengths(message.fragment, payload_id)
       case actions.Merge():
         self._merge(action)
       case actions.ReadFragment(fragment=fragment):
@@ -107,9 +107,7 @@ class SyncerWork:
     """Carries out an outer step, commits it, and only then posts anything about it."""
     p = merge.fragment
     payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
-    lengths_MxT = np.stack(
-      [self._lengths(p, one.payload_id, one.narrow) for one in merge.participants]
-    )
+    lengths_MxT = np.stack([self._lengths(p, one.payload_id) for one in merge.participants])
     screened = self._theta.screen(merge.participants, lengths_MxT)
     merged = self._theta.merge(p, merge.participants, payloads, screened.refused, lengths_MxT)
     done = events.MergeDone(
@@ -140,10 +138,10 @@ class SyncerWork:
       self._evaluated = merge.sync
       self._evaluation.submit(merge.sync)
 
-  def _lengths(self, p: int, payload_id: int, narrow: bool) -> np.ndarray:
+  def _lengths(self, p: int, payload_id: int) -> np.ndarray:
     """The length of each tensor in a payload, which is measured once."""
     if payload_id not in self._measured:
-      self._measured[payload_id] = self._theta.lengths(p, self._payloads.get(payload_id), narrow)
+      self._measured[payload_id] = self._theta.lengths(p, self._payloads.get(payload_id))
       if len(self._measured) > MEASURED:
         del self._measured[next(iter(self._measured))]  # it was dropped without a merge
     return self._measured[payload_id]

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from diloco_jax.numerics import fragments
 from diloco_jax.train import tokenizer as tokenizer_lib
 
+NEVER_SENT = fragments.NEVER_SENT  # labels
 Params = Any  # a tree of float arrays whose paths do not change during a run
 Batch = Any  # a tree of host arrays; each has the batch as its first axis, none is a scalar
 Partition = Sequence[tuple[str, PartitionSpec]]

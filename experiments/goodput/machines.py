@@ -14,7 +14,7 @@ from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import hardware, no_arrays, world
-from diloco_jax.verification.virtual import conditions, on_time
+from diloco_jax.verification.virtual import conditions, links
 from experiments.goodput import islands
 
 SECOND = engine_lib.SECOND
@@ -58,9 +58,8 @@ class _Counts(observers.Observer):
 
   def begin(self, now_ns: int) -> None:
     self.trained: collections.Counter[str] = collections.Counter()
-    self.merged: collections.Counter[str] = collections.Counter()
     self.merges = self.participants = self.longest_gap_ns = 0
-    self.on_time = on_time.OnTime()
+    self.counts = links.Counts()
     self._merged_ns = now_ns
 
   def saw(
@@ -68,8 +67,7 @@ class _Counts(observers.Observer):
   ) -> None:
     if type(event) is events.StepDone:
       self.trained[life.start.node] += event.tokens
-    if life.start.role == 'syncer':
-      self.on_time.turn(out, self.trained)
+    self.counts.take(out, self.trained)
     for action in out:
       if type(action) is actions.Merge:
         self._merge(now_ns, action)
@@ -77,8 +75,6 @@ class _Counts(observers.Observer):
   def _merge(self, now_ns: int, merge: actions.Merge) -> None:
     self.merges += 1
     self.participants += len(merge.participants)
-    for one in merge.participants:
-      self.merged[one.learner] += one.tokens
     self.longest_gap_ns = max(self.longest_gap_ns, now_ns - self._merged_ns)
     self._merged_ns = now_ns
 
@@ -144,7 +140,7 @@ def _result(
   speeds = [1 / slowness[which % len(slowness)] for which in range(config.learners)]
   ideal = TOKENS * sum(speeds) * measured_s / STEP_S
   trained = sum(counts.trained.values())
-  merged = sum(counts.merged.values()) / config.fragments
+  merged = counts.counts.merged.total() / config.fragments
   return Result(
     goodput=fleet.busy,
     able=fleet.goodput,
@@ -153,9 +149,9 @@ def _result(
     token_goodput=merged / ideal,
     merged=merged / trained,
     merged_of={
-      name: counts.merged[name] / config.fragments / tokens
+      name: counts.counts.merged[name] / config.fragments / tokens
       for name, tokens in sorted(counts.trained.items())
     },
-    on_time=sum(counts.on_time.of.values()) / config.fragments / trained,
+    on_time=counts.counts.on_time.total() / config.fragments / trained,
     participants=counts.participants / max(1, counts.merges),
   )

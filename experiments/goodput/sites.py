@@ -22,7 +22,6 @@ from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions, links
-from diloco_jax.verification.virtual import on_time as on_time_lib
 from experiments.goodput import machines
 
 GBIT = 1e9 / 8  # bytes
@@ -127,31 +126,23 @@ def _until(world: world_lib.World, counts: '_Counts', steps: int) -> int:
   return world.now_ns
 
 
-class _Counts(observers.Observer):
-  """The steps of the learners of a run, and what was merged of them."""
+class _Counts(links.Counts):
+  """The steps of the learners of a run, what was merged of them, and what was sent."""
 
   def __init__(self, names: Sequence[str]):
-    self.steps = dict.fromkeys(names, 0)
-    self._merged = self._sent_bytes = 0
-    self._on_time = on_time_lib.OnTime()
+    super().__init__()
+    self.steps.update(dict.fromkeys(names, 0))
+    self._sent_bytes = 0
 
   def totals(self) -> tuple[float, ...]:
     """So far: steps, fragment-tokens merged in time and at all, bytes of payloads sent upward."""
-    on_time = sum(self._on_time.of.values())
-    return sum(self.steps.values()), on_time, self._merged, self._sent_bytes
+    return self.steps.total(), self.on_time.total(), self.merged.total(), self._sent_bytes
 
   def saw(
     self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
-    if life.start.role == 'syncer':
-      self._on_time.turn(out, self.steps)
-      self._merged += sum(
-        one.tokens for action in out if type(action) is actions.Merge for one in action.participants
-      )
-      return
-    if type(event) is events.StepDone:
-      self.steps[life.start.node] += 1
-    for action in out:
+    super().saw(life, now_ns, event, out)
+    for action in () if life.start.role == 'syncer' else out:
       if type(action) is actions.Send and action.payload_id is not None:
         self._sent_bytes += network_lib.wire_bytes(action.message.payload.size_bytes)
 

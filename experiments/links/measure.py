@@ -16,7 +16,7 @@ from typing import Any
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions, facts
 from diloco_jax.verification.checks import judge_tapes
-from diloco_jax.verification.virtual import on_time
+from diloco_jax.verification.virtual import links
 from experiments.goodput import measured
 from experiments.links import cells, programs, shaped
 from scripts.benchmarks import outer_round
@@ -241,8 +241,8 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
   of the codec for slow links.
 
   Each token counts once for each fragment, as in the syncer's ledger."""
-  counts = on_time.OnTime()
-  before = total = due = 0.0
+  counts = links.Counts()
+  before = due = 0.0
   payloads = narrow = 0
   ledger, names = None, []
   opened: set[int] = set()
@@ -251,8 +251,8 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
       continue
     names = names or run_config.learner_ids(node_tape.start.config.learners)
     out = getattr(turn, 'actions', ())
-    already = counts.of.total()
-    counts.turn(out, names)
+    already = counts.on_time.total()
+    counts.take(out, names)
     for action in out:
       match action:
         case actions.Report(fact=facts.Opened(sync=sync)) if since_ns < turn.now_ns <= until_ns:
@@ -260,19 +260,17 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
         case actions.Report(fact=facts.Ledger() as ledger):
           pass
         case actions.Merge(sync=sync, participants=participants):
-          tokens = sum(one.tokens for one in participants)
-          total += tokens
           if turn.now_ns < since_ns:
-            before += tokens
+            before = counts.merged.total()
           else:
             payloads += len(participants)
             narrow += sum(one.narrow for one in participants)
           if sync in opened:
-            due, already = due + counts.of.total() - already, counts.of.total()
+            due, already = due + counts.on_time.total() - already, counts.on_time.total()
   if ledger is None:
     raise RuntimeError('there is no ledger on the tape of the syncer')
   return {
-    'merged': (total - before) / (ledger.fragments * ledger.trained - before),
+    'merged': (counts.merged.total() - before) / (ledger.fragments * ledger.trained - before),
     'on_time': due / (ledger.fragments * programs.TOKENS * steps),
     'discarded': ledger.discarded,
     'narrow': narrow / max(1, payloads),

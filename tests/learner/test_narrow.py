@@ -49,7 +49,7 @@ def test_what_a_version_does_not_contain_is_carried_on_exactly(late):
     codec, n = (UP, SLOW)[narrow], layout.size(p)
     _train(island, turn)
     data, ok = exchange.encode(p, narrow)
-    sent = np.frombuffer(exchange.wire(p, data, narrow), np.uint8)
+    sent = np.frombuffer(exchange.wire(p, data), np.uint8)
     given_N = np.asarray(codec.decode(sent, n))
     assert ok and sent.size == codec.encoded_size(n)
     delta = np.asarray(UP.encode(np.float32(1e-3) * np.ones(n, np.float32))[0])
@@ -61,17 +61,6 @@ def test_what_a_version_does_not_contain_is_carried_on_exactly(late):
     carried_N = before_N - (anchor_N - given_N)
     np.testing.assert_array_equal(local(p), np.asarray(exchange.anchors[p]) + carried_N)
   assert len({key for key in exchange._compiled if key[0] in ('lower_encode', 'lower_adopt')}) == 4
-
-
-def test_a_capture_cannot_be_subtracted_with_the_other_codec():
-  exchange, island, _ = _exchange()
-  for narrow in (False, True):
-    _train(island, 1)
-    data, _ = exchange.encode(0, narrow)
-    exchange._captures[0] = data, not narrow
-    no_delta = bytes(UP.encoded_size(exchange.anchors[0].size))
-    with pytest.raises(TypeError):
-      exchange.adopt(0, no_delta, whole=False, keep=True, merged=True)
 
 
 def test_the_functions_of_both_codecs_are_compiled_ahead():

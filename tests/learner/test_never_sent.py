@@ -98,8 +98,8 @@ def arrays_bytes(assembled: build.Assembly) -> int:
 
 def test_the_syncer_reads_and_holds_the_rest_alone():
   assembled = build.assemble(make_config('task(unread=True)'))
-  assert assembled.local == ('codes', 'head', 'scale')
-  assert json.loads(assembled.agreement)['local'] == 'codes, head, scale'
+  assert assembled.never_sent == ('codes', 'head', 'scale')
+  assert json.loads(assembled.agreement)['never_sent'] == 'codes, head, scale'
   pieces = [piece for pieces in assembled.layout.fragments for piece in pieces]
   assert {piece.path for piece in pieces} == {"['body']"}
   assert sum(assembled.payload_bytes) == codecs.get('int8').encoded_size(32 * 32)
@@ -107,7 +107,7 @@ def test_the_syncer_reads_and_holds_the_rest_alone():
   theta.warm_up()
   body = build.make_task(make_config()).init(0)['body']
   assert np.array_equal(theta.params()['body'], body)
-  assert [theta.params()[name] for name in assembled.local] == [None] * 3
+  assert [theta.params()[name] for name in assembled.never_sent] == [None] * 3
   values = [leaf.size for leaf in jax.tree.leaves(theta.arrays())]
   assert max(values) == body.size // 2  # a fragment
 
@@ -117,11 +117,11 @@ def test_a_rule_of_the_config_keeps_its_tensors_local_and_all_processes_must_agr
   everything = build.assemble(config)
   config.sync.embedding_merge = 'local'
   assembled = build.assemble(config)
-  assert assembled.local == ('embedding',)
+  assert assembled.never_sent == ('embedding',)
   size = config.model.vocab_size * config.model.embed_dim
   assert assembled.parameters == everything.parameters - size
   refused = agreement.refusal(everything.agreement, assembled.agreement)
-  assert "local is 'absent' here, 'embedding' there" in refused
+  assert "never_sent is 'absent' here, 'embedding' there" in refused
 
   config.sync.merge = 'local'
   with pytest.raises(ValueError, match='no leaves'):
@@ -133,12 +133,11 @@ def test_a_loop_of_ones_own_brings_the_rest_alone():
   model = own_model.describe(params, lambda name: LABELS.get(name, 'body'))
   assert model.shapes.keys() == model.values().keys() == model.labels.keys() == {'body'}
   config = own_model.config(24, None, 16)
-  config.sync.fragments, config.sync.embedding_merge = 1, 'local'
-  assert not own_model.complete(model, config).local
-  with pytest.raises(ValueError, match="would send embedding.*'local'"):
-    own_model.complete(
-      own_model.describe({'w': params['body'], 'embedding': params['body']}, None), config
-    )
+  config.sync.fragments = 1
+  assert not own_model.complete(model, config).never_sent
+  config.sync.embedding_merge = 'local'  # it would send them all the same
+  with pytest.raises(ValueError, match="sync.embedding_merge.*'local'"):
+    own_model.complete(model, config)
 
 
 def test_a_checkpoint_has_them_and_is_restored_on_another_mesh(tmp_path):

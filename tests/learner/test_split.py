@@ -86,7 +86,7 @@ def _is_equal(one, other, params) -> None:
     for exchange, _ in pair:
       data, ok = exchange.encode(p, narrow=True)
       assert ok
-      sent.append(bytes(exchange.wire(p, data, narrow=True)))
+      sent.append(bytes(exchange.wire(p, data)))
       no_delta = bytes(exchange._codec_down.encoded_size(layout.size(p)))
       exchange.adopt(p, no_delta, whole=False, keep=True, merged=True)
     assert sent[0] == sent[1] and len(sent[0]) == codecs.get('int4').encoded_size(layout.size(p))

@@ -32,7 +32,7 @@ def _norm(name: str, data: np.ndarray, n: int = N) -> float:
   place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
   codec = codecs.get(name)
   lib = _pieces(layout, codec, place)
-  norm = global_model.norm(lib.lengths(0, outer_step.Payload(np.frombuffer(data, np.uint8))))
+  norm = global_model.norm(lib.lengths(0, np.frombuffer(data, np.uint8)))
   return math.nan if norm == screening.NOT_FINITE else norm / screening.UNIT
 
 

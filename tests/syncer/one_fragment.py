@@ -33,21 +33,18 @@ class Fragment:
     self.codec = codecs.get(up)
     self._p = p
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
-    self.slow, self._size = codecs.get('int4'), layout.size(p)
+    self.slow = codecs.get('int4')
     self._lib = outer_step_lib.Pieces(
       layout, (self.codec, self.slow), codecs.get(down), self.codec, tx, place, piece
     )
     self._pieces = self._lib.begin(p, values_N)
 
-  def _of(self, payload: np.ndarray) -> outer_step_lib.Payload:
-    return outer_step_lib.Payload(payload, payload.size == self.slow.encoded_size(self._size))
-
   def lengths(self, payload: np.ndarray) -> np.ndarray:
-    return self._lib.lengths(self._p, self._of(payload))
+    return self._lib.lengths(self._p, payload)
 
   def cosines(self, payloads: list[np.ndarray]) -> np.ndarray:
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
-    return self._lib.cosines(self._p, list(map(self._of, payloads)), lengths_MxT)
+    return self._lib.cosines(self._p, payloads, lengths_MxT)
 
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step_lib.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
@@ -56,8 +53,7 @@ class Fragment:
     cosines = self.cosines(payloads) if asked else None
     rows = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
     factors = self._rule.factors(rows)
-    given = map(self._of, payloads)
-    totals, sums_T = self._lib.sums(self._p, list(zip(given, factors, strict=True)))
+    totals, sums_T = self._lib.sums(self._p, list(zip(payloads, factors, strict=True)))
     stretch_T = self._rule.stretch(rows, sums_T)
     made = self._lib.merge(self._p, self._pieces, totals, stretch_T)
     if made is None:

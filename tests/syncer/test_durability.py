@@ -412,7 +412,7 @@ def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
   """Also one that is no payload of this fragment, or was dropped: it harms nothing."""
   life, measured = rig(), []
   lengths = life.theta.lengths
-  life.theta.lengths = lambda p, data, narrow: measured.append(data) or lengths(p, data, narrow)
+  life.theta.lengths = lambda p, data: measured.append(data) or lengths(p, data)
   merge, strange = merge_of(assembled, 1, life.payloads), life.payloads.put(b'of another size')
   arrived = [one.payload_id for one in merge.participants]
   message = messages.Contribution(
@@ -426,10 +426,8 @@ def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
     cursor=STEPS,
     payload=messages.Payload(size_bytes=0, crc32=0),
   )
-  narrow = {one.payload_id: one.narrow for one in merge.participants}
   for payload_id in [*reversed(arrived), strange, strange + 1]:
-    said = dataclasses.replace(message, narrow=narrow.get(payload_id, False))
-    life.work.received(events.Received(session=1, message=said, payload_id=payload_id))
+    life.work.received(events.Received(session=1, message=message, payload_id=payload_id))
   given = [life.payloads.get(payload_id) for payload_id in arrived]
   life.work.submit(merge)
   assert not life.posted.get(timeout=DEADLINE_S).failed

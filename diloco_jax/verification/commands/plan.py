@@ -10,9 +10,11 @@ arrays; nothing of a model is allocated. Exit codes: 0 the run fits its links, o
 it does not, and the last line says what to change; or wrong flags.
 """
 
+import itertools
 import json
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -22,11 +24,9 @@ from diloco_jax.launch import cli
 from diloco_jax.report import header
 
 cli.define_config()
-_STEP_S = flags.DEFINE_list(
-  'step_s', [], 'Seconds of an inner step without any exchange; several: of l0, l1, ... in turn.'
-)
+_OF_STEPS = 'Seconds of an inner step without any exchange; again: of the next of l0, l1, ...'
+_STEP_S = flags.DEFINE_multi_float('step_s', None, _OF_STEPS, 1e-6, 1e6, required=True)
 _LINK = flags.DEFINE_list('link', [], 'Links of the learners, see above; default: of any speed.')
-_LATENCY_MS = flags.DEFINE_float('latency_ms', 0.0, 'Of each link, one way.', 0.0)
 _PARAMETERS = flags.DEFINE_float('parameters', None, 'Of a model that is not in the config.', 1e3)
 _TOKENS = flags.DEFINE_float('tokens', None, 'To train on; default: those of train.steps.', 1.0)
 _JSON = flags.DEFINE_bool('json', False, 'Print everything as JSON, in bytes and seconds.')
@@ -41,49 +41,32 @@ def main(argv: list[str]) -> None:
   config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   with cli.importing_jax():
+    from diloco_jax.config import build
     from diloco_jax.verification.virtual import plan
 
+  sync, step_tokens = config.sync, 0
   with cli.never_retry(ValueError, RuntimeError):
-    run, step_tokens = _run(config)
+    if _PARAMETERS.value:
+      values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
+    elif config.task == run_config.OWN_LOOP:
+      raise ValueError('this config has no model: say how large it is, as --parameters=25e6')
+    else:
+      assembled = build.assemble(config, data=False)
+      values = tuple(map(assembled.layout.size, range(sync.fragments)))
+      step_tokens = assembled.protocol.max_step_tokens
+    if _TOKENS.value and not step_tokens:
+      raise ValueError('--tokens needs a config with a model, which says how many are in a step')
+    run = plan.Run(
+      protocol=config.protocol(),
+      values=values,
+      codecs=(sync.codec_up, sync.codec_down, sync.codec_up_slow),
+      step_s=tuple(_STEP_S.value),
+      lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
+    )
     found = plan.facts(run, step_tokens, _TOKENS.value)
   print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
   if not found['fits']:
     raise cli.NeverRetry(f'this run does not fit its {found["change"]}')
-
-
-def _run(config: run_config.Config) -> tuple[Any, int]:
-  """The run of the flags, and the tokens of a learner's step (0: not known). Raises ValueError."""
-  from diloco_jax.config import build
-  from diloco_jax.verification.virtual import plan
-
-  sync, step_tokens = config.sync, 0
-  if _PARAMETERS.value:
-    values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
-  elif config.task == run_config.OWN_LOOP:
-    raise ValueError('this config has no model: say how large it is, as --parameters=25e6')
-  else:
-    assembled = build.assemble(config, data=False)
-    values = tuple(map(assembled.layout.size, range(sync.fragments)))
-    step_tokens = assembled.protocol.max_step_tokens
-  if _TOKENS.value and not step_tokens:
-    raise ValueError('--tokens needs a config with a model, which says how many are in a step')
-  try:
-    step_s = tuple(map(float, _STEP_S.value))
-  except ValueError:
-    step_s = ()
-  if not step_s or not 0 < min(step_s) <= max(step_s) < float('inf'):
-    raise ValueError(f'--step_s={",".join(_STEP_S.value)}: write seconds, as --step_s=0.25')
-  run = plan.Run(
-    protocol=config.protocol(),
-    values=values,
-    up=sync.codec_up,
-    down=sync.codec_down,
-    slow=sync.codec_up_slow,
-    step_s=step_s,
-    lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
-    latency_s=_LATENCY_MS.value / 1e3,
-  )
-  return run, step_tokens
 
 
 def links(words: list[str], names: list[str]) -> tuple[Any, ...]:
@@ -109,40 +92,30 @@ def links(words: list[str], names: list[str]) -> tuple[Any, ...]:
   return tuple(lines.values()) if words else ()
 
 
-def _lines(name: str, run: Any, found: dict[str, Any]) -> list[str]:
+def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
   """The plan, at most 80 columns."""
   protocol, shares, size = run.protocol, found['learners'], header.size
-  needed = found['needed_bytes_per_s']
+  up, down, needed = found['up_bytes'], found['down_bytes'], found['needed_bytes_per_s']
   enough = f'{_bits(needed)} each way for each learner' if needed else 'none is enough'
-  rows = {
+  tokens = f'{_TOKENS.value:.3g} tokens' if _TOKENS.value else f'{protocol.total_steps:,} steps'
+  for row, text in {
     name: f'{found["parameters"]:,} parameters in {protocol.fragments} fragments, '
     f'{protocol.learners} learners',
     'settings': f'H = {protocol.period}, tau = {protocol.overlap}, ahead = {protocol.ahead}, '
-    f'{run.up} up, {run.down} down',
-    'a period': f'{size(found["up_bytes"])} up, {size(found["down_bytes"])} down for each learner, '
-    'headers included',
-    'bandwidth': f'{enough}; on average '
-    + _bits(max(found['up_bytes'], found['down_bytes']) / run.period_s),
+    f'{run.codecs[0]} up, {run.codecs[1]} down',
+    'a period': f'{size(up)} up, {size(down)} down for each learner, headers included',
+    'bandwidth': f'{enough}; on average {_bits(max(up, down) / run.period_s)}',
     'data-parallel': f'{_bits(found["data_parallel_bytes_per_s"])}, so that an all-reduce of '
     'bfloat16 takes a step',
     'syncer': f'{size(found["syncer_memory_bytes"])} of memory, {found["syncer_cores"]:.2f} cores, '
     f'{_bits(found["syncer_bytes_per_s"])} in and out together',
-    'time': f'{header.duration(found["seconds"])} for '
-    + (f'{_TOKENS.value:.3g} tokens' if _TOKENS.value else f'{protocol.total_steps:,} steps'),
-  }
-  lines = [f'{row:15}{text}' for row, text in rows.items()]
-  lines += [
-    '',
-    f'{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}',
-  ]
-  for m, learner in enumerate(shares['steps']):
-    up, down, _ = run.lines[m % len(run.lines)] if run.lines else (0, 0, '')
-    columns = zip(('computing', 'merged', 'on_time'), (10, 8, 10))
-    lines.append(
-      f'{learner:15}{_bits(up):>12}{_bits(down):>13}'
-      + ''.join(f'{shares[one][learner]:{width}.0%}' for one, width in columns)
-    )
-  return lines
+    'time': f'{header.duration(found["seconds"])} for {tokens}',
+  }.items():
+    yield f'{row:15}{text}'
+  yield f'\n{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}'
+  for learner, (up, down, *_) in zip(shares['steps'], itertools.cycle(run.lines or [(0, 0)])):
+    computing, merged, due = (shares[one][learner] for one in ('computing', 'merged', 'on_time'))
+    yield f'{learner:15}{_bits(up):>12}{_bits(down):>13}{computing:10.0%}{merged:8.0%}{due:10.0%}'
 
 
 def _bits(bytes_per_s: float) -> str:

@@ -266,10 +266,9 @@ class Network:
       if random_streams.chance(link.draw, link.duplicate):
         self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
 
-    if lane in link.pipes:
-      size = CONTROL_WIRE_BYTES + (
-        0 if content is None else wire_bytes(message.payload.size_bytes * link.pipes[lane].scale)
-      )
+    if pipe := link.pipes.get(lane):
+      payload_bytes = 0 if content is None else message.payload.size_bytes * pipe.scale
+      size = CONTROL_WIRE_BYTES + wire_bytes(payload_bytes)
 
       def sent() -> None:
         link.carried[lane] += size
@@ -277,7 +276,7 @@ class Network:
         lanes[lane] = max(lanes[lane], self._engine.now_ns + link.flight_ns(lane))
         arrive(lanes[lane])
 
-      link.pipes[lane].send(session.number, size, content is None, sent)
+      pipe.send(session.number, size, content is None, sent)
       return
     free_ns = self._engine.now_ns + link.flight_ns(lane)
     before_ns = max(free_ns, session.control[lane])
@@ -355,7 +354,6 @@ class Network:
     """One end closes: it is told at once (unless it is dead), the other after all sent messages."""
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
-
     if dead:
       self._forget(session, side)
     else:
@@ -366,8 +364,8 @@ class Network:
       time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
       self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
 
-    if lane in session.link.pipes:
-      session.link.pipes[lane].send(session.number, 0, False, tell_other)
+    if pipe := session.link.pipes.get(lane):
+      pipe.send(session.number, 0, False, tell_other)
     else:
       tell_other()
 

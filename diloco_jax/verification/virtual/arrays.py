@@ -171,13 +171,14 @@ class Liar(Learner):
     self._codecs = assembled.codec_up, assembled.codec_up_slow
     super().__init__(assembled, *rest)
 
-  def _encoded(self, encode: actions.Encode, data: jax.Array, ok: jax.Array) -> None:
-    p, codec = encode.fragment, self._codecs[encode.narrow]
-    values_N = np.array(codec.decode(data, self._layout.size(p)))
-    ends = np.cumsum([piece.padded_size for piece in self._layout.fragments[p]])
+  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+    size = self._layout.size(fragment)
+    codec = next(one for one in self._codecs if one.encoded_size(size) == data.size)
+    values_N = np.array(codec.decode(data, size))
+    ends = np.cumsum([piece.padded_size for piece in self._layout.fragments[fragment]])
     for values_n in np.split(values_N, ends[:-1]):  # views
       values_n[:] = self._lie(values_n)
-    super()._encoded(encode, *codec.encode(jnp.asarray(values_N)))
+    super()._encoded(sync, fragment, *codec.encode(jnp.asarray(values_N)))
 
 
 def noise(rng: np.random.Generator) -> Lie:

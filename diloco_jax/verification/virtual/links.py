@@ -1,10 +1,5 @@
 """What its links make of a run: the protocol alone, on links of so many bytes per second.
 
-    sizes = links.sizes([1 << 20] * 24, 'int8', 'int8')
-    line = conditions.Line(up=1.25e6, down=1.25e6)
-    links.predict(config, sizes, conditions.Hardware(step_s=0.25),
-                  conditions.Network(lines=(line,))).merged
-
 Payloads have the sizes of their codecs and no content (sim/no_arrays.py), so a prediction takes
 seconds for a model of any size.
 """
@@ -12,28 +7,31 @@ seconds for a model of any size.
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.sim import no_arrays
 from diloco_jax.verification.sim import world as world_lib
-from diloco_jax.verification.virtual import conditions, on_time
+from diloco_jax.verification.virtual import conditions
 
 TOKENS = 1_000  # of an inner step
 LIMIT = 1_000  # a run may take so many times its steps
 
 
-def sizes(values: Sequence[int], up: str, down: str, slow: str = '') -> no_arrays.Model:
+def sizes(
+  values: Sequence[int], up: str, down: str, slow: str = '', agreement: str = '{}'
+) -> no_arrays.Model:
   """The payloads of fragments of so many values with these codecs, `slow` up from learners with
   slow links ('': as others); whole fragments are float32."""
   encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down, slow or up)]
   narrow = tuple(map(min, encoded[0], encoded[2]))
-  return no_arrays.Model('{}', *encoded[:2], tuple(4 * size for size in values), narrow)
+  return no_arrays.Model(agreement, *encoded[:2], tuple(4 * size for size in values), narrow)
 
 
 class Prediction(NamedTuple):
@@ -43,7 +41,7 @@ class Prediction(NamedTuple):
     steps: that it makes itself.
     computing: the share of the time until its last step in which it is in a step.
     merged, on_time: the share of its tokens that is merged at all, and in the sync for which they
-      were due (on_time.py).
+      were due (Counts).
     up_bytes, down_bytes: until the last step of all, on the wire, with the headers of all layers.
   """
 
@@ -53,6 +51,43 @@ class Prediction(NamedTuple):
   on_time: dict[str, float]
   up_bytes: dict[str, int]
   down_bytes: dict[str, int]
+
+
+class Counts(observers.Observer):
+  """The steps of each learner, and what is merged of them, in fragment-tokens: at all, and in the
+  sync for which it was due. Of a learner that missed k syncs of a fragment, 1 token in k + 1 is on
+  time."""
+
+  def __init__(self):
+    counters = (collections.Counter[str]() for _ in range(4))
+    self.begun, self.steps, self.merged, self.on_time = counters
+    self.ended_ns: dict[str, int] = {}  # its last step
+    self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    name = life.start.node
+    if isinstance(event, events.StepDone):
+      self.steps[name] += 1
+      self.ended_ns[name] = now_ns
+    self.begun[name] += sum(isinstance(action, actions.Step) for action in out)
+    self.take(out, self.steps)
+
+  def take(self, out: observers.Actions, training: Iterable[str]) -> None:
+    """Counts the outer steps of a turn; `training`: the learners that have trained."""
+    told = [one.fact for one in out if isinstance(one, actions.Report)]
+    late = {fact.sync: fact.late for fact in told if isinstance(fact, facts.Merging)}
+    for merge in (one for one in out if isinstance(one, actions.Merge)):
+      for name in {*training} - {one.learner for one in merge.participants}:
+        self._missed[name, merge.fragment] += 1
+      for one in merge.participants:
+        missed = self._missed.pop((one.learner, merge.fragment), 0)
+        self.merged[one.learner] += one.tokens
+        if one.learner in late[merge.sync]:  # nothing of its payload was due for this sync
+          self._missed[one.learner, merge.fragment] = 1
+        else:
+          self.on_time[one.learner] += one.tokens / (missed + 1)
 
 
 def predict(
@@ -66,7 +101,7 @@ def predict(
   """Runs all steps of a run with payloads of these sizes. Its learners join and make the `warm_up`
   steps, with the syncs for which they wait then, on links of any speed, and nothing of that counts.
   Raises RuntimeError: the run does not end."""
-  names, counts = run_config.learner_ids(config.learners), _Counts()
+  names, counts = run_config.learner_ids(config.learners), Counts()
   world = world_lib.World(config, seed, (counts,), model)
 
   def run(done: Callable[[], bool]) -> None:
@@ -84,7 +119,7 @@ def predict(
   carried = [{name: world.link(name).carried[lane] for name in names} for lane in ('up', 'down')]
   run(lambda: world.finished)
   steps = {name: counts.steps[name] - before.steps[name] for name in names}
-  step_ns = [hardware.ns(one) for one in hardware.slowness]
+  step_ns = itertools.cycle(map(hardware.ns, hardware.slowness))
   share = lambda of, old: {
     name: (of[name] - old[name])
     / (TOKENS * config.fragments * counts.steps[name] - before.merged[name])
@@ -93,35 +128,10 @@ def predict(
   return Prediction(
     steps,
     {
-      name: step_ns[m % len(step_ns)] * steps[name] / (counts.ended_ns[name] - since_ns)
-      for m, name in enumerate(names)
+      name: took_ns * steps[name] / (counts.ended_ns[name] - since_ns)
+      for name, took_ns in zip(names, step_ns)
     },
     share(counts.merged, before.merged),
-    share(counts.on_time.of, before.on_time.of),
+    share(counts.on_time, before.on_time),
     *carried,
   )
-
-
-class _Counts(observers.Observer):
-  """The steps of each learner, and what is merged of them."""
-
-  def __init__(self):
-    self.begun, self.steps, self.merged = (collections.Counter[str]() for _ in range(3))
-    self.ended_ns: dict[str, int] = {}  # its last step
-    self.on_time = on_time.OnTime()
-
-  def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
-  ) -> None:
-    name = life.start.node
-    if isinstance(event, events.StepDone):
-      self.steps[name] += 1
-      self.ended_ns[name] = now_ns
-    if life.start.role == 'syncer':
-      self.on_time.turn(out, self.steps)
-    for action in out:
-      if isinstance(action, actions.Step):
-        self.begun[name] += 1
-      elif isinstance(action, actions.Merge):
-        for one in action.participants:
-          self.merged[one.learner] += one.tokens

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
@@ -16,7 +15,7 @@ from diloco_jax.verification.virtual import conditions, links
 
 FITS = 0.95  # of each learner's tokens are merged in the syncs for which they were due
 COMPUTES = 0.9  # of what it computes on links of any speed
-SPARE, HOPELESS = 4 / 3, 1 / 20  # times the mean rate: a link that loses nothing, one not predicted
+SPARE = 4 / 3  # times the mean rate, for a link that loses nothing
 PERIODS = 6  # in a prediction
 MEMORY_BYTES = 14.2  # of the syncer, for each parameter
 STEP_NS, GROWTH, THREADS = 6.3, 0.56, 4  # CPU of an outer step, M = 8; exponent in M; its threads
@@ -26,23 +25,20 @@ PROCESS_BYTES_PER_S = 1.2e9  # through the process of a syncer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """A run to plan. `values`: of each fragment; `up`, `down`, `slow`: codecs (links.sizes). Learner
-  m has the step time `step_s[m % len(step_s)]` and the line `lines[m % len(lines)]`, of any speed
-  without lines."""
+  """A run to plan. `values`: of each fragment; `codecs`: up, down, and up on a slow link
+  (links.sizes). Learner m has the step time `step_s[m % len(step_s)]` and the line
+  `lines[m % len(lines)]`, of any speed without lines."""
 
   protocol: config_lib.ProtocolConfig
   values: tuple[int, ...]
-  up: str
-  down: str
+  codecs: tuple[str, ...]
   step_s: tuple[float, ...]
-  slow: str = ''
   lines: tuple[conditions.Line, ...] = ()
-  latency_s: float = 0.0
 
   @property
   def bytes(self) -> list[list[int]]:
     """The payloads of a period on the wire, up and down, by fragment."""
-    model = links.sizes(self.values, self.up, self.down)
+    model = links.sizes(self.values, *self.codecs)
     return [[*map(network_lib.wire_bytes, of)] for of in (model.payload_bytes, model.delta_bytes)]
 
   @property
@@ -57,7 +53,7 @@ class Run:
   @property
   def rates(self) -> list[float]:
     """The least bytes per second of a learner, up and down; a site's learners have equal parts."""
-    lines = [self.lines[m % len(self.lines)] for m in range(self.protocol.learners) if self.lines]
+    lines = list(itertools.islice(itertools.cycle(self.lines), self.protocol.learners))
     parts = [(one, lines.count(one) if one.site else 1) for one in lines]
     return [min([(one[way] or math.inf) / n for one, n in parts] or [math.inf]) for way in (0, 1)]
 
@@ -69,31 +65,30 @@ class Run:
   @functools.cache  # noqa: B019, a command plans few
   def predict(self) -> links.Prediction:
     """PERIODS of it in virtual time."""
-    steps = min(self.protocol.total_steps, PERIODS * self.protocol.period)
-    step_s = min(self.step_s)
+    steps, step_s = min(self.protocol.total_steps, PERIODS * self.protocol.period), min(self.step_s)
     return links.predict(
       dataclasses.replace(self.protocol, total_steps=steps, save_steps=0, save_syncs=0),
-      links.sizes(self.values, self.up, self.down, self.slow),
+      links.sizes(self.values, *self.codecs),
       conditions.Hardware(
         step_s=step_s,
         slowness=tuple(one / step_s for one in self.step_s),
         gaussian=0.02,
         merge=self.outer_step_s * max(self.values) / (THREADS * step_s),
       ),
-      conditions.Network(latency=self.latency_s / step_s, lines=self.lines),
+      conditions.Network(lines=self.lines),
     )
 
   def in_time(self) -> bool:
     """Whether its links carry all payloads in time."""
-    if any(rate < HOPELESS * sum(of) / self.period_s for of, rate in zip(self.bytes, self.rates)):
-      return False
     found, free = self.predict(), dataclasses.replace(self, lines=()).predict()
     computes = all(found.computing[name] >= COMPUTES * free.computing[name] for name in found.steps)
     return computes and min(found.on_time.values()) >= FITS
 
-  def fits(self) -> bool:
-    """Whether its links and its syncer do."""
-    return self.syncer_bytes_per_s <= PROCESS_BYTES_PER_S and self.in_time()
+  def misfit(self) -> str:
+    """What it does not fit; '' if it fits."""
+    if self.syncer_bytes_per_s > PROCESS_BYTES_PER_S:
+      return f'syncer ({PROCESS_BYTES_PER_S * 8e-9:.1f} Gbit/s)'
+    return '' if self.in_time() else 'links'
 
 
 def needed(run: Run) -> float | None:
@@ -111,69 +106,62 @@ def needed(run: Run) -> float | None:
 
 
 def fitting(run: Run) -> Run | None:
-  """The run with settings that fit, in the order of what they cost: time for a payload, narrower
-  codecs (0.1 % of the loss), longer periods (1 % for twice as long). None: none of them do."""
-  return next((one for one in (run, *_candidates(run)) if one.fits()), None)
-
-
-def _candidates(run: Run) -> Iterator[Run]:
-  """Others with traffic that the links carry, and as much overlap as a payload takes."""
-  codecs = dict.fromkeys(((run.up, run.down), ('int4', run.down), ('int4', 'int4')))
-  for factor, (up, down), most in itertools.product((1, 2, 4, 8, 16), codecs, (0, 24)):
-    period = run.protocol.period * factor
-    count = max(run.protocol.fragments, min(most, period))
-    each = -(-sum(run.values) // (32 * count)) * 32
-    values = run.values if count == len(run.values) else (each,) * count
-    one = dataclasses.replace(run, up=up, down=down, values=values)
+  """The run with other settings that fit, in the order of what they cost: as much overlap as a
+  payload takes, narrower codecs (0.1 % of the loss), longer periods (1 % for twice as long). None:
+  none of them do."""
+  up, down, slow = run.codecs
+  codecs = dict.fromkeys(((up, down), ('int4', down), ('int4', 'int4')))
+  for factor, (up, down) in itertools.product((1, 2, 4, 8, 16), codecs):
+    one = dataclasses.replace(run, codecs=(up, down, slow))
     busy, takes = (
       max(part(of) / rate for of, rate in zip(one.bytes, run.rates)) / min(run.step_s)
       for part in (sum, max)
     )
+    period = run.protocol.period * factor
     ahead = max(run.protocol.ahead, math.ceil(takes))
     overlap = max(run.protocol.overlap, math.ceil(takes) + 2)
     if SPARE * busy <= period > max(ahead, overlap):
-      more = {'period': period, 'fragments': count, 'ahead': ahead, 'overlap': overlap}
-      yield dataclasses.replace(one, protocol=dataclasses.replace(run.protocol, **more))
+      changed = dataclasses.replace(run.protocol, period=period, ahead=ahead, overlap=overlap)
+      one = dataclasses.replace(one, protocol=changed)
+      if not one.misfit():
+        return one
+  return None
 
 
 def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
-  steps) with so many in a learner's inner step."""
+  steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
+  `change`: what it does not fit, and which settings do."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
-  rates = [
-    share / run.step_s[m % len(run.step_s)] for m, share in enumerate(found.computing.values())
-  ]
-  traffic = run.syncer_bytes_per_s
+  rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
+  up_bytes, down_bytes = map(sum, run.bytes)
   ring = 4 * (1 - 1 / protocol.learners) * parameters  # of bfloat16 to a learner, and from it
-  fits = run.fits()
+  misfit = run.misfit()
   return {
     'parameters': parameters,
-    'up_bytes': sum(run.bytes[0]),
-    'down_bytes': sum(run.bytes[1]),
+    'up_bytes': up_bytes,
+    'down_bytes': down_bytes,
     'needed_bytes_per_s': needed(run),
     'data_parallel_bytes_per_s': ring / min(run.step_s),
     'syncer_memory_bytes': MEMORY_BYTES * parameters
     + protocol.learners * protocol.lead * max(map(max, run.bytes)),
-    'syncer_cores': traffic * BYTE_NS * 1e-9 + run.outer_step_s * parameters / run.period_s,
-    'syncer_bytes_per_s': traffic,
+    'syncer_cores': run.syncer_bytes_per_s * BYTE_NS * 1e-9
+    + run.outer_step_s * parameters / run.period_s,
+    'syncer_bytes_per_s': run.syncer_bytes_per_s,
     'seconds': tokens / (step_tokens * sum(rates)) if tokens else protocol.total_steps / max(rates),
     'learners': found._asdict(),
-    'fits': fits,
-    'change': '' if fits else _change(run),
+    'fits': not misfit,
+    'change': misfit and f'{misfit}{_change(run)}',
   }
 
 
 def _change(run: Run) -> str:
-  """What a run does not fit, and what to change."""
-  what = 'links' if run.syncer_bytes_per_s <= PROCESS_BYTES_PER_S else 'syncer (9.6 Gbit/s)'
-  other = fitting(run)
-  if other is None:
-    return f'{what}, nor with a period 16 times as long'
-  names = ('period', 'fragments', 'overlap', 'ahead')
+  """Which settings of a run would fit."""
+  if (other := fitting(run)) is None:
+    return ', nor with a period 16 times as long'
   settings = lambda one: {
-    'codec_up': one.up,
-    'codec_down': one.down,
-    **{name: getattr(one.protocol, name) for name in names},
+    **dict(zip(('codec_up', 'codec_down'), one.codecs)),
+    **{name: getattr(one.protocol, name) for name in ('period', 'overlap', 'ahead')},
   }
   changed = sorted(settings(other).items() - settings(run).items())
-  return f'{what}; use ' + ' '.join(f'--config.sync.{name}={value}' for name, value in changed)
+  return '; use ' + ' '.join(f'--config.sync.{name}={value}' for name, value in changed)

@@ -33,7 +33,7 @@ from diloco_jax.verification import plans
 from diloco_jax.verification.sim import faults as faults_lib
 from diloco_jax.verification.sim import no_arrays, processes
 from diloco_jax.verification.sim import world as world_lib
-from diloco_jax.verification.virtual import arrays, conditions
+from diloco_jax.verification.virtual import arrays, conditions, links
 
 Progress = Callable[[int, int], None]
 LIMIT = 100  # a run may take so many times its steps, with all waits of the protocol
@@ -168,7 +168,7 @@ def train(
     if held_out:
       curve.append(Point(time=book.time, tokens=book.tokens, loss=model.evaluate()))
 
-  held_out = bool(assembled.task.eval_batches()) and not assembled.local
+  held_out = bool(assembled.task.eval_batches()) and not assembled.never_sent
   lies = dict.fromkeys(faults.flipped, np.negative) | {
     name: arrays.noise(np.random.default_rng([seed, place]))
     for place, name in enumerate(faults.noisy)
@@ -304,14 +304,10 @@ def _assemble(
 
 def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
   """The model of an assembled run, without its arrays."""
-  layout = assembled.layout
-  sizes = [layout.size(p) for p in range(layout.num_fragments)]
-  return no_arrays.Model(
-    assembled.agreement,
-    assembled.payload_bytes,
-    tuple(assembled.codec_down.encoded_size(size) for size in sizes),
-    tuple(4 * size for size in sizes),
-    assembled.narrow_bytes,
+  layout, sync = assembled.layout, assembled.config.sync
+  values = [layout.size(p) for p in range(layout.num_fragments)]
+  return links.sizes(
+    values, sync.codec_up, sync.codec_down, sync.codec_up_slow, assembled.agreement
   )
 
 

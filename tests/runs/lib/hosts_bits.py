@@ -54,7 +54,7 @@ def main(hosts: str, host: str, coordinator: str) -> None:
   for p in range(assembled.layout.num_fragments):
     narrow, size = p % 4 == 3, assembled.layout.size(p)
     data, ok = exchange.encode(p, narrow)
-    payload = bytes(exchange.wire(p, data, narrow))
+    payload = bytes(exchange.wire(p, data))
     delta = bytes(assembled.payload_bytes[p]) if narrow else payload
     digest = exchange.adopt(p, delta, whole=False, keep=True, merged=bool(p % 2))
     value = rng.normal(0, 0.1, size).astype(np.float32).tobytes()

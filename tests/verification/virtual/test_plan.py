@@ -26,8 +26,7 @@ def run_of(config, **more) -> plan.Run:
   return plan.Run(
     protocol=config.protocol(),
     values=tuple(map(layout.size, range(layout.num_fragments))),
-    up=config.sync.codec_up,
-    down=config.sync.codec_down,
+    codecs=(config.sync.codec_up, config.sync.codec_down, ''),
     **{'step_s': (0.1,)} | more,
   )
 
@@ -48,13 +47,14 @@ def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
 
 def test_with_the_needed_links_a_run_fits_and_with_half_of_them_other_settings_do():
   protocol = config_lib.ProtocolConfig(learners=2, fragments=6, period=6, overlap=2)
-  run = plan.Run(protocol=protocol, values=(32_000,) * 6, up='int8', down='int8', step_s=(1.0,))
+  run = plan.Run(
+    protocol=protocol, values=(32_000,) * 6, codecs=('int8', 'int8', ''), step_s=(1.0,)
+  )
   enough = plan.needed(run)
   on = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),))
-  assert on(enough).fits() and not on(enough / 2).fits()
-  assert plan.fitting(on(enough)) == on(enough)
+  assert not on(enough).misfit() and on(enough / 2).misfit() == 'links'
   other = plan.fitting(on(enough / 2))
-  assert other.fits() and other.protocol != run.protocol
+  assert not other.misfit() and other.protocol != run.protocol
   assert plan.fitting(on(enough / 1_000)) is None
 
 
@@ -63,7 +63,7 @@ def test_learners_of_a_site_have_a_part_of_its_link_each():
   protocol = config_lib.ProtocolConfig(learners=4)
   values = (32,) * 12
   run = plan.Run(
-    protocol=protocol, values=values, up='int8', down='int8', step_s=(1.0,), lines=lines
+    protocol=protocol, values=values, codecs=('int8', 'int8'), step_s=(1.0,), lines=lines
   )
   assert run.rates == [30.0, 30.0]
 
