@@ -33,7 +33,6 @@ def faultless(seed: int, **settings) -> random_settings.Setting:
     lease_ns=LONG_NS,
     strikes=0,
     norm_factor=0,
-    slow_links=config_lib.SLOW_LINKS.index('carry'),
     **settings,
   )
   calm = {'plan': [], 'loss': 0, 'duplicate': 0, 'guest_ns': None, 'slow_link': None}
