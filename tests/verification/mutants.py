@@ -1183,12 +1183,12 @@ def versions_without_digests(original):
   'I4b',
 )
 def delta_to_every_learner(original):
-  def send_delta(self, member, publish, payload_id, pulled):
+  def send_delta(self, member, publish, payload_id):
     if (
       member.held_versions
       and len(member.versions_in_flight[publish.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
     ):
-      self._send(member, publish, payload_id, pulled)
+      self._send(member, publish, payload_id)
 
   return send_delta
 
@@ -1200,9 +1200,9 @@ def delta_to_every_learner(original):
   'I11',
 )
 def slow_learner_is_flooded(original):
-  def send_delta(self, member, publish, payload_id, pulled):
+  def send_delta(self, member, publish, payload_id):
     if member.held_versions and member.held_versions[publish.fragment] == publish.base_version:
-      self._send(member, publish, payload_id, pulled)
+      self._send(member, publish, payload_id)
 
   return send_delta
 

@@ -35,7 +35,8 @@ class PulledInTurn(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    for one, (peer, _) in zip(merge.participants, book.gathers[merge.sync].merged, strict=True):
+    for one in merge.participants:
+      peer, _ = book.gathers[merge.sync].payloads[one.payload_id]
       if one.slow != (book.turns_of(peer).r > 1):
         self.fail(one, book.turns_of(peer))
 
