@@ -42,10 +42,6 @@ class Sync:
   carries their steps on; after one more it drops them, as too old"""
   max_staleness: int = 1
   """a payload whose anchor is more versions old than this is not merged"""
-  slow_links: Literal['leave_out', 'carry'] = 'leave_out'
-  """what becomes of a learner's own steps of periods in which it is not pulled, because its link
-  is too slow. leave_out: it drops them, so that all its payloads have the steps of one period;
-  carry: it adds them to its next payload, whatever their number (with adopt=rebase)"""
   gamma: float = 0.9
   """gamma, the share of the slack that the grace window may use"""
   max_step_tokens: int = 16777216

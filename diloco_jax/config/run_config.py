@@ -42,6 +42,8 @@ class SyncConfig(protocol_sections.Sync):
     codec_down: encoding of a published version, a delta from the version before.
     age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
       older than one period (numerics/contrib/aged.py); 1: the paper's weights.
+    slow_age_decay: the same of a learner whose link is too slow for every period
+      (docs/studies/links.md).
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its
       own. For all tensors but those of the next two settings.
@@ -69,6 +71,7 @@ class SyncConfig(protocol_sections.Sync):
   codec_up_slow: str = 'int4'
   codec_down: str = 'int8'
   age_decay: float = 1.0
+  slow_age_decay: float = 0.5
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   router_merge: str = 'avg'
@@ -80,7 +83,8 @@ class SyncConfig(protocol_sections.Sync):
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
-    _within('sync.age_decay', self.age_decay, 0.01, 1.0, '1 are the weights of the paper')
+    for name in ('age_decay', 'slow_age_decay'):
+      _within(f'sync.{name}', getattr(self, name), 0.01, 1.0, '1 are the weights of the paper')
     _within('sync.alpha', self.alpha, 0.0, 0.999, '0 overwrites, 1 would ignore the syncer')
     _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')

@@ -108,7 +108,7 @@ class Participant:
 
   Its norm must be at least `least` and at most `limit`, else it is left out (screening.py); None:
   any finite norm is allowed. `crc32`: of the payload's bytes, as they arrived. `narrow`: they are
-  of the smaller codec.
+  of the smaller codec. `slow`: the learner's link is too slow for a payload in each period.
   """
 
   learner: str
@@ -120,6 +120,7 @@ class Participant:
   limit: int | None = None
   crc32: int = 0
   narrow: bool = False
+  slow: bool = False
 
 
 @_action

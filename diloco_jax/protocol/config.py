@@ -18,7 +18,6 @@ SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
 ADOPT = ('overwrite', 'blend', 'rebase')  # what becomes of a learner's own steps when it adopts
 WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
-SLOW_LINKS = ('leave_out', 'carry')  # the steps that a slow link leaves no time for
 MAX_FRAGMENTS = 10**4
 MAX_SHARDS = 10**6
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
@@ -179,15 +178,6 @@ class ProtocolConfig:
   max_staleness: int = setting(
     1, 'a payload whose anchor is more versions old than this is not merged', high=10**6
   )
-  slow_links: int = setting(
-    SLOW_LINKS.index('leave_out'),
-    "what becomes of a learner's own steps of periods in which it is not pulled, because its link "
-    'is too slow. leave_out: it drops them, so that all its payloads have the steps of one period; '
-    'carry: it adds them to its next payload, whatever their number (with adopt=rebase)',
-    high=len(SLOW_LINKS) - 1,
-    choices=SLOW_LINKS,
-    shared=False,
-  )
   grace_permille: int = setting(
     900,
     'gamma, the share of the slack that the grace window may use',
@@ -341,12 +331,6 @@ class ProtocolConfig:
   def rebases(self) -> bool:
     """Whether a learner carries its unmerged steps onto a version that it adopts."""
     return ADOPT[self.adopt] == 'rebase'
-
-  @property
-  def carries(self) -> bool:
-    """Whether a learner with a slow link adds all its steps to the next payload that it is asked
-    for."""
-    return SLOW_LINKS[self.slow_links] == 'carry'
 
   @property
   def blends(self) -> bool:

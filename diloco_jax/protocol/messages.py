@@ -268,7 +268,7 @@ class Reason:
   LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
   LEFT = 'left'  # the learner left before they were merged
   END_OF_RUN = 'end_of_run'  # the run ended before they were merged
-  SLOW_LINK = 'slow_link'  # trained while the learner's link was too slow for them (links.py)
+  SLOW_LINK = 'slow_link'  # trained while the link to the learner was too slow (links.py)
   DUPLICATE = 'duplicate'  # covered by an earlier contribution
   ALL = (
     LATE,

@@ -75,7 +75,7 @@ class Learner:
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
     narrow: how many of its updates were merged from narrow payloads (sync.codec_up_slow).
-    most_periods: the greatest of its period factors, 1: it was always pulled (sync.slow_links).
+    most_periods: the greatest of its period factors, 1: it was always pulled (syncer/links.py).
     sparse: whether its link was for a time too slow for every version.
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.

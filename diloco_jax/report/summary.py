@@ -29,7 +29,7 @@ from diloco_jax.report import state as state_lib
 _REASONS = {
   'late': 'arrived after their sync had closed',
   'undone': 'given up: back to the published value (after a repair or refusal), or shard lost',
-  'slow_link': 'trained while the link of their learner was too slow for them',
+  'slow_link': 'trained while the link to their learner was too slow for every version',
   'stale': 'measured from an anchor that was too old',
   'overwritten': 'trained while a newer version was on its way',
   'bad_value': 'NaN, Inf, or a norm far from the usual (or 0)',

@@ -162,11 +162,12 @@ class Theta:
       return self._failed(p, ALL_REJECTED)
     steps = [participants[m].steps for m in counts]
     sync = self._assembled.config.sync
+    decays = [(sync.age_decay, sync.slow_age_decay)[participants[m].slow] for m in counts]
     shares_M = merge_lib.shares(
       merge_lib.token_weights(
         [participants[m].tokens for m in counts],
         steps,
-        aged.factors(steps, sync.period, sync.age_decay),
+        aged.factors(steps, sync.period, decays),
       )
     )
     rule, lengths_MxT = self._rules[p], lengths_MxT[counts]

@@ -18,10 +18,6 @@ OFFLINE = (0.25, 0.5)  # of the run; it begins after a quarter of it
 HARDWARE = conditions.Hardware(lognormal=0.2, merge=0.02, encode=0.005, adopt=0.005)
 LATENCIES = (1.0, 8.0, 15.0)  # of all links, one way, in inner steps
 LIMITS = ((1, 2), (2, 4), (4, 8))  # max_staleness, max_misses; the first are the defaults
-CARRY: dict[str, dict[str, Any]] = {  # all steps of a slow learner are merged
-  'carry': {'slow_links': 'carry'},
-  'carry, age decay 0.5': {'slow_links': 'carry', 'age_decay': 0.5},
-}
 SCALE = 1_000  # the links carry payloads so many times as large as those of the tiny model
 _SIZES: list[int] = []  # of the payloads; computed once
 
@@ -35,8 +31,8 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
     for steps in UP[1:3] if quick else UP:
       found.append(_arm(quick, seed, f'up {steps:g} steps', up=steps))
     for steps in () if quick else UP[2:]:  # no codec fits
-      for rule, settings in CARRY.items():
-        found.append(_arm(quick, seed, f'up {steps:g} steps, {rule}', up=steps, **settings))
+      name = f'up {steps:g} steps, slow_age_decay=1'
+      found.append(_arm(quick, seed, name, up=steps, slow_age_decay=1.0))
     for steps in () if quick else UP[1:3]:
       found.append(_arm(quick, seed, f'up and down {steps:g} steps', up=steps, down=steps))
     for share in OFFLINE[:1] if quick else OFFLINE:

@@ -104,9 +104,11 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   assert inside.sum() == assembled.layout.parameters(0)
 
 
-def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config):
+@pytest.mark.parametrize('slow', [False, True])
+def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config, slow):
   sync = config.sync
-  sync.codec_up, sync.outer, sync.age_decay = 'float32', 'sgd(learning_rate=1.0)', 0.25
+  sync.codec_up, sync.outer = 'float32', 'sgd(learning_rate=1.0)'
+  sync.age_decay, sync.slow_age_decay = (1.0, 0.25) if slow else (0.25, 1.0)
   sync.merge = sync.embedding_merge = 'avg'
   assembled = build.assemble(config)
   theta = global_model.Theta(assembled)
@@ -114,7 +116,7 @@ def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config):
   payloads = [np.full(before.size, value, np.float32).tobytes() for value in (1.0, -1.0)]
   fresh, old = participants(2)
   fresh = dataclasses.replace(fresh, steps=sync.period, tokens=100 * sync.period)
-  old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period)
+  old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period, slow=slow)
   assert not theta.merge(0, (fresh, old), payloads, ()).failed
   moved = theta.master(0) - before
   # By tokens the weights are 1 and 2, and one period of age makes the second 2 / 4.

@@ -1183,12 +1183,12 @@ def versions_without_digests(original):
   'I4b',
 )
 def delta_to_every_learner(original):
-  def send_delta(self, member, publish, payload_id, pulled):
+  def send_delta(self, member, publish, payload_id):
     if (
       member.held_versions
       and len(member.versions_in_flight[publish.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
     ):
-      self._send(member, publish, payload_id, pulled)
+      self._send(member, publish, payload_id)
 
   return send_delta
 
@@ -1200,9 +1200,9 @@ def delta_to_every_learner(original):
   'I11',
 )
 def slow_learner_is_flooded(original):
-  def send_delta(self, member, publish, payload_id, pulled):
+  def send_delta(self, member, publish, payload_id):
     if member.held_versions and member.held_versions[publish.fragment] == publish.base_version:
-      self._send(member, publish, payload_id, pulled)
+      self._send(member, publish, payload_id)
 
   return send_delta
 
@@ -1919,15 +1919,24 @@ def periods_never_shrink(original):
 )
 def deltas_on_slow_links(original):
   def _has_room(self, member, fragment):
-    with mock.patch.object(links.Links, 'sparse', lambda self, member: False):
+    with mock.patch.object(member.down, 'sparse', False):
       return original(self, member, fragment)
 
   return _has_room
 
 
-@mutant('A learner that is left out carries its steps on.', links.Links, 'drops', 'I25')
-def left_out_steps_are_carried(original):
-  return lambda self, member, fragment: False
+@mutant('Steps on old whole fragments are carried on.', published.Published, '_send', 'I25')
+def steps_on_old_wholes_are_carried(original):
+  def _send(self, member, *args):
+    with mock.patch.object(member.down, 'sparse', False):
+      original(self, member, *args)
+
+  return _send
+
+
+@mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'L12')
+def long_payloads_count_in_full(original):
+  return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)
 
 
 @mutant('A machine raises.', join_lib.Membership, 'leave', 'crash')

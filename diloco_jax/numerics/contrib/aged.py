@@ -2,10 +2,10 @@ r"""Age-aware weights: a learner counts less, the older the anchor of its pseudo
 
 A pseudo-gradient of s inner steps was begun at the anchor s steps ago. At most H of them are due to
 the schedule; more say that the learner has missed syncs, and that the model has moved on while it
-trained. With the period H and a decay rho in (0, 1]:
+trained. With the period H and a decay rho_m in (0, 1]:
 
   age_m = max(0, s_m / H - 1)        periods
-  w_m <- w_m rho^age_m
+  w_m <- w_m rho_m^age_m
 
 rho = 1 are the weights of the paper. Only ratios of weights matter, so the youngest pseudo-gradient
 of a merge keeps its weight, and one without company counts in full at any age. The age is counted
@@ -18,20 +18,20 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def factors(steps: Sequence[int], period: int, decay: float) -> np.ndarray:
+def factors(steps: Sequence[int], period: int, decays: float | Sequence[float]) -> np.ndarray:
   """The factors float64[M] of the weights; learners without steps are absent.
 
   Args:
     steps: inner steps of each pseudo-gradient.
     period: H.
-    decay: rho.
+    decays: rho, of all learners or of each.
 
-  >>> factors([12, 24, 36, 0], period=12, decay=0.5).tolist()
+  >>> factors([12, 24, 36, 0], period=12, decays=0.5).tolist()
   [1.0, 0.5, 0.25, 1.0]
-  >>> factors([36, 48], period=12, decay=0.5).tolist()
-  [1.0, 0.5]
+  >>> factors([24, 36, 48], period=12, decays=[1, 1, 0.5]).tolist()
+  [1.0, 1.0, 0.25]
   """
   steps_M = np.asarray(steps, np.float64)
   age_M = np.maximum(steps_M / period - 1, 0)
   youngest = age_M.min(where=steps_M > 0, initial=age_M.max(initial=0.0))
-  return decay ** np.maximum(age_M - youngest, 0)
+  return np.asarray(decays) ** np.maximum(age_M - youngest, 0)

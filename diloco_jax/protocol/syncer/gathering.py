@@ -50,7 +50,6 @@ class Gathering:
     out: action_list.ActionList,
   ):
     self._shards = shards
-    self._links = links
     self._config = config
     self._members = members
     self._ledger = ledger
@@ -366,6 +365,7 @@ class Gathering:
       limit=limit,
       crc32=message.payload.crc32,
       narrow=message.narrow,
+      slow=member.up.periods > 1,
     )
 
   def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
@@ -398,8 +398,7 @@ class Gathering:
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
         self.settle(member, gather.given_for(member.learner), done.fragment, end)
-      asked = member.learner in gather.asked or end is not None
-      self._published.send_delta(member, publish, done.payload_id, asked)
+      self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
   def _fail(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:

@@ -7,7 +7,7 @@ sees anyway, and asks less of a slow one::
     service      of a payload: its arrival - max(when it was due, arrival of the one before)
     narrow       the regular codec does not fit: the learner encodes with `sync.codec_up_slow`
     r, 1 to 16   the narrow one does not fit either: the learner is pulled for a fragment in one of
-                 r periods only
+                 r periods only, with all its steps, which count less (`sync.slow_age_decay`)
     sparse       the other way does not carry every version: the learner is sent no deltas, but one
                  whole fragment after the other, the one that is most behind first (published.py)
 
@@ -31,6 +31,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import pace as pace_lib
 
 PERMILLE = config_lib.PERMILLE
 KIB = 1_024
@@ -154,7 +155,6 @@ class Links:
     if len(down.samples) == DOWN_SAMPLES and self._adapts:
       self._judge_down(member)
     if (up.narrow, up.periods, down.sparse) != before:
-      slow, was_slow = self.slow(member), before[1] > 1 or before[2]
       self._out.report(
         facts.Link(
           learner=member.learner,
@@ -166,7 +166,7 @@ class Links:
           slot_ns=self.slot_ns.value,
         )
       )
-      if slow and not was_slow:
+      if before[1:] == (1, False) and (up.periods > 1 or down.sparse):
         self._say(member)
 
   def _judge_up(self, member: members_lib.Member) -> None:
@@ -179,12 +179,23 @@ class Links:
       up.narrow = full > (FREE if up.narrow else TOO_FULL)
     if not self._adapts:
       return
-    share = self._up_share(member)
+    share, median = self._up_share(member), self._median(self._up_share)
     if share <= LATE if up.periods == 1 else share <= IN_TIME:
       up.periods = 1
-    elif self._others_fit(self._up_share) or up.periods > 1:
+    elif median <= PERMILLE or up.periods > 1:
       least, most = (_periods(share, margin) for margin in (MARGIN, WIDE_MARGIN))
       up.periods = max(least, min(up.periods, most))
+    elif median > LATE:
+      period = self._config.period
+      self._notices.say(
+        self.now_ns,
+        'thin links',
+        'the links of most learners are too thin: a payload takes '
+        f'{median / PERMILLE:.1f} times as long as there is until the next one is due. So few '
+        'learners are merged in each sync, and the model becomes worse than with a longer period. '
+        f'What was merged is safe. Start a run with sync.period={period * _fits(median, MARGIN)} '
+        f'(it is {period}), or with faster links.',
+      )
 
   def _judge_down(self, member: members_lib.Member) -> None:
     down, share = member.down, self._down_share(member)
@@ -193,7 +204,9 @@ class Links:
       down.sparse = share > DENSE
     elif self._up_share(member) <= TOO_FULL:  # else its reports wait behind its payloads
       long_ns = self.slot_ns.value * self._config.fragments + self._config.lease_ns // 10
-      down.sparse = share > SPARSE and waits_ns > long_ns and self._others_fit(self._down_share)
+      down.sparse = (
+        share > SPARSE and waits_ns > long_ns and self._median(self._down_share) <= PERMILLE
+      )
 
   def _up_share(self, member: members_lib.Member) -> int:
     total = self._narrow_total if member.up.narrow else self._total
@@ -202,11 +215,10 @@ class Links:
   def _down_share(self, member: members_lib.Member) -> int:
     return self._delta_ns(member.down) * PERMILLE // self.slot_ns.value
 
-  def _others_fit(self, share: Callable[[members_lib.Member], int]) -> bool:
-    """Whether the links of most learners carry everything. Where they do not, the settings are
+  def _median(self, share: Callable[[members_lib.Member], int]) -> int:
+    """The lower median of all links. Where most of them do not carry everything, the settings are
     wrong, and asking less of them all would leave nothing to merge."""
-    shares = sorted(share(member) for member in self._members.by_session.values())
-    return shares[(len(shares) - 1) // 2] <= PERMILLE
+    return pace_lib.lower_median([share(one) for one in self._members.by_session.values()])
 
   def _say(self, member: members_lib.Member) -> None:
     slot_s, second_ns = self.slot_ns.value / config_lib.SECOND_NS, config_lib.SECOND_NS
@@ -215,8 +227,7 @@ class Links:
       then = 'nothing of it is merged'
     else:
       what = f'a payload takes {self._payload_ns(member.up, self._total) / second_ns:.3g} s from it'
-      then = f'it is asked in one of {member.up.periods} periods'
-      then += '' if self._config.carries else ', and its steps between are not merged'
+      then = f'it is asked in one of {member.up.periods} periods, and its steps count less'
     self._notices.say(
       self.now_ns,
       f'slow link {member.learner}',
@@ -237,28 +248,16 @@ class Links:
     deltas = self._delta_bytes.values()
     return time_ns * sum(deltas) // (size * max(1, len(deltas)))
 
-  def slow(self, member: members_lib.Member) -> bool:
-    """Whether the learner's work is not used in full."""
-    return member.up.periods > 1 or member.down.sparse
-
   def narrow(self, member: members_lib.Member) -> bool:
     """Whether the learner is to encode with the narrow codec."""
     return member.up.narrow
-
-  def r(self, member: members_lib.Member) -> int:
-    """In one of how many periods the learner is pulled for a fragment, 1 to 16."""
-    return member.up.periods
-
-  def sparse(self, member: members_lib.Member) -> bool:
-    """Whether the learner is sent whole fragments only, one after the other."""
-    return member.down.sparse
 
   def pulls(self, member: members_lib.Member, sync: int) -> bool:
     """Whether the learner is pulled for a sync that has its quorum without it."""
     link, number, fragments = member.up, self._number(sync), self._config.fragments
     if link.periods == 1 or member.down.sparse:
       return not member.down.sparse
-    if self._config.carries and self._config.closing(sync):
+    if self._config.closing(sync):
       return True
     lost = number - 2 * max(fragments, 2 * link.periods)  # to older pulls no answer will come
     waiting = sum(one > lost for one in link.asked)
@@ -266,14 +265,6 @@ class Links:
       return True
     few = waiting < 2 + self._config.lead // link.periods
     return few and in_turn(number, fragments, link.periods)
-
-  def drops(self, member: members_lib.Member, fragment: int) -> bool:
-    """Whether the learner drops its steps with a version for which it was not pulled, so that each
-    of its payloads has the steps of one period."""
-    if member.down.sparse:
-      return True
-    waits = any(number % self._config.fragments == fragment for number in member.up.asked)
-    return member.up.periods > 1 and not self._config.carries and not waits
 
   def asked(self, member: members_lib.Member, sync: int) -> None:
     """The learner is pulled."""
@@ -305,4 +296,8 @@ def in_turn(number: int, fragments: int, r: int) -> bool:
 
 def _periods(share: int, margin: int) -> int:
   """The period factor for payloads that take this share of a slot, in 1/1000."""
-  return max(2, min(MOST_PERIODS, -(-share * margin // (PERMILLE * PERMILLE))))
+  return max(2, min(MOST_PERIODS, _fits(share, margin)))
+
+
+def _fits(share: int, margin: int) -> int:
+  return -(-share * margin // (PERMILLE * PERMILLE))

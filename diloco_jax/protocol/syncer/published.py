@@ -94,15 +94,14 @@ class Published:
     return self._announce(done.fragment, base, done.payload)
 
   def send_delta(
-    self, member: members_lib.Member, publish: messages.Publish, payload_id: int, pulled: bool
+    self, member: members_lib.Member, publish: messages.Publish, payload_id: int
   ) -> None:
-    """Sends a new version to a learner that holds the one before and has room for it; `pulled`: the
-    learner was asked for its share of it."""
+    """Sends a new version to a learner that holds the one before and has room for it."""
     p = publish.fragment
     if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
     if self._has_room(member, p):
-      self._send(member, publish, payload_id, pulled)
+      self._send(member, publish, payload_id)
     else:
       member.held_versions[p] = None
       member.lagging.add(p)
@@ -114,24 +113,22 @@ class Published:
     in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
     few = counts[fragment] < MAX_VERSIONS_IN_FLIGHT
     fits = in_flight_bytes + sizes[fragment] <= most_delta_bytes(sizes)
-    return few and fits and not self._links.sparse(member)
+    return few and fits and not member.down.sparse
 
   def _send(
     self,
     member: members_lib.Member,
     publish: messages.Publish,
     payload_id: int,
-    pulled: bool,
     merging_from: int | None = None,
   ) -> None:
     p = publish.fragment
-    left_out = not pulled and self._links.drops(member, p)
-    if left_out:
+    if member.down.sparse:
       member.left_out[p] = publish.version
     publish = dataclasses.replace(
       publish,
       settled_to=self._ledger.of(member).cursors[p] if merging_from is None else merging_from,
-      keep=p not in member.spoiled and not left_out,
+      keep=p not in member.spoiled and not member.down.sparse,
     )
     self._out.send(member.session, publish, payload_id)
     self._links.sent(member, publish)
@@ -163,7 +160,7 @@ class Published:
         member.adopted_versions.get(p, 0) - self.fragments[p].version,
       )
     )
-    room = 1 if self._links.sparse(member) else MAX_WHOLES
+    room = 1 if member.down.sparse else MAX_WHOLES
     for p in useful:
       if p in member.wholes or len(member.wholes) < room:
         self._read(member, p)
@@ -204,7 +201,7 @@ class Published:
       wanted = member.held_versions and member.held_versions[read.fragment] is None
       if wanted and read.fragment not in member.lagging:
         start = merging_from.get((member.learner, member.incarnation))
-        self._send(member, publish, read.payload_id, False, start)
+        self._send(member, publish, read.payload_id, start)
     self._out.drop(read.payload_id)
 
   def _announce(

@@ -160,7 +160,6 @@ def _with_slow_link(seed: int, setting: Setting) -> Setting:
     wait_for=config_lib.WAIT_FOR.index('quorum'),
     adopt=config_lib.ADOPT.index('rebase'),
     total_steps=draw.randint(60, 150),
-    slow_links=draw.randrange(2),
   )
   step_ns = draw.choice((10 * MS, 50 * MS, 160 * MS))
   slot_ns = period * step_ns // config.fragments

@@ -60,7 +60,7 @@ class Syncer:
 
   @property
   def r(self) -> int:
-    return self.links.r(self.one)
+    return self.one.up.periods
 
 
 def test_a_link_that_carries_less_is_asked_less_at_once_and_again_when_it_recovers():
@@ -109,13 +109,15 @@ def test_where_learners_wait_or_drop_their_steps_every_sync_pulls(settings):
   assert syncer.r == 1
 
 
-def test_where_most_links_are_slow_nothing_is_asked_less():
+def test_where_most_links_are_slow_nothing_is_asked_less_and_a_line_names_the_period_that_fits():
   syncer = Syncer()
   first = syncer.links._members.by_id['l0']
   first.up.samples = [9 * SLOT_NS] * 3  # ns per KiB
   for _ in range(4):
     syncer.payload(4.0)
   assert syncer.r == 1
+  (said,) = syncer.said
+  assert f'sync.period={5 * P} (it is {P})' in said, said
 
 
 @pytest.mark.parametrize('fragments', [1, 2, 4, 12, 30])
@@ -170,14 +172,13 @@ def test_a_slow_down_link_is_sparse_until_it_recovers():
     syncer.links.sent(syncer.one, dataclasses.replace(publish, version=version))
     if version % 2 == 0:  # a version takes two slots
       syncer.links.adopted(syncer.one, 0, version // 2)
-  assert syncer.links.sparse(syncer.one)
-  assert syncer.links.drops(syncer.one, 0) and not syncer.links.pulls(syncer.one, syncer.sync)
+  assert syncer.one.down.sparse and not syncer.links.pulls(syncer.one, syncer.sync)
   syncer.links.adopted(syncer.one, 0, 59)
   for version in range(60, 70):
     syncer.opens()
     syncer.links.sent(syncer.one, dataclasses.replace(publish, version=version))
     syncer.links.now_ns += SLOT_NS // 10
     syncer.links.adopted(syncer.one, 0, version)
-  assert not syncer.links.sparse(syncer.one)
+  assert not syncer.one.down.sparse
   told = [a.fact for a in syncer.out.take() if isinstance(getattr(a, 'fact', None), facts.Link)]
   assert [fact.sparse for fact in told] == [True, False]

@@ -17,9 +17,9 @@ class PulledInTurn(invariant.Invariant):
   id = 'L12'
   sentence = (
     'A learner with period factor r is pulled for a fragment in its turn, in one of r periods, or '
-    'once all its payloads have arrived and a period has passed, and a sparse one never; otherwise '
-    'only where a sync has no quorum without it. With sync.slow_links=carry it is pulled for '
-    'closing syncs, too.'
+    'once all its payloads have arrived and a period has passed, and for closing syncs, and a '
+    'sparse one never; otherwise only where a sync has no quorum without it. A merge marks the '
+    'payloads of learners with r > 1.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -32,6 +32,13 @@ class PulledInTurn(invariant.Invariant):
     asked = sync in book.gathers and send.session in book.gathers[sync].asked
     if not (asked or book.turns_of(peer).includes(self.config, sync)):
       self._others.add(sync)
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
+    for one in merge.participants:
+      peer, _ = book.gathers[merge.sync].payloads[one.payload_id]
+      if one.slow != (book.turns_of(peer).r > 1):
+        self.fail(one, book.turns_of(peer))
 
   @invariant.after(SYNCER, EVERY)
   def turn(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:

@@ -207,8 +207,7 @@ class Rebased(invariant.Invariant):
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.contained(peer, said.fragment):
       self.fail(send, book.account(peer))
-    left_out = book.leaves_out(peer, said, event)
-    must = said.fragment in holder.refused or left_out
+    must = said.fragment in holder.refused or book.turns_of(peer).sparse
     may = said.fragment in holder.spoiled
     if said.keep and must or not (said.keep or must or may):
       self.fail(send, holder)

@@ -50,7 +50,7 @@ class Turns:
     """Whether the learner is pulled for a sync that would have its quorum without it."""
     if self.sparse or self.r == 1:
       return not self.sparse
-    if config.carries and config.closing(sync):
+    if config.closing(sync):
       return True
     at, awaited = place(config, sync), self.awaited(config, sync)
     if not awaited and at >= self.newest + config.fragments:
@@ -59,11 +59,6 @@ class Turns:
     return place_in_cycle in _cycle(config.fragments, self.r) and (
       len(awaited) - 2 < config.lead // self.r
     )
-
-  def drops(self, config: config_lib.ProtocolConfig, fragment: int) -> bool:
-    """Whether it drops its steps with a version for which it was not pulled."""
-    awaited = {one for one in self.unanswered if one % config.fragments == fragment}
-    return self.sparse or self.r > 1 and not config.carries and not awaited
 
 
 def place(config: config_lib.ProtocolConfig, sync: int) -> int:

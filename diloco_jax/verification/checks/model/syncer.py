@@ -75,14 +75,6 @@ class SyncerBook:
   def turns_of(self, peer: Peer) -> pull_turns.Turns:
     return self.turns.setdefault(peer.join.nonce, pull_turns.Turns())
 
-  def leaves_out(self, peer: Peer, publish: messages.Publish, event: Any) -> bool:
-    """Whether the steps of a receiver are not to be carried onto a version, for its slow link."""
-    if publish.base_version is not None:
-      shares = {(one.join.learner, one.incarnation) for one, _ in self.ended.merged}
-      if peer.session in self.ended.asked or (peer.join.learner, peer.incarnation) in shares:
-        return False
-    return self.turns_of(peer).drops(self.config, publish.fragment)
-
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
 
@@ -386,7 +378,7 @@ class SyncerBook:
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
-    if self.leaves_out(peer, message, event):
+    if self.turns_of(peer).sparse:
       peer.left_out[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
