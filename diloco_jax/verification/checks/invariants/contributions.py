@@ -78,7 +78,9 @@ class CodecAsAsked(invariant.Invariant):
   @invariant.on(SYNCER, messages.Pull)
   def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     pull, start = send.message, book.life.start
-    asked = self._asked.setdefault((book.life.number, send.session, pull.sync), pull.narrow)
+    number, oldest = book.life.number, pull.sync - 2 * self.config.period
+    self._asked = {key: v for key, v in self._asked.items() if key[0] == number and key[2] > oldest}
+    asked = self._asked.setdefault((number, send.session, pull.sync), pull.narrow)
     smaller = start.narrow_bytes and start.narrow_bytes < start.payload_bytes
     if asked != pull.narrow or (pull.narrow and not smaller):
       self.fail(send, asked, start)

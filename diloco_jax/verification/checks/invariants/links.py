@@ -69,8 +69,8 @@ class Recovers(invariant.Invariant):
   def _begin(self, book: SyncerBook) -> None:
     """Another process of the syncer measures anew."""
     self._syncer, self._opened_ns, self._slot_ns = book, None, grace.Average()
-    self._took: dict[int, collections.deque[int]] = {}
-    self._last_ns: dict[int, int] = {}
+    # By learner: of which process, its newest measures, and the time of its last payload.
+    self._took: dict[str, tuple[int, collections.deque[int], int]] = {}
 
   @invariant.on(LEARNER, actions.Encode)
   def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
@@ -96,10 +96,12 @@ class Recovers(invariant.Invariant):
       return
     nonce = peer.join.nonce
     captured_ns = self._captured.pop((nonce, message.sync, message.fragment), None)
-    last_ns, self._last_ns[nonce] = self._last_ns.get(nonce, 0), now_ns
+    process, took, last_ns = self._took.get(peer.join.learner, (nonce, None, 0))
+    if took is None or process != nonce:
+      took, last_ns = collections.deque(maxlen=3), 0
+    self._took[peer.join.learner] = nonce, took, now_ns
     if captured_ns is None or self.config.closing(message.sync):
       return
-    took = self._took.setdefault(nonce, collections.deque(maxlen=3))
     took.append(now_ns - max(captured_ns, last_ns))
     fits = len(took) == 3 and 10 * max(took) <= 8 * self._slot_ns.value
     if fits and book.turns_of(peer).r > 1:

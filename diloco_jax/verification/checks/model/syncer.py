@@ -33,7 +33,7 @@ class SyncerBook:
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
-    self.turns: dict[int, pull_turns.Turns] = {}  # by nonce
+    self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
     self.usual_report_ns = 0
     self.began_ns: int | None = None  # its first turn
     self.least_report_ns = 0  # the least of usual_report_ns
@@ -73,7 +73,10 @@ class SyncerBook:
     return self.run.learners.get(peer.join.nonce)
 
   def turns_of(self, peer: Peer) -> pull_turns.Turns:
-    return self.turns.setdefault(peer.join.nonce, pull_turns.Turns())
+    learner, nonce = peer.join.learner, peer.join.nonce
+    if self.turns.get(learner, (None,))[0] != nonce:
+      self.turns[learner] = nonce, pull_turns.Turns()
+    return self.turns[learner][1]
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
