@@ -87,8 +87,8 @@ def main() -> None:
   cells = json.loads(pathlib.Path(sys.argv[1]).read_text())['cells']
   print(f'{"":34}{"computes":>15}{"merged":>15}{"on time":>15}{"MB up":>14}{"MB down":>14}')
   for cell in cells:
-    if 'merged' not in cell:
-      continue  # no run of this project's machines
+    if 'sync' not in cell:
+      continue  # no run of this project's machines, or one of the small model
     runs = [predict(cell, seed) for seed in range(SEEDS)]
     row = f'{cell["method"]}, {cell["mbit"]:g}'.ljust(34)
     for field in dataclasses.fields(Shares):
