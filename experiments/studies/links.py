@@ -33,6 +33,8 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
     for steps in () if quick else UP[2:]:  # no codec fits
       name = f'up {steps:g} steps, slow_age_decay=1'
       found.append(_arm(quick, seed, name, up=steps, slow_age_decay=1.0))
+    if not quick:
+      found.append(_arm(quick, seed, 'down 2 steps', down=2.0))
     for steps in () if quick else UP[1:3]:
       found.append(_arm(quick, seed, f'up and down {steps:g} steps', up=steps, down=steps))
     for share in OFFLINE[:1] if quick else OFFLINE:

@@ -58,7 +58,7 @@ class Recovers(invariant.Invariant):
   id = 'L13'
   sentence = (
     'A learner is pulled in every period once three payloads in a row took at most 0.8 of the '
-    'time between two syncs.'
+    'time between two syncs, of those that came in the order of their syncs.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -71,6 +71,7 @@ class Recovers(invariant.Invariant):
     self._syncer, self._opened_ns, self._slot_ns = book, None, grace.Average()
     # By learner: of which process, its newest measures, and the time of its last payload.
     self._took: dict[str, tuple[int, collections.deque[int], int]] = {}
+    self._answered: dict[str, tuple[int, int]] = {}  # on which session, the newest sync
 
   @invariant.on(LEARNER, actions.Encode)
   def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
@@ -87,6 +88,19 @@ class Recovers(invariant.Invariant):
       self._slot_ns.add(min(passed_ns, 4 * usual_ns) if usual_ns else passed_ns)
     self._opened_ns = now_ns
 
+  def _newest(self, book: SyncerBook, sync: int) -> bool:
+    """Whether no answer for this sync or a later one came before on this session."""
+    learner, session = book.peer.join.learner, book.peer.session
+    known = self._answered.get(learner, (session, 0))
+    before = known[1] if known[0] == session else 0
+    self._answered[learner] = session, max(before, sync)
+    return sync > before
+
+  @invariant.after(SYNCER, messages.Decline)
+  def declined(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
+    if book is self._syncer and book.peer.joined and book.peer.member:
+      self._newest(book, event.message.sync)
+
   @invariant.after(SYNCER, messages.Contribution)
   def arrived(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if book is not self._syncer:
@@ -100,7 +114,8 @@ class Recovers(invariant.Invariant):
     if took is None or process != nonce:
       took, last_ns = collections.deque(maxlen=3), 0
     self._took[peer.join.learner] = nonce, took, now_ns
-    if captured_ns is None or self.config.closing(message.sync):
+    newest = self._newest(book, message.sync)
+    if captured_ns is None or not newest or self.config.closing(message.sync):
       return
     took.append(now_ns - max(captured_ns, last_ns))
     fits = len(took) == 3 and 10 * max(took) <= 8 * self._slot_ns.value
