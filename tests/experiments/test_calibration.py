@@ -49,9 +49,10 @@ def test_a_run_tells_how_long_everything_took(source):
     times = source.times
     firsts = len(times['first step', name])
     assert firsts == (2 if name == 'l1' else 1) == len(source.starts[name])
-    # A killed process has dispatched a step that it could not record (docs/protocol.md: StepDone).
+    # Of each process one step may have no record: a killed one could not write it, and one whose
+    # clock an adoption moved to the end writes it after the last step (docs/protocol.md: StepDone).
     lost = len(times['step', name]) + firsts - steps[name].times.count
-    assert 0 <= lost < firsts
+    assert 0 <= lost <= firsts
     for kind in ('encode', 'adopt', 'payload up', 'payload down', 'control up', 'control down'):
       assert len(times[kind, name]), (kind, name)
   assert len(source.times['merge', '']) >= 20
