@@ -65,14 +65,17 @@ class Links:
       config: the protocol's settings.
       members: whose links they are.
       payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient with the regular
-        and with the narrow codec.
+        and with the narrow codec. Without the latter nothing less is asked of any link.
     """
     self._config, self._members, self._notices, self._out = config, members, notices, out
     self._largest = max(payload_bytes)
-    self._total, self._narrow_total = sum(payload_bytes), sum(narrow_bytes)
+    self._total = sum(payload_bytes)
+    self._narrow_total = sum(narrow_bytes) or self._total
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.
-    self._adapts = config.rebases and config.lag is None and not config.waits_for_live
+    self._adapts = (
+      bool(narrow_bytes) and config.rebases and config.lag is None and not config.waits_for_live
+    )
     self.now_ns = 0  # of the present turn
     self._opened_ns: int | None = None
     self._delta_bytes: dict[int, int] = {}  # of the newest version of each fragment

@@ -82,7 +82,8 @@ class SyncerMachine:
       run: the name of the run, for its whole life.
       digests: of each fragment's published value, version 0.
       payload_bytes: size of each fragment's encoded pseudo-gradient.
-      narrow_bytes: the same of the smaller codec; empty: there is none.
+      narrow_bytes: the same of the smaller codec, or of the same one if there is none; empty: links
+        are not measured.
     """
     self._config = config
     self._run = run
@@ -96,7 +97,7 @@ class SyncerMachine:
       config,
       self._members,
       payload_bytes,
-      narrow_bytes or payload_bytes,
+      narrow_bytes,
       self._screening.notices,
       self._out,
     )
