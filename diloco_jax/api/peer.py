@@ -297,8 +297,8 @@ def join(
       else of any other there: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
-      'statistic' for a BatchStat of flax.nnx. What is 'local' or 'frozen' is never sent and never
-      replaced, and no checkpoint has it.
+      'statistic' for a BatchStat of flax.nnx. Arrays labelled 'local' or 'frozen' are never sent or
+      replaced, and no checkpoint has them.
     shards: how many shards `Peer.steps` deals out; as for the syncer. None (`data.local`): each
       learner has data of its own, `peer.shard` is (its number, index), and nobody waits for data.
     workdir: a folder for the tape, the records and the checkpoints of this learner, or of all

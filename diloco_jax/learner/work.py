@@ -80,7 +80,7 @@ class LearnerWork:
         self._step(clock)
         after = clock + 1
       self._finish()
-      if after >= steps:  # what others have trained is in it, too
+      if after >= steps:  # the merged steps of other learners are in it, too
         self._evaluate(steps)
 
   @contextlib.contextmanager

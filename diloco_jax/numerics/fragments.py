@@ -47,8 +47,8 @@ BLOCK = 32  # values that share a scale in the integer codecs; the length of pie
 KINDS = ('balanced', 'layer', 'strided')
 EXPERT = 'expert'  # the label of stacks of experts
 LAYER = 'layer'  # the label of stacks of layers
-LOCAL = 'local'  # the label of what each learner trains for itself and never sends
-FROZEN = 'frozen'  # of what nobody trains and nobody sends
+LOCAL = 'local'  # the label of parameters that each learner trains for itself and never sends
+FROZEN = 'frozen'  # of parameters that no learner trains or sends
 NEVER_SENT = (LOCAL, FROZEN)
 STATISTIC = 'statistic'  # the label of what is counted and not trained, as BatchNorm's variance
 

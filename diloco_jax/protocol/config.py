@@ -252,7 +252,7 @@ class ProtocolConfig:
   local: int = setting(
     0,
     'each learner has data of its own: its batches have a number that no other learner ever gets, '
-    'instead of a shard, and no learner waits for one. What two learners read is not compared',
+    'instead of a shard, and no learner waits for one. The syncer does not compare their data',
     high=1,
     name='data.local',
   )

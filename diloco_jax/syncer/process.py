@@ -20,8 +20,8 @@ from diloco_jax.config import build, uplink
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol.syncer import links, recovery
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
@@ -36,7 +36,6 @@ from diloco_jax.transport import payloads as payloads_lib
 
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
 _SAY_S = 60.0
-_LEAST_BYTES = 1 << 15  # of a payload, on average, for links to be measured
 
 
 class SyncerRecords:
@@ -283,8 +282,7 @@ def recover(
     agreement=assembled.agreement,
     run=name,
     payload_bytes=sizes,
-    # The time of a smaller one is that of encoding and of busy cores, not of its link.
-    narrow_bytes=assembled.narrow_bytes if sum(sizes) >= _LEAST_BYTES * len(sizes) else (),
+    narrow_bytes=assembled.narrow_bytes if links.are_measured(sizes) else (),
   )
   load = functools.partial(_load, start)
   if restored is None:

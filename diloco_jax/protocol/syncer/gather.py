@@ -35,9 +35,7 @@ class Gather:
   fragment: int
   opened_ns: int = 0
   state: str = 'due'
-  asked: dict[str, bool] = dataclasses.field(
-    default_factory=dict
-  )  # by learner: Pull.narrow, of each pull
+  asked: dict[str, bool] = dataclasses.field(default_factory=dict)  # learner: Pull.narrow
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
   grace_ns: int = 0  # from the opening

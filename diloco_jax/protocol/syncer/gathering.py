@@ -128,7 +128,7 @@ class Gathering:
   def _window_ns(self, sync: int) -> int:
     if self._config.closing(sync) or self._config.waits_for_live:
       return self._config.lease_ns
-    return self.grace.window_ns(self._config, self._members.step_ns)
+    return self.grace.window_ns(self._config, pace_lib.step_ns(self._members))
 
   def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,

@@ -36,6 +36,7 @@ from diloco_jax.protocol.syncer import pace as pace_lib
 PERMILLE = config_lib.PERMILLE
 KIB = 1_024
 MOST_PERIODS = 16
+LEAST_BYTES = 1 << 15  # the time of smaller payloads is that of encoding and of busy cores
 SAMPLES = 3
 DOWN_SAMPLES = 8
 SLOTS = 8  # between the first syncs of a run, before anything is asked of its links
@@ -45,6 +46,11 @@ SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no delt
 # Up to this share of a slot each payload comes, if late; from the other on r is 1 again.
 LATE, IN_TIME = 1_400, 1_150
 MARGIN, WIDE_MARGIN = 1_250, 1_500  # of the time of a payload, in 1/1000: for r to grow, to shrink
+
+
+def are_measured(payload_bytes: Sequence[int]) -> bool:
+  """Whether the time of a payload of mean size is that of its link."""
+  return sum(payload_bytes) >= LEAST_BYTES * len(payload_bytes)
 
 
 class Links:
@@ -92,7 +98,7 @@ class Links:
       time_ns, usual_ns = self.now_ns - self._opened_ns, self.slot_ns.value
       self.slot_ns.add(min(time_ns, 4 * usual_ns) if usual_ns else time_ns)
     self._opened_ns = self.now_ns
-    ahead_ns = self._config.steps_ahead * self._members.step_ns
+    ahead_ns = self._config.steps_ahead * pace_lib.step_ns(self._members)
     self._budget_ns = gather.grace_ns and gather.grace_ns + ahead_ns
 
   def reported(self, member: members_lib.Member, tokens: int) -> None:

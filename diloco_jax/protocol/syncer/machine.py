@@ -28,14 +28,13 @@ no part calls it::
     join.py           how a process joins, and how a member is lost or leaves
     pace.py           which sync opens next, and when
     plausible.py      whether a learner of this run could send a message at all
-    links.py          how fast each learner's payloads travel, and what is asked of it therefore
+    links.py          how fast payloads travel, and what the syncer asks of slow links
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
     checkpoints.py    when to save
     screening.py      which payloads are refused before a merge;  quarantine
     members.py        learner ids and leases;  ledger.py: tokens
-    links.py          which learner's up-link needs smaller payloads
     shards.py         which learner reads which shard, and how far each is committed
 """
 

@@ -148,12 +148,6 @@ class Members:
     """Live members in the order of their ids."""
     return sorted(self.by_session.values(), key=lambda member: member.learner)
 
-  @property
-  def step_ns(self) -> int:
-    """The usual time of an inner step: the lower median over the live learners; 0: unknown."""
-    times = sorted(filter(None, (one.inner_step_ns for one in self.by_session.values())))
-    return times[(len(times) - 1) // 2] if times else 0
-
   def offer(self, join: messages.Join) -> int:
     """The incarnation that a process would get. One that this syncer does not know never gets the
     incarnation that it claims: a process that keeps its incarnation brings steps and tokens, and

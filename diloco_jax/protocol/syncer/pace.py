@@ -44,6 +44,12 @@ def lower_median(values: list[int]) -> int:
   return sorted(values)[(len(values) - 1) // 2] if values else 0
 
 
+def step_ns(members: members_lib.Members) -> int:
+  """The usual time of an inner step, over the live members; 0: unknown."""
+  times = (member.inner_step_ns for member in members.by_session.values())
+  return lower_median([time_ns for time_ns in times if time_ns])
+
+
 def kth_step(steps: list[int], quorum: int) -> int:
   """The step that K of these learners have reached (0 with fewer than K learners)."""
   return sorted(steps, reverse=True)[quorum - 1] if len(steps) >= quorum else 0

@@ -14,7 +14,6 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import links
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal
-from diloco_jax.syncer import process
 from diloco_jax.verification.replay import arrays as rebuild
 from diloco_jax.verification.replay import tape_files
 
@@ -47,7 +46,7 @@ def _whole(tmp_path_factory, config):
   """Every other payload or so is narrow."""
   folder, narrow = tmp_path_factory.mktemp('run'), itertools.cycle([False, False, True])
   with (
-    mock.patch.object(process, '_LEAST_BYTES', 0),
+    mock.patch.object(links, 'LEAST_BYTES', 0),
     mock.patch.object(links.Links, 'narrow', lambda self, member: next(narrow)),
   ):
     _run(config, folder)
