@@ -215,6 +215,7 @@ class RunFacts:
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
     self._clocks, self._steps_per_sync = array.array('q'), steps_per_sync  # of each merge
+    self._passed = 0  # the newest sync, merged or cancelled
     self.participants, self.live, self.waited_ns, self.staleness = (
       array.array('q') for _ in range(4)
     )
@@ -244,7 +245,7 @@ class RunFacts:
   def progress(self) -> float:
     """Share of the run that is done: 0 to 1. Of learners that are ahead of the global model, the
     steps to the next outer step count."""
-    merged = self._clocks[-1] / self.total_steps if self._clocks else self.foremost
+    merged = self._passed / self.total_steps if self._passed else self.foremost
     ahead = min(self.foremost - merged, self._steps_per_sync / self.total_steps)
     return min(1.0, merged + max(0.0, ahead))
 
@@ -349,6 +350,8 @@ class RunFacts:
         self.ledger = fact
       case protocol_facts.Synced():
         self._synced(at_s, fact)
+      case protocol_facts.Cancelled(sync=sync):
+        self._passed = sync
       case protocol_facts.Member():
         self._member(at_s, fact)
       case protocol_facts.Progress(learner=name) if name in self.learners:
@@ -507,6 +510,7 @@ class RunFacts:
     self.synced = fact
     self.merges_s.append(at_s)
     self._clocks.append(fact.sync)
+    self._passed = fact.sync
     self.participants.append(len(fact.participants))
     self.waited_ns.append(fact.waited_ns)
     self.staleness.append(fact.staleness)

@@ -912,10 +912,10 @@ def slow_reports_are_long_steps(original):
   return property(lambda self: self.report_ns.value if self.step_ns.samples else 0)
 
 
-@mutant('The shortest step decides how long the others may take.', members.Members, 'step_ns', 'I5')
+@mutant('The shortest step decides how long the others may take.', pace, 'step_ns', 'I5')
 def fastest_is_usual(original):
-  times = lambda self: filter(None, (one.inner_step_ns for one in self.by_session.values()))
-  return property(lambda self: min(times(self), default=0))
+  times = lambda of: filter(None, (one.inner_step_ns for one in of.by_session.values()))
+  return lambda of: min(times(of), default=0)
 
 
 @mutant('The grace window never closes.', gather_lib.Gather, 'close_ns', 'L2a')
