@@ -75,6 +75,7 @@ class SingleController:
         'jax is first used (in a notebook: restart the kernel), or lower sync.learners'
       )
     self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
+    self._syncer_devices = devices[needed:] or devices[:1]
     self._event_queues = {name: loop.EventQueue() for name in ('syncer', *names)}
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._threads: list[threads.Thread] = []
@@ -85,7 +86,7 @@ class SingleController:
     def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
       return syncer_process.run(
         self._assembled,
-        global_model_lib.Theta(self._assembled),
+        global_model_lib.Theta(self._assembled, self._syncer_devices),
         self._workdir,
         self._event_queues['syncer'],
         self._hub.syncer_transport,
