@@ -4,6 +4,7 @@
     diloco train --config=stdlib_lm:tiny --chaos=off
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
+    diloco train --controller=single --pathways   # the same on the slices of Pathways
     diloco train --status                         # and a page in the browser, as diloco status
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds what `diloco
@@ -19,7 +20,7 @@ import threading
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, local_run, run_folder, supervisor
+from diloco_jax.launch import cli, local_run, pathways, run_folder, supervisor
 from diloco_jax.report import serve
 from diloco_jax.storage import files
 
@@ -34,6 +35,9 @@ _CONTROLLER = flags.DEFINE_enum(
   'processes',
   ['processes', 'single'],
   'processes: one process per node; single: one process for all nodes',
+)
+_PATHWAYS = flags.DEFINE_bool(
+  'pathways', False, 'With --controller=single: the islands are slices behind a Pathways proxy.'
 )
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
@@ -54,6 +58,8 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
+    if _PATHWAYS.value:
+      pathways.require(single)
     workdir = run_folder.open_workdir(
       config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
     )
@@ -69,13 +75,17 @@ def main(argv: list[str]) -> int:
   else:
     described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
     carry_out = functools.partial(local_run.run_processes, config, workdir, described)
-  return local_run.run(config, workdir, carry_out, ['train', *filter(None, [unusual])])
+  again = ['train', *filter(None, [unusual]), *['--pathways'] * _PATHWAYS.value]
+  return local_run.run(config, workdir, carry_out, again)
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
   """Runs all nodes in this process."""
   devices = config.mesh.num_devices * config.sync.learners
-  os.environ.update({'JAX_PLATFORMS': 'cpu', **local_run.environment(devices)})
+  if _PATHWAYS.value:
+    pathways.start(devices)
+  else:
+    os.environ.update({'JAX_PLATFORMS': 'cpu', **local_run.environment(devices)})
   with cli.importing_jax():
     from diloco_jax.api import single_controller
     from diloco_jax.launch import nodes

@@ -1,0 +1,103 @@
+"""How a single controller starts on Pathways: `diloco train --controller=single --pathways`.
+
+There jax is a client of a proxy, in front of all slices. All their devices count as local to this
+process, process 0; `slice_index` tells the slices apart. jax's own CPU devices stay those of the
+controller. docs/tpu.md lists what was tried. Source: pathwaysutils 0.1.13, and "Port JAX workloads
+to Pathways" of Google Cloud.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from diloco_jax.launch import cli, local_run
+
+if TYPE_CHECKING:
+  import jax
+
+_TARGET = 'JAX_BACKEND_TARGET'
+_PERSISTENCE = 'ENABLE_PATHWAYS_PERSISTENCE'
+
+
+def require(single: bool, base: Mapping[str, str] = os.environ) -> None:
+  """Refuses what cannot work, before jax is imported and a folder is made.
+
+  Args:
+    single: one process drives all nodes.
+    base: the environment of this process.
+
+  Raises:
+    ValueError: with the remedy.
+  """
+  if not single:
+    raise ValueError('--pathways needs --controller=single: one process drives all slices')
+  if importlib.util.find_spec('pathwaysutils') is None:
+    raise ValueError("--pathways needs pathwaysutils: pip install 'diloco-jax[pathways]'")
+  if _platforms(base)[0] != 'proxy':
+    # pathwaysutils would do nothing then, and the run would train on the controller.
+    raise ValueError(
+      f'JAX_PLATFORMS={base["JAX_PLATFORMS"]} hides the slices from --pathways: unset it, or set '
+      'JAX_PLATFORMS=proxy,cpu'
+    )
+  if not base.get(_TARGET):
+    raise ValueError(
+      f'--pathways needs {_TARGET}, the address of the proxy: {_TARGET}=grpc://127.0.0.1:29000 if '
+      'it is in the same pod'
+    )
+  if base.get(_PERSISTENCE, '0') != '0':
+    raise ValueError(
+      f'{_PERSISTENCE}={base[_PERSISTENCE]} makes the workers write checkpoints, and those of the '
+      "syncer lie on the controller's CPU, which no worker reaches: unset it"
+    )
+
+
+def _platforms(base: Mapping[str, str]) -> list[str]:
+  return (base.get('JAX_PLATFORMS') or 'proxy').split(',')
+
+
+def start(devices: int) -> None:
+  """Connects jax, which must not have been used, to the proxy.
+
+  Args:
+    devices: as many as all islands need.
+
+  Raises:
+    NeverRetry: the slices have fewer devices.
+    NotInTime: the proxy does not answer.
+  """
+  os.environ.update(local_run.environment(devices=1))
+  with cli.importing_jax():
+    import jax
+    import pathwaysutils
+  # A config of the user's may have imported jax before, which read the environment then.
+  platforms = dict.fromkeys([*_platforms(os.environ), 'cpu'])  # also the controller's own
+  jax.config.update('jax_platforms', ','.join(platforms))
+  jax.config.update('jax_num_cpu_devices', 1)
+  jax.config.update('jax_enable_compilation_cache', False)  # Pathways keeps what it compiles
+  pathwaysutils.initialize()
+  try:
+    found = jax.devices()
+  except RuntimeError as error:
+    raise cli.NotInTime(
+      f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({cli.one_line(error)}): start '
+      'it, or correct the address; nothing was trained'
+    ) from error
+  if len(found) < devices:
+    slices = len({getattr(one, 'slice_index', 0) for one in found})
+    raise cli.NeverRetry(
+      f'all islands need {devices} devices, Pathways has {len(found)} in {slices} slices: add '
+      'slices, or lower sync.learners or config.mesh'
+    )
+
+
+def beside(devices: 'Sequence[jax.Device]') -> 'list[jax.Device]':
+  """The CPU devices of the hosts of these accelerators, each once, where the global model lies.
+  Hosts without the sidecar of Colocated Python may show none: then the controller's own."""
+  import jax
+  from jax.experimental import colocated_python
+
+  try:
+    return list(dict.fromkeys(colocated_python.colocated_cpu_devices(devices)))
+  except ValueError:
+    return jax.local_devices(backend='cpu')[:1]
