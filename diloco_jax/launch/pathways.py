@@ -8,13 +8,9 @@ to Pathways" of Google Cloud.
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from diloco_jax.launch import cli, local_run
-
-if TYPE_CHECKING:
-  import jax
 
 _TARGET = 'JAX_BACKEND_TARGET'
 _PERSISTENCE = 'ENABLE_PATHWAYS_PERSISTENCE'
@@ -89,15 +85,3 @@ def start(devices: int) -> None:
       f'all islands need {devices} devices, Pathways has {len(found)} in {slices} slices: add '
       'slices, or lower sync.learners or config.mesh'
     )
-
-
-def beside(devices: 'Sequence[jax.Device]') -> 'list[jax.Device]':
-  """The CPU devices of the hosts of these accelerators, each once, where the global model lies.
-  Hosts without the sidecar of Colocated Python may show none: then the controller's own."""
-  import jax
-  from jax.experimental import colocated_python
-
-  try:
-    return list(dict.fromkeys(colocated_python.colocated_cpu_devices(devices)))
-  except ValueError:
-    return jax.local_devices(backend='cpu')[:1]
