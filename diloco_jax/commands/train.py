@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
     if _PATHWAYS.value:
       pathways.require(single)
+      pathways.start(config.mesh.num_devices * config.sync.learners)
     workdir = run_folder.open_workdir(
       config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
     )
@@ -82,9 +83,7 @@ def main(argv: list[str]) -> int:
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
   """Runs all nodes in this process."""
   devices = config.mesh.num_devices * config.sync.learners
-  if _PATHWAYS.value:
-    pathways.start(devices)
-  else:
+  if not _PATHWAYS.value:
     os.environ.update({'JAX_PLATFORMS': 'cpu', **local_run.environment(devices)})
   with cli.importing_jax():
     from diloco_jax.api import single_controller

@@ -76,8 +76,8 @@ def start(devices: int) -> None:
     found = jax.devices()
   except RuntimeError as error:
     raise cli.NotInTime(
-      f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({cli.one_line(error)}): start '
-      'it, or correct the address; nothing was trained'
+      f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({cli.one_line(error)}): '
+      'start it, or correct the address; nothing was trained'
     ) from error
   if len(found) < devices:
     slices = len({getattr(one, 'slice_index', 0) for one in found})

@@ -70,9 +70,77 @@ def config(tmp_path) -> pathlib.Path:
 
 def test_each_island_of_a_run_is_a_whole_slice(config, tmp_path):
   run = tmp_path / 'run'
-  words = ['--controller=single', '--pathways', f'--workdir={run}']
+  done = train(config, '--controller=single', '--pathways', f'--workdir={run}')
+  assert done.returncode == 0, done.stderr
+  meshes = set((tmp_path / 'meshes').read_text().splitlines())
+  assert meshes == {f'{[(id, index) for id in range(index, 8, 2)]}' for index in (0, 1)}
+  summary = json.loads((run / 'report' / 'summary.json').read_text())
+  assert summary['outer_steps'] and summary['tokens_merged'] == summary['tokens_trained'] > 0
+  costs = [one['cost'] for one in summary['learners'].values()]
+  assert [(one['devices'], one['kind'], one['memory_bytes']) for one in costs] == [
+    (4, 'TPU stub', 0)
+  ] * 2
+
+
+@pytest.mark.full
+def test_checkpoints_of_slices_and_syncer_are_restored(config, tmp_path):
+  words = ['--controller=single', '--pathways', f'--workdir={tmp_path / "run"}']
   done = train(config, *words)
   assert done.returncode == 0, done.stderr
-  print((tmp_path / 'meshes').read_text())
-  summary = json.loads((run / 'report' / 'summary.json').read_text())
-  print(summary)
+  done = train(tmp_path / 'run', *words, '--resume', '--config.train.steps=40')
+  assert done.returncode == 0, done.stderr
+  for node in ('the syncer', 'l0', 'l1'):
+    assert f'{node} continues from its checkpoint' in done.stdout, done.stdout
+
+
+_SET = {'JAX_BACKEND_TARGET': 'grpc://stub'}
+
+
+@pytest.mark.parametrize(
+  ('single', 'environment', 'remedy'),
+  [
+    (False, _SET, 'needs --controller=single'),
+    (True, {}, 'needs JAX_BACKEND_TARGET'),
+    (True, _SET | {'JAX_PLATFORMS': 'cpu'}, 'set JAX_PLATFORMS=proxy,cpu'),
+    (True, _SET | {'JAX_PLATFORMS': 'cpu,proxy'}, 'set JAX_PLATFORMS=proxy,cpu'),
+    (True, _SET | {'ENABLE_PATHWAYS_PERSISTENCE': '1'}, 'unset it'),
+  ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(single, environment, remedy, monkeypatch):
+  monkeypatch.syspath_prepend(_STUB)
+  with pytest.raises(ValueError, match=remedy):
+    pathways.require(single, environment)
+  for platforms in ('', 'proxy', 'proxy,cpu'):
+    pathways.require(True, _SET | {'JAX_PLATFORMS': platforms})
+
+
+def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'pathwaysutils', None)
+  with pytest.raises(ValueError, match=r"pip install 'diloco-jax\[pathways\]'"):
+    pathways.require(True, _SET)
+
+
+@pytest.mark.parametrize(
+  ('words', 'environment', 'code', 'text'),
+  [
+    ([], {}, cli.NEVER_RETRY, '--pathways needs --controller=single'),
+    (
+      ['--controller=single', '--config.sync.learners=3'],
+      {},
+      cli.NEVER_RETRY,
+      'all islands need 12 devices, Pathways has 8 in 2 slices',
+    ),
+    (
+      ['--controller=single'],
+      {'JAX_BACKEND_TARGET': 'grpc://nobody'},
+      cli.NOT_IN_TIME,
+      'no Pathways proxy answers at JAX_BACKEND_TARGET=grpc://nobody',
+    ),
+  ],
+)
+def test_wrong_use_ends_with_one_line(config, tmp_path, words, environment, code, text):
+  run = tmp_path / 'run'
+  done = train(config, '--pathways', *words, f'--workdir={run}', **environment)
+  assert done.returncode == code, done.stderr
+  assert done.stderr.startswith(f'error: {text}') and done.stderr.count('\n') == 1, done.stderr
+  assert not run.exists()

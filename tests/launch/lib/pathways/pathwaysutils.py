@@ -1,10 +1,10 @@
 """Stands in for the package of this name, and for Pathways: two slices of four devices.
 
-Behaves as pathwaysutils 0.1.13 and jaxlib's proxy do, where our code could notice. The slices belong
-to a client of their own, beside jax's CPU client: no array of one is an array of the other. Device
-ids of the slices alternate, so that runs of ids are no slices. Each slice has one host, whose CPU
-device only `colocated_cpu_devices` finds. What Pathways does silently wrong is an error here:
-`initialize` without the proxy, or late, or with a compilation cache.
+Behaves as pathwaysutils 0.1.13 and jaxlib's proxy do, where our code could notice. The slices
+belong to a client of their own, beside jax's CPU client: no array of one is an array of the other.
+Device ids of the slices alternate, so that runs of ids are no slices. Each slice has one host,
+whose CPU device only `colocated_cpu_devices` finds. What Pathways does silently wrong is an error
+here: `initialize` without the proxy, or late, or with a compilation cache.
 """
 
 import jax
