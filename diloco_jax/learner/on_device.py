@@ -15,6 +15,7 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.learner import island_port, split
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 
@@ -38,8 +39,10 @@ class Exchange:
     assembled: build.Assembly,
     island: island_port.IslandState,
     compiled: dict[tuple, futures.Future] | None = None,
+    in_process: bool = False,
   ):
-    """`compiled`: the functions of an equal model on the same devices, to share them."""
+    """`compiled`: the functions of an equal model on the same devices, to share them. `in_process`:
+    the syncer is in this process, and payloads are arrays of jax (node/payload.py)."""
     self._island = island
     self._layout = assembled.layout
     self._codecs_up = assembled.codec_up, assembled.codec_up_slow  # [narrow]
@@ -63,7 +66,9 @@ class Exchange:
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
     # merged payload of each size, and the next payload takes its place.
     device = next(iter(jax.tree.leaves(island.params)[0].sharding.device_set))
-    self._reuses = self._rebases and device.platform == 'cpu'
+    self._reuses = self._rebases and device.platform == 'cpu' and not in_process
+    self._in_process = in_process
+    self._orders: dict[split.Kind, split.Order] = {}  # on the devices
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
@@ -108,7 +113,8 @@ class Exchange:
         (self.lower_encode, kind, narrow),
         (self.lower_adopt, kind, narrow),
         (self.lower_apply, kind),
-        *([(self._lower_wire, kind, narrow)] if jax.process_count() > 1 else []),
+        *([(self._lower_wire, kind, narrow)] if self._changes(kind) else []),
+        *([(self._lower_flat, kind, False)] if self._in_process and kind.parts > 1 else []),
       ):
         if stopped():
           return
@@ -167,9 +173,34 @@ class Exchange:
       kind.like(kind.size, np.float32),
     )
 
+  def _changes(self, kind: split.Kind) -> bool:
+    """Whether a payload is made from the flat array on the devices: of all hosts of a learner for
+    its lead, or in the order of the wire."""
+    return jax.process_count() > 1 or (self._in_process and kind.parts > 1)
+
   def _lower_wire(self, kind: split.Kind, narrow: bool) -> jax.stages.Lowered:
-    like = kind.like(self._codecs_up[narrow].encoded_size(kind.size), np.uint8)
-    return kind.jit(lambda data: data, self._island.replicated).lower(like)
+    codec = self._codecs_up[narrow]
+    flat = kind.like(codec.encoded_size(kind.size), np.uint8)
+    if not self._in_process:
+      return kind.jit(lambda data: data, self._island.replicated).lower(flat)
+    wire = functools.partial(split.flat_to_wire, kind, codec.sections)
+    return kind.jit(wire, self._island.replicated).lower(flat, self._order(kind).flat_B)
+
+  def _lower_flat(self, kind: split.Kind, whole: bool) -> jax.stages.Lowered:
+    """`whole`: of a published value, else of a delta."""
+    widths, dtype = (
+      ((codecs.BLOCK,), np.float32) if whole else (self._codec_down.sections, np.uint8)
+    )
+    order = self._order(kind)
+    wire = self._like((len(order.flat_B) * sum(widths),), dtype)
+    flat = functools.partial(split.wire_to_flat, kind, widths)
+    return kind.jit(flat, kind.sharding).lower(wire, order.wire_F)
+
+  def _order(self, kind: split.Kind) -> split.Order:
+    if kind not in self._orders:
+      at = functools.partial(split.put, sharding=self._island.replicated)
+      self._orders[kind] = split.Order(*map(at, split.order(kind)))
+    return self._orders[kind]
 
   def lower_adopt(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:
     """`narrow`: of the capture."""
@@ -236,13 +267,16 @@ class Exchange:
     data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
       self._captures[p] = data
-    if jax.process_count() > 1:  # the lead needs the parts of all hosts
+    if self._changes(kind):
       self.launches += 1
-      data = self._get(self._lower_wire, kind, narrow)(data)
+      order = (self._order(kind).flat_B,) if self._in_process else ()
+      data = self._get(self._lower_wire, kind, narrow)(data, *order)
     return data, ok
 
-  def wire(self, p: int, data: jax.Array) -> memoryview:
-    """The payload that `encode` has made, as it travels; waits for the device."""
+  def wire(self, p: int, data: jax.Array) -> payload_lib.Payload:
+    """The payload that `encode` has made, as it travels; as bytes it waits for the device."""
+    if self._in_process:
+      return data
     if not data.is_fully_addressable:
       data = data.addressable_data(0)
     codec = self._codecs_up[self._is_narrow(self.kinds[p], data)]
@@ -253,7 +287,7 @@ class Exchange:
     return data.size < kind.parts * self._codecs_up[0].encoded_size(kind.size)
 
   def adopt(
-    self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
+    self, p: int, data: payload_lib.Payload, whole: bool, keep: bool, merged: bool
   ) -> jax.Array:
     """Replaces the anchor of fragment p and adopts it; returns its digest.
 
@@ -265,18 +299,28 @@ class Exchange:
         (exchange.adopt); without it nothing of the local value survives.
       merged: the value contains the newest capture of the fragment.
     """
-    if whole and not keep:
+    if whole and not keep and not self._in_process:
       return self._take_whole(p, np.frombuffer(data, np.float32))
     capture = self._captures.pop(p) if merged else None
-    data, kind = np.frombuffer(data, np.uint8), self.kinds[p]
+    flat = self._flat(self.kinds[p], data, whole)
     if whole:
-      digest = self._adopt(p, split.values(kind, data), None, capture, keep)
+      digest = self._adopt(p, flat, None, capture, keep)
     else:
-      delta = split.from_wire(kind, self._codec_down, data)
-      digest = self._adopt(p, self.anchors[p], delta, capture, keep)
+      digest = self._adopt(p, self.anchors[p], flat, capture, keep)
     if capture is not None and self._reuses:
       self._merged[capture.size] = capture
     return digest
+
+  def _flat(self, kind: split.Kind, data: payload_lib.Payload, whole: bool) -> jax.Array:
+    """A payload as a flat array of the island; a whole value as a new one, which may be donated."""
+    if not payload_lib.is_on_devices(data):
+      data = np.frombuffer(data, np.uint8)
+      return split.values(kind, data) if whole else split.from_wire(kind, self._codec_down, data)
+    data = jax.device_put(data, self._island.replicated, may_alias=not whole)
+    if kind.parts == 1:
+      return data
+    self.launches += 1
+    return self._get(self._lower_flat, kind, whole)(data, self._order(kind).wire_F)
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
     """Makes a value from the host the anchor of fragment p and its parameters; returns its digest.

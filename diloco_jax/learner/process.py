@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build
-from diloco_jax.learner import hosts
+from diloco_jax.learner import hosts, on_device
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports, threads
@@ -106,12 +106,20 @@ def run(
 
   A learner that comes back takes fragments, clock and data shard from the syncer, and the moments
   of its inner optimizer from a checkpoint (moments.py). Its tape is written to `workdir`.
-  `own_process`: no other island shares this process.
+  `own_process`: neither the syncer nor another island shares this process.
   """
   with contextlib.closing(island):
     restored, origin = _restore(assembled, island, workdir, learner_id, records)
     payloads = payloads_lib.PayloadStore()
-    work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
+    work = work_class(
+      assembled,
+      island,
+      event_queue.post,
+      event_queue.fail,
+      payloads,
+      records,
+      *(() if own_process else (on_device.Exchange(assembled, island, in_process=True).begin(),)),
+    )
     if restored is not None:
       records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
     began_s = time.monotonic()

@@ -14,7 +14,7 @@ is whole on every device. On one device all of this is the identity.
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, digest, exchange, fragments
 from diloco_jax.train import mesh as mesh_lib
 
@@ -236,6 +237,8 @@ def _places(piece: fragments.Piece, local: fragments.Piece, spec: P) -> jax.Arra
   return places
 
 
+_PLACES = codecs.get('float32')._replace(name='places', sections=(1,))  # one number for a block
+
 # --- between host and devices ---------------------------------------------------------------------
 
 
@@ -243,7 +246,7 @@ def to_wire(kind: Kind, codec: codecs.Codec, array: jax.Array) -> memoryview:
   """A payload as it travels; waits for the device without holding the GIL. `array`: all of its
   parts are on devices of this host, or it is whole on one."""
   if kind.parts == 1:
-    return exchange.host_bytes(array)
+    return payload_lib.to_host(array)
   size, parts = codec.encoded_size(kind.size), {}
   for shard in array.addressable_shards:
     start = shard.index[0].start or 0
@@ -280,6 +283,57 @@ def from_wire(
 def values(kind: Kind, data: np.ndarray) -> jax.Array:
   """The flat array of a whole value in float32, given as bytes."""
   return from_wire(kind, codecs.get('float32'), data, np.float32)
+
+
+class Order(NamedTuple):
+  """Where blocks are on the wire and in a flat array of several parts.
+
+  Attributes:
+    flat_B: int32, by the place of a block on the wire its place in the flat array.
+    wire_F: int32, by the place of a block in the flat array its place on the wire.
+  """
+
+  flat_B: np.ndarray
+  wire_F: np.ndarray
+
+
+def order(kind: Kind) -> Order:
+  """That of every payload of a fragment of this kind."""
+  one = kind.size // codecs.BLOCK  # the blocks of a device
+  places_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
+  places_F = np.arange(kind.parts * one, dtype=np.int32)
+  found = Order(np.empty_like(places_B), np.empty_like(places_F))
+  for device in range(kind.parts):
+    mine = slice(device * one, (device + 1) * one)
+    for _, there, here in _blocks(kind, _PLACES, found.flat_B, places_F[mine], device):
+      there[:] = here
+    for _, there, here in _blocks(kind, _PLACES, places_B, found.wire_F[mine], device):
+      here[:] = there
+  return found
+
+
+def flat_to_wire(
+  kind: Kind, widths: Sequence[int], flat: jax.Array, flat_B: jax.Array
+) -> jax.Array:
+  """As `to_wire`, for use inside jit. `widths`: the elements of a block in each section."""
+  parts, found, start = flat.reshape(kind.parts, -1), [], 0
+  for width in widths:
+    stop = start + kind.size // codecs.BLOCK * width
+    found.append(parts[:, start:stop].reshape(-1, width)[flat_B].reshape(-1))
+    start = stop
+  return jnp.concatenate(found)
+
+
+def wire_to_flat(
+  kind: Kind, widths: Sequence[int], data: jax.Array, wire_F: jax.Array
+) -> jax.Array:
+  """As `from_wire`, for use inside jit."""
+  found, start = [], 0
+  for width in widths:
+    stop = start + _whole_size(kind) // codecs.BLOCK * width
+    found.append(data[start:stop].reshape(-1, width)[wire_F].reshape(kind.parts, -1))
+    start = stop
+  return jnp.concatenate(found, axis=1).reshape(-1)
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

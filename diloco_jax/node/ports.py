@@ -7,6 +7,7 @@ these ports differ.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.protocol import actions, events, facts, messages
 
 Post = Callable[[events.Event], None]
@@ -20,12 +21,15 @@ class Clock(Protocol):
 
 
 class Payloads(Protocol):
-  """Holds the bytes that transport and work exchange, by payload id. Thread-safe."""
+  """Holds the payloads that transport and work exchange, by payload id. Thread-safe."""
 
-  def put(self, data: memoryview | bytes) -> int:
+  def put(self, data: payload_lib.Payload) -> int:
     """Keeps `data` (no copy) and returns a new payload id."""
 
-  def get(self, payload_id: int) -> memoryview | bytes: ...
+  def get(self, payload_id: int) -> payload_lib.Payload: ...
+
+  def replace(self, payload_id: int, data: payload_lib.Payload) -> None:
+    """Keeps the same payload in another place under its id."""
 
   def drop(self, payload_id: int) -> None: ...
 
@@ -34,7 +38,7 @@ class Transport(Protocol):
   """Sessions with peers. No call blocks. The transport posts these events:
 
   Connected, Disconnected (exactly once per session, also for a failed Dial), and Received, after it
-  has put the complete payload with a correct checksum into Payloads.
+  has put the complete payload into Payloads, with a correct checksum if it has come as bytes.
 
   Attributes:
     nonce: of a learner's transport: names its process to the syncer.
@@ -45,7 +49,7 @@ class Transport(Protocol):
   def dial(self, session: int) -> None: ...
 
   def send(
-    self, session: int, message: messages.Message, payload: memoryview | bytes | None
+    self, session: int, message: messages.Message, payload: payload_lib.Payload | None
   ) -> None:
     """Queues a message and its payload; has no effect if the session is closed."""
 

@@ -228,7 +228,33 @@ def block_squares(codec: codecs.Codec, n: int, sections: Sequence[jax.Array]) ->
 
   `sections` are the sections of the payload (codecs.ranges): it is not copied to join them.
   """
-  return codec.squares(jnp.concatenate(sections), n)
+  return codecs.canonical(codec.squares(jnp.concatenate(sections), n))
+
+
+def tensor_sums(counts: Sequence[int], blocks_B: Any) -> list[Any]:
+  """Syncer: the sum for each tensor, float32, of one float32 number for each block.
+
+  Halves are added to halves, whatever the number of blocks, so that each addition is the same on
+  every device: the bits belong to what syncers of one run agree on. An array of NumPy is summed by
+  NumPy.
+
+  Args:
+    counts: the blocks of each tensor, one tensor after the other. Blocks behind them do not count.
+
+  >>> tensor_sums([3, 1], np.float32([1, 2, 4, 8, 16]))
+  [np.float32(7.0), np.float32(8.0)]
+  """
+  found, start = [], 0
+  for count in counts:
+    sums = blocks_B[start : start + count]
+    while half := len(sums) // 2:
+      middle = sums[half:-half]  # one number, or none
+      sums = sums[:half] + sums[-half:]
+      if len(middle):
+        sums = (np if isinstance(sums, np.ndarray) else jnp).concatenate([sums, middle])
+    found.append(sums[0])
+    start += count
+  return found
 
 
 def block_products(
@@ -311,8 +337,3 @@ def outer_step(
       ok &= jnp.all(jnp.isfinite(leaf))
   digest, finite = digest_lib.checked(published_n, first, count, vectors)
   return OuterResult(Values(master_n, published_n, tx_state), data, digest, ok & finite)
-
-
-def host_bytes(array: jax.Array) -> memoryview:
-  """The bytes of a uint8 array on the host; waits for the device without holding the GIL."""
-  return memoryview(np.asarray(array)).cast('B')

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
+from diloco_jax.syncer import device_pieces
 from diloco_jax.syncer import outer_step as outer_step_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
@@ -34,7 +36,7 @@ class Merged(NamedTuple):
 
   failed: str
   digest: int  # of the published value after it
-  delta: memoryview  # from the version before to this one; empty after a refusal
+  delta: payload_lib.Payload  # from the version before to this one; empty after a refusal
   gradient: memoryview  # the encoded outer gradient, from which `redo` repeats it; the same
   norm: float
 
@@ -49,21 +51,21 @@ class Screened(NamedTuple):
 class Theta:
   """The global model, by fragment: master, published value, outer state, version."""
 
-  def __init__(self, assembled: build.Assembly):
+  def __init__(self, assembled: build.Assembly, devices: Sequence[jax.Device] = ()):
     """Begins with version 0, the initial parameters. They are made on first use: a syncer with a
-    checkpoint does not need them."""
+    checkpoint does not need them. With `devices` it lies there, and its payloads are arrays of jax
+    (device_pieces.py); else on the CPU of this process, and they are bytes."""
     self._assembled = assembled
     layout = assembled.layout
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
-    self.place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-    self._pieces = outer_step_lib.Pieces(
+    self._pieces = (device_pieces.DevicePieces if devices else outer_step_lib.Pieces)(
       layout,
       (assembled.codec_up, assembled.codec_up_slow),
       assembled.codec_down,
       assembled.codec_log,
       assembled.transform,
-      self.place,
+      devices or jax.local_devices(backend='cpu')[:1],
     )
     self._values: list[list[exchange.Values]] | None = None
     self._warm = False
@@ -115,9 +117,19 @@ class Theta:
     """The shapes of `arrays`, without drawing values."""
     return _tree(map(self._pieces.like, range(len(self.versions))))
 
-  def published(self, p: int) -> np.ndarray:
+  @property
+  def places(self) -> Any:
+    """Where the arrays of `arrays` belong."""
+    at = lambda p: jax.tree.map(lambda _: self._pieces.place(p), self._pieces.like(p))
+    return _tree(map(at, range(len(self.versions))))
+
+  def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
+    """A payload of fragment p where `lengths` and `merge` compute with it."""
+    return self._pieces.near(p, payload)
+
+  def published(self, p: int) -> payload_lib.Payload:
     """The published value of fragment p, float32[N_p], a new array."""
-    return self._pieces.flat(p, [piece.published_n for piece in self._whole()[p]])
+    return self._pieces.published(p, self._whole()[p])
 
   def master(self, p: int) -> np.ndarray:
     """The float32 master of fragment p, a new array."""
@@ -130,9 +142,9 @@ class Theta:
   def digest(self, p: int) -> int:
     return self._pieces.digest(p, self._whole()[p])
 
-  def lengths(self, p: int, payload: memoryview | bytes) -> np.ndarray:
+  def lengths(self, p: int, payload: payload_lib.Payload) -> np.ndarray:
     """The length of each tensor of fragment p in a payload, float64[T]. Raises ValueError."""
-    return self._pieces.lengths(p, np.frombuffer(payload, np.uint8))
+    return self._pieces.lengths(p, self.near(p, payload))
 
   def screen(
     self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
@@ -150,7 +162,7 @@ class Theta:
     self,
     p: int,
     participants: Sequence[actions.Participant],
-    payloads: Sequence[memoryview | bytes],
+    payloads: Sequence[payload_lib.Payload],
     refused: Collection[str],
     lengths_MxT: np.ndarray | None = None,
   ) -> Merged:
@@ -171,7 +183,7 @@ class Theta:
       )
     )
     rule, lengths_MxT = self._rules[p], lengths_MxT[counts]
-    given = [np.frombuffer(payloads[m], np.uint8) for m in counts]
+    given = [self.near(p, payloads[m]) for m in counts]
     cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
     rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
     totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))
@@ -182,21 +194,22 @@ class Theta:
 
   def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
     """As outer_log.Theta.redo. Raises ValueError: the gradient has another size."""
-    data = np.frombuffer(gradient, np.uint8)
-    if not len(data):
+    if not len(gradient):
       return self._failed(p, ALL_REJECTED)
+    data = self.near(p, gradient)
     stepped = self._pieces.redo(p, self._whole()[p], data)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
   def _next(
-    self, p: int, data: np.ndarray, stepped: outer_step_lib.Stepped, length: float
+    self, p: int, data: payload_lib.Payload, stepped: outer_step_lib.Stepped, length: float
   ) -> Merged:
-    """Makes the result of an outer step the next version."""
+    """Makes the result of an outer step the next version. The encoded outer gradient is copied to
+    the host: it is what the log records."""
     values = self._whole()
     self._pieces.recycle(p, values[p])
     values[p] = stepped.pieces
     self.versions[p] += 1
-    return Merged('', stepped.digest, memoryview(stepped.delta), memoryview(data), length)
+    return Merged('', stepped.digest, stepped.delta, payload_lib.to_host(data), length)
 
   def _failed(self, p: int, why: str) -> Merged:
     return Merged(why, self.digest(p), memoryview(b''), memoryview(b''), 0.0)
@@ -223,7 +236,8 @@ class Theta:
   def params(self) -> Any:
     """Returns the published model as a parameter tree in new buffers; None stands for what is never
     sent."""
-    return self._to_params([[piece.published_n for piece in one] for one in self._whole()])
+    published = [[piece.published_n for piece in one] for one in self._whole()]
+    return self._to_params(jax.device_put(published, self._pieces.place(0)))
 
   def _assemble(self, published: list[list[jax.Array]]) -> Any:
     layout = self._assembled.layout

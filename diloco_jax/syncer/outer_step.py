@@ -12,9 +12,9 @@ once. The M float32 rows never exist, and new values go into the buffers of old 
   redo         the same from the encoded outer gradient alone
 
 Each works on as many pieces at a time as the process has cores. The bits depend neither on that nor
-on the size of the pieces: what crosses the border of a block is summed on the host in float64,
-block after block. A transform that looks at whole tensors gets them: its
-fragments are one piece each (numerics/outer.py).
+on the size of the pieces, nor on where they are (device_pieces.py): what crosses the border of a
+block is summed in one order (exchange.tensor_sums). A transform that looks at whole tensors gets
+them: its fragments are one piece each (numerics/outer.py).
 """
 
 import functools
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import outer as outer_lib
@@ -65,13 +66,30 @@ class Stepped(NamedTuple):
 
   Attributes:
     pieces: the new values. The old ones are valid until `recycle`.
-    delta: uint8, from the published version before to this one.
+    delta: a payload, from the published version before to this one.
     digest: of the published value.
   """
 
   pieces: list[exchange.Values]
-  delta: np.ndarray
+  delta: payload_lib.Payload
   digest: int
+
+
+class _Encoded:
+  """A payload that is written piece by piece."""
+
+  def __init__(self, codec: codecs.Codec, size: int):
+    """`size`: in values."""
+    self._codec, self._size = codec, size
+    self.payload = payloads.MEMORY.take(codec.encoded_size(size))
+
+  def write(self, start: int, n: int, encoded: jax.Array) -> None:
+    """Writes an encoded piece of n values to its places in the payload of its fragment."""
+    data = np.asarray(encoded)
+    stop = min(start + n, self._size)
+    places = codecs.ranges(self._codec, self._size, start, stop)
+    for to, at in zip(places, codecs.ranges(self._codec, n, 0, stop - start)):
+      self.payload[to] = data[at]
 
 
 class Pieces:
@@ -84,32 +102,34 @@ class Pieces:
     codec_down: codecs.Codec,
     codec_log: codecs.Codec,
     tx: optax.GradientTransformation,
-    place: jax.sharding.Sharding,
-    piece: int = PIECE,
+    devices: Sequence[jax.Device],
+    piece: int | None = PIECE,
   ):
     """`codecs_up`: that of narrow payloads last; the size of a payload tells which one is its own.
-    `place`: where the arrays are, on a CPU; `piece`: values in a piece, a multiple of 32."""
-    self._ups, self._down, self._log, self._place = codecs_up, codec_down, codec_log, place
+    `devices`: fragment p is on the one at p modulo their number. `piece`: values in a piece, a
+    multiple of 32; None: each fragment is one."""
+    self._ups, self._down, self._log = codecs_up, codec_down, codec_log
+    self._places = [jax.sharding.SingleDeviceSharding(one) for one in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
-    widest = min(piece, max(self._sizes))
-    self._whole = not outer_lib.elementwise(tx)
+    widest = min(piece or PIECE, max(self._sizes))
+    by_value = outer_lib.elementwise(tx)
+    self._whole = piece is None or not by_value
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
     measured = round(4 * widest / codecs_up[0].encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
-    self._tx = [outer_lib.by_tensor(tx, layout, p) if self._whole else tx for p in range(count)]
+    self._tx = [tx if by_value else outer_lib.by_tensor(tx, layout, p) for p in range(count)]
     # By fragment: how many blocks each tensor has, the first of them, how many values each has.
-    blocks = [
+    self._blocks = blocks = [
       np.array([one.padded_size // codecs.BLOCK for one in layout.fragments[p]])
       for p in range(count)
     ]
-    self._blocks, self._first = blocks, [np.cumsum(one) - one for one in blocks]
     self._counts = [np.full(one.sum(), codecs.BLOCK, np.int32) for one in blocks]
     for p in range(count):
       padding = [one.padded_size - one.size for one in layout.fragments[p]]
       self._counts[p][np.cumsum(blocks[p]) - 1] -= np.array(padding, np.int32)
-    self._spare: dict[int, list[jax.Array]] = {}
+    self._spare: dict[tuple[int, jax.sharding.Sharding], list[jax.Array]] = {}
     statistic = [[one.label == fragments.STATISTIC for one in its] for its in layout.fragments]
     # By fragment: whether each block belongs to a statistic; None if the model has none.
     self._statistic = (
@@ -127,7 +147,7 @@ class Pieces:
       jnp.concatenate(sections), spare_n.shape[0]
     )
     self._decode = jax.jit(decode, static_argnums=0, donate_argnums=1, keep_unused=True)
-    self._squares_of = jax.jit(codecs.squares_of)
+    self._squares_of = jax.jit(lambda values_n: codecs.canonical(codecs.squares_of(values_n)))
     self._digest = jax.jit(digest_lib.digest)
     # The outer gradient stands where its buffer takes a result that needs no copy of it before.
     step = lambda codec, tx, spare, merged_n, more, *rest: exchange.outer_step(
@@ -142,6 +162,19 @@ class Pieces:
 
   # --- Cutting and joining ------------------------------------------------------------------------
 
+  def place(self, p: int) -> jax.sharding.Sharding:
+    """Where the arrays of fragment p are."""
+    return self._places[p % len(self._places)]
+
+  def near(self, p: int, payload: payload_lib.Payload) -> Any:
+    """A payload of fragment p where it can be computed with, uint8[B]."""
+    del p
+    return np.frombuffer(payload, np.uint8)
+
+  def published(self, p: int, pieces: Sequence[exchange.Values]) -> Any:
+    """The published value of fragment p as a payload, float32[N_p], a new array."""
+    return self.flat(p, [piece.published_n for piece in pieces])
+
   def starts(self, p: int) -> range:
     """Where the pieces of fragment p begin."""
     return range(0, self._sizes[p], self._n[p])
@@ -149,7 +182,7 @@ class Pieces:
   def begin(self, p: int, values_N: Any) -> list[exchange.Values]:
     """Version 0 of fragment p: master and published value, and the optimizer's first state."""
     make = lambda value_n: exchange.Values(value_n, jnp.copy(value_n), self._tx[p].init(value_n))
-    return [jax.device_put(make(value_n), self._place) for value_n in self._cut(p, values_N)]
+    return [jax.device_put(make(value_n), self.place(p)) for value_n in self._cut(p, values_N)]
 
   def cut(self, p: int, whole: exchange.Values) -> list[exchange.Values]:
     """The inverse of `join`."""
@@ -160,9 +193,9 @@ class Pieces:
   def _cut(self, p: int, values_N: Any) -> list[jax.Array]:
     values_N, n = np.asarray(values_N), self._n[p]
     if values_N.shape != (self._sizes[p],):  # of the whole fragment, as the count of steps
-      return [jax.device_put(np.array(values_N), self._place) for _ in self.starts(p)]
+      return [jax.device_put(np.array(values_N), self.place(p)) for _ in self.starts(p)]
     parts = (values_N[start : start + n] for start in self.starts(p))
-    return [jax.device_put(np.pad(part, (0, n - len(part))), self._place) for part in parts]
+    return [jax.device_put(np.pad(part, (0, n - len(part))), self.place(p)) for part in parts]
 
   def join(self, p: int, pieces: Sequence[exchange.Values]) -> exchange.Values:
     """Fragment p in arrays of its length, new ones."""
@@ -195,12 +228,12 @@ class Pieces:
     """Between the payloads, float64[M, M, T], of each tensor; 0 where one of them is zero. Of a
     piece one decoded row exists at a time."""
 
-    def products(start: int) -> list[np.ndarray]:
+    def products(start: int) -> list[jax.Array]:
       found = []
       for m, payload in enumerate(payloads[:-1]):
         row_n = self._decode(*self._read(p, payload, start, self._buffer(p)))
         for other in payloads[m + 1 :]:
-          found.append(np.asarray(self._products(*self._read(p, other, start, row_n))))
+          found.append(self._products(*self._read(p, other, start, row_n)))
         self._keep(p, [row_n])
       return found
 
@@ -237,7 +270,7 @@ class Pieces:
     """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
     Consumes the sums; `pieces` stay as they are."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
-    encoded, at = self._empty(self._log, p), dict(zip(self.starts(p), totals, strict=True))
+    encoded, at = self._encoded(self._log, p), dict(zip(self.starts(p), totals, strict=True))
 
     def gradient(start: int) -> tuple[jax.Array, bool]:
       data, ok, merged_n = self._gradient(
@@ -246,11 +279,11 @@ class Pieces:
         self._of_blocks(p, stretch_B, start),
         self._of_blocks(p, self._counts[p], start),
       )
-      self._write(self._log, p, encoded, start, data)
+      encoded.write(start, self._n[p], data)
       return merged_n, bool(ok)
 
     stepped = self._outer_step(p, pieces, gradient)
-    return stepped and (encoded, stepped)
+    return stepped and (encoded.payload, stepped)
 
   def redo(self, p: int, pieces: Sequence[exchange.Values], data: np.ndarray) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
@@ -272,7 +305,7 @@ class Pieces:
     """Piece by piece: `gradient` gives the outer gradient where a piece starts, and whether it is
     finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
-    delta, before = self._empty(self._down, p), dict(zip(self.starts(p), pieces, strict=True))
+    delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), pieces, strict=True))
 
     def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
       merged_n, finite = gradient(start)
@@ -281,14 +314,14 @@ class Pieces:
       donated = spare[:1], merged_n, spare[1:]
       statistic_B = self._statistic and self._of_blocks(p, self._statistic[p], start)
       result = self._step(self._down, self._tx[p], *donated, before[start], *place, statistic_B)
-      self._write(self._down, p, delta, start, result.delta_bytes)
+      delta.write(start, n, result.delta_bytes)
       return result.piece, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
 
     stepped, digests, oks = zip(*self._each(self.starts(p), step))
     if not all(oks):
       self.recycle(p, stepped)
       return None
-    return Stepped(list(stepped), delta, digest_lib.as_int(sum(digests) & 0xFFFFFFFF))
+    return Stepped(list(stepped), delta.payload, digest_lib.as_int(sum(digests) & 0xFFFFFFFF))
 
   def recycle(self, p: int, pieces: Iterable[exchange.Values]) -> None:
     """Takes pieces that are not needed any more, for later results."""
@@ -314,7 +347,7 @@ class Pieces:
 
   def _on_cpu(self) -> Any:
     """Arrays of the host are used on the CPU, also where there is an accelerator."""
-    return jax.default_device(next(iter(self._place.device_set)))
+    return jax.default_device(next(iter(self.place(0).device_set)))
 
   def _codec(self, p: int, payload: np.ndarray, *of: codecs.Codec) -> codecs.Codec:
     """The codec of a payload, by its size. Raises ValueError for another size."""
@@ -340,18 +373,8 @@ class Pieces:
     codec = self._codec(p, payload)
     return codec, values_n, self._sections(codec, p, payload, start, self._n[p])
 
-  def _empty(self, codec: codecs.Codec, p: int) -> np.ndarray:
-    return payloads.MEMORY.take(codec.encoded_size(self._sizes[p]))
-
-  def _write(
-    self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int, encoded: jax.Array
-  ) -> None:
-    """Writes an encoded piece to its places in the payload of its fragment."""
-    size, n, data = self._sizes[p], self._n[p], np.asarray(encoded)
-    stop = min(start + n, size)
-    places = codecs.ranges(codec, size, start, stop)
-    for to, at in zip(places, codecs.ranges(codec, n, 0, stop - start)):
-      payload[to] = data[at]
+  def _encoded(self, codec: codecs.Codec, p: int) -> _Encoded:
+    return _Encoded(codec, self._sizes[p])
 
   def _of_blocks(self, p: int, values_B: np.ndarray, start: int) -> np.ndarray:
     """The values for the blocks of one piece, zeros behind the last."""
@@ -366,17 +389,17 @@ class Pieces:
   def _by_tensor(self, p: int, blocks: Iterable[jax.Array]) -> np.ndarray:
     """The sum for each tensor, of one number for each block, piece by piece."""
     blocks_B = np.concatenate([np.asarray(one) for one in blocks])
-    blocks_B = blocks_B[: self._sizes[p] // codecs.BLOCK].astype(np.float64)
-    return np.add.reduceat(blocks_B, self._first[p])
+    with np.errstate(over='ignore', invalid='ignore'):  # what is not finite stays so
+      return np.array(exchange.tensor_sums(self._blocks[p], blocks_B), np.float64)
 
   def _buffer(self, p: int) -> jax.Array:
     try:
-      return self._spare[self._n[p]].pop()
+      return self._spare[self._n[p], self.place(p)].pop()
     except LookupError:  # there is none
-      return jax.device_put(np.zeros(self._n[p], np.float32), self._place)
+      return jax.device_put(np.zeros(self._n[p], np.float32), self.place(p))
 
   def _keep(self, p: int, arrays: Iterable[jax.Array]) -> None:
-    self._spare.setdefault(self._n[p], []).extend(arrays)
+    self._spare.setdefault((self._n[p], self.place(p)), []).extend(arrays)
 
   def _vectors(self, p: int, piece: exchange.Values) -> list[jax.Array]:
     """The arrays of a piece that serve as buffers."""

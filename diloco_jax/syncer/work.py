@@ -17,6 +17,7 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
@@ -120,8 +121,8 @@ class SyncerWork:
       norms=screened.norms,
       refused=screened.refused,
     )
-    kept = payloads if self._assembled.config.sync.keep_log else ()
-    self._log.write(outer_log.OuterStep(merge, done, merged.gradient, kept))
+    kept = map(payload_lib.to_host, payloads if self._assembled.config.sync.keep_log else ())
+    self._log.write(outer_log.OuterStep(merge, done, merged.gradient, list(kept)))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
       self._measured.pop(one.payload_id, None)
@@ -139,15 +140,17 @@ class SyncerWork:
       self._evaluation.submit(merge.sync)
 
   def _lengths(self, p: int, payload_id: int) -> np.ndarray:
-    """The length of each tensor in a payload, which is measured once."""
+    """The length of each tensor in a payload, which is measured once, and then is near Theta."""
     if payload_id not in self._measured:
-      self._measured[payload_id] = self._theta.lengths(p, self._payloads.get(payload_id))
+      near = self._theta.near(p, self._payloads.get(payload_id))
+      self._measured[payload_id] = self._theta.lengths(p, near)
+      self._payloads.replace(payload_id, near)
       if len(self._measured) > MEASURED:
         del self._measured[next(iter(self._measured))]  # it was dropped without a merge
     return self._measured[payload_id]
 
   def _read(self, p: int) -> None:
-    payload_id, payload = payloads_lib.keep(self._payloads, memoryview(self._theta.published(p)))
+    payload_id, payload = payloads_lib.keep(self._payloads, self._theta.published(p))
     self._post(
       events.FragmentRead(
         fragment=p,

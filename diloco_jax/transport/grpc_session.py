@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol import printable as printable_lib
@@ -410,7 +411,7 @@ class Session:
       with self._changed:
         # This thread may be far ahead of the Control reader. It then waits, and gRPC's flow
         # control makes the peer wait, too.
-        size = link.size_bytes(transfer.data)
+        size = payload_lib.size_bytes(transfer.data)
         self._changed.wait_for(
           lambda: self._state is _State.OVER or self._receive_buffer.takes(transfer.number, size)
         )

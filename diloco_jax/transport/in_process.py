@@ -1,4 +1,5 @@
-"""The transport inside one process: it passes messages and payloads by reference.
+"""The transport inside one process: it passes messages and payloads by reference, so that a payload
+may be an array on the devices of its sender (node/payload.py).
 
 For the single-controller mode and for tests. It gives the guarantees of the gRPC transport (the
 same tests run over both): first in, first out per direction; `Disconnected` exactly once per
@@ -10,6 +11,7 @@ import itertools
 import secrets
 import threading
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import link
@@ -77,13 +79,13 @@ class InProcessTransport:
     self._hub._connect(self, session)
 
   def send(
-    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+    self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
   ) -> None:
     link.check_payload(message, payload)
     with self._hub._lock:
       if session in self._peers:
         peer, number = self._peers[session]
-        size_bytes = 0 if payload is None else link.size_bytes(payload)
+        size_bytes = 0 if payload is None else payload_lib.size_bytes(payload)
         self.traffic.add(sent_bytes=size_bytes)
         peer.traffic.add(received_bytes=size_bytes)
         peer._deliver(number, message, payload)
@@ -99,7 +101,9 @@ class InProcessTransport:
     del grace_s  # this transport queues nothing
     self._hub._retire(self)
 
-  def _deliver(self, session: int, message: messages.Message, payload: link.Buffer | None) -> None:
+  def _deliver(
+    self, session: int, message: messages.Message, payload: payload_lib.Payload | None
+  ) -> None:
     payload_id = None if payload is None else self._payloads.put(payload)
     self._post(events.Received(session=session, message=message, payload_id=payload_id))
 

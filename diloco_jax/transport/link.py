@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.protocol import messages
 
 Buffer = memoryview | bytes
@@ -66,17 +67,13 @@ class Limits:
     return max(*self.contribution_bytes, *self.publish_bytes)
 
 
-def size_bytes(payload: Buffer) -> int:
-  return memoryview(payload).nbytes
-
-
-def check_payload(message: messages.Message, payload: Buffer | None) -> None:
+def check_payload(message: messages.Message, payload: payload_lib.Payload | None) -> None:
   """Raises ValueError if the payload differs from the one that the message announces."""
   announced = announced_payload(message)
   name = type(message).__name__
   if (announced is None) != (payload is None):
     raise ValueError(f'{name} announces {announced} but comes with {_describe(payload)}')
-  if announced is not None and announced.size_bytes != size_bytes(payload):
+  if announced is not None and announced.size_bytes != payload_lib.size_bytes(payload):
     raise ValueError(
       f'{name} announces {announced.size_bytes} bytes but comes with {_describe(payload)}'
     )
@@ -86,8 +83,8 @@ def announced_payload(message: messages.Message) -> messages.Payload | None:
   return getattr(message, 'payload', None)
 
 
-def _describe(payload: Buffer | None) -> str:
-  return 'no payload' if payload is None else f'{size_bytes(payload)} bytes'
+def _describe(payload: payload_lib.Payload | None) -> str:
+  return 'no payload' if payload is None else f'{payload_lib.size_bytes(payload)} bytes'
 
 
 class SendQueue:
@@ -106,7 +103,7 @@ class SendQueue:
   @property
   def queued_bytes(self) -> int:
     """Waiting payload bytes, with those of the current transfer."""
-    return self._under_way_bytes + sum(size_bytes(payload) for _, payload in self._bulk)
+    return self._under_way_bytes + sum(payload_lib.size_bytes(payload) for _, payload in self._bulk)
 
   def push(self, message: messages.Message, payload: Buffer | None = None) -> None:
     """Queues a message. Raises LinkError if the queue would exceed this peer's limits."""
@@ -130,7 +127,7 @@ class SendQueue:
     if not self._bulk:
       return None
     message, payload = self._bulk.popleft()
-    self._under_way_bytes = size_bytes(payload)
+    self._under_way_bytes = payload_lib.size_bytes(payload)
     self._last_transfer += 1
     self._control.append((message, self._last_transfer))
     return self._split(self._last_transfer, payload)
@@ -156,10 +153,10 @@ class SendQueue:
 
   def _push_bulk(self, message: messages.Message, payload: Buffer) -> None:
     queued = self.queued_bytes
-    if queued + size_bytes(payload) > self._max_bytes:
+    if queued + payload_lib.size_bytes(payload) > self._max_bytes:
       raise LinkError(
         f'too slow: {queued} payload bytes wait to go out and '
-        f'{size_bytes(payload)} more would be over the {self._max_bytes} granted'
+        f'{payload_lib.size_bytes(payload)} more would be over the {self._max_bytes} granted'
       )
     self._bulk.append((message, payload))
 
@@ -228,7 +225,7 @@ class ReceiveBuffer:
       raise LinkError(
         f'transfer {transfer} came twice; the last announced is {self._last_transfer}'
       )
-    payload = messages.Payload(size_bytes=size_bytes(data), crc32=crc32)
+    payload = messages.Payload(size_bytes=payload_lib.size_bytes(data), crc32=crc32)
     if not self.takes(transfer, payload.size_bytes):
       raise LinkError(
         f'transfer {transfer} came unannounced beside {len(self._arrived)} others, at most '

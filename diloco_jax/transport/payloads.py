@@ -1,4 +1,4 @@
-"""Holds array bytes between transport and work, each under an integer payload id.
+"""Holds payloads (node/payload.py) between transport and work, each under an integer id.
 
 Machines see payload ids only. The store copies nothing: the owner must not change the bytes later.
 """
@@ -9,10 +9,9 @@ import threading
 import numpy as np
 from isal import isal_zlib
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
-
-Buffer = memoryview | bytes
 
 ALIGNMENT = 64  # of payloads in memory, in bytes: XLA then uses them as they are, without a copy
 SMALL_BYTES = 1 << 20  # such memory costs less from malloc
@@ -90,20 +89,26 @@ class PayloadStore:
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._kept: dict[int, Buffer] = {}
+    self._kept: dict[int, payload_lib.Payload] = {}
     self._last = 0
 
-  def put(self, data: Buffer) -> int:
+  def put(self, data: payload_lib.Payload) -> int:
     """Keeps `data` (no copy) and returns a new payload id."""
     with self._lock:
       self._last += 1
       self._kept[self._last] = data
       return self._last
 
-  def get(self, payload_id: int) -> Buffer:
+  def get(self, payload_id: int) -> payload_lib.Payload:
     with self._lock:
       self._check(payload_id)
       return self._kept[payload_id]
+
+  def replace(self, payload_id: int, data: payload_lib.Payload) -> None:
+    """Keeps the same payload in another place under its id."""
+    with self._lock:
+      self._check(payload_id)
+      self._kept[payload_id] = data
 
   def drop(self, payload_id: int) -> None:
     with self._lock:
@@ -123,8 +128,11 @@ class PayloadStore:
       )
 
 
-def keep(payloads: ports.Payloads, data: Buffer) -> tuple[int, messages.Payload]:
-  """Keeps bytes to send; returns their payload id and what announces them."""
+def keep(payloads: ports.Payloads, data: payload_lib.Payload) -> tuple[int, messages.Payload]:
+  """Keeps a payload to send; returns its payload id and what announces it. Bytes have a checksum;
+  what stays on devices needs none."""
+  if payload_lib.is_on_devices(data):
+    return payloads.put(data), messages.Payload(size_bytes=data.nbytes, crc32=0)
   view = memoryview(data).cast('B')
   announced = messages.Payload(size_bytes=view.nbytes, crc32=isal_zlib.crc32(view))
   return payloads.put(view), announced
