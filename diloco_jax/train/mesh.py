@@ -10,6 +10,7 @@ The path of an optimizer moment ends in the path of its parameter, so both have 
 Leaves without a match (norm scales, counters) are replicated.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from diloco_jax.train import task as task_lib
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))
+_SYNCER_DEVICES = 2  # at most, of those that no island uses
 
 
 def make_mesh(
@@ -42,26 +44,60 @@ def make_mesh(
   return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
 
 
-def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.Device]]:
-  """Assigns devices to islands: whole slices if devices have a `slice_index`, else equal runs.
+def islands(devices: Sequence[jax.Device], sizes: Sequence[int]) -> list[list[jax.Device]]:
+  """Assigns devices to islands of these numbers of devices: whole slices if there are several
+  slices (`slice_index`), else runs.
 
   Fast links join the devices of a slice; an island across two slices would train at the speed of
-  the slow links between them.
+  the slow links between them, and two islands on one slice would fail together.
+
+  Raises:
+    ValueError: there are too few devices, or an island would have a part of a slice.
   """
-  slices = sorted({getattr(d, 'slice_index', None) or 0 for d in devices})
-  if len(slices) > 1 and len(slices) % num_islands:
+  if sum(sizes) > len(devices):
     raise ValueError(
-      f'{len(slices)} slices do not make {num_islands} islands: use a number of '
-      f'islands that divides {len(slices)}'
+      f'islands of {list(sizes)} devices need {sum(sizes)}, there are {len(devices)}'
     )
-  if len(devices) % num_islands:
-    raise ValueError(
-      f'{len(devices)} devices do not make {num_islands} equal islands: use a '
-      f'number of islands that divides {len(devices)}'
-    )
-  ordered = sorted(devices, key=lambda d: (getattr(d, 'slice_index', None) or 0, d.id))
-  size = len(devices) // num_islands
-  return [ordered[i * size : (i + 1) * size] for i in range(num_islands)]
+  slices: dict[int, list[jax.Device]] = {}
+  for device in sorted(devices, key=lambda d: d.id):
+    slices.setdefault(getattr(device, 'slice_index', None) or 0, []).append(device)
+  parts = [slices[index] for index in sorted(slices)]
+  if len(parts) == 1:
+    parts = [[device] for device in parts[0]]
+  dealt = []
+  for size in sizes:
+    island: list[jax.Device] = []
+    while len(island) < size and parts:
+      island += parts.pop(0)
+    if len(island) != size:
+      raise ValueError(
+        f'an island of {size} devices is no number of whole slices: there are {len(slices)} slices '
+        f'of {", ".join(str(len(one)) for one in slices.values())} devices. Change its mesh'
+      )
+    dealt.append(island)
+  return dealt
+
+
+def syncer_devices(
+  devices: Sequence[jax.Device], islands: Sequence[Sequence[jax.Device]]
+) -> list[jax.Device]:
+  """Where the global model lies: at most two CPU devices that no island uses; else the CPU devices
+  of the islands' hosts, where a proxy (Pathways) has the devices; else the first device. Islands
+  that are added later must leave these alone: their programs and the syncer's would block each
+  other."""
+  used = {device for island in islands for device in island}
+  try:
+    hosts = jax.local_devices(backend='cpu')
+  except RuntimeError:  # there are accelerators only
+    hosts = []
+  if spare := [device for device in hosts if device not in used]:
+    return spare[-_SYNCER_DEVICES:]
+  if not hosts:
+    with contextlib.suppress(Exception):  # an experiment of jax, whose errors are of many kinds
+      from jax.experimental import colocated_python  # pylint: disable=g-import-not-at-top
+
+      return list(dict.fromkeys(colocated_python.colocated_cpu_devices(tuple(used))))
+  return [*hosts, *devices][:1]
 
 
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, partition: task_lib.Partition) -> Any:
