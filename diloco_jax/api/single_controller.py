@@ -135,7 +135,7 @@ class SingleController:
     def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
       ended = syncer_process.run(
         self._assembled,
-        global_model_lib.Theta(self._assembled),
+        global_model_lib.Theta(self._assembled, self.syncer_devices),
         self._workdir,
         self._event_queue,
         self._hub.syncer_transport,

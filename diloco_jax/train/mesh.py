@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,23 +82,20 @@ def islands(devices: Sequence[jax.Device], sizes: Sequence[int]) -> list[list[ja
 def syncer_devices(
   devices: Sequence[jax.Device], islands: Sequence[Sequence[jax.Device]]
 ) -> list[jax.Device]:
-  """Where the global model lies: at most two CPU devices that no island uses; else the CPU devices
-  of the islands' hosts, where a proxy (Pathways) has the devices; else the first device. Islands
-  that are added later must leave these alone: their programs and the syncer's would block each
-  other."""
-  used = {device for island in islands for device in island}
-  try:
+  """Where the global model lies: the CPU devices of the islands' hosts, if they are reached as the
+  islands are (Pathways); else at most two CPU devices of this host that no island uses; else the
+  first device. Islands that are added later must leave these alone: their programs and the syncer's
+  would block each other."""
+  used = [device for island in islands for device in island]
+  accelerators = [device for device in used if device.device_kind != 'cpu']
+  with contextlib.suppress(Exception):  # an experiment of jax, whose errors are of many kinds
+    if accelerators:  # one CPU device for each, often the same
+      return list(dict.fromkeys(colocated_python.colocated_cpu_devices(accelerators)))
+  with contextlib.suppress(RuntimeError):  # there are accelerators only
     hosts = jax.local_devices(backend='cpu')
-  except RuntimeError:  # there are accelerators only
-    hosts = []
-  if spare := [device for device in hosts if device not in used]:
-    return spare[-_SYNCER_DEVICES:]
-  if not hosts:
-    with contextlib.suppress(Exception):  # an experiment of jax, whose errors are of many kinds
-      from jax.experimental import colocated_python  # pylint: disable=g-import-not-at-top
-
-      return list(dict.fromkeys(colocated_python.colocated_cpu_devices(tuple(used))))
-  return [*hosts, *devices][:1]
+    if spare := [device for device in hosts if device not in used]:
+      return spare[-_SYNCER_DEVICES:]
+  return [*devices][:1]
 
 
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, partition: task_lib.Partition) -> Any:

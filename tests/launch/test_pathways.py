@@ -48,17 +48,44 @@ def get_config():
 """
 
 
-def train(config: pathlib.Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-  """Runs the command beside the stand-in; an empty value removes a variable."""
+# What jax has after the start, and where two islands and the global model would lie.
+_STARTED = """
+import json
+from diloco_jax.launch import pathways
+
+pathways.start(devices=8)
+import jax
+from diloco_jax.train import mesh
+
+devices = jax.devices()
+islands = mesh.islands(devices, [4, 4])
+syncer = mesh.syncer_devices(devices, islands)
+print(json.dumps({
+  'all are local': jax.local_devices() == devices,
+  'processes': [jax.process_index(), jax.process_count()],
+  'slices': [sorted({one.slice_index for one in island}) for island in islands],
+  'syncer': [(one.id, one.device_kind, one.client is devices[0].client) for one in syncer],
+  'own': [one.client is devices[0].client for one in jax.local_devices(backend='cpu')],
+  'cache': jax.config.jax_enable_compilation_cache,
+}))
+"""
+
+
+def run(words: list[str], **environment: str) -> subprocess.CompletedProcess:
+  """Runs Python beside the stand-in; an empty value removes a variable."""
   paths = os.pathsep.join([str(_STUB), os.environ.get('PYTHONPATH', '')])
   changed = {'JAX_PLATFORMS': '', 'JAX_BACKEND_TARGET': 'grpc://stub', 'PYTHONPATH': paths}
   changed |= environment
   return subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'train', f'--config={config}', *words],
+    [sys.executable, *words],
     env={name: value for name, value in (os.environ | changed).items() if value},
     capture_output=True,
     text=True,
   )
+
+
+def train(config: pathlib.Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+  return run(['-m', 'diloco_jax', 'train', f'--config={config}', *words], **environment)
 
 
 @pytest.fixture
@@ -68,13 +95,26 @@ def config(tmp_path) -> pathlib.Path:
   return path
 
 
+def test_all_slices_are_local_and_the_global_model_lies_on_their_hosts():
+  done = run(['-c', _STARTED])
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout) == {
+    'all are local': True,
+    'processes': [0, 1],
+    'slices': [[0], [1]],
+    'syncer': [[8, 'cpu', True], [9, 'cpu', True]],
+    'own': [False],
+    'cache': False,
+  }
+
+
 def test_each_island_of_a_run_is_a_whole_slice(config, tmp_path):
-  run = tmp_path / 'run'
-  done = train(config, '--controller=single', '--pathways', f'--workdir={run}')
+  workdir = tmp_path / 'run'
+  done = train(config, '--controller=single', '--pathways', f'--workdir={workdir}')
   assert done.returncode == 0, done.stderr
   meshes = set((tmp_path / 'meshes').read_text().splitlines())
   assert meshes == {f'{[(id, index) for id in range(index, 8, 2)]}' for index in (0, 1)}
-  summary = json.loads((run / 'report' / 'summary.json').read_text())
+  summary = json.loads((workdir / 'report' / 'summary.json').read_text())
   assert summary['outer_steps'] and summary['tokens_merged'] == summary['tokens_trained'] > 0
   costs = [one['cost'] for one in summary['learners'].values()]
   assert [(one['devices'], one['kind'], one['memory_bytes']) for one in costs] == [
@@ -139,8 +179,8 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
   ],
 )
 def test_wrong_use_ends_with_one_line(config, tmp_path, words, environment, code, text):
-  run = tmp_path / 'run'
-  done = train(config, '--pathways', *words, f'--workdir={run}', **environment)
+  workdir = tmp_path / 'run'
+  done = train(config, '--pathways', *words, f'--workdir={workdir}', **environment)
   assert done.returncode == code, done.stderr
   assert done.stderr.startswith(f'error: {text}') and done.stderr.count('\n') == 1, done.stderr
-  assert not run.exists()
+  assert not workdir.exists()
