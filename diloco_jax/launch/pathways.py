@@ -79,6 +79,8 @@ def start(devices: int) -> None:
       f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({cli.one_line(error)}): '
       'start it, or correct the address; nothing was trained'
     ) from error
+  # What has no place stays off the islands: digests of the syncer's arrays on the host, for example.
+  jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
   if len(found) < devices:
     slices = len({getattr(one, 'slice_index', 0) for one in found})
     raise cli.NeverRetry(

@@ -119,8 +119,9 @@ class Theta:
 
   @property
   def places(self) -> Any:
-    """Where the arrays of `arrays` belong."""
-    at = lambda p: jax.tree.map(lambda _: self._pieces.place(p), self._pieces.like(p))
+    """Where the arrays of `arrays` are read to: one place, as one program computes their digests;
+    `restore` spreads them."""
+    at = lambda p: jax.tree.map(lambda _: self._pieces.place(0), self._pieces.like(p))
     return _tree(map(at, range(len(self.versions))))
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:

@@ -27,10 +27,10 @@ def task(config):
     if sharding is not None:
       with open(pathlib.Path(__file__).with_name('meshes'), 'a') as file:
         file.write(f'{[(d.id, d.slice_index) for d in sharding.mesh.devices.flat]}\\n')
-    return jax.numpy.square(batch @ params['w'] - 1).mean()
+    return jax.numpy.square(batch @ params['w'] + params['bias'] - 1).mean()
 
   return task_lib.Task(
-    init=lambda seed: {'w': np.zeros((32, 8), np.float32)},
+    init=lambda seed: {'w': np.zeros((32, 8), np.float32), 'bias': np.zeros((1, 8), np.float32)},
     loss=loss,
     batches=lambda shard: [np.ones((4, 32), np.float32) / 32] * 100,
     tokens_per_batch=4,
@@ -40,7 +40,8 @@ def get_config():
   config = run_config.Config(name='slices', task=f'{__file__}:task')
   config.mesh.data = 4
   config.sync.learners = 2
-  config.sync.quorum = config.sync.fragments = config.sync.overlap = 1
+  config.sync.quorum = config.sync.overlap = 1
+  config.sync.fragments = 2
   config.sync.period = 4
   config.optimizer.warmup_steps, config.train.steps = 2, 24
   config.train.log_every = config.train.checkpoint_every_steps = 8
