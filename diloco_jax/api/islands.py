@@ -2,17 +2,16 @@
 
 A life is what a process is elsewhere: an island, a machine, a transport and a tape, on threads of
 their own. Errors of its devices end that life only, as a kill ends a process: the learner is built
-again after a pause, with the limits of the supervisor (launch/supervisor.py), rejoins with the next
-incarnation, and the other learners notice nothing. Every other error is one of code, settings or
-files: it ends the run.
+again, with the pauses and limits of the supervisor (launch/supervisor.py), and rejoins. Every other
+error is one of code, settings or files, which another life would meet again: it ends the run.
 
-A thread that hangs cannot be killed. Its life is abandoned: its sessions are cut, its machine ends,
-nobody reads its events, and its island has neither arrays nor functions nor a folder any more. When
-the thread wakes it raises before it launches or writes anything. So it cannot launch on devices
-that the next life uses: programs with collectives that two threads launch on the same devices in
-different orders would wait for each other for ever.
+A thread that hangs cannot be killed. Its life is abandoned: its machine ends, which cuts its
+sessions, and its island gets no devices, functions or folder any more. When the thread wakes it
+raises before it launches or writes anything: two threads that launch collectives on the same
+devices in different orders would wait for each other for ever.
 """
 
+import contextlib
 import gc
 import os
 import random
@@ -32,14 +31,10 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 
-WATCHDOG_S = 120.0  # a piece of work is no hang before that
-_USUAL_STEPS = 50  # nor before so many times the newest step
-_BUILD = 10  # nor before so many times WATCHDOG_S where functions are compiled and files read
+WATCHDOG_S = 120.0
+_USUAL_STEPS, _BUILD = 50, 10  # see SingleController, watchdog_s
 _POLL_S = 0.1
 _KILLED = -9  # the exit code of a life that was ended from outside, as of a process
-_SAFE = 'Merged contributions and the last checkpoint are safe; other steps of {} are lost'
-
-AtStep = Callable[[str, int], None]
 
 
 class IslandsFailed(RuntimeError):
@@ -51,23 +46,20 @@ class Ended(BaseException):
 
 
 class Life(loop.EventQueue):
-  """The events of one life of a learner, and what its threads share with the one that watches it.
+  """The events of one life, and what its threads share with the one that watches it.
 
   Attributes:
-    number: of the life, from 1.
-    busy: its step thread works, and does not wait for work. turn: how many times it got some.
+    island: once it is built.
+    busy: the step thread works, and does not wait for work; turn: how many times it got some.
     step_s: the time of its newest step.
-    ended: its end.
   """
 
-  def __init__(self, number: int):
+  def __init__(self, make_transport: ports.MakeTransport):
     super().__init__()
-    self.number = number
+    self.island: island_lib.Island | None = None
     self.busy, self.turn, self.step_s = True, 0, 0.0
-    self.ended: futures.Future[actions.Exit] = futures.Future()
-    self._ending: BaseException | None = None
-    self._island: island_lib.Island | None = None
-    self._transport: ports.Transport | None = None
+    self._make_transport = make_transport
+    self._ending: Ended | None = None
 
   def post(self, event: events.Event) -> None:
     if isinstance(event, events.StepDone):
@@ -75,204 +67,167 @@ class Life(loop.EventQueue):
     super().post(event)
 
   def take(self, timeout_s: float | None) -> events.Event:
-    self.check()
-    return super().take(timeout_s)
+    try:
+      self.check()
+      return super().take(timeout_s)
+    except BaseException:  # the step thread may not get there
+      self._transport.shutdown(0.0)
+      raise
 
-  def check(self) -> None:
-    """Raises what has ended this life from outside. Each of its threads calls this before it
-    launches or writes anything."""
-    if self._ending is not None:
-      raise self._ending
+  def connect(self, post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
+    self._transport = self._make_transport(post, payloads)
+    return self._transport
 
   def end(self, why: str) -> None:
     """Ends the life at its next piece of work, as a kill ends a process."""
     self._ending = self._ending or Ended(why)
     self.fail(self._ending)
 
-  def abandon(self, why: str) -> None:
-    """Ends the life although its step thread may hang (top of this file)."""
-    self.end(why)
-    self.cut()
-    if self._island is not None:
-      self._island.abandon()
-
-  def cut(self) -> None:
-    if self._transport is not None:
-      self._transport.shutdown(0.0)
-
-  def has(self, island: island_lib.Island) -> island_lib.Island:
-    """Notes the island of this life. Raises as `check`."""
-    self._island = island
+  def check(self) -> None:
+    """Raises what has ended this life from outside."""
     if self._ending is not None:
-      island.abandon()
-    self.check()
-    return island
-
-  def connect(self, make: ports.MakeTransport) -> ports.MakeTransport:
-    def made(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
-      self._transport = make(post, payloads)
-      self.check()
-      return self._transport
-
-    return made
+      raise self._ending
 
   def work(self, at_step: Callable[[int], None]) -> type[learner_work.LearnerWork]:
-    """The work of this life, which tells when it is busy and calls `at_step` before each step."""
-    life = self
+    """The work of this life. It calls `at_step` with the clock before each step."""
 
     class Work(learner_work.LearnerWork):
-      def _take(self) -> actions.Work | None:
-        life.busy = False
+      def _take(work) -> actions.Work | None:  # noqa: N805
+        self.busy = False
         action = super()._take()
-        life.turn, life.busy = life.turn + 1, True
-        life.check()
+        self.turn, self.busy = self.turn + 1, True
+        self.check()
         return action
 
-      def _step(self, clock: int) -> None:
+      def _step(work, clock: int) -> None:  # noqa: N805
         at_step(clock)
-        life.check()  # it may have blocked for long
+        self.check()  # that may have blocked
         super()._step(clock)
 
     return Work
 
 
 class Records:
-  """The recorder of one life: its threads write nothing once it was ended."""
+  """The recorder of one life, which raises once that was ended."""
 
   def __init__(self, life: Life, recorder: records_lib.Recorder):
     self._life, self._recorder = life, recorder
 
   def __getattr__(self, name: str) -> Callable:
-    method = getattr(self._recorder, name)
-
     def checked(*args, **kwargs):
       self._life.check()
-      return method(*args, **kwargs)
+      return getattr(self._recorder, name)(*args, **kwargs)
 
     return checked
 
 
-Live = Callable[[Life, Any], actions.Exit]
-
-
 class Keeper:
-  """Keeps one learner alive. `run` on a thread of its own, all else from any thread.
+  """Keeps one learner alive: `run` on a thread of its own, all else from any.
 
   Attributes:
-    watchdog_s: see SingleController. given_up: why no other life follows; '': there is no reason.
+    watchdog_s: see SingleController.
+    given_up: why no other life follows, or ''.
     removed: the learner was asked to leave while the run goes on.
   """
 
-  def __init__(self, name: str, live: Live, watchdog_s: float, again: bool):
-    """`live` runs one life to its end; `again`: another life follows one that has failed."""
+  def __init__(
+    self,
+    name: str,
+    live: Callable[[Life, Any], actions.Exit],
+    make_transport: ports.MakeTransport,
+    watchdog_s: float,
+  ):
+    """`live` runs one life to its end and returns its Exit."""
     self.name, self.watchdog_s = name, watchdog_s
     self.given_up, self.removed = '', False
-    self._live, self._again = live, again
-    self._lock = threading.RLock()  # a signal handler may call `stop`
+    self._live, self._make_transport = live, make_transport
     self._leaving = threading.Event()
     self._life: Life | None = None
     self._down_s: float | None = None
 
   def stop(self, reason: str) -> None:
-    """Asks the learner to end in order; no other life follows."""
-    with self._lock:
-      self._leaving.set()
-      if self._life is not None:
-        self._life.post(events.Stop(reason=reason))
+    """Asks the learner to end in order; no other life follows. Safe in a signal handler."""
+    self._leaving.set()
+    if life := self._life:
+      life.post(events.Stop(reason=reason))
 
   def bring_down(self, down_s: float, why: str) -> bool:
     """Ends the present life; the next one begins `down_s` later. False: there is none to end."""
-    with self._lock:
-      life = self._life
-      if life is None or self._leaving.is_set():
-        return False
-      self._down_s = down_s
+    life = self._life
+    if life is None or self._leaving.is_set():
+      return False
+    self._down_s = down_s
     life.end(why)
     return True
 
   def run(self, recorder: records_lib.Recorder) -> actions.Exit:
     """Runs lives until one ends in order, the learner is asked to leave or there were too many
     short ones. Raises errors that another life would meet, too."""
-    failures, number, draw, why = 0, 0, random.Random(), ''
+    failures, draw, text = 0, random.Random(), ''
     while True:
-      with self._lock:
-        if self._leaving.is_set():
-          return actions.Exit(code=int(bool(why)), text=why or 'stopped before it began')
-        number += 1
-        self._life, self._down_s = Life(number), None
+      self._life = life = Life(self._make_transport)
+      if self._leaving.is_set():  # since before it could be asked
+        life.post(events.Stop(reason='the run ends'))
       began_s = time.monotonic()
-      again = f'built again (life {number})' if number > 1 else ''
-      self._note(recorder, 'starting', again, os.getpid())
-      try:
-        exit_, code, why = self._one(self._life, recorder)
-      except BaseException:
-        recorder.ended(1)
-        raise
-      recorder.ended(code)
-      with self._lock:
-        life, self._life = self._life, None
-        down_s = self._down_s
-      if exit_ is not None or self._leaving.is_set():
-        if exit_ is None:
-          self._note(recorder, 'down', why)
-        return exit_ or actions.Exit(code=1, text=why)
+      self._note(recorder, 'starting', text, os.getpid())
+      end, failed = self._one(life, recorder)
+      recorder.ended(end.code)
+      self._life, down_s, self._down_s = None, self._down_s, None
+      if not failed or self._leaving.is_set():
+        return end
       failures = failures + 1 if time.monotonic() - began_s < supervisor.SHORT_LIFE_S else 1
-      safe = _SAFE.format(self.name)
+      safe = f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost'
       if down_s is not None:
         failures = 0
       elif failures >= supervisor.MAX_SHORT_LIVES:
-        self.given_up = f'{why}; given up after {failures} short lives in a row'
-        self._note(recorder, 'failed', f'{self.given_up}. {safe}; the other learners train on')
-        return actions.Exit(code=1, text=self.given_up)
+        self.given_up = f'{self.name} was given up after {failures} short lives: {end.text}'
+        self._note(recorder, 'failed', f'{safe}. Given up after {failures} short lives in a row')
+        return end
       else:
         down_s = supervisor.backoff_s(failures, draw)
-      self._note(
-        recorder,
-        'down',
-        f'{why}. {safe}. It is built again in {down_s:.1f} s; the other learners train on',
-      )
-      gc.collect()  # the arrays of the failed life
+      text = f'{safe}. It is built again in {down_s:.1f} s and rejoins; the others train on'
+      self._note(recorder, 'down', text)
+      del life
+      gc.collect()  # frees the arrays of the failed life
       self._leaving.wait(down_s)
-      life.cut()  # its machine may have dialled while it ended
+      if self._leaving.is_set():
+        return end
+      text = 'is built again'
 
-  def _one(
-    self, life: Life, recorder: records_lib.Recorder
-  ) -> tuple[actions.Exit | None, int, str]:
-    """Runs a life; returns its Exit, None if its devices have failed; an exit code; and why."""
+  def _one(self, life: Life, recorder: records_lib.Recorder) -> tuple[actions.Exit, bool]:
+    """Runs a life; returns how it ended, and whether another one may follow."""
+    ended: futures.Future[actions.Exit] = futures.Future()
+
+    def in_thread() -> None:
+      try:
+        ended.set_result(self._live(life, Records(life, recorder)))
+      except BaseException as error:  # raised again where the life is watched
+        ended.set_exception(error)
+
     # A daemon: the process can end while it hangs.
-    thread = threading.Thread(
-      target=self._in_thread,
-      args=(life, Records(life, recorder)),
-      name=f'{self.name}.{life.number}',
-      daemon=True,
-    )
-    thread.start()
-    if not self._watch(life):
-      why = f'no step of {self.name} has ended for {self._patience_s(life):.0f} s: its devices hang'
-      life.abandon(why)
-      return None, 1, why
-    error = life.ended.exception()
-    if error is None:
-      return life.ended.result(), 0, ''
-    thread.join()
-    if not self._again or not (failed := _of_devices(error)):
-      raise error
+    threading.Thread(target=in_thread, name=f'{self.name} steps', daemon=True).start()
+    if not self._watch(life, ended):
+      life.end('abandoned')
+      if life.island is not None:
+        with contextlib.suppress(Exception):
+          life.island.abandon()
+      text = f'no step has ended for {self._patience_s(life):g} s: the devices hang'
+      return actions.Exit(code=1, text=text), True
+    error = failed = ended.exception()
+    while failed and not isinstance(failed, jax.errors.JaxRuntimeError | Ended):
+      failed = failed.__cause__ or failed.__context__
+    if error is None or failed is None:
+      return ended.result(), False  # or raises
     told = cli.one_line(failed)[:300]
     if isinstance(failed, Ended):
-      return None, _KILLED, told
-    return None, 1, f'the devices of {self.name} have failed ({told})'
+      return actions.Exit(code=_KILLED, text=told), True
+    return actions.Exit(code=1, text=f'the devices have failed ({told})'), True
 
-  def _in_thread(self, life: Life, records: Records) -> None:
-    try:
-      life.ended.set_result(self._live(life, records))
-    except BaseException as error:  # raised again on the thread that watches
-      life.ended.set_exception(error)
-
-  def _watch(self, life: Life) -> bool:
-    """Waits for the end of a life; False: it hangs. Counts looks, not seconds: the whole process
+  def _watch(self, life: Life, ended: futures.Future) -> bool:
+    """Waits for the end of a life; False: it hangs. Counts looks and not seconds, since the process
     may have been stopped for a while."""
     looks, turn = 0, -1
-    while futures.wait([life.ended], _POLL_S).not_done:
+    while futures.wait([ended], _POLL_S).not_done:
       looks = looks + 1 if life.busy and life.turn == turn else 0
       turn = life.turn
       if looks * _POLL_S > self._patience_s(life):
@@ -289,10 +244,3 @@ class Keeper:
     recorder.report(facts.Process(child=self.name, state=state, text=text, pid=pid))
     if text:
       recorder.say(text)
-
-
-def _of_devices(error: BaseException | None) -> BaseException | None:
-  """The error that another life may be spared, among an error and those that led to it."""
-  while error is not None and not isinstance(error, jax.errors.JaxRuntimeError | Ended):
-    error = error.__cause__ or error.__context__
-  return error

@@ -2,14 +2,14 @@
 
 Each island is a disjoint sub-mesh of `jax.devices()` (by slice where devices have one, by count on
 CPU). Machines, work and jitted steps are those of separate processes; only the transport differs.
-An island whose devices fail or hang ends alone and comes back (islands.py). An error of the syncer,
-or one that would come again, ends the run in order. For tests, notebooks and `diloco train
---controller=single`.
+An island whose devices fail or hang ends alone and comes back (islands.py); every other error ends
+the run in order. For tests, notebooks and `diloco train --controller=single`.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
 SYNCER = 'syncer'
-SPARE = 1  # emulated device for the global model, which no island uses
+SPARE = 1  # emulated device for the global model
 _INTERRUPTED = (
   'interrupted: each learner ends its step, sends what it has and saves, then the syncer; the same '
   'call continues the run. A second interrupt does not wait.'
@@ -54,10 +54,10 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     alone: one learner and no syncer, the baseline.
-    islands: learner id -> how many devices (more or fewer along `data`), a mesh, or the devices
-      themselves; default: each of the M learners has the mesh of the config.
-    at_step: called with a learner's id and clock, on the thread of its steps, before each of them.
-      What it raises counts as raised by the step: for faults (verification/faults/islands.py).
+    islands: learner id -> how many devices (more or fewer along `data`), a mesh, or the devices;
+      default: each of the M learners has the mesh of the config.
+    at_step: called with a learner's id and clock, on the thread of its steps, before each of them;
+      what it raises, the step has raised (verification/faults/islands.py).
     watchdog_s: an island without progress for so many seconds hangs, or for 50 of its steps if
       these take longer; while it is built, for ten times as many.
 
@@ -75,30 +75,26 @@ class SingleController:
     make_recorder: MakeRecorder | None = None,
     alone: bool = False,
     islands: Mapping[str, Island] | None = None,
-    at_step: islands_lib.AtStep | None = None,
+    at_step: Callable[[str, int], None] = lambda name, clock: None,
     watchdog_s: float = islands_lib.WATCHDOG_S,
   ):
     self._assembled = build.assemble(config.of(SYNCER))
     self._config, self._workdir = config, workdir
-    self._alone, self._watchdog_s = alone, watchdog_s
-    self._injected = at_step
+    self._alone, self._at_step, self._watchdog_s = alone, at_step, watchdog_s
     self._stopping = threading.Event()
     kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
     self._make_recorder = make_recorder or (lambda name: kind(workdir, name, prefix=f'[{name}] '))
     self._hub = in_process.InProcessHub()
     self._event_queue = loop.EventQueue()  # of the syncer
     self._exits: dict[str, actions.Exit | BaseException] = {}
-    self._error: islands_lib.IslandsFailed | None = None
     self._threads: list[threads.Thread] = []
-    self._lock = threading.RLock()  # of what `add` and `remove` change
     self._keepers: dict[str, islands_lib.Keeper] = {}
     self._devices: dict[str, list[jax.Device]] = {}
-    self._clocks: dict[str, int] = {}
+    self._clock = 0  # of the foremost learner
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     if islands is not None and len(islands) != len(names):
       raise ValueError(
-        f'`islands` has {len(islands)} learners, sync.learners is {len(names)}: name as many; more '
-        'may be added later'
+        f'{len(islands)} islands: as many as sync.learners, {len(names)}, must begin'
       )
     self.syncer_devices: list[jax.Device] = []
     self._place(islands or dict.fromkeys(names, config.mesh))
@@ -107,27 +103,28 @@ class SingleController:
   def _place(self, islands: Mapping[str, Island]) -> None:
     """Gives each of these learners devices that nothing uses, and a keeper. Raises ValueError."""
     configs = {name: _config_of(self._config, name, island) for name, island in islands.items()}
+    gone = [name for name, one in self._keepers.items() if one.removed and name in self._exits]
+    places = [one for name, one in self._devices.items() if name not in gone]
+    used = set(self.syncer_devices).union(*places)
     given = {name: list(one) for name, one in islands.items() if isinstance(one, Sequence)}
-    used = {d for devices in (self.syncer_devices, *self._devices.values()) for d in devices}
-    if taken := [device for devices in given.values() for device in devices if device in used]:
-      raise ValueError(f'{taken} are in use: choose others')
+    if taken := used.intersection(itertools.chain(*given.values())):
+      raise ValueError(f'{taken} are in use: choose other devices')
     used.update(*given.values())
     free = [device for device in jax.devices() if device not in used]
     sizes = {name: one.mesh.num_devices for name, one in configs.items() if name not in given}
     if len(free) < (needed := sum(sizes.values())):
-      each = ', '.join(map(str, sorted(set(sizes.values()))))
       raise ValueError(
-        f'{len(sizes)} learners with meshes of {each} devices need {needed} devices, there are '
-        f'{len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed} before jax is first used (in a '
-        'notebook: restart the kernel), or lower sync.learners'
+        f'{len(sizes)} learners with meshes of {set(sizes.values())} devices need {needed}, there '
+        f'are {len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first '
+        'use of jax (in a notebook: restart the kernel), or lower sync.learners'
       )
     given |= dict(zip(sizes, mesh_lib.islands(free, list(sizes.values()))))
     for name, config in configs.items():
       same = config == self._assembled.config
       assembled = self._assembled if same else build.assemble(config)
       live = functools.partial(self._live, name, assembled, given[name])
-      self._devices[name] = given[name]
-      self._keepers[name] = islands_lib.Keeper(name, live, self._watchdog_s, not self._alone)
+      self._devices[name], connect = given[name], self._hub.learner_transport
+      self._keepers[name] = islands_lib.Keeper(name, live, connect, self._watchdog_s)
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -143,6 +140,7 @@ class SingleController:
         self._over,
       )
       self._over()  # it may have been asked to stop
+      recorder.ended(0)
       return ended
 
     if not self._alone:
@@ -159,38 +157,40 @@ class SingleController:
     records: Any,
   ) -> actions.Exit:
     """Runs one life of a learner, on the thread of its steps."""
-    island = life.has(learner_process.make_island(assembled, self._workdir, name, devices))
+    life.island = learner_process.make_island(assembled, self._workdir, name, devices)
     if self._alone:
-      return baseline.run(assembled.config, island, records, self._stopping.is_set)
+      life.busy = False  # nothing tells of its steps
+      return baseline.run(assembled.config, life.island, records, self._stopping.is_set)
+
+    def at_step(clock: int) -> None:
+      self._clock = max(clock, self._clock)
+      self._at_step(name, clock)
+
     return learner_process.run(
       assembled,
-      island,
+      life.island,
       self._workdir,
       name,
       life,
-      life.connect(self._hub.learner_transport),
+      life.connect,
       records,
       own_process=False,
-      work_class=life.work(functools.partial(self._at_step, name)),
+      work_class=life.work(at_step),
     )
-
-  def _at_step(self, name: str, clock: int) -> None:
-    self._clocks[name] = clock
-    if self._injected is not None:
-      self._injected(name, clock)
 
   def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
     def guarded() -> None:
       try:
         with contextlib.ExitStack() as end:
           recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
-          if name == SYNCER:
-            end.push(lambda error, *_: recorder.ended(int(error is not None)))
-          ended = run(recorder)
-        self._end_without_quorum()
-        self._exits[name] = ended
-      except BaseException as error:  # `join` raises it in the caller's thread
-        self._exits[name] = error
+          end.push(lambda error, *_: recorder.ended(1) if error else None)
+          ended: actions.Exit | BaseException = run(recorder)
+        if name in self._keepers and self._keepers[name].given_up:
+          ended = self._without(name) or ended
+      except BaseException as error:
+        ended = error
+      self._exits[name] = ended
+      if isinstance(ended, BaseException):  # `join` raises it in the caller's thread
         self.stop(f'{name} failed')
       self._syncer_last()
 
@@ -198,68 +198,58 @@ class SingleController:
     thread.start()
     self._threads.append(thread)
 
-  def _end_without_quorum(self) -> None:
-    """Ends the run if too few learners are left for an outer step."""
-    lost = [one for one in self._keepers.values() if one.given_up]
-    left = self._left()
-    if lost and len(left) < self._config.sync.quorum and not self._stopping.is_set():
-      self._error = islands_lib.IslandsFailed(
-        f'{len(left)} learners are left, and sync.quorum is {self._config.sync.quorum}: no outer '
-        f'step would follow. {lost[-1].given_up}. All merged contributions are safe, and the last '
-        'checkpoint of each learner; the same call continues the run once the devices work'
-      )
-      self.stop('too few learners are left')
+  def _without(self, name: str) -> islands_lib.IslandsFailed | None:
+    """The error that ends the run if too few learners are left for an outer step."""
+    if len(self._left()) >= self._config.sync.quorum or self._stopping.is_set():
+      return None
+    return islands_lib.IslandsFailed(
+      f'{self._keepers[name].given_up}. {len(self._left())} learners are left, and sync.quorum is '
+      f'{self._config.sync.quorum}: the run has ended. What was merged is safe, and so are all '
+      'checkpoints: once the devices work, the same call continues the run'
+    )
 
   def _left(self) -> list[str]:
-    """The learners that are neither given up nor asked to leave."""
     return [name for name, one in self._keepers.items() if not one.given_up and not one.removed]
 
   def add(self, name: str, island: Island) -> None:
-    """Adds a learner while the run goes on: it joins like a process that was started later.
+    """Adds a learner while the run goes on: it joins like a process that is started later.
 
     Args:
-      name: its id; also that of a learner that was removed and has ended.
-      island: its devices, how many of the free ones, or its mesh.
+      name: a new id, or that of a learner that has ended.
+      island: as for the constructor, of devices that neither an island nor the syncer uses.
 
     Raises:
-      ValueError: the name is in use or none of a learner, the run ends, or there are too few
-        devices that neither an island nor the syncer uses.
+      ValueError: the name is in use or no id, the run ends, or there are too few devices.
     """
-    with self._lock:
-      if name in self._left() or (name in self._keepers and name not in self._exits):
-        raise ValueError(f'{name} trains already: choose another id')
-      if self._stopping.is_set() or self._exits.get(SYNCER):
-        raise ValueError(f'the run ends: {name} would train for nothing')
-      self._devices.pop(name, None)
-      self._place({name: island})
-      self._exits.pop(name, None)
-      self._start(name, self._keepers[name].run)
+    if name in self._keepers and name not in self._exits:
+      raise ValueError(f'there is a learner {name} already: choose another id')
+    if self._stopping.is_set() or SYNCER in self._exits:
+      raise ValueError(f'the run ends: {name} cannot join')
+    self._place({name: island})
+    self._exits.pop(name, None)
+    self._start(name, self._keepers[name].run)
 
   def remove(self, name: str) -> None:
     """Asks a learner to leave while the run goes on: it ends its step, sends what it has, saves and
-    ends. Then its devices are free. Raises ValueError: there is no such learner, or too few would
+    ends; then its devices are free. Raises ValueError: there is no such learner, or too few would
     be left for an outer step."""
-    with self._lock:
-      left = self._left()
-      if name not in left:
-        raise ValueError(f'there is no learner {name!r}; there are: {", ".join(left)}')
-      if len(left) <= self._config.sync.quorum:
-        raise ValueError(
-          f'sync.quorum is {self._config.sync.quorum}: without {name} no outer step would follow. '
-          'Add another learner first, or stop the run'
-        )
-      self._keepers[name].removed = True
+    if name not in self._left() or len(self._left()) <= self._config.sync.quorum:
+      raise ValueError(
+        f'{name} cannot leave: there are {self._left()}, and sync.quorum is '
+        f'{self._config.sync.quorum}. Add a learner first, or stop the run'
+      )
+    self._keepers[name].removed = True
     self._keepers[name].stop('it was removed')
 
   def bring_down(self, name: str, down_s: float, why: str) -> bool:
-    """Ends the present life of a learner at its next step, as a kill; the next one begins `down_s`
-    later. Returns False if it has none or the run is ending."""
-    return not self._stopping.is_set() and self._keepers[name].bring_down(down_s, why)
+    """Ends the present life of a learner, as a kill; the next one begins `down_s` later. False: it
+    has none, or was asked to leave."""
+    return self._keepers[name].bring_down(down_s, why)
 
   @property
   def progress(self) -> float:
     """The clock of the foremost learner as a share of the run."""
-    return max(self.clocks.values(), default=0) / self._config.train.steps
+    return self._clock / self._config.train.steps
 
   def _over(self) -> None:
     """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
@@ -281,32 +271,28 @@ class SingleController:
   def join(
     self, timeout_s: float | None = None, tick: Callable[[], None] | None = None
   ) -> dict[str, actions.Exit]:
-    """Waits for every node, and calls `tick` every two seconds meanwhile.
-
-    Returns:
-      How each node has ended. A learner that was given up has code 1; one that came back counts by
-      its last life.
-
-    Raises:
-      IslandsFailed: too few learners were left.
-      TimeoutError: a node has not ended in time.
-      Exception: what a node has raised.
-    """
-    for thread in self._threads:  # and those that are added meanwhile
+    """Waits for every node, and calls `tick` every two seconds meanwhile; returns how the last life
+    of each has ended. Raises the error of a failed node, IslandsFailed if too few learners were
+    left, or TimeoutError."""
+    for thread in self._threads:  # also those that are added meanwhile
       while tick and thread.is_alive():
         thread.join(run_lib.REDRAW_S)
         tick()
       thread.join(timeout_s)
       if thread.is_alive():
         raise TimeoutError(f'{thread.name} has not ended within {timeout_s} s')
-    if self._error:
-      raise self._error
     exits = {}
     for name, result in self._exits.items():
       if isinstance(result, BaseException):
         raise result
       exits[name] = result
     return exits
+
+
+def verdict(exits: Mapping[str, actions.Exit]) -> actions.Exit:
+  """How a run has ended: as its syncer, or as a learner if none has ended in order."""
+  best = min((one for name, one in exits.items() if name != SYNCER), key=lambda one: one.code)
+  return best if best.code else exits[SYNCER]
 
 
 def _config_of(config: run_config.Config, name: str, island: Island) -> run_config.Config:
@@ -317,13 +303,10 @@ def _config_of(config: run_config.Config, name: str, island: Island) -> run_conf
   if isinstance(island, config_lib.MeshConfig):
     mesh = island
   else:
-    number, rest = island if isinstance(island, int) else len(island), mesh.fsdp * mesh.tensor
-    if number % rest:
-      raise ValueError(
-        f'{number} devices of {name} do not make a mesh of fsdp {mesh.fsdp} x tensor '
-        f'{mesh.tensor}: give it a mesh, as MeshConfig(data={number})'
-      )
-    mesh = config_lib.MeshConfig(data=number // rest, fsdp=mesh.fsdp, tensor=mesh.tensor)
+    number = island if isinstance(island, int) else len(island)
+    mesh = dataclasses.replace(mesh, data=number // (mesh.fsdp * mesh.tensor), hosts=1)
+    if mesh.num_devices != number:
+      raise ValueError(f'{number} devices of {name} do not fit {mesh}: give it a mesh of its own')
   own = dataclasses.replace(config.of(name), mesh=mesh)
   own.validate()
   return own

@@ -20,7 +20,7 @@ import threading
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, local_run, pathways, run_folder, supervisor
+from diloco_jax.launch import cli, kill_plan, local_run, pathways, run_folder, supervisor
 from diloco_jax.report import serve
 from diloco_jax.storage import files
 
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f'the page of this run: {url}', flush=True)
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
-  if unusual and config.chaos.enabled and config.chaos.kills:
+  if alone and config.chaos.enabled and config.chaos.kills:
     print(f'no chaos with {unusual}: after a kill nothing would train on', flush=True)
   if single:
     carry_out = functools.partial(_run_single, config, workdir)
@@ -82,16 +82,14 @@ def main(argv: list[str]) -> int:
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
   """Runs all nodes in this process."""
-  devices = config.mesh.num_devices * config.sync.learners
   if not _PATHWAYS.value:
-    os.environ.update({'JAX_PLATFORMS': 'cpu', **local_run.environment(devices)})
-  with cli.importing_jax():
-    from diloco_jax.api import single_controller
-    from diloco_jax.launch import nodes
+    local_run.emulate(config)
+  from diloco_jax.api import islands, single_controller
+  from diloco_jax.launch import nodes
 
   with cli.never_retry():
-    nodes.prepare_jax(devices)
     controller = single_controller.SingleController(config, workdir)
+  kills = kill_plan.plan(config.chaos, run_config.learner_ids(config.sync.learners))
   interrupts = cli.EndRequests()
 
   def interrupt(number: int, frame) -> None:
@@ -102,6 +100,12 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
       os._exit(cli.INTERRUPTED)  # a thread inside a step cannot be interrupted
     controller.stop('interrupted')
 
+  def tick() -> None:
+    nonlocal kills
+    due, kills = kill_plan.due(kills, controller.progress)
+    for kill in due:
+      controller.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
+
   for number in cli.end_signals():
     signal.signal(number, interrupt)
   controller.start()
@@ -110,10 +114,11 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     nodes.checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
   ):
-    exits = controller.join()
+    try:
+      end = single_controller.verdict(controller.join(tick=tick))
+      code, text = end.code, end.text
+    except islands.IslandsFailed as error:
+      code, text = 1, str(error)
   if interrupts.count:
     code, text = cli.INTERRUPTED, 'interrupted'
-  else:
-    worst = max(exits.values(), key=lambda item: item.code)
-    code, text = worst.code, worst.text
   return supervisor.Outcome(code=code, text=text, statuses={}, interrupted=interrupts.count > 0)

@@ -66,6 +66,8 @@ def start(devices: int) -> None:
   with cli.importing_jax():
     import jax
     import pathwaysutils
+
+    from diloco_jax.launch import nodes
   # A config of the user's may have imported jax before, which read the environment then.
   platforms = dict.fromkeys([*_platforms(os.environ), 'cpu'])  # also the controller's own
   jax.config.update('jax_platforms', ','.join(platforms))
@@ -79,6 +81,7 @@ def start(devices: int) -> None:
       f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({cli.one_line(error)}): '
       'start it, or correct the address; nothing was trained'
     ) from error
+  nodes.prepare_jax(devices=1)
   # What has no place stays off the islands: digests of the syncer's arrays on the host, for example.
   jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
   if len(found) < devices:

@@ -47,7 +47,6 @@ from diloco_jax.protocol import rate_limited_log
 from diloco_jax.storage import files, folders, json_files, orbax_context, tree_digest
 
 CHECKPOINTS_KEPT = 2  # the newest
-ABANDONED_S = 60.0  # that a save of an island that is abandoned has to end
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
@@ -108,7 +107,7 @@ class Checkpoints:
       )
     self._under_way: futures.Future[int] | None = None
     self._awaited: futures.Future[int] | None = None  # its caller hears how it ended
-    self._abandoned = False
+    self._closed = False
     self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
 
   @property
@@ -167,9 +166,9 @@ class Checkpoints:
       number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     record |= {'sha256': json_files.sha256(record)}
     _ONE_OPERATION.acquire()
-    if self._abandoned:  # while its thread hung; the folder is another's now
+    if self._closed:  # while this thread hung: the folder may be another's by now
       _ONE_OPERATION.release()
-      raise CheckpointError('its island was abandoned')
+      raise CheckpointError('the folder of checkpoints is closed')
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
       response = self._checkpointer.save_checkpointables_async(
@@ -247,14 +246,9 @@ class Checkpoints:
         self._checkpointer.wait()  # Orbax raises the error again in every thread that waits
       raise
 
-  def abandon(self) -> None:
-    """No save begins any more; waits a while for one that is running. From another thread."""
-    self._abandoned = True
-    if self._under_way is not None:
-      futures.wait([self._under_way], ABANDONED_S)
-
   def close(self) -> None:
     """Waits for the running save, with a warning if it failed, and closes the folder."""
+    self._closed = True
     self._wait_or_warn()
     with contextlib.suppress(Exception):
       self._checkpointer.wait()  # as in `wait`, for an error that another thread has waited for

@@ -375,23 +375,15 @@ class Island:
         self._folder.close()
 
   def abandon(self) -> None:
-    """Takes arrays, functions and the folder of checkpoints from a thread that may hang in this
-    island, so that it raises RuntimeError when it wakes, and another island may have devices and
-    folder. From another thread."""
-    self._train_step = self._eval_step = _abandoned
-    self._state = None
-    if self._checkpoints:
-      self._checkpoints.abandon()
-      self._folder.close()
+    """Takes arrays, functions and folder from a thread that may hang in this island, so that it
+    raises when it wakes, and another island may have them. From another thread."""
+    self._train_step = self._eval_step = self._state = None
+    self.close()
 
   def _require_checkpoints(self) -> checkpoint.Checkpoints:
     if self._checkpoints is None:
       raise ValueError('this island has no checkpoint folder: pass checkpoint_dir')
     return self._checkpoints
-
-
-def _abandoned(*args) -> Any:
-  raise RuntimeError('this island was abandoned: another one has its devices')
 
 
 def _await(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], int]:
