@@ -43,8 +43,8 @@ def require(single: bool, base: Mapping[str, str] = os.environ) -> None:
     )
   if base.get(_PERSISTENCE, '0') != '0':
     raise ValueError(
-      f'{_PERSISTENCE}={base[_PERSISTENCE]} makes the workers write checkpoints, and those of the '
-      "syncer lie on the controller's CPU, which no worker reaches: unset it"
+      f'{_PERSISTENCE}={base[_PERSISTENCE]} makes the workers read and write checkpoints, those on '
+      'meshes only, and the syncer has no mesh: unset it, and they pass through the controller'
     )
 
 
@@ -82,7 +82,7 @@ def start(devices: int) -> None:
       'start it, or correct the address; nothing was trained'
     ) from error
   nodes.prepare_jax(devices=1)
-  # What has no place stays off the islands: digests of the syncer's arrays on the host, for example.
+  # What has no place stays off the islands, as the digests of the syncer's arrays on the host.
   jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
   if len(found) < devices:
     slices = len({getattr(one, 'slice_index', 0) for one in found})
