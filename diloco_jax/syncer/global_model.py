@@ -118,11 +118,9 @@ class Theta:
     return _tree(map(self._pieces.like, range(len(self.versions))))
 
   @property
-  def places(self) -> Any:
-    """Where the arrays of `arrays` are read to: one place, as one program computes their digests;
-    `restore` spreads them."""
-    at = lambda p: jax.tree.map(lambda _: self._pieces.place(0), self._pieces.like(p))
-    return _tree(map(at, range(len(self.versions))))
+  def place(self) -> jax.sharding.Sharding:
+    """Where the arrays of a checkpoint are read, for `restore`."""
+    return self._pieces.place(0)
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
     """A payload of fragment p where `lengths` and `merge` compute with it."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from diloco_jax.config import build, uplink
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
@@ -270,7 +272,7 @@ def recover(
   syncer (launch/restore.py).
   """
   like = theta.like
-  restored = checkpoints.restore(theta.places, like)
+  restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
   records_lib.report_startup(records, 'restored')
   sizes = assembled.payload_bytes
   start = tape_lib.Start(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.learner import on_device, split
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, digest, fragments
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
@@ -31,7 +32,7 @@ def _params() -> decoder.Params:
 
 
 def _exchange(
-  params, shardings, replicated, codec: str, layout: fragments.Layout
+  params, shardings, replicated, codec: str, layout: fragments.Layout, in_process: bool = False
 ) -> tuple[on_device.Exchange, types.SimpleNamespace]:
   island = types.SimpleNamespace(
     params=jax.tree.map(split.put, params, shardings),
@@ -46,12 +47,12 @@ def _exchange(
     protocol=types.SimpleNamespace(rebases=True, blends=False),
     config=types.SimpleNamespace(sync=types.SimpleNamespace(alpha=0.0)),
   )
-  return on_device.Exchange(assembled, island).begin(), island
+  return on_device.Exchange(assembled, island, in_process=in_process).begin(), island
 
 
-def _on(mesh: jax.sharding.Mesh, params, codec: str, layout: fragments.Layout):
+def _on(mesh: jax.sharding.Mesh, params, codec: str, layout: fragments.Layout, **more):
   shardings = mesh_lib.tree_shardings(mesh, params, decoder.PARTITION)
-  return _exchange(params, shardings, mesh_lib.replicated(mesh), codec, layout)
+  return _exchange(params, shardings, mesh_lib.replicated(mesh), codec, layout, **more)
 
 
 def _same(one, other) -> None:
@@ -66,6 +67,20 @@ def _trained(params, seed: int):
   )
 
 
+def _sent(exchange: on_device.Exchange, p: int, data: jax.Array) -> bytes:
+  """A payload; within a process it is an array."""
+  payload = exchange.wire(p, data)
+  assert payload_lib.is_on_devices(payload) == exchange._in_process
+  return bytes(payload_lib.to_host(payload))
+
+
+def _given(exchange: on_device.Exchange, payload: bytes, dtype) -> payload_lib.Payload:
+  """As it reaches the island, from a device of the syncer."""
+  if not exchange._in_process:
+    return payload
+  return jax.device_put(np.frombuffer(payload, dtype), jax.devices()[-1])
+
+
 def _is_equal(one, other, params) -> None:
   """Two (exchange, island): trains, encodes, adopts and rewinds both alike."""
   pair, layout = (one, other), one[0]._layout
@@ -78,22 +93,27 @@ def _is_equal(one, other, params) -> None:
     for exchange, _ in pair:
       data, ok = exchange.encode(p)
       assert ok
-      sent.append(bytes(exchange.wire(p, data)))
-      held.append(digest.as_int(exchange.adopt(p, sent[0], False, p != 1, p % 2 == 0)))
+      sent.append(_sent(exchange, p, data))
+      given = _given(exchange, sent[0], np.uint8)
+      held.append(digest.as_int(exchange.adopt(p, given, False, p != 1, p % 2 == 0)))
     assert sent[0] == sent[1] and held[0] == held[1], p
   for p in range(layout.num_fragments):  # a narrow capture, and the version that contains it
     sent = []
     for exchange, _ in pair:
       data, ok = exchange.encode(p, narrow=True)
       assert ok
-      sent.append(bytes(exchange.wire(p, data)))
+      sent.append(_sent(exchange, p, data))
       no_delta = bytes(exchange._codec_down.encoded_size(layout.size(p)))
-      exchange.adopt(p, no_delta, whole=False, keep=True, merged=True)
+      given = _given(exchange, no_delta, np.uint8)
+      exchange.adopt(p, given, whole=False, keep=True, merged=True)
     assert sent[0] == sent[1] and len(sent[0]) == codecs.get('int4').encoded_size(layout.size(p))
   _same(one[1].params, other[1].params)
   whole = np.random.default_rng(2).standard_normal(layout.size(0), np.float32)
   for keep in (False, True):
-    a, b = (exchange.adopt(0, memoryview(whole), True, keep, False) for exchange, _ in pair)
+    a, b = (
+      exchange.adopt(0, _given(exchange, whole.tobytes(), np.float32), True, keep, False)
+      for exchange, _ in pair
+    )
     assert digest.as_int(a) == digest.as_int(b)
   assert one[0].digests() == other[0].digests()
   assert digest.as_int(a) == one[0].digests()[0]
@@ -119,6 +139,22 @@ def test_of_eight_devices_as_of_one(shape, codec, kind):
     for exchange, _ in (one, many)
   ]
   assert held[1] == pytest.approx(held[0] / (shape[1] * shape[2]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+  'shape, codec, kind',
+  [pytest.param(*cell, marks=[] if cell == SAMPLED[2] else pytest.mark.full) for cell in SAMPLED],
+)
+def test_within_a_process_payloads_of_several_devices_have_the_order_of_the_wire(
+  shape, codec, kind
+):
+  params = _params()
+  layout = fragments.make_layout(kind, params, 2, decoder.label)
+  config = config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape)))
+  ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(config, jax.devices())
+  one, many = _on(ones, params, codec, layout), _on(mesh, params, codec, layout, in_process=True)
+  _is_equal(one, many, params)
 
 
 def test_of_a_mesh_of_the_users_own_as_of_one_device():

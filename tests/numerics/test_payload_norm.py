@@ -29,17 +29,17 @@ def _norm(name: str, data: np.ndarray, n: int = N) -> float:
   """NaN if the syncer takes it for not finite. Two tensors, in several pieces."""
   tree = {key: jax.ShapeDtypeStruct((n // 2,), jnp.float32) for key in 'ab'}
   layout = fragments.make_layout('balanced', tree, 1, lambda path: 'rda')
-  place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
   codec = codecs.get(name)
-  lib = _pieces(layout, codec, place)
+  lib = _pieces(layout, codec)
   norm = global_model.norm(lib.lengths(0, np.frombuffer(data, np.uint8)))
   return math.nan if norm == screening.NOT_FINITE else norm / screening.UNIT
 
 
 @functools.cache
-def _pieces(layout, codec, place):
+def _pieces(layout, codec):
   pair, tx = (codec, codec), optax.sgd(1.0)
-  return outer_step.Pieces(layout, pair, codec, codec, tx, place, piece=3 << 14)
+  devices = jax.local_devices(backend='cpu')[:1]
+  return outer_step.Pieces(layout, pair, codec, codec, tx, devices, piece=3 << 14)
 
 
 def _measured(name: str, values: np.ndarray) -> float:

@@ -1,10 +1,13 @@
 """A fragment on the syncer without a run: payloads in, its next version out."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 import optax
 
 from diloco_jax.numerics import codecs, fragments, merge
+from diloco_jax.syncer import device_pieces
 from diloco_jax.syncer import outer_step as outer_step_lib
 
 
@@ -16,6 +19,7 @@ class Fragment:
     values_N: its first values.
     rules: label -> merge rule.
     piece: values in a piece.
+    devices: the fragments are whole on these.
   """
 
   def __init__(
@@ -28,23 +32,26 @@ class Fragment:
     up: str = 'float32',
     down: str = 'float32',
     piece: int = outer_step_lib.PIECE,
+    devices: Sequence[jax.Device] = (),
   ):
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     self.codec = codecs.get(up)
     self._p = p
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
     self.slow = codecs.get('int4')
-    self._lib = outer_step_lib.Pieces(
-      layout, (self.codec, self.slow), codecs.get(down), self.codec, tx, place, piece
-    )
+    made = layout, (self.codec, self.slow), codecs.get(down), self.codec, tx
+    if devices:
+      self._lib = device_pieces.DevicePieces(*made, devices)
+    else:
+      self._lib = outer_step_lib.Pieces(*made, jax.local_devices(backend='cpu')[:1], piece)
     self._pieces = self._lib.begin(p, values_N)
 
   def lengths(self, payload: np.ndarray) -> np.ndarray:
-    return self._lib.lengths(self._p, payload)
+    return self._lib.lengths(self._p, self._lib.near(self._p, payload))
 
   def cosines(self, payloads: list[np.ndarray]) -> np.ndarray:
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
-    return self._lib.cosines(self._p, payloads, lengths_MxT)
+    near = [self._lib.near(self._p, one) for one in payloads]
+    return self._lib.cosines(self._p, near, lengths_MxT)
 
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step_lib.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
@@ -53,7 +60,8 @@ class Fragment:
     cosines = self.cosines(payloads) if asked else None
     rows = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
     factors = self._rule.factors(rows)
-    totals, sums_T = self._lib.sums(self._p, list(zip(payloads, factors, strict=True)))
+    near = [self._lib.near(self._p, one) for one in payloads]
+    totals, sums_T = self._lib.sums(self._p, list(zip(near, factors, strict=True)))
     stretch_T = self._rule.stretch(rows, sums_T)
     made = self._lib.merge(self._p, self._pieces, totals, stretch_T)
     if made is None:
@@ -63,7 +71,7 @@ class Fragment:
 
   def redo(self, payload: np.ndarray) -> outer_step_lib.Stepped | None:
     """The outer step of an encoded outer gradient."""
-    return self._take(self._lib.redo(self._p, self._pieces, payload))
+    return self._take(self._lib.redo(self._p, self._pieces, self._lib.near(self._p, payload)))
 
   def _take(self, stepped: outer_step_lib.Stepped | None) -> outer_step_lib.Stepped | None:
     if stepped is not None:

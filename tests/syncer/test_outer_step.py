@@ -207,12 +207,14 @@ def test_a_flipped_payload_changes_no_outer_step_that_does_not_trust():
   ids=['int8', 'float32', 'majority'],
 )
 def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
-  """Nor do the threads: a single piece is computed by the caller."""
+  """Nor do the threads: a single piece is computed by the caller; nor other devices, with payloads
+  that never reach the host."""
   found = set()
-  for piece in (32, 640, 1 << 19):
-    one = _fragment(1, name, outer.make(text), rules=rules, piece=piece)
+  devices = jax.devices()
+  for where in ({'piece': 32}, {'piece': 640}, {}, {'devices': devices[5:7]}):
+    one = _fragment(1, name, outer.make(text), rules=rules, **where)
     made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2], narrow=(k,)) for k in range(2)]
-    ends = [(stepped.delta.tobytes(), stepped.digest) for stepped in made]
+    ends = [(np.asarray(stepped.delta).tobytes(), stepped.digest) for stepped in made]
     found.add(str((ends, _bits(one.whole))))
   assert len(found) == 1
 
@@ -224,9 +226,9 @@ def test_the_size_of_the_pieces_changes_no_bit_of_a_large_tensor_either():
   rng, size = np.random.default_rng(3), layout.size(0)
   first_N, *deltas = rng.standard_normal((3, size), np.float32)
   found = set()
-  for piece in (1 << 19, size):
+  for piece, devices in ((1 << 19, ()), (size, ()), (0, jax.devices()[7:])):
     tx = outer.nesterov()
-    one = one_fragment.Fragment(layout, 0, first_N, _RULES, tx, 'int8', 'int8', piece)
+    one = one_fragment.Fragment(layout, 0, first_N, _RULES, tx, 'int8', 'int8', piece, devices)
     found.add((one.merge(deltas, [2, 1], narrow=(1,)).digest, str(_bits(one.whole))))
   assert len(found) == 1
 
@@ -254,6 +256,21 @@ def test_the_encoded_gradient_repeats_the_outer_step_bit_for_bit(name):
   assert _bits(one.whole) == _bits(again.whole)
 
 
+def test_on_devices_each_fragment_is_on_one_and_only_numbers_reach_the_host(monkeypatch):
+  devices, copied = jax.devices()[4:7], []
+  one = _fragment(1, devices=devices)
+  deltas_MxN = _deltas(1, 3)
+  payloads = [jax.device_put(one.codec.encode(row_N)[0], devices[0]) for row_N in deltas_MxN]
+  one.step(payloads, [3, 1, 2])  # compiles
+  asarray = np.asarray
+  monkeypatch.setattr(np, 'asarray', lambda *args: copied.append(asarray(*args)) or copied[-1])
+  stepped = one.step(payloads, [3, 1, 2])
+  tensors = len(_layout().fragments[1])
+  assert copied and max(array.size for array in copied) <= tensors < payloads[0].size / 10
+  arrays = stepped.delta, one.gradient, *jax.tree.leaves(stepped.pieces)
+  assert {device for array in arrays for device in array.devices()} == {devices[1]}
+
+
 def test_padding_stays_zero():
   ones = jax.tree.map(jnp.ones_like, _tree())
   padding = np.asarray(fragments.gather(_layout(), 1, ones)) == 0
@@ -265,9 +282,10 @@ def test_padding_stays_zero():
 
 
 @pytest.mark.parametrize('values', [[0.1, np.nan], [np.inf, 0.1], [3e38, 3e38]], ids=str)
-def test_a_bad_outer_step_leaves_everything_as_it_was(values):
+@pytest.mark.parametrize('where', [{'piece': 96}, {'devices': jax.devices()[3:4]}], ids=str)
+def test_a_bad_outer_step_leaves_everything_as_it_was(values, where):
   """One NaN of one learner must not poison the model: refused, and the old state, bit for bit."""
-  one = _fragment(0, 'float32', outer.nesterov(3.0), piece=96)
+  one = _fragment(0, 'float32', outer.nesterov(3.0), **where)
   one.merge(_deltas(0, 2), [1, 1])
   before, digest = _bits(one.whole), one.digest()
   deltas_MxN = _deltas(0, 2)
