@@ -64,7 +64,8 @@ class Evaluation:
     if self._task is None:
       return
     asked = self._next()  # before it prepares: the first evaluation is of the first model
-    held_out = evaluate.HeldOut(self._task, self._theta.shapes)
+    (device,) = self._theta.place.device_set
+    held_out = evaluate.HeldOut(self._task, self._theta.shapes, device)
     while asked is not None:
       step, params = asked
       if held_out.batches:

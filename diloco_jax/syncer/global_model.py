@@ -7,6 +7,7 @@ encoding is not carried on to the next outer step: it would be lost with the pro
 with a kill and one without would differ. docs/log/2026-11.md has its size.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -121,6 +122,10 @@ class Theta:
   def place(self) -> jax.sharding.Sharding:
     """Where the arrays of a checkpoint are read, for `restore`."""
     return self._pieces.place(0)
+
+  def at_home(self) -> contextlib.AbstractContextManager[Any]:
+    """Here jax computes on a device of Theta what has no place of its own, not on an island's."""
+    return jax.default_device(next(iter(self.place.device_set)))
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
     """A payload of fragment p where `lengths` and `merge` compute with it."""

@@ -85,8 +85,9 @@ class SyncerWork:
 
   def _run(self) -> None:
     try:
-      while (action := self._queue.get()) is not None:
-        self._perform(action)
+      with self._theta.at_home():
+        while (action := self._queue.get()) is not None:
+          self._perform(action)
     except BaseException as error:  # raised again where the node runs
       self._fail(error)
 

@@ -43,10 +43,12 @@ def evaluate(
 
 
 class HeldOut:
-  """The held-out batches of a task, on one device."""
+  """The held-out batches of a task, on one device; by default the first of this process."""
 
-  def __init__(self, task: task_lib.Task, shapes: task_lib.Params):
-    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.local_devices()[:1])
+  def __init__(
+    self, task: task_lib.Task, shapes: task_lib.Params, device: jax.Device | None = None
+  ):
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), [device or jax.local_devices()[0]])
     self._shardings = mesh_lib.tree_shardings(mesh, shapes, task.partition)
     self._step = make_eval_step(task, mesh, self._shardings)
     batches = task.eval_batches()

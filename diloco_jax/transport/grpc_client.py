@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
 from diloco_jax.transport import addresses, credentials, grpc_session, link, listen
@@ -51,7 +52,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
     self.nonce = grpc_session.public_nonce(self._secret)
 
   def send(
-    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+    self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
   ) -> None:
     if isinstance(message, messages.Join | messages.Confirm):
       message = dataclasses.replace(message, nonce=self._secret)

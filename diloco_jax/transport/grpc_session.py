@@ -479,7 +479,7 @@ class Sessions:
     self._sessions: dict[int, Session] = {}
 
   def send(
-    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+    self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
   ) -> None:
     if (found := self._find(session)) is not None:
       found.send(message, payload)

@@ -431,7 +431,7 @@ def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
   given = [life.payloads.get(payload_id) for payload_id in arrived]
   life.work.submit(merge)
   assert not life.posted.get(timeout=DEADLINE_S).failed
-  assert measured == [*reversed(given), b'of another size']
+  assert list(map(bytes, measured)) == [*map(bytes, reversed(given)), b'of another size']
   assert bits(life.theta) == expected[1]
 
 
