@@ -82,7 +82,7 @@ def start(devices: int) -> None:
       'start it, or correct the address; nothing was trained'
     ) from error
   nodes.prepare_jax(devices=1)
-  # What has no place stays off the islands, as the digests of the syncer's arrays on the host.
+  # Else an island would compute with a chip of another one what has no place, and fail with it.
   jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
   if len(found) < devices:
     slices = len({getattr(one, 'slice_index', 0) for one in found})
