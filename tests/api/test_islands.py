@@ -103,7 +103,7 @@ def _running(folder: pathlib.Path, config: run_config.Config, **settings) -> Ite
 def _fail(run: _Run, victim: str, kind: str) -> None:
   """One fault of an island, until it is back with the next incarnation."""
   before, ends = run.joined(victim), len(run.facts(victim, 'exit'))
-  keeper, faults = run.controller._keepers[victim], run.faults
+  keeper, faults = run.controller.keepers[victim], run.faults
   lives = 2 if kind == 'loses its devices' else 1  # that end
   if kind == 'hangs':
     keeper.watchdog_s = 0.5
@@ -126,7 +126,7 @@ def _fail(run: _Run, victim: str, kind: str) -> None:
 def _outages(run: _Run) -> list[tuple[str, int, int]]:
   """(learner, end of a life, start of the next in ns), in the order of time."""
   found = []
-  for name in run.controller._keepers:
+  for name in run.controller.keepers:
     joined = [fact['t_ns'] for fact in run.facts(name, 'state', state='joined')]
     for end in run.facts(name, 'exit'):
       found += [(name, end['t_ns'], later) for later in joined if later > end['t_ns']][:1]
@@ -138,7 +138,7 @@ def _require_others_went_on(run: _Run) -> None:
   the outage."""
   outages = _outages(run)
   for victim, began_ns, ended_ns in outages:
-    for other in run.controller._keepers:
+    for other in run.controller.keepers:
       own = [one for one in outages if one[0] == other]
       if other == victim or any(a < ended_ns and b > began_ns for _, a, b in own):
         continue
@@ -153,14 +153,14 @@ def _faults(folder: pathlib.Path, plan: list[tuple[str, str]]) -> None:
   draw = random.Random(str(plan))
   with _running(folder, config) as run:
     assert [device.id for device in run.controller.syncer_devices] == [6, 7]
-    run.until(lambda: all(run.steps(name) >= 2 for name in run.controller._keepers))
+    run.until(lambda: all(run.steps(name) >= 2 for name in run.controller.keepers))
     for victim, kind in plan:
       at = run.steps(victim) + draw.randrange(1, 6)
       run.until(lambda victim=victim, at=at: run.steps(victim) >= at)
       _fail(run, victim, kind)
     run.end()
     _require_others_went_on(run)
-    down = {fact['text'] for name in run.controller._keepers for fact in run.facts(name, 'process')}
+    down = {fact['text'] for name in run.controller.keepers for fact in run.facts(name, 'process')}
     assert any('injected' in text and 'built again' in text for text in down), down
 
 
@@ -255,11 +255,11 @@ def test_what_a_hung_thread_does_later_reaches_nobody(tmp_path):
   config = _config(1)
   with _running(tmp_path, config) as run:
     run.until(lambda: run.steps('l0') >= 2)
-    life = run.controller._keepers['l0']._life
-    run.controller._keepers['l0'].watchdog_s = 0.5
+    life = run.controller.keepers['l0']._life
+    run.controller.keepers['l0'].watchdog_s = 0.5
     run.faults.freeze('l0')
     run.until(lambda: run.facts('l0', 'exit'))
-    run.controller._keepers['l0'].watchdog_s = islands_lib.WATCHDOG_S
+    run.controller.keepers['l0'].watchdog_s = islands_lib.WATCHDOG_S
     hung = run.faults.frozen.pop('l0')
     with pytest.raises(islands_lib.Ended):
       life.check()
@@ -286,7 +286,7 @@ def test_only_errors_of_devices_start_another_life(tmp_path, monkeypatch):
 def test_a_kill_is_in_the_summary(tmp_path):
   with _running(tmp_path, _config(2)) as run:
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
-    assert run.controller.bring_down('l1', 0.1, 'killed by the chaos plan')
+    assert run.controller.keepers['l1'].bring_down(0.1, 'killed by the chaos plan')
     run.until(lambda: run.joined('l1') == [1, 2])
     run.end()
   found = summary.summarize(folder_lib.read(tmp_path))

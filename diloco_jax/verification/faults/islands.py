@@ -35,7 +35,7 @@ class Islands:
     self.controller.stop('the plan was carried out')
 
   def kill(self, name: str, down_s: float) -> bool:
-    return self.controller.bring_down(name, down_s, 'killed')
+    return self.controller.keepers[name].bring_down(down_s, 'killed')
 
   def lose(self, name: str, times: int) -> None:
     """The next `times` steps of this learner find no devices, in as many lives."""
