@@ -83,6 +83,13 @@ class Life(loop.EventQueue):
     self._ending = self._ending or Ended(why)
     self.fail(self._ending)
 
+  def abandon(self) -> None:
+    """Ends the life although its step thread may hang."""
+    self.end('abandoned')
+    if self.island is not None:
+      with contextlib.suppress(Exception):  # of a folder that cannot be closed
+        self.island.abandon()
+
   def check(self) -> None:
     """Raises what has ended this life from outside."""
     if self._ending is not None:
@@ -121,6 +128,9 @@ class Records:
     return checked
 
 
+Live = Callable[[Life, Any], actions.Exit]
+
+
 class Keeper:
   """Keeps one learner alive: `run` on a thread of its own, all else from any.
 
@@ -130,13 +140,7 @@ class Keeper:
     removed: the learner was asked to leave while the run goes on.
   """
 
-  def __init__(
-    self,
-    name: str,
-    live: Callable[[Life, Any], actions.Exit],
-    make_transport: ports.MakeTransport,
-    watchdog_s: float,
-  ):
+  def __init__(self, name: str, live: Live, make_transport: ports.MakeTransport, watchdog_s: float):
     """`live` runs one life to its end and returns its Exit."""
     self.name, self.watchdog_s = name, watchdog_s
     self.given_up, self.removed = '', False
@@ -185,12 +189,11 @@ class Keeper:
         return end
       else:
         down_s = supervisor.backoff_s(failures, draw)
-      text = f'{safe}. It is built again in {down_s:.1f} s and rejoins; the others train on'
-      self._note(recorder, 'down', text)
+      again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
+      self._note(recorder, 'down', f'{safe}. {again}')
       del life
       gc.collect()  # frees the arrays of the failed life
-      self._leaving.wait(down_s)
-      if self._leaving.is_set():
+      if self._leaving.wait(down_s):
         return end
       text = 'is built again'
 
@@ -206,36 +209,24 @@ class Keeper:
 
     # A daemon: the process can end while it hangs.
     threading.Thread(target=in_thread, name=f'{self.name} steps', daemon=True).start()
-    if not self._watch(life, ended):
-      life.end('abandoned')
-      if life.island is not None:
-        with contextlib.suppress(Exception):
-          life.island.abandon()
-      text = f'no step has ended for {self._patience_s(life):g} s: the devices hang'
-      return actions.Exit(code=1, text=text), True
-    error = failed = ended.exception()
-    while failed and not isinstance(failed, jax.errors.JaxRuntimeError | Ended):
-      failed = failed.__cause__ or failed.__context__
-    if error is None or failed is None:
+    same_s, turn = 0.0, 0  # counted, not measured: the whole process may stop for a while
+    while futures.wait([ended], _POLL_S).not_done:
+      same_s = same_s + _POLL_S if life.busy and life.turn == turn else 0.0
+      turn = life.turn
+      usual_s = self.watchdog_s * (1 if turn else _BUILD)
+      if same_s > (patience_s := max(usual_s, _USUAL_STEPS * life.step_s)):
+        life.abandon()
+        text = f'no step has ended for {patience_s:g} s: the devices hang'
+        return actions.Exit(code=1, text=text), True
+    error = ended.exception()
+    while error and not isinstance(error, jax.errors.JaxRuntimeError | Ended):
+      error = error.__cause__ or error.__context__
+    if error is None:
       return ended.result(), False  # or raises
-    told = cli.one_line(failed)[:300]
-    if isinstance(failed, Ended):
+    told = cli.one_line(error)[:300]
+    if isinstance(error, Ended):
       return actions.Exit(code=_KILLED, text=told), True
     return actions.Exit(code=1, text=f'the devices have failed ({told})'), True
-
-  def _watch(self, life: Life, ended: futures.Future) -> bool:
-    """Waits for the end of a life; False: it hangs. Counts looks and not seconds, since the process
-    may have been stopped for a while."""
-    looks, turn = 0, -1
-    while futures.wait([ended], _POLL_S).not_done:
-      looks = looks + 1 if life.busy and life.turn == turn else 0
-      turn = life.turn
-      if looks * _POLL_S > self._patience_s(life):
-        return False
-    return True
-
-  def _patience_s(self, life: Life) -> float:
-    return max(self.watchdog_s * (1 if life.turn else _BUILD), _USUAL_STEPS * life.step_s)
 
   def _note(
     self, recorder: records_lib.Recorder, state: str, text: str, pid: int | None = None

@@ -63,6 +63,7 @@ class SingleController:
 
   Attributes:
     syncer_devices: where the global model lies.
+    keepers: of the learners, by id; `bring_down` of one ends a life as a kill does.
 
   Raises:
     ValueError: there are too few devices, or they do not make these meshes.
@@ -88,7 +89,7 @@ class SingleController:
     self._event_queue = loop.EventQueue()  # of the syncer
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._threads: list[threads.Thread] = []
-    self._keepers: dict[str, islands_lib.Keeper] = {}
+    self.keepers: dict[str, islands_lib.Keeper] = {}
     self._devices: dict[str, list[jax.Device]] = {}
     self._clock = 0  # of the foremost learner
     names = run_config.learner_ids(1 if alone else config.sync.learners)
@@ -103,7 +104,7 @@ class SingleController:
   def _place(self, islands: Mapping[str, Island]) -> None:
     """Gives each of these learners devices that nothing uses, and a keeper. Raises ValueError."""
     configs = {name: _config_of(self._config, name, island) for name, island in islands.items()}
-    gone = [name for name, one in self._keepers.items() if one.removed and name in self._exits]
+    gone = [name for name, one in self.keepers.items() if one.removed and name in self._exits]
     places = [one for name, one in self._devices.items() if name not in gone]
     used = set(self.syncer_devices).union(*places)
     given = {name: list(one) for name, one in islands.items() if isinstance(one, Sequence)}
@@ -124,7 +125,7 @@ class SingleController:
       assembled = self._assembled if same else build.assemble(config)
       live = functools.partial(self._live, name, assembled, given[name])
       self._devices[name], connect = given[name], self._hub.learner_transport
-      self._keepers[name] = islands_lib.Keeper(name, live, connect, self._watchdog_s)
+      self.keepers[name] = islands_lib.Keeper(name, live, connect, self._watchdog_s)
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -145,7 +146,7 @@ class SingleController:
 
     if not self._alone:
       self._start(SYNCER, run_syncer)
-    for name, keeper in self._keepers.items():
+    for name, keeper in self.keepers.items():
       self._start(name, keeper.run)
 
   def _live(
@@ -185,7 +186,7 @@ class SingleController:
           recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
           end.push(lambda error, *_: recorder.ended(1) if error else None)
           ended: actions.Exit | BaseException = run(recorder)
-        if name in self._keepers and self._keepers[name].given_up:
+        if name in self.keepers and self.keepers[name].given_up:
           ended = self._without(name) or ended
       except BaseException as error:
         ended = error
@@ -203,13 +204,13 @@ class SingleController:
     if len(self._left()) >= self._config.sync.quorum or self._stopping.is_set():
       return None
     return islands_lib.IslandsFailed(
-      f'{self._keepers[name].given_up}. {len(self._left())} learners are left, and sync.quorum is '
+      f'{self.keepers[name].given_up}. {len(self._left())} learners are left, and sync.quorum is '
       f'{self._config.sync.quorum}: the run has ended. What was merged is safe, and so are all '
       'checkpoints: once the devices work, the same call continues the run'
     )
 
   def _left(self) -> list[str]:
-    return [name for name, one in self._keepers.items() if not one.given_up and not one.removed]
+    return [name for name, one in self.keepers.items() if not one.given_up and not one.removed]
 
   def add(self, name: str, island: Island) -> None:
     """Adds a learner while the run goes on: it joins like a process that is started later.
@@ -221,13 +222,13 @@ class SingleController:
     Raises:
       ValueError: the name is in use or no id, the run ends, or there are too few devices.
     """
-    if name in self._keepers and name not in self._exits:
+    if name in self.keepers and name not in self._exits:
       raise ValueError(f'there is a learner {name} already: choose another id')
     if self._stopping.is_set() or SYNCER in self._exits:
       raise ValueError(f'the run ends: {name} cannot join')
     self._place({name: island})
     self._exits.pop(name, None)
-    self._start(name, self._keepers[name].run)
+    self._start(name, self.keepers[name].run)
 
   def remove(self, name: str) -> None:
     """Asks a learner to leave while the run goes on: it ends its step, sends what it has, saves and
@@ -238,13 +239,8 @@ class SingleController:
         f'{name} cannot leave: there are {self._left()}, and sync.quorum is '
         f'{self._config.sync.quorum}. Add a learner first, or stop the run'
       )
-    self._keepers[name].removed = True
-    self._keepers[name].stop('it was removed')
-
-  def bring_down(self, name: str, down_s: float, why: str) -> bool:
-    """Ends the present life of a learner, as a kill; the next one begins `down_s` later. False: it
-    has none, or was asked to leave."""
-    return self._keepers[name].bring_down(down_s, why)
+    self.keepers[name].removed = True
+    self.keepers[name].stop('it was removed')
 
   @property
   def progress(self) -> float:
@@ -253,19 +249,19 @@ class SingleController:
 
   def _over(self) -> None:
     """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
-    for keeper in list(self._keepers.values()):
+    for keeper in list(self.keepers.values()):
       keeper.stop('the run is over')
 
   def stop(self, reason: str) -> None:
     """Asks every learner to end at its next boundary, and then the syncer, which merges what they
     send last; safe to call from a signal handler."""
     self._stopping.set()
-    for keeper in list(self._keepers.values()):
+    for keeper in list(self.keepers.values()):
       keeper.stop(reason)
     self._syncer_last()
 
   def _syncer_last(self) -> None:
-    if self._stopping.is_set() and self._keepers.keys() <= self._exits.keys():
+    if self._stopping.is_set() and self.keepers.keys() <= self._exits.keys():
       self._event_queue.post(events.Stop(reason='every learner has stopped'))
 
   def join(

@@ -104,7 +104,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     nonlocal kills
     due, kills = kill_plan.due(kills, controller.progress)
     for kill in due:
-      controller.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
+      controller.keepers[kill.victim].bring_down(kill.down_s, 'killed by the chaos plan')
 
   for number in cli.end_signals():
     signal.signal(number, interrupt)

@@ -26,7 +26,6 @@ from diloco_jax.train import task as task_lib
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))
-_SYNCER_DEVICES = 2  # at most, of those that no island uses
 
 
 def make_mesh(
@@ -46,19 +45,12 @@ def make_mesh(
 
 
 def islands(devices: Sequence[jax.Device], sizes: Sequence[int]) -> list[list[jax.Device]]:
-  """Assigns devices to islands of these numbers of devices: whole slices if there are several
-  slices (`slice_index`), else runs.
+  """Assigns devices to islands of these sizes: whole slices if devices have a `slice_index`, else
+  runs. Raises ValueError: there are too few, or an island would have a part of a slice.
 
   Fast links join the devices of a slice; an island across two slices would train at the speed of
-  the slow links between them, and two islands on one slice would fail together.
-
-  Raises:
-    ValueError: there are too few devices, or an island would have a part of a slice.
+  the slow links between them.
   """
-  if sum(sizes) > len(devices):
-    raise ValueError(
-      f'islands of {list(sizes)} devices need {sum(sizes)}, there are {len(devices)}'
-    )
   slices: dict[int, list[jax.Device]] = {}
   for device in sorted(devices, key=lambda d: d.id):
     slices.setdefault(getattr(device, 'slice_index', None) or 0, []).append(device)
@@ -67,25 +59,22 @@ def islands(devices: Sequence[jax.Device], sizes: Sequence[int]) -> list[list[ja
     parts = [[device] for device in parts[0]]
   dealt = []
   for size in sizes:
-    island: list[jax.Device] = []
-    while len(island) < size and parts:
-      island += parts.pop(0)
-    if len(island) != size:
+    dealt.append([])
+    while len(dealt[-1]) < size and parts:
+      dealt[-1] += parts.pop(0)
+    if len(dealt[-1]) != size:
       raise ValueError(
-        f'an island of {size} devices is no number of whole slices: there are {len(slices)} slices '
-        f'of {", ".join(str(len(one)) for one in slices.values())} devices. Change its mesh'
+        f'{len(devices)} devices in {len(slices)} slices do not make islands of {list(sizes)} '
+        'devices, each of whole slices: change the meshes or the number of learners'
       )
-    dealt.append(island)
   return dealt
 
 
 def syncer_devices(
   devices: Sequence[jax.Device], islands: Sequence[Sequence[jax.Device]]
 ) -> list[jax.Device]:
-  """Where the global model lies: the CPU devices of the islands' hosts, if they are reached as the
-  islands are (Pathways); else at most two CPU devices of this host that no island uses; else the
-  first device. Islands that are added later must leave these alone: their programs and the syncer's
-  would block each other."""
+  """Where the global model lies: the CPU devices of the hosts of accelerators, which on Pathways
+  are those of the slices; else at most two CPU devices that no island uses; else the first."""
   used = [device for island in islands for device in island]
   accelerators = [device for device in used if device.device_kind != 'cpu']
   with contextlib.suppress(Exception):  # an experiment of jax, whose errors are of many kinds
@@ -93,8 +82,7 @@ def syncer_devices(
       return list(dict.fromkeys(colocated_python.colocated_cpu_devices(accelerators)))
   with contextlib.suppress(RuntimeError):  # there are accelerators only
     hosts = jax.local_devices(backend='cpu')
-    if spare := [device for device in hosts if device not in used]:
-      return spare[-_SYNCER_DEVICES:]
+    return [device for device in hosts if device not in used][-2:] or hosts[:1]
   return [*devices][:1]
 
 

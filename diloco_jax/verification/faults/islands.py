@@ -1,38 +1,30 @@
-"""Faults of the islands of a single controller: kill, freeze, slow, and devices that are lost.
+"""Faults of the islands of a single controller; the counterpart of supervisor and inject_faults.py.
 
-Stands where the supervisor and inject_faults.py stand for processes (conductor.py). All but a kill
-happens at the inner steps of its victim. Its machine runs on, so the syncer hears its heartbeats.
+All but a kill happens on the thread of the steps, before a step. The machine of the victim runs on,
+so the syncer goes on hearing its heartbeats.
 """
 
 import asyncio
-import pathlib
 import threading
 import time
 
 import jax
 
 from diloco_jax.api import single_controller
-from diloco_jax.config import run_config
 from diloco_jax.launch import supervisor
 
-MOST_S = 1.0  # of the time between two steps counts as that of a step
+MOST_S = 1.0  # between two steps that counts as the time of a step
 
 
 class Islands:
-  """A run of a single controller, and primitives for its faults, from any thread.
+  """A run of a single controller, and its faults; for the arguments see SingleController."""
 
-  The primitives return whether their victim was running.
-  """
-
-  def __init__(self, config: run_config.Config, workdir: pathlib.Path, **settings):
-    """`settings`: of the SingleController."""
-    self.controller = single_controller.SingleController(
-      config, workdir, at_step=self._at_step, **settings
-    )
-    self._frozen: dict[str, threading.Event] = {}
+  def __init__(self, *args, **settings):
+    self.controller = single_controller.SingleController(*args, at_step=self._at_step, **settings)
+    self.frozen: dict[str, threading.Event] = {}  # what the thread of a frozen island waits for
     self._slowed: dict[str, float] = {}
     self._lost: dict[str, int] = {}
-    self._went_s: dict[str, float] = {}  # the end of this function, by learner
+    self._went_s: dict[str, float] = {}  # when the newest step was allowed to begin
 
   async def run(self) -> supervisor.Outcome:
     self.controller.start()
@@ -43,18 +35,18 @@ class Islands:
     self.controller.stop('the plan was carried out')
 
   def kill(self, name: str, down_s: float) -> bool:
-    return self.controller.bring_down(name, down_s, 'killed')
+    return self.controller.keepers[name].bring_down(down_s, 'killed')
 
   def lose(self, name: str, times: int) -> None:
-    """The next `times` steps of its islands find no devices."""
+    """The next `times` steps of this learner find no devices, in as many lives."""
     self._lost[name] = times
 
   def freeze(self, name: str) -> bool:
-    self._frozen[name] = threading.Event()
+    self.frozen[name] = threading.Event()
     return True
 
   def thaw(self, name: str) -> None:
-    if frozen := self._frozen.pop(name, None):
+    if frozen := self.frozen.pop(name, None):
       frozen.set()
 
   def slow(self, name: str, factor: float) -> bool:
@@ -66,15 +58,14 @@ class Islands:
 
   async def heal(self) -> None:
     self._slowed.clear()
-    self._lost.clear()
-    for name in list(self._frozen):
+    for name in list(self.frozen):
       self.thaw(name)
 
   def _at_step(self, name: str, clock: int) -> None:
     if self._lost.get(name):
       self._lost[name] -= 1
       raise jax.errors.JaxRuntimeError(f'UNAVAILABLE: injected: no devices at clock {clock}')
-    if frozen := self._frozen.get(name):
+    if frozen := self.frozen.get(name):
       frozen.wait()
     now_s = time.monotonic()
     own_s = min(MOST_S, now_s - self._went_s.get(name, now_s))
