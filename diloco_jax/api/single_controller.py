@@ -2,39 +2,47 @@
 
 Each island is a disjoint sub-mesh of `jax.devices()` (by slice where devices have one, by count on
 CPU). Machines, work and jitted steps are those of separate processes; only the transport differs.
-For tests, notebooks and `diloco train --controller=single`.
+An island whose devices fail or hang ends alone and comes back (islands.py); every other error ends
+the run in order. For tests, notebooks and `diloco train --controller=single`.
 """
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import pathlib
 import threading
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from absl import flags
 
 from diloco_jax.api import importing
+from diloco_jax.api import islands as islands_lib
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import nodes, run_folder
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
+SYNCER = 'syncer'
+SPARE = 1  # emulated device for the global model
 _INTERRUPTED = (
   'interrupted: each learner ends its step, sends what it has and saves, then the syncer; the same '
   'call continues the run. A second interrupt does not wait.'
 )
 MakeRecorder = Callable[[str], records_lib.Recorder]
+Island = int | config_lib.MeshConfig | Sequence[jax.Device]  # of one learner
 
 
 class SingleController:
@@ -46,9 +54,19 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     alone: one learner and no syncer, the baseline.
+    islands: learner id -> how many devices (more or fewer along `data`), a mesh, or the devices;
+      default: each of the M learners has the mesh of the config.
+    at_step: called with a learner's id and clock, on the thread of its steps, before each of them;
+      what it raises, the step has raised (verification/faults/islands.py).
+    watchdog_s: an island without progress for so many seconds hangs, or for 50 of its steps if
+      these take longer; while it is built, for ten times as many.
+
+  Attributes:
+    syncer_devices: where the global model lies.
+    keepers: of the learners, by id; `bring_down` of one ends a life as a kill does.
 
   Raises:
-    ValueError: the devices do not make M meshes of the config's shape.
+    ValueError: there are too few devices, or they do not make these meshes.
   """
 
   def __init__(
@@ -57,76 +75,123 @@ class SingleController:
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
     alone: bool = False,
+    islands: Mapping[str, Island] | None = None,
+    at_step: Callable[[str, int], None] = lambda name, clock: None,
+    watchdog_s: float = islands_lib.WATCHDOG_S,
   ):
-    self._assembled = build.assemble(config.of('syncer'))
+    self._assembled = build.assemble(config.of(SYNCER))
     self._config, self._workdir = config, workdir
-    self._alone = alone
+    self._alone, self._at_step, self._watchdog_s = alone, at_step, watchdog_s
     self._stopping = threading.Event()
     kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
     self._make_recorder = make_recorder or (lambda name: kind(workdir, name, prefix=f'[{name}] '))
     self._hub = in_process.InProcessHub()
-    names = run_config.learner_ids(1 if alone else config.sync.learners)
-    needed = config.mesh.num_devices * len(names)
-    devices = jax.devices()
-    if len(devices) < needed:
-      raise ValueError(
-        f'{len(names)} learners with meshes of {config.mesh.num_devices} devices need {needed} '
-        f'devices, there are {len(devices)}: set JAX_NUM_CPU_DEVICES={needed} before '
-        'jax is first used (in a notebook: restart the kernel), or lower sync.learners'
-      )
-    self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
-    self._syncer_devices = devices[needed:] or devices[:1]
-    self._event_queues = {name: loop.EventQueue() for name in ('syncer', *names)}
+    self._event_queue = loop.EventQueue()  # of the syncer
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._threads: list[threads.Thread] = []
+    self.keepers: dict[str, islands_lib.Keeper] = {}
+    self._devices: dict[str, list[jax.Device]] = {}
+    self._clock = 0  # of the foremost learner
+    names = run_config.learner_ids(1 if alone else config.sync.learners)
+    if islands is not None and len(islands) != len(names):
+      raise ValueError(
+        f'{len(islands)} islands: as many as sync.learners, {len(names)}, must begin'
+      )
+    self.syncer_devices: list[jax.Device] = []
+    self._place(islands or dict.fromkeys(names, config.mesh))
+    self.syncer_devices = mesh_lib.syncer_devices(jax.devices(), list(self._devices.values()))
+
+  def _place(self, islands: Mapping[str, Island]) -> None:
+    """Gives each of these learners devices that nothing uses, and a keeper. Raises ValueError."""
+    configs = {name: _config_of(self._config, name, island) for name, island in islands.items()}
+    gone = [name for name, one in self.keepers.items() if one.removed and name in self._exits]
+    places = [one for name, one in self._devices.items() if name not in gone]
+    used = set(self.syncer_devices).union(*places)
+    given = {name: list(one) for name, one in islands.items() if isinstance(one, Sequence)}
+    if taken := used.intersection(itertools.chain(*given.values())):
+      raise ValueError(f'{taken} are in use: choose other devices')
+    used.update(*given.values())
+    free = [device for device in jax.devices() if device not in used]
+    sizes = {name: one.mesh.num_devices for name, one in configs.items() if name not in given}
+    if len(free) < (needed := sum(sizes.values())):
+      raise ValueError(
+        f'{len(sizes)} learners with meshes of {set(sizes.values())} devices need {needed}, there '
+        f'are {len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first '
+        'use of jax (in a notebook: restart the kernel), or lower sync.learners'
+      )
+    given |= dict(zip(sizes, mesh_lib.islands(free, list(sizes.values()))))
+    for name, config in configs.items():
+      same = config == self._assembled.config
+      assembled = self._assembled if same else build.assemble(config)
+      live = functools.partial(self._live, name, assembled, given[name])
+      self._devices[name], connect = given[name], self._hub.learner_transport
+      self.keepers[name] = islands_lib.Keeper(name, live, connect, self._watchdog_s)
 
   def start(self) -> None:
     """Starts each node on its own thread."""
 
     def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
-      return syncer_process.run(
+      ended = syncer_process.run(
         self._assembled,
-        global_model_lib.Theta(self._assembled, self._syncer_devices),
+        global_model_lib.Theta(self._assembled, self.syncer_devices),
         self._workdir,
-        self._event_queues['syncer'],
+        self._event_queue,
         self._hub.syncer_transport,
         recorder,
         self._over,
       )
-
-    def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
-      config = self._config.of(name)
-      assembled = self._assembled if config == self._config else build.assemble(config)
-      island = learner_process.make_island(assembled, self._workdir, name, self._islands[name])
-      if self._alone:
-        return baseline.run(config, island, recorder, self._stopping.is_set)
-      return learner_process.run(
-        assembled,
-        island,
-        self._workdir,
-        name,
-        self._event_queues[name],
-        self._hub.learner_transport,
-        recorder,
-        own_process=False,
-      )
+      self._over()  # it may have been asked to stop
+      recorder.ended(0)
+      return ended
 
     if not self._alone:
-      self._start('syncer', run_syncer)
-    for name in self._islands:
-      self._start(name, functools.partial(run_learner, name))
+      self._start(SYNCER, run_syncer)
+    for name, keeper in self.keepers.items():
+      self._start(name, keeper.run)
+
+  def _live(
+    self,
+    name: str,
+    assembled: build.Assembly,
+    devices: Sequence[jax.Device],
+    life: islands_lib.Life,
+    records: Any,
+  ) -> actions.Exit:
+    """Runs one life of a learner, on the thread of its steps."""
+    life.island = learner_process.make_island(assembled, self._workdir, name, devices)
+    if self._alone:
+      life.busy = False  # nothing tells of its steps
+      return baseline.run(assembled.config, life.island, records, self._stopping.is_set)
+
+    def at_step(clock: int) -> None:
+      self._clock = max(clock, self._clock)
+      self._at_step(name, clock)
+
+    return learner_process.run(
+      assembled,
+      life.island,
+      self._workdir,
+      name,
+      life,
+      life.connect,
+      records,
+      own_process=False,
+      work_class=life.work(at_step),
+    )
 
   def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
     def guarded() -> None:
       try:
         with contextlib.ExitStack() as end:
           recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
-          end.push(lambda error, *_: recorder.ended(int(error is not None)))
-          self._exits[name] = run(recorder)
-        if name == 'syncer':  # it may have been asked to stop
-          self._over()
-      except BaseException as error:  # `join` raises it in the caller's thread
-        self._exits[name] = error
+          end.push(lambda error, *_: recorder.ended(1) if error else None)
+          ended: actions.Exit | BaseException = run(recorder)
+        if name in self.keepers and self.keepers[name].given_up:
+          ended = self._without(name) or ended
+      except BaseException as error:
+        ended = error
+      self._exits[name] = ended
+      if isinstance(ended, BaseException):  # `join` raises it in the caller's thread
         self.stop(f'{name} failed')
       self._syncer_last()
 
@@ -134,30 +199,78 @@ class SingleController:
     thread.start()
     self._threads.append(thread)
 
+  def _without(self, name: str) -> islands_lib.IslandsFailed | None:
+    """The error that ends the run if too few learners are left for an outer step."""
+    if len(self._left()) >= self._config.sync.quorum or self._stopping.is_set():
+      return None
+    return islands_lib.IslandsFailed(
+      f'{self.keepers[name].given_up}. {len(self._left())} learners are left, and sync.quorum is '
+      f'{self._config.sync.quorum}: the run has ended. What was merged is safe, and so are all '
+      'checkpoints: once the devices work, the same call continues the run'
+    )
+
+  def _left(self) -> list[str]:
+    return [name for name, one in self.keepers.items() if not one.given_up and not one.removed]
+
+  def add(self, name: str, island: Island) -> None:
+    """Adds a learner while the run goes on: it joins like a process that is started later.
+
+    Args:
+      name: a new id, or that of a learner that has ended.
+      island: as for the constructor, of devices that neither an island nor the syncer uses.
+
+    Raises:
+      ValueError: the name is in use or no id, the run ends, or there are too few devices.
+    """
+    if name in self.keepers and name not in self._exits:
+      raise ValueError(f'there is a learner {name} already: choose another id')
+    if self._stopping.is_set() or SYNCER in self._exits:
+      raise ValueError(f'the run ends: {name} cannot join')
+    self._place({name: island})
+    self._exits.pop(name, None)
+    self._start(name, self.keepers[name].run)
+
+  def remove(self, name: str) -> None:
+    """Asks a learner to leave while the run goes on: it ends its step, sends what it has, saves and
+    ends; then its devices are free. Raises ValueError: there is no such learner, or too few would
+    be left for an outer step."""
+    if name not in self._left() or len(self._left()) <= self._config.sync.quorum:
+      raise ValueError(
+        f'{name} cannot leave: there are {self._left()}, and sync.quorum is '
+        f'{self._config.sync.quorum}. Add a learner first, or stop the run'
+      )
+    self.keepers[name].removed = True
+    self.keepers[name].stop('it was removed')
+
+  @property
+  def progress(self) -> float:
+    """The clock of the foremost learner as a share of the run."""
+    return self._clock / self._config.train.steps
+
   def _over(self) -> None:
     """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
-    for name in self._islands:
-      self._event_queues[name].post(events.Stop(reason='the run is over'))
+    for keeper in list(self.keepers.values()):
+      keeper.stop('the run is over')
 
   def stop(self, reason: str) -> None:
     """Asks every learner to end at its next boundary, and then the syncer, which merges what they
     send last; safe to call from a signal handler."""
     self._stopping.set()
-    for name in self._islands:
-      self._event_queues[name].post(events.Stop(reason=reason))
+    for keeper in list(self.keepers.values()):
+      keeper.stop(reason)
     self._syncer_last()
 
   def _syncer_last(self) -> None:
-    learners = {thread.name for thread in self._threads} - {'syncer'}
-    if self._stopping.is_set() and learners <= self._exits.keys():
-      self._event_queues['syncer'].post(events.Stop(reason='every learner has stopped'))
+    if self._stopping.is_set() and self.keepers.keys() <= self._exits.keys():
+      self._event_queue.post(events.Stop(reason='every learner has stopped'))
 
   def join(
     self, timeout_s: float | None = None, tick: Callable[[], None] | None = None
   ) -> dict[str, actions.Exit]:
-    """Waits for every node, and calls `tick` every two seconds meanwhile; raises the error of a
-    failed node, or TimeoutError."""
-    for thread in self._threads:
+    """Waits for every node, and calls `tick` every two seconds meanwhile; returns how the last life
+    of each has ended. Raises the error of a failed node, IslandsFailed if too few learners were
+    left, or TimeoutError."""
+    for thread in self._threads:  # also those that are added meanwhile
       while tick and thread.is_alive():
         thread.join(run_lib.REDRAW_S)
         tick()
@@ -170,6 +283,29 @@ class SingleController:
         raise result
       exits[name] = result
     return exits
+
+
+def verdict(exits: Mapping[str, actions.Exit]) -> actions.Exit:
+  """How a run has ended: as its syncer, or as a learner if none has ended in order."""
+  best = min((one for name, one in exits.items() if name != SYNCER), key=lambda one: one.code)
+  return best if best.code else exits[SYNCER]
+
+
+def _config_of(config: run_config.Config, name: str, island: Island) -> run_config.Config:
+  """The config of a learner with its own mesh. Raises ValueError."""
+  if not ids.is_learner(name):
+    raise ValueError(f'{name!r} is no id of a learner: {ids.RULE}')
+  mesh = config.mesh
+  if isinstance(island, config_lib.MeshConfig):
+    mesh = island
+  else:
+    number = island if isinstance(island, int) else len(island)
+    mesh = dataclasses.replace(mesh, data=number // (mesh.fsdp * mesh.tensor), hosts=1)
+    if mesh.num_devices != number:
+      raise ValueError(f'{number} devices of {name} do not fit {mesh}: give it a mesh of its own')
+  own = dataclasses.replace(config.of(name), mesh=mesh)
+  own.validate()
+  return own
 
 
 def run(
@@ -206,7 +342,7 @@ def run(
       config = load.load(config)
     config.validate()
     # Of a baseline, too: a kernel has the devices that it was given first.
-    nodes.prepare_jax(config.mesh.num_devices * config.sync.learners)
+    nodes.prepare_jax(config.mesh.num_devices * config.sync.learners + SPARE)
     # A config that cannot work claims no folder.
     controller = SingleController(config, folder, alone=alone)
     run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)

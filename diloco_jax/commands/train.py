@@ -4,6 +4,7 @@
     diloco train --config=stdlib_lm:tiny --chaos=off
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
+    diloco train --controller=single --pathways   # the same on the slices of Pathways
     diloco train --status                         # and a page in the browser, as diloco status
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds what `diloco
@@ -19,7 +20,7 @@ import threading
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, local_run, run_folder, supervisor
+from diloco_jax.launch import cli, kill_plan, local_run, pathways, run_folder, supervisor
 from diloco_jax.report import serve
 from diloco_jax.storage import files
 
@@ -34,6 +35,9 @@ _CONTROLLER = flags.DEFINE_enum(
   'processes',
   ['processes', 'single'],
   'processes: one process per node; single: one process for all nodes',
+)
+_PATHWAYS = flags.DEFINE_bool(
+  'pathways', False, 'With --controller=single: the islands are slices behind a Pathways proxy.'
 )
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
@@ -54,6 +58,9 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
+    if _PATHWAYS.value:
+      pathways.require(single)
+      pathways.start(config.mesh.num_devices * config.sync.learners)
     workdir = run_folder.open_workdir(
       config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
     )
@@ -62,27 +69,27 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f'the page of this run: {url}', flush=True)
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
-  if unusual and config.chaos.enabled and config.chaos.kills:
+  if alone and config.chaos.enabled and config.chaos.kills:
     print(f'no chaos with {unusual}: after a kill nothing would train on', flush=True)
   if single:
     carry_out = functools.partial(_run_single, config, workdir)
   else:
     described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
     carry_out = functools.partial(local_run.run_processes, config, workdir, described)
-  return local_run.run(config, workdir, carry_out, ['train', *filter(None, [unusual])])
+  again = ['train', *filter(None, [unusual]), *['--pathways'] * _PATHWAYS.value]
+  return local_run.run(config, workdir, carry_out, again)
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
   """Runs all nodes in this process."""
-  devices = config.mesh.num_devices * config.sync.learners
-  os.environ.update({'JAX_PLATFORMS': 'cpu', **local_run.environment(devices)})
-  with cli.importing_jax():
-    from diloco_jax.api import single_controller
-    from diloco_jax.launch import nodes
+  if not _PATHWAYS.value:
+    local_run.emulate(config)
+  from diloco_jax.api import islands, single_controller
+  from diloco_jax.launch import nodes
 
   with cli.never_retry():
-    nodes.prepare_jax(devices)
     controller = single_controller.SingleController(config, workdir)
+  kills = kill_plan.plan(config.chaos, run_config.learner_ids(config.sync.learners))
   interrupts = cli.EndRequests()
 
   def interrupt(number: int, frame) -> None:
@@ -93,6 +100,12 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
       os._exit(cli.INTERRUPTED)  # a thread inside a step cannot be interrupted
     controller.stop('interrupted')
 
+  def tick() -> None:
+    nonlocal kills
+    due, kills = kill_plan.due(kills, controller.progress)
+    for kill in due:
+      controller.keepers[kill.victim].bring_down(kill.down_s, 'killed by the chaos plan')
+
   for number in cli.end_signals():
     signal.signal(number, interrupt)
   controller.start()
@@ -101,10 +114,11 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     nodes.checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
   ):
-    exits = controller.join()
+    try:
+      end = single_controller.verdict(controller.join(tick=tick))
+      code, text = end.code, end.text
+    except islands.IslandsFailed as error:
+      code, text = 1, str(error)
   if interrupts.count:
     code, text = cli.INTERRUPTED, 'interrupted'
-  else:
-    worst = max(exits.values(), key=lambda item: item.code)
-    code, text = worst.code, worst.text
   return supervisor.Outcome(code=code, text=text, statuses={}, interrupted=interrupts.count > 0)

@@ -60,6 +60,17 @@ def learner_environments(
   return [{**environment(devices), **share} for share in shares]
 
 
+def emulate(config: run_config.Config) -> None:
+  """Prepares this process, which has not imported jax, for all nodes of a run, and one device more,
+  for the global model. Raises NeverRetry."""
+  devices = config.mesh.num_devices * config.sync.learners + 1
+  os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
+  with cli.importing_jax():
+    from diloco_jax.launch import nodes
+  with cli.never_retry():
+    nodes.prepare_jax(devices)
+
+
 def available_cpus() -> list[int]:
   """The CPUs that this process may use; empty if the system has no such call."""
   if not hasattr(os, 'sched_getaffinity'):

@@ -336,9 +336,10 @@ def prepare_jax(devices: int) -> None:
   NeverRetry: jax finds no device, or does not compile."""
   if jax.config.jax_disable_jit:
     raise cli.NeverRetry(accelerators.NO_JIT)
-  if 'JAX_NUM_CPU_DEVICES' not in os.environ:
-    with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
-      jax.config.update('jax_num_cpu_devices', devices)
+  # A config of the user's may have imported jax before the variable was set.
+  count = int(os.environ.get('JAX_NUM_CPU_DEVICES', devices))
+  with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
+    jax.config.update('jax_num_cpu_devices', count)
   jax.config.update('jax_cpu_enable_async_dispatch', False)
   keep_compiled()
   try:

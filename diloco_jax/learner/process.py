@@ -287,7 +287,7 @@ def _compile_in_turn() -> Iterator[None]:
   would each compile all of them. The kernel frees the lock if the process dies; without a cache
   that can be written there is no lock."""
   with contextlib.ExitStack() as stack:
-    if folder := jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_enable_compilation_cache and (folder := jax.config.jax_compilation_cache_dir):
       path = pathlib.Path(folder) / '.turn'
       with contextlib.suppress(OSError):  # jax goes on without a cache, too
         path.parent.mkdir(parents=True, exist_ok=True)

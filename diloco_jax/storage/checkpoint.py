@@ -107,6 +107,7 @@ class Checkpoints:
       )
     self._under_way: futures.Future[int] | None = None
     self._awaited: futures.Future[int] | None = None  # its caller hears how it ended
+    self._closed = False
     self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
 
   @property
@@ -165,6 +166,9 @@ class Checkpoints:
       number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     record |= {'sha256': json_files.sha256(record)}
     _ONE_OPERATION.acquire()
+    if self._closed:  # while this thread hung: the folder may be another's by now
+      _ONE_OPERATION.release()
+      raise CheckpointError('the folder of checkpoints is closed')
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
       response = self._checkpointer.save_checkpointables_async(
@@ -244,6 +248,7 @@ class Checkpoints:
 
   def close(self) -> None:
     """Waits for the running save, with a warning if it failed, and closes the folder."""
+    self._closed = True
     self._wait_or_warn()
     with contextlib.suppress(Exception):
       self._checkpointer.wait()  # as in `wait`, for an error that another thread has waited for

@@ -58,6 +58,9 @@ def peak(kind: str) -> float:
 
 def memory(devices: list[jax.Device]) -> tuple[int, int]:
   """The most bytes that any of these devices of this host has held, and its limit; 0 each: a
-  backend that does not count, as on CPUs."""
-  stats = [device.memory_stats() or {} for device in devices]
+  backend that does not count, as on CPUs, or does not tell, as Pathways."""
+  try:
+    stats = [device.memory_stats() or {} for device in devices]
+  except jax.errors.JaxRuntimeError:
+    return 0, 0
   return max((one.get('peak_bytes_in_use', 0), one.get('bytes_limit', 0)) for one in stats)

@@ -374,6 +374,14 @@ class Island:
       finally:
         self._folder.close()
 
+  def abandon(self) -> None:
+    """Takes arrays, functions and folder from a thread that may hang in this island, so that it
+    raises when it wakes, and another island may have them. From another thread."""
+    self._train_step = self._eval_step = self._state = None
+    for thread in self._watcher._threads:  # else the process would wait for it at its end
+      futures.thread._threads_queues.pop(thread, None)
+    self.close()
+
   def _require_checkpoints(self) -> checkpoint.Checkpoints:
     if self._checkpoints is None:
       raise ValueError('this island has no checkpoint folder: pass checkpoint_dir')

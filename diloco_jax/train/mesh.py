@@ -10,12 +10,14 @@ The path of an optimizer moment ends in the path of its parameter, so both have 
 Leaves without a match (norm scales, counters) are replicated.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,26 +44,46 @@ def make_mesh(
   return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
 
 
-def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.Device]]:
-  """Assigns devices to islands: whole slices if devices have a `slice_index`, else equal runs.
+def islands(devices: Sequence[jax.Device], sizes: Sequence[int]) -> list[list[jax.Device]]:
+  """Assigns devices to islands of these sizes: whole slices if devices have a `slice_index`, else
+  runs. Raises ValueError: there are too few, or an island would have a part of a slice.
 
   Fast links join the devices of a slice; an island across two slices would train at the speed of
   the slow links between them.
   """
-  slices = sorted({getattr(d, 'slice_index', None) or 0 for d in devices})
-  if len(slices) > 1 and len(slices) % num_islands:
-    raise ValueError(
-      f'{len(slices)} slices do not make {num_islands} islands: use a number of '
-      f'islands that divides {len(slices)}'
-    )
-  if len(devices) % num_islands:
-    raise ValueError(
-      f'{len(devices)} devices do not make {num_islands} equal islands: use a '
-      f'number of islands that divides {len(devices)}'
-    )
-  ordered = sorted(devices, key=lambda d: (getattr(d, 'slice_index', None) or 0, d.id))
-  size = len(devices) // num_islands
-  return [ordered[i * size : (i + 1) * size] for i in range(num_islands)]
+  slices: dict[int, list[jax.Device]] = {}
+  for device in sorted(devices, key=lambda d: d.id):
+    slices.setdefault(getattr(device, 'slice_index', None) or 0, []).append(device)
+  parts = [slices[index] for index in sorted(slices)]
+  if len(parts) == 1:
+    parts = [[device] for device in parts[0]]
+  dealt = []
+  for size in sizes:
+    dealt.append([])
+    while len(dealt[-1]) < size and parts:
+      dealt[-1] += parts.pop(0)
+    if len(dealt[-1]) != size:
+      raise ValueError(
+        f'{len(devices)} devices in {len(slices)} slices do not make islands of {list(sizes)} '
+        'devices, each of whole slices: change the meshes or the number of learners'
+      )
+  return dealt
+
+
+def syncer_devices(
+  devices: Sequence[jax.Device], islands: Sequence[Sequence[jax.Device]]
+) -> list[jax.Device]:
+  """Where the global model lies: the CPU devices of the hosts of accelerators, which on Pathways
+  are those of the slices; else at most two CPU devices that no island uses; else the first."""
+  used = [device for island in islands for device in island]
+  accelerators = [device for device in used if device.device_kind != 'cpu']
+  with contextlib.suppress(Exception):  # an experiment of jax, whose errors are of many kinds
+    if accelerators:  # one CPU device for each, often the same
+      return list(dict.fromkeys(colocated_python.colocated_cpu_devices(accelerators)))
+  with contextlib.suppress(RuntimeError):  # there are accelerators only
+    hosts = jax.local_devices(backend='cpu')
+    return [device for device in hosts if device not in used][-2:] or hosts[:1]
+  return [*devices][:1]
 
 
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, partition: task_lib.Partition) -> Any:

@@ -26,7 +26,8 @@ class Profile:
       try:
         jax.profiler.start_trace(self._folder)
         self._running = True
-      except RuntimeError as error:  # another island of this process is traced
+      # Another island of this process is traced; or Pathways, which writes to buckets alone.
+      except (RuntimeError, ValueError) as error:
         _LOG.warning('the steps of %s are not traced: %s', self._folder, error)
 
   def ended(self, step: int) -> None:

@@ -83,6 +83,7 @@ def describe(fault: Fault) -> str:
 # --- Plans for real processes ---------------------------------------------------------------------
 
 REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
+ISLAND_KINDS = 'kill', 'freeze', 'slow'  # for islands of one process
 STORM = 'storm'
 SECOND_NS = 1_000_000_000
 DEFAULT_AMOUNTS = {
@@ -93,12 +94,14 @@ DEFAULT_AMOUNTS = {
 }
 
 
-def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
+def named(
+  names: str, learners: list[str], for_ns: int, known: tuple[str, ...] = REAL_KINDS
+) -> list[Fault]:
   """Faults of the kinds `names` (joined by commas; 'storm': all of them), in turn against every
   learner but the first.
 
   Raises:
-    ValueError: one of them is not a kind of fault for real processes.
+    ValueError: one of them is none of the `known` kinds.
 
   >>> plan = named('kill,slow,delay', ['l0', 'l1', 'l2'], SECOND_NS)
   >>> [(fault.kind, fault.node) for fault in plan]
@@ -106,12 +109,11 @@ def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   """
   # Kinds that end a process come last in a storm: 'replace' leaves another process in its place.
   ends = ('kill', 'preempt', 'replace').__contains__
-  kinds = sorted(REAL_KINDS, key=ends) if names == STORM else names.split(',')
+  kinds = sorted(known, key=ends) if names == STORM else names.split(',')
   for kind in kinds:
-    if kind not in REAL_KINDS:
+    if kind not in known:
       raise ValueError(
-        f'{kind!r} is not a kind of fault for processes; use one of '
-        f'{", ".join((*REAL_KINDS, STORM))}'
+        f'{kind!r} is not a kind of fault here; use one of {", ".join((*known, STORM))}'
       )
   victims = learners[1:] or learners
   return [

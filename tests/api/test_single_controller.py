@@ -160,7 +160,8 @@ def test_a_baseline_leaves_devices_for_the_learners_of_the_next_run(tmp_path, mo
   for syncer in ('none', 'local'):
     with pytest.raises(ValueError, match='is not empty'):
       single_controller.run(config, tmp_path, syncer)
-  assert prepared == [config.mesh.num_devices * config.sync.learners] * 2
+  devices = config.mesh.num_devices * config.sync.learners + single_controller.SPARE
+  assert prepared == [devices] * 2
 
 
 def test_a_config_may_be_given_by_its_name(tmp_path):

@@ -136,14 +136,22 @@ def test_leaves_without_a_rule_are_replicated():
 
 
 def test_islands_are_runs_of_devices_without_slices():
-  assert mesh_lib.islands(jax.devices()[:8], 4) == [jax.devices()[i : i + 2] for i in (0, 2, 4, 6)]
-  with pytest.raises(ValueError, match='8 devices do not make 3 equal islands'):
-    mesh_lib.islands(jax.devices()[:8], 3)
+  devices = jax.devices()[:8]
+  assert mesh_lib.islands(devices, [2, 1, 4]) == [devices[:2], devices[2:3], devices[3:7]]
+  with pytest.raises(ValueError, match=r'8 devices in 1 slices do not make islands of \[3, 3, 3\]'):
+    mesh_lib.islands(devices, [3, 3, 3])
 
 
 def test_islands_are_whole_slices():
   devices = [Device(id=i, slice_index=i % 4) for i in range(8)]
-  dealt = mesh_lib.islands(devices, 2)
-  assert [{d.slice_index for d in island} for island in dealt] == [{0, 1}, {2, 3}]
-  with pytest.raises(ValueError, match='4 slices do not make 8 islands'):
-    mesh_lib.islands(devices, 8)
+  dealt = mesh_lib.islands(devices, [4, 2])
+  assert [{d.slice_index for d in island} for island in dealt] == [{0, 1}, {2}]
+  with pytest.raises(ValueError, match='8 devices in 4 slices do not make'):
+    mesh_lib.islands(devices, [2, 3])
+
+
+def test_the_global_model_lies_where_no_island_does():
+  devices = jax.devices()[:8]
+  assert mesh_lib.syncer_devices(devices, [devices[:2], devices[2:4]]) == devices[6:]
+  assert mesh_lib.syncer_devices(devices, [devices[:7]]) == devices[7:]
+  assert mesh_lib.syncer_devices(devices, [devices]) == devices[:1]

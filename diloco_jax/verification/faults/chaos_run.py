@@ -10,6 +10,7 @@ import asyncio
 import pathlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import run_folder
@@ -51,14 +52,23 @@ class ChaosRun(conductor.Conductor):
     config_flags: Sequence[str],
     plan: list[plans.Fault],
     display: live.Display,
+    islands: Any = None,
   ):
     names = run_config.learner_ids(config.sync.learners)
     super().__init__(
-      workdir, recorder, config, config_flags, change=self._connect_to_proxy, display=display
+      workdir,
+      recorder,
+      config,
+      config_flags,
+      change=self._connect_to_proxy,
+      display=display,
+      islands=islands,
     )
     address = workdir / run_folder.ADDRESS
     self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in names}
-    self._plan = plan
+    if islands:  # which have no network
+      self._proxies = {}
+    self._plan, self._has_processes = plan, not islands
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder
     self.run = run_facts.RunFacts(names, config.train.steps)
@@ -80,7 +90,8 @@ class ChaosRun(conductor.Conductor):
     for proxy in self._proxies.values():
       proxy.heal()
     self.healed_s, self.healed_ns = self._now_s(), time.monotonic_ns()
-    await self.until(lambda: self._have_continued(list(self._proxies), self.healed_s), PATIENCE_S)
+    names = list(self.run.learners)
+    await self.until(lambda: self._have_continued(names, self.healed_s), PATIENCE_S)
     self.supervisor.retire()
 
   async def close(self) -> None:
@@ -150,7 +161,8 @@ class ChaosRun(conductor.Conductor):
   def _has_had_effect(self, fault: plans.Fault, began_s: float) -> bool:
     """The fault had its effect, and the untouched learners have continued meanwhile."""
     victim = self.run.learners[fault.node]
-    lost = fault.kind not in _LOSES or any(t >= began_s for t, _ in victim.lost)
+    unnoticed = fault.kind not in _LOSES or (fault.kind == 'freeze' and not self._has_processes)
+    lost = unnoticed or any(t >= began_s for t, _ in victim.lost)
     second = fault.kind != 'replace' or self._has_taken_over(victim, began_s)
     return lost and second and self._have_continued(self._others, began_s)
 
@@ -170,7 +182,7 @@ class ChaosRun(conductor.Conductor):
 
   def _begin(self, fault: plans.Fault) -> bool:
     """Begins a fault; returns whether its victim is running."""
-    node, nemesis, proxy = fault.node, self.nemesis, self._proxies[fault.node]
+    node, nemesis, proxy = fault.node, self.nemesis, self._proxies.get(fault.node)
     down_s, amount_s = fault.for_ns / SECOND_NS, fault.amount / SECOND_NS
     match fault.kind:
       case 'kill':
@@ -201,7 +213,7 @@ class ChaosRun(conductor.Conductor):
         self.nemesis.thaw(fault.node)
       case 'slow':
         await self.nemesis.unslow(fault.node)
-      case _:
+      case _ if fault.node in self._proxies:
         self._proxies[fault.node].heal()
 
 

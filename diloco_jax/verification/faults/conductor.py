@@ -91,6 +91,7 @@ class Conductor:
       program
     ),
     display: live.Display | None = None,
+    islands: Any = None,
   ):
     """Args:
 
@@ -99,6 +100,7 @@ class Conductor:
     config: of the run; `config_flags`: the same for the command line of its programs.
     change: changes each program before it starts; None: it does not run.
     display: shows the run.
+    islands: of a run of a single controller, in place of supervisor and nemesis (islands.py).
     """
     self.workdir = workdir
     programs = [
@@ -111,7 +113,7 @@ class Conductor:
     self._programs = {program.name: program for program in programs}
     self._tail = records.TailAll(workdir)
     self._display = display
-    self.supervisor = supervisor_lib.Supervisor(
+    self.supervisor = islands or supervisor_lib.Supervisor(
       programs,
       workdir,
       run_facts.RunFacts(run_config.learner_ids(config.sync.learners), config.train.steps),
@@ -120,7 +122,7 @@ class Conductor:
       tick=display.tick if display else lambda view: None,
       stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
     )
-    self.nemesis = inject_faults.Nemesis(self.supervisor, self.second)
+    self.nemesis = islands or inject_faults.Nemesis(self.supervisor, self.second)
 
   async def carry_out(self) -> None:
     """The kills and faults of this run; a subclass defines them."""

@@ -1,0 +1,237 @@
+"""Keeps one learner of a single controller training: its lives, one after the other.
+
+A life is what a process is elsewhere: an island, a machine, a transport and a tape, on threads of
+their own. Errors of its devices end that life only, as a kill ends a process: the learner is built
+again, with the pauses and limits of the supervisor (launch/supervisor.py), and rejoins. Every other
+error is one of code, settings or files, which another life would meet again: it ends the run.
+
+A thread that hangs cannot be killed. Its life is abandoned: its machine ends, which cuts its
+sessions, and its island gets no devices, functions or folder any more. When the thread wakes it
+raises before it launches or writes anything: two threads that launch collectives on the same
+devices in different orders would wait for each other for ever.
+"""
+
+import contextlib
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import jax
+
+from diloco_jax.launch import cli, supervisor
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import loop, ports
+from diloco_jax.protocol import actions, events
+from diloco_jax.report import facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.train import island as island_lib
+
+WATCHDOG_S = 120.0
+_USUAL_STEPS, _BUILD = 50, 10  # see SingleController, watchdog_s
+_POLL_S = 0.1
+_KILLED = -9  # the exit code of a life that was ended from outside, as of a process
+
+
+class IslandsFailed(RuntimeError):
+  """Too few learners are left for an outer step; one line says why and what to do."""
+
+
+class Ended(BaseException):
+  """A life was ended from outside; raised on its threads."""
+
+
+class Life(loop.EventQueue):
+  """The events of one life, and what its threads share with the one that watches it.
+
+  Attributes:
+    island: once it is built.
+    busy: the step thread works, and does not wait for work; turn: how many times it got some.
+    step_s: the time of its newest step.
+  """
+
+  def __init__(self, make_transport: ports.MakeTransport):
+    super().__init__()
+    self.island: island_lib.Island | None = None
+    self.busy, self.turn, self.step_s = True, 0, 0.0
+    self._make_transport = make_transport
+    self._ending: Ended | None = None
+
+  def post(self, event: events.Event) -> None:
+    if isinstance(event, events.StepDone):
+      self.step_s = event.step_ns / 1e9
+    super().post(event)
+
+  def take(self, timeout_s: float | None) -> events.Event:
+    try:
+      self.check()
+      return super().take(timeout_s)
+    except BaseException:  # the step thread may not get there
+      self._transport.shutdown(0.0)
+      raise
+
+  def connect(self, post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
+    self._transport = self._make_transport(post, payloads)
+    return self._transport
+
+  def end(self, why: str) -> None:
+    """Ends the life at its next piece of work, as a kill ends a process."""
+    self._ending = self._ending or Ended(why)
+    self.fail(self._ending)
+
+  def abandon(self) -> None:
+    """Ends the life although its step thread may hang."""
+    self.end('abandoned')
+    if self.island is not None:
+      with contextlib.suppress(Exception):  # of a folder that cannot be closed
+        self.island.abandon()
+
+  def check(self) -> None:
+    """Raises what has ended this life from outside."""
+    if self._ending is not None:
+      raise self._ending
+
+  def work(self, at_step: Callable[[int], None]) -> type[learner_work.LearnerWork]:
+    """The work of this life. It calls `at_step` with the clock before each step."""
+
+    class Work(learner_work.LearnerWork):
+      def _take(work) -> actions.Work | None:  # noqa: N805
+        self.busy = False
+        action = super()._take()
+        self.turn, self.busy = self.turn + 1, True
+        self.check()
+        return action
+
+      def _step(work, clock: int) -> None:  # noqa: N805
+        at_step(clock)
+        self.check()  # that may have blocked
+        super()._step(clock)
+
+    return Work
+
+
+class Records:
+  """The recorder of one life, which raises once that was ended."""
+
+  def __init__(self, life: Life, recorder: records_lib.Recorder):
+    self._life, self._recorder = life, recorder
+
+  def __getattr__(self, name: str) -> Callable:
+    def checked(*args, **kwargs):
+      self._life.check()
+      return getattr(self._recorder, name)(*args, **kwargs)
+
+    return checked
+
+
+Live = Callable[[Life, Any], actions.Exit]
+
+
+class Keeper:
+  """Keeps one learner alive: `run` on a thread of its own, all else from any.
+
+  Attributes:
+    watchdog_s: see SingleController.
+    given_up: why no other life follows, or ''.
+    removed: the learner was asked to leave while the run goes on.
+  """
+
+  def __init__(self, name: str, live: Live, make_transport: ports.MakeTransport, watchdog_s: float):
+    """`live` runs one life to its end and returns its Exit."""
+    self.name, self.watchdog_s = name, watchdog_s
+    self.given_up, self.removed = '', False
+    self._live, self._make_transport = live, make_transport
+    self._leaving = threading.Event()
+    self._life: Life | None = None
+    self._down_s: float | None = None
+
+  def stop(self, reason: str) -> None:
+    """Asks the learner to end in order; no other life follows. Safe in a signal handler."""
+    self._leaving.set()
+    if life := self._life:
+      life.post(events.Stop(reason=reason))
+
+  def bring_down(self, down_s: float, why: str) -> bool:
+    """Ends the present life; the next one begins `down_s` later. False: there is none to end."""
+    life = self._life
+    if life is None or self._leaving.is_set():
+      return False
+    self._down_s = down_s
+    life.end(why)
+    return True
+
+  def run(self, recorder: records_lib.Recorder) -> actions.Exit:
+    """Runs lives until one ends in order, the learner is asked to leave or there were too many
+    short ones. Raises errors that another life would meet, too."""
+    failures, draw, text = 0, random.Random(), ''
+    while True:
+      self._life = life = Life(self._make_transport)
+      if self._leaving.is_set():  # since before it could be asked
+        life.post(events.Stop(reason='the run ends'))
+      began_s = time.monotonic()
+      self._note(recorder, 'starting', text, os.getpid())
+      end, failed = self._one(life, recorder)
+      recorder.ended(end.code)
+      self._life, down_s, self._down_s = None, self._down_s, None
+      if not failed or self._leaving.is_set():
+        return end
+      failures = failures + 1 if time.monotonic() - began_s < supervisor.SHORT_LIFE_S else 1
+      safe = f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost'
+      if down_s is not None:
+        failures = 0
+      elif failures >= supervisor.MAX_SHORT_LIVES:
+        self.given_up = f'{self.name} was given up after {failures} short lives: {end.text}'
+        self._note(recorder, 'failed', f'{safe}. Given up after {failures} short lives in a row')
+        return end
+      else:
+        down_s = supervisor.backoff_s(failures, draw)
+      again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
+      self._note(recorder, 'down', f'{safe}. {again}')
+      del life
+      gc.collect()  # frees the arrays of the failed life
+      if self._leaving.wait(down_s):
+        return end
+      text = 'is built again'
+
+  def _one(self, life: Life, recorder: records_lib.Recorder) -> tuple[actions.Exit, bool]:
+    """Runs a life; returns how it ended, and whether another one may follow."""
+    ended: futures.Future[actions.Exit] = futures.Future()
+
+    def in_thread() -> None:
+      try:
+        ended.set_result(self._live(life, Records(life, recorder)))
+      except BaseException as error:  # raised again where the life is watched
+        ended.set_exception(error)
+
+    # A daemon: the process can end while it hangs.
+    threading.Thread(target=in_thread, name=f'{self.name} steps', daemon=True).start()
+    same_s, turn = 0.0, 0  # counted, not measured: the whole process may stop for a while
+    while futures.wait([ended], _POLL_S).not_done:
+      same_s = same_s + _POLL_S if life.busy and life.turn == turn else 0.0
+      turn = life.turn
+      usual_s = self.watchdog_s * (1 if turn else _BUILD)
+      if same_s > (patience_s := max(usual_s, _USUAL_STEPS * life.step_s)):
+        life.abandon()
+        text = f'no step has ended for {patience_s:g} s: the devices hang'
+        return actions.Exit(code=1, text=text), True
+    error = ended.exception()
+    while error and not isinstance(error, jax.errors.JaxRuntimeError | Ended):
+      error = error.__cause__ or error.__context__
+    if error is None:
+      return ended.result(), False  # or raises
+    told = cli.one_line(error)[:300]
+    if isinstance(error, Ended):
+      return actions.Exit(code=_KILLED, text=told), True
+    return actions.Exit(code=1, text=f'the devices have failed ({told})'), True
+
+  def _note(
+    self, recorder: records_lib.Recorder, state: str, text: str, pid: int | None = None
+  ) -> None:
+    """Writes a new state of the learner to the records and the console, as the supervisor does."""
+    recorder.report(facts.Process(child=self.name, state=state, text=text, pid=pid))
+    if text:
+      recorder.say(text)

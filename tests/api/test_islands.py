@@ -1,0 +1,304 @@
+"""Islands of a single controller: they fail alone, have unequal sizes, come and go.
+
+Steps wait 40 ms for their batches, so that a step takes about as long with any load. A verdict is
+about the order of events: how many steps the others have made meanwhile, in their own step times.
+"""
+
+import contextlib
+import json
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diloco_jax.api import islands as islands_lib
+from diloco_jax.api import single_controller
+from diloco_jax.config import run_config
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import supervisor
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import summary
+from diloco_jax.syncer import work as syncer_work
+from diloco_jax.train import config as config_lib
+from diloco_jax.verification.faults import chaos_report, conductor
+from diloco_jax.verification.faults import islands as faults_lib
+from tests.runs.lib import slow_data
+
+PATIENCE_S = 240
+FOR_EVER = 1_000_000
+
+
+def _config(learners: int, quorum: int = 1, steps: int = FOR_EVER) -> run_config.Config:
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners, config.sync.quorum = learners, quorum
+  config.sync.fragments = config.sync.period = 2
+  config.sync.overlap = config.mesh.data = 1
+  config.train.steps, config.train.eval_every = steps, 0
+  config.train.checkpoint_every_steps, config.train.log_every = 20, FOR_EVER
+  config.task = f'{slow_data.__file__}:task'
+  config.validate()
+  return config
+
+
+class _Run:
+  """A run, and what its records tell by now."""
+
+  def __init__(self, folder: pathlib.Path, config: run_config.Config, **settings):
+    self.folder, self.config = folder, config
+    self.faults = faults_lib.Islands(config, folder, **settings)
+    self.controller = self.faults.controller
+
+  def facts(self, node: str, name: str, **values) -> list[dict]:
+    path = self.folder / 'records' / f'{node}.jsonl'
+    rows = path.read_text().split('\n')[:-1] if path.exists() else []
+    found = [fact for fact in map(json.loads, rows) if fact['name'] == name]
+    return [fact for fact in found if values.items() <= fact.items()]
+
+  def steps(self, node: str) -> int:
+    return len(self.facts(node, 'step'))
+
+  def joined(self, node: str) -> list[int]:
+    return [fact['incarnation'] for fact in self.facts(node, 'state', state='joined')]
+
+  def until(self, condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+      assert time.monotonic() < deadline_s, 'it has not happened'
+      for end in list(self.controller._exits.values()):
+        if isinstance(end, BaseException):
+          raise end
+      time.sleep(0.02)
+
+  def end(self) -> None:
+    """Ends the run; every node ends in order, the ledger adds up, every invariant holds."""
+    self.faults.retire()
+    exits = self.controller.join(PATIENCE_S)
+    assert {one.code for one in exits.values()} == {0}, exits
+    assert single_controller.verdict(exits).code == 0
+    ledger = self.facts('syncer', 'ledger')[-1]
+    assert chaos_report.balance(ledger) == 0, ledger
+    assert ledger['merged'] > 0
+    verdict = conductor.judge(self.folder)
+    assert verdict.broken is None, verdict.text()
+    assert not {one.name.split()[0] for one in threading.enumerate()} & {'syncer', *exits}
+
+
+@contextlib.contextmanager
+def _running(folder: pathlib.Path, config: run_config.Config, **settings) -> Iterator[_Run]:
+  run = _Run(folder, config, **settings)
+  run.controller.start()
+  try:
+    yield run
+  finally:
+    for name in list(run.faults.frozen):
+      run.faults.thaw(name)
+    run.controller.stop('the test has ended')
+    for thread in run.controller._threads:
+      thread.join(PATIENCE_S)
+
+
+def _fail(run: _Run, victim: str, kind: str) -> None:
+  """One fault of an island, until it is back with the next incarnation."""
+  before, ends = run.joined(victim), len(run.facts(victim, 'exit'))
+  keeper, faults = run.controller.keepers[victim], run.faults
+  lives = 2 if kind == 'loses its devices' else 1  # that end
+  if kind == 'hangs':
+    keeper.watchdog_s = 0.5
+    faults.freeze(victim)
+  else:
+    faults.lose(victim, lives)
+  run.until(lambda: len(run.facts(victim, 'exit')) > ends)
+  keeper.watchdog_s = islands_lib.WATCHDOG_S
+  hung = faults.frozen.pop(victim, None)  # the next life does not
+  run.until(lambda: len(run.joined(victim)) >= len(before) + lives)
+  if hung:
+    steps = run.steps(victim)
+    hung.set()
+    run.until(lambda: run.steps(victim) > steps + 2)
+  assert run.joined(victim)[len(before) :] == [before[-1] + 1 + n for n in range(lives)]
+  codes = [fact['code'] for fact in run.facts(victim, 'exit')[ends:]]
+  assert codes == [1] * lives, codes
+
+
+def _outages(run: _Run) -> list[tuple[str, int, int]]:
+  """(learner, end of a life, start of the next in ns), in the order of time."""
+  found = []
+  for name in run.controller.keepers:
+    joined = [fact['t_ns'] for fact in run.facts(name, 'state', state='joined')]
+    for end in run.facts(name, 'exit'):
+      found += [(name, end['t_ns'], later) for later in joined if later > end['t_ns']][:1]
+  return found
+
+
+def _require_others_went_on(run: _Run) -> None:
+  """In each outage every learner that is not down itself makes steps, without a pause as long as
+  the outage."""
+  outages = _outages(run)
+  for victim, began_ns, ended_ns in outages:
+    for other in run.controller.keepers:
+      own = [one for one in outages if one[0] == other]
+      if other == victim or any(a < ended_ns and b > began_ns for _, a, b in own):
+        continue
+      times = [fact['t_ns'] for fact in run.facts(other, 'step')]
+      inside = [t for t in times if began_ns < t < ended_ns]
+      assert len(inside) >= 3, f'{other} made {len(inside)} steps while {victim} was down'
+
+
+def _faults(folder: pathlib.Path, plan: list[tuple[str, str]]) -> None:
+  config = _config(3)
+  config.mesh.data = 2
+  draw = random.Random(str(plan))
+  with _running(folder, config) as run:
+    assert [device.id for device in run.controller.syncer_devices] == [6, 7]
+    run.until(lambda: all(run.steps(name) >= 2 for name in run.controller.keepers))
+    for victim, kind in plan:
+      at = run.steps(victim) + draw.randrange(1, 6)
+      run.until(lambda victim=victim, at=at: run.steps(victim) >= at)
+      _fail(run, victim, kind)
+    run.end()
+    _require_others_went_on(run)
+    down = {fact['text'] for name in run.controller.keepers for fact in run.facts(name, 'process')}
+    assert any('injected' in text and 'built again' in text for text in down), down
+
+
+def test_an_island_that_raises_or_hangs_comes_back_and_the_others_go_on(tmp_path):
+  _faults(tmp_path, [('l1', 'raises'), ('l2', 'hangs')])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('seed', range(2))
+def test_twenty_islands_fail(tmp_path, seed):
+  """At most four short lives of each learner, as the limit allows."""
+  kinds = ['raises', 'hangs', 'loses its devices', 'raises', 'hangs'] * 2
+  draw = random.Random(seed)
+  victims = ['l0', 'l1', 'l2'] * 4
+  while True:
+    draw.shuffle(victims)
+    plan = list(zip(victims, kinds))
+    lives = [sum(2 if k[0] == 'l' else 1 for v, k in plan if v == name) for name in set(victims)]
+    if max(lives) < supervisor.MAX_SHORT_LIVES:
+      break
+  _faults(tmp_path, plan)
+
+
+@pytest.mark.full
+def test_islands_of_unequal_size_come_and_go(tmp_path):
+  """Islands of 1, 2 and 4 devices; then one leaves, and another one joins on its devices."""
+  mesh = config_lib.MeshConfig(data=2, fsdp=2)
+  with _running(tmp_path, _config(3), islands={'l0': 1, 'l1': 2, 'l2': mesh}) as run:
+    controller = run.controller
+    assert [len(devices) for devices in controller._devices.values()] == [1, 2, 4]
+    assert [device.id for device in controller.syncer_devices] == [7]
+    with pytest.raises(ValueError, match='need 1, there are 0'):
+      controller.add('l3', 1)
+    run.until(lambda: all(run.steps(name) >= 10 for name in ('l0', 'l1', 'l2')))
+    controller.remove('l1')
+    run.until(lambda: 'l1' in controller._exits)
+    controller.add('l3', 2)
+    merged = lambda name: [
+      fact for fact in run.facts('syncer', 'synced') if name in fact['participants']
+    ]
+    run.until(lambda: len(merged('l3')) >= 3)
+    run.end()
+    left, joined = run.facts('l1', 'exit')[0], run.facts('l3', 'state', state='joined')[0]
+    assert left['t_ns'] < joined['t_ns'] and all(map(merged, ('l0', 'l1', 'l2')))
+    last = run.facts('l1', 'step')[-1]['step']
+    assert last < joined['clock'] and (tmp_path / 'islands' / 'l1' / 'ckpt' / str(last)).is_dir()
+
+
+@pytest.mark.full
+def test_an_island_whose_devices_stay_away_is_given_up(tmp_path, monkeypatch, capsys):
+  """The run goes on while a quorum is left, and ends with a line that can be read after that."""
+  monkeypatch.setattr(supervisor, 'MAX_SHORT_LIVES', 2)
+  config = _config(2, quorum=1)
+  with _running(tmp_path, config) as run:
+    run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
+    run.faults.lose('l1', 2)
+    run.until(lambda: run.facts('l1', 'process', state='failed'))
+    steps = run.steps('l0')
+    run.until(lambda: run.steps('l0') > steps + 3)
+    with pytest.raises(ValueError, match='l0 cannot leave'):
+      run.controller.remove('l0')
+    run.faults.lose('l0', 2)
+    with pytest.raises(islands_lib.IslandsFailed, match='the same call continues') as caught:
+      run.controller.join(PATIENCE_S)
+    assert '\n' not in str(caught.value) and 'no devices at clock' in str(caught.value)
+  printed = capsys.readouterr().out
+  assert 'It is built again in' in printed and 'Traceback' not in printed
+
+
+@pytest.mark.full
+def test_an_error_of_the_syncer_ends_the_run_in_order(tmp_path, monkeypatch):
+  """Each learner saves; the error is that of the syncer."""
+  config = _config(2)
+
+  def merge(*args) -> None:
+    raise ZeroDivisionError('in the syncer')
+
+  with _running(tmp_path, config) as run:
+    run.until(lambda: all(run.steps(name) >= 3 for name in ('l0', 'l1')))
+    monkeypatch.setattr(syncer_work.SyncerWork, '_merge', merge)
+    with pytest.raises(ZeroDivisionError, match='in the syncer'):
+      run.controller.join(PATIENCE_S)
+    for name in ('l0', 'l1'):
+      last = run.facts(name, 'step')[-1]['step']
+      saved = [int(path.name) for path in (tmp_path / 'islands' / name / 'ckpt').glob('[0-9]*')]
+      assert max(saved) == last, (saved, last)
+
+
+@pytest.mark.full
+def test_what_a_hung_thread_does_later_reaches_nobody(tmp_path):
+  """An abandoned island has no folder, arrays or functions; its records raise."""
+  config = _config(1)
+  with _running(tmp_path, config) as run:
+    run.until(lambda: run.steps('l0') >= 2)
+    life = run.controller.keepers['l0']._life
+    run.controller.keepers['l0'].watchdog_s = 0.5
+    run.faults.freeze('l0')
+    run.until(lambda: run.facts('l0', 'exit'))
+    run.controller.keepers['l0'].watchdog_s = islands_lib.WATCHDOG_S
+    hung = run.faults.frozen.pop('l0')
+    with pytest.raises(islands_lib.Ended):
+      life.check()
+    with pytest.raises(islands_lib.Ended):
+      islands_lib.Records(life, None).say('nothing')
+    assert life.island.state is None
+    run.until(lambda: len(run.joined('l0')) == 2)
+    hung.set()
+    run.end()
+
+
+@pytest.mark.full
+def test_only_errors_of_devices_start_another_life(tmp_path, monkeypatch):
+  def at_step(name: str, clock: int) -> None:
+    raise KeyError(name)
+
+  controller = single_controller.SingleController(_config(1), tmp_path, at_step=at_step)
+  controller.start()
+  with pytest.raises(KeyError, match='l0'):
+    controller.join(PATIENCE_S)
+
+
+@pytest.mark.full
+def test_a_kill_is_in_the_summary(tmp_path):
+  with _running(tmp_path, _config(2)) as run:
+    run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
+    assert run.controller.keepers['l1'].bring_down(0.1, 'killed by the chaos plan')
+    run.until(lambda: run.joined('l1') == [1, 2])
+    run.end()
+  found = summary.summarize(folder_lib.read(tmp_path))
+  assert [kill['learner'] for kill in found['kills']] == ['l1']
+
+
+@pytest.mark.full
+def test_a_slowed_island_makes_fewer_steps_than_the_others(tmp_path):
+  with _running(tmp_path, _config(2)) as run:
+    run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
+    run.faults.slow('l1', 8)
+    before = {name: run.steps(name) for name in ('l0', 'l1')}
+    run.until(lambda: run.steps('l0') > before['l0'] + 60)
+    assert run.steps('l1') - before['l1'] < (run.steps('l0') - before['l0']) / 2
+    run.end()
