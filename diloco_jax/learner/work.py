@@ -32,7 +32,6 @@ from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
 
-
 _STEP_ENDED = object()  # in the queue of work: the devices have completed a step
 
 
@@ -198,11 +197,13 @@ class LearnerWork:
     while self._island.must_finish(ahead):
       result = self._island.finish()
       saving_ns, idle_ns = self.take_between()
-      self._times.append({
-        'step_ns': int(result.seconds * 1e9),
-        'data_ns': int(result.data_s * 1e9),
-        'saving_ns': saving_ns,
-      })
+      self._times.append(
+        {
+          'step_ns': int(result.seconds * 1e9),
+          'data_ns': int(result.data_s * 1e9),
+          'saving_ns': saving_ns,
+        }
+      )
       self.record(result, saving_ns, idle_ns)
 
   def record(self, result: island_lib.StepResult, saving_ns: int, idle_ns: int) -> None:

@@ -15,6 +15,7 @@ The figures, without the first two periods:
                   does not see other load on this host. `accounted`: the same from the run under the
                   syncer alone, 1 - (exchange_cpu + others_cpu) / CPU of an inner step, which is
                   steadier, but does not see what the exchange does to the caches
+  dispatch_share  the dispatch of an inner step, against the time from one step to the next
   gap             between the end of a step and the begin of the next one: encode, adopt, the turns
                   of the machine, records
   stalls          steps that begin more than 20 ms later than the median one, counted and longest;
@@ -96,10 +97,12 @@ def _figures(
   used = processes.between(samples, ends[0], ends[-1])
   share = used.t_ns / (ends[-1] - ends[0])  # of the steps that lie between the two samples
   counted, inner = share * len(between_s), (processes.STEP, processes.XLA)
+  dispatched_s = [seconds for seconds, _ in exchanged.pop('dispatch')[skipped:]]
   return {
     'steps_per_s': len(between_s) / between_s.sum(),
     'steps_per_cpu_s': counted / (used.cpu_ns.total() / 1e9),
     'cpu_ms': used.cpu_ns.total() / 1e6 / counted,
+    'dispatch_share': statistics.fmean(dispatched_s) / float(between_s.mean()),
     'step_ms': 1e3 * float(np.median([step['seconds'] for step in steps])),
     'gap_ms': 1e3 * float(np.median(gaps_s)),
     'gap_p99_ms': 1e3 * float(np.percentile(gaps_s, 99)),
@@ -134,11 +137,11 @@ def main() -> None:
     for _ in range(turns):
       for way in ('alone', 'syncer'):
         taken[way].append(turn(which, way == 'alone', steps))
-    found[which] = _report(which, taken)
+    found[which] = report(which, taken)
   measured.write(flags.json, found)
 
 
-def _report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
+def report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
   ratios = {
     name: measured.spread(
       [mine[name] / alone[name] for mine, alone in zip(taken['syncer'], taken['alone'])]

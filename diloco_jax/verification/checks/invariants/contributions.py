@@ -107,8 +107,8 @@ class CodecAsAsked(invariant.Invariant):
 class AtBoundaries(invariant.Invariant):
   id = 'I26'
   sentence = (
-    'A learner encodes, adopts, moves to another data shard and saves only between two inner steps; '
-    'of the steps that it counts at most one is not complete.'
+    'A learner encodes, adopts, moves to another data shard and saves only between two inner '
+    'steps; of the steps that it counts at most one is not complete.'
   )
 
   @invariant.on(LEARNER, actions.Encode, actions.Adopt, actions.UseShard, actions.Save)
