@@ -12,16 +12,15 @@ compiled step. They take turns. Two configs:
 The figures, without the first two periods:
 
   ratio           of steps/s, and of steps for a CPU second of the learner's process: the second one
-                  does not see other load on this host. `accounted`: the same from the run under the
-                  syncer alone, 1 - (exchange_cpu + others_cpu) / CPU of an inner step, which is
-                  steadier, but does not see what the exchange does to the caches
+                  does not see other load on this host
   dispatch_share  the dispatch of an inner step, against the time from one step to the next
   gap             between the end of a step and the begin of the next one: encode, adopt, the turns
                   of the machine, records
   stalls          steps that begin more than 20 ms later than the median one, counted and longest;
                   alone they are the host's
   without_core    the time for which the step's own threads were ready and had no core
-  exchange_cpu    CPU time of an encoding and an adoption, on the step's own threads
+  exchange_cpu    CPU time of the step thread in an encoding and an adoption, without what the
+                  devices compute: they are a step behind
   others_cpu      CPU time of the learner's other threads for each inner step, then each of them.
                   Those of Python hold the GIL for at most that long
 """
@@ -148,9 +147,6 @@ def report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
     )
     for name in ('steps_per_s', 'steps_per_cpu_s')
   }
-  ratios['accounted'] = measured.spread(
-    [1 - (run['exchange_cpu_ms'] + run['others_cpu_ms']) / run['cpu_ms'] for run in taken['syncer']]
-  )
   found = {'ratio': ratios}
   for way, runs in taken.items():
     found[way] = {

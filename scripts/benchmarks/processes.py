@@ -3,13 +3,11 @@
 `processes.py CORES TIMES COMMAND --flag ...`: `diloco COMMAND --flag ...` on some cores (0 or 0,1),
 with threads that have their Python names in /proc. A learner writes to the file TIMES, if it is not
 '', how long each encoding, each adoption and each dispatch of an inner step kept its step thread,
-and for the first two the CPU time of that, in seconds. The environment variable BENCHMARKED names
-another checkout of this repository, of which the code is run.
+and the CPU time of that thread, in seconds. The environment variable BENCHMARKED names another
+checkout of this repository, of which the code is run.
 """
 
 import atexit
-import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -31,10 +29,10 @@ from diloco_jax.train import island
 
 DEADLINE_S = 1200
 POLL_S = 0.25
-TIMED = (  # and whether with their CPU time
-  (on_device.Exchange, 'encode', True),
-  (on_device.Exchange, 'adopt', True),
-  (island.Island, 'dispatch', False),
+TIMED = (
+  (on_device.Exchange, 'encode'),
+  (on_device.Exchange, 'adopt'),
+  (island.Island, 'dispatch'),
 )
 STEP, XLA = 'step thread', 'tf_XLAEigen'  # the threads of an inner step
 
@@ -130,38 +128,20 @@ def _name_threads() -> None:
 
 
 def _time_calls(path: str) -> None:
-  taken = {name: [] for _, name, _ in TIMED}
-  for owner, name, with_cpu in TIMED:
-    setattr(owner, name, _timed(getattr(owner, name), taken[name], with_cpu))
+  taken = {name: [] for _, name in TIMED}
+  for owner, name in TIMED:
+    setattr(owner, name, _timed(getattr(owner, name), taken[name]))
   atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
 
 
-def _timed(call, times: list[tuple[float, float]], with_cpu: bool):
-  used_s = _inner_cpu_s if with_cpu else lambda: 0.0
-
+def _timed(call, times: list[tuple[float, float]]):
   def timed(*args, **named):
-    began_s, cpu_s = time.perf_counter(), used_s()
+    began_s, cpu_s = time.perf_counter(), time.thread_time()
     result = call(*args, **named)
-    times.append((time.perf_counter() - began_s, used_s() - cpu_s))
+    times.append((time.perf_counter() - began_s, time.thread_time() - cpu_s))
     return result
 
   return timed
-
-
-@functools.cache
-def _xla_threads() -> list[pathlib.Path]:
-  found = []
-  for task in pathlib.Path('/proc/self/task').iterdir():
-    with contextlib.suppress(OSError):  # the thread has ended
-      if (task / 'comm').read_text().strip() == XLA:
-        found.append(task / 'schedstat')
-  return found
-
-
-def _inner_cpu_s() -> float:
-  """CPU time of the calling thread and of those that compute for it."""
-  ran_ns = sum(int(path.read_text().split()[0]) for path in _xla_threads())
-  return time.thread_time() + ran_ns / 1e9
 
 
 def main() -> None:
