@@ -27,6 +27,7 @@ from concurrent import futures
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.api import admission as admission_lib
@@ -69,6 +70,7 @@ class Peer:
     self._told = False
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
+    self._newest: Any = ()  # an array that is ready once the newest step is done, if no metric is
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
     self.clock: int | None = None
 
@@ -122,8 +124,9 @@ class Peer:
       opt_state: the inner optimizer's state after the step, if `join` was given one.
       metrics: scalars of this step by name, on a device or not: `loss`, and any others. They become
         curves, lines and records under `workdir`; the syncer records the loss, too. `sync` waits
-        for those of the step before at most, so that the devices need not wait for the loop; after
-        the first step and the last one, for those of this step.
+        for those of the step before at most, so that the devices need not wait for the loop, and
+        without any for that step itself; after the first step and the last one, for those of this
+        step.
 
     Returns:
       The parameters to go on with: the same tree, dtypes and shardings.
@@ -154,6 +157,9 @@ class Peer:
     self._arrays.next_index += 1
     self._synced = True
     self._measure(self.clock, tokens, metrics)
+    if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
+      made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
+      self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
     self._next()
     after = self._arrays.params
     self._replaced = {
@@ -171,6 +177,7 @@ class Peer:
     self._measured = True
     if self._unrecorded:
       jax.block_until_ready(self._unrecorded[0].metrics)
+    jax.block_until_ready(self._newest)
     if waits:
       jax.block_until_ready(metrics)
     step_ns = time.monotonic_ns() - self._boundary_ns

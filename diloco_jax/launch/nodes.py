@@ -186,7 +186,8 @@ def learner(
     hosts = 1
     if cluster is not None:
       hosts, work_class = stack.enter_context(together(cluster, config)), hosts_lib.LeadWork
-    prepare_jax(config.mesh.num_devices // hosts)
+    devices = config.mesh.num_devices
+    prepare_jax(devices // hosts, ahead=devices == 1)
     if jax.process_index():
       ended = _follow(config, workdir, learner_id)
     else:
@@ -330,17 +331,17 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   )
 
 
-def prepare_jax(devices: int) -> None:
-  """Emulates as many devices as the mesh needs and turns asynchronous dispatch off: data-parallel
-  steps on emulated CPU devices have aborted when the host ran ahead of the devices. Raises
-  NeverRetry: jax finds no device, or does not compile."""
+def prepare_jax(devices: int, ahead: bool = False) -> None:
+  """Emulates as many devices as the mesh needs. A CPU device computes at the dispatch of a program,
+  but with `ahead` after it: programs with collectives have aborted when the host ran ahead of the
+  emulated devices. Raises NeverRetry: jax finds no device, or does not compile."""
   if jax.config.jax_disable_jit:
     raise cli.NeverRetry(accelerators.NO_JIT)
   # A config of the user's may have imported jax before the variable was set.
   count = int(os.environ.get('JAX_NUM_CPU_DEVICES', devices))
   with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
     jax.config.update('jax_num_cpu_devices', count)
-  jax.config.update('jax_cpu_enable_async_dispatch', False)
+  jax.config.update('jax_cpu_enable_async_dispatch', ahead)
   keep_compiled()
   try:
     jax.local_devices()

@@ -8,6 +8,7 @@ their events, so the next step does not wait for a copy, a checksum or the netwo
 ahead of use and the wait for a save have threads while they last.
 """
 
+import collections
 import contextlib
 import functools
 import math
@@ -15,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -29,6 +31,8 @@ from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
+
+_STEP_ENDED = object()  # in the queue of work: the devices have completed a step
 
 
 class LearnerWork:
@@ -53,13 +57,14 @@ class LearnerWork:
     self._payloads = payloads
     self._records = records
     self.exchange = exchange or on_device.Exchange(assembled, island).begin()
-    self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
+    self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
     self._tokens = 0
     self.loss: float | None = None  # of the newest recorded step, if it is finite
     self._stepped = threading.Event()  # once
-    self._times = {'step_ns': 0, 'saving_ns': 0}  # of finished steps, until a StepDone tells them
+    # Of complete steps, until a StepDone tells them: each one those of one step.
+    self._times: collections.deque[dict[str, int]] = collections.deque()
     self._lock_step = assembled.protocol.lag is not None
     self._saving_ns = self._idle_ns = 0  # since the last step
     self._evaluates = bool(assembled.never_sent)  # then only learners have the whole model
@@ -125,10 +130,16 @@ class LearnerWork:
     return None
 
   def _take(self) -> actions.Work | None:
-    begun_ns = time.monotonic_ns()
-    action = self._queue.get()
-    self._idle_ns += time.monotonic_ns() - begun_ns
-    return action
+    """Waits for work. A step that ends meanwhile is recorded at once; from there on the wait is one
+    for others."""
+    while True:
+      idle, begun_ns = not self._island.must_finish(0), time.monotonic_ns()
+      action = self._queue.get()
+      if idle:
+        self._idle_ns += time.monotonic_ns() - begun_ns
+      if action is not _STEP_ENDED:
+        return action
+      self._finish(1)
 
   def _drain(self) -> None:
     try:
@@ -166,13 +177,12 @@ class LearnerWork:
 
   def _step(self, clock: int) -> None:
     """Dispatches the step, and waits for the one before only: the work of the boundary follows on
-    the devices, where it belongs. In lock step, and after the last step, the machine waits for
-    others next, so here for this step, too."""
-    self._island.dispatch(clock)
-    self._finish(0 if self._lock_step or clock + 1 >= self._config.train.steps else 1)
-    tokens = self._island.tokens_per_step
-    self._post(events.StepDone(tokens=tokens, loss=self.loss, **self._times))
-    self._times = {'step_ns': 0, 'saving_ns': 0}
+    the devices, where it belongs. After the last step it waits for this one, too."""
+    ended = self._island.dispatch(clock)
+    ended.add_done_callback(lambda _: self._queue.put(_STEP_ENDED))
+    self._finish(0 if clock + 1 >= self._config.train.steps else 1)
+    times = self._times.popleft() if self._times else {'step_ns': 0}
+    self._post(events.StepDone(tokens=self._island.tokens_per_step, loss=self.loss, **times))
 
   def _evaluate(self, clock: int) -> None:
     """Records the held-out loss before the step at `clock`, if it is due."""
@@ -187,11 +197,13 @@ class LearnerWork:
     while self._island.must_finish(ahead):
       result = self._island.finish()
       saving_ns, idle_ns = self.take_between()
-      self._times = {
-        'step_ns': int(result.seconds * 1e9),
-        'data_ns': int(result.data_s * 1e9),
-        'saving_ns': self._times['saving_ns'] + saving_ns,
-      }
+      self._times.append(
+        {
+          'step_ns': int(result.seconds * 1e9),
+          'data_ns': int(result.data_s * 1e9),
+          'saving_ns': saving_ns,
+        }
+      )
       self.record(result, saving_ns, idle_ns)
 
   def record(self, result: island_lib.StepResult, saving_ns: int, idle_ns: int) -> None:

@@ -186,16 +186,16 @@ class Island:
     self.dispatch(clock)
     return self.finish()
 
-  def dispatch(self, clock: int) -> None:
-    """Starts the step. Raises RuntimeError, as `step`."""
+  def dispatch(self, clock: int) -> futures.Future:
+    """Starts the step; returns what is done once the step is. Raises RuntimeError, as `step`."""
     if self._profile is not None:
       self._profile.begins(self._finished + len(self._dispatched))
     try:
-      self._dispatch(clock)
+      return self._dispatch(clock)
     except ValueError as error:
       raise RuntimeError(f'the inner step at clock {clock} failed: {error}') from error
 
-  def _dispatch(self, clock: int) -> None:
+  def _dispatch(self, clock: int) -> futures.Future:
     begun_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._read())
     placed_ns = time.monotonic_ns()
@@ -209,6 +209,7 @@ class Island:
     else:
       ended = self._watcher.submit(_await, metrics)
     self._dispatched.append(_Dispatched(clock, begun_ns, placed_ns, ended))
+    return ended
 
   def must_finish(self, ahead: int) -> bool:
     """Whether `finish` is due: a dispatched step is done, or there are more than `ahead` others."""

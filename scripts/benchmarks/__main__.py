@@ -19,6 +19,7 @@ from scripts.benchmarks import measured, processes
 
 NAMES = {
   'learner_overhead': 'steps/s of a learner under the syncer, against alone',
+  'ahead': "an inner step's dispatch against its turn; steps/s",
   'outer_round': 'an outer round, against an all-reduce and a bare gRPC star',
   'encoding': 'encode, and decode and add, against memcpy',
   'wire': 'bytes on a link, against bfloat16 data-parallel',

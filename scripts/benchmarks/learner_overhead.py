@@ -12,15 +12,15 @@ compiled step. They take turns. Two configs:
 The figures, without the first two periods:
 
   ratio           of steps/s, and of steps for a CPU second of the learner's process: the second one
-                  does not see other load on this host. `accounted`: the same from the run under the
-                  syncer alone, 1 - (exchange_cpu + others_cpu) / CPU of an inner step, which is
-                  steadier, but does not see what the exchange does to the caches
+                  does not see other load on this host
+  dispatch_share  the dispatch of an inner step, against the time from one step to the next
   gap             between the end of a step and the begin of the next one: encode, adopt, the turns
                   of the machine, records
   stalls          steps that begin more than 20 ms later than the median one, counted and longest;
                   alone they are the host's
   without_core    the time for which the step's own threads were ready and had no core
-  exchange_cpu    CPU time of an encoding and an adoption, on the step's own threads
+  exchange_cpu    CPU time of the step thread in an encoding and an adoption, without what the
+                  devices compute: they are a step behind
   others_cpu      CPU time of the learner's other threads for each inner step, then each of them.
                   Those of Python hold the GIL for at most that long
 """
@@ -96,10 +96,12 @@ def _figures(
   used = processes.between(samples, ends[0], ends[-1])
   share = used.t_ns / (ends[-1] - ends[0])  # of the steps that lie between the two samples
   counted, inner = share * len(between_s), (processes.STEP, processes.XLA)
+  dispatched_s = [seconds for seconds, _ in exchanged.pop('dispatch')[skipped:]]
   return {
     'steps_per_s': len(between_s) / between_s.sum(),
     'steps_per_cpu_s': counted / (used.cpu_ns.total() / 1e9),
     'cpu_ms': used.cpu_ns.total() / 1e6 / counted,
+    'dispatch_share': statistics.fmean(dispatched_s) / float(between_s.mean()),
     'step_ms': 1e3 * float(np.median([step['seconds'] for step in steps])),
     'gap_ms': 1e3 * float(np.median(gaps_s)),
     'gap_p99_ms': 1e3 * float(np.percentile(gaps_s, 99)),
@@ -134,20 +136,17 @@ def main() -> None:
     for _ in range(turns):
       for way in ('alone', 'syncer'):
         taken[way].append(turn(which, way == 'alone', steps))
-    found[which] = _report(which, taken)
+    found[which] = report(which, taken)
   measured.write(flags.json, found)
 
 
-def _report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
+def report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
   ratios = {
     name: measured.spread(
       [mine[name] / alone[name] for mine, alone in zip(taken['syncer'], taken['alone'])]
     )
     for name in ('steps_per_s', 'steps_per_cpu_s')
   }
-  ratios['accounted'] = measured.spread(
-    [1 - (run['exchange_cpu_ms'] + run['others_cpu_ms']) / run['cpu_ms'] for run in taken['syncer']]
-  )
   found = {'ratio': ratios}
   for way, runs in taken.items():
     found[way] = {

@@ -1,13 +1,13 @@
-"""Processes of the command `diloco` for benchmarks: each on its own core, its threads' CPU time.
+"""Processes of the command `diloco` for benchmarks: each on its own cores, its threads' CPU time.
 
-`processes.py CORE TIMES COMMAND --flag ...`: `diloco COMMAND --flag ...` on one core, with threads
-that have their Python names in /proc. A learner writes to the file TIMES, if it is not '', how long
-each encoding and each adoption kept its step thread, and the CPU time of that, in seconds.
+`processes.py CORES TIMES COMMAND --flag ...`: `diloco COMMAND --flag ...` on some cores (0 or 0,1),
+with threads that have their Python names in /proc. A learner writes to the file TIMES, if it is not
+'', how long each encoding, each adoption and each dispatch of an inner step kept its step thread,
+and the CPU time of that thread, in seconds. The environment variable BENCHMARKED names another
+checkout of this repository, of which the code is run.
 """
 
 import atexit
-import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -20,15 +20,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
 
 from diloco_jax.launch import local_run
 from diloco_jax.learner import on_device
 from diloco_jax.report import records as records_lib
+from diloco_jax.train import island
 
 DEADLINE_S = 1200
 POLL_S = 0.25
-TIMED = on_device.Exchange.encode, on_device.Exchange.adopt
+TIMED = (
+  (on_device.Exchange, 'encode'),
+  (on_device.Exchange, 'adopt'),
+  (island.Island, 'dispatch'),
+)
 STEP, XLA = 'step thread', 'tf_XLAEigen'  # the threads of an inner step
 
 
@@ -46,13 +51,18 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 
 def start(
-  core: int, words: Sequence[str], devices: int = 1, times: pathlib.Path | str = ''
+  cores: int | str,
+  words: Sequence[str],
+  devices: int = 1,
+  times: pathlib.Path | str = '',
+  checkout: str = '',
 ) -> subprocess.Popen:
-  """Starts `diloco *words` on one core; the number of emulated devices is that of a learner."""
+  """Starts `diloco *words` on a core, or on several ('0,1'); the number of emulated devices is that
+  of the process. `checkout`: of the code, if it is not this one."""
   return subprocess.Popen(
-    [sys.executable, __file__, str(core), str(times), *words],
+    [sys.executable, __file__, str(cores), str(times), *words],
     cwd=ROOT,
-    env=environment(devices),
+    env=environment(devices) | {'BENCHMARKED': checkout},
     stdout=subprocess.DEVNULL,
   )
 
@@ -117,45 +127,29 @@ def _name_threads() -> None:
   threading.Thread.start = start_named
 
 
-def _time_exchange(path: str) -> None:
-  taken = {call.__name__: [] for call in TIMED}
-  for call in TIMED:
-    setattr(on_device.Exchange, call.__name__, _timed(call, taken[call.__name__]))
+def _time_calls(path: str) -> None:
+  taken = {name: [] for _, name in TIMED}
+  for owner, name in TIMED:
+    setattr(owner, name, _timed(getattr(owner, name), taken[name]))
   atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
 
 
 def _timed(call, times: list[tuple[float, float]]):
   def timed(*args, **named):
-    began_s, cpu_s = time.perf_counter(), _inner_cpu_s()
+    began_s, cpu_s = time.perf_counter(), time.thread_time()
     result = call(*args, **named)
-    times.append((time.perf_counter() - began_s, _inner_cpu_s() - cpu_s))
+    times.append((time.perf_counter() - began_s, time.thread_time() - cpu_s))
     return result
 
   return timed
 
 
-@functools.cache
-def _xla_threads() -> list[pathlib.Path]:
-  found = []
-  for task in pathlib.Path('/proc/self/task').iterdir():
-    with contextlib.suppress(OSError):  # the thread has ended
-      if (task / 'comm').read_text().strip() == XLA:
-        found.append(task / 'schedstat')
-  return found
-
-
-def _inner_cpu_s() -> float:
-  """CPU time of the calling thread and of those that compute for it."""
-  ran_ns = sum(int(path.read_text().split()[0]) for path in _xla_threads())
-  return time.thread_time() + ran_ns / 1e9
-
-
 def main() -> None:
-  core, times, *words = sys.argv[1:]
-  os.sched_setaffinity(0, {int(core)})
+  cores, times, *words = sys.argv[1:]
+  os.sched_setaffinity(0, set(map(int, cores.split(','))))
   _name_threads()
   if times:
-    _time_exchange(times)
+    _time_calls(times)
   sys.argv = ['diloco', *words]
   from diloco_jax import __main__ as program
 

@@ -1,6 +1,10 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -467,6 +471,46 @@ def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
         params = peer.sync(params, tokens=8, metrics={'loss': Late(clock)})
         seen.append((list(waited), sum(r['name'] == 'step' for r in diloco_jax.records(tmp_path))))
   assert seen == [([0], 1), ([0], 2), ([0], 2), ([0, 2, 3], 4)]
+
+
+_NO_METRICS = """
+import jax, jax.numpy as jnp
+import diloco_jax
+
+@jax.jit
+def step(params):
+  long = jax.lax.fori_loop(0, 40, lambda k, x: x @ x / 512, jnp.ones((512, 512)))
+  return {**params, 'w': params['w'] + long[:8, :8]}
+
+sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+run = {'total_steps': 12, 'sync': sync}
+params, made, behind, still = {'w': jnp.ones((8, 8)), 'b': jnp.ones(2)}, [], [], 0
+with diloco_jax.run_syncer(**run) as server:
+  with diloco_jax.join(params, learner='l0', syncer=server.address, **run) as peer:
+    params = peer.params
+    for clock in peer.steps():
+      params = step(params)
+      made.append(jnp.copy(params['w']))
+      params = peer.sync(params, tokens=8)
+      behind += [k for k, one in enumerate(made[:-1]) if not one.is_ready()]
+      still += not made[-1].is_ready()
+assert not behind, f'{behind} ran while a later step was dispatched already'
+assert still >= 4, f'sync has waited for its own step: {12 - still} of 12 were done'
+"""
+
+
+@pytest.mark.full
+def test_a_loop_without_metrics_is_one_step_ahead_of_its_devices():
+  """On a device that computes after the dispatch, and with an array that no step changes."""
+  ended = subprocess.run(
+    [sys.executable, '-c', _NO_METRICS],
+    cwd=pathlib.Path(__file__).parents[2],
+    env={**os.environ, 'JAX_NUM_CPU_DEVICES': '1'},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert ended.returncode == 0, ended.stderr
 
 
 def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay(capfd):

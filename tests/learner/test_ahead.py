@@ -11,17 +11,20 @@ import contextlib, json, pathlib, sys, time
 import jax, numpy as np
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import nodes
 from diloco_jax.learner import on_device, process, work
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.transport import payloads
 
 STEPS, SAVED = 8, 4
+nodes.prepare_jax(1, ahead=True)
 config = stdlib_lm.get_config('tiny')
 config.mesh.data, config.train.steps, config.optimizer.warmup_steps = 1, STEPS, 2
-config.sync.fragments = 2
+config.sync.fragments, config.sync.overlap = 2, 0  # in lock step, too
 config.data.batch_size = 64  # a step is longer than what the host does in between
 assembled, folder = build.assemble(config), pathlib.Path(sys.argv[1])
+assert assembled.protocol.lag == 0
 layout = assembled.layout
 delta = lambda p: memoryview(bytes(assembled.codec_down.encoded_size(layout.size(p))))
 

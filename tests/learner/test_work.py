@@ -1,6 +1,7 @@
 """The work of a learner on a real island: where it reads, and what it undoes when it moves."""
 
 import contextlib
+import threading
 
 import jax
 import numpy as np
@@ -69,7 +70,8 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
 
 
 def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
-  """The time before it is booked already, as that of joining."""
+  """The time before it is booked already, as that of joining. A step is recorded once it is done,
+  also while the learner has no other one to make."""
   config = stdlib_lm.get_config('tiny')
   config.sync.overlap, config.train.log_every = 0, 2
   assembled = build.assemble(config)
@@ -78,14 +80,23 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
     assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
   )
   with contextlib.closing(records.Recorder(tmp_path, 'l0')) as recorder:
+    posted = []
     work = learner_work.LearnerWork(
-      assembled, island, lambda event: None, None, payloads.PayloadStore(), recorder
+      assembled, island, posted.append, None, payloads.PayloadStore(), recorder
     )
+
+    def ask() -> None:
+      work.submit(actions.Step(clock=0))
+      if work._stepped.wait(60):
+        work.submit(actions.Step(clock=1))
+      work.stop()
+
     work.submit(actions.UseShard(shard=0, cursor=0, rewind=False))
-    for clock in (0, 1):
-      work.submit(actions.Step(clock=clock))
-    work.stop()
+    asking = threading.Thread(target=ask)
+    asking.start()
     work.run()
+    asking.join()
+  assert [type(event) for event in posted] == [events.StepDone] * 2
   facts = [fact for _, fact in records.TailAll(tmp_path).read()]
   waited_s = [fact['waited_s'] for fact in facts if 'waited_s' in fact]
   assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]

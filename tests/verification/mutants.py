@@ -1939,6 +1939,45 @@ def long_payloads_count_in_full(original):
   return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)
 
 
+@mutant(
+  'A learner adopts a version that arrives during a step at once.',
+  LearnerMachine,
+  '_receive',
+  'I26',
+)
+def adopts_during_a_step(original):
+  def _receive(self, now_ns, message, payload_id):
+    original(self, now_ns, message, payload_id)
+    if self._training == 'training':
+      for publish, arrived in self._arrivals:
+        self._adopt(publish, arrived)
+      self._arrivals.clear()
+
+  return _receive
+
+
+@mutant(
+  'A learner answers a pull that arrives during a step at once.', LearnerMachine, '_receive', 'I26'
+)
+def captures_during_a_step(original):
+  def _receive(self, now_ns, message, payload_id):
+    original(self, now_ns, message, payload_id)
+    if isinstance(message, messages.Pull) and self._training == 'training':
+      self._answer_pulls()
+
+  return _receive
+
+
+@mutant('A learner counts steps of which none is complete.', processes.Learner, 'post', 'I26')
+def counts_steps_that_still_run(original):
+  def post(self, event, *more):
+    if isinstance(event, events.StepDone):
+      event = dataclasses.replace(event, step_ns=0)
+    original(self, event, *more)
+
+  return post
+
+
 @mutant('A machine raises.', join_lib.Membership, 'leave', 'crash')
 def machine_raises(original):
   def leave(self, member, reason, finished):

@@ -52,6 +52,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.CountedOnce,
   contributions.OneAnswer,
   contributions.CodecAsAsked,
+  contributions.AtBoundaries,
   contributions.VersionsInOrder,
   contributions.NeverBack,
   contributions.DeltasFit,

@@ -104,6 +104,24 @@ class CodecAsAsked(invariant.Invariant):
         self.fail(one, message)
 
 
+class AtBoundaries(invariant.Invariant):
+  id = 'I26'
+  sentence = (
+    'A learner encodes, adopts, moves to another data shard and saves only between two inner '
+    'steps; of the steps that it counts at most one is not complete.'
+  )
+
+  @invariant.on(LEARNER, actions.Encode, actions.Adopt, actions.UseShard, actions.Save)
+  def between(self, book: LearnerBook, now_ns: int, work: actions.Work, event: Event) -> None:
+    if book.running:
+      self.fail(book, work, f'the step at clock {book.clock} has no StepDone yet')
+
+  @invariant.after(LEARNER, events.StepDone)
+  def counts(self, book: LearnerBook, now_ns: int, done: events.StepDone, out: Out) -> None:
+    if book.untimed > 1:
+      self.fail(book, done, f'{book.untimed} of its steps have no time yet')
+
+
 class VersionsInOrder(invariant.Invariant):
   id = 'I3'
   sentence = 'The versions of a fragment are 0, 1, 2, ...; the syncer publishes only the newest.'

@@ -82,6 +82,7 @@ class LearnerBook:
     self.life, self.config, self.schedule = life, config, schedule
     self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
+    self.untimed = 0  # counted steps of which no StepDone has told how long they took
     self.clock = self.incarnation = self.session = 0
     self.joined = self.ever_joined = self.training = self.running = self.saving = False
     self.ending = self.finished = self.exited = self.dead = False
@@ -153,6 +154,7 @@ class LearnerBook:
     add_batch(self.reads, shard, batch)
     self.at = shard, batch + 1
     self.steps, self.clock, self.tokens = self.steps + 1, self.clock + 1, self.tokens + done.tokens
+    self.untimed += bool(done.tokens and not done.step_ns)
 
   def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
     if event.session == self.session:
