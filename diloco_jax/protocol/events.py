@@ -61,9 +61,9 @@ class Stop:
 @_event
 class StepDone:
   """One inner step on `tokens` tokens (0: given up) is done, or is dispatched and the step before
-  is done. That newest one that is done took `step_ns` (0: none is), of it `data_ns` to wait for its
-  batch; `saving_ns`: how long saves have kept the island before it. `loss`: of the newest step of
-  which it is known and finite."""
+  is done. The first one that is done and of which no StepDone has told yet took `step_ns` (0: there
+  is none), of it `data_ns` to wait for its batch; `saving_ns`: how long saves have kept the island
+  before it. `loss`: of the newest step of which it is known and finite."""
 
   tokens: int
   step_ns: int
