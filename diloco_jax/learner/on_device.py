@@ -179,21 +179,19 @@ class Exchange:
     return jax.process_count() > 1 or (self._in_process and kind.parts > 1)
 
   def _lower_wire(self, kind: split.Kind, narrow: bool) -> jax.stages.Lowered:
-    codec = self._codecs_up[narrow]
+    codec, at = self._codecs_up[narrow], self._island.replicated
     flat = kind.like(codec.encoded_size(kind.size), np.uint8)
     if not self._in_process:
-      return kind.jit(lambda data: data, self._island.replicated).lower(flat)
-    wire = functools.partial(split.flat_to_wire, kind, codec.sections)
-    return kind.jit(wire, self._island.replicated).lower(flat, self._order(kind).flat_B)
+      return kind.jit(lambda data: data, at).lower(flat)
+    wire = functools.partial(split.reorder, codec.sections, (kind.parts, 1))
+    return kind.jit(wire, at).lower(flat, self._order(kind).flat_B)
 
   def _lower_flat(self, kind: split.Kind, whole: bool) -> jax.stages.Lowered:
     """`whole`: of a published value, else of a delta."""
-    widths, dtype = (
-      ((codecs.BLOCK,), np.float32) if whole else (self._codec_down.sections, np.uint8)
-    )
-    order = self._order(kind)
-    wire = self._like((len(order.flat_B) * sum(widths),), dtype)
-    flat = functools.partial(split.wire_to_flat, kind, widths)
+    widths, order = (codecs.BLOCK,) if whole else self._codec_down.sections, self._order(kind)
+    size = len(order.flat_B) * sum(widths)
+    wire = self._like((size,), np.float32 if whole else np.uint8)
+    flat = functools.partial(split.reorder, widths, (1, kind.parts))
     return kind.jit(flat, kind.sharding).lower(wire, order.wire_F)
 
   def _order(self, kind: split.Kind) -> split.Order:

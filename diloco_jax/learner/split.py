@@ -312,26 +312,21 @@ def order(kind: Kind) -> Order:
   return found
 
 
-def flat_to_wire(
-  kind: Kind, widths: Sequence[int], flat: jax.Array, flat_B: jax.Array
+def reorder(
+  widths: Sequence[int], parts: tuple[int, int], data: jax.Array, order_B: jax.Array
 ) -> jax.Array:
-  """As `to_wire`, for use inside jit. `widths`: the elements of a block in each section."""
-  parts, found, start = flat.reshape(kind.parts, -1), [], 0
-  for width in widths:
-    stop = start + kind.size // codecs.BLOCK * width
-    found.append(parts[:, start:stop].reshape(-1, width)[flat_B].reshape(-1))
-    start = stop
-  return jnp.concatenate(found)
+  """The blocks of a payload in another order, for use inside jit: as `to_wire` and `from_wire`.
 
-
-def wire_to_flat(
-  kind: Kind, widths: Sequence[int], data: jax.Array, wire_F: jax.Array
-) -> jax.Array:
-  """As `from_wire`, for use inside jit."""
-  found, start = [], 0
+  Args:
+    widths: the elements of a block in each section of the codec.
+    parts: of `data` and of the result: 1 on the wire, else Kind.parts.
+    order_B: a field of Order.
+  """
+  before, after = parts
+  rows, found, start = data.reshape(before, -1), [], 0
   for width in widths:
-    stop = start + _whole_size(kind) // codecs.BLOCK * width
-    found.append(data[start:stop].reshape(-1, width)[wire_F].reshape(kind.parts, -1))
+    stop = start + rows.shape[1] // sum(widths) * width
+    found.append(rows[:, start:stop].reshape(-1, width)[order_B].reshape(after, -1))
     start = stop
   return jnp.concatenate(found, axis=1).reshape(-1)
 
