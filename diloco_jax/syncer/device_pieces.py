@@ -10,31 +10,23 @@ each size of fragment has its own.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from diloco_jax.node import payload as payload_lib
-from diloco_jax.numerics import codecs, exchange, fragments
+from diloco_jax.numerics import codecs, exchange
 from diloco_jax.syncer import outer_step
 
 
 class DevicePieces(outer_step.Pieces):
   """As Pieces, with payloads that are arrays of jax, wherever they are."""
 
-  def __init__(
-    self,
-    layout: fragments.Layout,
-    codecs_up: tuple[codecs.Codec, codecs.Codec],
-    codec_down: codecs.Codec,
-    codec_log: codecs.Codec,
-    tx: optax.GradientTransformation,
-    devices: Sequence[jax.Device],
-  ):
-    """`devices`: at least one; those beyond the number of fragments stay empty."""
-    super().__init__(layout, codecs_up, codec_down, codec_log, tx, devices, piece=None)
+  def __init__(self, *args: Any):
+    """As Pieces, without `piece`: at least one device; those beyond the fragments stay empty."""
+    super().__init__(*args, piece=None)
     sums = lambda counts, blocks_B: jnp.stack(exchange.tensor_sums(counts, blocks_B))
     self._tensor_sums = jax.jit(sums, static_argnums=0)
 
