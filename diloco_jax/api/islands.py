@@ -97,18 +97,19 @@ class Life(loop.EventQueue):
 
   def work(self, at_step: Callable[[int], None]) -> type[learner_work.LearnerWork]:
     """The work of this life. It calls `at_step` with the clock before each step."""
+    life = self
 
     class Work(learner_work.LearnerWork):
-      def _take(work) -> actions.Work | None:  # noqa: N805
-        self.busy = False
+      def _take(self) -> actions.Work | None:
+        life.busy = False
         action = super()._take()
-        self.turn, self.busy = self.turn + 1, True
-        self.check()
+        life.turn, life.busy = life.turn + 1, True
+        life.check()
         return action
 
-      def _step(work, clock: int) -> None:  # noqa: N805
+      def _step(self, clock: int) -> None:
         at_step(clock)
-        self.check()  # that may have blocked
+        life.check()  # that may have blocked
         super()._step(clock)
 
     return Work

@@ -147,9 +147,9 @@ def _require_others_went_on(run: _Run) -> None:
       assert len(inside) >= 3, f'{other} made {len(inside)} steps while {victim} was down'
 
 
-def _faults(folder: pathlib.Path, plan: list[tuple[str, str]]) -> None:
-  config = _config(3)
-  config.mesh.data = 2
+def _faults(folder: pathlib.Path, plan: list[tuple[str, str]], learners: int, devices: int) -> None:
+  config = _config(learners)
+  config.mesh.data = devices
   draw = random.Random(str(plan))
   with _running(folder, config) as run:
     assert [device.id for device in run.controller.syncer_devices] == [6, 7]
@@ -165,7 +165,7 @@ def _faults(folder: pathlib.Path, plan: list[tuple[str, str]]) -> None:
 
 
 def test_an_island_that_raises_or_hangs_comes_back_and_the_others_go_on(tmp_path):
-  _faults(tmp_path, [('l1', 'raises'), ('l2', 'hangs')])
+  _faults(tmp_path, [('l0', 'raises'), ('l1', 'hangs')], learners=2, devices=1)
 
 
 @pytest.mark.full
@@ -181,7 +181,7 @@ def test_twenty_islands_fail(tmp_path, seed):
     lives = [sum(2 if k[0] == 'l' else 1 for v, k in plan if v == name) for name in set(victims)]
     if max(lives) < supervisor.MAX_SHORT_LIVES:
       break
-  _faults(tmp_path, plan)
+  _faults(tmp_path, plan, learners=3, devices=2)
 
 
 @pytest.mark.full
