@@ -12,7 +12,6 @@ devices in different orders would wait for each other for ever.
 """
 
 import contextlib
-import gc
 import os
 import random
 import threading
@@ -193,7 +192,6 @@ class Keeper:
       again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
       self._note(recorder, 'down', f'{safe}. {again}')
       del life
-      gc.collect()  # frees the arrays of the failed life
       if self._leaving.wait(down_s):
         return end
       text = 'is built again'
@@ -224,6 +222,7 @@ class Keeper:
       error = error.__cause__ or error.__context__
     if error is None:
       return ended.result(), False  # or raises
+    error.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
     told = cli.one_line(error)[:300]
     if isinstance(error, Ended):
       return actions.Exit(code=_KILLED, text=told), True
