@@ -75,7 +75,7 @@ class _Run:
       for end in list(self.controller._exits.values()):
         if isinstance(end, BaseException):
           raise end
-      time.sleep(0.02)
+      time.sleep(0.1)  # to read them holds up the steps
 
   def end(self) -> None:
     """Ends the run; every node ends in order, the ledger adds up, every invariant holds."""
