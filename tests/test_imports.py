@@ -126,7 +126,7 @@ ALLOWED['verification/replay'] = {
   'syncer',
   'api',
 }
-ALLOWED['verification/faults'] |= {'verification/replay'}
+ALLOWED['verification/faults'] |= {'verification/replay', 'api'}
 # The commands may import every room.
 ALLOWED['verification/commands'] = set(ALLOWED)
 ALLOWED['commands'] = {room for room in ALLOWED if not room.startswith('verification')}

@@ -12,7 +12,6 @@ devices in different orders would wait for each other for ever.
 """
 
 import contextlib
-import gc
 import os
 import random
 import threading
@@ -97,18 +96,19 @@ class Life(loop.EventQueue):
 
   def work(self, at_step: Callable[[int], None]) -> type[learner_work.LearnerWork]:
     """The work of this life. It calls `at_step` with the clock before each step."""
+    life = self
 
     class Work(learner_work.LearnerWork):
-      def _take(work) -> actions.Work | None:  # noqa: N805
-        self.busy = False
+      def _take(self) -> actions.Work | None:
+        life.busy = False
         action = super()._take()
-        self.turn, self.busy = self.turn + 1, True
-        self.check()
+        life.turn, life.busy = life.turn + 1, True
+        life.check()
         return action
 
-      def _step(work, clock: int) -> None:  # noqa: N805
+      def _step(self, clock: int) -> None:
         at_step(clock)
-        self.check()  # that may have blocked
+        life.check()  # that may have blocked
         super()._step(clock)
 
     return Work
@@ -192,7 +192,6 @@ class Keeper:
       again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
       self._note(recorder, 'down', f'{safe}. {again}')
       del life
-      gc.collect()  # frees the arrays of the failed life
       if self._leaving.wait(down_s):
         return end
       text = 'is built again'
@@ -223,6 +222,7 @@ class Keeper:
       error = error.__cause__ or error.__context__
     if error is None:
       return ended.result(), False  # or raises
+    error.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
     told = cli.one_line(error)[:300]
     if isinstance(error, Ended):
       return actions.Exit(code=_KILLED, text=told), True

@@ -90,14 +90,14 @@ class SingleController:
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._threads: list[threads.Thread] = []
     self.keepers: dict[str, islands_lib.Keeper] = {}
-    self._devices: dict[str, list[jax.Device]] = {}
+    self._devices: dict[str, list[Any]] = {}
     self._clock = 0  # of the foremost learner
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     if islands is not None and len(islands) != len(names):
       raise ValueError(
         f'{len(islands)} islands: as many as sync.learners, {len(names)}, must begin'
       )
-    self.syncer_devices: list[jax.Device] = []
+    self.syncer_devices: list[Any] = []
     self._place(islands or dict.fromkeys(names, config.mesh))
     self.syncer_devices = mesh_lib.syncer_devices(jax.devices(), list(self._devices.values()))
 
@@ -153,7 +153,7 @@ class SingleController:
     self,
     name: str,
     assembled: build.Assembly,
-    devices: Sequence[jax.Device],
+    devices: list[Any],
     life: islands_lib.Life,
     records: Any,
   ) -> actions.Exit:

@@ -43,10 +43,7 @@ _PLAN = flags.DEFINE_string(
 )
 _FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'how long each fault of --plan lasts at least', 0.1)
 _CONTROLLER = flags.DEFINE_enum(
-  'controller',
-  'processes',
-  ['processes', 'single'],
-  'single: all nodes are threads of this process',
+  'controller', 'processes', ['processes', 'single'], 'single: one process for all nodes'
 )
 _DURATION_S = flags.DEFINE_float('duration_s', 40.0, 'about how long a drawn plan lasts', 1.0)
 
@@ -90,15 +87,10 @@ def main(argv: list[str]) -> int:
     islands = islands_lib.Islands(config, workdir)
   display = live.make()
   make = functools.partial(
-    chaos_run.ChaosRun,
-    config=config,
-    config_flags=config_flags,
-    plan=plan,
-    display=display,
-    islands=islands,
+    chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display
   )
   try:
-    chaos, run = conductor.play(workdir, make)
+    chaos, run = conductor.play(workdir, functools.partial(make, islands=islands))
   except conductor.EndedEarly as error:
     print(f'the run ended before its plan did: {error.outcome.text}', file=sys.stderr)
     return error.outcome.code or 1

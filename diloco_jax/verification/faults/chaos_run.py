@@ -56,13 +56,7 @@ class ChaosRun(conductor.Conductor):
   ):
     names = run_config.learner_ids(config.sync.learners)
     super().__init__(
-      workdir,
-      recorder,
-      config,
-      config_flags,
-      change=self._connect_to_proxy,
-      display=display,
-      islands=islands,
+      workdir, recorder, config, config_flags, self._connect_to_proxy, display, islands
     )
     address = workdir / run_folder.ADDRESS
     self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in names}
