@@ -236,7 +236,7 @@ def tensor_sums(counts: Sequence[int], blocks_B: Any) -> list[Any]:
 
   Halves are added to halves, whatever the number of blocks, so that each addition is the same on
   every device: the bits belong to what syncers of one run agree on. An array of NumPy is summed by
-  NumPy.
+  NumPy. Sums of products, which may cancel, differ where one is subnormal: XLA may flush it to 0.
 
   Args:
     counts: the blocks of each tensor, one tensor after the other. Blocks behind them do not count.

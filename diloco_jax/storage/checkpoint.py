@@ -202,6 +202,7 @@ class Checkpoints:
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
       CheckpointError: there are checkpoints but none can be read; nothing was changed.
+      JaxRuntimeError: the devices have failed; nothing was changed.
     """
     self._wait_or_warn()
     numbers = self.numbers
@@ -217,6 +218,8 @@ class Checkpoints:
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
         ) from None
+      except jax.errors.JaxRuntimeError:  # of the devices: this checkpoint may be whole
+        raise
       except Exception as error:  # of any kind: the previous checkpoint may be whole
         unread[number] = error
     if unread and restored is None:

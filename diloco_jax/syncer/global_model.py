@@ -171,11 +171,14 @@ class Theta:
     lengths_MxT: np.ndarray | None = None,
   ) -> Merged:
     """As outer_log.Theta.merge. `lengths_MxT`: of the payloads' tensors, if they are known."""
-    if lengths_MxT is None:
-      lengths_MxT = np.stack([self.lengths(p, one) for one in payloads])
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
     if not counts:
       return self._failed(p, ALL_REJECTED)
+    given = [self.near(p, payloads[m]) for m in counts]
+    if lengths_MxT is None:
+      lengths_MxT = np.stack([self._pieces.lengths(p, one) for one in given])
+    else:
+      lengths_MxT = lengths_MxT[counts]
     steps = [participants[m].steps for m in counts]
     sync = self._assembled.config.sync
     decays = [(sync.age_decay, sync.slow_age_decay)[participants[m].slow] for m in counts]
@@ -186,8 +189,7 @@ class Theta:
         aged.factors(steps, sync.period, decays),
       )
     )
-    rule, lengths_MxT = self._rules[p], lengths_MxT[counts]
-    given = [self.near(p, payloads[m]) for m in counts]
+    rule = self._rules[p]
     cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
     rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
     totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from diloco_jax.config import build
@@ -141,10 +142,16 @@ class SyncerWork:
       self._evaluation.submit(merge.sync)
 
   def _lengths(self, p: int, payload_id: int) -> np.ndarray:
-    """The length of each tensor in a payload, which is measured once, and then is near Theta."""
+    """The length of each tensor in a payload, which is measured once, and then is near Theta. NaN,
+    so that it is refused: it was lost with the devices of its learner."""
     if payload_id not in self._measured:
-      near = self._theta.near(p, self._payloads.get(payload_id))
-      self._measured[payload_id] = self._theta.lengths(p, near)
+      try:
+        near = jax.block_until_ready(self._theta.near(p, self._payloads.get(payload_id)))
+      except jax.errors.JaxRuntimeError:
+        near, lengths_T = b'', np.full(len(self._assembled.layout.fragments[p]), np.nan)
+      else:
+        lengths_T = self._theta.lengths(p, near)
+      self._measured[payload_id] = lengths_T
       self._payloads.replace(payload_id, near)
       if len(self._measured) > MEASURED:
         del self._measured[next(iter(self._measured))]  # it was dropped without a merge

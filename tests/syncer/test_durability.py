@@ -435,6 +435,26 @@ def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
   assert bits(life.theta) == expected[1]
 
 
+def test_a_payload_that_is_lost_with_the_devices_of_its_learner_is_refused(rig, assembled):
+  """Within one process it is an array: the others are merged, and the log repeats it."""
+  life = rig()
+  merge, near = merge_of(assembled, 1, life.payloads), life.theta.near
+  lost = life.payloads.get(merge.participants[0].payload_id)
+
+  def gone(p, payload):
+    if payload is lost:
+      raise jax.errors.JaxRuntimeError('DATA_LOSS: the slice is gone')
+    return near(p, payload)
+
+  life.theta.near = gone
+  life.work.submit(merge)
+  done = life.posted.get(timeout=DEADLINE_S)
+  assert (done.failed, done.refused) == ('', (merge.participants[0].learner,))
+  merged = bits(life.theta)
+  life.crash()
+  assert bits(rig().theta) == merged
+
+
 def test_a_save_never_replaces_another(rig):
   life = rig()
   life.merge(1)
