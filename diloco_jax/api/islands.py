@@ -30,8 +30,8 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 
-WATCHDOG_S = 120.0
-_USUAL_STEPS, _BUILD = 50, 10  # see SingleController, watchdog_s
+WATCHDOG_S = 300.0  # an island that needs longer for one piece of work hangs
+_BUILD = 10  # as many times as long until its first
 _POLL_S = 0.1
 _KILLED = -9  # the exit code of a life that was ended from outside, as of a process
 
@@ -50,20 +50,19 @@ class Life(loop.EventQueue):
   Attributes:
     island: once it is built.
     busy: the step thread works, and does not wait for work; turn: how many times it got some.
-    step_s: the time of its newest step.
+    clock: of the newest step that was begun.
+    down_s: the pause after it; None: that of the supervisor.
   """
 
   def __init__(self, make_transport: ports.MakeTransport):
     super().__init__()
     self.island: island_lib.Island | None = None
-    self.busy, self.turn, self.step_s = True, 0, 0.0
+    self.busy, self.turn, self.clock, self.watchdog_s = True, 0, 0, WATCHDOG_S
+    self.down_s: float | None = None
     self._make_transport = make_transport
     self._ending: Ended | None = None
-
-  def post(self, event: events.Event) -> None:
-    if isinstance(event, events.StepDone):
-      self.step_s = event.step_ns / 1e9
-    super().post(event)
+    self._may_step = threading.Event()
+    self._may_step.set()
 
   def take(self, timeout_s: float | None) -> events.Event:
     try:
@@ -77,10 +76,18 @@ class Life(loop.EventQueue):
     self._transport = self._make_transport(post, payloads)
     return self._transport
 
-  def end(self, why: str) -> None:
-    """Ends the life at its next piece of work, as a kill ends a process."""
-    self._ending = self._ending or Ended(why)
-    self.fail(self._ending)
+  def freeze(self) -> None:
+    """No step begins until `thaw`."""
+    self._may_step.clear()
+
+  def thaw(self) -> None:
+    self._may_step.set()
+
+  def end(self, why: str, down_s: float | None = None) -> None:
+    """Ends the life at its next piece of work, as a kill ends a process. See `down_s`."""
+    if self._ending is None:
+      self.down_s, self._ending = down_s, Ended(why)
+      self.fail(self._ending)
 
   def abandon(self) -> None:
     """Ends the life although its step thread may hang."""
@@ -94,8 +101,8 @@ class Life(loop.EventQueue):
     if self._ending is not None:
       raise self._ending
 
-  def work(self, at_step: Callable[[int], None]) -> type[learner_work.LearnerWork]:
-    """The work of this life. It calls `at_step` with the clock before each step."""
+  def work(self) -> type[learner_work.LearnerWork]:
+    """The work of this life."""
     life = self
 
     class Work(learner_work.LearnerWork):
@@ -107,8 +114,9 @@ class Life(loop.EventQueue):
         return action
 
       def _step(self, clock: int) -> None:
-        at_step(clock)
-        life.check()  # that may have blocked
+        life.clock = clock
+        life._may_step.wait()
+        life.check()
         super()._step(clock)
 
     return Work
@@ -135,49 +143,39 @@ class Keeper:
   """Keeps one learner alive: `run` on a thread of its own, all else from any.
 
   Attributes:
-    watchdog_s: see SingleController.
+    life: the present one.
     given_up: why no other life follows, or ''.
+    leaving: no other life follows.
     removed: the learner was asked to leave while the run goes on.
   """
 
-  def __init__(self, name: str, live: Live, make_transport: ports.MakeTransport, watchdog_s: float):
+  def __init__(self, name: str, live: Live, make_transport: ports.MakeTransport):
     """`live` runs one life to its end and returns its Exit."""
-    self.name, self.watchdog_s = name, watchdog_s
-    self.given_up, self.removed = '', False
+    self.name, self.given_up, self.removed = name, '', False
     self._live, self._make_transport = live, make_transport
-    self._leaving = threading.Event()
-    self._life: Life | None = None
-    self._down_s: float | None = None
+    self.leaving = threading.Event()
+    self.life: Life | None = None
 
   def stop(self, reason: str) -> None:
     """Asks the learner to end in order; no other life follows. Safe in a signal handler."""
-    self._leaving.set()
-    if life := self._life:
+    self.leaving.set()
+    if life := self.life:
       life.post(events.Stop(reason=reason))
-
-  def bring_down(self, down_s: float, why: str) -> bool:
-    """Ends the present life; the next one begins `down_s` later. False: there is none to end."""
-    life = self._life
-    if life is None or self._leaving.is_set():
-      return False
-    self._down_s = down_s
-    life.end(why)
-    return True
 
   def run(self, recorder: records_lib.Recorder) -> actions.Exit:
     """Runs lives until one ends in order, the learner is asked to leave or there were too many
     short ones. Raises errors that another life would meet, too."""
     failures, draw, text = 0, random.Random(), ''
     while True:
-      self._life = life = Life(self._make_transport)
-      if self._leaving.is_set():  # since before it could be asked
+      self.life = life = Life(self._make_transport)
+      if self.leaving.is_set():  # since before it could be asked
         life.post(events.Stop(reason='the run ends'))
       began_s = time.monotonic()
       self._note(recorder, 'starting', text, os.getpid())
       end, failed = self._one(life, recorder)
       recorder.ended(end.code)
-      self._life, down_s, self._down_s = None, self._down_s, None
-      if not failed or self._leaving.is_set():
+      self.life, down_s = None, life.down_s
+      if not failed or self.leaving.is_set():
         return end
       failures = failures + 1 if time.monotonic() - began_s < supervisor.SHORT_LIFE_S else 1
       safe = f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost'
@@ -192,7 +190,7 @@ class Keeper:
       again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
       self._note(recorder, 'down', f'{safe}. {again}')
       del life
-      if self._leaving.wait(down_s):
+      if self.leaving.wait(down_s):
         return end
       text = 'is built again'
 
@@ -212,10 +210,9 @@ class Keeper:
     while futures.wait([ended], _POLL_S).not_done:
       same_s = same_s + _POLL_S if life.busy and life.turn == turn else 0.0
       turn = life.turn
-      usual_s = self.watchdog_s * (1 if turn else _BUILD)
-      if same_s > (patience_s := max(usual_s, _USUAL_STEPS * life.step_s)):
+      if same_s > life.watchdog_s * (1 if turn else _BUILD):
         life.abandon()
-        text = f'no step has ended for {patience_s:g} s: the devices hang'
+        text = f'no step has ended for {same_s:.1f} s: the devices hang'
         return actions.Exit(code=1, text=text), True
     error = ended.exception()
     while error and not isinstance(error, jax.errors.JaxRuntimeError | Ended):

@@ -6,13 +6,13 @@ An island whose devices fail or hang ends alone and comes back (islands.py); eve
 the run in order. For tests, notebooks and `diloco train --controller=single`.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
 import pathlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -22,7 +22,7 @@ from diloco_jax.api import importing
 from diloco_jax.api import islands as islands_lib
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
-from diloco_jax.launch import nodes, run_folder
+from diloco_jax.launch import nodes, run_folder, supervisor
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
@@ -42,7 +42,6 @@ _INTERRUPTED = (
   'call continues the run. A second interrupt does not wait.'
 )
 MakeRecorder = Callable[[str], records_lib.Recorder]
-Island = int | config_lib.MeshConfig | Sequence[jax.Device]  # of one learner
 
 
 class SingleController:
@@ -54,16 +53,11 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     alone: one learner and no syncer, the baseline.
-    islands: learner id -> how many devices (more or fewer along `data`), a mesh, or the devices;
-      default: each of the M learners has the mesh of the config.
-    at_step: called with a learner's id and clock, on the thread of its steps, before each of them;
-      what it raises, the step has raised (verification/faults/islands.py).
-    watchdog_s: an island without progress for so many seconds hangs, or for 50 of its steps if
-      these take longer; while it is built, for ten times as many.
+    islands: the mesh of each of the M learners, by id; default: that of the config.
 
   Attributes:
     syncer_devices: where the global model lies.
-    keepers: of the learners, by id; `bring_down` of one ends a life as a kill does.
+    keepers: of the learners, by id.
 
   Raises:
     ValueError: there are too few devices, or they do not make these meshes.
@@ -75,13 +69,11 @@ class SingleController:
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
     alone: bool = False,
-    islands: Mapping[str, Island] | None = None,
-    at_step: Callable[[str, int], None] = lambda name, clock: None,
-    watchdog_s: float = islands_lib.WATCHDOG_S,
+    islands: Mapping[str, config_lib.MeshConfig] | None = None,
   ):
     self._assembled = build.assemble(config.of(SYNCER))
     self._config, self._workdir = config, workdir
-    self._alone, self._at_step, self._watchdog_s = alone, at_step, watchdog_s
+    self._alone = alone
     self._stopping = threading.Event()
     kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
     self._make_recorder = make_recorder or (lambda name: kind(workdir, name, prefix=f'[{name}] '))
@@ -91,7 +83,6 @@ class SingleController:
     self._threads: list[threads.Thread] = []
     self.keepers: dict[str, islands_lib.Keeper] = {}
     self._devices: dict[str, list[Any]] = {}
-    self._clock = 0  # of the foremost learner
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     if islands is not None and len(islands) != len(names):
       raise ValueError(
@@ -101,31 +92,31 @@ class SingleController:
     self._place(islands or dict.fromkeys(names, config.mesh))
     self.syncer_devices = mesh_lib.syncer_devices(jax.devices(), list(self._devices.values()))
 
-  def _place(self, islands: Mapping[str, Island]) -> None:
+  def _place(self, islands: Mapping[str, config_lib.MeshConfig]) -> None:
     """Gives each of these learners devices that nothing uses, and a keeper. Raises ValueError."""
-    configs = {name: _config_of(self._config, name, island) for name, island in islands.items()}
+    configs = {}
+    for name, mesh in islands.items():
+      if not ids.is_learner(name):
+        raise ValueError(f'{name!r} is no id of a learner: {ids.RULE}')
+      configs[name] = dataclasses.replace(self._config.of(name), mesh=mesh)
+      configs[name].validate()
     gone = [name for name, one in self.keepers.items() if one.removed and name in self._exits]
     places = [one for name, one in self._devices.items() if name not in gone]
     used = set(self.syncer_devices).union(*places)
-    given = {name: list(one) for name, one in islands.items() if isinstance(one, Sequence)}
-    if taken := used.intersection(itertools.chain(*given.values())):
-      raise ValueError(f'{taken} are in use: choose other devices')
-    used.update(*given.values())
     free = [device for device in jax.devices() if device not in used]
-    sizes = {name: one.mesh.num_devices for name, one in configs.items() if name not in given}
-    if len(free) < (needed := sum(sizes.values())):
+    sizes = [config.mesh.num_devices for config in configs.values()]
+    if len(free) < (needed := sum(sizes)):
       raise ValueError(
-        f'{len(sizes)} learners with meshes of {set(sizes.values())} devices need {needed}, there '
-        f'are {len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first '
-        'use of jax (in a notebook: restart the kernel), or lower sync.learners'
+        f'{len(sizes)} learners with meshes of {set(sizes)} devices need {needed}, there are '
+        f'{len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first use '
+        'of jax (in a notebook: restart the kernel), or lower sync.learners'
       )
-    given |= dict(zip(sizes, mesh_lib.islands(free, list(sizes.values()))))
-    for name, config in configs.items():
-      same = config == self._assembled.config
-      assembled = self._assembled if same else build.assemble(config)
-      live = functools.partial(self._live, name, assembled, given[name])
-      self._devices[name], connect = given[name], self._hub.learner_transport
-      self.keepers[name] = islands_lib.Keeper(name, live, connect, self._watchdog_s)
+    for name, devices in zip(configs, mesh_lib.islands(free, sizes)):
+      same = configs[name] == self._assembled.config
+      assembled = self._assembled if same else build.assemble(configs[name])
+      live = functools.partial(self._live, name, assembled, devices)
+      self._devices[name], connect = devices, self._hub.learner_transport
+      self.keepers[name] = islands_lib.Keeper(name, live, connect)
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -162,11 +153,6 @@ class SingleController:
     if self._alone:
       life.busy = False  # nothing tells of its steps
       return baseline.run(assembled.config, life.island, records, self._stopping.is_set)
-
-    def at_step(clock: int) -> None:
-      self._clock = max(clock, self._clock)
-      self._at_step(name, clock)
-
     return learner_process.run(
       assembled,
       life.island,
@@ -176,7 +162,7 @@ class SingleController:
       life.connect,
       records,
       own_process=False,
-      work_class=life.work(at_step),
+      work_class=life.work(),
     )
 
   def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
@@ -212,12 +198,12 @@ class SingleController:
   def _left(self) -> list[str]:
     return [name for name, one in self.keepers.items() if not one.given_up and not one.removed]
 
-  def add(self, name: str, island: Island) -> None:
+  def add(self, name: str, mesh: config_lib.MeshConfig) -> None:
     """Adds a learner while the run goes on: it joins like a process that is started later.
 
     Args:
       name: a new id, or that of a learner that has ended.
-      island: as for the constructor, of devices that neither an island nor the syncer uses.
+      mesh: of devices that neither an island nor the syncer uses.
 
     Raises:
       ValueError: the name is in use or no id, the run ends, or there are too few devices.
@@ -226,7 +212,7 @@ class SingleController:
       raise ValueError(f'there is a learner {name} already: choose another id')
     if self._stopping.is_set() or SYNCER in self._exits:
       raise ValueError(f'the run ends: {name} cannot join')
-    self._place({name: island})
+    self._place({name: mesh})
     self._exits.pop(name, None)
     self._start(name, self.keepers[name].run)
 
@@ -245,7 +231,8 @@ class SingleController:
   @property
   def progress(self) -> float:
     """The clock of the foremost learner as a share of the run."""
-    return self._clock / self._config.train.steps
+    clocks = [one.life.clock for one in self.keepers.values() if one.life]
+    return max(clocks, default=0) / self._config.train.steps
 
   def _over(self) -> None:
     """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
@@ -284,28 +271,36 @@ class SingleController:
       exits[name] = result
     return exits
 
+  def outcome(self, tick: Callable[[], None] | None = None) -> supervisor.Outcome:
+    """As `join`; how the run has ended: as its syncer, or as a learner if none ended in order."""
+    try:
+      exits = self.join(tick=tick)
+      learners = (one for name, one in exits.items() if name != SYNCER)
+      best = min(learners, key=lambda one: abs(one.code))
+      end = best if best.code else exits[SYNCER]
+    except islands_lib.IslandsFailed as error:
+      end = actions.Exit(code=1, text=str(error))
+    return supervisor.Outcome(code=end.code, text=end.text, statuses={}, interrupted=False)
 
-def verdict(exits: Mapping[str, actions.Exit]) -> actions.Exit:
-  """How a run has ended: as its syncer, or as a learner if none has ended in order."""
-  best = min((one for name, one in exits.items() if name != SYNCER), key=lambda one: one.code)
-  return best if best.code else exits[SYNCER]
+  # --- As a supervisor, for faults (verification/faults) ------------------------------------------
 
+  async def run(self) -> supervisor.Outcome:
+    self.start()
+    return await asyncio.to_thread(self.outcome)
 
-def _config_of(config: run_config.Config, name: str, island: Island) -> run_config.Config:
-  """The config of a learner with its own mesh. Raises ValueError."""
-  if not ids.is_learner(name):
-    raise ValueError(f'{name!r} is no id of a learner: {ids.RULE}')
-  mesh = config.mesh
-  if isinstance(island, config_lib.MeshConfig):
-    mesh = island
-  else:
-    number = island if isinstance(island, int) else len(island)
-    mesh = dataclasses.replace(mesh, data=number // (mesh.fsdp * mesh.tensor), hosts=1)
-    if mesh.num_devices != number:
-      raise ValueError(f'{number} devices of {name} do not fit {mesh}: give it a mesh of its own')
-  own = dataclasses.replace(config.of(name), mesh=mesh)
-  own.validate()
-  return own
+  def retire(self) -> None:
+    self.stop('the plan was carried out')
+
+  def child(self, name: str) -> islands_lib.Life | None:
+    return self.keepers[name].life
+
+  def bring_down(self, name: str, down_s: float, why: str) -> bool:
+    """Ends the life of a learner; the next one begins `down_s` later. False: there is none."""
+    keeper = self.keepers[name]
+    if (life := keeper.life) is None or keeper.leaving.is_set():
+      return False
+    life.end(why, down_s)
+    return True
 
 
 def run(
