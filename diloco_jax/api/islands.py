@@ -54,12 +54,11 @@ class Life(loop.EventQueue):
     down_s: the pause after it; None: that of the supervisor.
   """
 
-  def __init__(self, make_transport: ports.MakeTransport):
+  def __init__(self):
     super().__init__()
     self.island: island_lib.Island | None = None
     self.busy, self.turn, self.clock, self.watchdog_s = True, 0, 0, WATCHDOG_S
     self.down_s: float | None = None
-    self._make_transport = make_transport
     self._ending: Ended | None = None
     self._may_step = threading.Event()
     self._may_step.set()
@@ -72,8 +71,8 @@ class Life(loop.EventQueue):
       self._transport.shutdown(0.0)
       raise
 
-  def connect(self, post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
-    self._transport = self._make_transport(post, payloads)
+  def connect(self, make: ports.MakeTransport, *args: Any) -> ports.Transport:
+    self._transport = make(*args)
     return self._transport
 
   def freeze(self) -> None:
@@ -129,11 +128,8 @@ class Records:
     self._life, self._recorder = life, recorder
 
   def __getattr__(self, name: str) -> Callable:
-    def checked(*args, **kwargs):
-      self._life.check()
-      return getattr(self._recorder, name)(*args, **kwargs)
-
-    return checked
+    self._life.check()
+    return getattr(self._recorder, name)
 
 
 Live = Callable[[Life, Any], actions.Exit]
@@ -149,11 +145,10 @@ class Keeper:
     removed: the learner was asked to leave while the run goes on.
   """
 
-  def __init__(self, name: str, live: Live, make_transport: ports.MakeTransport):
+  def __init__(self, name: str, live: Live):
     """`live` runs one life to its end and returns its Exit."""
     self.name, self.given_up, self.removed = name, '', False
-    self._live, self._make_transport = live, make_transport
-    self.leaving = threading.Event()
+    self._live, self.leaving = live, threading.Event()
     self.life: Life | None = None
 
   def stop(self, reason: str) -> None:
@@ -165,37 +160,46 @@ class Keeper:
   def run(self, recorder: records_lib.Recorder) -> actions.Exit:
     """Runs lives until one ends in order, the learner is asked to leave or there were too many
     short ones. Raises errors that another life would meet, too."""
+
+    def note(state: str, text: str, pid: int | None = None) -> None:
+      """Writes a new state of the learner to the records and the console."""
+      recorder.report(facts.Process(child=self.name, state=state, text=text, pid=pid))
+      if text:
+        recorder.say(text)
+
     failures, draw, text = 0, random.Random(), ''
     while True:
-      self.life = life = Life(self._make_transport)
+      self.life = life = Life()
       if self.leaving.is_set():  # since before it could be asked
         life.post(events.Stop(reason='the run ends'))
       began_s = time.monotonic()
-      self._note(recorder, 'starting', text, os.getpid())
-      end, failed = self._one(life, recorder)
+      note('starting', text, os.getpid())
+      end = self._one(life, recorder)
       recorder.ended(end.code)
-      self.life, down_s = None, life.down_s
-      if not failed or self.leaving.is_set():
+      self.life, pause_s = None, life.down_s
+      if cli.end(end.code) != cli.RETRY or self.leaving.is_set():
         return end
       failures = failures + 1 if time.monotonic() - began_s < supervisor.SHORT_LIFE_S else 1
-      safe = f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost'
-      if down_s is not None:
+      if pause_s is not None:
         failures = 0
       elif failures >= supervisor.MAX_SHORT_LIVES:
-        self.given_up = f'{self.name} was given up after {failures} short lives: {end.text}'
-        self._note(recorder, 'failed', f'{safe}. Given up after {failures} short lives in a row')
+        self.given_up = f'{end.text}. Given up after {failures} short lives in a row'
+        note('failed', self.given_up)
         return end
       else:
-        down_s = supervisor.backoff_s(failures, draw)
-      again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
-      self._note(recorder, 'down', f'{safe}. {again}')
+        pause_s = supervisor.backoff_s(failures, draw)
+      note(
+        'down',
+        f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost. It '
+        f'is built again in {pause_s:.1f} s and rejoins; the other learners train on',
+      )
       del life
-      if self.leaving.wait(down_s):
+      if self.leaving.wait(pause_s):
         return end
       text = 'is built again'
 
-  def _one(self, life: Life, recorder: records_lib.Recorder) -> tuple[actions.Exit, bool]:
-    """Runs a life; returns how it ended, and whether another one may follow."""
+  def _one(self, life: Life, recorder: records_lib.Recorder) -> actions.Exit:
+    """Runs a life to its end; raises errors that are not of its devices."""
     ended: futures.Future[actions.Exit] = futures.Future()
 
     def in_thread() -> None:
@@ -212,23 +216,14 @@ class Keeper:
       turn = life.turn
       if same_s > life.watchdog_s * (1 if turn else _BUILD):
         life.abandon()
-        text = f'no step has ended for {same_s:.1f} s: the devices hang'
-        return actions.Exit(code=1, text=text), True
+        return actions.Exit(code=1, text=f'no step has ended for {same_s:.1f} s: the devices hang')
     error = ended.exception()
     while error and not isinstance(error, jax.errors.JaxRuntimeError | Ended):
       error = error.__cause__ or error.__context__
     if error is None:
-      return ended.result(), False  # or raises
+      return ended.result()  # or raises
     error.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
     told = cli.one_line(error)[:300]
     if isinstance(error, Ended):
-      return actions.Exit(code=_KILLED, text=told), True
-    return actions.Exit(code=1, text=f'the devices have failed ({told})'), True
-
-  def _note(
-    self, recorder: records_lib.Recorder, state: str, text: str, pid: int | None = None
-  ) -> None:
-    """Writes a new state of the learner to the records and the console, as the supervisor does."""
-    recorder.report(facts.Process(child=self.name, state=state, text=text, pid=pid))
-    if text:
-      recorder.say(text)
+      return actions.Exit(code=_KILLED, text=told)
+    return actions.Exit(code=1, text=f'the devices have failed ({told})')

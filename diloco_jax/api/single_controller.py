@@ -115,8 +115,7 @@ class SingleController:
       same = configs[name] == self._assembled.config
       assembled = self._assembled if same else build.assemble(configs[name])
       live = functools.partial(self._live, name, assembled, devices)
-      self._devices[name], connect = devices, self._hub.learner_transport
-      self.keepers[name] = islands_lib.Keeper(name, live, connect)
+      self._devices[name], self.keepers[name] = devices, islands_lib.Keeper(name, live)
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -159,7 +158,7 @@ class SingleController:
       self._workdir,
       name,
       life,
-      life.connect,
+      functools.partial(life.connect, self._hub.learner_transport),
       records,
       own_process=False,
       work_class=life.work(),
@@ -190,9 +189,9 @@ class SingleController:
     if len(self._left()) >= self._config.sync.quorum or self._stopping.is_set():
       return None
     return islands_lib.IslandsFailed(
-      f'{self.keepers[name].given_up}. {len(self._left())} learners are left, and sync.quorum is '
-      f'{self._config.sync.quorum}: the run has ended. What was merged is safe, and so are all '
-      'checkpoints: once the devices work, the same call continues the run'
+      f'{name}: {self.keepers[name].given_up}. {len(self._left())} learners are left, and '
+      f'sync.quorum is {self._config.sync.quorum}: the run has ended. What was merged is safe, and '
+      'so are all checkpoints: once the devices work, the same call continues the run'
     )
 
   def _left(self) -> list[str]:

@@ -237,7 +237,9 @@ def _places(piece: fragments.Piece, local: fragments.Piece, spec: P) -> jax.Arra
   return places
 
 
-_PLACES = codecs.get('float32')._replace(name='places', sections=(1,))  # one number for a block
+_PLACES = codecs.get('float32')._replace(  # one int32 for a block
+  name='places', sections=(4,), encoded_size=lambda n: n // codecs.BLOCK * 4
+)
 
 # --- between host and devices ---------------------------------------------------------------------
 
@@ -299,17 +301,10 @@ class Order(NamedTuple):
 
 def order(kind: Kind) -> Order:
   """That of every payload of a fragment of this kind."""
-  one = kind.size // codecs.BLOCK  # the blocks of a device
-  places_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
-  places_F = np.arange(kind.parts * one, dtype=np.int32)
-  found = Order(np.empty_like(places_B), np.empty_like(places_F))
-  for device in range(kind.parts):
-    mine = slice(device * one, (device + 1) * one)
-    for _, there, here in _blocks(kind, _PLACES, found.flat_B, places_F[mine], device):
-      there[:] = here
-    for _, there, here in _blocks(kind, _PLACES, places_B, found.wire_F[mine], device):
-      here[:] = there
-  return found
+  flat_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
+  wire_F = np.asarray(from_wire(kind, _PLACES, flat_B.view(np.uint8), np.int32))
+  flat_B[wire_F] = np.arange(wire_F.size)  # of several copies any
+  return Order(flat_B, wire_F)
 
 
 def reorder(

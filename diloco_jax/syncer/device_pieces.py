@@ -24,6 +24,8 @@ from diloco_jax.syncer import outer_step
 class DevicePieces(outer_step.Pieces):
   """As Pieces, with payloads that are arrays of jax, wherever they are."""
 
+  _on_host = False
+
   def __init__(self, *args: Any):
     """As Pieces, without `piece`: at least one device; those beyond the fragments stay empty."""
     super().__init__(*args, piece=None)
@@ -43,19 +45,6 @@ class DevicePieces(outer_step.Pieces):
   ) -> list[jax.Array]:
     return [payload]
 
-  def _encoded(self, codec: codecs.Codec, p: int) -> '_Encoded':
-    return _Encoded()
-
   def _by_tensor(self, p: int, blocks: Iterable[jax.Array]) -> np.ndarray:
     (blocks_B,) = blocks
     return np.asarray(self._tensor_sums(tuple(self._blocks[p]), blocks_B), np.float64)
-
-
-class _Encoded:
-  """The payload of a single piece."""
-
-  payload: jax.Array
-
-  def write(self, start: int, n: int, encoded: jax.Array) -> None:
-    del start, n
-    self.payload = encoded

@@ -124,8 +124,7 @@ class Theta:
     return self._pieces.place(0)
 
   def at_home(self) -> contextlib.AbstractContextManager[Any]:
-    """Here jax computes on a device of Theta what has no place of its own, not on an island's."""
-    return jax.default_device(next(iter(self.place.device_set)))
+    return self._pieces.at_home()
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
     """A payload of fragment p where `lengths` and `merge` compute with it."""

@@ -76,15 +76,18 @@ class Stepped(NamedTuple):
 
 
 class _Encoded:
-  """A payload that is written piece by piece."""
+  """A payload that is written piece by piece, or is the only piece, where it is."""
 
-  def __init__(self, codec: codecs.Codec, size: int):
+  def __init__(self, codec: codecs.Codec, size: int, on_host: bool):
     """`size`: in values."""
     self._codec, self._size = codec, size
-    self.payload = payloads.MEMORY.take(codec.encoded_size(size))
+    self.payload = payloads.MEMORY.take(codec.encoded_size(size)) if on_host else None
 
   def write(self, start: int, n: int, encoded: jax.Array) -> None:
     """Writes an encoded piece of n values to its places in the payload of its fragment."""
+    if self.payload is None:
+      self.payload = encoded
+      return
     data = np.asarray(encoded)
     stop = min(start + n, self._size)
     places = codecs.ranges(self._codec, self._size, start, stop)
@@ -94,6 +97,8 @@ class _Encoded:
 
 class Pieces:
   """Cuts fragments into pieces and computes with them. One caller at a time."""
+
+  _on_host = True  # payloads
 
   def __init__(
     self,
@@ -340,13 +345,14 @@ class Pieces:
     """The results of `work` where pieces start, in order, of several threads."""
 
     def on_cpu(start: int) -> Any:
-      with self._on_cpu():
+      with self.at_home():
         return work(start)
 
     return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
-  def _on_cpu(self) -> Any:
-    """Arrays of the host are used on the CPU, also where there is an accelerator."""
+  def at_home(self) -> Any:
+    """Here jax computes on a device of the global model what has no place of its own, not on one of
+    an island."""
     return jax.default_device(next(iter(self.place(0).device_set)))
 
   def _codec(self, p: int, payload: np.ndarray, *of: codecs.Codec) -> codecs.Codec:
@@ -374,7 +380,7 @@ class Pieces:
     return codec, values_n, self._sections(codec, p, payload, start, self._n[p])
 
   def _encoded(self, codec: codecs.Codec, p: int) -> _Encoded:
-    return _Encoded(codec, self._sizes[p])
+    return _Encoded(codec, self._sizes[p], self._on_host)
 
   def _of_blocks(self, p: int, values_B: np.ndarray, start: int) -> np.ndarray:
     """The values for the blocks of one piece, zeros behind the last."""
