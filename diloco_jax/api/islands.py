@@ -132,9 +132,6 @@ class Records:
     return getattr(self._recorder, name)
 
 
-Live = Callable[[Life, Any], actions.Exit]
-
-
 class Keeper:
   """Keeps one learner alive: `run` on a thread of its own, all else from any.
 
@@ -145,7 +142,7 @@ class Keeper:
     removed: the learner was asked to leave while the run goes on.
   """
 
-  def __init__(self, name: str, live: Live):
+  def __init__(self, name: str, live: Callable[[Life, Records], actions.Exit]):
     """`live` runs one life to its end and returns its Exit."""
     self.name, self.given_up, self.removed = name, '', False
     self._live, self.leaving = live, threading.Event()

@@ -35,7 +35,6 @@ from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
-SYNCER = 'syncer'
 SPARE = 1  # emulated device for the global model
 _INTERRUPTED = (
   'interrupted: each learner ends its step, sends what it has and saves, then the syncer; the same '
@@ -71,7 +70,7 @@ class SingleController:
     alone: bool = False,
     islands: Mapping[str, config_lib.MeshConfig] | None = None,
   ):
-    self._assembled = build.assemble(config.of(SYNCER))
+    self._assembled = build.assemble(config.of(supervisor.SYNCER))
     self._config, self._workdir = config, workdir
     self._alone = alone
     self._stopping = threading.Event()
@@ -101,8 +100,8 @@ class SingleController:
       configs[name] = dataclasses.replace(self._config.of(name), mesh=mesh)
       configs[name].validate()
     gone = [name for name, one in self.keepers.items() if one.removed and name in self._exits]
-    places = [one for name, one in self._devices.items() if name not in gone]
-    used = set(self.syncer_devices).union(*places)
+    used = set(self.syncer_devices)
+    used.update(*(its for name, its in self._devices.items() if name not in gone))
     free = [device for device in jax.devices() if device not in used]
     sizes = [config.mesh.num_devices for config in configs.values()]
     if len(free) < (needed := sum(sizes)):
@@ -135,7 +134,7 @@ class SingleController:
       return ended
 
     if not self._alone:
-      self._start(SYNCER, run_syncer)
+      self._start(supervisor.SYNCER, run_syncer)
     for name, keeper in self.keepers.items():
       self._start(name, keeper.run)
 
@@ -171,8 +170,7 @@ class SingleController:
           recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
           end.push(lambda error, *_: recorder.ended(1) if error else None)
           ended: actions.Exit | BaseException = run(recorder)
-        if name in self.keepers and self.keepers[name].given_up:
-          ended = self._without(name) or ended
+        self._require_quorum(name)
       except BaseException as error:
         ended = error
       self._exits[name] = ended
@@ -184,15 +182,16 @@ class SingleController:
     thread.start()
     self._threads.append(thread)
 
-  def _without(self, name: str) -> islands_lib.IslandsFailed | None:
-    """The error that ends the run if too few learners are left for an outer step."""
-    if len(self._left()) >= self._config.sync.quorum or self._stopping.is_set():
-      return None
-    return islands_lib.IslandsFailed(
-      f'{name}: {self.keepers[name].given_up}. {len(self._left())} learners are left, and '
-      f'sync.quorum is {self._config.sync.quorum}: the run has ended. What was merged is safe, and '
-      'so are all checkpoints: once the devices work, the same call continues the run'
-    )
+  def _require_quorum(self, name: str) -> None:
+    """Raises IslandsFailed: a learner was given up, and too few are left for an outer step."""
+    why = name in self.keepers and self.keepers[name].given_up
+    left, quorum = len(self._left()), self._config.sync.quorum
+    if why and left < quorum and not self._stopping.is_set():
+      raise islands_lib.IslandsFailed(
+        f'{name}: {why}. {left} learners are left, and sync.quorum is {quorum}: the run has ended. '
+        'What was merged is safe, and so are all checkpoints: once the devices work, the same call '
+        'continues the run'
+      )
 
   def _left(self) -> list[str]:
     return [name for name, one in self.keepers.items() if not one.given_up and not one.removed]
@@ -209,7 +208,7 @@ class SingleController:
     """
     if name in self.keepers and name not in self._exits:
       raise ValueError(f'there is a learner {name} already: choose another id')
-    if self._stopping.is_set() or SYNCER in self._exits:
+    if self._stopping.is_set() or supervisor.SYNCER in self._exits:
       raise ValueError(f'the run ends: {name} cannot join')
     self._place({name: mesh})
     self._exits.pop(name, None)
@@ -274,9 +273,9 @@ class SingleController:
     """As `join`; how the run has ended: as its syncer, or as a learner if none ended in order."""
     try:
       exits = self.join(tick=tick)
-      learners = (one for name, one in exits.items() if name != SYNCER)
+      learners = (one for name, one in exits.items() if name != supervisor.SYNCER)
       best = min(learners, key=lambda one: abs(one.code))
-      end = best if best.code else exits[SYNCER]
+      end = best if best.code else exits[supervisor.SYNCER]
     except islands_lib.IslandsFailed as error:
       end = actions.Exit(code=1, text=str(error))
     return supervisor.Outcome(code=end.code, text=end.text, statuses={}, interrupted=False)

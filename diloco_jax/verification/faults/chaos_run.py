@@ -83,8 +83,7 @@ class ChaosRun(conductor.Conductor):
     for proxy in self._proxies.values():
       proxy.heal()
     self.healed_s, self.healed_ns = self._now_s(), time.monotonic_ns()
-    names = list(self.run.learners)
-    await self.until(lambda: self._have_continued(names, self.healed_s), PATIENCE_S)
+    await self.until(lambda: self._have_continued([*self.run.learners], self.healed_s), PATIENCE_S)
     self.supervisor.retire()
 
   async def close(self) -> None:
