@@ -71,8 +71,7 @@ class SingleController:
     islands: Mapping[str, config_lib.MeshConfig] | None = None,
   ):
     self._assembled = build.assemble(config.of(supervisor.SYNCER))
-    self._config, self._workdir = config, workdir
-    self._alone = alone
+    self._config, self._workdir, self._alone = config, workdir, alone
     self._stopping = threading.Event()
     kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
     self._make_recorder = make_recorder or (lambda name: kind(workdir, name, prefix=f'[{name}] '))

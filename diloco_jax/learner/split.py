@@ -237,9 +237,7 @@ def _places(piece: fragments.Piece, local: fragments.Piece, spec: P) -> jax.Arra
   return places
 
 
-_PLACES = codecs.get('float32')._replace(  # one int32 for a block
-  name='places', sections=(4,), encoded_size=lambda n: n // codecs.BLOCK * 4
-)
+_PLACES = codecs.get('float32')._replace(name='places', sections=(1,))  # one number for a block
 
 # --- between host and devices ---------------------------------------------------------------------
 
@@ -302,7 +300,10 @@ class Order(NamedTuple):
 def order(kind: Kind) -> Order:
   """That of every payload of a fragment of this kind."""
   flat_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
-  wire_F = np.asarray(from_wire(kind, _PLACES, flat_B.view(np.uint8), np.int32))
+  wire_F = np.empty(kind.parts * kind.size // codecs.BLOCK, np.int32)
+  for device, part in enumerate(wire_F.reshape(kind.parts, -1)):
+    for _, there, here in _blocks(kind, _PLACES, flat_B, part, device):
+      here[:] = there
   flat_B[wire_F] = np.arange(wire_F.size)  # of several copies any
   return Order(flat_B, wire_F)
 
