@@ -30,8 +30,8 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 
-WATCHDOG_S = 120.0
-_USUAL_STEPS, _BUILD = 50, 10  # see SingleController, watchdog_s
+WATCHDOG_S = 300.0  # an island that needs longer for one piece of work hangs
+_BUILD = 10  # as many times as long until its first
 _POLL_S = 0.1
 _KILLED = -9  # the exit code of a life that was ended from outside, as of a process
 
@@ -50,20 +50,18 @@ class Life(loop.EventQueue):
   Attributes:
     island: once it is built.
     busy: the step thread works, and does not wait for work; turn: how many times it got some.
-    step_s: the time of its newest step.
+    clock: of the newest step that was begun.
+    down_s: the pause after it; None: that of the supervisor.
   """
 
-  def __init__(self, make_transport: ports.MakeTransport):
+  def __init__(self):
     super().__init__()
     self.island: island_lib.Island | None = None
-    self.busy, self.turn, self.step_s = True, 0, 0.0
-    self._make_transport = make_transport
+    self.busy, self.turn, self.clock, self.watchdog_s = True, 0, 0, WATCHDOG_S
+    self.down_s: float | None = None
     self._ending: Ended | None = None
-
-  def post(self, event: events.Event) -> None:
-    if isinstance(event, events.StepDone):
-      self.step_s = event.step_ns / 1e9
-    super().post(event)
+    self._may_step = threading.Event()
+    self._may_step.set()
 
   def take(self, timeout_s: float | None) -> events.Event:
     try:
@@ -73,14 +71,22 @@ class Life(loop.EventQueue):
       self._transport.shutdown(0.0)
       raise
 
-  def connect(self, post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
-    self._transport = self._make_transport(post, payloads)
+  def connect(self, make: ports.MakeTransport, *args: Any) -> ports.Transport:
+    self._transport = make(*args)
     return self._transport
 
-  def end(self, why: str) -> None:
-    """Ends the life at its next piece of work, as a kill ends a process."""
-    self._ending = self._ending or Ended(why)
-    self.fail(self._ending)
+  def freeze(self) -> None:
+    """No step begins until `thaw`."""
+    self._may_step.clear()
+
+  def thaw(self) -> None:
+    self._may_step.set()
+
+  def end(self, why: str, down_s: float | None = None) -> None:
+    """Ends the life at its next piece of work, as a kill ends a process. See `down_s`."""
+    if self._ending is None:
+      self.down_s, self._ending = down_s, Ended(why)
+      self.fail(self._ending)
 
   def abandon(self) -> None:
     """Ends the life although its step thread may hang."""
@@ -94,8 +100,8 @@ class Life(loop.EventQueue):
     if self._ending is not None:
       raise self._ending
 
-  def work(self, at_step: Callable[[int], None]) -> type[learner_work.LearnerWork]:
-    """The work of this life. It calls `at_step` with the clock before each step."""
+  def work(self) -> type[learner_work.LearnerWork]:
+    """The work of this life."""
     life = self
 
     class Work(learner_work.LearnerWork):
@@ -107,8 +113,9 @@ class Life(loop.EventQueue):
         return action
 
       def _step(self, clock: int) -> None:
-        at_step(clock)
-        life.check()  # that may have blocked
+        life.clock = clock
+        life._may_step.wait()
+        life.check()
         super()._step(clock)
 
     return Work
@@ -121,83 +128,75 @@ class Records:
     self._life, self._recorder = life, recorder
 
   def __getattr__(self, name: str) -> Callable:
-    def checked(*args, **kwargs):
-      self._life.check()
-      return getattr(self._recorder, name)(*args, **kwargs)
-
-    return checked
-
-
-Live = Callable[[Life, Any], actions.Exit]
+    self._life.check()
+    return getattr(self._recorder, name)
 
 
 class Keeper:
   """Keeps one learner alive: `run` on a thread of its own, all else from any.
 
   Attributes:
-    watchdog_s: see SingleController.
+    life: the present one.
     given_up: why no other life follows, or ''.
+    leaving: no other life follows.
     removed: the learner was asked to leave while the run goes on.
   """
 
-  def __init__(self, name: str, live: Live, make_transport: ports.MakeTransport, watchdog_s: float):
+  def __init__(self, name: str, live: Callable[[Life, Records], actions.Exit]):
     """`live` runs one life to its end and returns its Exit."""
-    self.name, self.watchdog_s = name, watchdog_s
-    self.given_up, self.removed = '', False
-    self._live, self._make_transport = live, make_transport
-    self._leaving = threading.Event()
-    self._life: Life | None = None
-    self._down_s: float | None = None
+    self.name, self.given_up, self.removed = name, '', False
+    self._live, self.leaving = live, threading.Event()
+    self.life: Life | None = None
 
   def stop(self, reason: str) -> None:
     """Asks the learner to end in order; no other life follows. Safe in a signal handler."""
-    self._leaving.set()
-    if life := self._life:
+    self.leaving.set()
+    if life := self.life:
       life.post(events.Stop(reason=reason))
-
-  def bring_down(self, down_s: float, why: str) -> bool:
-    """Ends the present life; the next one begins `down_s` later. False: there is none to end."""
-    life = self._life
-    if life is None or self._leaving.is_set():
-      return False
-    self._down_s = down_s
-    life.end(why)
-    return True
 
   def run(self, recorder: records_lib.Recorder) -> actions.Exit:
     """Runs lives until one ends in order, the learner is asked to leave or there were too many
     short ones. Raises errors that another life would meet, too."""
+
+    def note(state: str, text: str, pid: int | None = None) -> None:
+      """Writes a new state of the learner to the records and the console."""
+      recorder.report(facts.Process(child=self.name, state=state, text=text, pid=pid))
+      if text:
+        recorder.say(text)
+
     failures, draw, text = 0, random.Random(), ''
     while True:
-      self._life = life = Life(self._make_transport)
-      if self._leaving.is_set():  # since before it could be asked
+      self.life = life = Life()
+      if self.leaving.is_set():  # since before it could be asked
         life.post(events.Stop(reason='the run ends'))
       began_s = time.monotonic()
-      self._note(recorder, 'starting', text, os.getpid())
-      end, failed = self._one(life, recorder)
+      note('starting', text, os.getpid())
+      end = self._one(life, recorder)
       recorder.ended(end.code)
-      self._life, down_s, self._down_s = None, self._down_s, None
-      if not failed or self._leaving.is_set():
+      self.life, pause_s = None, life.down_s
+      if cli.end(end.code) != cli.RETRY or self.leaving.is_set():
         return end
       failures = failures + 1 if time.monotonic() - began_s < supervisor.SHORT_LIFE_S else 1
-      safe = f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost'
-      if down_s is not None:
+      if pause_s is not None:
         failures = 0
       elif failures >= supervisor.MAX_SHORT_LIVES:
-        self.given_up = f'{self.name} was given up after {failures} short lives: {end.text}'
-        self._note(recorder, 'failed', f'{safe}. Given up after {failures} short lives in a row')
+        self.given_up = f'{end.text}. Given up after {failures} short lives in a row'
+        note('failed', self.given_up)
         return end
       else:
-        down_s = supervisor.backoff_s(failures, draw)
-      again = f'It is built again in {down_s:.1f} s and rejoins; the other learners train on'
-      self._note(recorder, 'down', f'{safe}. {again}')
+        pause_s = supervisor.backoff_s(failures, draw)
+      note(
+        'down',
+        f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost. It '
+        f'is built again in {pause_s:.1f} s and rejoins; the other learners train on',
+      )
       del life
-      if self._leaving.wait(down_s):
+      if self.leaving.wait(pause_s):
         return end
       text = 'is built again'
 
-  def _one(self, life: Life, recorder: records_lib.Recorder) -> tuple[actions.Exit, bool]:
-    """Runs a life; returns how it ended, and whether another one may follow."""
+  def _one(self, life: Life, recorder: records_lib.Recorder) -> actions.Exit:
+    """Runs a life to its end; raises errors that are not of its devices."""
     ended: futures.Future[actions.Exit] = futures.Future()
 
     def in_thread() -> None:
@@ -212,26 +211,16 @@ class Keeper:
     while futures.wait([ended], _POLL_S).not_done:
       same_s = same_s + _POLL_S if life.busy and life.turn == turn else 0.0
       turn = life.turn
-      usual_s = self.watchdog_s * (1 if turn else _BUILD)
-      if same_s > (patience_s := max(usual_s, _USUAL_STEPS * life.step_s)):
+      if same_s > life.watchdog_s * (1 if turn else _BUILD):
         life.abandon()
-        text = f'no step has ended for {patience_s:g} s: the devices hang'
-        return actions.Exit(code=1, text=text), True
+        return actions.Exit(code=1, text=f'no step has ended for {same_s:.1f} s: the devices hang')
     error = ended.exception()
     while error and not isinstance(error, jax.errors.JaxRuntimeError | Ended):
       error = error.__cause__ or error.__context__
     if error is None:
-      return ended.result(), False  # or raises
+      return ended.result()  # or raises
     error.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
     told = cli.one_line(error)[:300]
     if isinstance(error, Ended):
-      return actions.Exit(code=_KILLED, text=told), True
-    return actions.Exit(code=1, text=f'the devices have failed ({told})'), True
-
-  def _note(
-    self, recorder: records_lib.Recorder, state: str, text: str, pid: int | None = None
-  ) -> None:
-    """Writes a new state of the learner to the records and the console, as the supervisor does."""
-    recorder.report(facts.Process(child=self.name, state=state, text=text, pid=pid))
-    if text:
-      recorder.say(text)
+      return actions.Exit(code=_KILLED, text=told)
+    return actions.Exit(code=1, text=f'the devices have failed ({told})')

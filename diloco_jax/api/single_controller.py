@@ -6,13 +6,13 @@ An island whose devices fail or hang ends alone and comes back (islands.py); eve
 the run in order. For tests, notebooks and `diloco train --controller=single`.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
 import pathlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -22,7 +22,7 @@ from diloco_jax.api import importing
 from diloco_jax.api import islands as islands_lib
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
-from diloco_jax.launch import nodes, run_folder
+from diloco_jax.launch import nodes, run_folder, supervisor
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
@@ -35,14 +35,12 @@ from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
-SYNCER = 'syncer'
 SPARE = 1  # emulated device for the global model
 _INTERRUPTED = (
   'interrupted: each learner ends its step, sends what it has and saves, then the syncer; the same '
   'call continues the run. A second interrupt does not wait.'
 )
 MakeRecorder = Callable[[str], records_lib.Recorder]
-Island = int | config_lib.MeshConfig | Sequence[jax.Device]  # of one learner
 
 
 class SingleController:
@@ -54,16 +52,11 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     alone: one learner and no syncer, the baseline.
-    islands: learner id -> how many devices (more or fewer along `data`), a mesh, or the devices;
-      default: each of the M learners has the mesh of the config.
-    at_step: called with a learner's id and clock, on the thread of its steps, before each of them;
-      what it raises, the step has raised (verification/faults/islands.py).
-    watchdog_s: an island without progress for so many seconds hangs, or for 50 of its steps if
-      these take longer; while it is built, for ten times as many.
+    islands: the mesh of each of the M learners, by id; default: that of the config.
 
   Attributes:
     syncer_devices: where the global model lies.
-    keepers: of the learners, by id; `bring_down` of one ends a life as a kill does.
+    keepers: of the learners, by id.
 
   Raises:
     ValueError: there are too few devices, or they do not make these meshes.
@@ -75,13 +68,10 @@ class SingleController:
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
     alone: bool = False,
-    islands: Mapping[str, Island] | None = None,
-    at_step: Callable[[str, int], None] = lambda name, clock: None,
-    watchdog_s: float = islands_lib.WATCHDOG_S,
+    islands: Mapping[str, config_lib.MeshConfig] | None = None,
   ):
-    self._assembled = build.assemble(config.of(SYNCER))
-    self._config, self._workdir = config, workdir
-    self._alone, self._at_step, self._watchdog_s = alone, at_step, watchdog_s
+    self._assembled = build.assemble(config.of(supervisor.SYNCER))
+    self._config, self._workdir, self._alone = config, workdir, alone
     self._stopping = threading.Event()
     kind = run_lib.CellRecorder if run_lib.in_kernel() else records_lib.Recorder
     self._make_recorder = make_recorder or (lambda name: kind(workdir, name, prefix=f'[{name}] '))
@@ -91,7 +81,6 @@ class SingleController:
     self._threads: list[threads.Thread] = []
     self.keepers: dict[str, islands_lib.Keeper] = {}
     self._devices: dict[str, list[Any]] = {}
-    self._clock = 0  # of the foremost learner
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     if islands is not None and len(islands) != len(names):
       raise ValueError(
@@ -101,31 +90,30 @@ class SingleController:
     self._place(islands or dict.fromkeys(names, config.mesh))
     self.syncer_devices = mesh_lib.syncer_devices(jax.devices(), list(self._devices.values()))
 
-  def _place(self, islands: Mapping[str, Island]) -> None:
+  def _place(self, islands: Mapping[str, config_lib.MeshConfig]) -> None:
     """Gives each of these learners devices that nothing uses, and a keeper. Raises ValueError."""
-    configs = {name: _config_of(self._config, name, island) for name, island in islands.items()}
+    configs = {}
+    for name, mesh in islands.items():
+      if not ids.is_learner(name):
+        raise ValueError(f'{name!r} is no id of a learner: {ids.RULE}')
+      configs[name] = dataclasses.replace(self._config.of(name), mesh=mesh)
+      configs[name].validate()
     gone = [name for name, one in self.keepers.items() if one.removed and name in self._exits]
-    places = [one for name, one in self._devices.items() if name not in gone]
-    used = set(self.syncer_devices).union(*places)
-    given = {name: list(one) for name, one in islands.items() if isinstance(one, Sequence)}
-    if taken := used.intersection(itertools.chain(*given.values())):
-      raise ValueError(f'{taken} are in use: choose other devices')
-    used.update(*given.values())
+    used = set(self.syncer_devices)
+    used.update(*(its for name, its in self._devices.items() if name not in gone))
     free = [device for device in jax.devices() if device not in used]
-    sizes = {name: one.mesh.num_devices for name, one in configs.items() if name not in given}
-    if len(free) < (needed := sum(sizes.values())):
+    sizes = [config.mesh.num_devices for config in configs.values()]
+    if len(free) < (needed := sum(sizes)):
       raise ValueError(
-        f'{len(sizes)} learners with meshes of {set(sizes.values())} devices need {needed}, there '
-        f'are {len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first '
-        'use of jax (in a notebook: restart the kernel), or lower sync.learners'
+        f'{len(sizes)} learners with meshes of {set(sizes)} devices need {needed}, there are '
+        f'{len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first use '
+        'of jax (in a notebook: restart the kernel), or lower sync.learners'
       )
-    given |= dict(zip(sizes, mesh_lib.islands(free, list(sizes.values()))))
-    for name, config in configs.items():
-      same = config == self._assembled.config
-      assembled = self._assembled if same else build.assemble(config)
-      live = functools.partial(self._live, name, assembled, given[name])
-      self._devices[name], connect = given[name], self._hub.learner_transport
-      self.keepers[name] = islands_lib.Keeper(name, live, connect, self._watchdog_s)
+    for name, devices in zip(configs, mesh_lib.islands(free, sizes)):
+      same = configs[name] == self._assembled.config
+      assembled = self._assembled if same else build.assemble(configs[name])
+      live = functools.partial(self._live, name, assembled, devices)
+      self._devices[name], self.keepers[name] = devices, islands_lib.Keeper(name, live)
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -145,7 +133,7 @@ class SingleController:
       return ended
 
     if not self._alone:
-      self._start(SYNCER, run_syncer)
+      self._start(supervisor.SYNCER, run_syncer)
     for name, keeper in self.keepers.items():
       self._start(name, keeper.run)
 
@@ -162,21 +150,16 @@ class SingleController:
     if self._alone:
       life.busy = False  # nothing tells of its steps
       return baseline.run(assembled.config, life.island, records, self._stopping.is_set)
-
-    def at_step(clock: int) -> None:
-      self._clock = max(clock, self._clock)
-      self._at_step(name, clock)
-
     return learner_process.run(
       assembled,
       life.island,
       self._workdir,
       name,
       life,
-      life.connect,
+      functools.partial(life.connect, self._hub.learner_transport),
       records,
       own_process=False,
-      work_class=life.work(at_step),
+      work_class=life.work(),
     )
 
   def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
@@ -186,8 +169,7 @@ class SingleController:
           recorder = end.enter_context(contextlib.closing(self._make_recorder(name)))
           end.push(lambda error, *_: recorder.ended(1) if error else None)
           ended: actions.Exit | BaseException = run(recorder)
-        if name in self.keepers and self.keepers[name].given_up:
-          ended = self._without(name) or ended
+        self._require_quorum(name)
       except BaseException as error:
         ended = error
       self._exits[name] = ended
@@ -199,34 +181,35 @@ class SingleController:
     thread.start()
     self._threads.append(thread)
 
-  def _without(self, name: str) -> islands_lib.IslandsFailed | None:
-    """The error that ends the run if too few learners are left for an outer step."""
-    if len(self._left()) >= self._config.sync.quorum or self._stopping.is_set():
-      return None
-    return islands_lib.IslandsFailed(
-      f'{self.keepers[name].given_up}. {len(self._left())} learners are left, and sync.quorum is '
-      f'{self._config.sync.quorum}: the run has ended. What was merged is safe, and so are all '
-      'checkpoints: once the devices work, the same call continues the run'
-    )
+  def _require_quorum(self, name: str) -> None:
+    """Raises IslandsFailed: a learner was given up, and too few are left for an outer step."""
+    why = name in self.keepers and self.keepers[name].given_up
+    left, quorum = len(self._left()), self._config.sync.quorum
+    if why and left < quorum and not self._stopping.is_set():
+      raise islands_lib.IslandsFailed(
+        f'{name}: {why}. {left} learners are left, and sync.quorum is {quorum}: the run has ended. '
+        'What was merged is safe, and so are all checkpoints: once the devices work, the same call '
+        'continues the run'
+      )
 
   def _left(self) -> list[str]:
     return [name for name, one in self.keepers.items() if not one.given_up and not one.removed]
 
-  def add(self, name: str, island: Island) -> None:
+  def add(self, name: str, mesh: config_lib.MeshConfig) -> None:
     """Adds a learner while the run goes on: it joins like a process that is started later.
 
     Args:
       name: a new id, or that of a learner that has ended.
-      island: as for the constructor, of devices that neither an island nor the syncer uses.
+      mesh: of devices that neither an island nor the syncer uses.
 
     Raises:
       ValueError: the name is in use or no id, the run ends, or there are too few devices.
     """
     if name in self.keepers and name not in self._exits:
       raise ValueError(f'there is a learner {name} already: choose another id')
-    if self._stopping.is_set() or SYNCER in self._exits:
+    if self._stopping.is_set() or supervisor.SYNCER in self._exits:
       raise ValueError(f'the run ends: {name} cannot join')
-    self._place({name: island})
+    self._place({name: mesh})
     self._exits.pop(name, None)
     self._start(name, self.keepers[name].run)
 
@@ -245,7 +228,8 @@ class SingleController:
   @property
   def progress(self) -> float:
     """The clock of the foremost learner as a share of the run."""
-    return self._clock / self._config.train.steps
+    clocks = [one.life.clock for one in self.keepers.values() if one.life]
+    return max(clocks, default=0) / self._config.train.steps
 
   def _over(self) -> None:
     """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
@@ -284,28 +268,36 @@ class SingleController:
       exits[name] = result
     return exits
 
+  def outcome(self, tick: Callable[[], None] | None = None) -> supervisor.Outcome:
+    """As `join`; how the run has ended: as its syncer, or as a learner if none ended in order."""
+    try:
+      exits = self.join(tick=tick)
+      learners = (one for name, one in exits.items() if name != supervisor.SYNCER)
+      best = min(learners, key=lambda one: abs(one.code))
+      end = best if best.code else exits[supervisor.SYNCER]
+    except islands_lib.IslandsFailed as error:
+      end = actions.Exit(code=1, text=str(error))
+    return supervisor.Outcome(code=end.code, text=end.text, statuses={}, interrupted=False)
 
-def verdict(exits: Mapping[str, actions.Exit]) -> actions.Exit:
-  """How a run has ended: as its syncer, or as a learner if none has ended in order."""
-  best = min((one for name, one in exits.items() if name != SYNCER), key=lambda one: one.code)
-  return best if best.code else exits[SYNCER]
+  # --- As a supervisor, for faults (verification/faults) ------------------------------------------
 
+  async def run(self) -> supervisor.Outcome:
+    self.start()
+    return await asyncio.to_thread(self.outcome)
 
-def _config_of(config: run_config.Config, name: str, island: Island) -> run_config.Config:
-  """The config of a learner with its own mesh. Raises ValueError."""
-  if not ids.is_learner(name):
-    raise ValueError(f'{name!r} is no id of a learner: {ids.RULE}')
-  mesh = config.mesh
-  if isinstance(island, config_lib.MeshConfig):
-    mesh = island
-  else:
-    number = island if isinstance(island, int) else len(island)
-    mesh = dataclasses.replace(mesh, data=number // (mesh.fsdp * mesh.tensor), hosts=1)
-    if mesh.num_devices != number:
-      raise ValueError(f'{number} devices of {name} do not fit {mesh}: give it a mesh of its own')
-  own = dataclasses.replace(config.of(name), mesh=mesh)
-  own.validate()
-  return own
+  def retire(self) -> None:
+    self.stop('the plan was carried out')
+
+  def child(self, name: str) -> islands_lib.Life | None:
+    return self.keepers[name].life
+
+  def bring_down(self, name: str, down_s: float, why: str) -> bool:
+    """Ends the life of a learner; the next one begins `down_s` later. False: there is none."""
+    keeper = self.keepers[name]
+    if (life := keeper.life) is None or keeper.leaving.is_set():
+      return False
+    life.end(why, down_s)
+    return True
 
 
 def run(

@@ -11,6 +11,7 @@ Every process gets the same --config and overrides. At the end WORKDIR/report ho
 report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -84,7 +85,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
   """Runs all nodes in this process."""
   if not _PATHWAYS.value:
     local_run.emulate(config)
-  from diloco_jax.api import islands, single_controller
+  from diloco_jax.api import single_controller
   from diloco_jax.launch import nodes
 
   with cli.never_retry():
@@ -104,7 +105,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     nonlocal kills
     due, kills = kill_plan.due(kills, controller.progress)
     for kill in due:
-      controller.keepers[kill.victim].bring_down(kill.down_s, 'killed by the chaos plan')
+      controller.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
 
   for number in cli.end_signals():
     signal.signal(number, interrupt)
@@ -114,11 +115,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     nodes.checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
   ):
-    try:
-      end = single_controller.verdict(controller.join(tick=tick))
-      code, text = end.code, end.text
-    except islands.IslandsFailed as error:
-      code, text = 1, str(error)
+    outcome = controller.outcome(tick)
   if interrupts.count:
-    code, text = cli.INTERRUPTED, 'interrupted'
-  return supervisor.Outcome(code=code, text=text, statuses={}, interrupted=interrupts.count > 0)
+    return dataclasses.replace(outcome, code=cli.INTERRUPTED, text='interrupted', interrupted=True)
+  return outcome

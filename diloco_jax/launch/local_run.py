@@ -67,8 +67,7 @@ def emulate(config: run_config.Config) -> None:
   os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
   with cli.importing_jax():
     from diloco_jax.launch import nodes
-  with cli.never_retry():
-    nodes.prepare_jax(devices)
+  nodes.prepare_jax(devices)
 
 
 def available_cpus() -> list[int]:

@@ -30,7 +30,7 @@ def require(single: bool, base: Mapping[str, str] = os.environ) -> None:
     raise ValueError('--pathways needs --controller=single: one process drives all slices')
   if importlib.util.find_spec('pathwaysutils') is None:
     raise ValueError("--pathways needs pathwaysutils: pip install 'diloco-jax[pathways]'")
-  if _platforms(base)[0] != 'proxy':
+  if not (base.get('JAX_PLATFORMS') or 'proxy').startswith('proxy'):
     # pathwaysutils would do nothing then, and the run would train on the controller.
     raise ValueError(
       f'JAX_PLATFORMS={base["JAX_PLATFORMS"]} hides the slices from --pathways: unset it, or set '
@@ -46,10 +46,6 @@ def require(single: bool, base: Mapping[str, str] = os.environ) -> None:
       f'{_PERSISTENCE}={base[_PERSISTENCE]} makes the workers read and write checkpoints, those on '
       'meshes only, and the syncer has no mesh: unset it, and they pass through the controller'
     )
-
-
-def _platforms(base: Mapping[str, str]) -> list[str]:
-  return (base.get('JAX_PLATFORMS') or 'proxy').split(',')
 
 
 def start(devices: int) -> None:
@@ -69,8 +65,7 @@ def start(devices: int) -> None:
 
     from diloco_jax.launch import nodes
   # A config of the user's may have imported jax before, which read the environment then.
-  platforms = dict.fromkeys([*_platforms(os.environ), 'cpu'])  # also the controller's own
-  jax.config.update('jax_platforms', ','.join(platforms))
+  jax.config.update('jax_platforms', 'proxy,cpu')  # also the controller's own
   jax.config.update('jax_num_cpu_devices', 1)
   jax.config.update('jax_enable_compilation_cache', False)  # Pathways keeps what it compiles
   pathwaysutils.initialize()

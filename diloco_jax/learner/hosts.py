@@ -210,17 +210,10 @@ class _HostWork(learner_work.LearnerWork):
 class LeadWork(_HostWork):
   """The work of the lead. All calls of `submit` and `stop` come from one thread."""
 
-  def __init__(
-    self,
-    assembled: build.Assembly,
-    island: island_port.IslandState,
-    post: ports.Post,
-    fail: Callable[[BaseException], None],
-    payloads: ports.Payloads,
-    records: records_lib.Recorder,
-  ):
-    self._sent = _SentPayloads(payloads)
-    super().__init__(assembled, island, post, fail, self._sent, records)
+  def __init__(self, *args: Any):
+    """As LearnerWork."""
+    super().__init__(*args)
+    self._payloads = self._sent = _SentPayloads(self._payloads)
     self._stream, self._told = next(_STREAMS), 0
     self._untold: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)

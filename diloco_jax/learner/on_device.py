@@ -196,8 +196,7 @@ class Exchange:
 
   def _order(self, kind: split.Kind) -> split.Order:
     if kind not in self._orders:
-      at = functools.partial(split.put, sharding=self._island.replicated)
-      self._orders[kind] = split.Order(*map(at, split.order(kind)))
+      self._orders[kind] = jax.device_put(split.order(kind), self._island.replicated)
     return self._orders[kind]
 
   def lower_adopt(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:

@@ -111,14 +111,9 @@ def run(
   with contextlib.closing(island):
     restored, origin = _restore(assembled, island, workdir, learner_id, records)
     payloads = payloads_lib.PayloadStore()
+    exchange = on_device.Exchange(assembled, island, in_process=not own_process).begin()
     work = work_class(
-      assembled,
-      island,
-      event_queue.post,
-      event_queue.fail,
-      payloads,
-      records,
-      *(() if own_process else (on_device.Exchange(assembled, island, in_process=True).begin(),)),
+      assembled, island, event_queue.post, event_queue.fail, payloads, records, exchange
     )
     if restored is not None:
       records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')

@@ -299,17 +299,13 @@ class Order(NamedTuple):
 
 def order(kind: Kind) -> Order:
   """That of every payload of a fragment of this kind."""
-  one = kind.size // codecs.BLOCK  # the blocks of a device
-  places_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
-  places_F = np.arange(kind.parts * one, dtype=np.int32)
-  found = Order(np.empty_like(places_B), np.empty_like(places_F))
-  for device in range(kind.parts):
-    mine = slice(device * one, (device + 1) * one)
-    for _, there, here in _blocks(kind, _PLACES, found.flat_B, places_F[mine], device):
-      there[:] = here
-    for _, there, here in _blocks(kind, _PLACES, places_B, found.wire_F[mine], device):
+  flat_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
+  wire_F = np.empty(kind.parts * kind.size // codecs.BLOCK, np.int32)
+  for device, part in enumerate(wire_F.reshape(kind.parts, -1)):
+    for _, there, here in _blocks(kind, _PLACES, flat_B, part, device):
       here[:] = there
-  return found
+  flat_B[wire_F] = np.arange(wire_F.size)  # of several copies any
+  return Order(flat_B, wire_F)
 
 
 def reorder(

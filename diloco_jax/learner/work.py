@@ -197,13 +197,8 @@ class LearnerWork:
     while self._island.must_finish(ahead):
       result = self._island.finish()
       saving_ns, idle_ns = self.take_between()
-      self._times.append(
-        {
-          'step_ns': int(result.seconds * 1e9),
-          'data_ns': int(result.data_s * 1e9),
-          'saving_ns': saving_ns,
-        }
-      )
+      step_ns, data_ns = int(result.seconds * 1e9), int(result.data_s * 1e9)
+      self._times.append({'step_ns': step_ns, 'data_ns': data_ns, 'saving_ns': saving_ns})
       self.record(result, saving_ns, idle_ns)
 
   def record(self, result: island_lib.StepResult, saving_ns: int, idle_ns: int) -> None:

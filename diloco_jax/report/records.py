@@ -204,10 +204,14 @@ class Curves:
   into a buffer."""
 
   def __init__(self, folder: pathlib.Path):
-    from tensorboardX import event_file_writer  # pylint: disable=g-import-not-at-top  # 0.4 s
+    # pylint: disable=g-import-not-at-top  # 0.4 s
+    from tensorboardX import event_file_writer, summary
+    from tensorboardX.proto import event_pb2
 
     folder.mkdir(parents=True, exist_ok=True)
     self._writer = event_file_writer.EventsWriter(str(folder / 'events'))
+    self._summary = summary
+    self._make = event_pb2.Event  # type: ignore[attr-defined]  # made when it is imported
     self._held: list[tuple[float, int, str, float]] = []
 
   def add(self, step: int, values: dict[str, float]) -> None:
@@ -219,24 +223,17 @@ class Curves:
       self._write_held()
 
   def _write_held(self) -> None:
-    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
-
     held, self._held = self._held, []
     for now, step, key, value in held:
-      self._write(step, summary.scalar(key, value), now)
+      self._write(step, self._summary.scalar(key, value), now)
     self._writer.flush()
 
   def text(self, key: str, text: str) -> None:
     """Adds a text, which is shown as it is. Raises OSError."""
-    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
-
-    self._write(0, summary.text(key, textwrap.indent(text, '    ')), time.time())
+    self._write(0, self._summary.text(key, textwrap.indent(text, '    ')), time.time())
 
   def _write(self, step: int, summary: Any, now: float) -> None:
-    from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
-
-    make = event_pb2.Event  # type: ignore[attr-defined]  # made when it is imported
-    self._writer.write_event(make(summary=summary, step=step, wall_time=now))
+    self._writer.write_event(self._make(summary=summary, step=step, wall_time=now))
 
   def close(self) -> None:
     """Writes what is left to disk. Raises OSError."""

@@ -24,7 +24,6 @@ from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
-from diloco_jax.syncer import device_pieces
 from diloco_jax.syncer import outer_step as outer_step_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
@@ -55,18 +54,19 @@ class Theta:
   def __init__(self, assembled: build.Assembly, devices: Sequence[jax.Device] = ()):
     """Begins with version 0, the initial parameters. They are made on first use: a syncer with a
     checkpoint does not need them. With `devices` it lies there, and its payloads are arrays of jax
-    (device_pieces.py); else on the CPU of this process, and they are bytes."""
+    (outer_step.py); else on the CPU of this process, and they are bytes."""
     self._assembled = assembled
     layout = assembled.layout
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
-    self._pieces = (device_pieces.DevicePieces if devices else outer_step_lib.Pieces)(
+    self._pieces = outer_step_lib.Pieces(
       layout,
       (assembled.codec_up, assembled.codec_up_slow),
       assembled.codec_down,
       assembled.codec_log,
       assembled.transform,
       devices or jax.local_devices(backend='cpu')[:1],
+      None if devices else outer_step_lib.PIECE,
     )
     self._values: list[list[exchange.Values]] | None = None
     self._warm = False
@@ -124,8 +124,7 @@ class Theta:
     return self._pieces.place(0)
 
   def at_home(self) -> contextlib.AbstractContextManager[Any]:
-    """Here jax computes on a device of Theta what has no place of its own, not on an island's."""
-    return jax.default_device(next(iter(self.place.device_set)))
+    return self._pieces.at_home()
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
     """A payload of fragment p where `lengths` and `merge` compute with it."""

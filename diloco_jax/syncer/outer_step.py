@@ -12,9 +12,14 @@ once. The M float32 rows never exist, and new values go into the buffers of old 
   redo         the same from the encoded outer gradient alone
 
 Each works on as many pieces at a time as the process has cores. The bits depend neither on that nor
-on the size of the pieces, nor on where they are (device_pieces.py): what crosses the border of a
-block is summed in one order (exchange.tensor_sums). A transform that looks at whole tensors gets
-them: its fragments are one piece each (numerics/outer.py).
+on the size of the pieces, nor on where they are: what crosses the border of a block is summed in
+one order (exchange.tensor_sums). A transform that looks at whole tensors gets them: its fragments
+are one piece each (numerics/outer.py).
+
+On the devices of a single controller each fragment is one piece, too. They are spread over the
+devices: a payload goes there from the learner's devices, and the delta from there to those of the
+learners. What reaches the host are the lengths of tensors, flags and digests, and the encoded outer
+gradient, for the log.
 """
 
 import functools
@@ -76,15 +81,18 @@ class Stepped(NamedTuple):
 
 
 class _Encoded:
-  """A payload that is written piece by piece."""
+  """A payload that is written piece by piece, or is the only piece, where it is."""
 
-  def __init__(self, codec: codecs.Codec, size: int):
+  def __init__(self, codec: codecs.Codec, size: int, on_host: bool):
     """`size`: in values."""
     self._codec, self._size = codec, size
-    self.payload = payloads.MEMORY.take(codec.encoded_size(size))
+    self.payload = payloads.MEMORY.take(codec.encoded_size(size)) if on_host else None
 
   def write(self, start: int, n: int, encoded: jax.Array) -> None:
     """Writes an encoded piece of n values to its places in the payload of its fragment."""
+    if self.payload is None:
+      self.payload = encoded
+      return
     data = np.asarray(encoded)
     stop = min(start + n, self._size)
     places = codecs.ranges(self._codec, self._size, start, stop)
@@ -107,20 +115,22 @@ class Pieces:
   ):
     """`codecs_up`: that of narrow payloads last; the size of a payload tells which one is its own.
     `devices`: fragment p is on the one at p modulo their number. `piece`: values in a piece, a
-    multiple of 32; None: each fragment is one."""
+    multiple of 32; None: each fragment is one, and payloads are arrays of jax, wherever they are.
+    """
+    self._on_host = piece is not None  # payloads
     self._ups, self._down, self._log = codecs_up, codec_down, codec_log
     self._places = [jax.sharding.SingleDeviceSharding(one) for one in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(piece or PIECE, max(self._sizes))
     by_value = outer_lib.elementwise(tx)
-    self._whole = piece is None or not by_value
+    self._whole = not (self._on_host and by_value)
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
     measured = round(4 * widest / codecs_up[0].encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
     self._tx = [tx if by_value else outer_lib.by_tensor(tx, layout, p) for p in range(count)]
-    # By fragment: how many blocks each tensor has, the first of them, how many values each has.
+    # By fragment: how many blocks each tensor has, how many values each block has.
     self._blocks = blocks = [
       np.array([one.padded_size // codecs.BLOCK for one in layout.fragments[p]])
       for p in range(count)
@@ -137,7 +147,9 @@ class Pieces:
       if any(map(any, statistic))
       else None
     )
+    self._make_functions()
 
+  def _make_functions(self) -> None:
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
     self._products = jax.jit(exchange.block_products, static_argnums=0)
     self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=1)
@@ -148,6 +160,8 @@ class Pieces:
     )
     self._decode = jax.jit(decode, static_argnums=0, donate_argnums=1, keep_unused=True)
     self._squares_of = jax.jit(lambda values_n: codecs.canonical(codecs.squares_of(values_n)))
+    sums = lambda counts, blocks_B: jnp.stack(exchange.tensor_sums(counts, blocks_B))
+    self._tensor_sums = jax.jit(sums, static_argnums=0)
     self._digest = jax.jit(digest_lib.digest)
     # The outer gradient stands where its buffer takes a result that needs no copy of it before.
     step = lambda codec, tx, spare, merged_n, more, *rest: exchange.outer_step(
@@ -168,12 +182,15 @@ class Pieces:
 
   def near(self, p: int, payload: payload_lib.Payload) -> Any:
     """A payload of fragment p where it can be computed with, uint8[B]."""
-    del p
-    return np.frombuffer(payload, np.uint8)
+    if not payload_lib.is_on_devices(payload):  # also one of the log
+      payload = np.frombuffer(payload, np.uint8)
+    return payload if self._on_host else jax.device_put(payload, self.place(p))
 
   def published(self, p: int, pieces: Sequence[exchange.Values]) -> Any:
     """The published value of fragment p as a payload, float32[N_p], a new array."""
-    return self.flat(p, [piece.published_n for piece in pieces])
+    if self._on_host:
+      return self.flat(p, [piece.published_n for piece in pieces])
+    return jnp.copy(pieces[0].published_n)  # the original becomes a buffer
 
   def starts(self, p: int) -> range:
     """Where the pieces of fragment p begin."""
@@ -340,13 +357,14 @@ class Pieces:
     """The results of `work` where pieces start, in order, of several threads."""
 
     def on_cpu(start: int) -> Any:
-      with self._on_cpu():
+      with self.at_home():
         return work(start)
 
     return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
-  def _on_cpu(self) -> Any:
-    """Arrays of the host are used on the CPU, also where there is an accelerator."""
+  def at_home(self) -> Any:
+    """Here jax computes on a device of the global model what has no place of its own, not on one of
+    an island."""
     return jax.default_device(next(iter(self.place(0).device_set)))
 
   def _codec(self, p: int, payload: np.ndarray, *of: codecs.Codec) -> codecs.Codec:
@@ -356,10 +374,10 @@ class Pieces:
       raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {min(sizes)}')
     return sizes[payload.size]
 
-  def _sections(
-    self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int, n: int
-  ) -> list[np.ndarray]:
+  def _sections(self, codec: codecs.Codec, p: int, payload: Any, start: int, n: int) -> list[Any]:
     """The sections of n values of a payload, filled up with zeros, which decode to zeros."""
+    if not self._on_host:
+      return [payload]
     size = self._sizes[p]
     stop = min(start + n, size)
     parts = [payload[at] for at in codecs.ranges(codec, size, start, stop)]
@@ -374,7 +392,7 @@ class Pieces:
     return codec, values_n, self._sections(codec, p, payload, start, self._n[p])
 
   def _encoded(self, codec: codecs.Codec, p: int) -> _Encoded:
-    return _Encoded(codec, self._sizes[p])
+    return _Encoded(codec, self._sizes[p], self._on_host)
 
   def _of_blocks(self, p: int, values_B: np.ndarray, start: int) -> np.ndarray:
     """The values for the blocks of one piece, zeros behind the last."""
@@ -388,6 +406,9 @@ class Pieces:
 
   def _by_tensor(self, p: int, blocks: Iterable[jax.Array]) -> np.ndarray:
     """The sum for each tensor, of one number for each block, piece by piece."""
+    if not self._on_host:
+      (blocks_B,) = blocks
+      return np.asarray(self._tensor_sums(tuple(self._blocks[p]), blocks_B), np.float64)
     blocks_B = np.concatenate([np.asarray(one) for one in blocks])
     with np.errstate(over='ignore', invalid='ignore'):  # what is not finite stays so
       return np.array(exchange.tensor_sums(self._blocks[p], blocks_B), np.float64)

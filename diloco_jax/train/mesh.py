@@ -10,7 +10,9 @@ The path of an optimizer moment ends in the path of its parameter, so both have 
 Leaves without a match (norm scales, counters) are replicated.
 """
 
+import collections
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,18 +53,13 @@ def islands(devices: Sequence[jax.Device], sizes: Sequence[int]) -> list[list[ja
   Fast links join the devices of a slice; an island across two slices would train at the speed of
   the slow links between them.
   """
-  slices: dict[int, list[jax.Device]] = {}
-  for device in sorted(devices, key=lambda d: d.id):
-    slices.setdefault(getattr(device, 'slice_index', None) or 0, []).append(device)
-  parts = [slices[index] for index in sorted(slices)]
-  if len(parts) == 1:
-    parts = [[device] for device in parts[0]]
-  dealt = []
-  for size in sizes:
-    dealt.append([])
-    while len(dealt[-1]) < size and parts:
-      dealt[-1] += parts.pop(0)
-    if len(dealt[-1]) != size:
+  index = lambda device: getattr(device, 'slice_index', None) or 0
+  ordered = iter(sorted(devices, key=lambda device: (index(device), device.id)))
+  dealt = [list(itertools.islice(ordered, size)) for size in sizes]
+  slices = collections.Counter(map(index, devices))
+  for island, size in zip(dealt, sizes):
+    parts = collections.Counter(map(index, island))
+    if len(island) < size or (len(slices) > 1 and not parts.items() <= slices.items()):
       raise ValueError(
         f'{len(devices)} devices in {len(slices)} slices do not make islands of {list(sizes)} '
         'devices, each of whole slices: change the meshes or the number of learners'

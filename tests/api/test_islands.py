@@ -4,6 +4,7 @@ Steps wait 40 ms for their batches, so that a step takes about as long with any 
 about the order of events: how many steps the others have made meanwhile, in their own step times.
 """
 
+import asyncio
 import contextlib
 import json
 import pathlib
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import jax
 import pytest
 
 from diloco_jax.api import islands as islands_lib
@@ -19,12 +21,12 @@ from diloco_jax.api import single_controller
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor
+from diloco_jax.learner import work as learner_work
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import summary
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.train import config as config_lib
-from diloco_jax.verification.faults import chaos_report, conductor
-from diloco_jax.verification.faults import islands as faults_lib
+from diloco_jax.verification.faults import chaos_report, conductor, inject_faults
 from tests.runs.lib import slow_data
 
 PATIENCE_S = 240
@@ -44,12 +46,23 @@ def _config(learners: int, quorum: int = 1, steps: int = FOR_EVER) -> run_config
 
 
 class _Run:
-  """A run, and what its records tell by now."""
+  """A run, and what its records tell by now.
+
+  Attributes:
+    lost: by learner, how many of its next steps find no devices, in as many lives.
+  """
 
   def __init__(self, folder: pathlib.Path, config: run_config.Config, **settings):
     self.folder, self.config = folder, config
-    self.faults = faults_lib.Islands(config, folder, **settings)
-    self.controller = self.faults.controller
+    self.controller = single_controller.SingleController(config, folder, **settings)
+    self.lost: dict[str, int] = {}
+
+  def step(self, original: Callable[..., None], work: learner_work.LearnerWork, clock: int) -> None:
+    name = threading.current_thread().name.split()[0]
+    if self.lost.get(name):
+      self.lost[name] -= 1
+      raise jax.errors.JaxRuntimeError(f'UNAVAILABLE: injected: no devices at clock {clock}')
+    original(work, clock)
 
   def facts(self, node: str, name: str, **values) -> list[dict]:
     path = self.folder / 'records' / f'{node}.jsonl'
@@ -79,10 +92,10 @@ class _Run:
 
   def end(self) -> None:
     """Ends the run; every node ends in order, the ledger adds up, every invariant holds."""
-    self.faults.retire()
+    self.controller.retire()
     exits = self.controller.join(PATIENCE_S)
     assert {one.code for one in exits.values()} == {0}, exits
-    assert single_controller.verdict(exits).code == 0
+    assert self.controller.outcome().code == 0
     ledger = self.facts('syncer', 'ledger')[-1]
     assert chaos_report.balance(ledger) == 0, ledger
     assert ledger['merged'] > 0
@@ -94,34 +107,41 @@ class _Run:
 @contextlib.contextmanager
 def _running(folder: pathlib.Path, config: run_config.Config, **settings) -> Iterator[_Run]:
   run = _Run(folder, config, **settings)
-  run.controller.start()
-  try:
-    yield run
-  finally:
-    for name in list(run.faults.frozen):
-      run.faults.thaw(name)
-    run.controller.stop('the test has ended')
-    for thread in run.controller._threads:
-      thread.join(PATIENCE_S)
+  original = learner_work.LearnerWork._step
+  with pytest.MonkeyPatch.context() as patch:
+    step = lambda work, clock: run.step(original, work, clock)
+    patch.setattr(learner_work.LearnerWork, '_step', step)
+    run.controller.start()
+    try:
+      yield run
+    finally:
+      for keeper in run.controller.keepers.values():
+        if keeper.life:
+          keeper.life.thaw()
+      run.controller.stop('the test has ended')
+      for thread in run.controller._threads:
+        thread.join(PATIENCE_S)
+
+
+def _hang(life: islands_lib.Life) -> None:
+  life.freeze()
+  life.watchdog_s = 0.5
 
 
 def _fail(run: _Run, victim: str, kind: str) -> None:
   """One fault of an island, until it is back with the next incarnation."""
   before, ends = run.joined(victim), len(run.facts(victim, 'exit'))
-  keeper, faults = run.controller.keepers[victim], run.faults
+  life = run.controller.child(victim)
   lives = 2 if kind == 'loses its devices' else 1  # that end
   if kind == 'hangs':
-    keeper.watchdog_s = 0.5
-    faults.freeze(victim)
+    _hang(life)
   else:
-    faults.lose(victim, lives)
+    run.lost[victim] = lives
   run.until(lambda: len(run.facts(victim, 'exit')) > ends)
-  keeper.watchdog_s = islands_lib.WATCHDOG_S
-  hung = faults.frozen.pop(victim, None)  # the next life does not
   run.until(lambda: len(run.joined(victim)) >= len(before) + lives)
-  if hung:
+  if kind == 'hangs':
     steps = run.steps(victim)
-    hung.set()
+    life.thaw()
     run.until(lambda: run.steps(victim) > steps + 2)
   assert run.joined(victim)[len(before) :] == [before[-1] + 1 + n for n in range(lives)]
   codes = [fact['code'] for fact in run.facts(victim, 'exit')[ends:]]
@@ -192,17 +212,18 @@ def test_twenty_islands_fail(tmp_path, seed):
 @pytest.mark.full
 def test_islands_of_unequal_size_come_and_go(tmp_path):
   """Islands of 1, 2 and 4 devices; then one leaves, and another one joins on its devices."""
-  mesh = config_lib.MeshConfig(data=2, fsdp=2)
-  with _running(tmp_path, _config(3), islands={'l0': 1, 'l1': 2, 'l2': mesh}) as run:
+  mesh = config_lib.MeshConfig
+  meshes = {'l0': mesh(), 'l1': mesh(data=2), 'l2': mesh(data=2, fsdp=2)}
+  with _running(tmp_path, _config(3), islands=meshes) as run:
     controller = run.controller
     assert [len(devices) for devices in controller._devices.values()] == [1, 2, 4]
     assert [device.id for device in controller.syncer_devices] == [7]
     with pytest.raises(ValueError, match='need 1, there are 0'):
-      controller.add('l3', 1)
+      controller.add('l3', mesh())
     run.until(lambda: all(run.steps(name) >= 10 for name in ('l0', 'l1', 'l2')))
     controller.remove('l1')
     run.until(lambda: 'l1' in controller._exits)
-    controller.add('l3', 2)
+    controller.add('l3', mesh(fsdp=2))
     merged = lambda name: [
       fact for fact in run.facts('syncer', 'synced') if name in fact['participants']
     ]
@@ -221,13 +242,13 @@ def test_an_island_whose_devices_stay_away_is_given_up(tmp_path, monkeypatch, ca
   config = _config(2, quorum=1)
   with _running(tmp_path, config) as run:
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
-    run.faults.lose('l1', 2)
+    run.lost['l1'] = 2
     run.until(lambda: run.facts('l1', 'process', state='failed'))
     steps = run.steps('l0')
     run.until(lambda: run.steps('l0') > steps + 3)
     with pytest.raises(ValueError, match='l0 cannot leave'):
       run.controller.remove('l0')
-    run.faults.lose('l0', 2)
+    run.lost['l0'] = 2
     with pytest.raises(islands_lib.IslandsFailed, match='the same call continues') as caught:
       run.controller.join(PATIENCE_S)
     assert '\n' not in str(caught.value) and 'no devices at clock' in str(caught.value)
@@ -260,28 +281,26 @@ def test_what_a_hung_thread_does_later_reaches_nobody(tmp_path):
   config = _config(1)
   with _running(tmp_path, config) as run:
     run.until(lambda: run.steps('l0') >= 2)
-    life = run.controller.keepers['l0']._life
-    run.controller.keepers['l0'].watchdog_s = 0.5
-    run.faults.freeze('l0')
+    life = run.controller.child('l0')
+    _hang(life)
     run.until(lambda: run.facts('l0', 'exit'))
-    run.controller.keepers['l0'].watchdog_s = islands_lib.WATCHDOG_S
-    hung = run.faults.frozen.pop('l0')
     with pytest.raises(islands_lib.Ended):
       life.check()
     with pytest.raises(islands_lib.Ended):
       islands_lib.Records(life, None).say('nothing')
     assert life.island.state is None
     run.until(lambda: len(run.joined('l0')) == 2)
-    hung.set()
+    life.thaw()
     run.end()
 
 
 @pytest.mark.full
 def test_only_errors_of_devices_start_another_life(tmp_path, monkeypatch):
-  def at_step(name: str, clock: int) -> None:
-    raise KeyError(name)
+  def step(work: learner_work.LearnerWork, clock: int) -> None:
+    raise KeyError('l0')
 
-  controller = single_controller.SingleController(_config(1), tmp_path, at_step=at_step)
+  monkeypatch.setattr(learner_work.LearnerWork, '_step', step)
+  controller = single_controller.SingleController(_config(1), tmp_path)
   controller.start()
   with pytest.raises(KeyError, match='l0'):
     controller.join(PATIENCE_S)
@@ -291,7 +310,7 @@ def test_only_errors_of_devices_start_another_life(tmp_path, monkeypatch):
 def test_a_kill_is_in_the_summary(tmp_path):
   with _running(tmp_path, _config(2)) as run:
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
-    assert run.controller.keepers['l1'].bring_down(0.1, 'killed by the chaos plan')
+    assert run.controller.bring_down('l1', 0.1, 'killed by the chaos plan')
     run.until(lambda: run.joined('l1') == [1, 2])
     run.end()
   found = summary.summarize(folder_lib.read(tmp_path))
@@ -302,8 +321,14 @@ def test_a_kill_is_in_the_summary(tmp_path):
 def test_a_slowed_island_makes_fewer_steps_than_the_others(tmp_path):
   with _running(tmp_path, _config(2)) as run:
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
-    run.faults.slow('l1', 8)
+    nemesis = inject_faults.Nemesis(run.controller, None, conductor.ISLAND_SLICE_S)
     before = {name: run.steps(name) for name in ('l0', 'l1')}
-    run.until(lambda: run.steps('l0') > before['l0'] + 60)
+
+    async def slow() -> None:
+      assert nemesis.slow('l1', 8)
+      await asyncio.to_thread(run.until, lambda: run.steps('l0') > before['l0'] + 60)
+      await nemesis.heal()
+
+    asyncio.run(slow())
     assert run.steps('l1') - before['l1'] < (run.steps('l0') - before['l0']) / 2
     run.end()

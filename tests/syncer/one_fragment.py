@@ -7,7 +7,6 @@ import numpy as np
 import optax
 
 from diloco_jax.numerics import codecs, fragments, merge
-from diloco_jax.syncer import device_pieces
 from diloco_jax.syncer import outer_step as outer_step_lib
 
 
@@ -39,10 +38,8 @@ class Fragment:
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
     self.slow = codecs.get('int4')
     made = layout, (self.codec, self.slow), codecs.get(down), self.codec, tx
-    if devices:
-      self._lib = device_pieces.DevicePieces(*made, devices)
-    else:
-      self._lib = outer_step_lib.Pieces(*made, jax.local_devices(backend='cpu')[:1], piece)
+    places = devices or jax.local_devices(backend='cpu')[:1]
+    self._lib = outer_step_lib.Pieces(*made, places, None if devices else piece)
     self._pieces = self._lib.begin(p, values_N)
 
   def lengths(self, payload: np.ndarray) -> np.ndarray:

@@ -82,9 +82,9 @@ def main(argv: list[str]) -> int:
   islands = None
   if single:
     local_run.emulate(config)
-    from diloco_jax.verification.faults import islands as islands_lib
+    from diloco_jax.api import single_controller
 
-    islands = islands_lib.Islands(config, workdir)
+    islands = single_controller.SingleController(config, workdir)
   display = live.make()
   make = functools.partial(
     chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display

@@ -59,10 +59,9 @@ class ChaosRun(conductor.Conductor):
       workdir, recorder, config, config_flags, self._connect_to_proxy, display, islands
     )
     address = workdir / run_folder.ADDRESS
-    self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in names}
-    if islands:  # which have no network
-      self._proxies = {}
-    self._plan, self._has_processes = plan, not islands
+    behind = () if islands else names  # islands have no network
+    self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in behind}
+    self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder
     self.run = run_facts.RunFacts(names, config.train.steps)
@@ -84,8 +83,7 @@ class ChaosRun(conductor.Conductor):
     for proxy in self._proxies.values():
       proxy.heal()
     self.healed_s, self.healed_ns = self._now_s(), time.monotonic_ns()
-    names = list(self.run.learners)
-    await self.until(lambda: self._have_continued(names, self.healed_s), PATIENCE_S)
+    await self.until(lambda: self._have_continued([*self.run.learners], self.healed_s), PATIENCE_S)
     self.supervisor.retire()
 
   async def close(self) -> None:
@@ -155,7 +153,7 @@ class ChaosRun(conductor.Conductor):
   def _has_had_effect(self, fault: plans.Fault, began_s: float) -> bool:
     """The fault had its effect, and the untouched learners have continued meanwhile."""
     victim = self.run.learners[fault.node]
-    unnoticed = fault.kind not in _LOSES or (fault.kind == 'freeze' and not self._has_processes)
+    unnoticed = fault.kind not in _LOSES or (fault.kind == 'freeze' and not self._proxies)
     lost = unnoticed or any(t >= began_s for t, _ in victim.lost)
     second = fault.kind != 'replace' or self._has_taken_over(victim, began_s)
     return lost and second and self._have_continued(self._others, began_s)

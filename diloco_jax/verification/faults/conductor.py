@@ -31,6 +31,7 @@ from diloco_jax.verification.faults import inject_faults
 from diloco_jax.verification.replay import tape_files
 
 POLL_S = 0.05
+ISLAND_SLICE_S = 1.0  # of a slow island; an inner step is shorter
 SECONDS = 'seconds'  # folder of the disks of second processes of frozen learners
 
 
@@ -100,7 +101,7 @@ class Conductor:
     config: of the run; `config_flags`: the same for the command line of its programs.
     change: changes each program before it starts; None: it does not run.
     display: shows the run.
-    islands: of a run of a single controller, in place of supervisor and nemesis (islands.py).
+    islands: a SingleController in place of a supervisor.
     """
     self.workdir = workdir
     programs = [
@@ -122,7 +123,8 @@ class Conductor:
       tick=display.tick if display else lambda view: None,
       stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
     )
-    self.nemesis = islands or inject_faults.Nemesis(self.supervisor, self.second)
+    slice_s = ISLAND_SLICE_S if islands else inject_faults.SLICE_S
+    self.nemesis = inject_faults.Nemesis(self.supervisor, self.second, slice_s)
 
   async def carry_out(self) -> None:
     """The kills and faults of this run; a subclass defines them."""
