@@ -52,6 +52,7 @@ class Life(loop.EventQueue):
     busy: the step thread works, and does not wait for work; turn: how many times it got some.
     clock: of the newest step that was begun.
     down_s: the pause after it; None: that of the supervisor.
+    still_s: for how long it made no progress before its end.
   """
 
   def __init__(self):
@@ -59,6 +60,7 @@ class Life(loop.EventQueue):
     self.island: island_lib.Island | None = None
     self.busy, self.turn, self.clock, self.watchdog_s = True, 0, 0, WATCHDOG_S
     self.down_s: float | None = None
+    self.still_s = 0.0
     self._ending: Ended | None = None
     self._may_step = threading.Event()
     self._may_step.set()
@@ -176,7 +178,8 @@ class Keeper:
       self.life, pause_s = None, life.down_s
       if cli.end(end.code) != cli.RETRY or self.leaving.is_set():
         return end
-      failures = failures + 1 if time.monotonic() - began_s < supervisor.SHORT_LIFE_S else 1
+      lived_s = time.monotonic() - began_s - life.still_s
+      failures = failures + 1 if lived_s < supervisor.SHORT_LIFE_S else 1
       if pause_s is not None:
         failures = 0
       elif failures >= supervisor.MAX_SHORT_LIVES:
@@ -207,13 +210,15 @@ class Keeper:
 
     # A daemon: the process can end while it hangs.
     threading.Thread(target=in_thread, name=f'{self.name} steps', daemon=True).start()
-    same_s, turn = 0.0, 0  # counted, not measured: the whole process may stop for a while
+    turn = 0
     while futures.wait([ended], _POLL_S).not_done:
-      same_s = same_s + _POLL_S if life.busy and life.turn == turn else 0.0
+      # Counted, not measured: the whole process may stop for a while.
+      life.still_s = life.still_s + _POLL_S if life.busy and life.turn == turn else 0.0
       turn = life.turn
-      if same_s > life.watchdog_s * (1 if turn else _BUILD):
+      if life.still_s > life.watchdog_s * (1 if turn else _BUILD):
         life.abandon()
-        return actions.Exit(code=1, text=f'no step has ended for {same_s:.1f} s: the devices hang')
+        text = f'no step has ended for {life.still_s:.1f} s: the devices hang'
+        return actions.Exit(code=1, text=text)
     error = ended.exception()
     while error and not isinstance(error, jax.errors.JaxRuntimeError | Ended):
       error = error.__cause__ or error.__context__

@@ -98,14 +98,14 @@ class SingleController:
         raise ValueError(f'{name!r} is no id of a learner: {ids.RULE}')
       configs[name] = dataclasses.replace(self._config.of(name), mesh=mesh)
       configs[name].validate()
-    gone = [name for name, one in self.keepers.items() if one.removed and name in self._exits]
+    gone = set(self._exits)
     used = set(self.syncer_devices)
     used.update(*(its for name, its in self._devices.items() if name not in gone))
     free = [device for device in jax.devices() if device not in used]
     sizes = [config.mesh.num_devices for config in configs.values()]
     if len(free) < (needed := sum(sizes)):
       raise ValueError(
-        f'{len(sizes)} learners with meshes of {set(sizes)} devices need {needed}, there are '
+        f'{len(sizes)} learners with meshes of {sizes} devices need {needed}, there are '
         f'{len(free)}: set JAX_NUM_CPU_DEVICES={len(used) + needed + SPARE} before the first use '
         'of jax (in a notebook: restart the kernel), or lower sync.learners'
       )
@@ -146,7 +146,11 @@ class SingleController:
     records: Any,
   ) -> actions.Exit:
     """Runs one life of a learner, on the thread of its steps."""
-    life.island = learner_process.make_island(assembled, self._workdir, name, devices)
+    life.island = island = learner_process.make_island(assembled, self._workdir, name, devices)
+    with contextlib.ExitStack() as ended:
+      ended.callback(island.close)
+      life.check()  # that may have hung
+      ended.pop_all()
     if self._alone:
       life.busy = False  # nothing tells of its steps
       return baseline.run(assembled.config, life.island, records, self._stopping.is_set)
@@ -193,7 +197,8 @@ class SingleController:
       )
 
   def _left(self) -> list[str]:
-    return [name for name, one in self.keepers.items() if not one.given_up and not one.removed]
+    keepers = list(self.keepers.items())  # `add` may be under way
+    return [name for name, one in keepers if not one.given_up and not one.removed]
 
   def add(self, name: str, mesh: config_lib.MeshConfig) -> None:
     """Adds a learner while the run goes on: it joins like a process that is started later.

@@ -11,7 +11,9 @@ import pathlib
 import random
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import jax
 import pytest
@@ -90,11 +92,12 @@ class _Run:
           raise end
       time.sleep(0.1)  # to read them holds up the steps
 
-  def end(self) -> None:
-    """Ends the run; every node ends in order, the ledger adds up, every invariant holds."""
+  def end(self, down: str = '') -> None:
+    """Ends the run; every node ends in order (but one that is down), the ledger adds up, every
+    invariant holds."""
     self.controller.retire()
     exits = self.controller.join(PATIENCE_S)
-    assert {one.code for one in exits.values()} == {0}, exits
+    assert all((one.code == 0) == (name != down) for name, one in exits.items()), exits
     assert self.controller.outcome().code == 0
     ledger = self.facts('syncer', 'ledger')[-1]
     assert chaos_report.balance(ledger) == 0, ledger
@@ -159,8 +162,7 @@ def _outages(run: _Run) -> list[tuple[str, int, int]]:
 
 
 def _require_others_went_on(run: _Run) -> None:
-  """In each outage every learner that is not down itself makes steps, without a pause as long as
-  the outage."""
+  """In each outage every learner that is not down itself makes steps."""
   outages = _outages(run)
   for victim, began_ns, ended_ns in outages:
     for other in run.controller.keepers:
@@ -248,12 +250,33 @@ def test_an_island_whose_devices_stay_away_is_given_up(tmp_path, monkeypatch, ca
     run.until(lambda: run.steps('l0') > steps + 3)
     with pytest.raises(ValueError, match='l0 cannot leave'):
       run.controller.remove('l0')
-    run.lost['l0'] = 2
+    run.controller.add('l1', config.mesh)  # once its devices are back
+    run.until(lambda: len(run.joined('l1')) == 3)
+    run.lost = {'l0': 2, 'l1': 2}
     with pytest.raises(islands_lib.IslandsFailed, match='the same call continues') as caught:
       run.controller.join(PATIENCE_S)
     assert '\n' not in str(caught.value) and 'no devices at clock' in str(caught.value)
   printed = capsys.readouterr().out
   assert 'It is built again in' in printed and 'Traceback' not in printed
+
+
+def test_an_island_that_hangs_in_every_life_is_given_up(monkeypatch):
+  """Although it takes long to see that it hangs: what counts is how long it made progress."""
+  now_s, blocked = [0.0], threading.Event()
+
+  def wait(ones, timeout_s: float) -> types.SimpleNamespace:
+    now_s[0] += timeout_s
+    return types.SimpleNamespace(not_done=ones)
+
+  waits = types.SimpleNamespace(Future=futures.Future, wait=wait)
+  monkeypatch.setattr(islands_lib, 'futures', waits)
+  monkeypatch.setattr(islands_lib, 'time', types.SimpleNamespace(monotonic=lambda: now_s[0]))
+  monkeypatch.setattr(supervisor, 'backoff_s', lambda failures, draw: 0.0)
+  recorder = types.SimpleNamespace(report=lambda fact: None, say=print, ended=lambda code: None)
+  keeper = islands_lib.Keeper('l0', lambda life, records: blocked.wait())
+  assert keeper.run(recorder).code == 1
+  blocked.set()
+  assert f'Given up after {supervisor.MAX_SHORT_LIVES} short lives' in keeper.given_up
 
 
 @pytest.mark.full
@@ -312,9 +335,11 @@ def test_a_kill_is_in_the_summary(tmp_path):
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
     assert run.controller.bring_down('l1', 0.1, 'killed by the chaos plan')
     run.until(lambda: run.joined('l1') == [1, 2])
-    run.end()
+    assert run.controller.bring_down('l1', 600, 'killed once more')
+    run.until(lambda: len(run.facts('l1', 'exit')) == 2)
+    run.end(down='l1')
   found = summary.summarize(folder_lib.read(tmp_path))
-  assert [kill['learner'] for kill in found['kills']] == ['l1']
+  assert [kill['learner'] for kill in found['kills']] == ['l1', 'l1']
 
 
 @pytest.mark.full
