@@ -146,11 +146,7 @@ class SingleController:
     records: Any,
   ) -> actions.Exit:
     """Runs one life of a learner, on the thread of its steps."""
-    life.island = island = learner_process.make_island(assembled, self._workdir, name, devices)
-    with contextlib.ExitStack() as ended:
-      ended.callback(island.close)
-      life.check()  # that may have hung
-      ended.pop_all()
+    life.island = learner_process.make_island(assembled, self._workdir, name, devices)
     if self._alone:
       life.busy = False  # nothing tells of its steps
       return baseline.run(assembled.config, life.island, records, self._stopping.is_set)
