@@ -39,6 +39,7 @@ STUDIES = (
   'liars',
   'unequal_data',
   'models',
+  'accuracies',
   'beyond',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
