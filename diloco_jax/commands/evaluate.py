@@ -4,9 +4,8 @@
     diloco evaluate --workdir=runs/x --corpus='books/*.txt' --batches=9 --batch_size=8
     diloco evaluate --workdir=runs/x --suite
 
-The suite asks questions about held-out text (of a task of your own: those of its `suite`,
-train/task.py) and prints how many answers are right, with the standard error. It reads 2,048
-held-out windows, or --batches of --batch_size.
+--suite asks questions about 2,048 held-out windows (or --batches of --batch_size) and prints how
+many answers are right, with the standard error; train/task.py: `suite` of a task of your own.
 
 A run under way is judged by its newest checkpoint; on the CPU, unless JAX_PLATFORMS names another
 platform. Exit codes: 0 done, 42 there is no such run, no model yet, no held-out data, no suite, or
@@ -15,14 +14,11 @@ parts of the model never leave the learners.
 
 import math
 import pathlib
-from typing import TYPE_CHECKING
+from typing import Any
 
 from absl import flags
 
 from diloco_jax.launch import cli
-
-if TYPE_CHECKING:
-  from diloco_jax.train import evaluate
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
@@ -73,9 +69,9 @@ def main(argv: list[str]) -> int:
   return 0
 
 
-def _table(scores: 'dict[str, evaluate.Score]') -> str:
+def _table(scores: dict[str, Any]) -> str:
   lines = ['                right, %  standard error  commonest, %  questions']
-  for name, score in scores.items():
+  for name, score in scores.items():  # of evaluate.Score
     always = f'{score.commonest:.1f}' if score.commonest else ''
     count = len(score.right_N)
     lines.append(f'{name:14}{score.percent:10.2f}{score.error:16.2f}{always:>14}{count:11,}')

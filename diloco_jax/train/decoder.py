@@ -98,9 +98,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     data_digest=lambda: data_lib.digest(checked(), data),
     tokenizer=tokenizer,
     logits=functools.partial(apply, model),
-    suite=lambda most: evaluate.questions_of_text(
-      corpus().held_out(data.seq_len), tokenizer(), most
-    ),
+    suite=lambda most: evaluate.text_suite(corpus().held_out(data.seq_len), tokenizer(), most),
     flops_per_token=flops_lib.decoder(model, data.seq_len),
   )
 

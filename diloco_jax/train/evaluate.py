@@ -125,8 +125,8 @@ class Score:
 
   Attributes:
     percent: the mean over the questions.
-    error: its standard error in points, if questions are independent of each other: of questions
-      with choices the binomial one. All ids of a window are one question, since they are not.
+    error: its standard error in points. All ids of a window are one question, as questions have to
+      be independent of each other.
     commonest: of a model that always gives the commonest answer; 0 of questions without choices.
     right_N: 1 for a right answer, 0 for a wrong one; 1/k if k choices are equally likely and one of
       them is right.
@@ -153,8 +153,7 @@ def scores(
     likeliest_RxL = (own_RxL == best_RxL).astype(jnp.float32) / equal_RxL
     return own_RxL - jax.nn.logsumexp(logits_RxLxV, axis=-1), likeliest_RxL
 
-  params = jax.device_put(params)
-  found = {}
+  params, found = jax.device_put(params), {}
   for name, questions in suite.items():
     arrays, count = (questions.inputs, questions.targets_RxL), len(questions.targets_RxL)
     parts = []
@@ -165,17 +164,15 @@ def scores(
   return found
 
 
-def _score(
-  questions: task_lib.Questions, log_p_RxL: np.ndarray, likeliest_RxL: np.ndarray
-) -> Score:
-  counted_RxL, choices = questions.counted_RxL, questions.choices
+def _score(asked: task_lib.Questions, log_p_RxL: np.ndarray, likeliest_RxL: np.ndarray) -> Score:
+  counted_RxL, choices = asked.counted_RxL, asked.choices
   if choices == 1:
     right_N = (likeliest_RxL * counted_RxL).sum(axis=1) / counted_RxL.sum(axis=1)
   else:
     sums_NxC = (log_p_RxL * counted_RxL).sum(axis=1).reshape(-1, choices)
     chosen_NxC = sums_NxC == sums_NxC.max(axis=1, keepdims=True)
-    right_N = chosen_NxC[np.arange(len(chosen_NxC)), questions.right_N] / chosen_NxC.sum(axis=1)
-  commonest = np.bincount(questions.right_N).max() / len(right_N)
+    right_N = chosen_NxC[np.arange(len(chosen_NxC)), asked.right_N] / chosen_NxC.sum(axis=1)
+  commonest = np.bincount(asked.right_N).max() / len(right_N)
   return Score(
     percent=100 * float(right_N.mean()),
     error=100 * float(right_N.std()) / len(right_N) ** 0.5,
@@ -206,21 +203,19 @@ def multiple_choice(
   )
 
 
-def questions_of_text(
+def text_suite(
   windows: Any, tokenizer: tokenizer_lib.Tokenizer, most: int
 ) -> dict[str, task_lib.Questions]:
-  """The suite of a text: questions about at most `most` of its held-out windows, evenly spread.
+  """Questions about at most `most` of the held-out windows of a text (data.Windows), evenly spread.
 
   next_token: every id of a window. continuation: which of four second halves of windows follows a
-  first half; chance is 25 %. brackets: which of ) ] } follows, where the opening one is in the
-  window. indentation: how far the next line is indented, among the four commonest indentations: its
-  first word is there with each of them. A kind that this text or tokenizer does not have is absent.
-
-  Args:
-    windows: of data.Windows: L + 1 ids each.
-    tokenizer: of the ids.
-    most: how many windows.
+  first half. brackets: which of ) ] } follows, where the opening one is in the window. indentation:
+  how far the next line is indented, among the four commonest indentations: its first word is there
+  with each of them. A kind that this text or tokenizer does not have is absent. Raises ValueError:
+  there is no window.
   """
+  if not len(windows):
+    raise ValueError(f'there is no held-out text for a suite: {windows} is empty, use more text')
   picked = np.unique(np.linspace(0, len(windows) - 1, min(most, len(windows))).astype(np.int64))
   ids_NxL1 = np.stack([windows[index] for index in picked]).astype(np.int32)
   every = task_lib.Questions(
@@ -257,24 +252,23 @@ def _continuations(ids_NxL1: np.ndarray) -> _Asked:
 
 
 def _brackets(ids_NxL1: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> _Asked:
-  """The last closing bracket of each window that closes the last open one of the window."""
-  closing = tokenizer.encode(list(_BRACKETS.values()))
-  if any(len(ids) != 1 for ids in closing):
-    return []
-  closing, made = [ids[0] for ids in closing], []
+  """The last bracket in the second half of each window that closes the last open one of the window.
+  In an id that stands for more, the bracket alone is another."""
+  closing, made = list(_BRACKETS.values()), []
   texts = {one: tokenizer.decode([one]) for one in np.unique(ids_NxL1).tolist()}
   for ids in ids_NxL1.tolist():
-    open_, place = [], 0
+    open_, last = [], None
     for index, one in enumerate(ids):
-      if one in closing and open_[-1:] == [closing.index(one)] and 2 * index >= len(ids):
-        place = index
-      for char in texts[one]:
+      for at, char in enumerate(texts[one]):
         if char in _BRACKETS:
-          open_.append(list(_BRACKETS).index(char))
-        elif char in _BRACKETS.values() and open_:
-          open_.pop()
-    if place:
-      made.append(([[*ids[:place], one] for one in closing], closing.index(ids[place])))
+          open_.append(_BRACKETS[char])
+        elif char in closing and open_ and open_.pop() == char and 2 * index >= len(ids):
+          last = index, at, closing.index(char), texts[one]
+    if last:
+      index, at, right, text = last
+      ends = tokenizer.encode([text[:at] + char + text[at + 1 :] for char in closing])
+      if ends[right] == [ids[index]] and index + max(map(len, ends)) <= len(ids):
+        made.append(([[*ids[:index], *end] for end in ends], right))
   return made
 
 
@@ -287,8 +281,8 @@ def _indentations(ids_NxL1: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> _
     if begun and '\ufffd' not in text:
       spaces, word = begun[-1].groups()
       found.append((text[: begun[-1].start()], len(spaces), word))
-  known = collections.Counter(spaces for _, spaces, _ in found).most_common(4)
-  known, made = sorted(spaces for spaces, _ in known), []
+  known = sorted(dict(collections.Counter(spaces for _, spaces, _ in found).most_common(4)))
+  made = []
   for before, right, word in found if len(known) > 1 else ():
     if right in known:
       rows = tokenizer.encode([f'{before}\n{" " * spaces}{word}' for spaces in known])

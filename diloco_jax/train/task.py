@@ -134,7 +134,7 @@ class Task:
     logits: (params, ids_BxL) -> logits_BxLxV of the id that follows each position. A task whose
       suite has other inputs than ids reads those.
     suite: how many held-out examples to use, at most -> the questions of each kind, the same at
-      every call, for `diloco evaluate --suite`. Of text: `evaluate.questions_of_text`.
+      every call, for `diloco evaluate --suite`. Of text: `evaluate.text_suite`.
     flops_per_token: of training, forward and backward (train/flops.py); 0: TFLOP/s are not shown.
   """
 

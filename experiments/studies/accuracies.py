@@ -1,5 +1,7 @@
 """Accuracies on held-out questions: Decoupled against data-parallel training (accuracies.md)."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,9 +32,8 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   """Seed by seed. A data-parallel run that begins again from its checkpoint has the same bits as
   one without deaths, so there is no arm of it."""
   del book
-  return [
-    arm for seed in study_lib.seeds(quick) for name in MODELS for arm in _of(name, seed, quick)
-  ]
+  pairs = itertools.product(study_lib.seeds(quick), MODELS)
+  return [arm for seed, name in pairs for arm in _of(name, seed, quick)]
 
 
 def _of(name: str, seed: int, quick: bool) -> list[arms.Arm]:
@@ -57,7 +58,8 @@ def _of(name: str, seed: int, quick: bool) -> list[arms.Arm]:
       config.train.checkpoint_every_steps = 25
       arm.where['faults'] = conditions.Faults(**DYING)
     made.append(arm)
-  return [arms.with_suite(arm) for arm in (arms.data_parallel(made[0], made[0].against), *made)]
+  made.insert(0, arms.data_parallel(made[0], made[0].against))
+  return [dataclasses.replace(arm, suite=True) for arm in made]
 
 
 def tables(rows: Sequence[study_lib.Row]) -> str:

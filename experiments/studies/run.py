@@ -38,7 +38,6 @@ STUDIES = (
   'joining',
   'liars',
   'unequal_data',
-  'models',
   'accuracies',
   'beyond',
 )

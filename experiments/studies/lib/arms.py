@@ -259,8 +259,3 @@ def data_parallel(arm: Arm, name: str, rate: float | None = None) -> Arm:
 def with_tokens(arm: Arm, tokens: int) -> Arm:
   """The arm with so many trained tokens. Its clock, and with it the inner rate, ends with them."""
   return dataclasses.replace(arm, tokens=tokens)
-
-
-def with_suite(arm: Arm) -> Arm:
-  """The arm whose model is asked the questions of its suite at the end."""
-  return dataclasses.replace(arm, suite=True)
