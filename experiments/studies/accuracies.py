@@ -63,7 +63,7 @@ def _of(name: str, seed: int, quick: bool) -> list[arms.Arm]:
 
 
 def tables(rows: Sequence[study_lib.Row]) -> str:
-  """Every kind of question, and the paper's scores beside the means of ours."""
+  """Every kind of question, the paper's scores beside the means of ours, and every run."""
   found: dict[str, list[study_lib.Row]] = {}
   for row in rows:
     found.setdefault(row['arm'], []).append(row)
@@ -83,7 +83,11 @@ def tables(rows: Sequence[study_lib.Row]) -> str:
     for kind, ((base, *_), *others) in named:
       cells = [f'{percent:.2f} | {_points(*rest)}' for percent, *rest in others]
       lines.append(f'| {model} | {kind} | {base:.2f} | {" | ".join(cells)} |')
-  return '\n'.join([*lines, '', *_beside_the_paper(means), ''])
+  runs = ['| arm | seed | loss | deaths | minutes | sha256 |', '|---|---|---|---|---|---|']
+  for row in rows:
+    cells = f'{row["loss"]:.4f} | {row.get("deaths", 0)} | {row["seconds"] / 60:.1f}'
+    runs.append(f'| {row["arm"]} | {row["seed"]} | {cells} | {row["theta_sha256"][:12]} |')
+  return '\n'.join([*lines, '', *_beside_the_paper(means), '', *runs, ''])
 
 
 _Found = tuple[float, float, float, list[float]]  # percent, points behind, their error, by seed

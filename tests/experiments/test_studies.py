@@ -73,15 +73,18 @@ def test_points_are_paired_by_question_and_seed_and_their_mean_has_the_error_ove
     'decoupled': ([1, 1, 0, 0], [1, 1, 1, 0]),
     'decoupled, deaths': ([1, 0, 0, 0], None),  # in progress
   }
+  others = {'loss': 2.0, 'seconds': 6.0, 'theta_sha256': 'abc'}
   rows = [
-    {'arm': f'{model}, {arm}', 'seed': seed, 'right': {'digits': answers}}
+    {'arm': f'{model}, {arm}', 'seed': seed, 'right': {'digits': answers}} | others
     for model in ('vision', 'MoE')
     for arm, found in right.items()
     for seed, answers in enumerate(found)
     if answers and (model == 'vision' or arm != 'decoupled')
   ]
   lines = accuracies.tables(rows).splitlines()
+  assert '| vision, decoupled | 1 | 2.0000 | 0 | 0.1 | abc |' in lines
   points = '62.50 | +25.00 ± 12.50 (+25.0, +25.0) | 25.00 | +0.00 ± 0.00 (+0.0)'
+  lines = lines[: lines.index('| arm | seed | loss | deaths | minutes | sha256 |')]
   assert [line for line in lines if line.startswith(('| vision', '| MoE,', '| dense,'))] == [
     f'| vision | digits | 37.50 | {points} |',
     '| dense, data-parallel | 70.1 | 58.7 |  | 37.50 |',
