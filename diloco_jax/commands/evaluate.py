@@ -1,14 +1,20 @@
-"""Prints the held-out loss of a trained model, of text also in bits per byte.
+"""Prints the held-out loss of a trained model, of text also in bits per byte; or its accuracies.
 
     diloco evaluate --workdir=runs/x
     diloco evaluate --workdir=runs/x --corpus='books/*.txt' --batches=9 --batch_size=8
+    diloco evaluate --workdir=runs/x --suite
+
+--suite asks questions about 2,048 held-out windows (or --batches of --batch_size) and prints how
+many answers are right, with the standard error; train/task.py: `suite` of a task of your own.
 
 A run under way is judged by its newest checkpoint; on the CPU, unless JAX_PLATFORMS names another
-platform. Exit codes: 0 done, 42 there is no such run, no model yet, no held-out data, or
+platform. Exit codes: 0 done, 42 there is no such run, no model yet, no held-out data, no suite, or
 parts of the model never leave the learners.
 """
 
+import math
 import pathlib
+from typing import Any
 
 from absl import flags
 
@@ -18,6 +24,7 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=T
 _CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
 _BATCHES = flags.DEFINE_integer('batches', None, 'Instead of data.eval_batches.', 1)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Instead of data.eval_batch_size.', 1)
+_SUITE = flags.DEFINE_bool('suite', False, 'Accuracies instead of the loss.')
 
 
 def main(argv: list[str]) -> int:
@@ -41,10 +48,35 @@ def main(argv: list[str]) -> int:
     data.corpus = _CORPUS.value or data.corpus
     data.eval_batches = _BATCHES.value or data.eval_batches
     data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
-    held_out = evaluate.HeldOut(build.make_task(assembled.config.of('syncer')), assembled.shapes)
+    task = build.make_task(assembled.config.of('syncer'))
+    if _SUITE.value:
+      if task.suite is None or task.logits is None:
+        raise ValueError(
+          f'the run in {folder} trains {assembled.config.task!r}, which has no `suite` and '
+          '`logits` (train/task.py): without --suite this command prints its held-out loss'
+        )
+      most = data.eval_batches * data.eval_batch_size
+      suite = task.suite(most if _BATCHES.value else evaluate.SUITE_EXAMPLES)
+      params = load_params.load_all(folder)
+      print(_table(evaluate.scores(task, params, suite, data.eval_batch_size)))
+      return 0
+    held_out = evaluate.HeldOut(task, assembled.shapes)
     if not held_out.batches:
       raise ValueError(f'the task of the run in {folder} has no held-out batches here')
     loss, bits = held_out.evaluate(load_params.load_all(folder))
   fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
   print(f'held-out loss {fact.text} in {len(held_out.batches)} batches of {data.corpus}')
   return 0
+
+
+def _table(scores: dict[str, Any]) -> str:
+  lines = ['                right, %  standard error  commonest, %  questions']
+  for name, score in scores.items():  # of evaluate.Score
+    always = f'{score.commonest:.1f}' if score.commonest else ''
+    count = len(score.right_N)
+    lines.append(f'{name:14}{score.percent:10.2f}{score.error:16.2f}{always:>14}{count:11,}')
+  if len(scores) > 1:
+    percents, errors = zip(*((score.percent, score.error) for score in scores.values()))
+    mean, error = sum(percents) / len(scores), math.hypot(*errors) / len(scores)
+    lines.append(f'{"mean":14}{mean:10.2f}{error:16.2f}')
+  return '\n'.join(lines)

@@ -36,9 +36,9 @@ from diloco_jax.numerics import fragments
 from diloco_jax.train import attention as attention_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
+from diloco_jax.train import evaluate, initial
 from diloco_jax.train import experts as experts_lib
 from diloco_jax.train import flops as flops_lib
-from diloco_jax.train import initial
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
@@ -98,6 +98,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     data_digest=lambda: data_lib.digest(checked(), data),
     tokenizer=tokenizer,
     logits=functools.partial(apply, model),
+    suite=lambda most: evaluate.text_suite(corpus().held_out(data.seq_len), tokenizer(), most),
     flops_per_token=flops_lib.decoder(model, data.seq_len),
   )
 

@@ -7,7 +7,7 @@ reference is the decoder (decoder.py); an own model is one file with a function 
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -71,6 +71,30 @@ def embeddings(path: str) -> str:
   return 'head' if any(re.fullmatch(r'(.*_|lm)?head(_\d+)?', name) for name in names) else 'body'
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Questions:
+  """Held-out questions whose right answers are known (evaluate.scores).
+
+  A row is what a model reads with one of the C `choices` in its place: question n has the rows
+  n C ... n C + C - 1. A model chooses the row whose counted ids have the largest product of
+  probabilities. With one choice a row counts as right by the share of its counted ids that are the
+  likeliest ones of all.
+
+  Attributes:
+    inputs: what `Task.logits` reads: a tree of host arrays, each with R = N C rows.
+    targets_RxL: the id that follows each position, int32.
+    counted_RxL: which of them count, bool.
+    right_N: the right choice of each question.
+    choices: C.
+  """
+
+  inputs: Batch
+  targets_RxL: np.ndarray
+  counted_RxL: np.ndarray
+  right_N: np.ndarray
+  choices: int = 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
   """What a run trains.
@@ -107,7 +131,10 @@ class Task:
       for with `data.local`. The syncer then makes the task, too, without the learners' data.
     tokenizer: of a task of text, whose batches are windows of L + 1 ids: gives losses in bits per
       byte as well, and, with `logits`, the text of `diloco sample`.
-    logits: (params, ids_BxL) -> logits_BxLxV of the id that follows each position.
+    logits: (params, ids_BxL) -> logits_BxLxV of the id that follows each position. A task whose
+      suite has other inputs than ids reads those.
+    suite: how many held-out examples to use, at most -> the questions of each kind, the same at
+      every call, for `diloco evaluate --suite`. Of text: `evaluate.text_suite`.
     flops_per_token: of training, forward and backward (train/flops.py); 0: TFLOP/s are not shown.
   """
 
@@ -121,7 +148,8 @@ class Task:
   matrices: Matrices = ()
   data_digest: Callable[[], str] = str
   tokenizer: Callable[[], tokenizer_lib.Tokenizer] | None = None
-  logits: Callable[[Params, jax.Array], jax.Array] | None = None
+  logits: Callable[[Params, Any], jax.Array] | None = None
+  suite: Callable[[int], Mapping[str, Questions]] | None = None
   flops_per_token: float = 0.0
 
   def trained(self, params: Params) -> Params:

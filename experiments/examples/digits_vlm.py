@@ -29,7 +29,7 @@ from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
-from diloco_jax.train import decoder
+from diloco_jax.train import decoder, evaluate
 from diloco_jax.train import task as task_lib
 
 PARTITION = (
@@ -145,6 +145,28 @@ def cut(image_BxSxS: jax.Array, side: int) -> jax.Array:
   return split.reshape(-1, across**2, side**2)
 
 
+def logits(
+  config: train_config.ModelConfig, params: decoder.Params, inputs: dict[str, jax.Array]
+) -> jax.Array:
+  """Of the byte that follows each one of a caption: BxLxV. `inputs`: 'image', 'text' of L bytes."""
+  module = decoder.bind(config, params, VisionDecoder)
+  return module.caption(inputs['image'], inputs['text'])[0]
+
+
+def suite(length: int, most: int) -> dict[str, task_lib.Questions]:
+  """'digits': which of the ten words names the digit of a held-out image."""
+  part = load().held_out(length)
+  examples = [part[index] for index in range(min(most, len(part)))]
+  texts = [example['text'].tobytes() for example in examples]
+  rows = [list(b'\0a %s of' % word.encode()) for word in _WORDS]
+  right = [_WORDS.index(text.split()[1].decode()) for text in texts]
+  asked = evaluate.multiple_choice([rows] * len(examples), right, length)
+  images_RxSxS = np.repeat(np.stack([one['image'] for one in examples]), len(rows), axis=0)
+  return {
+    'digits': dataclasses.replace(asked, inputs={'image': images_RxSxS, 'text': asked.inputs})
+  }
+
+
 def loss(
   config: train_config.ModelConfig,
   params: decoder.Params,
@@ -187,6 +209,8 @@ def task(config: run_config.Config) -> task_lib.Task:
     partition=PARTITION,
     matrices=decoder.MATRICES,
     data_digest=lambda: data_lib.digest(load(), data),
+    logits=functools.partial(logits, model),
+    suite=functools.partial(suite, data.seq_len),
   )
 
 

@@ -15,6 +15,7 @@ import optax
 
 from diloco_jax.config import run_config
 from diloco_jax.train import data as data_lib
+from diloco_jax.train import evaluate
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
@@ -57,6 +58,9 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
     data_digest=lambda: data_lib.digest(corpus(), data),
     tokenizer=tokenizer_lib.Tokenizer,  # of these two `diloco sample` prints text
     logits=logits,
+    suite=lambda most: evaluate.text_suite(  # of `diloco evaluate --suite`
+      corpus().held_out(data.seq_len), tokenizer_lib.Tokenizer(), most
+    ),
   )
 
 

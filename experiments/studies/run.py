@@ -38,7 +38,7 @@ STUDIES = (
   'joining',
   'liars',
   'unequal_data',
-  'models',
+  'accuracies',
   'beyond',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')

@@ -64,6 +64,7 @@ def test_an_exported_model_has_the_same_bits_and_another_run_begins_with_it(
     )
     with safetensors.safe_open(out, 'np') as file:
       assert json.loads(file.metadata()['config']) == load.read(tmp_path / 'run').to_dict()
+    _scores_are_printed(tmp_path / 'run')
   else:
     arrays.export(out, params, {})
   named = safetensors.load_file(out)
@@ -78,6 +79,17 @@ def test_an_exported_model_has_the_same_bits_and_another_run_begins_with_it(
     _same(assembled.task.init(0), params)
   without = dataclasses.replace(config.train, init_from='')
   assert build.assemble(dataclasses.replace(config, train=without)).agreement != assembled.agreement
+
+
+def _scores_are_printed(run: pathlib.Path) -> None:
+  done = diloco('evaluate', f'--workdir={run}', '--suite', '--batches=4')
+  assert (done.returncode, done.stderr) == (0, '')
+  table = [line.split() for line in done.stdout.splitlines()[1:]]
+  kinds = ['next_token', 'continuation', 'brackets', 'indentation', 'mean']
+  assert [row[0] for row in table] == kinds and table[0][-1] == '32'  # 4 batches of 8 windows
+  percents = [float(row[1]) for row in table]
+  assert percents[-1] == pytest.approx(np.mean(percents[:-1]), abs=0.011)
+  assert all(0 <= float(row[2]) <= 50 for row in table)
 
 
 def test_arrays_of_another_model_are_refused_by_name(config, tmp_path):
@@ -112,6 +124,19 @@ def test_a_run_keeps_its_tokenizer(config, tmp_path):
   load.write(moved, found)
   with pytest.raises(ValueError, match='is not the tokenizer of the run in .*moved'):
     load.write(moved, config)
+
+
+@pytest.mark.full
+def test_a_task_without_a_suite_is_refused(config, tmp_path):
+  (tmp_path / 'own.py').write_text(
+    'import dataclasses\n\nfrom diloco_jax.train import decoder\n\n\ndef task(config):\n'
+    '  made = decoder.task(config.model, config.data)\n'
+    '  return dataclasses.replace(made, suite=None)\n'
+  )
+  config.task = f'{tmp_path / "own.py"}:task'
+  load.write(tmp_path / 'run', config)
+  done = diloco('evaluate', f'--workdir={tmp_path / "run"}', '--suite')
+  assert done.returncode == cli.NEVER_RETRY and 'has no `suite` and `logits`' in done.stderr
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """The example that reads an image in front of its caption: its digits, its model, its config."""
 
+import dataclasses
 import doctest
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from diloco_jax.config import build, load, run_config
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
-from diloco_jax.train import decoder
+from diloco_jax.train import decoder, evaluate
 from diloco_jax.train import island as island_lib
 from experiments.examples import digits_vlm
 
@@ -121,6 +122,26 @@ def test_shards_share_no_image():
   first, again = (data_lib.eval_batches(loaded, config) for _ in range(2))
   assert [one['text'].shape for one in first] == [(32, 27)] * 2
   np.testing.assert_array_equal(first[1]['image'], again[1]['image'])
+
+
+def test_the_suite_asks_which_digit_a_held_out_image_shows(model, data):
+  held_out = digits_vlm.load().held_out(L)
+  images_NxSxS = np.stack([held_out[index]['image'] for index in range(360)])
+  texts = [held_out[index]['text'].tobytes()[1:] for index in range(360)]
+
+  def knows(texts_NxL, inputs):  # the caption of each held-out image
+    same_BxN = (inputs['image'][:, None] == images_NxSxS[None]).all(axis=(2, 3))
+    return 30 * jax.nn.one_hot(texts_NxL[same_BxN.argmax(axis=1)], 256)
+
+  task = dataclasses.replace(_task(model, data), logits=knows)
+  texts_NxL = np.array([list(text) for text in texts])
+  found = evaluate.scores(task, texts_NxL, task.suite(400))['digits']
+  assert (found.percent, found.error, len(found.right_N)) == (100, 0, 360)
+  others = evaluate.scores(task, np.roll(texts_NxL, 1, axis=0), task.suite(400))['digits']
+  digits = [text.split()[1] for text in texts]
+  alike = np.mean([one == other for one, other in zip(digits, np.roll(digits, 1))])
+  assert others.percent == pytest.approx(100 * alike)
+  assert len(task.suite(5)['digits'].right_N) == 5
 
 
 def test_errors_are_one_clear_line(monkeypatch):

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import jax
+import numpy as np
 from absl import flags
 
-from diloco_jax.config import run_config
+from diloco_jax.config import build, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
+from diloco_jax.train import evaluate
 from diloco_jax.verification.virtual import conditions, virtual
 
 # The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
@@ -39,6 +42,7 @@ class Arm:
     where: hardware, network and faults of a virtual run.
     against: the arm that its loss is compared with, of the same seed; '' for none.
     tokens: trained by all learners; 0: those of M learners in T steps.
+    suite: whether the model is asked the questions of its suite at the end.
     narrow: learners that are asked for narrow payloads (sync.codec_up_slow), whatever their links.
   """
 
@@ -50,6 +54,7 @@ class Arm:
   against: str = ''
   tokens: int = 0
   narrow: tuple[str, ...] = ()
+  suite: bool = False
 
   @property
   def key(self) -> str:
@@ -59,7 +64,7 @@ class Arm:
     if self.kind == 'alone':
       del config['sync']
       where = {}
-    spec = [self.kind, config, where, self.tokens, self.narrow]
+    spec = [self.kind, config, where, self.tokens, self.narrow, *(['suite'] if self.suite else [])]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
   @property
@@ -126,9 +131,13 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
     'tokens': result.tokens,
     'steps': result.config.train.steps,
     'seconds': round(result.seconds, 1),
-    'theta_sha256': result.theta_sha256,
+    'theta_sha256': result.theta_sha256 or _sha256(result.params),
     'curve': [dataclasses.asdict(point) for point in result.curve],
   }
+  if arm.suite:
+    task = build.make_task(result.config)
+    scores = evaluate.scores(task, result.params, task.suite(evaluate.SUITE_EXAMPLES))
+    row['right'] = {name: score.right_N.round(4).tolist() for name, score in scores.items()}
   if not result.merges:
     return row
   waits = result.waits
@@ -149,6 +158,12 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
     'down_bytes': result.down_bytes,
     'time': result.time,
   }
+
+
+def _sha256(params: Any) -> str:
+  """Of every bit of a model; '' if there is none."""
+  leaves = jax.tree.leaves(params)
+  return hashlib.sha256(b''.join(map(np.ascontiguousarray, leaves))).hexdigest() if leaves else ''
 
 
 def when_due(result: virtual.Result) -> float:

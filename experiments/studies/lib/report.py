@@ -42,6 +42,8 @@ def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathli
     writer.writeheader()
     writer.writerows(row for _, row in rows)
   text = table(study, rows)
+  if study.tables is not None:
+    text += '\n' + study.tables([row for _, row in rows])
   (out / f'{study.name}.md').write_text(text, 'utf-8')
   _plot(study, rows, out / f'{study.name}.png')
   return text

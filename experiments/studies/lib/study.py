@@ -53,11 +53,13 @@ class Study:
     title: the question, in a line.
     plan: (quick, book) -> the arms that are known now. More may follow from the rows of these, for
       example other seeds of the best rate.
+    tables: its rows -> more tables; None: there are no others.
   """
 
   name: str
   title: str
   plan: Callable[[bool, Book], list[arms.Arm]]
+  tables: Callable[[Sequence[Row]], str] | None = None
 
   def missing(self, quick: bool, book: Book) -> list[arms.Arm]:
     """The arms that are known now and have not run, each once."""
