@@ -9,14 +9,19 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import jax
 from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.numerics import outer
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 from diloco_jax.verification.virtual import conditions, virtual
+from experiments.studies.lib import delayed
+
+outer.OUTERS['delayed_nesterov'] = delayed.delayed_nesterov  # in each process of a pool
 
 # The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
 USUAL = {
@@ -126,7 +131,7 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
     'tokens': result.tokens,
     'steps': result.config.train.steps,
     'seconds': round(result.seconds, 1),
-    'theta_sha256': result.theta_sha256,
+    'theta_sha256': result.theta_sha256 or _sha256(result.params),
     'curve': [dataclasses.asdict(point) for point in result.curve],
   }
   if not result.merges:
@@ -149,6 +154,12 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
     'down_bytes': result.down_bytes,
     'time': result.time,
   }
+
+
+def _sha256(params: Any) -> str:
+  """Of every bit of a model; '' without one."""
+  leaves = jax.tree.leaves(params)
+  return hashlib.sha256(b''.join(leaf.tobytes() for leaf in leaves)).hexdigest() if leaves else ''
 
 
 def when_due(result: virtual.Result) -> float:
@@ -232,6 +243,17 @@ def decoupled(
     **sync,
   )
   return Arm(study=study, name=name, config=config, where=where or dict(USUAL), against=against)
+
+
+def with_method(config: run_config.Config, method: str) -> run_config.Config:
+  """Makes the config of Decoupled DiLoCo that of another method: 'streaming', or 'diloco' (in lock
+  step). Any other name changes nothing."""
+  sync = config.sync
+  if method == 'streaming':
+    sync.quorum, sync.max_lag = sync.learners, sync.overlap
+  elif method == 'diloco':
+    sync.quorum, sync.fragments, sync.overlap = sync.learners, 1, 0
+  return config
 
 
 def data_parallel(arm: Arm, name: str, rate: float | None = None) -> Arm:

@@ -1,0 +1,152 @@
+"""The trend of the gap against the size, its extrapolation, and the picture."""
+
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+import scipy.stats
+
+FAR = 1e9  # parameters
+# Loss A N^alpha of N parameters, 35M to 2.4B, 20 tokens for each (Charles et al., arXiv
+# 2503.09799): of data-parallel training (1), and of M learners of DiLoCo.
+LAW = {1: (18.129, -0.0953), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
+PUBLISHED = (  # parameters, gap, marker, what
+  (1.5e8, math.log(15.02) / math.log(15.30) - 1, 'v', 'DiLoCo, M=8, log-perplexity'),
+  (1e9, 2.48 / 2.49 - 1, '^', 'Streaming DiLoCo, loss'),
+  (5e9, 1 - 69.8 / 70.1, '*', 'Decoupled DiLoCo, M=8, share of text score'),
+)
+
+
+class Result(NamedTuple):
+  """A case that has run: its rate and the baseline's, and the losses of both for each seed."""
+
+  case: Any
+  parameters: int
+  rates: list[float]
+  losses: list[tuple[float, float]]
+
+  @property
+  def gaps(self) -> list[float]:
+    """By what share the loss is higher than the baseline's."""
+    return [mine / base - 1 for mine, base in self.losses]
+
+  @property
+  def error(self) -> float:
+    """Standard error of the mean gap; 0: one seed has none."""
+    return statistics.stdev(self.gaps) / len(self.gaps) ** 0.5 if self.gaps[1:] else 0.0
+
+
+class Trend(NamedTuple):
+  """A least-squares line of ln(1 + gap) against ln N, as of a quotient of two power laws."""
+
+  level: float  # at `center`
+  slope: float
+  center: float  # the mean of ln N
+  spread: float  # the sum of squares around it
+  runs: int
+  error: float  # the half width of the 95 % interval of a line of spread 1 and one run
+
+  def at(self, parameters: float) -> tuple[float, float, float]:
+    """The gap at so many parameters, with the ends of the 95 % interval of the line."""
+    x = math.log(parameters) - self.center
+    half = self.error * (1 / self.runs + x**2 / self.spread) ** 0.5
+    middle = self.level + self.slope * x
+    return tuple(math.expm1(one) for one in (middle, middle - half, middle + half))
+
+  @property
+  def decade(self) -> tuple[float, float, float]:
+    """By how much the gap changes with ten times the parameters, with the ends of its interval."""
+    half = self.error / self.spread**0.5
+    ends = self.slope, self.slope - half, self.slope + half
+    return tuple(math.expm1(math.log(10) * one) for one in ends)
+
+
+def trend(results: Sequence[Result]) -> Trend | None:
+  """Of all single gaps; None: fewer than two sizes or three runs."""
+  points = [(math.log(one.parameters), math.log1p(gap)) for one in results for gap in one.gaps]
+  runs = len(points)
+  if runs < 3 or len({x for x, _ in points}) < 2:
+    return None
+  x, y = np.array(points).T
+  center, spread = x.mean(), x.var() * runs
+  slope = (x - center) @ y / spread
+  noise = np.std(y - slope * x) * (runs / (runs - 2)) ** 0.5
+  error = noise * scipy.stats.t.ppf(0.975, runs - 2)
+  return Trend(*map(float, (y.mean(), slope, center, spread)), runs, float(error))
+
+
+def law(learners: int, parameters: float) -> float:
+  """The gap of DiLoCo in lock step by the published scaling law."""
+  (base, fall), (level, steeper) = LAW[1], LAW[learners]
+  return level / base * parameters ** (steeper - fall) - 1
+
+
+def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
+  """Draws OUT/scale.png; returns the tables of gaps and trends in Markdown."""
+  of, groups = {one.case: one for one in results}, {}
+  rows = [
+    '| case | rates | loss | baseline | behind | seeds | against lock step |',
+    '|---|---|---|---|---|---|---|',
+  ]
+  for one in results:
+    groups.setdefault(one.case._replace(size=''), []).append(one)
+    mine, base = map(statistics.mean, zip(*one.losses, strict=True))
+    gaps = ', '.join(f'{gap:+.2%}' for gap in one.gaps)
+    lock_step = of.get(one.case._replace(method='diloco'), one).losses
+    pairs = zip(one.losses, lock_step, strict=False)
+    other = statistics.mean(here / there - 1 for (here, _), (there, _) in pairs)
+    rates = ', '.join(f'{rate:g}' for rate in one.rates)
+    rows.append(
+      f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {statistics.mean(one.gaps):+.2%} '
+      f'± {one.error:.2%} | {gaps} | {other:+.2%} |'
+    )
+  rows += ['', '| trend | runs | ten times the parameters | at 1B |', '|---|---|---|---|']
+  lines = {case: line for case, members in groups.items() if (line := trend(members))}
+  for case, line in lines.items():
+    ends = ('{:+.2%} ({:+.2%} to {:+.2%})'.format(*one) for one in (line.decade, line.at(FAR)))
+    sizes = ' '.join(one.case.size for one in groups[case])
+    rows.append(f'| {sizes}{case} | {line.runs} | {" | ".join(ends)} |')
+  _draw({case: groups[case] for case in groups if case.method == 'decoupled'}, out / 'scale.png')
+  return '\n'.join([*rows, ''])
+
+
+def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
+  """The gaps of Decoupled DiLoCo: a panel for each number of tokens and of learners."""
+  panels = sorted({(case.learners, case.ratio) for case in groups}) or [(4, 0)]
+  figure = matplotlib.figure.Figure(figsize=(5.5 * len(panels), 5), layout='constrained')
+  grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+  for axes, (learners, ratio) in zip(grid, panels, strict=True):
+    for case, members in groups.items():
+      if (case.learners, case.ratio) == (learners, ratio):
+        _series(axes, members, {'muon': 'tab:blue'}.get(case.optimizer, 'tab:orange'))
+    for low, high, style in ((6e4, 35e6, ':'), (35e6, 2.4e9, '--')):
+      gaps = [100 * law(learners, one) for one in (low, high)]
+      label = f'scaling law of DiLoCo, M={learners}' if style == '--' else None
+      axes.plot((low, high), gaps, style, color='0.3', label=label)
+    for x, gap, marker, what in PUBLISHED:
+      axes.plot(x, 100 * gap, marker, color='0.3', label=what)
+    title = f'Decoupled, M={learners}, {ratio} tokens for each parameter'
+    axes.set(xscale='log', xlabel='parameters', title=title)
+    axes.axhline(0, color='0.7', linewidth=0.8)
+    axes.legend(fontsize=7)
+  grid[0].set_ylabel('behind data-parallel training, %')
+  figure.savefig(path, dpi=100)
+
+
+def _series(axes: matplotlib.axes.Axes, members: list[Result], color: str) -> None:
+  sizes = [one.parameters for one in members]
+  means = [100 * statistics.mean(one.gaps) for one in members]
+  errors = [100 * one.error for one in members]
+  name = f'{members[0].case.optimizer}: mean and standard error'
+  axes.errorbar(sizes, means, errors, fmt='o', color=color, capsize=3, label=name)
+  if line := trend(members):
+    for low, high, style in ((min(sizes), max(sizes), '-'), (max(sizes), FAR, ':')):
+      x = np.geomspace(low, high)
+      middle, *ends = (100 * np.array([line.at(one) for one in x])).T
+      axes.plot(x, middle, style, color=color)
+      axes.fill_between(x, *ends, color=color, alpha=0.12, linewidth=0)
