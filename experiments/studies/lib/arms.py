@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -87,6 +88,12 @@ def get_ready() -> None:
 
 def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
   """Runs an arm; returns its row: plain values for JSON."""
+  begun = time.process_time()
+  row = _run(arm, progress)
+  return row | {'cpu_seconds': round(time.process_time() - begun, 1)}
+
+
+def _run(arm: Arm, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
   if arm.kind == 'alone':
     return _row(arm, virtual.alone(arm.config, progress))
   tokens = arm.tokens or tokens_per_step(arm.config) * arm.config.train.steps

@@ -26,6 +26,7 @@ COLUMNS = (
   'up_bytes',
   'down_bytes',
   'seconds',
+  'cpu_seconds',
   'theta_sha256',
 )
 

@@ -140,11 +140,12 @@ def stages(quick: bool) -> Iterator[dict[Case, int]]:
   if quick:
     yield from (cases(size, QUICK, seeds=1) for size in ('13k', '30k', SMALL))
     return
+  yield cases(SMALL, SHORT, MUON, PAIR)
+  yield cases(MIDDLE, SHORT, MUON, PAIR)
   yield cases(SMALL, SHORT, BOTH, FIRST)
-  yield cases(MIDDLE, SHORT, MUON, FIRST)
-  yield cases(SMALL, LONG, BOTH, FIRST)
   yield cases(MIDDLE, SHORT, BOTH, FIRST)
   yield cases('0.9M', SHORT, MUON, PAIR, 1)
+  yield cases(SMALL, LONG, BOTH, FIRST)
   yield cases(MIDDLE, LONG, MUON, PAIR)
   yield cases(SMALL, SHORT, MUON) | cases(MIDDLE, SHORT, MUON)
   yield cases('0.9M', LONG, MUON, PAIR, 1)

@@ -118,23 +118,24 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
 def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
   """The gaps of Decoupled DiLoCo: a panel for each number of tokens and of learners."""
   panels = sorted({(case.learners, case.ratio) for case in groups}) or [(4, 0)]
-  figure = matplotlib.figure.Figure(figsize=(5.5 * len(panels), 5), layout='constrained')
-  grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-  for axes, (learners, ratio) in zip(grid, panels, strict=True):
+  high, wide = -(-len(panels) // 2), min(2, len(panels))
+  figure = matplotlib.figure.Figure(figsize=(6 * wide, 4.5 * high), layout='constrained')
+  grid = figure.subplots(high, wide, sharey=True, squeeze=False).flat
+  for axes, (learners, ratio) in zip(grid, panels, strict=False):
     for case, members in groups.items():
       if (case.learners, case.ratio) == (learners, ratio):
         _series(axes, members, {'muon': 'tab:blue'}.get(case.optimizer, 'tab:orange'))
-    for low, high, style in ((6e4, 35e6, ':'), (35e6, 2.4e9, '--')):
-      gaps = [100 * law(learners, one) for one in (low, high)]
+    for begin, end, style in ((6e4, 35e6, ':'), (35e6, 2.4e9, '--')):
+      gaps = [100 * law(learners, one) for one in (begin, end)]
       label = f'scaling law of DiLoCo, M={learners}' if style == '--' else None
-      axes.plot((low, high), gaps, style, color='0.3', label=label)
+      axes.plot((begin, end), gaps, style, color='0.3', label=label)
     for x, gap, marker, what in PUBLISHED:
       axes.plot(x, 100 * gap, marker, color='0.3', label=what)
     title = f'Decoupled, M={learners}, {ratio} tokens for each parameter'
     axes.set(xscale='log', xlabel='parameters', title=title)
     axes.axhline(0, color='0.7', linewidth=0.8)
     axes.legend(fontsize=7)
-  grid[0].set_ylabel('behind data-parallel training, %')
+  figure.supylabel('behind data-parallel training, %')
   figure.savefig(path, dpi=100)
 
 
