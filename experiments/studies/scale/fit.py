@@ -101,9 +101,9 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
     pairs = zip(one.losses, lock_step, strict=False)
     other = statistics.mean(here / there - 1 for (here, _), (there, _) in pairs)
     rates = ', '.join(f'{rate:g}' for rate in one.rates)
+    behind = f'{statistics.mean(one.gaps):+.2%}' + f' ± {one.error:.2%}' * (one.error > 0)
     rows.append(
-      f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {statistics.mean(one.gaps):+.2%} '
-      f'± {one.error:.2%} | {gaps} | {other:+.2%} |'
+      f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other:+.2%} |'
     )
   rows += ['', '| trend | runs | ten times the parameters | at 1B |', '|---|---|---|---|']
   lines = {case: line for case, members in groups.items() if (line := trend(members))}
@@ -121,6 +121,7 @@ def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
   high, wide = -(-len(panels) // 2), min(2, len(panels))
   figure = matplotlib.figure.Figure(figsize=(6 * wide, 4.5 * high), layout='constrained')
   grid = figure.subplots(high, wide, sharey=True, squeeze=False).flat
+  top = max((gap for members in groups.values() for one in members for gap in one.gaps), default=0)
   for axes, (learners, ratio) in zip(grid, panels, strict=False):
     for case, members in groups.items():
       if (case.learners, case.ratio) == (learners, ratio):
@@ -132,7 +133,7 @@ def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
     for x, gap, marker, what in PUBLISHED:
       axes.plot(x, 100 * gap, marker, color='0.3', label=what)
     title = f'Decoupled, M={learners}, {ratio} tokens for each parameter'
-    axes.set(xscale='log', xlabel='parameters', title=title)
+    axes.set(xscale='log', xlabel='parameters', title=title, ylim=(-2, max(9, 120 * top)))
     axes.axhline(0, color='0.7', linewidth=0.8)
     axes.legend(fontsize=7)
   figure.supylabel('behind data-parallel training, %')
