@@ -133,10 +133,10 @@ def test_a_report_of_a_part_of_the_grid(cheap_keys, tmp_path):
   """A study that was interrupted reports what it has."""
   book = study_lib.Book()
   report.write(scale.STUDY, False, book, tmp_path)
-  for arm in scale.STUDY.missing(False, book)[:5]:
+  for arm in scale.STUDY.missing(False, book)[:3]:
     book.add({'key': arm.key, 'study': 'scale', 'seed': arm.seed, 'loss': 2.0, 'curve': []})
   text = report.write(scale.STUDY, False, book, tmp_path)
-  assert text.count('| 63k x5') == 5
+  assert text.count('| 63k x5') == 3
 
 
 @pytest.mark.full
