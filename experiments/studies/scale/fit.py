@@ -41,43 +41,20 @@ class Result(NamedTuple):
     return statistics.stdev(self.gaps) / len(self.gaps) ** 0.5 if self.gaps[1:] else 0.0
 
 
-class Trend(NamedTuple):
-  """A least-squares line of ln(1 + gap) against ln N, as of a quotient of two power laws."""
-
-  level: float  # at `center`
-  slope: float
-  center: float  # the mean of ln N
-  spread: float  # the sum of squares around it
-  runs: int
-  error: float  # the half width of the 95 % interval of a line of spread 1 and one run
-
-  def at(self, parameters: float) -> tuple[float, float, float]:
-    """The gap at so many parameters, with the ends of the 95 % interval of the line."""
-    x = math.log(parameters) - self.center
-    half = self.error * (1 / self.runs + x**2 / self.spread) ** 0.5
-    middle = self.level + self.slope * x
-    return tuple(math.expm1(one) for one in (middle, middle - half, middle + half))
-
-  @property
-  def decade(self) -> tuple[float, float, float]:
-    """By how much the gap changes with ten times the parameters, with the ends of its interval."""
-    half = self.error / self.spread**0.5
-    ends = self.slope, self.slope - half, self.slope + half
-    return tuple(math.expm1(math.log(10) * one) for one in ends)
-
-
-def trend(results: Sequence[Result]) -> Trend | None:
-  """Of all single gaps; None: fewer than two sizes or three runs."""
-  points = [(math.log(one.parameters), math.log1p(gap)) for one in results for gap in one.gaps]
-  runs = len(points)
-  if runs < 3 or len({x for x, _ in points}) < 2:
+def trend(results: Sequence[Result], at: float = FAR) -> tuple[list[float], list[float]] | None:
+  """A least-squares line of ln(1 + gap) against ln N through all single gaps, as of a quotient of
+  two power laws: the gap at `at` parameters, and its change with ten times the parameters, each
+  with the ends of its 95 % interval. None: fewer than two sizes or three runs."""
+  points = [(math.log(one.parameters / at), math.log1p(gap)) for one in results for gap in one.gaps]
+  if len(points) < 3 or len({x for x, _ in points}) < 2:
     return None
-  x, y = np.array(points).T
-  center, spread = x.mean(), x.var() * runs
-  slope = (x - center) @ y / spread
-  noise = np.std(y - slope * x) * (runs / (runs - 2)) ** 0.5
-  error = noise * scipy.stats.t.ppf(0.975, runs - 2)
-  return Trend(*map(float, (y.mean(), slope, center, spread)), runs, float(error))
+  line = scipy.stats.linregress(*np.array(points).T)
+  wide = scipy.stats.t.ppf(0.975, len(points) - 2)
+  ends = lambda value, error: [math.expm1(value + k * wide * error) for k in (0, -1, 1)]
+  decade = math.log(10)
+  return ends(line.intercept, line.intercept_stderr), ends(
+    decade * line.slope, decade * line.stderr
+  )
 
 
 def law(learners: int, parameters: float) -> float:
@@ -106,11 +83,12 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
       f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other:+.2%} |'
     )
   rows += ['', '| trend | runs | ten times the parameters | at 1B |', '|---|---|---|---|']
-  lines = {case: line for case, members in groups.items() if (line := trend(members))}
-  for case, line in lines.items():
-    ends = ('{:+.2%} ({:+.2%} to {:+.2%})'.format(*one) for one in (line.decade, line.at(FAR)))
-    sizes = ' '.join(one.case.size for one in groups[case])
-    rows.append(f'| {sizes}{case} | {line.runs} | {" | ".join(ends)} |')
+  for case, members in groups.items():
+    if found := trend(members):
+      far, decade = ('{:+.2%} ({:+.2%} to {:+.2%})'.format(*one) for one in found)
+      sizes = ' '.join(one.case.size for one in members)
+      runs = sum(len(one.gaps) for one in members)
+      rows.append(f'| {sizes}{case} | {runs} | {decade} | {far} |')
   _draw({case: groups[case] for case in groups if case.method == 'decoupled'}, out / 'scale.png')
   return '\n'.join([*rows, ''])
 
@@ -146,9 +124,9 @@ def _series(axes: matplotlib.axes.Axes, members: list[Result], color: str) -> No
   errors = [100 * one.error for one in members]
   name = f'{members[0].case.optimizer}: mean and standard error'
   axes.errorbar(sizes, means, errors, fmt='o', color=color, capsize=3, label=name)
-  if line := trend(members):
-    for low, high, style in ((min(sizes), max(sizes), '-'), (max(sizes), FAR, ':')):
-      x = np.geomspace(low, high)
-      middle, *ends = (100 * np.array([line.at(one) for one in x])).T
+  if trend(members) is not None:
+    for begin, end, style in ((min(sizes), max(sizes), '-'), (max(sizes), FAR, ':')):
+      x = np.geomspace(begin, end)
+      middle, low, high = 100 * np.array([trend(members, one)[0] for one in x]).T
       axes.plot(x, middle, style, color=color)
-      axes.fill_between(x, *ends, color=color, alpha=0.12, linewidth=0)
+      axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
