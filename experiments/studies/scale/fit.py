@@ -74,14 +74,13 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
     groups.setdefault(one.case._replace(size=''), []).append(one)
     mine, base = map(statistics.mean, zip(*one.losses, strict=True))
     gaps = ', '.join(f'{gap:+.2%}' for gap in one.gaps)
-    lock_step = of.get(one.case._replace(method='diloco'), one).losses
-    pairs = zip(one.losses, lock_step, strict=False)
-    other = statistics.mean(here / there - 1 for (here, _), (there, _) in pairs)
+    lock_step = of.get(one.case._replace(method='diloco'))
+    pairs = zip(one.losses, lock_step.losses if lock_step else (), strict=False)
+    others = [here / there - 1 for (here, _), (there, _) in pairs]
+    other = f'{statistics.mean(others):+.2%}' if others else ''
     rates = ', '.join(f'{rate:g}' for rate in one.rates)
     behind = f'{statistics.mean(one.gaps):+.2%}' + f' ± {one.error:.2%}' * (one.error > 0)
-    rows.append(
-      f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other:+.2%} |'
-    )
+    rows.append(f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other} |')
   rows += ['', '| trend | runs | ten times the parameters | at 1B |', '|---|---|---|---|']
   for case, members in groups.items():
     if found := trend(members):
