@@ -115,6 +115,14 @@ def test_the_trend_of_two_power_laws_is_their_quotient(whole, tmp_path):
   assert f'{fit.law(4, fit.FAR):+.2%}' in text and (tmp_path / 'scale.png').stat().st_size
 
 
+def test_a_power_law_of_the_gap_is_found_and_none_of_a_gap_below_zero():
+  make = lambda size, gap: fit.Result(case(), size, [0.0, 0.0], [(2 * (1 + gap), 2.0)] * 2)
+  found = [make(size, 0.08 * (size / 1e5) ** -0.25) for size in (1e5, 1e6)]
+  far, decade = fit.trend(found, power=True)
+  assert far == pytest.approx([0.008] * 3) and decade == pytest.approx([10**-0.25 - 1] * 3)
+  assert fit.trend([*found, make(1e7, -0.01)], power=True) is None
+
+
 def test_the_interval_holds_the_true_gap_in_19_of_20_fits():
   """Of 400 fits with noise of 0.5 points, the interval at 1B covers in 91 to 98 of 100."""
   rng, covered = np.random.default_rng(0), 0

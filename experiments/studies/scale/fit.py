@@ -41,20 +41,28 @@ class Result(NamedTuple):
     return statistics.stdev(self.gaps) / len(self.gaps) ** 0.5 if self.gaps[1:] else 0.0
 
 
-def trend(results: Sequence[Result], at: float = FAR) -> tuple[list[float], list[float]] | None:
-  """A least-squares line of ln(1 + gap) against ln N through all single gaps, as of a quotient of
-  two power laws: the gap at `at` parameters, and its change with ten times the parameters, each
-  with the ends of its 95 % interval. None: fewer than two sizes or three runs."""
-  points = [(math.log(one.parameters / at), math.log1p(gap)) for one in results for gap in one.gaps]
-  if len(points) < 3 or len({x for x, _ in points}) < 2:
+def trend(
+  results: Sequence[Result], at: float = FAR, power: bool = False
+) -> tuple[list[float], list[float]] | None:
+  """A least-squares line against ln N through all single gaps: the gap at `at` parameters, and its
+  change with ten times the parameters, each with the ends of its 95 % interval.
+
+  The line is of ln(1 + gap), as of a quotient of two power laws of the loss, and changes its sign
+  somewhere. power: of ln(gap), a power law of the gap itself, and never does; its change is a share
+  of the gap. None: fewer than two sizes or three runs, or the logarithm of a gap below zero.
+  """
+  gaps = [(one.parameters, gap) for one in results for gap in one.gaps]
+  if (
+    len(gaps) < 3
+    or len({size for size, _ in gaps}) < 2
+    or (power and min(gap for _, gap in gaps) <= 0)
+  ):
     return None
-  line = scipy.stats.linregress(*np.array(points).T)
-  wide = scipy.stats.t.ppf(0.975, len(points) - 2)
-  ends = lambda value, error: [math.expm1(value + k * wide * error) for k in (0, -1, 1)]
-  decade = math.log(10)
-  return ends(line.intercept, line.intercept_stderr), ends(
-    decade * line.slope, decade * line.stderr
-  )
+  ln, exp = (math.log, math.exp) if power else (math.log1p, math.expm1)
+  x, y = zip(*((math.log(size / at), ln(gap)) for size, gap in gaps), strict=True)
+  line, wide = scipy.stats.linregress(x, y), scipy.stats.t.ppf(0.975, len(x) - 2)
+  far = [exp(line.intercept + k * wide * line.intercept_stderr) for k in (0, -1, 1)]
+  return far, [10 ** (line.slope + k * wide * line.stderr) - 1 for k in (0, -1, 1)]
 
 
 def law(learners: int, parameters: float) -> float:
@@ -81,13 +89,17 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
     rates = ', '.join(f'{rate:g}' for rate in one.rates)
     behind = f'{statistics.mean(one.gaps):+.2%}' + f' ± {one.error:.2%}' * (one.error > 0)
     rows.append(f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other} |')
-  rows += ['', '| trend | runs | ten times the parameters | at 1B |', '|---|---|---|---|']
+  rows += ['', '| trend | runs | ten times the parameters | at 1B | at 1B, power law of the gap |']
+  rows += ['|---|---|---|---|---|']
+  show = '{:+.2%} ({:+.2%} to {:+.2%})'.format
   for case, members in groups.items():
     if found := trend(members):
-      far, decade = ('{:+.2%} ({:+.2%} to {:+.2%})'.format(*one) for one in found)
+      far, decade = (show(*one) for one in found)
+      law_of_gap = trend(members, power=True)
+      power = show(*law_of_gap[0]) if law_of_gap else ''
       sizes = ' '.join(one.case.size for one in members)
       runs = sum(len(one.gaps) for one in members)
-      rows.append(f'| {sizes}{case} | {runs} | {decade} | {far} |')
+      rows.append(f'| {sizes}{case} | {runs} | {decade} | {far} | {power} |')
   _draw({case: groups[case] for case in groups if case.method == 'decoupled'}, out / 'scale.png')
   return '\n'.join([*rows, ''])
 
@@ -123,9 +135,13 @@ def _series(axes: matplotlib.axes.Axes, members: list[Result], color: str) -> No
   errors = [100 * one.error for one in members]
   name = f'{members[0].case.optimizer}: mean and standard error'
   axes.errorbar(sizes, means, errors, fmt='o', color=color, capsize=3, label=name)
-  if trend(members) is not None:
-    for begin, end, style in ((min(sizes), max(sizes), '-'), (max(sizes), FAR, ':')):
+  for power in (False, True):
+    for begin, end, style in (
+      (min(sizes), max(sizes), '-'),
+      (max(sizes), FAR, '-.' if power else ':'),
+    ):
       x = np.geomspace(begin, end)
-      middle, low, high = 100 * np.array([trend(members, one)[0] for one in x]).T
-      axes.plot(x, middle, style, color=color)
-      axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+      if found := [trend(members, one, power) for one in x if trend(members, one, power)]:
+        middle, low, high = 100 * np.array([far for far, _ in found]).T
+        axes.plot(x, middle, style, color=color)
+        axes.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
