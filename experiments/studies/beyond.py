@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from diloco_jax.numerics import outer
 from diloco_jax.verification.virtual import conditions
-from experiments.studies.lib import arms, delayed
+from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
 STEPS = 500
-outer.OUTERS['delayed_nesterov'] = delayed.delayed_nesterov
 PLAIN = "the paper's rules"
 ARMS: dict[str, dict[str, Any]] = {
   PLAIN: {},

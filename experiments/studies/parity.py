@@ -24,17 +24,11 @@ METHODS = ('data-parallel', 'decoupled', 'lone', 'streaming', 'diloco')
 def config(method: str, optimizer: str, rate: float, seed: int, quick: bool) -> run_config.Config:
   """The config of a method with the tokens of four learners; a lone learner has a quarter."""
   made = arms.small(optimizer, rate, steps=300 if quick else 1000, seed=seed)
-  sync = made.sync
-  match method:
-    case 'data-parallel':
-      made = virtual.data_parallel(made)
-    case 'lone':
-      sync.learners = made.data.shards = 1
-    case 'streaming':
-      sync.quorum, sync.max_lag = sync.learners, sync.overlap
-    case 'diloco':
-      sync.quorum, sync.fragments, sync.overlap = sync.learners, 1, 0
-  return made
+  if method == 'data-parallel':
+    return virtual.data_parallel(made)
+  if method == 'lone':
+    made.sync.learners = made.data.shards = 1
+  return arms.with_method(made, method)
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:

@@ -40,10 +40,13 @@ STUDIES = (
   'unequal_data',
   'accuracies',
   'beyond',
+  'scale',
+  'scale.closing',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
 _QUICK = flags.DEFINE_bool('quick', False, 'short: fewer arms, a third of the steps, one seed')
 _OUT = flags.DEFINE_string('out', '', 'folder; default runs/studies, with --quick runs/quick')
+_REPORT = flags.DEFINE_bool('report', False, 'run nothing: report on the arms that have run')
 _JOBS = flags.DEFINE_integer('jobs', 2, 'processes, each with one thread', lower_bound=1)
 
 
@@ -55,6 +58,10 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'there is no study {unknown[0]!r}; use some of: {", ".join(STUDIES)}')
   out = pathlib.Path(_OUT.value or ('runs/quick' if _QUICK.value else 'runs/studies'))
   out.mkdir(parents=True, exist_ok=True)
+  if _REPORT.value:
+    for name in _STUDY.value:
+      print(report.write(load(name), _QUICK.value, study_lib.Book(out / 'rows.jsonl'), out))
+    return
   with _pool(_JOBS.value, out / 'cache') as pool:
     run([load(name) for name in _STUDY.value], out, quick=_QUICK.value, pool=pool)
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.numerics import outer
-from experiments.studies import beyond
-from experiments.studies.lib import delayed
+from experiments.studies.lib import arms, delayed
 
 
 def _run(tx, gradients):
@@ -51,6 +50,6 @@ def test_without_a_delay_it_is_nesterov(spread):
   'text', ['every=0', 'every=2.5', 'spread=1.5', 'momentum=1.0', 'learning_rate=0.0']
 )
 def test_arguments_outside_their_range_are_refused(text):
-  assert beyond.outer is outer  # which registers it
+  assert arms.outer is outer  # which registers it
   with pytest.raises(ValueError, match='every at least 1'):
     outer.make(f'delayed_nesterov({text})')

@@ -50,7 +50,16 @@ def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
 
 
 WHICH = [*((name, 0) for name in run.STUDIES), ('deaths', -1), ('joining', 1), ('unequal_data', -1)]
-ALIKE = ('headline', 'batch', 'learners', 'adopt', 'outer', 'timing')  # as parity's
+ALIKE = (  # as parity's
+  'headline',
+  'batch',
+  'learners',
+  'adopt',
+  'outer',
+  'timing',
+  'scale',
+  'scale.closing',
+)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +115,18 @@ def test_an_arm_with_a_suite_has_the_same_bits_and_answers_again(monkeypatch):
   assert arm.key != dataclasses.replace(arm, suite=False).key
 
 
+@pytest.mark.parametrize('kind', ['alone', 'train'])
+def test_two_runs_of_one_seed_end_with_the_same_bits(kind):
+  make = lambda seed: tiny(arms.decoupled('toy', 'a', True, seed=seed))
+  rows = []
+  for seed in (0, 0, 1):
+    arm = arms.data_parallel(make(seed), 'a') if kind == 'alone' else make(seed)
+    rows.append(arms.run(arm))
+  first, again, other = (row['theta_sha256'] for row in rows)
+  assert first == again != other and first
+  assert rows[0]['curve'] == rows[1]['curve'] and rows[0]['seconds'] >= 0
+
+
 def test_arms_of_two_seeds_have_schedules_of_their_own():
   rows = []
   for seed in (0, 1):
@@ -119,7 +140,8 @@ def test_arms_of_two_seeds_have_schedules_of_their_own():
 
 @pytest.mark.parametrize('name', run.STUDIES)
 def test_each_study_has_its_document(name):
-  assert f'--study={name}' in (DOCUMENTS / f'{name}.md').read_text('utf-8')
+  [document] = DOCUMENTS.rglob(f'{name.split(".")[-1]}.md')
+  assert f'--study={name}' in document.read_text('utf-8')
 
 
 def test_only_what_is_missing_runs(tmp_path):

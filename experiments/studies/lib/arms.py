@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,11 +16,15 @@ from absl import flags
 
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.numerics import outer
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 from diloco_jax.train import evaluate
 from diloco_jax.verification.virtual import conditions, virtual
+from experiments.studies.lib import delayed
+
+outer.OUTERS['delayed_nesterov'] = delayed.delayed_nesterov  # in each process of a pool
 
 # The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
 USUAL = {
@@ -87,6 +92,12 @@ def get_ready() -> None:
 
 def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
   """Runs an arm; returns its row: plain values for JSON."""
+  begun = time.process_time()
+  row = _run(arm, progress)
+  return row | {'cpu_seconds': round(time.process_time() - begun, 1)}
+
+
+def _run(arm: Arm, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
   if arm.kind == 'alone':
     return _row(arm, virtual.alone(arm.config, progress))
   tokens = arm.tokens or tokens_per_step(arm.config) * arm.config.train.steps
@@ -247,6 +258,17 @@ def decoupled(
     **sync,
   )
   return Arm(study=study, name=name, config=config, where=where or dict(USUAL), against=against)
+
+
+def with_method(config: run_config.Config, method: str) -> run_config.Config:
+  """Makes the config of Decoupled DiLoCo that of another method: 'streaming', or 'diloco' (in lock
+  step). Any other name changes nothing."""
+  sync = config.sync
+  if method == 'streaming':
+    sync.quorum, sync.max_lag = sync.learners, sync.overlap
+  elif method == 'diloco':
+    sync.quorum, sync.fragments, sync.overlap = sync.learners, 1, 0
+  return config
 
 
 def data_parallel(arm: Arm, name: str, rate: float | None = None) -> Arm:

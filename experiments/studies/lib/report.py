@@ -26,14 +26,15 @@ COLUMNS = (
   'up_bytes',
   'down_bytes',
   'seconds',
+  'cpu_seconds',
   'theta_sha256',
 )
 
 
 def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
-  """Writes OUT/NAME.csv, NAME.md and NAME.png; returns the table."""
+  """Writes OUT/NAME.csv, NAME.md and NAME.png, of the arms that have run; returns the table."""
   planned = {arm.key: arm for arm in study.plan(quick, book)}
-  rows = [(arm, book.row(arm)) for arm in planned.values()]
+  rows = [(arm, row) for arm in planned.values() if (row := book.row(arm))]
   found = {(arm.name, arm.seed): row for arm, row in rows}
   for arm, row in rows:
     row['arm'], row['behind'] = arm.name, behind(row, found.get((arm.against, arm.seed)))
@@ -42,10 +43,11 @@ def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathli
     writer.writeheader()
     writer.writerows(row for _, row in rows)
   text = table(study, rows)
-  if study.tables is not None:
-    text += '\n' + study.tables([row for _, row in rows])
+  if study.conclude is not None:
+    text += '\n' + study.conclude(quick, book, out)
+  else:
+    _plot(study, rows, out / f'{study.name}.png')
   (out / f'{study.name}.md').write_text(text, 'utf-8')
-  _plot(study, rows, out / f'{study.name}.png')
   return text
 
 

@@ -32,6 +32,9 @@ class Book:
       with self._path.open('a', encoding='utf-8') as file:
         file.write(json.dumps(row) + '\n')
 
+  def __len__(self) -> int:
+    return len(self._rows)
+
   def row(self, arm: arms.Arm) -> Row | None:
     """Of this arm with these settings; None: it has not run."""
     return self._rows.get(arm.key)
@@ -53,13 +56,13 @@ class Study:
     title: the question, in a line.
     plan: (quick, book) -> the arms that are known now. More may follow from the rows of these, for
       example other seeds of the best rate.
-    tables: its rows -> more tables; None: there are no others.
+    conclude: (quick, book, folder) -> a text below the table; it draws the study's plot itself.
   """
 
   name: str
   title: str
   plan: Callable[[bool, Book], list[arms.Arm]]
-  tables: Callable[[Sequence[Row]], str] | None = None
+  conclude: Callable[[bool, Book, pathlib.Path], str] | None = None
 
   def missing(self, quick: bool, book: Book) -> list[arms.Arm]:
     """The arms that are known now and have not run, each once."""

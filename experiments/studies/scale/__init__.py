@@ -1,0 +1,201 @@
+"""How the gap to data-parallel training changes as models grow (scale.md).
+
+Sizes train equally many tokens for each parameter, in global batches that grow with the root of the
+size. M learners share a global batch, so that all of them have one baseline.
+"""
+
+import functools
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from diloco_jax.train import config as train_config
+from diloco_jax.verification.virtual import virtual
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+from experiments.studies.scale import fit
+
+SIZES = {  # layers, width, hidden units of a block
+  '13k': (1, 24, 64),
+  '30k': (2, 32, 80),
+  '63k': (2, 48, 128),
+  '230k': (2, 96, 256),
+  '0.9M': (4, 144, 360),
+  '1.8M': (4, 192, 576),
+}
+SMALL, MIDDLE = '63k', '230k'  # whose best rates are searched
+LENGTH = 64  # bytes of a window
+SHORT, LONG, QUICK = 5, 20, 2  # trained tokens for each parameter
+RATES = (1.2e-2, 2.4e-2)  # the first ones of each search
+BASE = 'data-parallel', 1
+PAIR = (BASE, ('decoupled', 4))
+FIRST = (*PAIR, ('diloco', 4))
+REST = (('decoupled', 8), ('streaming', 4), ('diloco', 8), ('streaming', 8))
+METHODS = *FIRST, *REST
+MUON, BOTH = ('muon',), ('muon', 'adamw')
+
+
+class Case(NamedTuple):
+  """A method at a size; `ratio`: trained tokens for each parameter."""
+
+  size: str
+  ratio: int
+  optimizer: str
+  method: str
+  learners: int  # 1: data-parallel training
+
+  def __str__(self) -> str:
+    together = f', M={self.learners}' if self.learners > 1 else ''
+    return f'{self.size} x{self.ratio}, {self.optimizer}, {self.method}{together}'
+
+
+def parameters(size: str) -> int:
+  """Of a decoder: embedding, attention of four heads, feed-forward blocks, norms."""
+  layers, width, hidden = SIZES[size]
+  return width * 257 + layers * (width * (3 * width + 3 * hidden + 2) + width // 2)
+
+
+def arm(case: Case, rate: float, seed: int, against: str = '') -> arms.Arm:
+  """A run of a case. A global batch of the small size has 16 windows, of all sizes a multiple of 8,
+  and is split over the learners."""
+  layers, width, hidden = SIZES[case.size]
+  windows = 8 * max(1, round(2 * math.sqrt(parameters(case.size) / parameters(SMALL))))
+  steps = round(case.ratio * parameters(case.size) / (windows * LENGTH))
+  batch = windows // case.learners
+  config = arms.small(
+    case.optimizer, rate, steps=steps, learners=case.learners, batch=batch, seed=seed
+  )
+  config.model = train_config.ModelConfig(
+    num_layers=layers,
+    embed_dim=width,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=width // 4,
+    hidden_dim=hidden,
+  )
+  config.data.seq_len, config.data.eval_batches = LENGTH, 32
+  config.train.eval_every = max(1, steps // 4)
+  alone = case.learners == 1
+  return arms.Arm(
+    study='scale',
+    name=f'{case}, {rate:g}',
+    config=virtual.data_parallel(config) if alone else arms.with_method(config, case.method),
+    kind='alone' if alone else 'train',
+    against=against,
+  )
+
+
+def rates(case: Case, book: study_lib.Book) -> tuple[tuple[arms.Arm, ...], float | None]:
+  """The arms of the search for the inner rate of a case, and the rate, None while it is unknown.
+
+  The small size has a search of its own for each number of tokens, by factors of 2, and the middle
+  one with few tokens. A power law through these two rates of few tokens, rounded to a factor of 2,
+  is how the rate moves with the size. Half of that rate runs, too, of each size with few tokens and
+  of the middle one with many, and is used if it is better.
+  """
+  found, rate = _rates(case, book, len(book))
+  return tuple(found), rate
+
+
+@functools.lru_cache(maxsize=4096)
+def _rates(case: Case, book: study_lib.Book, rows: int) -> tuple[list[arms.Arm], float | None]:
+  del rows  # while the book has so many, nothing changes
+  if case.ratio == QUICK:
+    return [], RATES[case.optimizer == 'muon']
+  make = lambda rate: arm(case, rate, 0, baseline(case, book))
+  if case.size == SMALL:
+    return study_lib.best_rate(make, RATES, book)
+  of = lambda size, ratio: rates(case._replace(size=size, ratio=ratio), book)[1]
+  begin, small = of(SMALL, case.ratio), of(SMALL, SHORT)
+  if begin is None or small is None:
+    return [], None
+  if (case.size, case.ratio) == (MIDDLE, SHORT):
+    return study_lib.best_rate(make, (small / 2, small), book)
+  middle = of(MIDDLE, SHORT)
+  if middle is None:
+    return [], None
+  logs = [math.log(parameters(size) / parameters(SMALL)) for size in (MIDDLE, case.size)]
+  rate = begin * 2 ** round(math.log2(middle / small) * logs[1] / logs[0])
+  if case.ratio == LONG and case.size != MIDDLE:
+    return [], rate
+  found = [make(rate / 2), make(rate)]
+  best = book.best(found)
+  return found, best and best.config.optimizer.learning_rate
+
+
+def baseline(case: Case, book: study_lib.Book) -> str:
+  """The name of the arm to compare with; '' while its rate is unknown, and of the baseline."""
+  other = case._replace(method=BASE[0], learners=BASE[1])
+  rate = None if case == other else rates(other, book)[1]
+  return '' if rate is None else f'{other}, {rate:g}'
+
+
+def stages(quick: bool) -> Iterator[dict[Case, int]]:
+  """The cases of the grid with their numbers of seeds, in the order of value for the cost."""
+
+  def cases(size, ratio, optimizers=BOTH, methods=METHODS, seeds=3):
+    return {Case(size, ratio, one, *method): seeds for one in optimizers for method in methods}
+
+  if quick:
+    yield from (cases(size, QUICK, seeds=1) for size in ('13k', '30k', SMALL))
+    return
+  yield cases(SMALL, SHORT, MUON, PAIR)
+  yield cases(MIDDLE, SHORT, MUON, PAIR)
+  yield cases(SMALL, SHORT, BOTH, FIRST)
+  yield cases(MIDDLE, SHORT, BOTH, FIRST)
+  yield cases('0.9M', SHORT, MUON, PAIR, 1)
+  yield cases(SMALL, LONG, BOTH, FIRST)
+  yield cases(MIDDLE, LONG, MUON, PAIR)
+  yield cases(SMALL, SHORT, MUON) | cases(MIDDLE, SHORT, MUON)
+  yield cases('0.9M', LONG, MUON, PAIR, 1)
+  yield cases('0.9M', SHORT, BOTH, FIRST, 1)
+  yield cases('1.8M', SHORT, MUON, PAIR, 1)
+  for ratio in (SHORT, LONG):
+    for size, seeds in ((SMALL, 3), (MIDDLE, 3), ('0.9M', 3), ('1.8M', 2)):
+      yield cases(size, ratio, seeds=seeds)
+
+
+def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
+  """The arms of the stages that have run, and of the next one; quick: of all."""
+  planned = {}
+  for stage in stages(quick):
+    missing = False
+    for case, seeds in stage.items():
+      found, rate = rates(case, book)
+      against = baseline(case, book)
+      found += tuple(arm(case, rate, seed, against) for seed in range(seeds) if rate)
+      planned |= {one.key: one for one in found}
+      missing |= any(book.row(one) is None for one in found)
+    if missing and not quick:
+      break
+  return list(planned.values())
+
+
+def results(quick: bool, book: study_lib.Book) -> list[fit.Result]:
+  """The cases that have run, each at its rate, beside their baselines."""
+  found = []
+  for case in dict.fromkeys(case for stage in stages(quick) for case in stage):
+    both = case, case._replace(method=BASE[0], learners=BASE[1])
+    chosen = [rates(one, book)[1] for one in both]
+    if case == both[1] or None in chosen:
+      continue
+    row = lambda of, seed, both=both, chosen=chosen: book.row(arm(both[of], chosen[of], seed))
+    pairs = [(row(0, seed), row(1, seed)) for seed in range(3)]
+    losses = [(mine['loss'], base['loss']) for mine, base in pairs if mine and base]
+    if losses:
+      found.append(fit.Result(case, parameters(case.size), chosen, losses))
+  return found
+
+
+def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
+  """The gaps and their trend."""
+  return fit.conclude(results(quick, book), out)
+
+
+STUDY = study_lib.Study(
+  name='scale',
+  title='The gap to data-parallel training as models grow',
+  plan=plan,
+  conclude=conclude,
+)

@@ -1,0 +1,147 @@
+"""The trend of the gap against the size, its extrapolation, and the picture."""
+
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+import scipy.stats
+
+FAR = 1e9  # parameters
+# Loss A N^alpha of N parameters, 35M to 2.4B, 20 tokens for each (Charles et al., arXiv
+# 2503.09799): of data-parallel training (1), and of M learners of DiLoCo.
+LAW = {1: (18.129, -0.0953), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
+PUBLISHED = (  # parameters, gap, marker, what
+  (1.5e8, math.log(15.02) / math.log(15.30) - 1, 'v', 'DiLoCo, M=8, log-perplexity'),
+  (1e9, 2.48 / 2.49 - 1, '^', 'Streaming DiLoCo, loss'),
+  (5e9, 1 - 69.8 / 70.1, '*', 'Decoupled DiLoCo, M=8, share of text score'),
+)
+
+
+class Result(NamedTuple):
+  """A case that has run: its rate and the baseline's, and the losses of both for each seed."""
+
+  case: Any
+  parameters: int
+  rates: list[float]
+  losses: list[tuple[float, float]]
+
+  @property
+  def gaps(self) -> list[float]:
+    """By what share the loss is higher than the baseline's."""
+    return [mine / base - 1 for mine, base in self.losses]
+
+  @property
+  def error(self) -> float:
+    """Standard error of the mean gap; 0: one seed has none."""
+    return statistics.stdev(self.gaps) / len(self.gaps) ** 0.5 if self.gaps[1:] else 0.0
+
+
+def trend(
+  results: Sequence[Result], at: float = FAR, power: bool = False
+) -> tuple[list[float], list[float]] | None:
+  """A least-squares line against ln N through all single gaps: the gap at `at` parameters, and its
+  change with ten times the parameters, each with the ends of its 95 % interval.
+
+  The line is of ln(1 + gap), as of a quotient of two power laws of the loss, and changes its sign
+  somewhere. power: of ln(gap), a power law of the gap itself, and never does; its change is a share
+  of the gap. None: fewer than two sizes or three runs, or the logarithm of a gap below zero.
+  """
+  gaps = [(one.parameters, gap) for one in results for gap in one.gaps]
+  if (
+    len(gaps) < 3
+    or len({size for size, _ in gaps}) < 2
+    or (power and min(gap for _, gap in gaps) <= 0)
+  ):
+    return None
+  ln, exp = (math.log, math.exp) if power else (math.log1p, math.expm1)
+  x, y = zip(*((math.log(size / at), ln(gap)) for size, gap in gaps), strict=True)
+  line, wide = scipy.stats.linregress(x, y), scipy.stats.t.ppf(0.975, len(x) - 2)
+  far = [exp(line.intercept + k * wide * line.intercept_stderr) for k in (0, -1, 1)]
+  return far, [10 ** (line.slope + k * wide * line.stderr) - 1 for k in (0, -1, 1)]
+
+
+def law(learners: int, parameters: float) -> float:
+  """The gap of DiLoCo in lock step by the published scaling law."""
+  (base, fall), (level, steeper) = LAW[1], LAW[learners]
+  return level / base * parameters ** (steeper - fall) - 1
+
+
+def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
+  """Draws OUT/scale.png; returns the tables of gaps and trends in Markdown."""
+  of, groups = {one.case: one for one in results}, {}
+  rows = [
+    '| case | rates | loss | baseline | behind | seeds | against lock step |',
+    '|---|---|---|---|---|---|---|',
+  ]
+  for one in results:
+    groups.setdefault(one.case._replace(size=''), []).append(one)
+    mine, base = map(statistics.mean, zip(*one.losses, strict=True))
+    gaps = ', '.join(f'{gap:+.2%}' for gap in one.gaps)
+    lock_step = of.get(one.case._replace(method='diloco'))
+    pairs = zip(one.losses, lock_step.losses if lock_step else (), strict=False)
+    others = [here / there - 1 for (here, _), (there, _) in pairs]
+    other = f'{statistics.mean(others):+.2%}' if others else ''
+    rates = ', '.join(f'{rate:g}' for rate in one.rates)
+    behind = f'{statistics.mean(one.gaps):+.2%}' + f' ± {one.error:.2%}' * (one.error > 0)
+    rows.append(f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other} |')
+  rows += ['', '| trend | runs | ten times the parameters | at 1B | at 1B, power law of the gap |']
+  rows += ['|---|---|---|---|---|']
+  show = '{:+.2%} ({:+.2%} to {:+.2%})'.format
+  for case, members in groups.items():
+    if found := trend(members):
+      far, decade = (show(*one) for one in found)
+      law_of_gap = trend(members, power=True)
+      power = show(*law_of_gap[0]) if law_of_gap else ''
+      sizes = ' '.join(one.case.size for one in members)
+      runs = sum(len(one.gaps) for one in members)
+      rows.append(f'| {sizes}{case} | {runs} | {decade} | {far} | {power} |')
+  _draw({case: groups[case] for case in groups if case.method == 'decoupled'}, out / 'scale.png')
+  return '\n'.join([*rows, ''])
+
+
+def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
+  """The gaps of Decoupled DiLoCo: a panel for each number of tokens and of learners."""
+  panels = sorted({(case.learners, case.ratio) for case in groups}) or [(4, 0)]
+  high, wide = -(-len(panels) // 2), min(2, len(panels))
+  figure = matplotlib.figure.Figure(figsize=(6 * wide, 4.5 * high), layout='constrained')
+  grid = figure.subplots(high, wide, sharey=True, squeeze=False).flat
+  top = max((gap for members in groups.values() for one in members for gap in one.gaps), default=0)
+  for axes, (learners, ratio) in zip(grid, panels, strict=False):
+    for case, members in groups.items():
+      if (case.learners, case.ratio) == (learners, ratio):
+        _series(axes, members, {'muon': 'tab:blue'}.get(case.optimizer, 'tab:orange'))
+    for begin, end, style in ((6e4, 35e6, ':'), (35e6, 2.4e9, '--')):
+      gaps = [100 * law(learners, one) for one in (begin, end)]
+      label = f'scaling law of DiLoCo, M={learners}' if style == '--' else None
+      axes.plot((begin, end), gaps, style, color='0.3', label=label)
+    for x, gap, marker, what in PUBLISHED:
+      axes.plot(x, 100 * gap, marker, color='0.3', label=what)
+    title = f'Decoupled, M={learners}, {ratio} tokens for each parameter'
+    axes.set(xscale='log', xlabel='parameters', title=title, ylim=(-2, max(9, 120 * top)))
+    axes.axhline(0, color='0.7', linewidth=0.8)
+    axes.legend(fontsize=7)
+  figure.supylabel('behind data-parallel training, %')
+  figure.savefig(path, dpi=100)
+
+
+def _series(axes: matplotlib.axes.Axes, members: list[Result], color: str) -> None:
+  sizes = [one.parameters for one in members]
+  means = [100 * statistics.mean(one.gaps) for one in members]
+  errors = [100 * one.error for one in members]
+  name = f'{members[0].case.optimizer}: mean and standard error'
+  axes.errorbar(sizes, means, errors, fmt='o', color=color, capsize=3, label=name)
+  for power in (False, True):
+    for begin, end, style in (
+      (min(sizes), max(sizes), '-'),
+      (max(sizes), FAR, '-.' if power else ':'),
+    ):
+      x = np.geomspace(begin, end)
+      if found := [trend(members, one, power) for one in x if trend(members, one, power)]:
+        middle, low, high = 100 * np.array([far for far, _ in found]).T
+        axes.plot(x, middle, style, color=color)
+        axes.fill_between(x, low, high, color=color, alpha=0.1, linewidth=0)
