@@ -23,9 +23,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, digest, exchange, fragments
 from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 
 class Kind(NamedTuple):
@@ -246,7 +246,7 @@ def to_wire(kind: Kind, codec: codecs.Codec, array: jax.Array) -> memoryview:
   """A payload as it travels; waits for the device without holding the GIL. `array`: all of its
   parts are on devices of this host, or it is whole on one."""
   if kind.parts == 1:
-    return payload_lib.to_host(array)
+    return payloads_lib.to_host(array)
   size, parts = codec.encoded_size(kind.size), {}
   for shard in array.addressable_shards:
     start = shard.index[0].start or 0

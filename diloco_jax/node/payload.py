@@ -23,10 +23,3 @@ def size_bytes(payload: Payload) -> int:
 def is_on_devices(payload: Payload) -> bool:
   """Whether it is an array of jax, not bytes of this host."""
   return hasattr(payload, 'sharding')
-
-
-def to_host(payload: Payload) -> memoryview:
-  """Its bytes. Of an array of jax a copy; waits for the devices without holding the GIL."""
-  if is_on_devices(payload):
-    payload = payload.__array__()
-  return memoryview(payload).cast('B')

@@ -25,6 +25,7 @@ from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.syncer import outer_step as outer_step_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
 LARGEST = float(np.finfo(np.float32).max)
@@ -214,7 +215,7 @@ class Theta:
     self._pieces.recycle(p, values[p])
     values[p] = stepped.pieces
     self.versions[p] += 1
-    return Merged('', stepped.digest, stepped.delta, payload_lib.to_host(data), length)
+    return Merged('', stepped.digest, stepped.delta, payloads_lib.to_host(data), length)
 
   def _failed(self, p: int, why: str) -> Merged:
     return Merged(why, self.digest(p), memoryview(b''), memoryview(b''), 0.0)

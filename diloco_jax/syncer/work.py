@@ -18,7 +18,6 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
-from diloco_jax.node import payload as payload_lib
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
@@ -123,7 +122,7 @@ class SyncerWork:
       norms=screened.norms,
       refused=screened.refused,
     )
-    kept = map(payload_lib.to_host, payloads if self._assembled.config.sync.keep_log else ())
+    kept = map(payloads_lib.to_host, payloads if self._assembled.config.sync.keep_log else ())
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient, list(kept)))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)

@@ -136,3 +136,9 @@ def keep(payloads: ports.Payloads, data: payload_lib.Payload) -> tuple[int, mess
   view = memoryview(data).cast('B')
   announced = messages.Payload(size_bytes=view.nbytes, crc32=isal_zlib.crc32(view))
   return payloads.put(view), announced
+
+
+def to_host(payload: payload_lib.Payload) -> memoryview:
+  """Its bytes, an array's on devices, too. Waits for these without holding the GIL."""
+  view = np.asarray(payload) if payload_lib.is_on_devices(payload) else payload
+  return memoryview(view).cast('B')

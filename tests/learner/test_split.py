@@ -14,6 +14,7 @@ from diloco_jax.numerics import codecs, digest, fragments
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 MESHES = (1, 8, 1), (2, 4, 1), (2, 2, 2)
 CELLS = list(itertools.product(MESHES, codecs.CODECS, fragments.KINDS))
@@ -71,7 +72,7 @@ def _sent(exchange: on_device.Exchange, p: int, data: jax.Array) -> bytes:
   """A payload; within a process it is an array."""
   payload = exchange.wire(p, data)
   assert payload_lib.is_on_devices(payload) == exchange._in_process
-  return bytes(payload_lib.to_host(payload))
+  return bytes(payloads_lib.to_host(payload))
 
 
 def _given(exchange: on_device.Exchange, payload: bytes, dtype) -> payload_lib.Payload:

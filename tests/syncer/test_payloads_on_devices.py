@@ -11,7 +11,6 @@ from diloco_jax.api import single_controller
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import split
-from diloco_jax.node import payload as payload_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.syncer import global_model
@@ -46,8 +45,10 @@ def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, counts, axis,
   calls, copied = collections.Counter(), []
   for module, name in SEAMS:
     monkeypatch.setattr(module, name, _counted(calls, name, getattr(module, name)))
-  to_host = payload_lib.to_host
-  monkeypatch.setattr(payload_lib, 'to_host', lambda one: copied.append(to_host(one)) or copied[-1])
+  to_host = payloads_lib.to_host
+  monkeypatch.setattr(
+    payloads_lib, 'to_host', lambda one: copied.append(to_host(one)) or copied[-1]
+  )
   config = _config(300 if counts.full else 24, axis)
   config.sync.codec_up = codec
   exits = single_controller.run(config, tmp_path).exits
