@@ -179,7 +179,7 @@ class LearnerWork:
     """Dispatches the step, and waits for the one before only: the work of the boundary follows on
     the devices, where it belongs. After the last step it waits for this one, too."""
     ended = self._island.dispatch(clock)
-    if self._lock_step:  # else no wait for others follows, and to wake up costs busy cores 8 %
+    if self._lock_step:  # else it waits for no others
       ended.add_done_callback(lambda _: self._queue.put(_STEP_ENDED))
     self._finish(0 if clock + 1 >= self._config.train.steps else 1)
     times = self._times.popleft() if self._times else {'step_ns': 0}

@@ -33,7 +33,6 @@ from diloco_jax.report import facts, header
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
 _BLOCK_BYTES = 1 << 12
-_HELD_POINTS = 64  # of curves that are not written yet
 MAX_LINE_BYTES = 16 << 20  # that are read as one fact
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
@@ -53,7 +52,7 @@ class Recorder:
 
     workdir: the run's folder; created if it does not exist (OSError if that fails).
     process: the name of the process, for example 'l0' or 'syncer'.
-    tensorboard: also write curves. A killed process loses the last 64 points of them.
+    tensorboard: also write curves. A killed process loses the last 8 KiB of them.
     prefix: of every line for people, if several nodes share an output.
     limit_bytes: the most that the file of facts may have.
     """
@@ -204,43 +203,33 @@ class Curves:
   into a buffer."""
 
   def __init__(self, folder: pathlib.Path):
-    # pylint: disable=g-import-not-at-top  # 0.4 s
-    from tensorboardX import event_file_writer, summary
-    from tensorboardX.proto import event_pb2
+    from tensorboardX import event_file_writer  # pylint: disable=g-import-not-at-top  # 0.4 s
 
     folder.mkdir(parents=True, exist_ok=True)
     self._writer = event_file_writer.EventsWriter(str(folder / 'events'))
-    self._summary = summary
-    self._make = event_pb2.Event  # type: ignore[attr-defined]  # made when it is imported
-    self._held: list[tuple[float, int, str, float]] = []
 
   def add(self, step: int, values: dict[str, float]) -> None:
-    """Adds a point to each curve. Raises OSError. Points are written in groups: one alone, between
-    two inner steps, which replace this code in the caches, costs eight times as much."""
-    now = time.time()
-    self._held += ((now, step, key, value) for key, value in values.items())
-    if len(self._held) >= _HELD_POINTS:
-      self._write_held()
+    """Adds a point to each curve. Raises OSError."""
+    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
 
-  def _write_held(self) -> None:
-    held, self._held = self._held, []
-    for now, step, key, value in held:
-      self._write(step, self._summary.scalar(key, value), now)
-    self._writer.flush()
+    for key, value in values.items():
+      self._write(step, summary.scalar(key, value))
 
   def text(self, key: str, text: str) -> None:
     """Adds a text, which is shown as it is. Raises OSError."""
-    self._write(0, self._summary.text(key, textwrap.indent(text, '    ')), time.time())
+    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
 
-  def _write(self, step: int, summary: Any, now: float) -> None:
-    self._writer.write_event(self._make(summary=summary, step=step, wall_time=now))
+    self._write(0, summary.text(key, textwrap.indent(text, '    ')))
+
+  def _write(self, step: int, summary: Any) -> None:
+    from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
+
+    make = event_pb2.Event  # type: ignore[attr-defined]  # made when it is imported
+    self._writer.write_event(make(summary=summary, step=step, wall_time=time.time()))
 
   def close(self) -> None:
-    """Writes what is left to disk. Raises OSError."""
-    try:
-      self._write_held()
-    finally:
-      self._writer.close()
+    """Writes the buffer to disk. Raises OSError."""
+    self._writer.close()
 
 
 def _line(fact: facts.Fact) -> bytes:
