@@ -141,7 +141,7 @@ class Keeper:
     life: the present one.
     given_up: why no other life follows, or ''.
     leaving: no other life follows.
-    removed: the learner was asked to leave while the run goes on.
+    removed: the learner was asked to leave before the end of the run.
   """
 
   def __init__(self, name: str, live: Callable[[Life, Records], actions.Exit]):

@@ -197,7 +197,7 @@ class SingleController:
     return [name for name, one in keepers if not one.given_up and not one.removed]
 
   def add(self, name: str, mesh: config_lib.MeshConfig) -> None:
-    """Adds a learner while the run goes on: it joins like a process that is started later.
+    """Adds a learner during the run: it joins like a process that starts later.
 
     Args:
       name: a new id, or that of a learner that has ended.
@@ -215,7 +215,7 @@ class SingleController:
     self._start(name, self.keepers[name].run)
 
   def remove(self, name: str) -> None:
-    """Asks a learner to leave while the run goes on: it ends its step, sends what it has, saves and
+    """Asks a learner to leave during the run: it ends its step, sends what it has, saves and
     ends; then its devices are free. Raises ValueError: there is no such learner, or too few would
     be left for an outer step."""
     if name not in self._left() or len(self._left()) <= self._config.sync.quorum:

@@ -18,8 +18,8 @@ are one piece each (numerics/outer.py).
 
 On the devices of a single controller each fragment is one piece, too. They are spread over the
 devices: a payload goes there from the learner's devices, and the delta from there to those of the
-learners. What reaches the host are the lengths of tensors, flags and digests, and the encoded outer
-gradient, for the log.
+learners. The host receives the lengths of tensors, flags, digests and, for the log, the encoded
+outer gradient.
 """
 
 import functools

@@ -186,8 +186,8 @@ def _score(asked: task_lib.Questions, log_p_RxL: np.ndarray, likeliest_RxL: np.n
 def multiple_choice(
   rows_NxC: Sequence[Sequence[Sequence[int]]], right_N: Sequence[int], length: int
 ) -> task_lib.Questions:
-  """Questions of rows of at most `length` + 1 ids. What all rows of a question begin with does not
-  count, nor does what fills a row up."""
+  """Questions of rows of at most `length` + 1 ids. Neither the common beginning
+  of a question's rows counts nor the ids that fill a row up."""
   choices = len(rows_NxC[0])
   ids_RxL1 = np.zeros((len(rows_NxC) * choices, length + 1), np.int32)
   counted_RxL1 = np.zeros(ids_RxL1.shape, bool)

@@ -8,7 +8,7 @@ still end a frozen process.
 the heartbeats of a learner are slow as well as its steps.
 
 An island of a single controller (api/single_controller.py) is frozen between two steps; its machine
-runs on, so that the syncer goes on hearing its heartbeats.
+runs on, so that the syncer still receives its heartbeats.
 """
 
 import asyncio
