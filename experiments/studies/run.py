@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
       print(report.write(load(name), _QUICK.value, study_lib.Book(out / 'rows.jsonl'), out))
     return
   with _pool(_JOBS.value, out / 'cache') as pool:
-    run([load(name) for name in _STUDY.value], out, quick=_QUICK.value, pool=pool)
+    run([load(name) for name in _STUDY.value], out, quick=_QUICK.value, pool=pool, jobs=_JOBS.value)
 
 
 def load(name: str) -> study_lib.Study:
@@ -77,27 +77,33 @@ def run(
   *,
   quick: bool,
   pool: concurrent.futures.Executor,
+  jobs: int,
 ) -> None:
-  """Runs the arms that the folder lacks, and writes the reports."""
+  """Runs the arms that the folder lacks, `jobs` at a time, and writes the reports."""
   book = study_lib.Book(out / 'rows.jsonl')
   bar = progress.Progress(disable=not sys.stdout.isatty(), transient=True)
   with bar:
     task = bar.add_task('arms')
-    while missing := {a.key: a for study in studies for a in study.missing(quick, book)}:
-      _run_all(
-        pool,
-        list(missing.values()),
-        book,
-        lambda done, of: bar.update(task, completed=done, total=of),
-      )
+    _run_all(
+      pool,
+      lambda: {a.key: a for study in studies for a in study.missing(quick, book)},
+      book,
+      jobs,
+      lambda done, of: bar.update(task, completed=done, total=of),
+    )
   for study in studies:
     print(report.write(study, quick, book, out))
 
 
 def _pool(jobs: int, cache: pathlib.Path) -> concurrent.futures.ProcessPoolExecutor:
+  """Processes on CPUs, or on what JAX_PLATFORMS names, which then compute what CPUs do: float32
+  without TF32, and equal bits in each run."""
   os.environ |= {  # for the processes of the pool
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1',
+    'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS') or 'cpu',
+    'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 '
+    '--xla_gpu_deterministic_ops=true',
+    'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
+    'JAX_DEFAULT_MATMUL_PRECISION': 'highest',
     'JAX_COMPILATION_CACHE_DIR': str(cache.resolve()),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
@@ -108,28 +114,34 @@ def _pool(jobs: int, cache: pathlib.Path) -> concurrent.futures.ProcessPoolExecu
 
 def _run_all(
   pool: concurrent.futures.Executor,
-  missing: Sequence[arms.Arm],
+  missing: Callable[[], dict[str, arms.Arm]],
   book: study_lib.Book,
+  jobs: int,
   shown: Callable[[float, float], None],
 ) -> None:
-  """Runs arms. The row of each is in the book as soon as it ends. If one fails, those in progress
-  end; then its error is raised."""
-  done, total = 0.0, sum(arm.work for arm in missing)
-  shown(done, total)
-  futures = {pool.submit(arms.run, arm): arm for arm in missing}
-  waiting, failed = set(futures), None
+  """Runs the first missing arms, `jobs` at a time; the row of each is in the book as soon as it
+  ends, and may make others known. If one fails, those in progress end; then its error is raised."""
+  running: dict[concurrent.futures.Future, arms.Arm] = {}
+  done, failed = 0.0, None
   try:
-    while waiting:
-      future = next(concurrent.futures.as_completed(waiting))
-      waiting.remove(future)
-      if error := future.exception():
-        failed = failed or error
-        waiting = {one for one in waiting if not one.cancel()}
-        continue
-      book.add(future.result())
-      done += futures[future].work
-      shown(done, total)
-      print(report.line(future.result()), flush=True)
+    while True:
+      waiting = {} if failed else missing()
+      shown(done, done + sum(arm.work for arm in waiting.values()))
+      begun = {arm.key for arm in running.values()}
+      waiting = [arm for key, arm in waiting.items() if key not in begun]
+      for arm in waiting[: jobs - len(running)]:
+        running[pool.submit(arms.run, arm)] = arm
+      if not running:
+        break
+      ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+      for future in ended:
+        arm = running.pop(future)
+        if error := future.exception():
+          failed = failed or error
+          continue
+        book.add(future.result())
+        done += arm.work
+        print(report.line(future.result()), flush=True)
   except BaseException:
     pool.shutdown(cancel_futures=True)
     raise

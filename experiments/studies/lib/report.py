@@ -27,6 +27,7 @@ COLUMNS = (
   'down_bytes',
   'seconds',
   'cpu_seconds',
+  'device',
   'theta_sha256',
 )
 
