@@ -1,11 +1,11 @@
-"""Delayed Nesterov momentum against the algorithm of its paper."""
+"""Delayed and aligned Nesterov momentum against the algorithms of their papers."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diloco_jax.numerics import outer
-from experiments.studies.lib import arms, delayed
+from experiments.studies.lib import aligned, arms, delayed
 
 
 def _run(tx, gradients):
@@ -53,3 +53,25 @@ def test_arguments_outside_their_range_are_refused(text):
   assert arms.outer is outer  # which registers it
   with pytest.raises(ValueError, match='every at least 1'):
     outer.make(f'delayed_nesterov({text})')
+
+
+def test_aligned_nesterov_turns_what_does_not_point_with_the_momentum():
+  """Against the three cases, in numpy: keep, turn, shrink."""
+  b = np.array([3.0, 4.0], np.float32)
+  tx = aligned.aligned_nesterov(0.5, 0.3, keep=0.5, shrink=1.0, turn=0.5)
+  state = tx.init(jnp.zeros(2))
+  _, state = tx.update(jnp.asarray(b), state)  # the first one stays, and is the momentum
+  for degrees in (10, 80, 150):
+    angle = np.arctan2(4, 3) + np.deg2rad(degrees)
+    d = 2 * np.array([np.cos(angle), np.sin(angle)])
+    cosine, conf, v = np.cos(np.deg2rad(degrees)), 2 / (2 + 5), b / 5
+    if cosine < 0:
+      expected = d - min(-cosine * conf, 1) * cosine * 2 * v
+    elif cosine < 0.5:
+      part = 0.5 * (1 - cosine) * conf
+      mixed = (1 - part) * d / 2 + part * v
+      expected = 2 * mixed / np.linalg.norm(mixed)
+    else:
+      expected = d
+    updates, _ = tx.update(jnp.asarray(d, jnp.float32), state)
+    np.testing.assert_allclose(updates, -0.5 * (expected + 0.3 * (0.3 * b + expected)), rtol=1e-5)

@@ -22,9 +22,12 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 from diloco_jax.train import evaluate
 from diloco_jax.verification.virtual import conditions, virtual
-from experiments.studies.lib import delayed
+from experiments.studies.lib import aligned, delayed
 
-outer.OUTERS['delayed_nesterov'] = delayed.delayed_nesterov  # in each process of a pool
+outer.OUTERS |= {  # in each process of a pool
+  'delayed_nesterov': delayed.delayed_nesterov,
+  'aligned_nesterov': aligned.aligned_nesterov,
+}
 
 # The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
 USUAL = {
@@ -142,6 +145,7 @@ def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
     'tokens': result.tokens,
     'steps': result.config.train.steps,
     'seconds': round(result.seconds, 1),
+    'device': jax.devices()[0].device_kind,
     'theta_sha256': result.theta_sha256 or _sha256(result.params),
     'curve': [dataclasses.asdict(point) for point in result.curve],
   }

@@ -23,6 +23,7 @@ SIZES = {  # layers, width, hidden units of a block
   '230k': (2, 96, 256),
   '0.9M': (4, 144, 360),
   '1.8M': (4, 192, 576),
+  '6.6M': (4, 384, 1024),
 }
 SMALL, MIDDLE = '63k', '230k'  # whose best rates are searched
 LENGTH = 64  # bytes of a window
@@ -33,7 +34,8 @@ PAIR = (BASE, ('decoupled', 4))
 FIRST = (*PAIR, ('diloco', 4))
 REST = (('decoupled', 8), ('streaming', 4), ('diloco', 8), ('streaming', 8))
 METHODS = *FIRST, *REST
-MUON, BOTH = ('muon',), ('muon', 'adamw')
+EIGHT = (('decoupled', 8),)
+MUON, ADAMW, BOTH = ('muon',), ('adamw',), ('muon', 'adamw')
 
 
 class Case(NamedTuple):
@@ -89,10 +91,10 @@ def arm(case: Case, rate: float, seed: int, against: str = '') -> arms.Arm:
 def rates(case: Case, book: study_lib.Book) -> tuple[tuple[arms.Arm, ...], float | None]:
   """The arms of the search for the inner rate of a case, and the rate, None while it is unknown.
 
-  The small size has a search of its own for each number of tokens, by factors of 2, and the middle
-  one with few tokens. A power law through these two rates of few tokens, rounded to a factor of 2,
-  is how the rate moves with the size. Half of that rate runs, too, of each size with few tokens and
-  of the middle one with many, and is used if it is better.
+  With few tokens each size has a search of its own, by factors of 2, and so has the small one with
+  many. A power law through the best rates of the two small sizes, rounded to a factor of 2, is
+  where the search of a larger size begins. With many tokens it is the rate, and half of it runs,
+  too, at the middle size.
   """
   found, rate = _rates(case, book, len(book))
   return tuple(found), rate
@@ -117,7 +119,9 @@ def _rates(case: Case, book: study_lib.Book, rows: int) -> tuple[list[arms.Arm],
     return [], None
   logs = [math.log(parameters(size) / parameters(SMALL)) for size in (MIDDLE, case.size)]
   rate = begin * 2 ** round(math.log2(middle / small) * logs[1] / logs[0])
-  if case.ratio == LONG and case.size != MIDDLE:
+  if case.ratio == SHORT:
+    return study_lib.best_rate(make, (rate / 2, rate), book)
+  if case.size != MIDDLE:
     return [], rate
   found = [make(rate / 2), make(rate)]
   best = book.best(found)
@@ -132,7 +136,8 @@ def baseline(case: Case, book: study_lib.Book) -> str:
 
 
 def stages(quick: bool) -> Iterator[dict[Case, int]]:
-  """The cases of the grid with their numbers of seeds, in the order of value for the cost."""
+  """The cases of the grid with their numbers of seeds, 0: the search alone, in the order of value
+  for the cost."""
 
   def cases(size, ratio, optimizers=BOTH, methods=METHODS, seeds=3):
     return {Case(size, ratio, one, *method): seeds for one in optimizers for method in methods}
@@ -140,35 +145,33 @@ def stages(quick: bool) -> Iterator[dict[Case, int]]:
   if quick:
     yield from (cases(size, QUICK, seeds=1) for size in ('13k', '30k', SMALL))
     return
-  yield cases(SMALL, SHORT, MUON, PAIR)
-  yield cases(MIDDLE, SHORT, MUON, PAIR)
-  yield cases(SMALL, SHORT, BOTH, FIRST)
-  yield cases(MIDDLE, SHORT, BOTH, FIRST)
-  yield cases('0.9M', SHORT, MUON, PAIR, 1)
-  yield cases(SMALL, LONG, BOTH, FIRST)
-  yield cases(MIDDLE, LONG, MUON, PAIR)
-  yield cases(SMALL, SHORT, MUON) | cases(MIDDLE, SHORT, MUON)
-  yield cases('0.9M', LONG, MUON, PAIR, 1)
-  yield cases('0.9M', SHORT, BOTH, FIRST, 1)
-  yield cases('1.8M', SHORT, MUON, PAIR, 1)
+  for size in (SMALL, MIDDLE):
+    yield cases(size, SHORT, methods=FIRST, seeds=0) | cases(size, SHORT, MUON, EIGHT, 0)
+  yield cases(SMALL, SHORT, methods=FIRST) | cases(MIDDLE, SHORT, methods=FIRST)
+  yield cases(SMALL, SHORT) | cases(MIDDLE, SHORT)
+  yield cases('0.9M', SHORT, MUON, FIRST)
+  yield cases('1.8M', SHORT, MUON, FIRST, 2)
+  yield cases('0.9M', SHORT, MUON, EIGHT)
+  yield cases('6.6M', SHORT, MUON, PAIR, 1)
+  yield cases('0.9M', SHORT, ADAMW, FIRST)
+  yield cases('1.8M', SHORT, MUON, EIGHT, 2)
+  yield cases('1.8M', SHORT, ADAMW, FIRST, 2)
+  yield cases('6.6M', SHORT, ADAMW, PAIR, 1)
+  yield cases(SMALL, LONG) | cases(MIDDLE, LONG) | cases('0.9M', LONG, MUON, PAIR, 1)
   for ratio in (SHORT, LONG):
-    for size, seeds in ((SMALL, 3), (MIDDLE, 3), ('0.9M', 3), ('1.8M', 2)):
-      yield cases(size, ratio, seeds=seeds)
+    yield cases('0.9M', ratio) | cases('1.8M', ratio, seeds=2)
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """The arms of the stages that have run, and of the next one; quick: of all."""
+  """The arms that are known, in the order of value for the cost: of a case whose rate is unknown,
+  those of the search."""
   planned = {}
   for stage in stages(quick):
-    missing = False
     for case, seeds in stage.items():
       found, rate = rates(case, book)
       against = baseline(case, book)
       found += tuple(arm(case, rate, seed, against) for seed in range(seeds) if rate)
       planned |= {one.key: one for one in found}
-      missing |= any(book.row(one) is None for one in found)
-    if missing and not quick:
-      break
   return list(planned.values())
 
 

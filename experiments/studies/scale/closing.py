@@ -1,6 +1,8 @@
 """What closes the gap to data-parallel training: one factor at a time (closing.md)."""
 
 import dataclasses
+import pathlib
+import statistics
 from typing import Any
 
 from experiments.studies import scale
@@ -8,44 +10,88 @@ from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
 NAME = 'scale.closing'
+BASE, PLAIN = 'data-parallel', 'decoupled'
 FACTORS: dict[str, dict[str, Any]] = {  # settings, the most promising first
   'b2 0.99, no clipping': {'optimizer.b2': 0.99, 'optimizer.clip_norm': 0.0},
   'delayed Nesterov': {'sync.outer': 'delayed_nesterov(learning_rate=0.5, momentum=0.3)'},
   'P=H=6': {'sync.fragments': 6, 'sync.period': 6},
   'outer rate 0.7, no momentum': {'sync.outer': 'nesterov(learning_rate=0.7, momentum=0.0)'},
   'outer rate 0.7, momentum 0.3': {'sync.outer': 'nesterov(learning_rate=0.7, momentum=0.3)'},
+  'decay to zero': {'optimizer.end_lr_ratio': 0.0},
+  'aligned with the momentum': {'sync.outer': 'aligned_nesterov(learning_rate=0.5, momentum=0.3)'},
+  'avg, outer rate 1, no momentum': {
+    'sync.merge': 'avg',
+    'sync.outer': 'nesterov(learning_rate=1.0, momentum=0.0)',
+  },
+  'outer rate 0.7, momentum 0.5': {'sync.outer': 'nesterov(learning_rate=0.7, momentum=0.5)'},
   'b2 0.99': {'optimizer.b2': 0.99},
   'no clipping': {'optimizer.clip_norm': 0.0},
-  'decay to zero': {'optimizer.end_lr_ratio': 0.0},
-  'twice the warm-up': {'optimizer.warmup_steps': 54},
   'outer rate 0.5, momentum 0.5': {'sync.outer': 'nesterov(learning_rate=0.5, momentum=0.5)'},
+  'twice the warm-up': {'optimizer.warmup_steps': 110},
   'H=24': {'sync.period': 24},
+  'overwrite': {'sync.adopt': 'overwrite'},
   'weight decay 0.05': {'optimizer.weight_decay': 0.05},
   'weight decay 0.2': {'optimizer.weight_decay': 0.2},
 }
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """The middle size with few tokens and Muon; each factor against Decoupled DiLoCo without it."""
-  del book
-  size, ratio = ('13k', scale.QUICK) if quick else (scale.MIDDLE, scale.SHORT)
-  seeds = range(1 if quick else 3)
-  base, plain = ((scale.Case(size, ratio, 'muon', *method)) for method in scale.PAIR)
-  planned = [_arm(base, seed, str(base), '', {}) for seed in seeds]
-  planned += [_arm(plain, seed, str(plain), str(base), {}) for seed in seeds]
-  for name, settings in list(FACTORS.items())[: 2 if quick else None]:
-    planned += [_arm(plain, seed, name, str(plain), settings) for seed in seeds]
+  """0.9M parameters with few tokens and Muon, at the rates of `scale`, which come first if they are
+  unknown. Each factor against Decoupled DiLoCo without it, and a factor of the inner optimizer
+  against data-parallel training without it, too."""
+  *smaller, size = ('13k',) if quick else (scale.SMALL, scale.MIDDLE, '0.9M')
+  ratio = scale.QUICK if quick else scale.SHORT
+  cases = [scale.Case(size, ratio, 'muon', *method) for method in scale.PAIR]
+  before = [case._replace(size=one) for one in smaller for case in cases]
+  searches = [scale.rates(case, book) for case in (*before, *cases)]
+  found = [arm for search, _ in searches for arm in search]
+  planned = [dataclasses.replace(arm, study=NAME) for arm in found]
+  if any(rate is None for _, rate in searches):
+    return planned
+  factors = {'': {}} | dict(list(FACTORS.items())[: 2 if quick else None])
+  pairs = list(zip((BASE, PLAIN), cases, searches[-2:], strict=True))
+  for name, settings in factors.items():
+    inner = all(setting.startswith('optimizer') for setting in settings)
+    for method, case, (_, rate) in pairs if inner else pairs[1:]:
+      against = method if settings else BASE if method == PLAIN else ''
+      for seed in range(1 if quick else 3):
+        arm = scale.arm(case, rate, seed, against)
+        for setting, value in settings.items():
+          part, field = setting.split('.')
+          setattr(getattr(arm.config, part), field, value)
+        named = f'{method}, {name}' if name else method
+        planned.append(dataclasses.replace(arm, study=NAME, name=named))
   return planned
 
 
-def _arm(
-  case: scale.Case, seed: int, name: str, against: str, settings: dict[str, Any]
-) -> arms.Arm:
-  arm = scale.arm(case, arms.RATE, seed, against)
-  for setting, value in settings.items():
-    part, field = setting.split('.')
-    setattr(getattr(arm.config, part), field, value)
-  return dataclasses.replace(arm, study=NAME, name=name)
+def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
+  """What each factor changes: of Decoupled DiLoCo, of data-parallel training, and of the gap."""
+  del out
+  losses: dict[str, dict[int, float]] = {}
+  for arm in plan(quick, book):
+    if row := book.row(arm):
+      losses.setdefault(arm.name, {})[arm.seed] = row['loss']
+  lines = ['| factor | loss | against plain | data-parallel, likewise | gap to data-parallel |']
+  lines += ['|---|---|---|---|---|']
+  plain, base = losses.get(PLAIN, {}), losses.get(BASE, {})
+  for name in ('', *FACTORS):
+    mine = losses.get(f'{PLAIN}, {name}' if name else PLAIN, {})
+    other = losses.get(f'{BASE}, {name}', {})
+    if not mine:
+      continue
+    cells = [name or 'plain', f'{statistics.mean(mine.values()):.4f}']
+    cells += [_changes(*pair) for pair in ((mine, plain), (other, base), (mine, other or base))]
+    lines.append('| ' + ' | '.join(cells) + ' |')
+  return '\n'.join([*lines, ''])
 
 
-STUDY = study_lib.Study(name=NAME, title='What closes the gap', plan=plan)
+def _changes(mine: dict[int, float], others: dict[int, float]) -> str:
+  """The mean of the seeds, its standard error, and each."""
+  found = [mine[seed] / others[seed] - 1 for seed in sorted(mine) if seed in others]
+  if not any(found):
+    return ''
+  error = f' ± {statistics.stdev(found) / len(found) ** 0.5:.2%}' if found[1:] else ''
+  return f'{statistics.mean(found):+.2%}{error} ({", ".join(f"{one:+.2%}" for one in found)})'
+
+
+STUDY = study_lib.Study(name=NAME, title='What closes the gap', plan=plan, conclude=conclude)
