@@ -14,6 +14,7 @@ BASE, PLAIN = 'data-parallel', 'decoupled'
 FACTORS: dict[str, dict[str, Any]] = {  # settings, the most promising first
   'b2 0.99, no clipping': {'optimizer.b2': 0.99, 'optimizer.clip_norm': 0.0},
   'delayed Nesterov': {'sync.outer': 'delayed_nesterov(learning_rate=0.5, momentum=0.3)'},
+  'Muon momentum 0.98': {'optimizer.momentum': 0.98},
   'P=H=6': {'sync.fragments': 6, 'sync.period': 6},
   'outer rate 0.7, no momentum': {'sync.outer': 'nesterov(learning_rate=0.7, momentum=0.0)'},
   'outer rate 0.7, momentum 0.3': {'sync.outer': 'nesterov(learning_rate=0.7, momentum=0.3)'},
@@ -27,7 +28,7 @@ FACTORS: dict[str, dict[str, Any]] = {  # settings, the most promising first
   'b2 0.99': {'optimizer.b2': 0.99},
   'no clipping': {'optimizer.clip_norm': 0.0},
   'outer rate 0.5, momentum 0.5': {'sync.outer': 'nesterov(learning_rate=0.5, momentum=0.5)'},
-  'twice the warm-up': {'optimizer.warmup_steps': 110},
+  'twice the warm-up': {'optimizer.warmup_steps': 54},
   'H=24': {'sync.period': 24},
   'overwrite': {'sync.adopt': 'overwrite'},
   'weight decay 0.05': {'optimizer.weight_decay': 0.05},
@@ -36,10 +37,10 @@ FACTORS: dict[str, dict[str, Any]] = {  # settings, the most promising first
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """0.9M parameters with few tokens and Muon, at the rates of `scale`, which come first if they are
+  """The middle size with few tokens and Muon, at the rates of `scale`, which come first if they are
   unknown. Each factor against Decoupled DiLoCo without it, and a factor of the inner optimizer
   against data-parallel training without it, too."""
-  *smaller, size = ('13k',) if quick else (scale.SMALL, scale.MIDDLE, '0.9M')
+  *smaller, size = ('13k',) if quick else (scale.SMALL, scale.MIDDLE)
   ratio = scale.QUICK if quick else scale.SHORT
   cases = [scale.Case(size, ratio, 'muon', *method) for method in scale.PAIR]
   before = [case._replace(size=one) for one in smaller for case in cases]
