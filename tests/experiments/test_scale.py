@@ -81,7 +81,7 @@ def test_all_methods_train_the_same_tokens_in_the_same_number_of_steps():
     assert tokens == pytest.approx(20 * scale.parameters(size), rel=0.01)
 
 
-def test_a_search_begins_where_the_rate_of_the_small_sizes_has_moved(whole):
+def test_the_rate_moves_on_with_the_size_and_its_neighbours_are_tried(whole):
   book, order = whole
   rates = lambda size, ratio=scale.SHORT: scale.rates(case(size, ratio), book)[1]
   assert rates('63k') == 0.024 and rates('230k') == 0.012
@@ -90,10 +90,16 @@ def test_a_search_begins_where_the_rate_of_the_small_sizes_has_moved(whole):
   assert rates('0.9M', scale.LONG) == 0.006 and rates('230k', scale.LONG) == 0.012
 
 
-def test_a_search_goes_on_to_the_best_rate_of_its_size(cheap_keys):
+def test_the_rate_of_each_method_moves_on_as_that_of_the_baseline(cheap_keys):
+  best = lambda of: {'63k': 0.024}.get(of.size, 0.012) if of.learners == 1 else 0.048
+  book, _ = finish(best, enough=lambda book: scale.rates(case('0.9M'), book)[0])
+  assert scale.rates(case('0.9M'), book)[0][0].config.optimizer.learning_rate == 0.024
+
+
+def test_a_neighbour_is_used_where_it_is_better(cheap_keys):
   found = lambda book: scale.rates(case('0.9M'), book)[1]
-  book, _ = finish(lambda of: 0.006 if of.size == '0.9M' else 0.024, enough=found)
-  assert found(book) == 0.006
+  book, _ = finish(lambda of: 0.012 if of.size == '0.9M' else 0.024, enough=found)
+  assert found(book) == 0.012
 
 
 def test_the_grid_ends_with_every_method_at_every_size(whole):

@@ -1,6 +1,7 @@
 """The report of a study: a table in Markdown, a CSV file, and a plot."""
 
 import csv
+import json
 import pathlib
 import statistics
 
@@ -30,10 +31,12 @@ COLUMNS = (
   'device',
   'theta_sha256',
 )
+KEPT = ('key', *COLUMNS, 'curve')
 
 
 def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
-  """Writes OUT/NAME.csv, NAME.md and NAME.png, of the arms that have run; returns the table."""
+  """Writes OUT/NAME.csv, NAME.md, NAME.png, and NAME.jsonl, the rows with their curves, of the arms
+  that have run; returns the table."""
   planned = {arm.key: arm for arm in study.plan(quick, book)}
   rows = [(arm, row) for arm in planned.values() if (row := book.row(arm))]
   found = {(arm.name, arm.seed): row for arm, row in rows}
@@ -43,6 +46,9 @@ def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathli
     writer = csv.DictWriter(file, COLUMNS, extrasaction='ignore')
     writer.writeheader()
     writer.writerows(row for _, row in rows)
+  kept = [{name: row[name] for name in KEPT if name in row} for _, row in rows]
+  lines = (json.dumps(row | {'study': study.name}) + '\n' for row in kept)
+  (out / f'{study.name}.jsonl').write_text(''.join(lines), 'utf-8')
   text = table(study, rows)
   if study.conclude is not None:
     text += '\n' + study.conclude(quick, book, out)

@@ -91,10 +91,11 @@ def arm(case: Case, rate: float, seed: int, against: str = '') -> arms.Arm:
 def rates(case: Case, book: study_lib.Book) -> tuple[tuple[arms.Arm, ...], float | None]:
   """The arms of the search for the inner rate of a case, and the rate, None while it is unknown.
 
-  With few tokens each size has a search of its own, by factors of 2, and so has the small one with
-  many. A power law through the best rates of the two small sizes, rounded to a factor of 2, is
-  where the search of a larger size begins. With many tokens it is the rate, and half of it runs,
-  too, at the middle size.
+  The two small sizes have searches of their own with few tokens, by factors of 2, and the small one
+  with many, too. The best rates of data-parallel training at the two are the ends of a power law.
+  It moves the best rate of each method on, from 230k to larger sizes, and from 63k to 230k with
+  many tokens, rounded to a factor of 2. Half and twice that rate are tried, too, but for the large
+  sizes with many tokens; the best one that has run is used.
   """
   found, rate = _rates(case, book, len(book))
   return tuple(found), rate
@@ -108,23 +109,22 @@ def _rates(case: Case, book: study_lib.Book, rows: int) -> tuple[list[arms.Arm],
   make = lambda rate: arm(case, rate, 0, baseline(case, book))
   if case.size == SMALL:
     return study_lib.best_rate(make, RATES, book)
-  of = lambda size, ratio: rates(case._replace(size=size, ratio=ratio), book)[1]
-  begin, small = of(SMALL, case.ratio), of(SMALL, SHORT)
-  if begin is None or small is None:
-    return [], None
+  own = lambda size, ratio: rates(case._replace(size=size, ratio=ratio), book)[1]
   if (case.size, case.ratio) == (MIDDLE, SHORT):
-    return study_lib.best_rate(make, (small / 2, small), book)
-  middle = of(MIDDLE, SHORT)
-  if middle is None:
+    small = own(SMALL, SHORT)
+    return study_lib.best_rate(make, (small / 2, small), book) if small else ([], None)
+  law = [rates(Case(one, SHORT, case.optimizer, *BASE), book)[1] for one in (SMALL, MIDDLE)]
+  near = SMALL if case.size == MIDDLE else MIDDLE
+  begin = own(near, case.ratio)
+  if begin is None or None in law:
     return [], None
-  logs = [math.log(parameters(size) / parameters(SMALL)) for size in (MIDDLE, case.size)]
-  rate = begin * 2 ** round(math.log2(middle / small) * logs[1] / logs[0])
-  if case.ratio == SHORT:
-    return study_lib.best_rate(make, (rate / 2, rate), book)
-  if case.size != MIDDLE:
-    return [], rate
-  found = [make(rate / 2), make(rate)]
-  best = book.best(found)
+  apart = lambda one, other: math.log(parameters(other) / parameters(one))
+  moved = math.log2(law[1] / law[0]) * apart(near, case.size) / apart(SMALL, MIDDLE)
+  rate = begin * 2 ** round(moved)
+  checked = near == SMALL or case.ratio == SHORT
+  found = [make(one) for one in ((rate, rate / 2, 2 * rate) if checked else (rate,))]
+  ran = [one for one in found if book.row(one)]
+  best = book.best(ran) if found[0] in ran else None
   return found, best and best.config.optimizer.learning_rate
 
 
