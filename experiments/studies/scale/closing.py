@@ -1,5 +1,6 @@
 """What closes the gap to data-parallel training: one factor at a time (closing.md)."""
 
+import collections
 import dataclasses
 import pathlib
 import statistics
@@ -11,6 +12,7 @@ from experiments.studies.lib import study as study_lib
 
 NAME = 'scale.closing'
 BASE, PLAIN = 'data-parallel', 'decoupled'
+WON = ('P=H=6',)
 FACTORS: dict[str, dict[str, Any]] = {  # settings, the most promising first
   'b2 0.99, no clipping': {'optimizer.b2': 0.99, 'optimizer.clip_norm': 0.0},
   'delayed Nesterov': {'sync.outer': 'delayed_nesterov(learning_rate=0.5, momentum=0.3)'},
@@ -36,53 +38,61 @@ FACTORS: dict[str, dict[str, Any]] = {  # settings, the most promising first
 }
 
 
+def _factors(quick: bool) -> dict[str, dict[str, dict[str, Any]]]:
+  """By size. All factors at the middle size, what has closed a part there at the others."""
+  if quick:
+    return {'13k': dict(list(FACTORS.items())[:2])}
+  won = {name: FACTORS[name] for name in WON}
+  return {scale.SMALL: won, scale.MIDDLE: FACTORS, '0.9M': won}
+
+
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """The middle size with few tokens and Muon, at the rates of `scale`, which come first if they are
-  unknown. Each factor against Decoupled DiLoCo without it, and a factor of the inner optimizer
-  against data-parallel training without it, too."""
-  *smaller, size = ('13k',) if quick else (scale.SMALL, scale.MIDDLE)
-  ratio = scale.QUICK if quick else scale.SHORT
-  cases = [scale.Case(size, ratio, 'muon', *method) for method in scale.PAIR]
-  before = [case._replace(size=one) for one in smaller for case in cases]
-  searches = [scale.rates(case, book) for case in (*before, *cases)]
-  found = [arm for search, _ in searches for arm in search]
-  planned = [dataclasses.replace(arm, study=NAME) for arm in found]
-  if any(rate is None for _, rate in searches):
-    return planned
-  factors = {'': {}} | dict(list(FACTORS.items())[: 2 if quick else None])
-  pairs = list(zip((BASE, PLAIN), cases, searches[-2:], strict=True))
-  for name, settings in factors.items():
-    inner = all(setting.startswith('optimizer') for setting in settings)
-    for method, case, (_, rate) in pairs if inner else pairs[1:]:
-      against = method if settings else BASE if method == PLAIN else ''
-      for seed in range(1 if quick else 3):
-        arm = scale.arm(case, rate, seed, against)
-        for setting, value in settings.items():
-          part, field = setting.split('.')
-          setattr(getattr(arm.config, part), field, value)
-        named = f'{method}, {name}' if name else method
-        planned.append(dataclasses.replace(arm, study=NAME, name=named))
+  """Few tokens and Muon, at the rates of `scale`, which come first if they are unknown. Each factor
+  against Decoupled DiLoCo without it, and a factor of the inner optimizer against data-parallel
+  training without it, too."""
+  planned = []
+  for size, factors in _factors(quick).items():
+    ratio = scale.QUICK if quick else scale.SHORT
+    cases = [scale.Case(size, ratio, 'muon', *method) for method in scale.PAIR]
+    searches = [scale.rates(case, book) for case in cases]
+    found = [arm for search, _ in searches for arm in search]
+    planned += [dataclasses.replace(arm, study=NAME) for arm in found]
+    rates = [rate for _, rate in searches]
+    if None in rates:
+      continue
+    methods = list(zip((BASE, PLAIN), cases, rates, strict=True))
+    for name, settings in {'': {}, **factors}.items():
+      inner = all(setting.startswith('optimizer') for setting in settings)
+      for method, case, rate in methods if inner else methods[1:]:
+        against = method if settings else BASE if method == PLAIN else ''
+        for seed in range(1 if quick else 3):
+          arm = scale.arm(case, rate, seed, against and f'{size}, {against}')
+          for setting, value in settings.items():
+            part, field = setting.split('.')
+            setattr(getattr(arm.config, part), field, value)
+          named = ', '.join(filter(None, (size, method, name)))
+          planned.append(dataclasses.replace(arm, study=NAME, name=named))
   return planned
 
 
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   """What each factor changes: of Decoupled DiLoCo, of data-parallel training, and of the gap."""
   del out
-  losses: dict[str, dict[int, float]] = {}
+  losses: dict[str, dict[int, float]] = collections.defaultdict(dict)
   for arm in plan(quick, book):
     if row := book.row(arm):
-      losses.setdefault(arm.name, {})[arm.seed] = row['loss']
+      losses[arm.name][arm.seed] = row['loss']
   lines = ['| factor | loss | against plain | data-parallel, likewise | gap to data-parallel |']
   lines += ['|---|---|---|---|---|']
-  plain, base = losses.get(PLAIN, {}), losses.get(BASE, {})
-  for name in ('', *FACTORS):
-    mine = losses.get(f'{PLAIN}, {name}' if name else PLAIN, {})
-    other = losses.get(f'{BASE}, {name}', {})
-    if not mine:
-      continue
-    cells = [name or 'plain', f'{statistics.mean(mine.values()):.4f}']
-    cells += [_changes(*pair) for pair in ((mine, plain), (other, base), (mine, other or base))]
-    lines.append('| ' + ' | '.join(cells) + ' |')
+  for size, factors in _factors(quick).items():
+    plain, base = losses[f'{size}, {PLAIN}'], losses[f'{size}, {BASE}']
+    for name in ('', *factors):
+      after = f', {name}' * bool(name)
+      mine, other = losses[f'{size}, {PLAIN}{after}'], losses[f'{size}, {BASE}{after}']
+      if mine:
+        cells = [f'{size}{after}', f'{statistics.mean(mine.values()):.4f}']
+        cells += [_changes(*pair) for pair in ((mine, plain), (other, base), (mine, other or base))]
+        lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join([*lines, ''])
 
 
