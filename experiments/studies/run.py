@@ -96,14 +96,11 @@ def run(
 
 
 def _pool(jobs: int, cache: pathlib.Path) -> concurrent.futures.ProcessPoolExecutor:
-  """Processes on CPUs, or on what JAX_PLATFORMS names, which then compute what CPUs do: float32
-  without TF32, and equal bits in each run."""
+  """Processes with one thread each on CPUs; or on what JAX_PLATFORMS names, with XLA_FLAGS as they
+  are: equal bits in each run may need --xla_gpu_deterministic_ops=true."""
+  if os.environ.setdefault('JAX_PLATFORMS', 'cpu') == 'cpu':
+    os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1'
   os.environ |= {  # for the processes of the pool
-    'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS') or 'cpu',
-    'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 '
-    '--xla_gpu_deterministic_ops=true',
-    'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
-    'JAX_DEFAULT_MATMUL_PRECISION': 'highest',
     'JAX_COMPILATION_CACHE_DIR': str(cache.resolve()),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',

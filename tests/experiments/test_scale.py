@@ -1,5 +1,6 @@
 """The study of the gap against the size: its grid, the rule for rates, the trend, the report."""
 
+import json
 import math
 import pathlib
 import subprocess
@@ -13,7 +14,7 @@ from diloco_jax.config import build
 from experiments.studies import scale
 from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import fit
+from experiments.studies.scale import closing, fit
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -175,3 +176,15 @@ def test_the_quick_study_runs_to_its_trend(tmp_path):
   rows = [book.row(arm) for arm in scale.STUDY.plan(True, book)]
   assert len(rows) == 42 and len({row['theta_sha256'] for row in rows}) == 42
   assert all(len(row['curve']) >= 5 and row['seconds'] > 0 for row in rows)
+
+
+@pytest.mark.parametrize('study', [scale.STUDY, closing.STUDY], ids=lambda study: study.name)
+def test_the_document_has_the_tables_of_its_rows(study, cheap_keys, tmp_path):
+  name = study.name.split('.')[-1]
+  rows = (ROOT / f'docs/studies/rows/{name}.jsonl').read_text('utf-8').splitlines()
+  book = study_lib.Book()
+  for row in map(json.loads, rows):
+    book.add(row | {'key': f'{row["arm"]}, {row["seed"]}'})
+  document = (ROOT / f'docs/studies/scale/{name}.md').read_text('utf-8')
+  lines = study.conclude(False, book, tmp_path).splitlines()
+  assert len(lines) > 10 and all(line in document for line in lines)
