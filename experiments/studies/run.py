@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from absl import app, flags
 from rich import progress
 
+from diloco_jax.launch import die_with_parent
 from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
 
@@ -106,7 +107,12 @@ def _pool(jobs: int, cache: pathlib.Path) -> concurrent.futures.ProcessPoolExecu
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
   }
   spawn = multiprocessing.get_context('spawn')
-  return concurrent.futures.ProcessPoolExecutor(jobs, spawn, arms.get_ready)
+  return concurrent.futures.ProcessPoolExecutor(jobs, spawn, _get_ready)
+
+
+def _get_ready() -> None:
+  die_with_parent.die_with_parent()  # a killed study leaves no arm behind that nothing will read
+  arms.get_ready()
 
 
 def _run_all(
