@@ -33,9 +33,9 @@ class Books:
       default=0,
     )
 
-  def commit(self, sync: int) -> None:
+  def commit(self, sync: int, refused: tuple[str, ...] = ()) -> None:
     fragment, _, contributions = self.moves.pop(sync)
-    for one in contributions:
+    for one in (one for learner, one in contributions if learner not in refused):
       batches = set(range(one.cursor - one.steps, one.cursor))
       twice = batches & self.merged[one.shard, fragment]
       assert not twice, f'merged twice for fragment {fragment}: {twice} of shard {one.shard}'
@@ -57,13 +57,13 @@ def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
         received[payload_id] = message
       case events.Received(message=messages.Confirm() as confirm, session=session):
         claims[session] = confirm.shard, confirm.cursor
-      case events.MergeDone(sync=sync, failed=failed):
+      case events.MergeDone(sync=sync, failed=failed, refused=refused):
         assert not failed
-        books.commit(sync)
+        books.commit(sync, refused)
     for action in turn.actions:
       match action:
         case actions.Merge():
-          parts = [received[one.payload_id] for one in action.participants]
+          parts = [(one.learner, received[one.payload_id]) for one in action.participants]
           books.moves[action.sync] = action.fragment, action.version, parts
         case actions.Send(message=messages.Joined() as joined, session=session):
           lease = joined.shard, joined.cursor
