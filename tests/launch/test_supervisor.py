@@ -22,7 +22,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 120.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
 _FOREVER = 'import threading; threading.Event().wait()'
 _DEAF = 'import signal, threading; signal.signal(signal.SIGTERM, signal.SIG_IGN); '
