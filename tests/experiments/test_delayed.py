@@ -1,4 +1,4 @@
-"""Delayed and aligned Nesterov momentum against the algorithms of their papers."""
+"""Delayed Nesterov momentum against its paper; the aligned one against the formulas of its module."""
 
 import jax.numpy as jnp
 import numpy as np
