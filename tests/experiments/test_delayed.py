@@ -1,4 +1,4 @@
-"""Delayed Nesterov momentum against its paper; the aligned one against the formulas of its module."""
+"""Delayed Nesterov momentum against its paper; the aligned one against its module's formulas."""
 
 import jax.numpy as jnp
 import numpy as np
