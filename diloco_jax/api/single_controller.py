@@ -53,9 +53,11 @@ class SingleController:
       writes to `workdir`, and each printed line begins with the name.
     alone: one learner and no syncer, the baseline.
     islands: the mesh of each of the M learners, by id; default: that of the config.
+    share: islands of one device each may share it, so that a machine with one accelerator trains
+      several learners.
 
   Attributes:
-    syncer_devices: where the global model lies.
+    devices: of each island, by id; syncer_devices: where the global model lies.
     keepers: of the learners, by id.
 
   Raises:
@@ -69,7 +71,9 @@ class SingleController:
     make_recorder: MakeRecorder | None = None,
     alone: bool = False,
     islands: Mapping[str, config_lib.MeshConfig] | None = None,
+    share: bool = False,
   ):
+    self._share = share
     self._assembled = build.assemble(config.of(supervisor.SYNCER))
     self._config, self._workdir, self._alone = config, workdir, alone
     self._stopping = threading.Event()
@@ -80,7 +84,7 @@ class SingleController:
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._threads: list[threads.Thread] = []
     self.keepers: dict[str, islands_lib.Keeper] = {}
-    self._devices: dict[str, list[Any]] = {}
+    self.devices: dict[str, list[Any]] = {}
     names = run_config.learner_ids(1 if alone else config.sync.learners)
     if islands is not None and len(islands) != len(names):
       raise ValueError(
@@ -88,7 +92,7 @@ class SingleController:
       )
     self.syncer_devices: list[Any] = []
     self._place(islands or dict.fromkeys(names, config.mesh))
-    self.syncer_devices = mesh_lib.syncer_devices(jax.devices(), list(self._devices.values()))
+    self.syncer_devices = mesh_lib.syncer_devices(jax.devices(), list(self.devices.values()))
 
   def _place(self, islands: Mapping[str, config_lib.MeshConfig]) -> None:
     """Gives each of these learners devices that nothing uses, and a keeper. Raises ValueError."""
@@ -100,9 +104,13 @@ class SingleController:
       configs[name].validate()
     gone = set(self._exits)
     used = set(self.syncer_devices)
-    used.update(*(its for name, its in self._devices.items() if name not in gone))
+    used.update(*(its for name, its in self.devices.items() if name not in gone))
     free = [device for device in jax.devices() if device not in used]
     sizes = [config.mesh.num_devices for config in configs.values()]
+    if self._share and set(sizes) == {1}:
+      first = len(self.devices)
+      shared = [device for device in jax.devices() if device not in self.syncer_devices]
+      free = [shared[(first + k) % len(shared)] for k in range(len(sizes))]
     if len(free) < (needed := sum(sizes)):
       raise ValueError(
         f'{len(sizes)} learners with meshes of {sizes} devices need {needed}, there are '
@@ -113,7 +121,7 @@ class SingleController:
       same = configs[name] == self._assembled.config
       assembled = self._assembled if same else build.assemble(configs[name])
       live = functools.partial(self._live, name, assembled, devices)
-      self._devices[name], self.keepers[name] = devices, islands_lib.Keeper(name, live)
+      self.devices[name], self.keepers[name] = devices, islands_lib.Keeper(name, live)
 
   def start(self) -> None:
     """Starts each node on its own thread."""

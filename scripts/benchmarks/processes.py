@@ -46,8 +46,8 @@ class Sample(NamedTuple):
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-  """The environment of a process on emulated devices."""
-  return local_run.environment(devices) | {'JAX_PLATFORMS': 'cpu'}
+  """The environment of a process, on emulated devices unless JAX_PLATFORMS names others."""
+  return {'JAX_PLATFORMS': 'cpu'} | local_run.environment(devices)
 
 
 def start(

@@ -206,7 +206,7 @@ def test_islands_of_unequal_size_come_and_go(tmp_path):
   meshes = {'l0': mesh(), 'l1': mesh(data=2), 'l2': mesh(data=2, fsdp=2)}
   with _running(tmp_path, _config(3), islands=meshes) as run:
     controller = run.controller
-    assert [len(devices) for devices in controller._devices.values()] == [1, 2, 4]
+    assert [len(devices) for devices in controller.devices.values()] == [1, 2, 4]
     assert [device.id for device in controller.syncer_devices] == [7]
     with pytest.raises(ValueError, match='need 1, there are 0'):
       controller.add('l3', mesh())

@@ -1,0 +1,117 @@
+"""A syncer on the CPU and three learners in processes that share the device, one of them killed and
+back: what the report says of it, what the judge says of its tapes, and the same bits on both."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.numerics import codecs, exchange
+from diloco_jax.report import folder, summary
+from diloco_jax.verification.faults import chaos_report, conductor
+from scripts.accelerator import figures
+
+LEARNERS, VICTIM = 3, 'l2'
+# Without narrow payloads, which nothing here needs, half of the functions are compiled.
+COMMON = ('mesh.data=1', 'train.eval_every=0', 'sync.codec_up_slow=')
+LARGE = (
+  *('model.num_layers=10', 'model.embed_dim=512', 'model.num_heads=8', 'model.num_kv_heads=4'),
+  *('model.head_dim=64', 'model.hidden_dim=1408', 'model.scan=true', 'model.dtype=bfloat16'),
+  *('data.seq_len=256', 'data.batch_size=16', 'data.eval_batches=1', 'data.eval_batch_size=8'),
+  'sync.fragmentation=layer',  # equal layers have equal programs
+)
+TINY = ('model.scan=true', 'model.dtype=bfloat16', 'sync.fragmentation=layer')
+MODELS = {'demo': ('stdlib_lm:cpu', ()), '30M': ('stdlib_lm:cpu', LARGE)}
+REHEARSED = {'demo': ('stdlib_lm:tiny', ()), '30M': ('stdlib_lm:tiny', TINY)}
+WARM_UP_STEPS = 300
+LEAST_STEPS, MOST_STEPS, REHEARSED_STEPS = 200, 6000, 240
+VALUES = 1 << 22
+
+
+def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
+  figures.add(out, 'processes', bits=bits(VALUES // 16 if rehearse else VALUES))
+  for name, (config, settings) in (REHEARSED if rehearse else MODELS).items():
+    with tempfile.TemporaryDirectory() as workdir:
+      words = [f'--config={config}', *flags(settings)]
+      most = REHEARSED_STEPS if rehearse else MOST_STEPS
+      trained(out, name, pathlib.Path(workdir), words, until, most)
+
+
+def flags(settings: tuple[str, ...]) -> list[str]:
+  return [f'--config.{one}' for one in (*COMMON, *settings)]
+
+
+def trained(
+  out: pathlib.Path, name: str, workdir: pathlib.Path, config: list[str], until: float, most: int
+) -> None:
+  """One learner alone compiles everything, also what a learner that is back needs, and shows the
+  pace; then all train."""
+  left_s = until - time.monotonic()
+  warm = train(workdir / 'warm', config, 1, min(WARM_UP_STEPS, most), 'l0', 0.1)
+  step_s = warm['learners']['l0']['step_seconds_median']
+  seconds = min(left_s / 4, 40.0)
+  steps = round(min(max(seconds / (step_s * LEARNERS), LEAST_STEPS), most))
+  found = train(workdir / 'run', config, LEARNERS, steps, VICTIM, 0.3)
+  figures.add(out, 'processes', **{name: described(workdir / 'run', found, step_s)})
+
+
+def train(
+  workdir: pathlib.Path, config: list[str], learners: int, steps: int, victim: str, at: float
+) -> dict[str, Any]:
+  """Runs `diloco train` with a kill of `victim`; returns the summary of its report."""
+  command = [
+    *(sys.executable, '-m', 'diloco_jax', 'train', *config, f'--workdir={workdir}'),
+    *(f'--config.sync.learners={learners}', f'--config.train.steps={steps}'),
+    *('--config.chaos.enabled=true', f'--config.chaos.kills[0].victim={victim}'),
+    *(f'--config.chaos.kills[0].at_fraction={at}', '--config.chaos.kills[0].down_s=0'),
+  ]
+  subprocess.run(command, check=True)
+  return json.loads((workdir / summary.REPORT / summary.SUMMARY).read_text('utf-8'))
+
+
+def described(workdir: pathlib.Path, found: dict[str, Any], alone_s: float) -> dict[str, Any]:
+  verdict = conductor.judge(workdir)
+  names = ('eval_loss_start', 'eval_loss_end', 'outer_steps', 'tokens_trained', 'tokens_merged')
+  steps = {name: row['step_seconds_median'] for name, row in found['learners'].items()}
+  return {
+    **{name: found[name] for name in (*names, 'wall_seconds')},
+    'parameters': found['learners'][VICTIM]['cost']['parameters'],
+    'steps': found['steps'],
+    'step_s_alone': alone_s,
+    'step_s': steps,
+    'kills': found['kills'],
+    'incarnations_of_the_victim': found['learners'][VICTIM]['incarnations'],
+    'merged_of_the_victim': found['learners'][VICTIM]['contributions_merged'],
+    'ledger_off_by': chaos_report.balance(dataclasses.asdict(folder.read(workdir).run.ledger)),
+    'invariants_held': len(verdict.held),
+    'violation': verdict.broken and f'{verdict.broken.id}: {verdict.broken.detail}',
+  }
+
+
+def bits(count: int) -> dict[str, bool]:
+  """By codec, whether a pseudo-gradient and the value after a delta have the same bits on the CPU
+  and on the device."""
+  rng = np.random.default_rng(0)
+  anchor_N, local_N = rng.standard_normal((2, count)).astype(np.float32)
+
+  def results(codec: codecs.Codec, device: jax.Device) -> list[bytes]:
+    encode = jax.jit(lambda anchor_N, local_N: codec.encode(anchor_N - local_N)[0])
+    apply = jax.jit(lambda anchor_N, data: exchange.apply_delta(codec, anchor_N, data))
+    put = lambda array: jax.device_put(jnp.asarray(array), device)
+    data = encode(put(anchor_N), put(local_N))
+    return [np.asarray(one).tobytes() for one in (data, *apply(put(anchor_N), data))]
+
+  devices = jax.local_devices(backend='cpu')[0], jax.local_devices()[0]
+  compared = {}
+  for name in ('int8', 'int4', 'bfloat16', 'float32'):
+    one, other = (results(codecs.get(name), device) for device in devices)
+    compared[name] = one == other
+  return compared
