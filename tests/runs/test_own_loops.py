@@ -108,7 +108,9 @@ def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
 
 def test_the_loop_of_the_readme_takes_the_overrides_of_the_syncer(start, tmp_path):
   workdir, loop = tmp_path / 'run', tmp_path / 'loop.py'
-  loop.write_text(start('-m', 'diloco_jax', 'example', 'loop_optax').communicate()[0])
+  loop.write_text(
+    start('-m', 'diloco_jax', 'example', 'loop_optax').communicate(timeout=DEADLINE_S)[0]
+  )
   syncer = _syncer(start, workdir, '--config.sync.fragments=2', '--config.sync.period=6')
   place = f'--syncer=file:{workdir}/syncer/address'
   learners = [start(str(loop), f'--learner={name}', place) for name in ('l0', 'l1')]
