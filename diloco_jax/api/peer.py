@@ -1,6 +1,6 @@
 """A learner inside a training loop of the user's own.
 
-    with diloco_jax.join(params, learner='l0', syncer=address, total_steps=1000) as peer:
+    with diloco_jax.join(params, learner='l0', syncer=address) as peer:
       params = peer.params
       for clock in peer.steps():
         params, loss = my_step(params, next(batches))
@@ -43,6 +43,7 @@ from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, folders
 from diloco_jax.train import island as island_lib
+from diloco_jax.transport import addresses
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -53,13 +54,14 @@ class Ended(RuntimeError):
 
 
 class Peer:
-  """A learner that the user's loop drives. Made by `join`; all calls come from one thread."""
+  """A learner that the user's loop drives. Made by `join`; all calls come from one thread. The run
+  ends at the clock `total_steps`."""
 
   def __init__(self, params: Any, moments: Any, total_steps: int):
     self._structure = jax.tree.structure(params)
     self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
-    self._total_steps = total_steps
+    self.total_steps = total_steps
     self._work: learner_work.LearnerWork  # these three are set by _lead or _follow
     self._post: Callable[[events.Event], None]
     self._say: Callable[[str], None]
@@ -173,7 +175,7 @@ class Peer:
     """Tells the machine of the step, and records the one before, of which the metrics are due: the
     devices have this one to do. A step that is done is recorded now, as the first one and the last
     one must be."""
-    waits = not self._measured or clock + 1 >= self._total_steps
+    waits = not self._measured or clock + 1 >= self.total_steps
     self._measured = True
     if self._unrecorded:
       jax.block_until_ready(self._unrecorded[0].metrics)
@@ -267,11 +269,11 @@ def join(
   *,
   learner: str,
   syncer: str,
-  total_steps: int,
+  total_steps: int = 0,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
   label: Callable[[str], str] | None = None,
-  shards: int | None = 16,
+  shards: int | None = 0,
   workdir: str | pathlib.Path | None = None,
   checkpoint_every_steps: int = 60,
   store: str = '',
@@ -282,7 +284,8 @@ def join(
   """Makes this program a learner of a run for the time of the `with`.
 
   The first learner of a run brings the model to the syncer: its parameters are version 0. Later
-  learners must have the same tree of shapes, and take the values from the syncer.
+  learners must have the same tree of shapes, and take the values from the syncer. All take the
+  settings that they share from it, too; one that is given here must be the syncer's.
 
   A loop may be left at any time. Its learner then answers what the syncer has asked for, and
   leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
@@ -297,8 +300,9 @@ def join(
       merged value replaces them.
     learner: the id of this learner, for example 'l0'; one process per id, or one on each host.
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
-    total_steps: T, the clock at which the run ends; as for the syncer.
-    sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
+    total_steps: T, the clock at which the run ends; 0: what the syncer has.
+    sync: what this learner alone sets, such as `uplink_mbit_s`. A shared setting counts as given if
+      it is not the default of SyncConfig.
     opt_state: the inner optimizer's state, a tree of arrays. It is saved under `workdir` or
       `store`, and a process that joins a run begins with the newest saved one, of this learner or
       else of any other there: `peer.opt_state`.
@@ -306,8 +310,8 @@ def join(
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
       'statistic' for a BatchStat of flax.nnx. Arrays labelled 'local' or 'frozen' are never sent or
       replaced, and no checkpoint has them.
-    shards: how many shards `Peer.steps` deals out; as for the syncer. None (`data.local`): each
-      learner has data of its own, `peer.shard` is (its number, index), and nobody waits for data.
+    shards: how many shards `Peer.steps` deals out; 0: what the syncer has. None: each learner has
+      data of its own (`data.local`), `peer.shard` is (its number, index), nobody waits for data.
     workdir: a folder for the tape, the records and the checkpoints of this learner, or of all
       learners of this run; None: a temporary one, and no checkpoints.
     checkpoint_every_steps: after how many inner steps `opt_state` is saved; 0: at the end only.
@@ -320,8 +324,8 @@ def join(
     plaintext_loopback: plain TCP on a loopback address, for debugging.
 
   Raises:
-    ValueError: settings or arrays cannot work, and nothing was sent; or the syncer, which has other
-      settings, refused the model.
+    ValueError: settings or arrays cannot work, or are not the syncer's, and nothing was sent; or
+      the syncer refused the model.
     TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
     CheckpointError: the store does not answer.
@@ -331,17 +335,17 @@ def join(
   params, opt_state = _on_devices(params, opt_state)
   several = hosts.are_several(params)
   model = own_model.describe(params, label)
-  config = own_model.config(total_steps, sync, shards)
+  config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
   config.train.store = store
   config.train.validate()
+  run_config.require_types('', config)
   nodes.keep_compiled()
-  assembled = own_model.complete(model, config)
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
   warning = _about_statistics(params, model)
   at_once = nodes.at_once if several else contextlib.nullcontext
-  event_queue = loop.EventQueue()
+  event_queue, settings = loop.EventQueue(), ''
   with contextlib.ExitStack() as cleanup:
     with at_once():
       if several:
@@ -350,7 +354,14 @@ def join(
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
         print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
-        own_model.bring(model, address, access, wait_s)
+        with contextlib.suppress(addresses.RunEnded):
+          settings = own_model.meet(model, config, address, access, wait_s)
+      if not (settings := hosts.of_lead(settings)):
+        print(f'[{learner}] the run has ended: there are no steps left', flush=True)
+        yield Peer(params, opt_state, total_steps or 1)
+        return
+      config = own_model.taken(config, settings)
+      assembled = own_model.complete(model, config)
       peer = Peer(params, opt_state, config.train.steps)
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)

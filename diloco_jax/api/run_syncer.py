@@ -95,6 +95,7 @@ class Server:
           nodes.limits(assembled),
           records.say,
           access=access,
+          about=assembled.about,
         )
         try:  # the log is locked and the address bound: no other syncer has this folder
           if given is not None:

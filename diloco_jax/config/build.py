@@ -54,6 +54,7 @@ class Assembly:
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
   agreement: str
   task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
+  about: bytes = b''  # what the syncer tells such a loop (launch/own_model.py)
 
   @property
   def codec_log(self) -> codecs.Codec:
@@ -138,21 +139,8 @@ def assemble_own_loop(
     shapes: name -> shape of each parameter, a ShapeDtypeStruct.
     labels: name -> label of its merge rule.
   """
-  shared = {**config.agreement(), **_arrays(shapes, labels)}
   label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
-  return _assemble(config, init, shapes, label, shared, None)
-
-
-def _arrays(shapes: Any, labels: Mapping[str, str]) -> dict[str, Any]:
-  """What an agreement says of the arrays, so that a learner with another model is told which of
-  them differ: each, if there is room for that, else how many."""
-  each = {
-    f'array {name}': f'{leaf.dtype}{list(leaf.shape)}, {labels.get(name)}'
-    for name, leaf in shapes.items()
-  }
-  if len(agreement.encode(each)) <= _ARRAYS_CHARS:
-    return each
-  return {'arrays': len(shapes), 'parameters': sum(leaf.size for leaf in shapes.values())}
+  return _assemble(config, init, shapes, label, config.agreement(), None)
 
 
 def _assemble(

@@ -227,7 +227,7 @@ class Config:
 
   def validate(self) -> None:
     """Raises ValueError, one line with the values and the remedy, if a setting cannot work."""
-    _require_types('', self)
+    require_types('', self)
     self.optimizer.validate()
     self.mesh.validate()
     if self.task == DECODER:
@@ -305,15 +305,15 @@ def learner_ids(learners: int) -> list[str]:
   return [f'l{index:0{width}d}' for index in range(learners)]
 
 
-def _require_types(prefix: str, section: Any) -> None:
+def require_types(prefix: str, section: Any) -> None:
   """A notebook may have assigned anything: 1e3 steps, or a scalar of NumPy, which is no JSON."""
   for field, hint in typing.get_type_hints(type(section)).items():
     name, value = prefix + field, getattr(section, field)
     if dataclasses.is_dataclass(value):
-      _require_types(f'{name}.', value)
+      require_types(f'{name}.', value)
     elif isinstance(value, list):
       for index, element in enumerate(value):
-        _require_types(f'{name}[{index}].', element)
+        require_types(f'{name}[{index}].', element)
     else:
       kinds = typing.get_args(hint) or (hint,)
       if type(value) not in kinds and not (float in kinds and type(value) is int):

@@ -3,8 +3,8 @@
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own
 
 The first learner that joins brings the model, so there is none here, and `diloco train` cannot
-start such a run. The settings are those of `diloco_jax.join` and `diloco_jax.run_syncer` without
-`sync=`: a loop that joins with others must be given the same.
+start such a run. The settings are those of `diloco_jax.run_syncer` without `sync=`; a loop takes
+those of the syncer that it joins.
 """
 
 from diloco_jax.config import run_config

@@ -124,11 +124,12 @@ def _serve(
   """Runs the syncer of a run whose model is known; returns the exit code of the process."""
   records_lib.report_startup(records, 'assembled')
   event_queue = loop.EventQueue()
+  about = assembled.about or assembled.agreement.encode()
 
   def listen(post, payloads):
     with cli.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(
-        address, post, payloads, limits(assembled), records.say, access=access
+        address, post, payloads, limits(assembled), records.say, access=access, about=about
       )
       try:
         _write_address(folder, transport.address)

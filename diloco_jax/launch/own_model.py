@@ -1,13 +1,13 @@
-"""The model of a user's own loop: its parameters by name, and how the syncer learns of them.
+"""The model of a user's own loop, how the syncer learns of it, and the loop of the settings.
 
 Frameworks disagree about trees (dicts, nnx states, dataclasses), so here the parameters are one
 dict from name to array, the name being the path in the tree: 'layers/3/kernel'. flax.nnx ends every
 path in '.value', which is left out, since it would change with flax.
 
 A syncer without a task needs names, shapes, labels and version 0. The first learner sends them
-before it joins, in one gRPC call (SERVICE) that the syncer serves until they have arrived; the
-syncer writes them to WORKDIR/syncer/model, so that a restarted syncer has them. A syncer that is
-complete does not know the call, which tells the learner to go on and join.
+before it joins, in one gRPC call (BRING); the syncer writes them to WORKDIR/syncer/model, so that a
+restarted syncer has them. It answers with the settings that all share and with the names, shapes
+and labels that it has: each learner asks first, by a call without arrays (`meet`).
 """
 
 import contextlib
@@ -31,20 +31,22 @@ from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import accelerators
+from diloco_jax.protocol import agreement, safe_json
 from diloco_jax.protocol import printable as printable_lib
-from diloco_jax.protocol import safe_json
 from diloco_jax.storage import arrays, checkpoint, json_files
 from diloco_jax.syncer import stored
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
-SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
 FOLDER = pathlib.Path('syncer') / 'model'
+_METHOD = f'/{grpc_session.SERVICE}/{grpc_session.BRING}'
 _PIECE_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 4 << 20
 _CALLS = 4  # one brings a model, the others are told to wait
 _UPLOAD_S = 60.0
 _UPLOAD_BYTES_PER_S = 1 << 20
+_ANSWER = ('grpc.max_receive_message_length', 2 * _MAX_HEADER_BYTES)
+_OPTIONS = (*grpc_session.COMMON_OPTIONS, _ANSWER)
 _DIAL_S = 0.2  # between two calls to a syncer that does not listen yet
 
 
@@ -177,7 +179,52 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
         f'the parameter name {name!r} has quotes or unprintable characters: rename it'
       )
   config.validate()
-  return build.assemble_own_loop(config, model.values, dict(model.shapes), model.labels)
+  made = build.assemble_own_loop(config, model.values, dict(model.shapes), model.labels)
+  return dataclasses.replace(made, about=about(config, model))
+
+
+def about(config: run_config.Config, model: Model | None = None) -> bytes:
+  """What a syncer answers: the settings that all share, and the header of the model."""
+  return f'{agreement.encode(config.agreement())}\n{model.header() if model else ""}'.encode()
+
+
+def taken(config: run_config.Config, settings: str) -> run_config.Config:
+  """The config with the shared settings of the syncer. Raises ValueError."""
+  values, shared = config.to_dict(), safe_json.parse_object(settings)
+  for name in config.agreement().keys() & shared.keys():
+    section, _, field = name.partition('.')
+    values[section][field] = shared[name]
+  return run_config.Config.from_dict(values)
+
+
+def meet(
+  model: Model,
+  given: run_config.Config,
+  address: Callable[[], str],
+  access: addresses.Access,
+  wait_s: float,
+) -> str:
+  """Returns the settings of a syncer that has this model, for `taken`; brings it if there is none.
+  Shared settings of `given` that are not 0, or in `sync` not the default, must be the syncer's.
+  Raises as `bring`, and ValueError for another model or setting."""
+  usual = config(0, run_config.SyncConfig(), 0).agreement().items()
+  mine = dict(given.agreement().items() - usual) | _arrays(model)
+  for brought in (Model({}, {}, dict), model):
+    settings, _, header = bring(brought, address, access, wait_s).decode().partition('\n')
+    made, theirs = taken(given, settings), from_header(header, dict) if header else model
+    here = agreement.encode(made.agreement() | mine)
+    there = agreement.encode(safe_json.parse_object(settings) | _arrays(theirs))
+    if found := agreement.refusal(here, there):
+      raise ValueError(found)
+    if header:
+      break
+    complete(model, made)
+  return settings
+
+
+def _arrays(model: Model) -> dict[str, str]:
+  shapes = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in model.shapes.items()}
+  return {f'array {name}': f'{shape}, {model.labels[name]}' for name, shape in shapes.items()}
 
 
 # --- On disk --------------------------------------------------------------------------------------
@@ -197,7 +244,7 @@ def obtain(
   if read(workdir) is None:
     _require_no_run(workdir)
     keep = lambda model: write(workdir, model, config)
-    receive(address, access, listening, stopped, say, keep)
+    receive(address, access, listening, stopped, say, keep, about(config))
   return read(workdir)
 
 
@@ -240,11 +287,12 @@ def bring(
   access: addresses.Access,
   wait_s: float,
   now_s: Callable[[], float] = time.monotonic,
-) -> None:
-  """Sends the model to the syncer, if it has none; waits until one listens. Does nothing if the run
-  has ended.
+) -> bytes:
+  """Sends the model to the syncer, if it has none; waits until one listens. Returns the answer,
+  `about`.
 
   Raises:
+    RunEnded: there is no syncer any more.
     TimeoutError: no syncer has listened for `wait_s`. While another learner brings the model, the
       syncer listens.
     ValueError: the syncer refused the model, or would refuse it.
@@ -259,19 +307,16 @@ def bring(
   deadline_s = now_s() + wait_s
   while True:
     try:
-      with listen.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
-        channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(header, model), timeout=limit_s)
-      return
+      with listen.dial(address(), access, _OPTIONS) as channel:
+        return channel.stream_unary(_METHOD)(_pieces(header, model), timeout=limit_s)
     except grpc.RpcError as error:
-      if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-        return  # the syncer has a model; Join compares ours with it
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(f'the syncer refused the model: {error.details()}') from None
       if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # it listens, to another learner
         deadline_s = now_s() + wait_s
       reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
     except addresses.RunEnded:
-      return  # the learner's node reads it, too
+      raise
     except OSError as error:  # no address yet
       reason = str(error)
     if now_s() >= deadline_s:
@@ -300,6 +345,7 @@ def receive(
   stopped: threading.Event,
   say: credentials.Say,
   keep: Callable[[Model], object],
+  answer: bytes,
   max_bytes: int | None = None,
   upload_s: float = _UPLOAD_S,
 ) -> Model:
@@ -312,6 +358,7 @@ def receive(
     say: takes lines about certificates.
     keep: stores the model, before the learner hears that it has arrived, since it brings it once.
       Raises ValueError for a model that the syncer cannot use; it then waits for another one.
+    answer: to each call (`about`).
     max_bytes: of the values; None: half of the memory that is free.
     upload_s: in which a learner must have brought its model, and another second for each
       _UPLOAD_BYTES_PER_S.
@@ -338,6 +385,9 @@ def receive(
     try:
       model = _read_pieces(requests, max_bytes, limit.extend)
       limit.cancel()
+      if not model.shapes:  # a learner that asks
+        busy.release()
+        return answer
       keep(model)
     except ValueError as error:
       busy.release()
@@ -352,13 +402,14 @@ def receive(
     finally:
       limit.cancel()
     arrived.put(model)
-    return b''
+    return answer
 
   pool = futures.ThreadPoolExecutor(_CALLS, thread_name_prefix='model')
   options = (*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0))
   server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_CALLS)
-  handlers = {METHOD: grpc.stream_unary_rpc_method_handler(brought)}
-  server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+  handlers = {grpc_session.BRING: grpc.stream_unary_rpc_method_handler(brought)}
+  generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
+  server.add_generic_rpc_handlers((generic,))
   listener = listen.Listener(server, address, access, say)
   server.start()
   try:

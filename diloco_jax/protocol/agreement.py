@@ -60,7 +60,7 @@ def refusal(here: str, there: str) -> str:
   shown = '; '.join(found[:DIFFERENCES_SHOWN]) + ('; ...' if len(found) > DIFFERENCES_SHOWN else '')
   return (
     f'This learner does not match the run: {len(found)} differences: {shown}. Nothing was sent. '
-    'Start it with the config of the run; a loop gives `join` total_steps=, which is train.steps.'
+    'Start it with the config of the run; a loop takes each setting that it does not give `join`.'
   )
 
 

@@ -243,7 +243,7 @@ class ProtocolConfig:
     None,
     'V, how many shards the text is cut into; further learners wait until a shard is free. None: '
     'as many as learners',
-    low=lambda config: 1 if config.local else config.learners,
+    low=lambda config: 0 if config.local else config.learners,
     high=MAX_SHARDS,
     remedy='every learner reads a shard of its own, so that no text is read twice: '
     'data.shards >= sync.learners',

@@ -62,6 +62,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     limits: what each learner is granted.
     say: takes lines for the operator: about certificates, and sessions that no learner used.
     access: whether learners must prove their names.
+    about: what a loop is told before it joins (launch/own_model.py).
 
   Raises:
     ValueError: `access` is not enough for the address, or its files are wrong.
@@ -79,9 +80,10 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     say: credentials.Say = print,
     *,
     access: addresses.Access = addresses.LOCAL,
+    about: bytes = b'',
   ):
     super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits)
-    self._troubles = Troubles(say)
+    self._troubles, self._about = Troubles(say), about
     places = limits.max_members + limits.max_strangers
     reserve_descriptors(places)
     self._numbers = itertools.count(1)
@@ -134,6 +136,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     handlers = {
       'Control': grpc.stream_stream_rpc_method_handler(self._control),
       'Bulk': grpc.stream_stream_rpc_method_handler(self._bulk),
+      grpc_session.BRING: grpc.stream_unary_rpc_method_handler(self._tell),
     }
     generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
     self._server.add_generic_rpc_handlers((generic,))
@@ -167,6 +170,10 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     finally:
       limit.cancel()
       self._checks.release()
+
+  def _tell(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    self._prove(context)  # and reads no request, for which a caller could let it wait
+    return self._about
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
 

@@ -36,6 +36,7 @@ from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_limits, translate
 
 SERVICE = 'diloco.v1.SyncerService'
+BRING = 'Bring'  # what a loop calls before it joins
 TOKEN = 'diloco-session'
 REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its trailing metadata
 LOST = 'connection lost'

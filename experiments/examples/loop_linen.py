@@ -81,7 +81,7 @@ def train_alone() -> list[float]:
 
 def train(**run: str | None) -> list[float]:
   state, losses = init(), []
-  with diloco_jax.join(state.params, opt_state=state.opt_state, total_steps=STEPS, **run) as peer:
+  with diloco_jax.join(state.params, opt_state=state.opt_state, **run) as peer:
     state = state.replace(params=peer.params, opt_state=peer.opt_state)
     for _, batch in peer.steps(read):
       state, loss = step(state, batch)

@@ -102,7 +102,7 @@ def train(path: pathlib.Path, **run: str | None) -> list[float]:
   model, step = pretrained(path), make_step(TRAINED)
   optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=TRAINED)
   losses = []
-  with diloco_jax.join(nnx.state(model, TRAINED), total_steps=STEPS, **run) as peer:
+  with diloco_jax.join(nnx.state(model, TRAINED), **run) as peer:
     nnx.update(model, peer.params)
     for _, batch in peer.steps(read):
       loss = step(model, optimizer, batch)

@@ -70,9 +70,7 @@ def _step(params, opt_state, words):
 def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwargs):
   params = _params(seed)
   opt_state = _TX.init(params)
-  with diloco_jax.join(
-    params, learner=name, syncer=server.address, total_steps=120, sync=_sync(), **kwargs
-  ) as peer:
+  with diloco_jax.join(params, learner=name, syncer=server.address, **kwargs) as peer:
     params = peer.params
     for _clock, words in peer.steps(_batch):
       params, opt_state, loss = _step(params, opt_state, words)
@@ -106,15 +104,14 @@ def _threads(*calls):
 
 def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd):
   """What they measure is in their folders; the syncer's own tells of both, too. Each has its own
-  data."""
+  data, and the settings of the syncer."""
   losses, place, told = {'l0': [], 'l1': []}, tmp_path / 'l0', lambda loss: {'loss': loss, 'two': 2}
-  own = {'shards': None}
   with diloco_jax.run_syncer(
-    total_steps=120, sync=_sync(), workdir=tmp_path / 'run', **own
+    total_steps=120, sync=_sync(), workdir=tmp_path / 'run', shards=None
   ) as server:
     ends = _threads(
-      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place, **own),
-      lambda: _loop(server, 'l1', losses['l1'], seed=1, **own),  # takes version 0 from the syncer
+      lambda: _loop(server, 'l0', losses['l0'], told=told, workdir=place, shards=None),
+      lambda: _loop(server, 'l1', losses['l1'], seed=1),  # takes version 0 from the syncer
     )
     merged = server.wait(_DEADLINE_S)
   rows = list(diloco_jax.records(place))
@@ -406,14 +403,6 @@ def test_wrong_calls_are_refused_with_a_remedy():
       next(steps)
       with pytest.raises(RuntimeError, match='once per step'):
         next(steps)
-    with pytest.raises(diloco_jax.Ended, match='train.steps is 5 here, 4 there'):
-      with diloco_jax.join(params, sync=sync, **kwargs | {'total_steps': 5, 'learner': 'l1'}):
-        pass
-    with pytest.raises(
-      diloco_jax.Ended, match=r"array v is 'float32\[8, 8\], body' here, 'absent' there"
-    ):
-      with diloco_jax.join({'v': params['w']}, sync=sync, **kwargs | {'learner': 'l2'}):
-        pass
   with pytest.raises(ValueError, match="learner is 'L 0'"):
     with diloco_jax.join(params, sync=sync, **kwargs | {'learner': 'L 0'}):
       pass
@@ -423,6 +412,68 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with pytest.raises(TimeoutError, match='no syncer answered within 0.5 s'):
     with diloco_jax.join(params, sync=sync, wait_s=0.5, **kwargs):
       pass
+
+
+def test_a_loop_takes_the_settings_of_the_syncer_and_keeps_its_own(tmp_path, capfd):
+  """Those of a syncer that has been started again, too; it compares them at the Join."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=5, overlap=1, codec_up='bfloat16')
+  own = {'sync': diloco_jax.SyncConfig(uplink_mbit_s=7), 'checkpoint_every_steps': 3}
+  params, kwargs = {'v': jnp.ones((8, 8)), 'w': jnp.ones((8, 8))}, {'sync': sync, 'shards': 4}
+  for steps in (8, 12):  # the run continues
+    with diloco_jax.run_syncer(total_steps=steps, workdir=tmp_path / 'run', **kwargs) as server:
+      with diloco_jax.join(params, learner='l0', syncer=server.address, **own) as peer:
+        assert peer.total_steps == steps
+        mine = peer.params
+        for _ in peer.steps():
+          mine = peer.sync(mine, tokens=1)
+      server.wait(_DEADLINE_S)
+    said = capfd.readouterr().out
+    assert re.search(
+      r'\[l0\].* sync.uplink_mbit_s=7: .* sync.overlap=1 and sync.period=5 steps', said
+    )
+    assert re.search(r'\[l0\] .* done at step', said)
+
+
+def test_what_a_loop_names_must_be_what_the_syncer_has():
+  """Before anything is sent, also by the learner that would bring the model."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1, lease_s=9.0)
+  layers = {f'layers/{number}/a_long_name_of_a_kernel': jnp.ones((8, 8)) for number in range(99)}
+  last = 'layers/98/a_long_name_of_a_kernel'
+  with diloco_jax.run_syncer(total_steps=4, sync=sync, shards=8) as server:
+
+    def refuse(text: str, params=layers, **kwargs) -> None:
+      with pytest.raises(ValueError, match=text):
+        with diloco_jax.join(params, learner='l0', syncer=server.address, **kwargs):
+          pass
+
+    def refuse_settings() -> None:
+      refuse('train.steps is 300 here, 4 there.*Nothing was sent', total_steps=300)
+      refuse('1 differences: data.shards is 16 here, 8 there', shards=16)
+      refuse('data.local is True here, False there', shards=None)
+      refuse('1 differences: sync.lease_s is 8.0 here, 9.0 there',
+             sync=diloco_jax.SyncConfig(fragments=2, lease_s=8.0))  # fmt: skip
+      refuse('train.steps is 4.0, a float; it must be int', total_steps=4.0)
+
+    refuse_settings()
+    with diloco_jax.join(layers, learner='l0', syncer=server.address, total_steps=4, sync=sync):
+      refuse_settings()
+      same = lambda leaf: layers | {last: leaf}
+      refuse(r"1 differences: .*/98/a_long_name_of_a_kernel is 'float32\[4, 8\], body' here, "
+             r"'float32\[8, 8\], body' there", same(jnp.ones((4, 8))))  # fmt: skip
+      refuse("'bfloat16.*here, 'float32.* there", same(jnp.ones((8, 8), jnp.bfloat16)))
+      refuse(r"1 differences: array new is 'float32\[1\], body' here, 'absent' there",
+             layers | {'new': jnp.ones(1)})  # fmt: skip
+      refuse("1 differences: .* 'float32.*, head' here, .* body' there",
+             label=lambda name: 'head' if name == last else 'body')  # fmt: skip
+
+
+def test_a_loop_that_is_started_after_the_end_makes_no_step(tmp_path, capfd):
+  """It has no settings then, and needs none."""
+  (tmp_path / 'address').write_text(addresses.ENDED)
+  params = {'w': jnp.ones((8, 8))}
+  with diloco_jax.join(params, learner='l0', syncer=f'file:{tmp_path}/address') as peer:
+    assert list(peer.steps(_batch)) == [] and peer.params['w'].shape == (8, 8)
+  assert capfd.readouterr().out.count('[l0] the run has ended: there are no steps left') == 1
 
 
 def _train_alone(learner: str, step: Callable[[Any], Any], params: Any, take: bool = True) -> None:
@@ -648,7 +699,8 @@ def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monk
       for _ in peer.steps():
         peer.sync(peer.params, tokens=1)
     server.wait(_DEADLINE_S)
-    monkeypatch.setattr(own_model, 'bring', lambda *args: None)
+    settings = own_model.about(own_model.config(4, sync, 16)).decode()
+    monkeypatch.setattr(own_model, 'meet', lambda *args: settings)
     with pytest.raises(
       TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
     ):

@@ -20,7 +20,7 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, own_model
 from diloco_jax.protocol import agreement
 from diloco_jax.storage import arrays
-from diloco_jax.transport import addresses, listen
+from diloco_jax.transport import addresses, grpc_session, listen
 
 _DEADLINE_S = 60
 _CONFIG = own_model.config(
@@ -43,6 +43,7 @@ class Waiting:
       self._stopped,
       print,
       lambda model: own_model.complete(model, _CONFIG),
+      own_model.about(_CONFIG),
       **limits,
     )
     self.address = listening.get(timeout=_DEADLINE_S)
@@ -50,7 +51,7 @@ class Waiting:
   def bring(self, pieces):
     """The call; the pieces are those of an iterator."""
     channel = listen.dial(self.address, addresses.LOCAL, ())
-    return channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}').future(
+    return channel.stream_unary(f'/{grpc_session.SERVICE}/{grpc_session.BRING}').future(
       pieces, timeout=_DEADLINE_S
     )
 
@@ -239,6 +240,70 @@ def test_a_parameter_called_value_keeps_its_name():
   assert sorted(arrays.by_name(layer)) == ['bias', 'kernel']
   read = {'kernel': {'value': leaf}, 'bias': {'value': leaf}}  # as Orbax reads it
   assert sorted(arrays.by_name(read)) == ['bias', 'kernel']
+
+
+def _told(**changes):
+  shared = _CONFIG.agreement() | {name.replace('_', '.', 1): one for name, one in changes.items()}
+  return json.dumps({name: one for name, one in shared.items() if one is not ...})
+
+
+@pytest.mark.parametrize(
+  'told, said',
+  [
+    ('[' * 100_000, 'deep'),
+    ('{"sync.period": 3', 'not JSON'),
+    ('[]', 'not an object'),
+    (_told(sync_period='3'), 'period is .3., it must be of type int'),
+    (_told(sync_fragments=10**5), 'sync.fragments is 100000, it must be between'),
+    (_told(sync_heartbeat_s=1e9), 'sync.heartbeat_s is 1000000000.0, it must be between'),
+    (_told(sync_outer='open(name="x")'), "sync.outer: 'open' is unknown"),
+    (_told(sync_period=...), "sync.period is 12 here, 'absent' there"),
+    (_told(sync_news=1), "sync.news is 'absent' here, 1 there"),
+    (_told(train_store='/tmp/theirs'), "train.store is 'absent' here, '/tmp/theirs' there"),
+    (_told(sync_checkpoint_every_syncs=9), "every_syncs is 'absent' here, 9 there"),
+    (_told(name_x=1), "name.x is 'absent' here, 1 there"),
+  ],
+  ids=str,
+)
+def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, told, said):
+  """And nothing is brought."""
+  brought, given = [], own_model.config(0, run_config.SyncConfig(), 0)
+
+  def bring(model, *args):
+    brought.extend(model.shapes)
+    return told.encode()
+
+  monkeypatch.setattr(own_model, 'bring', bring)
+  with pytest.raises(ValueError, match=said):
+    own_model.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+  assert not brought
+
+
+def test_a_header_that_is_none_is_refused_by_the_learner(monkeypatch):
+  answer = own_model.about(_CONFIG) + header(shape=(-1, 8))
+  monkeypatch.setattr(own_model, 'bring', lambda *args: answer)
+  with pytest.raises(ValueError, match='not the header of a model'):
+    own_model.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+
+
+def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, monkeypatch):
+  syncer, bring, asked = waiting(), own_model.bring, []
+  other = own_model.describe({'v': jnp.ones((8, 8))}, lambda name: 'body')
+
+  def slowly(model, *args):
+    answer = bring(model, *args)
+    if not model.shapes:
+      asked.append(answer)
+      bring(other, *args)
+      syncer.model.result(_DEADLINE_S)
+      complete = own_model.about(_CONFIG, other)
+      monkeypatch.setattr(own_model, 'bring', lambda *args: complete)
+    return answer
+
+  monkeypatch.setattr(own_model, 'bring', slowly)
+  with pytest.raises(ValueError, match=r"array v is 'absent' here, 'float32\[8, 8\], body' there"):
+    own_model.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
+  assert asked == [own_model.about(_CONFIG)]
 
 
 def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():

@@ -18,7 +18,6 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import diloco_jax
-from diloco_jax.configs import own_loop
 from tests.runs.lib import gated_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -107,6 +106,24 @@ def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
   return [fact for fact in map(json.loads, lines) if fact['name'] == name]
 
 
+def test_the_loop_of_the_readme_takes_the_overrides_of_the_syncer(start, tmp_path):
+  workdir, loop = tmp_path / 'run', tmp_path / 'loop.py'
+  loop.write_text(
+    start('-m', 'diloco_jax', 'example', 'loop_optax').communicate(timeout=DEADLINE_S)[0]
+  )
+  syncer = _syncer(start, workdir, '--config.sync.fragments=2', '--config.sync.period=6')
+  place = f'--syncer=file:{workdir}/syncer/address'
+  learners = [start(str(loop), f'--learner={name}', place) for name in ('l0', 'l1')]
+  for learner in learners:
+    text = learner.communicate(timeout=DEADLINE_S)[0]
+    steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
+    assert learner.returncode == 0 and int(steps) > 20 and float(loss) < 2.5, text
+  assert syncer.wait(DEADLINE_S) == 0
+  merged = _facts(workdir, 'synced')
+  assert {one['fragment'] for one in merged} == {0, 1}
+  assert {name for one in merged for name in one['participants']} == {'l0', 'l1'}
+
+
 def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
   """The other learner waits in the middle of the run until the killed one is merged again."""
   workdir, back = tmp_path / 'run', tmp_path / 'back'
@@ -141,16 +158,12 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
   params = {name: jnp.full((8, 8), float(value)) for value, name in enumerate('abcd')}
   ocp.save(tmp_path / 'init', params)
   workdir = tmp_path / 'run'
-  sync = own_loop.get_config().sync
-  sync.learners = 1
   flags = (f'--init={tmp_path / "init"}', '--config.train.steps=8', '--config.sync.learners=1')
   syncer = _syncer(start, workdir, *flags)
   with diloco_jax.join(
     jax.tree.map(jnp.zeros_like, params),
     learner='l0',
     syncer=f'file:{workdir}/syncer/address',
-    total_steps=8,
-    sync=sync,
   ) as peer:
     mine = peer.params
     np.testing.assert_array_equal(mine['d'], params['d'])

@@ -209,7 +209,7 @@ def served(world, came):
       pool = stack.enter_context(futures.ThreadPoolExecutor(1))
       access = addresses.Access(tls, plaintext_loopback=tls is None)
       where = '127.0.0.1:0', access, listening.put, stopped, print
-      pool.submit(own_model.receive, *where, keep=lambda model: None)
+      pool.submit(own_model.receive, *where, keep=lambda model: None, answer=b'')
       stack.callback(stopped.set)
       found[door] = end, end.transport.address, listening.get(timeout=DEADLINE_S)
     yield found
@@ -240,8 +240,8 @@ def _ask(channel, service):
         health_pb2_grpc.HealthStub(channel).Check(
           health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
         )
-      case 'model':
-        bring = channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}')
+      case 'model' | 'settings':
+        bring = channel.stream_unary(f'/{grpc_session.SERVICE}/{grpc_session.BRING}')
         bring(iter([b'no header']), timeout=DEADLINE_S)
   except grpc.RpcError as error:
     return f'{error.code().name}: {error.details()}'
@@ -253,6 +253,7 @@ WELCOME = {
   'Control': None,
   'Bulk': 'unknown session token',
   'health': None,
+  'settings': None,
   'model': 'not the header of a model',
 }
 

@@ -41,8 +41,6 @@ def main(learner: str, syncer: str, workdir: str, bug: str, host: str, coordinat
     params,
     learner=learner,
     syncer=syncer,
-    total_steps=loop.STEPS,
-    sync=sync(int(bug)),
     label=loop.LABEL,
     opt_state=opt_state,
     workdir=workdir,
