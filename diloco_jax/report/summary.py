@@ -78,7 +78,7 @@ def write_file(path: pathlib.Path, what: str | Callable[[pathlib.Path], object])
   new = path.with_stem(f'{path.stem}.new')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text(what) if isinstance(what, str) else what(new)
+    new.write_text(what, 'utf-8') if isinstance(what, str) else what(new)
     new.replace(path)
     return ''
   except OSError as error:

@@ -90,7 +90,7 @@ def cached(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pat
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
     folder = home / 'diloco_jax' / 'corpora' / digest[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix('.lock'), 'w') as lock:
+    with open(folder.with_suffix('.lock'), 'w', encoding='utf-8') as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
       if not folder.is_dir():
         new = folder.with_suffix('.new')

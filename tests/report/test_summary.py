@@ -515,7 +515,7 @@ def test_a_resized_terminal_is_drawn_anew():
 
 
 def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_path):
-  with open(tmp_path / 'out', 'w') as stream:
+  with open(tmp_path / 'out', 'w', encoding='utf-8') as stream:
     display = live.make(stream)
     display.listen('l0', '12:00:00 completed step: 1')
     display.tick(run_facts.RunFacts(['l0'], total_steps=10))
@@ -543,7 +543,7 @@ def test_a_run_is_read_from_its_folder_alone(config, workdir):
     'syncer': 'merging',
   }
   refused = child(26, 'l1', 'refused', 'another model')
-  with open(workdir / 'records' / 'supervisor.jsonl', 'a') as file:
+  with open(workdir / 'records' / 'supervisor.jsonl', 'a', encoding='utf-8') as file:
     file.write(json.dumps(refused) + '\n')
   assert folder.read(workdir).statuses['l1'] == run_facts.Status('refused', 1, 'another model')
   with pytest.raises(ValueError, match='there is no run in'):

@@ -33,7 +33,7 @@ _PATIENCE = 'raylet_start_wait_time_s = '  # a constant of Ray: on a busy machin
 def python() -> str:
   """The Python of an environment with Ray and nothing else; makes it the first time."""
   _ENVIRONMENT.parent.mkdir(exist_ok=True)
-  with open(f'{_ENVIRONMENT}.lock', 'w') as lock:
+  with open(f'{_ENVIRONMENT}.lock', 'w', encoding='utf-8') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     ready = _ENVIRONMENT / 'ready'
     found = str(_ENVIRONMENT / 'bin' / 'python')
