@@ -25,7 +25,7 @@ ALLOWED = {
   'certs': {'protocol'},
   'transport': {'protocol', 'node', 'certs'},
   'accounting': {'protocol'},
-  'report': {'protocol', 'config', 'node', 'accounting'},
+  'report': {'protocol', 'config', 'node', 'accounting', 'storage'},
   'learner': {
     'protocol',
     'protocol/learner',

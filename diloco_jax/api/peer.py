@@ -40,6 +40,7 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, folders
 from diloco_jax.train import island as island_lib
@@ -349,7 +350,7 @@ def join(
         model = dataclasses.replace(model, values=hosts.gather(sent))
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
-        print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
+        header.say(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s')
         own_model.bring(model, address, access, wait_s)
       peer = Peer(params, opt_state, config.train.steps)
       # Only a syncer begins with version 0; here it would be held beside the model all along.

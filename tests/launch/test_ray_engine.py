@@ -48,7 +48,7 @@ def test_what_the_drivers_read(request_of_a_run):
   assert read.pop('tether').startswith('"""Runs a command that must not outlive')
   assert read.pop('cwd') == str(pathlib.Path.cwd())
   assert read == {'address': 'head:6379', 'workdir': '$SCRATCH/run', 'never_retry': 42}
-  start = '/env/bin/python', '-m', 'diloco_jax'
+  start = '/env/bin/python', '-P', '-X', 'utf8', '-m', 'diloco_jax'
   common = '--config=stdlib_lm:tiny', '--config.mesh.hosts=2', '--workdir={workdir}'
   environment = {**spec_lib.ENVIRONMENT, 'PYTHONPATH': str(cli.CHECKOUT)}
   files = ['ca.pem', 'cert.pem', 'key.pem']

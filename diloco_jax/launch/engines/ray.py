@@ -100,7 +100,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     default = {'TPU': one.chips} if one.topology else {'CPU': 1}
     found[one.name] = {
       'name': one.name,
-      'argv': [_NODE_PYTHON.value, '-m', 'diloco_jax', *one.argv[1:]],
+      'argv': [_NODE_PYTHON.value, '-P', '-X', 'utf8', '-m', 'diloco_jax', *one.argv[1:]],
       'environment': {**one.environment, **path},
       'hosts': one.hosts,
       'resources': resources.get(one.name, resources.get(one.role, default)),

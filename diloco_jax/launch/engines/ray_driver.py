@@ -263,8 +263,7 @@ def main(file: str, name: str) -> int:
     return run['never_retry']
   try:
     ray.init(run['address'], log_to_driver=False, logging_level='ERROR')
-    # Ray prints pages when a machine dies, whichever it is.
-    sys.stdout = open(os.devnull, 'w', encoding='utf-8')
+    sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # Ray prints pages when a machine dies
     return Driver(ray, pathlib.Path(file).parent, run, name).carry_out()
   except (ConnectionError, ray.exceptions.RayError) as error:
     say(f'error: the cluster at {run["address"]}: {describe(error)}')

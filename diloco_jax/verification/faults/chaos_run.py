@@ -60,9 +60,8 @@ class ChaosRun(conductor.Conductor):
     )
     address = workdir / run_folder.ADDRESS
     behind = () if islands else names  # islands have no network
-    self._proxies = {
-      name: proxy_lib.Proxy(lambda: address.read_text('utf-8').strip()) for name in behind
-    }
+    syncer = lambda: address.read_text('utf-8').strip()
+    self._proxies = {name: proxy_lib.Proxy(syncer) for name in behind}
     self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder

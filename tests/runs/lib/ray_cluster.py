@@ -83,7 +83,7 @@ class Cluster:
   def programs(self, machine: str, name: str) -> list[psutil.Process]:
     """The processes of a program on a machine."""
     words = 'diloco_jax syncer' if name == 'syncer' else f'--learner_id={name} '
-    return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-m']]
+    return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-P']]
 
   def raylet(self, machine: str) -> psutil.Process:
     [found] = [one for one in self.processes(machine) if one.name() == 'raylet']
