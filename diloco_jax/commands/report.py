@@ -7,8 +7,7 @@ The run may have ended, been killed, or be under way, and any program may have s
 train`, a notebook, or a syncer whose learners are on other machines. All of it comes from the
 records in the folder, which may be a copy. Of one run the files are in DIR/report: report.txt,
 summary.json, index.html, timeline.png; of several in that of the first DIR: beside.txt,
-beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 a file
-could not be written.
+beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 a file is missing.
 """
 
 import pathlib

@@ -164,8 +164,7 @@ def run(
   text = lambda: summary_lib.text(write(), workdir, shutil.get_terminal_size().columns)
   tell = lambda: print('\n' + text(), end='', flush=True)
   if not header.shown(tell, 'the report', f'diloco report {shlex.quote(str(workdir))}'):
-    # It may not take what is left, and the interpreter would try again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:], *cli.file_flags()]
     print(f'{outcome.text}; continue with: {cli.command(*words)}', file=sys.stderr)
