@@ -4,9 +4,18 @@ Also `python -m diloco_jax`, which needs no installation. Flags are global, so o
 the command that runs is imported.
 """
 
+import os
+import sys
+
+if __name__ == '__main__':  # -m puts the folder of the start first: its secrets.py is not Python's
+  _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+  del sys.path[: not sys.flags.safe_path]
+  if _HOME not in sys.path:  # of a checkout: after the standard library
+    _AT = [one.endswith('-packages') for one in (*sys.path, 'no-packages')].index(True)
+    sys.path.insert(_AT, _HOME)
+
 import difflib
 import importlib
-import sys
 from typing import NoReturn
 
 import diloco_jax
@@ -41,6 +50,7 @@ _VERSION = ('version', '--version')
 
 def main() -> NoReturn:
   """Runs the command that the first argument names."""
+  cli.speak_utf8()
   name, *words = sys.argv[1:] or ['help']
   if name in _HELP:
     print(usage())

@@ -84,7 +84,7 @@ def predict(cell: dict[str, Any], seed: int) -> Shares:
 
 
 def main() -> None:
-  cells = json.loads(pathlib.Path(sys.argv[1]).read_text())['cells']
+  cells = json.loads(pathlib.Path(sys.argv[1]).read_text('utf-8'))['cells']
   print(f'{"":34}{"computes":>15}{"merged":>15}{"on time":>15}{"MB up":>14}{"MB down":>14}')
   for cell in cells:
     if 'sync' not in cell:

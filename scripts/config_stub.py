@@ -48,4 +48,4 @@ def _field(name: str, one: protocol_config.Setting) -> str:
 
 
 if __name__ == '__main__':
-  PATH.write_text(stub())
+  PATH.write_text(stub(), 'utf-8')

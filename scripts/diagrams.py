@@ -72,7 +72,7 @@ def imports() -> dict[str, set[str]]:
   found: dict[str, set[str]] = {}
   for path in modules.values():
     here = found.setdefault(room(path), set())
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text('utf-8'))):
       if isinstance(node, ast.ImportFrom):
         for alias in node.names:
           module = modules.get(f'{node.module}.{alias.name}') or modules.get(str(node.module))
@@ -104,7 +104,7 @@ def room_diagram() -> str:
 
 def sentence(name: str) -> str:
   """The first line of the docstring of a room's package."""
-  text = ast.get_docstring(ast.parse((PACKAGE / name / '__init__.py').read_text())) or ''
+  text = ast.get_docstring(ast.parse((PACKAGE / name / '__init__.py').read_text('utf-8'))) or ''
   return text.splitlines()[0]
 
 
@@ -135,11 +135,11 @@ def rewritten(text: str, blocks: dict) -> str:
 def main() -> int:
   changed = False
   for document, blocks in BLOCKS.items():
-    text = document.read_text()
+    text = document.read_text('utf-8')
     new = rewritten(text, blocks)
     changed |= new != text
     if '--check' not in sys.argv[1:]:
-      document.write_text(new)
+      document.write_text(new, 'utf-8')
   return int(changed and '--check' in sys.argv[1:])
 
 

@@ -70,7 +70,7 @@ def demonstrate(folder: pathlib.Path) -> int:
         dead = [node for node, one in started.items() if one.poll() is not None]
         if dead or time.monotonic() > deadline_s:
           for node in NODES:
-            print(f'--- {node}', (folder / f'{node}.log').read_text()[-3000:], sep='\n')
+            print(f'--- {node}', (folder / f'{node}.log').read_text('utf-8')[-3000:], sep='\n')
           raise SystemExit(f'failed: {what}; ended: {", ".join(dead) or "none"}')
         time.sleep(0.2)
       return found
@@ -127,7 +127,7 @@ def cable(node: str, state: str) -> None:
 def facts(workdir: pathlib.Path) -> list[dict]:
   """The facts of the syncer so far; a line that is half written does not count."""
   try:
-    lines = (workdir / 'records' / 'syncer.jsonl').read_text().split('\n')[:-1]
+    lines = (workdir / 'records' / 'syncer.jsonl').read_text('utf-8').split('\n')[:-1]
   except FileNotFoundError:
     return []
   return [json.loads(line) for line in lines]

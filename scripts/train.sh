@@ -5,4 +5,4 @@
 set -euo pipefail
 lock=requirements.lock
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" -m diloco_jax train "$@"
+exec "$python" -P diloco_jax/__main__.py train "$@"

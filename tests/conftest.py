@@ -183,7 +183,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> object:
 def _locked(name: str, how: int) -> Iterator[None]:
   """Holds a lock among the workers of this checkout."""
   _CACHE.parent.mkdir(exist_ok=True)
-  with open(_CACHE.parent / f'{name}.lock', 'w') as file:
+  with open(_CACHE.parent / f'{name}.lock', 'w', encoding='utf-8') as file:
     fcntl.flock(file, how)
     yield
 
@@ -231,7 +231,7 @@ def _give_way(request: pytest.FixtureRequest) -> None:
   if hasattr(request.config, 'workerinput'):
     real = request.node.nodeid.startswith(_REAL_RUNS)
     with contextlib.suppress(OSError):  # a kernel without autogroups
-      pathlib.Path('/proc/self/autogroup').write_text('0' if real else '5')
+      pathlib.Path('/proc/self/autogroup').write_text('0' if real else '5', encoding='utf-8')
 
 
 @pytest.fixture(scope='module', autouse=True)

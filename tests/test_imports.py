@@ -25,7 +25,7 @@ ALLOWED = {
   'certs': {'protocol'},
   'transport': {'protocol', 'node', 'certs'},
   'accounting': {'protocol'},
-  'report': {'protocol', 'config', 'node', 'accounting'},
+  'report': {'protocol', 'config', 'node', 'accounting', 'storage'},
   'learner': {
     'protocol',
     'protocol/learner',
@@ -164,7 +164,7 @@ MODULES = {module_name(path): path for path in sources(PACKAGE)}
 def imports(path: pathlib.Path) -> set[str]:
   """Modules that a file imports, wherever in it; `from package import module` gives the module."""
   found = set()
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
     if isinstance(node, ast.Import):
       found |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):

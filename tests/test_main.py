@@ -1,6 +1,7 @@
 """The command `diloco`: its commands, and what it says about a wrong one."""
 
 import itertools
+import os
 import pathlib
 import pkgutil
 import subprocess
@@ -127,6 +128,57 @@ def test_a_command_that_we_print_works_wherever_it_is_pasted(here, tmp_path, mon
   text = f'{cli.command("--version")} && pwd'
   printed = subprocess.check_output(['sh', '-c', text], cwd=tmp_path, text=True)
   assert printed == f'diloco {diloco_jax.__version__}\n{here}\n'
+
+
+@pytest.fixture(name='beside')
+def _beside(tmp_path) -> pathlib.Path:
+  """A folder of the start with files that have the names of Python's modules."""
+  for name in ('secrets', 'token', 'random', 'types'):
+    (tmp_path / f'{name}.py').write_text('raise RuntimeError(__file__)', 'utf-8')
+  return tmp_path
+
+
+def test_a_command_that_we_print_works_beside_any_files(beside, monkeypatch):
+  monkeypatch.chdir(beside)
+  printed = subprocess.check_output(['sh', '-c', cli.command('--version')], encoding='utf-8')
+  assert printed == f'diloco {diloco_jax.__version__}\n'
+
+
+def test_with_dash_m_the_folder_of_the_start_is_on_no_path(beside):
+  """Once Python itself has started: types.py would end that."""
+  (beside / 'types.py').unlink()
+  command = [sys.executable, '-m', 'diloco_jax', 'train', '--help']
+  environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+  subprocess.run(command, cwd=beside, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_programs_of_a_run_find_what_is_beside_a_config(beside):
+  """And still no file there is taken for a module of Python's."""
+  (beside / 'mine.py').write_text('STEPS = 7', 'utf-8')
+  (beside / 'own.py').write_text(
+    'import secrets, mine\n'
+    'from diloco_jax.configs import stdlib_lm\n'
+    'def get_config(variant):\n'
+    '  config = stdlib_lm.get_config("tiny")\n'
+    '  config.name = f"{secrets.token_hex(1)[:0]}own-{mine.STEPS}"\n'
+    '  return config\n',
+    'utf-8',
+  )
+  command = [*cli.PROGRAM, 'plan', '--config=own.py:x', '--step_s=1']
+  done = subprocess.run(command, cwd=beside, capture_output=True, encoding='utf-8')
+  assert done.returncode == 0 and 'own-7' in done.stdout, done.stdout + done.stderr
+
+
+def test_the_processes_of_many_seeds_start_beside_any_files(beside, tmp_path_factory):
+  """With the installed command, whose own folder is first on its path."""
+  script = tmp_path_factory.mktemp('bin') / 'diloco'
+  script.write_text(
+    'from diloco_jax import __main__\nif __name__ == "__main__":\n  __main__.main()\n', 'utf-8'
+  )
+  command = [sys.executable, script, 'simulate', '--seeds=0:4', '--jobs=2']
+  environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+  done = subprocess.run(command, cwd=beside, env=environment, capture_output=True, encoding='utf-8')
+  assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_flag_that_is_missing_is_explained():

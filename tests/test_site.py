@@ -39,7 +39,7 @@ def _site(tmp_path_factory) -> pathlib.Path:
 
 
 def text_of(page: pathlib.Path) -> str:
-  return html.unescape(re.sub('<[^>]+>', '', page.read_text()))
+  return html.unescape(re.sub('<[^>]+>', '', page.read_text(encoding='utf-8')))
 
 
 @pytest.fixture(scope='module', name='flags')

@@ -59,7 +59,7 @@ def test_the_stub_of_the_protocols_settings_is_that_of_the_table():
 
 
 def test_every_public_name_is_imported_for_checkers():
-  source = pathlib.Path(diloco_jax.__file__).read_text()
+  source = pathlib.Path(diloco_jax.__file__).read_text(encoding='utf-8')
   block = source.partition('if TYPE_CHECKING:')[2].partition('\n_HOME')[0]
   names = {name for line in re.findall(r'import (.*)', block) for name in line.split(', ')}
   assert names == set(diloco_jax.__all__) == diloco_jax._HOME.keys()

@@ -40,6 +40,7 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, folders
 from diloco_jax.train import island as island_lib
@@ -353,11 +354,11 @@ def join(
         model = dataclasses.replace(model, values=hosts.gather(sent))
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
-        print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
+        header.say(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s')
         with contextlib.suppress(addresses.RunEnded):
           settings = own_model.meet(model, config, address, access, wait_s)
       if not (settings := hosts.of_lead(settings)):
-        print(f'[{learner}] the run has ended: there are no steps left', flush=True)
+        header.say(f'[{learner}] the run has ended: there are no steps left')
         yield Peer(params, opt_state, total_steps or 1)
         return
       config = own_model.taken(config, settings)

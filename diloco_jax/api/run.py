@@ -16,7 +16,7 @@ from diloco_jax.api import load_params
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, run_facts, state, summary
+from diloco_jax.report import header, live, page, run_facts, state, summary
 from diloco_jax.report import records as records_lib
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ class Display:
     self._tails = records_lib.TailAll(workdir)
     self._began_s = time.monotonic()
     self._shown = None
+    self.draw = header.until_it_fails(self._draw, 'the table', 'diloco_jax.open_run')
 
-  def draw(self) -> None:
+  def _draw(self) -> None:
     """Reads what is new and draws the table again."""
     from IPython import display
 

@@ -27,8 +27,8 @@ from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events, ids
+from diloco_jax.report import header, summary
 from diloco_jax.report import records as records_lib
-from diloco_jax.report import summary
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import config as config_lib
@@ -352,8 +352,9 @@ def run(
       controller.start()
     shown = run_lib.Display(folder, config, alone).draw if run_lib.in_kernel() else None
     found = run_lib.Run(folder, controller.join(tick=shown))
-    if shown and (line := summary.merged_line(found.summary)):
-      print(line)
+    if shown:
+      tell = lambda: (line := summary.merged_line(found.summary)) and print(line)
+      header.shown(tell, 'the summary', 'diloco_jax.open_run')
     return found
   except BaseException as error:  # else the nodes train on, and the folder stays locked
     controller.stop('interrupted')

@@ -22,7 +22,7 @@ from absl import flags
 from packaging import requirements
 
 from diloco_jax.launch import accelerators, cli, local_run
-from diloco_jax.storage import files
+from diloco_jax.storage import files, folders
 
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of a run; default runs, in this folder')
 
@@ -196,7 +196,8 @@ def cache() -> str:
   except OSError as error:
     raise Bad(f'{folder}: {error.strerror}; {remedy}') from error
   _require_writable(folder, remedy)
-  return f'{folder} can be written'
+  why = '' if folders.home_cache() else ', as this user has no home that can be written'
+  return f'{folder} can be written; other caches are in {folders.cache()}{why}'
 
 
 def _require_writable(folder: pathlib.Path, remedy: str) -> None:

@@ -20,7 +20,7 @@ FOLDER = (
 
 
 def main(argv: list[str]) -> None:
-  found = {path.stem: path.read_text() for path in sorted(FOLDER.glob('*.py'))}
+  found = {path.stem: path.read_text('utf-8') for path in sorted(FOLDER.glob('*.py'))}
   match argv[1:]:
     case []:
       for name, text in found.items():

@@ -97,7 +97,7 @@ def _refuse_flags_of_others() -> None:
 def _write(path: pathlib.Path, text: str) -> None:
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, 'utf-8')
   except OSError as error:
     text = f'cannot write {path} ({error.strerror}); make space, or choose another --out'
     raise cli.refusal(error)(text) from error

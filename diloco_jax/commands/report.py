@@ -7,7 +7,7 @@ The run may have ended, been killed, or be under way, and any program may have s
 train`, a notebook, or a syncer whose learners are on other machines. All of it comes from the
 records in the folder, which may be a copy. Of one run the files are in DIR/report: report.txt,
 summary.json, index.html, timeline.png; of several in that of the first DIR: beside.txt,
-beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 the disk failed.
+beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 a file is missing.
 """
 
 import pathlib
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError):
     if len(workdirs) == 1:
       made = summary.write(workdirs[0], plot=_PLOT.value, out=out)
-      text, failed = summary.text(made, workdirs[0], width, out), made.get('disk')
+      text, failed = summary.text(made, workdirs[0], width, out), made.get('missing')
     else:
       found = beside.read(workdirs)
       text, failed = beside.text(found), beside.write(found, out, _PLOT.value)

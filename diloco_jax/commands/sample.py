@@ -11,7 +11,6 @@ The run may be under way: then it is the model of the syncer's newest checkpoint
 
 import itertools
 import pathlib
-import sys
 
 from absl import flags
 
@@ -49,7 +48,6 @@ def main(argv: list[str]) -> int:
   prompt = tokenizer.encode([_PROMPT.value])[0]
   length = assembled.config.data.seq_len
   drawn = evaluate.sample(task, params, prompt, length, _TEMPERATURE.value, _SEED.value)
-  sys.stdout.reconfigure(errors='replace')
   ids, shown = list(prompt), 0
   for new in itertools.chain([()], zip(itertools.islice(drawn, _TOKENS.value))):
     ids.extend(new)

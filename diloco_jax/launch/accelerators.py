@@ -102,7 +102,7 @@ def available_memory(group: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> in
   """Bytes that this process and its children may take; a container may have less than its host."""
   host = psutil.virtual_memory().available
   try:
-    limit, used = ((group / f'memory.{name}').read_text() for name in ('max', 'current'))
+    limit, used = ((group / f'memory.{name}').read_text('utf-8') for name in ('max', 'current'))
     return min(host, int(limit) - int(used))
   except (OSError, ValueError):  # no control group of version 2, or "max", no limit
     return host

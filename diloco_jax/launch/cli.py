@@ -21,6 +21,7 @@ import difflib
 import errno
 import functools
 import gc
+import locale
 import math
 import os
 import pathlib
@@ -38,7 +39,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
-from diloco_jax.storage import files_port, wal
+from diloco_jax.storage import files_port, folders, wal
 from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
@@ -61,6 +62,9 @@ _PASSING = {  # of a disk or a host that may be well again at the next start
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 
+# Starts a program. No module of it is looked for in the folder of the start (-P).
+PROGRAM = (sys.executable, '-P', '-X', 'utf8', str(_ROOT / 'diloco_jax' / '__main__.py'))
+
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
 
 
@@ -77,8 +81,17 @@ def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
   """The folder of compiled functions: in the checkout, else in the user's cache folder."""
   if CHECKOUT:
     return CHECKOUT / '.cache' / 'jax'
-  home = base.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-  return pathlib.Path(home) / 'diloco_jax' / 'jax'
+  return folders.cache(base) / 'diloco_jax' / 'jax'
+
+
+def speak_utf8() -> None:
+  """Makes the names of files, and the text in pipes and files, UTF-8 whatever the locale is. What a
+  terminal cannot show is replaced."""
+  if sys.getfilesystemencoding() != 'utf-8' and 'utf8' not in sys._xoptions:
+    os.environ.setdefault('PYTHONIOENCODING', locale.getencoding())  # what the terminal can show
+    os.execv(sys.executable, [sys.executable, '-X', 'utf8', *sys.orig_argv[1:]])
+  for stream in filter(None, (sys.stdout, sys.stderr)):
+    stream.reconfigure(encoding=None if stream.isatty() else 'utf-8', errors='replace')
 
 
 def end_signals() -> list[signal.Signals]:
@@ -383,12 +396,9 @@ def _value(argv: list[str], name: str) -> str:
 def command(*words: str) -> str:
   """The text of a command of `diloco` that works when it is pasted into a shell. It runs in the
   folder of this process, as a config may name files from there."""
-  here = f'cd {shlex.quote(os.getcwd())} && '
-  if CHECKOUT is None and shutil.which('diloco'):
-    return here + shlex.join(['diloco', *words])
-  if CHECKOUT not in (None, pathlib.Path.cwd()):
-    here += f'PYTHONPATH={shlex.quote(str(CHECKOUT))} '
-  return here + shlex.join([sys.executable, '-m', 'diloco_jax', *words])
+  installed = CHECKOUT is None and shutil.which('diloco')
+  start = ['diloco'] if installed else [sys.executable, '-P', PROGRAM[-1]]
+  return f'cd {shlex.quote(os.getcwd())} && {shlex.join([*start, *words])}'
 
 
 @contextlib.contextmanager
@@ -418,6 +428,8 @@ def reading_a_model() -> Iterator[None]:
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
+  if not folders.home_cache():
+    os.environ.setdefault('MPLCONFIGDIR', str(folders.cache() / 'matplotlib'))
   os.umask(0o777 & ~folder_mode())  # weights, tapes and keys are for this user
   try:
     return main(argv) or 0

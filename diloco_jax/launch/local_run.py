@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pathlib
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, kill_plan, run_folder
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import folder, live, run_facts
+from diloco_jax.report import folder, header, live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
@@ -27,7 +28,7 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
   }
-  path = os.pathsep.join(filter(None, [str(cli.CHECKOUT or ''), base.get('PYTHONPATH', '')]))
+  path = os.pathsep.join(filter(None, base.get('PYTHONPATH', '').split(os.pathsep)))
   common = spec_lib.ENVIRONMENT
   return {
     **ours,
@@ -38,7 +39,7 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
     ),
     'JAX_NUM_CPU_DEVICES': str(devices),
     'PYTHONUNBUFFERED': '1',
-    **({'PYTHONPATH': path} if path else {}),
+    'PYTHONPATH': path,  # an empty part would be the folder of the start
   }
 
 
@@ -134,7 +135,7 @@ def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
     found.append(
       supervisor_lib.Program(
         name=one.name,
-        command=[sys.executable, '-m', 'diloco_jax', *one.argv[1:]],
+        command=[*cli.PROGRAM, *one.argv[1:]],
         environment={**one.environment, **hosts[0]},
         hosts=hosts if len(hosts) > 1 else ({},),
         cpus=() if syncer else cpus[learners.index(one)],
@@ -159,8 +160,11 @@ def run(
     outcome = carry_out()
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
-  summary = summary_lib.write(workdir, plot=not outcome.interrupted)
-  print('\n' + summary_lib.text(summary, workdir, shutil.get_terminal_size().columns), end='')
+  write = lambda: summary_lib.write(workdir, plot=not outcome.interrupted)
+  text = lambda: summary_lib.text(write(), workdir, shutil.get_terminal_size().columns)
+  tell = lambda: print('\n' + text(), end='', flush=True)
+  if not header.shown(tell, 'the report', f'diloco report {shlex.quote(str(workdir))}'):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:], *cli.file_flags()]
     print(f'{outcome.text}; continue with: {cli.command(*words)}', file=sys.stderr)

@@ -382,7 +382,7 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
 def _write_address(folder: pathlib.Path, address: str) -> None:
   """Writes the address file atomically, so that no learner reads half of it."""
   path = folder / 'syncer' / 'address'
-  json_files.replace(path, address.encode() + b'\n')
+  json_files.replace(path, os.fsencode(address) + b'\n')
 
 
 def _address(folder: pathlib.Path, listen: str) -> str:
@@ -418,7 +418,7 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
   path = pathlib.Path(address.removeprefix(FILE))
 
   def read() -> str:
-    text = json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
+    text = os.fsdecode(json_files.read_bytes(path, MAX_ADDRESS_BYTES)).strip()  # maybe a path
     if text == addresses.ENDED:
       raise addresses.RunEnded(f'{text}: {path} says so')
     return text

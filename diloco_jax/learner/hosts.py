@@ -27,6 +27,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import codec
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import mesh as mesh_lib
 
@@ -305,7 +306,7 @@ class Quiet:
     self._name = name
 
   def say(self, text: str) -> None:
-    print(f'[{self._name}] {text}\n', end='', flush=True)
+    header.say(f'[{self._name}] {text}')
 
   def report(self, *what: Any) -> None:
     pass

@@ -286,6 +286,6 @@ def _compile_in_turn() -> Iterator[None]:
       path = pathlib.Path(folder) / '.turn'
       with contextlib.suppress(OSError):  # jax goes on without a cache, too
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = stack.enter_context(open(path, 'w'))
+        file = stack.enter_context(open(path, 'w', encoding='utf-8'))
         fcntl.flock(file, fcntl.LOCK_EX)
     yield

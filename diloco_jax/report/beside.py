@@ -1,6 +1,7 @@
 """Runs beside each other: their losses at the end, after equal tokens and at equal clocks."""
 
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,16 +19,14 @@ def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
   return dict(zip(names, map(folder_lib.read, workdirs)))
 
 
-def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -> str:
-  """Writes table, page and picture; returns why the table could not be written."""
+def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -> list[str]:
+  """Writes table, page and picture; returns the names of those that could not be written."""
+  states = lambda: [{**state(one.run, one.config), 'name': name} for name, one in found.items()]
+  views = {'beside.txt': lambda: text(found), 'beside.html': lambda: page.inline(states())}
   if plot:
-    from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
-
-    drawn = picture.draw_beside(found)
-    summary.write_file(out / 'beside.png', lambda path: drawn.savefig(path, dpi=picture.DPI))
-  states = [{**state(one.run, one.config), 'name': name} for name, one in found.items()]
-  summary.write_file(out / 'beside.html', page.inline(states))
-  return summary.write_file(out / 'beside.txt', text(found))
+    views['beside.png'] = lambda: summary.png(lambda picture: picture.draw_beside(found))
+  folders = shlex.join(str(one.workdir) for one in found.values())
+  return summary.write_views(out, views, f'diloco report {folders}')
 
 
 def text(found: Mapping[str, folder_lib.Read]) -> str:

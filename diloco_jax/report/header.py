@@ -1,11 +1,45 @@
-"""Sizes and times for people."""
+"""Sizes, times and lines for people."""
 
+import contextlib
+import sys
 import time
+from collections.abc import Callable
 
 
 def clock() -> str:
   """The time of day, before a line for people."""
   return time.strftime('%H:%M:%S ')
+
+
+def say(line: str) -> None:
+  """Prints a line, in one write, so that the threads of a process do not mix their lines; what
+  standard output cannot show is replaced."""
+  encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+  print(line.encode(encoding, 'replace').decode(encoding) + '\n', end='', flush=True)
+
+
+def shown(show: Callable[[], object], view: str, later: str) -> bool:
+  """Makes a view of a run. Its fault is one line, and none of the run; returns whether all is well.
+  `later`: the command that makes the view then."""
+  try:
+    show()
+    return True
+  except Exception as error:
+    why = ' '.join(f'{type(error).__name__}: {error}'.split())
+    with contextlib.suppress(OSError, ValueError):  # standard error is closed, too
+      print(f'error: {view} is missing ({why}); the run is safe. Later: {later}', file=sys.stderr)
+    return False
+
+
+def until_it_fails(show: Callable[..., object], view: str, later: str) -> Callable[..., None]:
+  """Shows the same again and again; after a fault, which is said once, no more."""
+  well = True
+
+  def again(*what: object) -> None:
+    nonlocal well
+    well = well and shown(lambda: show(*what), view, later)
+
+  return again
 
 
 def size(count_bytes: float) -> str:

@@ -53,7 +53,12 @@ class Display(Protocol):
 def make(stream=None) -> Display:
   """Makes the display that suits standard output."""
   stream = stream or sys.stdout
-  return LiveDisplay(console_lib.Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
+  console = console_lib.Console(file=stream)
+  display = LiveDisplay(console) if stream.isatty() else PlainDisplay(stream)
+  for name in ('listen', 'tick', 'close'):  # a fault of the display is none of the run
+    show = header.until_it_fails(getattr(display, name), 'the display', 'diloco status')
+    setattr(display, name, show)
+  return display
 
 
 class PlainDisplay:

@@ -91,8 +91,7 @@ class Recorder:
 
   def say(self, text: str) -> None:
     """Prints a line for people on standard output."""
-    # In one write, so that the threads of one process do not mix their lines.
-    self._guard(lambda: print(f'{self._prefix}{header.clock()}{text}\n', end='', flush=True))
+    self._guard(lambda: header.say(f'{self._prefix}{header.clock()}{text}'))
 
   def say_progress(self, text: str) -> None:
     """As `say`; a view of the run makes the line needless."""

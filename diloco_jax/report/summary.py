@@ -7,6 +7,8 @@ number of fragments and rounds so that the sums still add up.
 
 import contextlib
 import dataclasses
+import functools
+import io
 import itertools
 import json
 import os
@@ -14,7 +16,6 @@ import pathlib
 import re
 import shlex
 import statistics
-import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import state as state_lib
+from diloco_jax.storage import json_files
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
@@ -52,41 +54,45 @@ def write(
   workdir: pathlib.Path, plot: bool = True, out: pathlib.Path | None = None
 ) -> dict[str, Any]:
   """Writes the report of the run in a folder to `out` (None: WORKDIR/report) and returns the
-  summary. A full disk costs the report, not the run: an error line names each file that is missing.
+  summary; an error line names each file that is missing, and `missing` in the summary all of them.
   Raises ValueError: there is no run in the folder."""
   found = folder_lib.read(workdir)
   summary = summarize(found)
   folder = out or workdir / REPORT
-  if why := write_file(folder / SUMMARY, json.dumps(summary, indent=2) + '\n'):
-    summary['disk'] = why
-  write_file(folder / PAGE, page.inline([state_lib.state(found.run, found.config)]))
+  views: dict[str, Callable[[], str | bytes]] = {
+    SUMMARY: lambda: json.dumps(summary, indent=2) + '\n',
+    PAGE: lambda: page.inline([state_lib.state(found.run, found.config)]),
+  }
   if plot and any(learner.steps for learner in found.run.learners.values()):
-    from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
-
-    shown = folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S)
-    drawn = picture.draw(shown)
-    write_file(folder / TIMELINE, lambda path: drawn.savefig(path, dpi=picture.DPI))
-  else:
-    with contextlib.suppress(OSError):
-      (folder / TIMELINE).unlink()  # of the run before it continued
-  write_file(folder / TEXT, text(summary, workdir, out=folder))
+    views[TIMELINE] = lambda: png(
+      lambda picture: picture.draw(folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S))
+    )
+  with contextlib.suppress(OSError):
+    (folder / TIMELINE).unlink()  # of the run before it continued
+  views[TEXT] = lambda: text(summary, workdir, out=folder)
+  if missing := write_views(folder, views, f'diloco report {shlex.quote(str(workdir))}'):
+    summary['missing'] = missing
   return summary
 
 
-def write_file(path: pathlib.Path, what: str | Callable[[pathlib.Path], object]) -> str:
-  """Replaces a file by a text, or by what a function writes; returns why it was not possible."""
-  new = path.with_stem(f'{path.stem}.new')
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text(what) if isinstance(what, str) else what(new)
-    new.replace(path)
-    return ''
-  except OSError as error:
-    for stale in (new, path):
-      with contextlib.suppress(OSError):
-        stale.unlink()
-    print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
-    return error.strerror or str(error)
+def png(draw: Callable[[Any], Any]) -> bytes:
+  """What `draw` makes with the module report/picture.py."""
+  from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
+
+  draw(picture).savefig(file := io.BytesIO(), dpi=picture.DPI)
+  return file.getvalue()
+
+
+def write_views(folder: pathlib.Path, views: Mapping[str, Any], later: str) -> list[str]:
+  """Replaces files, and returns the names of those for which that was not possible."""
+  put = lambda name: functools.partial(_replace, folder / name, views[name])
+  return [name for name in views if not header.shown(put(name), str(folder / name), later)]
+
+
+def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:
+  path.unlink(missing_ok=True)  # an old view would be taken for the new one
+  made = make()
+  json_files.replace(path, made if isinstance(made, bytes) else made.encode(errors='replace'))
 
 
 def summarize(found: folder_lib.Read) -> dict[str, Any]:
@@ -263,7 +269,7 @@ def text(
 ) -> str:
   """The summary for people, in lines of at most `width` columns, but for words that are longer. The
   headline comes first and last, as a terminal shows the end."""
-  lines = [*_disk_lines(summary, workdir), *_headline(summary), '']
+  lines = [*_disk_lines(summary), *_headline(summary), '']
   lines += [f'{"" if number else "run":13}{line}' for number, line in enumerate(summary['layout'])]
   lines += _learner_lines(summary)
   if summary['outer_steps']:
@@ -354,14 +360,9 @@ def _place_lines(
   return [*lines, 'figures      in plain words: docs/operating.md, "What the figures mean"']
 
 
-def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
+def _disk_lines(summary: Mapping[str, Any]) -> list[str]:
   """What a disk that was full, or is, has cost; nothing else in the report would say it."""
   lines = []
-  if why := summary.get('disk'):
-    lines.append(
-      f'disk           {workdir} cannot be written: {why}. Records of a run under way end early, '
-      'and its outer steps wait for the disk: make space and continue the run'
-    )
   for name, row in summary['missing_facts'].items():
     lines.append(
       f'disk           {row["facts"]} facts of {name} could not be written ({row["error"]}): '

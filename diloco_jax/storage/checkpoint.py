@@ -457,7 +457,7 @@ def _probe(root: json_files.Place) -> None:
   root.mkdir(parents=True, exist_ok=True)
   probe = root / '.writable'
   try:
-    probe.write_text('probe')
+    probe.write_text('probe', 'utf-8')
   except FileNotFoundError as error:
     raise ValueError(f'there is no such bucket ({error})') from error
   probe.unlink(missing_ok=True)  # a request whose answer was lost is sent again

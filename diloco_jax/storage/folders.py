@@ -5,8 +5,11 @@ WORKDIR/islands/ID/ckpt/NUMBER/   a learner's; of a run with a store STORE/islan
 """
 
 import importlib
+import os
 import pathlib
 import re
+import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -18,6 +21,25 @@ from diloco_jax.storage import json_files
 CHECKPOINTS = 'ckpt'
 MAX_NUMBER = 1 << 53
 _SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)
+
+
+def cache(base: Mapping[str, str] = os.environ) -> pathlib.Path:
+  """The folder of this user's caches: XDG_CACHE_HOME, in the home, or among temporary files."""
+  if named := base.get('XDG_CACHE_HOME') or home_cache():
+    return pathlib.Path(named)
+  own = pathlib.Path(tempfile.gettempdir(), f'diloco_jax-{os.getuid()}')
+  own.mkdir(0o700, exist_ok=True)
+  is_own = own.lstat().st_uid == os.getuid()  # another user could put programs there
+  return own if is_own else pathlib.Path(tempfile.mkdtemp(prefix='diloco_jax-'))
+
+
+def home_cache() -> pathlib.Path | None:
+  """The folder of caches in this user's home; None without a home that can be written."""
+  try:
+    found = pathlib.Path.home() / '.cache'
+  except RuntimeError:  # neither HOME nor an entry in passwd
+    return None
+  return found if os.access(found if os.path.lexists(found) else found.parent, os.W_OK) else None
 
 
 def place(text: str) -> json_files.Place:

@@ -124,7 +124,7 @@ def move(folder: Place, target: Place) -> None:
       fsync(folder.parent)
     else:
       if not target.parent.exists():  # a folder of a bucket exists once something is in it
-        (target.parent / 'moved').write_text('here')
+        (target.parent / 'moved').write_text('here', 'utf-8')
       folder.rename(target)
 
 

@@ -228,13 +228,13 @@ def commit(checkout: pathlib.Path = _CHECKOUT) -> str:
   try:
     git = checkout / '.git'
     if git.is_file():  # the file of a worktree names its git folder
-      git = (checkout / git.read_text().removeprefix('gitdir:').strip()).resolve()
-    head = (git / 'HEAD').read_text().strip()
+      git = (checkout / git.read_text('utf-8').removeprefix('gitdir:').strip()).resolve()
+    head = (git / 'HEAD').read_text('utf-8').strip()
     if not head.startswith('ref:'):
       return head
     reference = head.removeprefix('ref:').strip()
     shared = git / 'commondir'
-    root = (git / shared.read_text().strip()).resolve() if shared.is_file() else git
+    root = (git / shared.read_text('utf-8').strip()).resolve() if shared.is_file() else git
     return _commit_of(root, reference)
   except (OSError, UnicodeDecodeError):
     return UNKNOWN
@@ -243,8 +243,8 @@ def commit(checkout: pathlib.Path = _CHECKOUT) -> str:
 def _commit_of(git: pathlib.Path, reference: str) -> str:
   loose = git / reference
   if loose.is_file():
-    return loose.read_text().strip()
-  for line in (git / 'packed-refs').read_text().splitlines():
+    return loose.read_text('utf-8').strip()
+  for line in (git / 'packed-refs').read_text('utf-8').splitlines():
     if line.endswith(f' {reference}'):
       return line.split()[0]
   return UNKNOWN

@@ -15,7 +15,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from diloco_jax.storage import json_files
+from diloco_jax.storage import folders, json_files
 
 HELD_OUT_OF_1000 = 30
 _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
@@ -83,14 +83,13 @@ def cached(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pat
   """A folder with what `build` makes of a corpus: once for all processes of this machine, which
   wait for it, and again if the name, size or time of a file changes. It is whole or not there; who
   dies while it builds leaves it to the next. Raises ValueError."""
-  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
   try:
     stats = [(name, os.stat(path)) for name, path in list_files(source)]
     made_of = [what, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
-    folder = home / 'diloco_jax' / 'corpora' / digest[:32]
+    folder = folders.cache() / 'diloco_jax' / 'corpora' / digest[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix('.lock'), 'w') as lock:
+    with open(folder.with_suffix('.lock'), 'w', encoding='utf-8') as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
       if not folder.is_dir():
         new = folder.with_suffix('.new')

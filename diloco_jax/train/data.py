@@ -92,7 +92,7 @@ def load_corpus(source: str, tokenizer: str = '') -> Corpus:
     folder = corpus_files.cached(f'ids of {digest}', source, build)
   except ValueError as error:
     raise ValueError(f'corpus {source!r}: {error}') from error
-  return _split(*_mapped(folder, loaded.dtype), int((folder / _DIGEST).read_text()))
+  return _split(*_mapped(folder, loaded.dtype), int((folder / _DIGEST).read_text('utf-8')))
 
 
 def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = None) -> Corpus:
@@ -125,7 +125,7 @@ def _write_ids(
           np.asarray([*ids, *(tokenizer.end if ends else ())], tokenizer.dtype)
         )
   digest = _split(*_mapped(folder, tokenizer.dtype)).digest
-  (folder / _DIGEST).write_text(str(digest))
+  (folder / _DIGEST).write_text(str(digest), 'utf-8')
 
 
 def _batched(files: Sequence[tuple[str, str]]) -> Iterator[list[tuple[bool, bool, str]]]:

@@ -88,7 +88,7 @@ class Listener:
     """Replaces the socket of a killed syncer, never that of a live one: that one holds the lock,
     and the kernel frees it when its process dies."""
     path = addresses.path_of(address)
-    self._lock = open(path.with_name(f'{path.name}.lock'), 'w')
+    self._lock = open(path.with_name(f'{path.name}.lock'), 'w', encoding='utf-8')
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -215,7 +215,7 @@ class _Run:
   def outputs(self) -> str:
     """The end of what each process has printed."""
     return '\n'.join(
-      f'--- {path.stem}\n{path.read_text(errors="replace")[-1500:]}'
+      f'--- {path.stem}\n{path.read_text("utf-8", "replace")[-1500:]}'
       for path in sorted(self._folder.glob('*.log'))
     )
 

@@ -89,7 +89,7 @@ class Links:
     found = {}
     for node in self.learners:
       words = [*self._enter[node], 'cat', '/proc/net/dev']
-      text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+      text = subprocess.run(words, capture_output=True, encoding='utf-8', check=True).stdout
       (row,) = (line.split() for line in text.splitlines() if line.lstrip().startswith('cable'))
       found[node] = Counters(up=int(row[9]), down=int(row[1]))
     return found

@@ -181,7 +181,7 @@ def _alone(cell: Cell, workdir: pathlib.Path) -> float:
     env=os.environ | measure.ENVIRONMENT,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
-    text=True,
+    encoding='utf-8',
   )
   if done.returncode:
     raise RuntimeError(f'{cell.name}: it ended with {done.returncode}\n{done.stdout[-1500:]}')
@@ -226,7 +226,7 @@ def _together(
     return time.monotonic() - began_s
   except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
     for path in sorted(folder.glob('*.log')):
-      error.add_note(f'--- {path.stem}\n{path.read_text(errors="replace")[-1500:]}')
+      error.add_note(f'--- {path.stem}\n{path.read_text("utf-8", "replace")[-1500:]}')
     raise
   finally:
     links.shape(0)
@@ -244,7 +244,7 @@ def _merged(workdir: pathlib.Path) -> float:
 def _facts(workdir: pathlib.Path) -> list[Row]:
   """The syncer's facts so far; a line that is half written does not count."""
   records = workdir / 'records' / 'syncer.jsonl'
-  lines = records.read_text().split('\n')[:-1] if records.exists() else []
+  lines = records.read_text('utf-8').split('\n')[:-1] if records.exists() else []
   return [json.loads(line) for line in lines]
 
 

@@ -42,7 +42,7 @@ def run(config: run_config.Config, workdir: pathlib.Path, name: str, floor_s: fl
   config.mesh.data = len(names)
   config.data.batch_size *= len(names)
   jax.distributed.initialize(
-    (workdir / ADDRESS).read_text(),
+    (workdir / ADDRESS).read_text('utf-8'),
     len(names),
     names.index(name),
     initialization_timeout=START_S,

@@ -128,7 +128,7 @@ class Side(conductor.Conductor):
   def _new_cluster(self) -> None:
     """The next processes of restart-all meet at another address."""
     if self._restarts_all:
-      (self.workdir / data_parallel.ADDRESS).write_text(systems.free_address())
+      (self.workdir / data_parallel.ADDRESS).write_text(systems.free_address(), 'utf-8')
 
 
 async def _until_ns(at_ns: int) -> None:

@@ -42,7 +42,7 @@ def run(name: str, short: bool) -> dict | None:
     done = subprocess.run(
       words + ['--short'] * short, cwd=processes.ROOT, env=processes.environment()
     )
-    return None if done.returncode else json.loads(path.read_text())
+    return None if done.returncode else json.loads(path.read_text('utf-8'))
 
 
 def main() -> int:

@@ -67,7 +67,9 @@ def run(single: bool, checkout: str) -> dict[str, float]:
     dispatched_s = [
       seconds
       for path in times
-      for seconds, _ in json.loads(path.read_text())['dispatch'][SKIPPED * LEARNERS // len(times) :]
+      for seconds, _ in json.loads(path.read_text('utf-8'))['dispatch'][
+        SKIPPED * LEARNERS // len(times) :
+      ]
     ]
     mean_s = statistics.fmean(dispatched_s)
     return {'steps_per_s': sum(rates), 'dispatch_share': mean_s * statistics.fmean(rates)}

@@ -88,7 +88,7 @@ def turn(
         process.wait()
     steps_of = processes.facts(workdir, 'l0', 'step')[2 * period :]
     adopted = len(processes.facts(workdir, 'l0', 'adopted'))
-    exchanged = json.loads(times.read_text())
+    exchanged = json.loads(times.read_text('utf-8'))
   if compiled and not alone and adopted < 0.9 * (steps - period):
     raise RuntimeError(f'{which}: {adopted} adoptions in {steps} steps: this is not the full rate')
   return _figures(steps_of, samples, exchanged, 2 * period)

@@ -40,13 +40,13 @@ def flags(doc: str) -> argparse.Namespace:
 
 def machine() -> dict[str, Any]:
   """The machine, its load, and the versions that matter."""
-  lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+  lines = pathlib.Path('/proc/cpuinfo').read_text('utf-8').splitlines()
   model = next((line.split(': ')[1] for line in lines if line.startswith('model name')), '')
   commit = subprocess.run(
     ['git', 'rev-parse', '--short', 'HEAD'],
     cwd=pathlib.Path(__file__).parent,
     capture_output=True,
-    text=True,
+    encoding='utf-8',
   )
   return {
     'cpu': model,
@@ -61,4 +61,6 @@ def machine() -> dict[str, Any]:
 def write(path: str, found: dict[str, Any]) -> None:
   """Writes the figures as JSON; no path: nowhere."""
   if path:
-    pathlib.Path(path).write_text(json.dumps({'machine': machine(), **found}, indent=1) + '\n')
+    pathlib.Path(path).write_text(
+      json.dumps({'machine': machine(), **found}, indent=1) + '\n', 'utf-8'
+    )

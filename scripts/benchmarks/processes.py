@@ -71,11 +71,11 @@ def sample(pid: int) -> Sample:
   """Reads the CPU time of each thread from /proc."""
   cpu_ns, waits_ns = Counter(), Counter()
   process = pathlib.Path(f'/proc/{pid}')
-  own = (process / 'comm').read_text().strip()
+  own = (process / 'comm').read_text('utf-8').strip()
   for task in (process / 'task').iterdir():
     try:
-      name = (task / 'comm').read_text().strip()
-      ran_ns, waited_ns, _ = map(int, (task / 'schedstat').read_text().split())
+      name = (task / 'comm').read_text('utf-8').strip()
+      ran_ns, waited_ns, _ = map(int, (task / 'schedstat').read_text('utf-8').split())
     except OSError:
       continue  # the thread has ended
     if name == own:  # also one of XLA's, which runs a step whose arguments are not ready yet
@@ -120,7 +120,7 @@ def _name_threads() -> None:
   def start_named(thread: threading.Thread) -> None:
     started(thread)
     try:
-      pathlib.Path(f'/proc/self/task/{thread.native_id}/comm').write_text(thread.name[:15])
+      pathlib.Path(f'/proc/self/task/{thread.native_id}/comm').write_text(thread.name[:15], 'utf-8')
     except OSError:
       pass  # it has already ended
 
@@ -131,7 +131,7 @@ def _time_calls(path: str) -> None:
   taken = {name: [] for _, name in TIMED}
   for owner, name in TIMED:
     setattr(owner, name, _timed(getattr(owner, name), taken[name]))
-  atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
+  atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken), 'utf-8'))
 
 
 def _timed(call, times: list[tuple[float, float]]):

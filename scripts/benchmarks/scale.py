@@ -206,7 +206,7 @@ def resident(millions: int) -> None:
     for fragment in range(FRAGMENTS):
       rig.outer_step(OF, fragment)
       rig.forget()
-  status = pathlib.Path('/proc/self/status').read_text()
+  status = pathlib.Path('/proc/self/status').read_text('utf-8')
   print(int(status.partition('VmHWM:')[2].split()[0]) << 10)  # ru_maxrss may be the parent's
 
 

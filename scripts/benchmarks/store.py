@@ -48,7 +48,7 @@ def served(delay_ms: int) -> Iterator[dict[str, str]]:
   """A fake that waits before each answer; the environment of its clients."""
   words = ['-m', 'tests.storage.fake_gcs', f'--bucket={BUCKET}', f'--delay-ms={delay_ms}']
   process = subprocess.Popen(
-    [sys.executable, *words], cwd=processes.ROOT, stdout=subprocess.PIPE, text=True
+    [sys.executable, *words], cwd=processes.ROOT, stdout=subprocess.PIPE, encoding='utf-8'
   )
   try:
     found = {}

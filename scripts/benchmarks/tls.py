@@ -109,7 +109,7 @@ def steps_per_s(
       access = addresses.Access(tls, learner.plaintext_loopback)
       processes.append(start('learner', access, f'--learner_id={name}', where))
     assert not any(process.wait() for process in processes)
-    lines = (pathlib.Path(workdir) / 'records' / 'l0.jsonl').read_text().splitlines()
+    lines = (pathlib.Path(workdir) / 'records' / 'l0.jsonl').read_text('utf-8').splitlines()
   facts = [fact for fact in map(json.loads, lines) if fact['name'] == 'step']
   facts = facts[len(facts) // 5 :]
   seconds = (facts[-1]['t_ns'] - facts[0]['t_ns']) / 1e9

@@ -94,7 +94,7 @@ def learner(name: str, workdir: str, codec: str, steps: int) -> None:
       params = {key: leaf + 1e-3 for key, leaf in params.items()}
       found.append(tuple(total))
       params = peer.sync(params, tokens=1)
-  (pathlib.Path(workdir) / f'{name}.json').write_text(json.dumps(found))
+  (pathlib.Path(workdir) / f'{name}.json').write_text(json.dumps(found), 'utf-8')
 
 
 def turn(codec: str, periods: int) -> list[np.ndarray]:
@@ -123,7 +123,9 @@ def turn(codec: str, periods: int) -> list[np.ndarray]:
       for child in children:
         child.kill()
         child.wait()
-    found = [json.loads((pathlib.Path(workdir) / f'{name}.json').read_text()) for name in names]
+    found = [
+      json.loads((pathlib.Path(workdir) / f'{name}.json').read_text('utf-8')) for name in names
+    ]
   kept = slice(FRAGMENTS * SKIPPED, FRAGMENTS * (SKIPPED + periods))
   return [np.diff(np.array(one), axis=0)[kept] for one in found]
 

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 import diloco_jax
-from diloco_jax.api import importing
+from diloco_jax.api import importing, run
+from diloco_jax.config import load
 
 _HALVED = """
 import os, signal, sys, threading
@@ -54,3 +55,11 @@ def test_it_warns_of_a_jax_that_was_imported_before_an_upgrade(monkeypatch):
   monkeypatch.setitem(sys.modules, 'jax', types.SimpleNamespace(__version__='0.4.0'))
   with pytest.warns(UserWarning, match=f'jax 0.4.0 was .* before jax {jax.__version__} .*restart'):
     assert diloco_jax.records
+
+
+def test_a_table_that_cannot_be_shown_is_no_fault_of_the_run(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(run.live, 'picture', lambda *what: what[-1]['no such field'])
+  display = run.Display(tmp_path, load.load('stdlib_lm:tiny'), alone=False)
+  display.draw()
+  display.draw()
+  assert capsys.readouterr().err.count('error: the table is missing (TypeError') == 1

@@ -9,6 +9,7 @@ import pytest
 
 from diloco_jax.commands import doctor
 from diloco_jax.launch import accelerators
+from diloco_jax.storage import folders
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,6 +76,15 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', '/proc/cache')
   with pytest.raises(doctor.Bad, match='set JAX_COMPILATION_CACHE_DIR'):
     doctor.cache()
+
+
+def test_it_says_where_the_caches_of_a_user_without_a_home_are(monkeypatch, tmp_path):
+  monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+  assert 'no home' not in doctor.cache()
+  monkeypatch.setattr(folders.tempfile, 'gettempdir', lambda: str(tmp_path))
+  monkeypatch.setenv('HOME', str(tmp_path / 'gone'))
+  there = tmp_path / f'diloco_jax-{os.getuid()}'
+  assert f'{there}, as this user has no home' in doctor.cache()
 
 
 def test_a_device_that_jax_cannot_find_is_no_traceback():

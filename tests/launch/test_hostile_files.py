@@ -91,7 +91,7 @@ def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
   name = 'sha256' if 'sha256' in values else 'digest'
   del values[name]
   change(values)
-  path.write_text(json.dumps({**values, name: json_files.sha256(values)}))
+  path.write_text(json.dumps({**values, name: json_files.sha256(values)}), encoding='utf-8')
 
 
 def test_names_that_are_no_ids_never_become_paths(whole, tmp_path):

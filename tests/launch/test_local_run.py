@@ -256,11 +256,42 @@ def test_a_lone_learner_has_no_syncer(config, tmp_path):
 
 def test_the_users_environment_wins():
   environment = local_run.environment(
-    2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': '/x'}
+    2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': ':/x::/y:'}
   )
   assert environment['JAX_PLATFORMS'] == 'tpu'
   assert environment['JAX_NUM_CPU_DEVICES'] == '2'  # the mesh of the config
-  assert environment['PYTHONPATH'].endswith(':/x')
+  assert environment['PYTHONPATH'] == '/x:/y', 'an empty part would be the folder of the start'
+
+
+_ENDED = """
+import os, pathlib, sys
+from diloco_jax.config import load
+from diloco_jax.launch import local_run, run_folder, supervisor
+from diloco_jax.report import summary
+
+if sys.argv[2] == 'a fault':
+  summary.summarize = lambda found: found['no such field']
+config = load.load('stdlib_lm:tiny')
+workdir = run_folder.open_workdir(config, pathlib.Path(sys.argv[1]), resume=False)
+ended = supervisor.Outcome(code=0, text='done', statuses={}, interrupted=False)
+
+def carry_out():
+  if sys.argv[2] == 'a full disk':
+    os.dup2(os.open('/dev/full', os.O_WRONLY), 1)
+  return ended
+
+sys.exit(local_run.run(config, workdir, carry_out, ['train']))
+"""
+
+
+@pytest.mark.parametrize('why', ['a fault', 'a full disk'])
+def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
+  """The disk of the output is full at the end, or the report itself has a fault."""
+  command = [sys.executable, '-c', _ENDED, str(tmp_path / 'run'), why]
+  done = subprocess.run(command, capture_output=True, encoding='utf-8')
+  assert done.returncode == 0, done.stderr
+  told = re.fullmatch(r'error: the report is missing .* Later: (.*)\n', done.stderr)
+  assert told[1] == f'diloco report {tmp_path}/run'
 
 
 def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def test_what_the_drivers_read(request_of_a_run):
   assert read.pop('tether').startswith('"""Runs a command that must not outlive')
   assert read.pop('cwd') == str(pathlib.Path.cwd())
   assert read == {'address': 'head:6379', 'workdir': '$SCRATCH/run', 'never_retry': 42}
-  start = '/env/bin/python', '-m', 'diloco_jax'
+  start = '/env/bin/python', '-P', '-X', 'utf8', '-m', 'diloco_jax'
   common = '--config=stdlib_lm:tiny', '--config.mesh.hosts=2', '--workdir={workdir}'
   environment = {**spec_lib.ENVIRONMENT, 'PYTHONPATH': str(cli.CHECKOUT)}
   files = ['ca.pem', 'cert.pem', 'key.pem']
@@ -130,7 +130,7 @@ def test_the_exit_code_of_hosts(ends, code):
 
 
 def test_the_driver_needs_ray_alone():
-  tree = ast.parse(pathlib.Path(ray_driver.__file__).read_text())
+  tree = ast.parse(pathlib.Path(ray_driver.__file__).read_text(encoding='utf-8'))
   found = {
     name.partition('.')[0]
     for node in ast.walk(tree)
@@ -202,7 +202,7 @@ def test_a_host_ends_its_process_in_order_and_copies_its_records(machine):
   program.until_said('up')
   assert (run / 'address').read_text() == '10.0.0.2:7070'
   assert program.host.exchange('')[1] == b'', 'the whole lines were taken before'
-  with open(records, 'a') as file:
+  with open(records, 'a', encoding='utf-8') as file:
     file.write('2}\n')
   assert program.host.exchange('')[1] == b'{"n": 2}\n'
   program.host.end()
@@ -216,7 +216,7 @@ def test_a_process_waits_for_the_end_of_an_earlier_one(machine):
   first.thread.start()
   first.until_said('up')
   second.thread.start()
-  with open(machine / 'gate', 'w') as gate:
+  with open(machine / 'gate', 'w', encoding='utf-8') as gate:
     assert not second.host.exchange('')[0] and not second.codes
     gate.write('go on\n')
   assert (first.end(), second.end()) == (0, 0)

@@ -18,10 +18,10 @@ SCENARIOS = sorted((pathlib.Path(__file__).parents[1] / 'scenarios').rglob('*.tx
 
 @pytest.mark.parametrize('path', SCENARIOS, ids=lambda path: path.stem)
 def test_scenario(path: pathlib.Path):
-  expected = path.read_text()
+  expected = path.read_text(encoding='utf-8')
   happened = transcript.Script().rerun(expected)
   if os.environ.get('REWRITE_SCENARIOS'):
-    path.write_text(happened)
+    path.write_text(happened, encoding='utf-8')
     return
   diff = difflib.unified_diff(
     expected.splitlines(), happened.splitlines(), 'recorded', 'now', lineterm=''

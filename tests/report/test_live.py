@@ -192,6 +192,24 @@ def test_a_cell_drops_the_lines_that_its_table_has(tmp_path, capsys):
   assert [fact['loss'] for fact in records.records(tmp_path)] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize('terminal', [False, True])
+def test_a_fault_of_the_display_is_none_of_the_run(terminal, monkeypatch, capsys):
+  stream = io.StringIO()
+  monkeypatch.setattr(stream, 'isatty', lambda: terminal)
+  display = live.make(stream)
+  for name in ('picture', 'status_line'):
+    monkeypatch.setattr(live, name, lambda *what: what[-1]['no such field'])
+  monkeypatch.setattr(live, '_REDRAW_S', 0.0)
+  monkeypatch.setattr(live, '_STATUS_S', 0.0)
+  for _ in range(3):
+    display.tick(run_facts.RunFacts(['l0'], 100))
+  display.listen(live.LOCAL, 'l0: restarted')
+  display.close()
+  told = capsys.readouterr().err + stream.getvalue()  # a table has standard error above it
+  assert told.count('error: the display is missing (TypeError') == 1 + terminal  # at its end, too
+  assert 'l0: restarted' in told
+
+
 def test_a_status_line_is_printed_only_if_it_says_something_new(monkeypatch):
   now_s = [0.0]
   monkeypatch.setattr(live.time, 'monotonic', lambda: now_s[0])

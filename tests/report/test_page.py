@@ -40,7 +40,7 @@ def step(at_s: float, clock: int, steps: int, loss: float) -> str:
 def add(workdir: pathlib.Path, process: str, *lines: str) -> None:
   path = workdir / records.RECORDS / f'{process}.jsonl'
   path.parent.mkdir(exist_ok=True)
-  with open(path, 'a') as file:
+  with open(path, 'a', encoding='utf-8') as file:
     file.writelines(lines)
 
 

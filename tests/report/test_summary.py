@@ -3,9 +3,11 @@ exists."""
 
 import copy
 import dataclasses
+import errno
 import io
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -20,6 +22,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import beside, facts, folder, live, records, run_facts
 from diloco_jax.report import summary as summary_lib
+from diloco_jax.storage import json_files
 
 _LEDGER = protocol_facts.Ledger(
   fragments=4,
@@ -369,23 +372,60 @@ def test_the_text_names_only_files_that_exist(config, workdir):
   )
 
 
-def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
-  (workdir / 'report').mkdir()
-  for name in (
-    'summary.new.json',
-    'timeline.new.png',
-    'report.new.txt',
-    'index.new.html',
-  ):
-    (workdir / 'report' / name).symlink_to('/dev/full')
-  summary = summary_lib.write(workdir)
-  assert summary['tokens_trained'] == 250
+VIEWS = ['summary.json', 'index.html', 'timeline.png', 'report.txt']
+
+
+def _fail(descriptor):
+  raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+def test_a_full_disk_costs_the_report_only(config, workdir, monkeypatch, capsys):
+  summary_lib.write(workdir)
+  capsys.readouterr()
+  with monkeypatch.context() as patched:
+    patched.setattr(json_files.os, 'fsync', _fail)
+    summary = summary_lib.write(workdir)
+  assert summary['tokens_trained'] == 250 and sorted(summary['missing']) == sorted(VIEWS)
   errors = capsys.readouterr().err.splitlines()
-  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 4
-  assert list((workdir / 'report').iterdir()) == []
-  text = summary_lib.text(summary, workdir)
-  assert '\nreport  ' not in text and text.startswith('disk')
-  assert 'make space and continue' in ' '.join(text.split())
+  for name, line in zip(summary['missing'], errors, strict=True):
+    assert line.startswith(
+      f'error: {workdir}/report/{name} is missing (OSError: [Errno 28] No space'
+    )
+    assert line.endswith(f'; the run is safe. Later: diloco report {workdir}')
+  assert list((workdir / 'report').iterdir()) == [], 'also nothing of the time before'
+  assert '\nreport  ' not in summary_lib.text(summary, workdir)
+  assert 'missing' not in summary_lib.write(workdir)
+
+
+@pytest.mark.parametrize(
+  'fault, missing',
+  [
+    ('no matplotlib', ['timeline.png']),
+    ('a folder that is none', VIEWS),
+    ('a fault of the page', ['index.html']),
+  ],
+)
+def test_a_view_that_fails_costs_itself_only(fault, missing, config, workdir, monkeypatch, capsys):
+  if fault == 'no matplotlib':
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    monkeypatch.delitem(sys.modules, 'diloco_jax.report.picture', raising=False)
+    monkeypatch.delattr('diloco_jax.report.picture', raising=False)
+  elif fault == 'a folder that is none':
+    (workdir / 'report').write_text('')
+  else:
+    monkeypatch.setattr(summary_lib.page, 'inline', lambda states: states[0]['no such field'])
+  summary = summary_lib.write(workdir)
+  assert summary['missing'] == missing
+  errors = capsys.readouterr().err.splitlines()
+  assert len(errors) == len(missing) and all('diloco report' in line for line in errors)
+  there = {path.name for path in (workdir / 'report').glob('*')}
+  assert there == {*VIEWS} - {*missing}
+
+
+def test_a_path_that_is_not_utf8_is_no_fault_of_the_report(config, workdir):
+  odd = workdir.rename(workdir.with_name(os.fsdecode(b'caf\xe9')))
+  assert 'missing' not in summary_lib.write(odd)
+  assert 'caf?' in (odd / 'report' / 'report.txt').read_text('utf-8')
 
 
 def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
@@ -515,7 +555,7 @@ def test_a_resized_terminal_is_drawn_anew():
 
 
 def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_path):
-  with open(tmp_path / 'out', 'w') as stream:
+  with open(tmp_path / 'out', 'w', encoding='utf-8') as stream:
     display = live.make(stream)
     display.listen('l0', '12:00:00 completed step: 1')
     display.tick(run_facts.RunFacts(['l0'], total_steps=10))
@@ -543,7 +583,7 @@ def test_a_run_is_read_from_its_folder_alone(config, workdir):
     'syncer': 'merging',
   }
   refused = child(26, 'l1', 'refused', 'another model')
-  with open(workdir / 'records' / 'supervisor.jsonl', 'a') as file:
+  with open(workdir / 'records' / 'supervisor.jsonl', 'a', encoding='utf-8') as file:
     file.write(json.dumps(refused) + '\n')
   assert folder.read(workdir).statuses['l1'] == run_facts.Status('refused', 1, 'another model')
   with pytest.raises(ValueError, match='there is no run in'):

@@ -163,7 +163,7 @@ class Conductor(conductor.Conductor):
 
 def _resident_bytes(pid: int) -> int:
   try:
-    for line in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines():
+    for line in pathlib.Path(f'/proc/{pid}/status').read_text(encoding='utf-8').splitlines():
       if line.startswith('VmRSS:'):
         return int(line.split()[1]) * 1024
   except OSError:

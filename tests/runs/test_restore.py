@@ -88,7 +88,7 @@ def running(
 def until(condition: Callable[[], object], output: pathlib.Path) -> None:
   end_s = time.monotonic() + DEADLINE_S
   while not condition():
-    assert time.monotonic() < end_s, output.read_text()
+    assert time.monotonic() < end_s, output.read_text(encoding='utf-8')
     time.sleep(0.05)
 
 

@@ -57,7 +57,7 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{free.getsockname()[1]}'
-  text = re.sub(r'(alpha|0\.0\.0\.0):7070', address, page.read_text())
+  text = re.sub(r'(alpha|0\.0\.0\.0):7070', address, page.read_text(encoding='utf-8'))
   blocks = [
     Block(*found) for found in re.findall(r'^```(python|bash)\n(.*?)^```', text, re.M | re.S)
   ]
@@ -79,7 +79,7 @@ def test_every_command_of_a_page_works(page: pathlib.Path, tmp_path, environment
 
 @contextlib.contextmanager
 def started(block: Block, machines: pathlib.Path, environment: dict) -> Iterator[subprocess.Popen]:
-  with tempfile.TemporaryFile('w+') as output:
+  with tempfile.TemporaryFile('w+', encoding='utf-8') as output:
     process = subprocess.Popen(
       ['bash', '-euo', 'pipefail', '-c', block.text],
       cwd=machines / block.place,

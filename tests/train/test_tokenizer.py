@@ -140,7 +140,7 @@ def test_records_are_documents(tmp_path):
 def test_a_tokenizer_that_is_none_is_one_clear_line(text, tmp_path, name, match):
   if name.startswith('bad'):
     name = str(tmp_path / name)
-    pathlib.Path(name).write_text('not one')
+    pathlib.Path(name).write_text('not one', encoding='utf-8')
   with pytest.raises(ValueError, match=match):
     data_lib.load_corpus(str(text), name)
 

@@ -81,7 +81,11 @@ def test_the_frame_table_is_the_header():
 def test_every_clause_is_in_the_table():
   raised = set()
   for module in (chunks, translate):
-    raised |= set(re.findall(r"WireError\(\s*'(\w+)'", pathlib.Path(module.__file__).read_text()))
+    raised |= set(
+      re.findall(
+        r"WireError\(\s*'(\w+)'", pathlib.Path(module.__file__).read_text(encoding='utf-8')
+      )
+    )
   table = DOC[DOC.index('| clause |') : DOC.index('Between the streams')]
   cells = [line.split('|')[1] for line in table.splitlines() if line.startswith('| `')]
   assert {c for cell in cells for c in re.findall(r'`(\w+)`', cell)} == raised

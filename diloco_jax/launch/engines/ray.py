@@ -70,7 +70,7 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Pl
 
   def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
     (workdir / 'address').unlink(missing_ok=True)  # of an ended run
-    (workdir / 'ray.json').write_text(text)
+    (workdir / 'ray.json').write_text(text, 'utf-8')
     driver = [_PYTHON.value, '-I', str(_DRIVER), str(workdir / 'ray.json')]
     return [
       supervisor_lib.Program(name=one.name, command=[*driver, one.name], environment=os.environ)
@@ -100,7 +100,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     default = {'TPU': one.chips} if one.topology else {'CPU': 1}
     found[one.name] = {
       'name': one.name,
-      'argv': [_NODE_PYTHON.value, '-m', 'diloco_jax', *one.argv[1:]],
+      'argv': [_NODE_PYTHON.value, '-P', '-X', 'utf8', '-m', 'diloco_jax', *one.argv[1:]],
       'environment': {**one.environment, **path},
       'hosts': one.hosts,
       'resources': resources.get(one.name, resources.get(one.role, default)),
@@ -110,7 +110,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     'address': _ADDRESS.value,
     'workdir': workdir,
     'cwd': os.getcwd(),
-    'tether': _TETHER.read_text(),
+    'tether': _TETHER.read_text('utf-8'),
     'never_retry': cli.NEVER_RETRY,
     'programs': found,
   }

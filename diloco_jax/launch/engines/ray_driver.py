@@ -97,7 +97,7 @@ class Host:
   def exchange(self, address: str) -> tuple[list[str], bytes, str]:
     """Takes the address of the syncer. Returns the new lines of the process, its new records, and,
     if it is the syncer, the address that it has written."""
-    now = self._address.read_text() if self._address.exists() else ''
+    now = self._address.read_text('utf-8') if self._address.exists() else ''
     if self._name != SYNCER and address not in ('', now):
       write(self._address, address.encode(), self._name)
     records = b''
@@ -212,7 +212,7 @@ class Driver:
 
   def _exchange(self, host: int, actor: Any) -> None:
     file = self._folder / 'address'
-    address = file.read_text() if file.exists() else ''
+    address = file.read_text('utf-8') if file.exists() else ''
     lines, records, now = self._ray.get(actor.exchange.remote(address), timeout=SILENCE_S)
     for line in lines:
       say(line if not host or line.startswith('error: ') else f'[{self._of(host)}] {line}')
@@ -254,7 +254,7 @@ def describe(error: Exception) -> str:
 
 
 def main(file: str, name: str) -> int:
-  run = json.loads(pathlib.Path(file).read_text())
+  run = json.loads(pathlib.Path(file).read_text('utf-8'))
   os.environ.update(RAY_USAGE_STATS_ENABLED='0', RAY_ENABLE_UV_RUN_RUNTIME_ENV='0')
   try:
     import ray
@@ -263,7 +263,7 @@ def main(file: str, name: str) -> int:
     return run['never_retry']
   try:
     ray.init(run['address'], log_to_driver=False, logging_level='ERROR')
-    sys.stdout = open(os.devnull, 'w')  # Ray prints pages when a machine dies, whichever it is
+    sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # Ray prints pages when a machine dies
     return Driver(ray, pathlib.Path(file).parent, run, name).carry_out()
   except (ConnectionError, ray.exceptions.RayError) as error:
     say(f'error: the cluster at {run["address"]}: {describe(error)}')

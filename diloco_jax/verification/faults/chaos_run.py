@@ -60,7 +60,8 @@ class ChaosRun(conductor.Conductor):
     )
     address = workdir / run_folder.ADDRESS
     behind = () if islands else names  # islands have no network
-    self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in behind}
+    syncer = lambda: address.read_text('utf-8').strip()
+    self._proxies = {name: proxy_lib.Proxy(syncer) for name in behind}
     self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder
@@ -73,7 +74,7 @@ class ChaosRun(conductor.Conductor):
       await proxy.start()
       path = _proxy_file(self.workdir, name)
       path.parent.mkdir(exist_ok=True)
-      path.write_text(proxy.address + '\n')
+      path.write_text(proxy.address + '\n', 'utf-8')
     await self.until(lambda: chaos_report.began_s(self.run) is not None, PATIENCE_S)
     began_s = self._now_s()
     async with asyncio.TaskGroup() as tasks:

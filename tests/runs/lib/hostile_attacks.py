@@ -57,7 +57,7 @@ def prepare() -> None:
   os.setsid()
   os.nice(19)
   with contextlib.suppress(OSError):  # a kernel without autogroups
-    pathlib.Path('/proc/self/autogroup').write_text('19')
+    pathlib.Path('/proc/self/autogroup').write_text('19', encoding='utf-8')
 
 
 def ready() -> None:

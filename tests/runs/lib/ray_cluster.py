@@ -33,7 +33,7 @@ _PATIENCE = 'raylet_start_wait_time_s = '  # a constant of Ray: on a busy machin
 def python() -> str:
   """The Python of an environment with Ray and nothing else; makes it the first time."""
   _ENVIRONMENT.parent.mkdir(exist_ok=True)
-  with open(f'{_ENVIRONMENT}.lock', 'w') as lock:
+  with open(f'{_ENVIRONMENT}.lock', 'w', encoding='utf-8') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     ready = _ENVIRONMENT / 'ready'
     found = str(_ENVIRONMENT / 'bin' / 'python')
@@ -83,7 +83,7 @@ class Cluster:
   def programs(self, machine: str, name: str) -> list[psutil.Process]:
     """The processes of a program on a machine."""
     words = 'diloco_jax syncer' if name == 'syncer' else f'--learner_id={name} '
-    return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-m']]
+    return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-P']]
 
   def raylet(self, machine: str) -> psutil.Process:
     [found] = [one for one in self.processes(machine) if one.name() == 'raylet']

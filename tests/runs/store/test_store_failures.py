@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * DEADLINE_S)]
 @contextlib.contextmanager
 def _training(workdir: pathlib.Path, store: str):
   words = [sys.executable, '-m', 'diloco_jax', 'train', *FLAGS]
-  with open(workdir.with_suffix('.log'), 'w') as output:
+  with open(workdir.with_suffix('.log'), 'w', encoding='utf-8') as output:
     process = subprocess.Popen(
       [*words, f'--config.train.store={store}', f'--workdir={workdir}'],
       cwd=ROOT,

@@ -1,0 +1,162 @@
+"""A run, its report, its page and an own loop in worlds that have been somebody's: text that is not
+UTF-8, a user without home and name, and a folder of the start full of files that have the names of
+Python's modules."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+STEPS = 20
+OWN_STEPS = 300  # of the loop
+PYTHON = pathlib.Path(sys.executable)
+CACHE = ROOT / '.cache' / 'jax'
+DEADLINE_S = 600  # of a program; each takes less than a minute on a quiet machine
+
+pytestmark = pytest.mark.timeout(1_800)
+NO_HOME = """
+import pwd
+
+def getpwuid(number):
+  raise KeyError(number)
+
+pwd.getpwuid = getpwuid
+"""
+
+
+class World:
+  """Where programs run. `diloco` and `python` return what they have printed, which is UTF-8."""
+
+  def __init__(self, folder: pathlib.Path):
+    self.folder = folder
+    self.cwd = folder / 'größe'
+    self.cwd.mkdir()
+    self.before: list[str] = []
+    self.environment = {'PATH': os.environ['PATH'], 'HOME': str(folder)}
+    self.package = folder / 'installed'  # without the checkout beside it
+    shutil.copytree(ROOT / 'diloco_jax', self.package / 'diloco_jax')
+    self.loop = shutil.copy(ROOT / 'experiments' / 'examples' / 'loop_optax.py', folder)
+
+  def start(self, *words: str | os.PathLike, **more: str) -> subprocess.Popen:
+    return subprocess.Popen(
+      [*self.before, PYTHON, *words],
+      cwd=self.cwd,
+      env={**self.environment, **more},
+      encoding='utf-8',
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+    )
+
+  def start_diloco(self, *words: str) -> subprocess.Popen:
+    return self.start('-P', self.package / 'diloco_jax' / '__main__.py', *words)
+
+  def diloco(self, *words: str) -> str:
+    return self.output(self.start_diloco(*words))
+
+  def output(self, process: subprocess.Popen) -> str:
+    try:
+      text, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+      process.kill()
+    assert process.returncode == 0, text
+    return text
+
+
+@pytest.fixture(name='world')
+def _world(tmp_path, request) -> World:
+  made = World(tmp_path)
+  made.environment['JAX_COMPILATION_CACHE_DIR'] = str(CACHE)
+  request.param(made)
+  return made
+
+
+def ascii_only(world: World) -> None:
+  world.environment |= {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONIOENCODING': 'ascii'}
+
+
+def latin_1(world: World) -> None:
+  """Where the system can make the locale; else LANG names one that it does not have."""
+  with contextlib.suppress(OSError):
+    place = str(world.folder / 'de_DE.ISO-8859-1')
+    subprocess.run(['localedef', '-i', 'de_DE', '-f', 'ISO-8859-1', place], capture_output=True)
+  world.environment |= {'LANG': 'de_DE.ISO-8859-1', 'LOCPATH': str(world.folder)}
+
+
+def no_home(world: World) -> None:
+  """A user id that nobody has; where user namespaces are forbidden, passwd answers so."""
+  world.environment = {'PATH': os.environ['PATH'], 'TMPDIR': str(world.folder)}
+  unshare = ['unshare', '--user', '--map-user=54321']
+  with contextlib.suppress(OSError):
+    if not subprocess.run([*unshare, 'true'], capture_output=True).returncode:
+      world.before = unshare
+  user = 54321 if world.before else os.getuid()
+  cache = world.folder / f'diloco_jax-{user}' / 'diloco_jax'
+  cache.mkdir(parents=True)
+  (cache / 'jax').symlink_to(CACHE)
+  if not world.before:
+    (world.folder / 'stub').mkdir()
+    (world.folder / 'stub' / 'sitecustomize.py').write_text(NO_HOME, 'utf-8')
+    world.environment['PYTHONPATH'] = str(world.folder / 'stub')
+
+
+def shadows(world: World) -> None:
+  """Also with an empty part of PYTHONPATH, which would be this folder, for the children."""
+  for name in sys.stdlib_module_names:
+    (world.cwd / f'{name}.py').write_text('raise RuntimeError(__file__)\n', 'utf-8')
+
+
+WORLDS = pytest.mark.parametrize(
+  'world', [ascii_only, latin_1, no_home, shadows], indirect=True, ids=lambda one: one.__name__
+)
+
+
+@WORLDS
+def test_a_run_its_report_and_its_page(world):
+  """`diloco train` begins in a folder, and writes into one, whose names are not ASCII."""
+  words = '--config=stdlib_lm:tiny', f'--config.train.steps={STEPS}', '--workdir=läuft'
+  words += '--config.sync.learners=2', '--config.train.eval_every=0'
+  told = world.diloco('train', *words)
+  assert 'error' not in told and 'Traceback' not in told, told
+  assert 'report       läuft/report: report.txt, summary.json, index.html, timeline.png' in told
+  workdir = world.cwd / 'läuft'
+  assert 'tokens trained' in (workdir / 'report' / 'report.txt').read_text('utf-8')
+  assert '<!doctype html>' in (workdir / 'report' / 'index.html').read_text('utf-8')
+
+  out = world.diloco('report', 'läuft', '--out=nochmal')
+  assert 'tokens' in out and 'Matplotlib' not in out
+  assert len(list((world.cwd / 'nochmal').iterdir())) == 4
+
+  page = world.start_diloco('status', '--workdir=läuft')
+  try:
+    url = page.stdout.readline().strip()
+    state = {'behind': True}
+    while state['behind']:  # it reads for half a second at a time
+      with urllib.request.urlopen(f'{url}run.json', timeout=DEADLINE_S) as answer:
+        state = json.load(answer)
+    assert state['progress'] == 1.0
+  finally:
+    page.kill()
+    page.communicate()
+
+
+@WORLDS
+def test_an_own_loop(world):
+  """Its script is elsewhere: what lies beside a script is imported first, by Python's own rule."""
+  steps = f'--config.train.steps={OWN_STEPS}'
+  syncer = world.start_diloco('syncer', '--config=own_loop', steps, '--workdir=läuft')
+  path = filter(None, [str(world.package), world.environment.get('PYTHONPATH')])
+  words = '--learner=l0', '--syncer=file:läuft/syncer/address'
+  loop = world.start(world.loop, *words, PYTHONPATH=os.pathsep.join(path))
+  told, _ = loop.communicate(timeout=DEADLINE_S)
+  assert loop.returncode == 0 and 'waits for a syncer' in told, told
+  assert re.search(r'\d+ steps, the mean loss', told), told
+  world.output(syncer)

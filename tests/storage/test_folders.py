@@ -1,0 +1,52 @@
+"""Where a user's caches are: also of one without a home."""
+
+import os
+import pathlib
+import stat
+
+import pytest
+
+from diloco_jax.storage import folders
+from diloco_jax.train import corpus_files
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path):
+  monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+  monkeypatch.setattr(folders.tempfile, 'tempdir', str(tmp_path))
+
+
+def _nobody():
+  raise RuntimeError('Could not determine home directory.')
+
+
+def test_the_environment_is_first_and_then_the_home(monkeypatch, tmp_path):
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  (tmp_path / 'home').mkdir()
+  assert folders.cache({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c')
+  assert folders.cache() == tmp_path / 'home' / '.cache'
+
+
+@pytest.mark.parametrize('home', ['none', 'gone'])
+def test_without_a_home_it_is_a_folder_of_this_user_alone(home, monkeypatch, tmp_path):
+  if home == 'none':
+    monkeypatch.setattr(folders.pathlib.Path, 'home', _nobody)
+  else:
+    monkeypatch.setenv('HOME', str(tmp_path / home))
+  found = folders.cache()
+  assert found == folders.cache() == tmp_path / f'diloco_jax-{os.getuid()}'
+  assert stat.S_IMODE(found.stat().st_mode) == 0o700
+  (tmp_path / 'text').write_text('abc', 'utf-8')
+  made = corpus_files.cached('it', str(tmp_path / 'text'), lambda folder: None)
+  assert found in made.parents
+
+
+def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
+  """Its name can be guessed, and compiled programs are read from there."""
+  monkeypatch.setattr(folders.pathlib.Path, 'home', _nobody)
+  user = os.getuid()
+  (tmp_path / f'diloco_jax-{user + 1}').mkdir()  # its owner is `user`
+  monkeypatch.setattr(folders.os, 'getuid', lambda: user + 1)
+  found = folders.cache()
+  assert found.name.startswith('diloco_jax-') and found.parent == tmp_path
+  assert found.name != f'diloco_jax-{user + 1}'
