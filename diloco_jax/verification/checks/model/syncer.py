@@ -36,7 +36,6 @@ class SyncerBook:
     self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
     self.usual_report_ns = 0
     self.began_ns: int | None = None  # its first turn
-    self.least_report_ns = 0  # the least of usual_report_ns
     self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
     self.stopping = self.exiting = self.exited = self.dead = False
@@ -429,7 +428,6 @@ class SyncerBook:
     self._sweep_ns = now_ns + self.config.heartbeat_ns
     usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
     self.usual_report_ns = usual_ns or self.usual_report_ns
-    self.least_report_ns = min(filter(None, (self.least_report_ns, usual_ns)), default=0)
     for peer in self.members.values():
       self._advance(now_ns, self.lineage.holders[peer.join.learner])
 
