@@ -40,7 +40,8 @@ class SyncerBook:
     self.merges = 0
     self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
-    self.end_is_durable = self.over  # the disk shows that the run is over
+    self.end_is_durable = self.over  # the disk shows twice that the run is over
+    self.ends = 0  # in so many checkpoints of this process
     lineage.holders = dict(sorted(lineage.holders.items()))  # as a machine state lists them
     for holder in lineage.holders.values():
       holder.claimed, holder.since = holder.clock, None
@@ -308,7 +309,8 @@ class SyncerBook:
     saved.verified = not event.error
     records = self.run.records
     logged = bool(records) and self.run.first_sync_after(records[-1]) > self.schedule.last
-    self.end_is_durable = self.end_is_durable or (saved.closed and (saved.verified or logged))
+    self.ends += saved.closed and saved.verified
+    self.end_is_durable |= saved.closed and (logged or self.ends > 1)
 
   # --- Actions ------------------------------------------------------------------------------------
 
