@@ -36,7 +36,21 @@ def place(text: str) -> json_files.Place:
 
 def of_learners(workdir: pathlib.Path, store: str) -> json_files.Place:
   """Where the learners of a run save: in its store, if it has one. Raises ValueError."""
+  require_apart(workdir, store)
   return place(store) if store else workdir
+
+
+def require_apart(workdir: pathlib.Path, store: str) -> None:
+  """Raises ValueError if a store and the folder of a run lie in each other, also by links: the disk
+  that takes one takes both, and what is moved aside or removed in one is gone from the other."""
+  if not store or store.startswith('gs://'):
+    return
+  first, second = workdir.resolve(), pathlib.Path(store).resolve()
+  if first.is_relative_to(second) or second.is_relative_to(first):
+    raise ValueError(
+      f'train.store is {second} and the folder of the run is {first}: the one holds the other. '
+      'Nothing was started. Choose a store beside the folder, best on another disk, or a bucket'
+    )
 
 
 def syncer_folder(workdir: pathlib.Path) -> pathlib.Path:

@@ -70,6 +70,7 @@ def opened(
 
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
+    ValueError: the store and the folder lie in each other.
     Refused: another syncer continues the run; only a lost disk has its state; another run; the
       store may not be written.
     StoreError: the store cannot be read or written: retry.
@@ -77,6 +78,7 @@ def opened(
   if not config.train.store:
     yield None
     return
+  folders.require_apart(workdir, config.train.store)
   with contextlib.ExitStack() as cleanup:
     log_files = files_lib.Files(workdir / 'syncer' / 'wal')
     cleanup.callback(log_files.close)

@@ -51,7 +51,7 @@ class Conductor(kills.Conductor):
     overrides: dict[str, Any],
   ):
     self._removed = 0
-    overrides = {**overrides, 'train.store': str(workdir / 'store')}
+    overrides = {**overrides, 'train.store': f'{workdir}-store'}
     super().__init__(workdir, recorder, plan, 0, 0, overrides=overrides)
 
   def _place_of_next_life(self) -> str:
@@ -113,7 +113,7 @@ def test_without_the_log_the_run_continues_behind_the_last_copy(tmp_path):
   assert run.outcome.code == 0, '\n'.join(run.said)
   said = [line for line in run.said if 'gone:' in line]
   assert said and all('only the disk of' in line for line in said), run.said
-  store = store_lib.Store(str(tmp_path / 'store'))
+  store = store_lib.Store(f'{tmp_path}-store')
   held, _ = claim_lib.read(store)
   assert held.released and held.log > 0
 
