@@ -16,6 +16,7 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import json_files
 
 CHECKPOINTS = 'ckpt'
+LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
 _SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)
 
@@ -26,11 +27,13 @@ def place(text: str) -> json_files.Place:
     return pathlib.Path(text).absolute()
   try:
     importlib.import_module('gcsfs')
-    settings = importlib.import_module('fsspec.config').conf
+    aiohttp = importlib.import_module('aiohttp')
+    settings = importlib.import_module('fsspec.config').conf.setdefault('gs', {})
   except ImportError as error:
     raise ValueError(f"{text} needs gcsfs ({error}): pip install 'diloco-jax[gcs]'") from error
   # Other processes write there, and TensorStore, so no list is kept.
-  settings.setdefault('gs', {}).setdefault('use_listings_cache', False)
+  settings.setdefault('use_listings_cache', False)
+  settings.setdefault('requests_timeout', aiohttp.ClientTimeout(total=LIMIT_S))
   return epath.Path(text)
 
 

@@ -70,7 +70,7 @@ def opened(
 
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
-    ValueError: the store and the folder lie in each other.
+    ValueError: the store and the folder lie in each other, or gcsfs is missing.
     Refused: another syncer continues the run; only a lost disk has its state; another run; the
       store may not be written.
     StoreError: the store cannot be read or written: retry.
@@ -78,7 +78,7 @@ def opened(
   if not config.train.store:
     yield None
     return
-  folders.require_apart(workdir, config.train.store)
+  folders.of_learners(workdir, config.train.store)  # refuses one that may not be
   with contextlib.ExitStack() as cleanup:
     log_files = files_lib.Files(workdir / 'syncer' / 'wal')
     cleanup.callback(log_files.close)
@@ -396,7 +396,7 @@ class Stored:
     for path in sorted(files, key=lambda path: path == _LAST):
       if self._closed:
         raise store_lib.StoreError('the process ends')
-      self._store.put(f'{name}/{path}', (folder / path).read_bytes())
+      self._store.put_file(f'{name}/{path}', folder / path)
       failpoints.reached('store.in_copy')
     self._claim.require()
     if about is not None:
@@ -447,10 +447,9 @@ class Stored:
     for path, (size, sha256) in manifest['files'].items():
       if path.startswith('/') or '..' in path.split('/'):
         raise _Damaged(f'{self._store.place}/{name}.json names {path}')
-      found = self._store.read(f'{name}/{path}', size)
-      if found is None or hashlib.sha256(found.data).hexdigest() != sha256:
+      json_files.replace(new / path, self._store.pieces(f'{name}/{path}', size))
+      if _sha256(new / path) != sha256:
         raise _Damaged(f'{self._store.place}/{name}/{path} is not what was put there')
-      json_files.replace(new / path, found.data)
     new.rename(folder)
     json_files.fsync_tree(folder)
     return manifest
@@ -503,7 +502,10 @@ def _files_in(folder: pathlib.Path) -> dict[str, Any]:
   """Size and SHA-256 of each file in a folder. Raises OSError; Unreadable for a link."""
   found = {}
   for path in json_files.files_in(folder):
-    with open(path, 'rb') as file:
-      sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
-    found[path.relative_to(folder).as_posix()] = [path.stat().st_size, sha256]
+    found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
   return found
+
+
+def _sha256(path: pathlib.Path) -> str:
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
