@@ -90,6 +90,19 @@ class Store:
       except OSError as error:
         raise StoreError(f'{self.place}/{name}: {error}') from error
 
+  def get_file(self, name: str, path: pathlib.Path) -> None:
+    """Writes the bytes of an object of a bucket to a file. Raises StoreError."""
+    try:
+      if '..' in name.split('/'):
+        raise OSError('no name that is written here')
+      with (
+        json_files.as_os_errors(),
+        folders.place(f'{self.place}/{name}').open('rb') as file,
+      ):
+        json_files.replace(path, iter(lambda: file.read(PIECE_BYTES), b''))
+    except OSError as error:
+      raise StoreError(f'{self.place}/{name}: {error}') from error
+
   def pieces(self, name: str, size: int) -> Iterator[bytes]:
     """The bytes of an object of this size, fewer of a shorter one. Raises StoreError."""
     for start in range(0, size, PIECE_BYTES):

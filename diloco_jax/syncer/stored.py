@@ -7,6 +7,7 @@ STORE/syncer/wal/             with `train.store_log` the records of outer steps,
 STORE/syncer/agreement.json   the settings of the run
 STORE/syncer/model/           of a run of own loops: names, shapes and version 0 of its model
 STORE/model/                  the trained model, for plain Orbax
+STORE/config.json, tokenizer  of the run, so that the model can be read from the store alone
 
 The syncer works in its folder. A thread copies each complete checkpoint, or the newest if the
 network is slower than the saves; no outer step waits for it. With `train.store_log` a record is put
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.node import failpoints, loop
 from diloco_jax.protocol import actions, events, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
@@ -277,6 +278,8 @@ class Stored:
     if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
       self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
+    for path in load.files(self._workdir):
+      self._store.put_file(path.name, path)
     numbers = checkpoints.numbers
     if self._config.train.store_log:
       self._put_records(numbers)
