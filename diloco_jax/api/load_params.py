@@ -25,6 +25,8 @@ from diloco_jax.storage import tree_digest as tree_digest_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import stored
 
+ERRORS = ValueError, checkpoint.CheckpointError, store_lib.StoreError
+
 
 def load_params(workdir: str | pathlib.Path) -> Any:
   """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
@@ -40,7 +42,20 @@ def load_params(workdir: str | pathlib.Path) -> Any:
     StoreError: the store cannot be read.
   """
   with local(workdir) as folder:
-    return _params(folder)
+    assembled = assemble(folder)
+    if (folder / stored.MODEL).is_dir():
+      most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
+      tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
+    else:
+      tree = _newest(assembled, folder)
+    named = arrays.by_name(tree)
+    own = set(assembled.never_sent) - named.keys()
+    if own:
+      named |= assembled.frozen()
+      own -= named.keys()
+    names = arrays.by_name(assembled.shapes)
+    leaves = [None if name in own else np.asarray(named[name]) for name in names]
+    return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
 
 
 @contextlib.contextmanager
@@ -54,27 +69,11 @@ def local(place: str | pathlib.Path) -> Iterator[pathlib.Path]:
   with tempfile.TemporaryDirectory(prefix='diloco-') as copy:
     for prefix in (load.FILE, 'tokenizer.', f'{stored.MODEL}/', f'syncer/{stored.MODEL}/'):
       for name in bucket.names(prefix):
-        bucket.get_file(name, pathlib.Path(copy, name))
+        if '..' not in name:
+          bucket.get_file(name, pathlib.Path(copy, name))
     if not pathlib.Path(copy, load.FILE).exists():
       raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
     yield pathlib.Path(copy)
-
-
-def _params(folder: pathlib.Path) -> Any:
-  assembled = assemble(folder)
-  if (folder / stored.MODEL).is_dir():
-    most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
-    tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
-  else:
-    tree = _newest(assembled, folder)
-  named = arrays.by_name(tree)
-  own = set(assembled.never_sent) - named.keys()
-  if own:
-    named |= assembled.frozen()
-    own -= named.keys()
-  names = arrays.by_name(assembled.shapes)
-  leaves = [None if name in own else np.asarray(named[name]) for name in names]
-  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
 
 
 def load_all(workdir: pathlib.Path) -> Any:

@@ -32,13 +32,9 @@ def main(argv: list[str]) -> int:
     from diloco_jax.api import load_params
     from diloco_jax.config import build
     from diloco_jax.report import facts
-    from diloco_jax.storage import checkpoint, store
     from diloco_jax.train import evaluate
 
-  with (
-    cli.never_retry(ValueError, checkpoint.CheckpointError, store.StoreError),
-    load_params.local(_WORKDIR.value) as folder,
-  ):
+  with cli.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     if assembled.task is None:
       raise ValueError(

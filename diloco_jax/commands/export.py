@@ -24,13 +24,10 @@ def main(argv: list[str]) -> int:
   del argv
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import load_params
-    from diloco_jax.storage import arrays, checkpoint, store
+    from diloco_jax.storage import arrays
 
   out = pathlib.Path(_OUT.value)
-  with (
-    cli.never_retry(ValueError, checkpoint.CheckpointError, store.StoreError, OSError),
-    load_params.local(_WORKDIR.value) as folder,
-  ):
+  with cli.never_retry(*load_params.ERRORS, OSError), load_params.local(_WORKDIR.value) as folder:
     assembled, params = load_params.assemble(folder), load_params.load_params(folder)
     arrays.export(out, params, {'config': json.dumps(assembled.config.to_dict())})
   absent = len(arrays.by_name(assembled.shapes)) - len(arrays.by_name(params))

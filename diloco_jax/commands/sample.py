@@ -31,13 +31,9 @@ def main(argv: list[str]) -> int:
     raise cli.NeverRetry('--prompt is empty: give at least one character')
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import load_params
-    from diloco_jax.storage import checkpoint, store
     from diloco_jax.train import evaluate
 
-  with (
-    cli.never_retry(ValueError, checkpoint.CheckpointError, store.StoreError),
-    load_params.local(_WORKDIR.value) as folder,
-  ):
+  with cli.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     task = assembled.task
     if task is None or task.logits is None or task.tokenizer is None:

@@ -78,28 +78,23 @@ class Store:
       return
     with open(path, 'rb') as file:
       pieces = iter(lambda: file.read(PIECE_BYTES), b'')
-      try:
-        if self._folder:
-          json_files.replace(self._folder / name, pieces)
-          return
-        with (
-          json_files.as_os_errors(),
-          folders.place(f'{self.place}/{name}').open('wb') as made,
-        ):
+      if self._folder:
+        json_files.replace(self._folder / name, pieces)
+      else:
+        with self._opened(name, 'wb') as made:
           made.writelines(pieces)
-      except OSError as error:
-        raise StoreError(f'{self.place}/{name}: {error}') from error
 
   def get_file(self, name: str, path: pathlib.Path) -> None:
     """Writes the bytes of an object of a bucket to a file. Raises StoreError."""
+    with self._opened(name, 'rb') as file:
+      json_files.replace(path, iter(lambda: file.read(PIECE_BYTES), b''))
+
+  @contextlib.contextmanager
+  def _opened(self, name: str, mode: str) -> Iterator[Any]:
+    """An object of a bucket as a file."""
     try:
-      if '..' in name.split('/'):
-        raise OSError('no name that is written here')
-      with (
-        json_files.as_os_errors(),
-        folders.place(f'{self.place}/{name}').open('rb') as file,
-      ):
-        json_files.replace(path, iter(lambda: file.read(PIECE_BYTES), b''))
+      with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open(mode) as file:
+        yield file
     except OSError as error:
       raise StoreError(f'{self.place}/{name}: {error}') from error
 
