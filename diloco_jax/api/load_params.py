@@ -1,12 +1,16 @@
-"""The trained model of a run: WORKDIR/model once the run has ended, else the newest checkpoint.
+"""The trained model of a run: WORKDIR/model once the run has ended, else the newest checkpoint; or
+STORE/model, of a run that has ended.
 
 WORKDIR/model is a tree of named arrays that plain Orbax reads (storage/arrays.py); the syncer
 writes it at the end. Before that the model is in the syncer's checkpoints, as flat fragments. A
 learner without a syncer has it in its own checkpoints.
 """
 
+import contextlib
 import pathlib
+import tempfile
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,9 +20,12 @@ from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import folders as folders_lib
+from diloco_jax.storage import store as store_lib
 from diloco_jax.storage import tree_digest as tree_digest_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import stored
+
+ERRORS = ValueError, checkpoint.CheckpointError, store_lib.StoreError
 
 
 def load_params(workdir: str | pathlib.Path) -> Any:
@@ -26,27 +33,47 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   of loops of the user's own a dict, name -> array. Frozen parameters are those of version 0; None
   stands for one of which each learner has its own. The run may be under way: then it is the model
   of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of
-  its newest checkpoint.
+  its newest checkpoint. Instead of the folder of an ended run its store will do, a folder or
+  gs://BUCKET/PREFIX.
 
   Raises:
     ValueError: there is no run in the folder, or it has no model yet.
     CheckpointError: the model cannot be read.
+    StoreError: the store cannot be read.
   """
-  folder = pathlib.Path(workdir).absolute()
-  assembled = assemble(folder)
-  if (folder / stored.MODEL).is_dir():
-    most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
-    tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
-  else:
-    tree = _newest(assembled, folder)
-  named = arrays.by_name(tree)
-  own = set(assembled.never_sent) - named.keys()
-  if own:
-    named |= assembled.frozen()
-    own -= named.keys()
-  names = arrays.by_name(assembled.shapes)
-  leaves = [None if name in own else np.asarray(named[name]) for name in names]
-  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+  with local(workdir) as folder:
+    assembled = assemble(folder)
+    if (folder / stored.MODEL).is_dir():
+      most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
+      tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
+    else:
+      tree = _newest(assembled, folder)
+    named = arrays.by_name(tree)
+    own = set(assembled.never_sent) - named.keys()
+    if own:
+      named |= assembled.frozen()
+      own -= named.keys()
+    names = arrays.by_name(assembled.shapes)
+    leaves = [None if name in own else np.asarray(named[name]) for name in names]
+    return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+
+
+@contextlib.contextmanager
+def local(place: str | pathlib.Path) -> Iterator[pathlib.Path]:
+  """The folder of a run; of a store in a bucket a temporary copy of its model and what describes
+  it. Raises ValueError, StoreError."""
+  if not str(place).startswith('gs://'):
+    yield pathlib.Path(place).absolute()
+    return
+  bucket = store_lib.Store(str(place))
+  with tempfile.TemporaryDirectory(prefix='diloco-') as copy:
+    for prefix in (load.FILE, 'tokenizer.', f'{stored.MODEL}/', f'syncer/{stored.MODEL}/'):
+      for name in bucket.names(prefix):
+        if '..' not in name:
+          bucket.get_file(name, pathlib.Path(copy, name))
+    if not pathlib.Path(copy, load.FILE).exists():
+      raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
+    yield pathlib.Path(copy)
 
 
 def load_all(workdir: pathlib.Path) -> Any:

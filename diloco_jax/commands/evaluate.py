@@ -13,14 +13,13 @@ parts of the model never leave the learners.
 """
 
 import math
-import pathlib
 from typing import Any
 
 from absl import flags
 
 from diloco_jax.launch import cli
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ, required=True)
 _CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
 _BATCHES = flags.DEFINE_integer('batches', None, 'Instead of data.eval_batches.', 1)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Instead of data.eval_batch_size.', 1)
@@ -33,11 +32,9 @@ def main(argv: list[str]) -> int:
     from diloco_jax.api import load_params
     from diloco_jax.config import build
     from diloco_jax.report import facts
-    from diloco_jax.storage import checkpoint
     from diloco_jax.train import evaluate
 
-  folder = pathlib.Path(_WORKDIR.value)
-  with cli.never_retry(ValueError, checkpoint.CheckpointError):
+  with cli.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     if assembled.task is None:
       raise ValueError(

@@ -16,7 +16,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ, required=True)
 _OUT = flags.DEFINE_string('out', None, 'The file, *.safetensors.', required=True)
 
 
@@ -24,10 +24,10 @@ def main(argv: list[str]) -> int:
   del argv
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import load_params
-    from diloco_jax.storage import arrays, checkpoint
+    from diloco_jax.storage import arrays
 
-  folder, out = pathlib.Path(_WORKDIR.value), pathlib.Path(_OUT.value)
-  with cli.never_retry(ValueError, checkpoint.CheckpointError, OSError):
+  out = pathlib.Path(_OUT.value)
+  with cli.never_retry(*load_params.ERRORS, OSError), load_params.local(_WORKDIR.value) as folder:
     assembled, params = load_params.assemble(folder), load_params.load_params(folder)
     arrays.export(out, params, {'config': json.dumps(assembled.config.to_dict())})
   absent = len(arrays.by_name(assembled.shapes)) - len(arrays.by_name(params))

@@ -10,13 +10,12 @@ The run may be under way: then it is the model of the syncer's newest checkpoint
 """
 
 import itertools
-import pathlib
 
 from absl import flags
 
 from diloco_jax.launch import cli
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ, required=True)
 _PROMPT = flags.DEFINE_string('prompt', 'def ', 'What comes first.')
 _TOKENS = flags.DEFINE_integer('tokens', 400, 'How many ids to draw.', lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float(
@@ -31,11 +30,9 @@ def main(argv: list[str]) -> int:
     raise cli.NeverRetry('--prompt is empty: give at least one character')
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import load_params
-    from diloco_jax.storage import checkpoint
     from diloco_jax.train import evaluate
 
-  folder = pathlib.Path(_WORKDIR.value)
-  with cli.never_retry(ValueError, checkpoint.CheckpointError):
+  with cli.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     task = assembled.task
     if task is None or task.logits is None or task.tokenizer is None:

@@ -90,6 +90,11 @@ def read(workdir: pathlib.Path) -> run_config.Config:
   return config
 
 
+def files(workdir: pathlib.Path) -> list[pathlib.Path]:
+  """What `write` has written in a folder."""
+  return [path for name in (FILE, 'tokenizer.*') for path in workdir.glob(name)]
+
+
 def module(path: pathlib.Path) -> types.ModuleType:
   """Runs a file as a module. Raises whatever the file raises, and OSError; ValueError if it defines
   a flag of the program's own."""

@@ -46,6 +46,7 @@ NEVER_RETRY = 42
 DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
+TO_READ = 'Folder of the run, or its store: a folder or gs://BUCKET/PREFIX.'  # of --workdir
 
 DONE, RETRY, NEVER = 'done', 'retry', 'never'
 ENDS = {0: DONE, NEVER_RETRY: NEVER}  # all other codes: RETRY
@@ -470,7 +471,8 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     if flags.FLAGS['workdir'].default is None:
       sys.exit(refuse('--workdir is empty: name the folder of the run'))
   for path in (_value(argv, 'workdir'), *rest[1:]):
-    if re.match(r'\w[\w+.-]*://', path):
+    reads = 'workdir' in flags.FLAGS and flags.FLAGS['workdir'].help == TO_READ
+    if re.match(r'\w[\w+.-]*://', path) and not (reads and path.startswith('gs://')):
       told = f'{path} is a URL: only folders of a file system work. Nothing was started'
       sys.exit(refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...'))
   if len(rest) > 1 and not positional:

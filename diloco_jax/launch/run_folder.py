@@ -50,6 +50,7 @@ def open_workdir(
     workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
   workdir = workdir.absolute()
   files.require_name(workdir)
+  folders.require_apart(workdir, config.train.store)
   if resume:
     _check_same_run(config, workdir, changed)
     if whole:

@@ -19,6 +19,7 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import json_files
 
 CHECKPOINTS = 'ckpt'
+LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
 _SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)
 
@@ -48,17 +49,33 @@ def place(text: str) -> json_files.Place:
     return pathlib.Path(text).absolute()
   try:
     importlib.import_module('gcsfs')
-    settings = importlib.import_module('fsspec.config').conf
+    aiohttp = importlib.import_module('aiohttp')
+    settings = importlib.import_module('fsspec.config').conf.setdefault('gs', {})
   except ImportError as error:
     raise ValueError(f"{text} needs gcsfs ({error}): pip install 'diloco-jax[gcs]'") from error
   # Other processes write there, and TensorStore, so no list is kept.
-  settings.setdefault('gs', {}).setdefault('use_listings_cache', False)
+  settings.setdefault('use_listings_cache', False)
+  settings.setdefault('requests_timeout', aiohttp.ClientTimeout(total=LIMIT_S))
   return epath.Path(text)
 
 
 def of_learners(workdir: pathlib.Path, store: str) -> json_files.Place:
   """Where the learners of a run save: in its store, if it has one. Raises ValueError."""
+  require_apart(workdir, store)
   return place(store) if store else workdir
+
+
+def require_apart(workdir: pathlib.Path, store: str) -> None:
+  """Raises ValueError if a store and the folder of a run lie in each other, also by links: the disk
+  that takes one takes both, and what is moved aside or removed in one is gone from the other."""
+  if not store or store.startswith('gs://'):
+    return
+  first, second = workdir.resolve(), pathlib.Path(store).resolve()
+  if first.is_relative_to(second) or second.is_relative_to(first):
+    raise ValueError(
+      f'train.store is {second} and the folder of the run is {first}: the one holds the other. '
+      'Nothing was started. Choose a store beside the folder, best on another disk, or a bucket'
+    )
 
 
 def syncer_folder(workdir: pathlib.Path) -> pathlib.Path:

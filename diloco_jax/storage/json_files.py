@@ -68,20 +68,20 @@ def write(path: pathlib.Path, value: Any) -> None:
   replace(path, json.dumps(value, indent=1, allow_nan=False).encode() + b'\n')
 
 
-def replace(path: pathlib.Path, data: bytes) -> None:
-  """Replaces a file, durably; makes its folder. A link of its name is replaced, not followed.
-  Raises OSError."""
+def replace(path: pathlib.Path, data: bytes | Iterable[bytes]) -> None:
+  """Replaces a file, by one piece or several, durably; makes its folder. A link of its name is
+  replaced, not followed. Raises OSError, and what the pieces raise."""
   path.parent.mkdir(parents=True, exist_ok=True)
   new = path.with_name(path.name + '.new')
   new.unlink(missing_ok=True)  # of a killed process
   flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
   try:
     with open(os.open(new, flags, 0o666), 'wb') as file:
-      file.write(data)
+      file.writelines((data,) if isinstance(data, bytes) else data)
       file.flush()
       os.fsync(file.fileno())
     new.replace(path)
-  except OSError:
+  except BaseException:
     new.unlink(missing_ok=True)
     raise
   fsync(path.parent)

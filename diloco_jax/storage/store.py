@@ -3,7 +3,8 @@
 TensorStore reads and writes them, as it does for Orbax, with Google Cloud Storage and with files
 alike: an object is replaced at once, is durable on return, and has a *generation* that changes with
 every write. A write may require a generation, so that of two processes that replace an object one
-succeeds.
+succeeds. Large files travel in pieces, so that a copy needs little memory whatever it copies: they
+are written by gcsfs, as TensorStore writes whole objects, or into the folder.
 
 The answer to a write can be lost after the write was carried out. TensorStore then sends it again,
 and the required generation is gone; so a write whose generation does not match reads the object,
@@ -14,12 +15,16 @@ or still be on its way: write the same bytes again, or read.
 import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorstore
 
+from diloco_jax.storage import folders, json_files
+
 _BUCKET = 'gs://'
 _ABSENT = b'\x02'  # TensorStore's generation of what does not exist
+PIECE_BYTES = 8 << 20  # of a file
 LIMIT_S = 30.0  # for the answer to a small request
 _BYTES_PER_S = 1 << 19  # of the slowest network that is waited for
 # TensorStore's own 32 attempts would take a quarter of an hour; its callers try again, and say so.
@@ -65,6 +70,44 @@ class Store:
   def put(self, name: str, data: bytes) -> None:
     """Writes an object, or replaces it. Raises StoreError."""
     self._do(name, self._objects.write(name, data), len(data))
+
+  def put_file(self, name: str, path: pathlib.Path) -> None:
+    """Writes an object, or replaces it, with the bytes of a file. Raises StoreError, OSError."""
+    if path.stat().st_size <= PIECE_BYTES:
+      self.put(name, path.read_bytes())
+      return
+    with open(path, 'rb') as file:
+      pieces = iter(lambda: file.read(PIECE_BYTES), b'')
+      if self._folder:
+        json_files.replace(self._folder / name, pieces)
+      else:
+        with self._opened(name, 'wb') as made:
+          made.writelines(pieces)
+
+  def get_file(self, name: str, path: pathlib.Path) -> None:
+    """Writes the bytes of an object of a bucket to a file. Raises StoreError."""
+    with self._opened(name, 'rb') as file:
+      json_files.replace(path, iter(lambda: file.read(PIECE_BYTES), b''))
+
+  @contextlib.contextmanager
+  def _opened(self, name: str, mode: str) -> Iterator[Any]:
+    """An object of a bucket as a file."""
+    try:
+      with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open(mode) as file:
+        yield file
+    except OSError as error:
+      raise StoreError(f'{self.place}/{name}: {error}') from error
+
+  def pieces(self, name: str, size: int) -> Iterator[bytes]:
+    """The bytes of an object of this size, fewer of a shorter one. Raises StoreError."""
+    for start in range(0, size, PIECE_BYTES):
+      part = slice(start, min(start + PIECE_BYTES, size))
+      try:
+        yield self._do(name, self._objects.read(name, byte_range=part), PIECE_BYTES).value
+      except StoreError as error:
+        if 'OUT_OF_RANGE' not in str(error):
+          raise
+        return
 
   def put_new(self, name: str, data: bytes) -> bool:
     """Writes an object that does not exist; returns whether it exists now with these bytes. Raises

@@ -7,6 +7,7 @@ STORE/syncer/wal/             with `train.store_log` the records of outer steps,
 STORE/syncer/agreement.json   the settings of the run
 STORE/syncer/model/           of a run of own loops: names, shapes and version 0 of its model
 STORE/model/                  the trained model, for plain Orbax
+STORE/config.json, tokenizer  of the run, so that the model can be read from the store alone
 
 The syncer works in its folder. A thread copies each complete checkpoint, or the newest if the
 network is slower than the saves; no outer step waits for it. With `train.store_log` a record is put
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.node import failpoints, loop
 from diloco_jax.protocol import actions, events, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
@@ -70,6 +71,7 @@ def opened(
 
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
+    ValueError: the store and the folder lie in each other, or gcsfs is missing.
     Refused: another syncer continues the run; only a lost disk has its state; another run; the
       store may not be written.
     StoreError: the store cannot be read or written: retry.
@@ -77,6 +79,7 @@ def opened(
   if not config.train.store:
     yield None
     return
+  folders.of_learners(workdir, config.train.store)  # refuses one that may not be
   with contextlib.ExitStack() as cleanup:
     log_files = files_lib.Files(workdir / 'syncer' / 'wal')
     cleanup.callback(log_files.close)
@@ -275,6 +278,8 @@ class Stored:
     if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
       self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
+    for path in load.files(self._workdir):
+      self._store.put_file(path.name, path)
     numbers = checkpoints.numbers
     if self._config.train.store_log:
       self._put_records(numbers)
@@ -394,7 +399,7 @@ class Stored:
     for path in sorted(files, key=lambda path: path == _LAST):
       if self._closed:
         raise store_lib.StoreError('the process ends')
-      self._store.put(f'{name}/{path}', (folder / path).read_bytes())
+      self._store.put_file(f'{name}/{path}', folder / path)
       failpoints.reached('store.in_copy')
     self._claim.require()
     if about is not None:
@@ -445,10 +450,9 @@ class Stored:
     for path, (size, sha256) in manifest['files'].items():
       if path.startswith('/') or '..' in path.split('/'):
         raise _Damaged(f'{self._store.place}/{name}.json names {path}')
-      found = self._store.read(f'{name}/{path}', size)
-      if found is None or hashlib.sha256(found.data).hexdigest() != sha256:
+      json_files.replace(new / path, self._store.pieces(f'{name}/{path}', size))
+      if _sha256(new / path) != sha256:
         raise _Damaged(f'{self._store.place}/{name}/{path} is not what was put there')
-      json_files.replace(new / path, found.data)
     new.rename(folder)
     json_files.fsync_tree(folder)
     return manifest
@@ -501,7 +505,10 @@ def _files_in(folder: pathlib.Path) -> dict[str, Any]:
   """Size and SHA-256 of each file in a folder. Raises OSError; Unreadable for a link."""
   found = {}
   for path in json_files.files_in(folder):
-    with open(path, 'rb') as file:
-      sha256 = hashlib.file_digest(file, 'sha256').hexdigest()
-    found[path.relative_to(folder).as_posix()] = [path.stat().st_size, sha256]
+    found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
   return found
+
+
+def _sha256(path: pathlib.Path) -> str:
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()

@@ -118,8 +118,8 @@ def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
     diloco_jax.run(config, tmp_path)
   with pytest.raises(ValueError, match="syncer is 'no': give 'local' or 'none'"):
     diloco_jax.run(config, tmp_path, syncer='no')
-  config.train.store = str(tmp_path / 'store')
-  shutil.move(tmp_path / 'islands', tmp_path / 'store' / 'islands')
+  config.train.store = f'{tmp_path}-store'
+  shutil.move(tmp_path / 'islands', f'{tmp_path}-store/islands')
   load.write(tmp_path, config)
   jax.tree.map(np.testing.assert_array_equal, diloco_jax.load_params(tmp_path), models[-1])
 

@@ -19,6 +19,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
 from diloco_jax.report import records
 from diloco_jax.storage import arrays
+from diloco_jax.storage import store as store_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 LINES = 'def f{0}(x):\n  """Adds {0}."""\n  return x + {0}\n\n\n'
@@ -137,6 +138,34 @@ def test_a_task_without_a_suite_is_refused(config, tmp_path):
   load.write(tmp_path / 'run', config)
   done = diloco('evaluate', f'--workdir={tmp_path / "run"}', '--suite')
   assert done.returncode == cli.NEVER_RETRY and 'has no `suite` and `logits`' in done.stderr
+
+
+def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket):
+  config.sync.learners = config.sync.quorum = config.mesh.data = config.sync.overlap = 1
+  config.sync.fragments = config.sync.period = 2
+  config.train.steps, config.optimizer.warmup_steps = 4, 1
+  config.train.store = str(tmp_path / 'store')
+  ended = diloco_jax.run(config, tmp_path / 'run')
+  assert [one.code for one in ended.exits.values()] == [0, 0]
+  params, copy = diloco_jax.load_params(tmp_path / 'run'), store_lib.Store(f'{bucket.url}/x')
+  shutil.rmtree(tmp_path / 'run')
+  store, url = config.train.store, f'{bucket.url}/x'
+  _same(diloco_jax.load_params(store), params)
+  with pytest.raises(ValueError, match='there is no run in gs://'):
+    diloco_jax.load_params(url)
+  for path in pathlib.Path(store).rglob('*'):
+    if path.is_file():
+      copy.put_file(path.relative_to(store).as_posix(), path)
+  _same(diloco_jax.load_params(url), params)
+  for place in (store, url):
+    done = diloco('sample', f'--workdir={place}', '--prompt=def ', '--tokens=9')
+    assert done.returncode == 0 and done.stdout.startswith('def '), done.stderr
+  out = tmp_path / 'm.safetensors'
+  done = diloco('export', f'--workdir={url}', f'--out={out}')
+  assert done.returncode == 0, done.stderr
+  _same(safetensors.load_file(out), dict(sorted(arrays.by_name(params).items())))
+  done = diloco('evaluate', f'--workdir={url}')
+  assert done.returncode == 0 and done.stdout.startswith('held-out loss '), done.stderr
 
 
 @pytest.mark.full

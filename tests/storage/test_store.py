@@ -3,10 +3,13 @@
 import multiprocessing
 import os
 import threading
+import tracemalloc
 
 import pytest
 
+from diloco_jax.storage import json_files
 from diloco_jax.storage import store as store_lib
+from tests.storage import fake_gcs
 
 RACERS = 8
 
@@ -27,6 +30,32 @@ def test_an_object_is_read_as_it_was_written(store):
   assert store.read('syncer/empty').data == b''
   store.put('syncer/empty', b'no longer')
   assert store.read('syncer/empty').data == b'no longer'
+
+
+@pytest.mark.filterwarnings('ignore:Sending a large body')  # of aiohttp to gcsfs
+@pytest.mark.parametrize('kind', ['folder', 'bucket'])
+def test_a_large_file_is_copied_in_pieces(kind, tmp_path, request, monkeypatch):
+  """Both ways: never more of it is in memory, or in a request, than some pieces."""
+  monkeypatch.setattr(store_lib, 'PIECE_BYTES', 1 << 20)
+  size, requests = 40 << 20, []
+  (tmp_path / 'file').write_bytes(data := os.urandom(size))
+  bucket = request.getfixturevalue('bucket') if kind == 'bucket' else None
+  store = store_lib.Store(f'{bucket.url}/run/x' if bucket else str(tmp_path / 'store'))
+  if bucket:  # which is in this process
+    bucket.door.faults = fake_gcs.Faults(1, 1.0, only=lambda one: requests.append(len(one.body)))
+  tracemalloc.start()
+  store.put_file('model/d/0', tmp_path / 'file')
+  if not bucket:
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+  tracemalloc.reset_peak()
+  json_files.replace(tmp_path / 'back', store.pieces('model/d/0', size))
+  if not bucket:
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+  tracemalloc.stop()
+  assert (tmp_path / 'back').read_bytes() == data
+  assert store.names() == ['model/d/0']
+  assert b''.join(store.pieces('model/d/0', size + (5 << 20))) == data
+  assert max(requests, default=0) < 16 << 20 and (len(requests) > 40 or not bucket)
 
 
 def test_names_begin_with_the_prefix_and_are_sorted(store):

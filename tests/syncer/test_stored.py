@@ -17,10 +17,10 @@ import time
 import numpy as np
 import pytest
 
-from diloco_jax.launch import nodes, own_model, restore
+from diloco_jax.launch import nodes, own_model, restore, run_folder
 from diloco_jax.node import failpoints, loop
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, restore_note, wal
+from diloco_jax.storage import checkpoint, folders, restore_note, wal
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import stored
@@ -405,6 +405,29 @@ def test_a_store_that_may_not_be_written_is_refused_one_that_fails_is_not(bucket
   bucket.door.refuses_with = 0
   with pytest.raises(claim_lib.Refused, match='NOT_FOUND'):
     site.live('a', place=f'{bucket.url}-of-no-name/run')
+
+
+@pytest.mark.parametrize(
+  'workdir, store',
+  [('run', 'run'), ('run', 'run/store'), ('all/run', 'all'), ('run', 'link'), ('link', 'run/x/..')],
+)
+def test_a_store_and_a_folder_that_hold_each_other_are_refused(assembled, tmp_path, workdir, store):
+  """By the syncer, by learners and by who starts them all; both paths are named, and the remedy."""
+  (tmp_path / 'run' / 'within').mkdir(parents=True)
+  (tmp_path / 'link').symlink_to(tmp_path / 'run' / 'within')
+  config, folder = copy.deepcopy(assembled.config), tmp_path / workdir
+  config.train.store = str(tmp_path / store)
+  for start in (
+    lambda: Life(assembled, folder, config.train.store, False),
+    lambda: folders.of_learners(folder, config.train.store),
+    lambda: run_folder.open_workdir(config, folder, resume=False),
+  ):
+    with pytest.raises(ValueError, match='Nothing was started. Choose a store beside') as refused:
+      start()
+    assert {str(folder.resolve()), str((tmp_path / store).resolve())} <= set(
+      re.findall(r'[^ :]*/[^ :]*', str(refused.value))
+    )
+  assert not [path for path in tmp_path.rglob('*') if path.is_file()]
 
 
 # --- A holder that loses the claim ----------------------------------------------------------------

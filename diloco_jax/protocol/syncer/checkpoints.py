@@ -7,9 +7,10 @@ closed the ledger; a save that was in progress then is not the last one.
 
 Learners leave for good when they receive Finish. So the syncer sends Finish only after the *durable
 end*: the disk says that the run is over, so that a restarted syncer only sends Finish again. A save
-that was asked for when every sync was over makes the end durable. If that save fails, the log is
-enough, but only if the machine state in its last record says that no sync will open any more (a
-cancelled sync leaves no record); otherwise the syncer tries the save again.
+that was asked for when every sync was over makes the end durable, if the log says it, too, which
+then is enough even if that save fails: the machine state in its last record says that no sync will
+open any more. A cancelled sync leaves no record; then the syncer saves a second time, since a
+checkpoint can be lost and no learner would come back for the sync. A failed save is tried again.
 
 A run goes back (launch/restore.py) to any checkpoint of the syncer that is kept: parameters, clock,
 ledger and data cursors all come from it. A learner adds the moments of its own checkpoint, for
@@ -29,6 +30,7 @@ class Saving:
     self._interval = 0  # of `keep_every`: that of the newest save, or of the start
     self._last = False  # the newest save is the last one of this process
     self._closed = False  # the newest save was asked for when every sync was over
+    self._ends = 0  # complete saves of the end of the run
     self._logged = False  # the newest outer step was decided as the last one of the run
     self.running = False
     self.end_is_durable = False  # the disk says that the run is over
@@ -63,8 +65,9 @@ class Saving:
   def end(self, failed: bool, again_ns: int) -> bool:
     """Ends the save; returns whether it was the last one."""
     self.running = False
-    if self._closed and (self._logged or not failed):
-      self.end_is_durable = True
+    if self._closed:
+      self._ends += not failed
+      self.end_is_durable |= self._logged or self._ends > 1
     if failed:
       self.again_ns = again_ns
     return self._last

@@ -15,11 +15,15 @@ update both sets, so a report costs the same with any number of learners.
 
 A learner's clock counts for the pace at SPEED times the usual speed at most, measured by the syncer
 as the median over the learners of the time between two reports: a learner whose clock is wrong, or
-a lie, does not carry the others to the end of the run. The same measure bounds the steps that a
-process may report at all: SPEED times the usual speed and SPARE_STEPS more (plausible.py). A
-process of an earlier syncer has made steps that this one could not measure. Its clock counts as far
-as the lower median of the returned processes allows, and until a second one has returned, or a
-lease has passed, by one period.
+a lie, does not carry the others to the end of the run. A process of an earlier syncer has made
+steps that this one could not measure. Its clock counts as far as the lower median of the returned
+processes allows, and until a second one has returned, or a lease has passed, by one period.
+
+No measure bounds the steps that a process may report at all (plausible.py): load, compiling and
+pauses make steps slower, so what was measured says how slow a step can be and never how fast the
+next one is. Only time itself does, at a step every FASTEST_NS. A lie within that gains little: the
+clock counts as above, a weight and a norm up to a few times those of the others (numerics/merge.py,
+screening.py).
 
 The syncer skips syncs that are a whole period late: opening them would sync a fragment again after
 a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
@@ -32,7 +36,7 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 SPEED = 16
-SPARE_STEPS = 64  # for held-up reports, and for a usual time that includes compiling
+FASTEST_NS = 100_000  # of an inner step: the turn of a learner's machine after it takes longer
 
 
 def lower_median(values: list[int]) -> int:
@@ -162,15 +166,14 @@ class Pace:
     if not member.steps_marks or now_ns - member.steps_marks[-1][1] >= self._config.lease_ns:
       member.steps_marks = [*member.steps_marks[-1:], (steps, now_ns)]
 
-  def most_steps(self, now_ns: int, member: members_lib.Member, fresh: bool = False) -> int | None:
-    """How many steps the process can have made since it began, by the time since its reports; None:
-    not known yet. `fresh`: by the usual speed of this moment, not of the last heartbeat, which may
-    be that of first steps, which compile."""
-    if not member.steps_marks or not self.usual_ns:
+  def most_steps(self, now_ns: int, member: members_lib.Member) -> int | None:
+    """How many steps the process can have made since it began, by the time since its reports and a
+    lease, as the clock of a machine that was suspended stands; None: not known, the process is of
+    an earlier syncer."""
+    if not member.steps_marks:
       return None
-    usual_ns = max(1, self._median_ns() if fresh else self.usual_ns)
     steps, since_ns = member.steps_marks[0]
-    return steps + SPEED * (now_ns - since_ns) // usual_ns + SPARE_STEPS
+    return steps + (now_ns - since_ns + self._config.lease_ns) // FASTEST_NS
 
   def _median_ns(self) -> int:
     live = self._members.by_session.values()

@@ -77,8 +77,6 @@ class Plausibility:
 
   def _steps(self, now_ns: int, member: members_lib.Member, steps: int) -> str:
     most = self._pace.most_steps(now_ns, member)
-    if most is not None and steps > most:
-      most = self._pace.most_steps(now_ns, member, fresh=True)
     if most is None or steps <= most:
       return ''
     return f'{steps} steps, {most} are possible in the time since its earlier reports'

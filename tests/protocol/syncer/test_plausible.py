@@ -142,7 +142,7 @@ def test_one_clock_carries_nobody_to_the_end_of_the_run():
 def test_steps_count_by_the_time_in_which_they_were_made():
   """found A1: 900,000 steps in one report were counted, and weighed like 225,000 learners."""
   machine = three()
-  leap = dataclasses.replace(single.progress(800), clock=800)
+  leap = dataclasses.replace(single.progress(900_000), clock=900_000)
   out = machine.handle(5 * SECOND_NS, single.received(2, leap))
   assert 'steps, ' in said(out)[0] and 'possible in the time' in said(out)[0]
   assert [m['strikes'] for m in machine.state()['members']] == [0, 0, 1]
@@ -167,6 +167,26 @@ def test_a_pause_of_the_reports_is_no_lie():
     ),
   )
   assert told(out, messages.Joined)
+
+
+@pytest.mark.parametrize('away_s', [0, 60])
+def test_a_learner_whose_steps_become_fast_is_no_liar(away_s: int):
+  """Steps of 3 ms after some of a second, slow by load or since they compiled, as those of the
+  others still are: they count, one by one, and at once after the learner was away."""
+  machine, steps = three(), 4
+  for second in range(5, 12):
+    for m in range(2):
+      machine.handle(second * SECOND_NS, single.received(m, single.progress(second)))
+    for _ in range(300):
+      steps += 1
+      now_ns = second * SECOND_NS + steps % 300 * 3 * 10**6
+      out = machine.handle(now_ns, single.received(2, single.progress(steps)))
+      assert not said(out) and not any(isinstance(one, actions.Close) for one in out)
+  machine.handle(now_ns, events.Disconnected(session=2, reason='closed'))
+  steps, now_ns = steps + 300 * away_s, now_ns + away_s * SECOND_NS
+  machine.handle(now_ns, single.received(9, single.join(learner='l2', nonce=9, incarnation=1)))
+  back = dataclasses.replace(single.confirm(nonce=9), clock=steps, steps=steps, tokens=steps * 10)
+  assert told(machine.handle(now_ns, single.received(9, back)), messages.Joined)
 
 
 def test_a_process_that_the_syncer_does_not_know_has_no_past():

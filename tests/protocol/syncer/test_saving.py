@@ -180,8 +180,23 @@ def test_a_cancelled_sync_is_not_in_the_log_so_the_save_is_tried_again():
     machine._members.by_id['l0'].heard_ns = now_ns = now_ns + 2 * machine._config.heartbeat_ns
     out = machine.handle(now_ns, events.Wake())
   assert saves(out)
+  assert saves(machine.handle(now_ns, events.SaveDone(clock=2)))
   assert contents(machine.handle(now_ns, events.SaveDone(clock=2)), messages.Finish)
   assert again(machine, save.machine_state)._pace.over
+
+
+def test_a_syncer_that_loses_its_newest_checkpoint_waits_for_no_learner_that_has_left():
+  """Simulator, seed 363: a bit of it flips once all have finished, and the closing sync of the run
+  was cancelled, so that the log does not show the end."""
+  seen = Recording(learners=1, fragments=4, period=4, overlap=1, quorum=1, total_steps=8)
+  world = seen.start('l0', step_ms=20).world
+  world.run(60_000 * MS, lambda: 'l0' in world.done)
+  world.end(world.syncer)
+  numbers = [name for name in world.disk('syncer').names() if name.isdecimal()]
+  world.disk('syncer')._files[max(numbers)].data[40] ^= 1
+  assert world.start_syncer()
+  seen.run(120_000)
+  assert world.finished and 'l0' in world.done
 
 
 def test_a_full_disk_is_reported_once_a_minute():

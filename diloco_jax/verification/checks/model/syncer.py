@@ -36,12 +36,12 @@ class SyncerBook:
     self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
     self.usual_report_ns = 0
     self.began_ns: int | None = None  # its first turn
-    self.least_report_ns = 0  # the least of usual_report_ns
     self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
     self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
-    self.end_is_durable = self.over  # the disk shows that the run is over
+    self.end_is_durable = self.over  # the disk shows twice that the run is over
+    self.ends = 0  # in so many checkpoints of this process
     lineage.holders = dict(sorted(lineage.holders.items()))  # as a machine state lists them
     for holder in lineage.holders.values():
       holder.claimed, holder.since = holder.clock, None
@@ -309,7 +309,8 @@ class SyncerBook:
     saved.verified = not event.error
     records = self.run.records
     logged = bool(records) and self.run.first_sync_after(records[-1]) > self.schedule.last
-    self.end_is_durable = self.end_is_durable or (saved.closed and (saved.verified or logged))
+    self.ends += saved.closed and saved.verified
+    self.end_is_durable |= saved.closed and (logged or self.ends > 1)
 
   # --- Actions ------------------------------------------------------------------------------------
 
@@ -429,7 +430,6 @@ class SyncerBook:
     self._sweep_ns = now_ns + self.config.heartbeat_ns
     usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
     self.usual_report_ns = usual_ns or self.usual_report_ns
-    self.least_report_ns = min(filter(None, (self.least_report_ns, usual_ns)), default=0)
     for peer in self.members.values():
       self._advance(now_ns, self.lineage.holders[peer.join.learner])
 
