@@ -58,7 +58,7 @@ def demonstrate(folder: pathlib.Path) -> int:
           folder,
           node,
           enter[node],
-          f'--listen={address}' if node == 'syncer' else f'--learner_id={node} --syncer={address}',
+          f'--listen={address}' if node == 'syncer' else f'--learner={node} --syncer={address}',
         )
       )
       for node in NODES

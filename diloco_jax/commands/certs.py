@@ -14,7 +14,7 @@
     diloco certs issue syncer l0 --renew --folder=certs
 
 Copy certs/syncer to the machine of the syncer (`diloco syncer --tls=certs/syncer`) and certs/l0 to
-that of learner l0 (`diloco learner --learner_id=l0 --tls=certs/l0`). The syncer accepts the
+that of learner l0 (`diloco learner --learner=l0 --tls=certs/l0`). The syncer accepts the
 certificates in syncer/allowlist.json: after issue, sign and revoke copy that file again, if the
 syncer does not run from this folder. Keep ca.key off the machines of the run. Every error is one
 line and exit code 42.

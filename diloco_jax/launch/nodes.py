@@ -175,7 +175,7 @@ def learner(
   """Runs a learner process and returns its exit code. `cluster`: the hosts of a learner of several,
   of which this is one."""
   if not ids.is_learner(learner_id):
-    raise cli.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
+    raise cli.NeverRetry(f'--learner={learner_id!r}: {ids.RULE}')
   config = config.of(learner_id)
   resolve = None
   if cluster is None or cluster.host == 0:

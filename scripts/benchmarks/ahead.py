@@ -47,7 +47,7 @@ def run(single: bool, checkout: str) -> dict[str, float]:
     else:
       to_syncer = f'--syncer=file:{workdir}/syncer/address'
       commands = [
-        (['learner', *common, f'--learner_id={name}', to_syncer], DEVICES, path)
+        (['learner', *common, f'--learner={name}', to_syncer], DEVICES, path)
         for name, path in zip(names, times)
       ]
       commands.append((['syncer', *common], 1, ''))

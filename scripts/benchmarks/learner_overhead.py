@@ -68,7 +68,7 @@ def turn(which: str, alone: bool, steps: int) -> dict[str, Any]:
     syncer = None if alone else processes.start(SYNCER_CORE, ['syncer', *common])
     learner = processes.start(
       LEARNER_CORE,
-      ['learner', *common, '--learner_id=l0', f'--syncer={address}'],
+      ['learner', *common, '--learner=l0', f'--syncer={address}'],
       devices,
       times,
     )

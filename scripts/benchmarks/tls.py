@@ -107,7 +107,7 @@ def steps_per_s(
     for name in ('l0', 'l1'):
       tls = learner.tls and learner.tls.parent / name
       access = addresses.Access(tls, learner.plaintext_loopback)
-      processes.append(start('learner', access, f'--learner_id={name}', where))
+      processes.append(start('learner', access, f'--learner={name}', where))
     assert not any(process.wait() for process in processes)
     lines = (pathlib.Path(workdir) / 'records' / 'l0.jsonl').read_text().splitlines()
   facts = [fact for fact in map(json.loads, lines) if fact['name'] == 'step']

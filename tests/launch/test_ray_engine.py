@@ -61,7 +61,7 @@ def test_what_the_drivers_read(request_of_a_run):
     'secrets': [f'{asked.tls}/syncer/{name}' for name in (*files, 'allowlist.json')],
   }
   for name, resources in (('l0', {'GPU': 8}), ('l1', {'TPU': 4})):
-    learner = (f'--tls={{workdir}}/certs/{name}', f'--learner_id={name}')
+    learner = (f'--tls={{workdir}}/certs/{name}', f'--learner={name}')
     meet = '--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'
     assert programs[name] == {
       'name': name,
