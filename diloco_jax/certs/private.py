@@ -67,15 +67,11 @@ def objection(path: pathlib.Path) -> str:
 def read(path: pathlib.Path, max_bytes: int = _MAX_BYTES) -> bytes:
   """The content of a certificate, a key, a request or an allowlist, perhaps of another person.
   Raises OSError, and ValueError if it is no regular file or far too large to be one of these."""
-  with open(path, 'rb', opener=_open) as file:
+  at_once = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # a pipe's other end may wait
+  with open(path, 'rb', opener=at_once) as file:
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
       raise ValueError(f'{path} is no regular file')
     data = file.read(max_bytes + 1)
   if len(data) > max_bytes:
     raise ValueError(f'{path} has more than {max_bytes} bytes: it is none of this package')
   return data
-
-
-def _open(path: str, flags: int) -> int:
-  """Does not wait for the other end of a pipe."""
-  return os.open(path, flags | os.O_NONBLOCK)

@@ -59,10 +59,8 @@ def kind(path: str | os.PathLike) -> str:
   link = 'a link to ' if os.path.islink(path) else ''
   try:
     mode = os.stat(path).st_mode
-  except FileNotFoundError:
-    return f'{link}nothing' if link else 'not there'
   except OSError as error:
-    return f'{link}what cannot be read ({error.strerror})'
+    return f'{link}nothing' if link else f'not there ({error.strerror})'
   return '' if stat.S_ISREG(mode) else link + _KINDS.get(stat.S_IFMT(mode), 'a device')
 
 

@@ -63,9 +63,8 @@ def _is_regular(path: str) -> bool:
   return not what
 
 
-@functools.cache
+@functools.cache  # so once, however often the files are listed
 def _say(text: str) -> None:
-  """Tells people once, however often the files are listed."""
   print(text, file=sys.stderr, flush=True)
 
 

@@ -65,8 +65,8 @@ def test_a_link_to_a_regular_file_is_one(tmp_path):
   (tmp_path / 'there').write_text('text')
   (tmp_path / 'link').symlink_to('there')
   assert files.kind(tmp_path / 'there') == files.kind(tmp_path / 'link') == ''
-  assert files.kind(tmp_path / 'nowhere') == 'not there'
-  assert files.kind(tmp_path / 'there' / 'below').startswith('what cannot be read (Not a dir')
+  assert files.kind(tmp_path / 'nowhere') == 'not there (No such file or directory)'
+  assert files.kind(tmp_path / 'there' / 'below') == 'not there (Not a directory)'
 
 
 @pytest.mark.parametrize('source', ['corpus', 'corpus/*', 'corpus/**'])
