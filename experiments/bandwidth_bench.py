@@ -1,7 +1,7 @@
 """Ways to exchange over thin links, side by side, as real processes in network namespaces.
 
     python experiments/bandwidth_bench.py             # 46 minutes on two busy cores
-    python experiments/bandwidth_bench.py --short     # 8 minutes
+    python experiments/bandwidth_bench.py --quick     # 8 minutes
 
 A syncer and four learners have a network namespace each. The kernel shapes each learner's link both
 ways, and a transfer over TCP checks it before each run. The model has 25 million values; an inner
@@ -41,7 +41,7 @@ ATTEMPTS = 2  # at a link that was measured with a wrong rate
 def main(argv: list[str]) -> int:
   if argv[1:]:
     raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
-  short = flags.FLAGS.short
+  short = flags.FLAGS.quick
   out = pathlib.Path(flags.FLAGS.out or f'runs/bandwidth_{"short" if short else "bench"}')
   out.mkdir(parents=True, exist_ok=True)
   book = study.Book(out / 'rows.jsonl')
@@ -111,7 +111,7 @@ if __name__ == '__main__':
   code = networks.inside(__file__, 'tc')
   if code is not None:
     sys.exit(code)
-  flags.DEFINE_bool('short', False, 'one link, and fewer steps')
+  flags.DEFINE_bool('quick', False, 'one link, and fewer steps')
   flags.DEFINE_string('out', '', 'folder; default runs/bandwidth_bench or runs/bandwidth_short')
   flags.DEFINE_string('only', '', 'a regular expression: cells whose name it finds')
   app.run(main)

@@ -1,7 +1,7 @@
 """Four ways to train through failures, side by side, as real processes on this machine.
 
     python experiments/chaos_bench.py             # 3 seeds, under 25 minutes on two cores
-    python experiments/chaos_bench.py --short     # one seed, under 6 minutes
+    python experiments/chaos_bench.py --quick     # one seed, under 6 minutes
 
 Decoupled DiLoCo, lock-step DiLoCo, restart-all and ideal elastic data-parallel training
 (experiments/side_by_side/systems.py) train the same model with the same batch. Each learner is
@@ -79,7 +79,7 @@ def cells(short: bool) -> list[run_lib.Cell]:
 def main(argv: list[str]) -> int:
   if argv[1:]:
     raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
-  short = flags.FLAGS.short
+  short = flags.FLAGS.quick
   out = pathlib.Path(flags.FLAGS.out or ('runs/chaos_short' if short else 'runs/chaos_bench'))
   out.mkdir(parents=True, exist_ok=True)
   logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
@@ -257,6 +257,6 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  flags.DEFINE_bool('short', False, 'one seed, and fewer kills')
+  flags.DEFINE_bool('quick', False, 'one seed, and fewer kills')
   flags.DEFINE_string('out', '', 'folder; default runs/chaos_bench or runs/chaos_short')
   app.run(main)

@@ -45,8 +45,8 @@ def main() -> int:
 
 
 def demonstrate(folder: pathlib.Path) -> int:
-  certs = [sys.executable, '-m', 'diloco_jax', 'certs', f'--folder={folder}/certs']
-  for words in (['init', '--run=demo'], ['issue', 'l0', 'l1']):
+  certs = [sys.executable, '-m', 'diloco_jax', 'certs', f'--tls={folder}/certs']
+  for words in (['init', '--name=demo'], ['issue', 'l0', 'l1']):
     subprocess.run([*certs, *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
   networks.bridge()
   with contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ def demonstrate(folder: pathlib.Path) -> int:
           folder,
           node,
           enter[node],
-          f'--listen={address}' if node == 'syncer' else f'--learner_id={node} --syncer={address}',
+          f'--listen={address}' if node == 'syncer' else f'--learner={node} --syncer={address}',
         )
       )
       for node in NODES

@@ -80,7 +80,7 @@ def test_ways_to_train_that_exclude_each_other_are_refused():
   }.items(),
 )
 def test_hosts_that_cannot_meet_are_refused(hosts: str, words: list[str], tmp_path):
-  common = ['--config=stdlib_lm:tiny', '--learner_id=l0', '--syncer=x:1', f'--workdir={tmp_path}']
+  common = ['--config=stdlib_lm:tiny', '--learner=l0', '--syncer=x:1', f'--workdir={tmp_path}']
   done = diloco('learner', *common, *words)
   assert (done.returncode, done.stdout) == (42, '')
   assert hosts in done.stderr and done.stderr.count('\n') == 1
@@ -182,7 +182,7 @@ def test_the_processes_of_many_seeds_start_beside_any_files(beside, tmp_path_fac
 
 
 def test_a_flag_that_is_missing_is_explained():
-  done = diloco('learner', '--workdir=x', '--learner_id=l0')
+  done = diloco('learner', '--workdir=x', '--learner=l0')
   assert done.returncode == 42
   assert done.stderr.startswith('error: --syncer is missing: Where the syncer listens: HOST:PORT')
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
+from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import folders as folders_lib
 from diloco_jax.storage import store as store_lib
@@ -94,9 +95,8 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
   been copied to another machine. Raises ValueError."""
   files.require_name(workdir)
   model = own_model.read(workdir)
-  if not (workdir / load.FILE).is_file():
-    raise ValueError(f'there is no run in {workdir}: it has no {load.FILE}')
-  config = load.read(workdir)
+  if (config := folder_lib.config_of(workdir)) is None:
+    raise ValueError(f'there is no model in {workdir}: its config is {folder_lib.UNKNOWN}')
   if model is not None:
     return own_model.complete(model, config)
   return build.assemble(config, data=data)

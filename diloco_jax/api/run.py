@@ -49,7 +49,7 @@ class Run:
   A notebook shows it as the page of `diloco status`. Made by `diloco_jax.run` and `open_run`.
 
   Attributes:
-    workdir, config: its folder, and its config.
+    workdir, config: its folder, and its config; None: it is not recorded there.
     exits: how each node ended, by its name ('syncer', 'l0', ...); empty if `open_run` made this.
   """
 
@@ -57,7 +57,7 @@ class Run:
     self.workdir = pathlib.Path(workdir).absolute()
     self.exits = dict(exits)
     self._size, self._found = -1, folder_lib.read(self.workdir)
-    self.config: run_config.Config = self._found.config
+    self.config: run_config.Config | None = self._found.config
 
   def _read(self) -> folder_lib.Read:
     """The records, which are read again only if there are more."""
@@ -67,7 +67,8 @@ class Run:
     return self._found
 
   def __repr__(self) -> str:
-    return f'<Run of {self.config.name!r} in {self.workdir}: {live.status_line(self._read().run)}>'
+    name = self.config and self.config.name
+    return f'<Run of {name!r} in {self.workdir}: {live.status_line(self._read().run)}>'
 
   def _repr_html_(self) -> str:
     inner = html.escape(page.inline([state.state(self._read().run, self.config)]))
@@ -150,11 +151,9 @@ def _curve(*columns: Sequence[float]) -> Curve:
 class Display:
   """The table of `diloco train` under the cell of a notebook that trains a run."""
 
-  def __init__(self, workdir: pathlib.Path, config: run_config.Config, alone: bool):
-    names = run_config.learner_ids(1 if alone else config.sync.learners)
-    self._view = run_facts.RunFacts(
-      names, config.train.steps, syncer=not alone, **folder_lib.pace(config)
-    )
+  def __init__(self, workdir: pathlib.Path, config: run_config.Config | None, alone: bool):
+    names = run_config.learner_ids(1 if alone else config.sync.learners) if config else []
+    self._view = run_facts.RunFacts(names, syncer=not alone, **folder_lib.pace(config))
     self._tails = records_lib.TailAll(workdir)
     self._began_s = time.monotonic()
     self._shown = None

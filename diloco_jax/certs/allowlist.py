@@ -69,10 +69,7 @@ def read(folder: pathlib.Path) -> Allowlist:
   """Reads the allowlist in a folder. Raises ValueError if it is missing or not whole."""
   path = folder / FILE
   try:
-    with open(path, 'rb') as file:
-      data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-      raise ValueError(f'it has more than {_MAX_BYTES} bytes')
+    data = private.read(path, _MAX_BYTES)
     if path.stat().st_mode & 0o022:
       raise ValueError('other users may write it: chmod 600')
     return _parse(safe_json.parse_object(data))

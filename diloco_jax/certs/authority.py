@@ -102,7 +102,7 @@ class Authority:
     if now >= ends:
       raise ValueError(
         f'the authority of run {self.run} has ended at {proofs.date(ends)}, so no certificate of '
-        'it is accepted: make another one with `diloco certs init` in a new --folder'
+        'it is accepted: make another one with `diloco certs init` in a new --tls'
       )
     folder = self.folder / name.id
     certificate = mint.leaf(self.certificate, self.key, name, public_key, now)
@@ -128,7 +128,7 @@ def init(folder: pathlib.Path, run: str, now: datetime.datetime) -> Authority:
     private.make_folder(folder)
   except FileExistsError:
     raise ValueError(
-      f'{folder} is there already and is not overwritten: choose another --folder'
+      f'{folder} is there already and is not overwritten: choose another --tls'
     ) from None
   key = mint.new_key()
   certificate = mint.authority(run, key, now)

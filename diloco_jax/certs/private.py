@@ -64,11 +64,14 @@ def objection(path: pathlib.Path) -> str:
   return ''
 
 
-def read(path: pathlib.Path) -> bytes:
-  """The content of a certificate, a key or a request, perhaps of another person. Raises OSError,
-  and ValueError if it is far too large to be one."""
-  with open(path, 'rb') as file:
-    data = file.read(_MAX_BYTES + 1)
-  if len(data) > _MAX_BYTES:
-    raise ValueError(f'{path} has more than {_MAX_BYTES} bytes: it is no certificate and no key')
+def read(path: pathlib.Path, max_bytes: int = _MAX_BYTES) -> bytes:
+  """The content of a certificate, a key, a request or an allowlist, perhaps of another person.
+  Raises OSError, and ValueError if it is no regular file or far too large to be one of these."""
+  at_once = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # a pipe's other end may wait
+  with open(path, 'rb', opener=at_once) as file:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+      raise ValueError(f'{path} is no regular file')
+    data = file.read(max_bytes + 1)
+  if len(data) > max_bytes:
+    raise ValueError(f'{path} has more than {max_bytes} bytes: it is none of this package')
   return data

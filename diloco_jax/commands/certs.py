@@ -1,20 +1,20 @@
 """Makes and checks the certificates of a run, for syncers and learners on several machines.
 
-    diloco certs init --run=tiny --folder=certs      # the authority; certs/syncer for the syncer
-    diloco certs issue l0 l1 --folder=certs          # certs/l0 and certs/l1, one for each learner
-    diloco certs revoke l1 --folder=certs            # its sessions end within 5 s
-    diloco certs list --folder=certs
+    diloco certs init --name=tiny --tls=certs        # the authority; certs/syncer for the syncer
+    diloco certs issue l0 l1 --tls=certs             # certs/l0 and certs/l1, one for each learner
+    diloco certs revoke l1 --tls=certs               # its sessions end within 5 s
+    diloco certs list --tls=certs
     diloco certs check certs/l0                      # says what is wrong in a node's folder
 
     # A learner whose key never leaves its machine: csr there, sign here, copy the two files back.
     diloco certs csr l3
-    diloco certs sign l3/request.pem --learner=l3 --folder=certs
+    diloco certs sign l3/request.pem --learner=l3 --tls=certs
 
     # Before the 30 days are over; processes take the new files without a restart.
-    diloco certs issue syncer l0 --renew --folder=certs
+    diloco certs issue syncer l0 --renew --tls=certs
 
 Copy certs/syncer to the machine of the syncer (`diloco syncer --tls=certs/syncer`) and certs/l0 to
-that of learner l0 (`diloco learner --learner_id=l0 --tls=certs/l0`). The syncer accepts the
+that of learner l0 (`diloco learner --learner=l0 --tls=certs/l0`). The syncer accepts the
 certificates in syncer/allowlist.json: after issue, sign and revoke copy that file again, if the
 syncer does not run from this folder. Keep ca.key off the machines of the run. Every error is one
 line and exit code 42.
@@ -28,8 +28,8 @@ from diloco_jax.certs import allowlist, authority, check, names, private, proofs
 from diloco_jax.launch import cli
 
 POSITIONAL = True
-_FOLDER = flags.DEFINE_string('folder', 'certs', "The owner's folder.")
-_RUN = flags.DEFINE_string('run', '', 'init: the name of the run.')
+_TLS = flags.DEFINE_string('tls', 'certs', "The owner's folder, as for diloco launch.")
+_NAME = flags.DEFINE_string('name', '', 'init: the name of the run.')
 _LEARNER = flags.DEFINE_string('learner', '', 'sign: the id of the learner.')
 _RENEW = flags.DEFINE_bool('renew', False, 'issue, sign: replace the certificate that is there.')
 
@@ -52,10 +52,10 @@ def main(argv: list[str]) -> None:
 
 
 def _init(words: list[str]) -> None:
-  _count(words, 0, 'init --run=NAME')
-  if not _RUN.value:
-    raise ValueError('init needs the name of the run, --run=NAME')
-  made = authority.init(_folder(), _RUN.value, proofs.utc_now())
+  _count(words, 0, 'init --name=NAME')
+  if not _NAME.value:
+    raise ValueError('init needs the name of the run, --name=NAME')
+  made = authority.init(_folder(), _NAME.value, proofs.utc_now())
   print(
     f'made the authority of run {made.run} in {made.folder}, and {made.folder / names.SYNCER} for '
     'its syncer; next: diloco certs issue l0'
@@ -134,7 +134,7 @@ def _check(words: list[str]) -> None:
 
 
 def _folder() -> pathlib.Path:
-  return pathlib.Path(_FOLDER.value).absolute()
+  return pathlib.Path(_TLS.value).absolute()
 
 
 def _count(words: list[str], number: int | None, usage: str) -> None:

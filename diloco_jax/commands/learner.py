@@ -1,19 +1,19 @@
 r"""Runs a learner as a process; with --syncer=none it trains alone.
 
     diloco learner --config=stdlib_lm:cpu \
-      --workdir=runs/by_hand --learner_id=l0 --syncer=file:runs/by_hand/syncer/address
+      --workdir=runs/by_hand --learner=l0 --syncer=file:runs/by_hand/syncer/address
 
     # On another machine than the syncer: mutual TLS (diloco certs --help).
     diloco learner --config=stdlib_lm:cpu \
-      --workdir=runs/by_hand --learner_id=l0 --syncer=HOST:7070 --tls=certs/l0
+      --workdir=runs/by_hand --learner=l0 --syncer=HOST:7070 --tls=certs/l0
 
     # The data-parallel baseline: the same jitted step on all the tokens, without a syncer.
     diloco learner --config=stdlib_lm:data_parallel \
-      --workdir=runs/data_parallel --learner_id=l0 --syncer=none
+      --workdir=runs/data_parallel --learner=l0 --syncer=none
 
     # A learner of two hosts; the same on the second one with --host=1. On TPU VMs and GKE
     # --hosts=auto is enough on each. All hosts need one folder, or a train.store.
-    diloco learner --config=stdlib_lm:cpu --workdir=/shared/runs/by_hand --learner_id=l0 \
+    diloco learner --config=stdlib_lm:cpu --workdir=/shared/runs/by_hand --learner=l0 \
       --syncer=HOST:7070 --tls=certs/l0 --hosts=2 --host=0 --coordinator=HOST0:8476
 
 Started again with the same --workdir, the learner continues from its checkpoint. Exit codes: 0
@@ -25,8 +25,8 @@ from absl import flags
 from diloco_jax.launch import cli
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
-_LEARNER_ID = flags.DEFINE_string(
-  'learner_id', None, 'The id of this learner, for example l0.', required=True
+_LEARNER = flags.DEFINE_string(
+  'learner', None, 'The id of this learner, for example l0.', required=True
 )
 _SYNCER = flags.DEFINE_string(
   'syncer',
@@ -52,14 +52,14 @@ def main(argv: list[str]) -> int:
   config = cli.config()
   hosts = _number_of_hosts()
   if _SYNCER.value != 'none':  # the imports and the compilation take a while
-    print(f'{_LEARNER_ID.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
+    print(f'{_LEARNER.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
   with cli.importing_jax():  # after the config is validated
     from diloco_jax.launch import nodes
     from diloco_jax.learner import hosts as hosts_lib
 
   cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
   return nodes.learner(
-    config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, cli.access(), cluster=cluster
+    config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, cli.access(), cluster=cluster
   )
 
 

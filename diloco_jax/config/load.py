@@ -12,7 +12,7 @@ import types
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.storage import json_files
+from diloco_jax.storage import files, json_files
 from diloco_jax.train import tokenizer
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
@@ -35,10 +35,11 @@ def load(name: str) -> run_config.Config:
     return read(pathlib.Path(name))
   file, *variant = name.split(':', 1)
   path = _SHIPPED / f'{file}.py' if file.isidentifier() else pathlib.Path(file)
-  if path.suffix != '.py' or not path.is_file():
+  if path.suffix != '.py' or files.kind(path):
     shipped = ', '.join(sorted(one.stem for one in _SHIPPED.glob('[!_]*.py')))
     raise ValueError(
-      f'there is no config {file!r} (seen from {pathlib.Path.cwd()}); name a FILE.py, the folder '
+      f'there is no config {file!r} (seen from {pathlib.Path.cwd()}: it is '
+      f'{files.kind(file) or "no *.py"}); name a FILE.py, which every process reads, the folder '
       f'of a run, or a config of the package: {shipped}'
     )
   try:
@@ -90,14 +91,15 @@ def read(workdir: pathlib.Path) -> run_config.Config:
   return config
 
 
-def files(workdir: pathlib.Path) -> list[pathlib.Path]:
+def written(workdir: pathlib.Path) -> list[pathlib.Path]:
   """What `write` has written in a folder."""
   return [path for name in (FILE, 'tokenizer.*') for path in workdir.glob(name)]
 
 
 def module(path: pathlib.Path) -> types.ModuleType:
-  """Runs a file as a module. Raises whatever the file raises, and OSError; ValueError if it defines
-  a flag of the program's own."""
+  """Runs a file as a module. Raises whatever the file raises, and OSError; ValueError if it is no
+  regular file, or defines a flag of the program's own."""
+  files.require_file(path)
   folder = str(path.resolve().parent)
   if folder not in sys.path:
     sys.path.append(folder)  # a config file may import files beside it, as a script does

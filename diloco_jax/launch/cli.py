@@ -39,7 +39,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
-from diloco_jax.storage import files_port, folders, wal
+from diloco_jax.storage import files, files_port, folders, wal
 from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
@@ -358,8 +358,10 @@ def _with_flag_files(argv: list[str]) -> list[str]:
   """The command line with the words of each --flagfile in its place: config_flags looks for
   --config and its overrides on the command line alone."""
   try:
+    if file := _value(argv, 'flagfile'):
+      files.require_file(file)
     return argv[:1] + flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
-  except (flags.Error, OSError) as error:
+  except (flags.Error, OSError, ValueError) as error:
     sys.exit(refuse(one_line(error)))
 
 

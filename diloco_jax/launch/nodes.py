@@ -176,7 +176,7 @@ def learner(
   """Runs a learner process and returns its exit code. `cluster`: the hosts of a learner of several,
   of which this is one."""
   if not ids.is_learner(learner_id):
-    raise cli.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
+    raise cli.NeverRetry(f'--learner={learner_id!r}: {ids.RULE}')
   config = config.of(learner_id)
   resolve = None
   if cluster is None or cluster.host == 0:
@@ -400,7 +400,7 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
 def resolver(address: str, access: addresses.Access, store: str = '') -> Callable[[], str]:
   """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
   'file:PATH' of a file with one; it raises RunEnded if the file says so, or the claim in `store`.
-  Raises ValueError if it is neither, or `access` is not enough."""
+  Raises ValueError if it is neither, the file is no regular one, or `access` is not enough."""
   # A syncer that continues a run that was over may start after its learners.
   trust_claim_s = time.monotonic() + CLAIM_TRUSTED_S if store else math.inf
 
@@ -416,9 +416,13 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
     addresses.check(address, access)
     return dialled
   path = pathlib.Path(address.removeprefix(FILE))
+  if path.exists():  # else the syncer starts later
+    files.require_file(path)
 
   def read() -> str:
-    text = os.fsdecode(json_files.read_bytes(path, MAX_ADDRESS_BYTES)).strip()  # maybe a path
+    text = os.fsdecode(
+      json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)
+    ).strip()  # maybe a path
     if text == addresses.ENDED:
       raise addresses.RunEnded(f'{text}: {path} says so')
     return text

@@ -160,7 +160,7 @@ def _learner(request: Request, places: Places, name: str) -> Program:
     role=LEARNER,
     argv=[
       *_command('learner', name, request, places),
-      f'--learner_id={name}',
+      f'--learner={name}',
       f'--syncer={request.syncer or places.syncer}',
       *(places.meet if hosts > 1 else ()),
     ],

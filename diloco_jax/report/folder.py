@@ -2,6 +2,7 @@
 were started one by one; ended, killed, or under way."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -10,17 +11,20 @@ from diloco_jax.protocol import ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 
+UNKNOWN = f'not recorded: there is no {load.FILE}, which the syncer writes when it starts'
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
   """What `read` has found.
 
   Attributes:
+    config: None: UNKNOWN.
     statuses: of each program; 'training' and the like if its end is not in the records.
   """
 
   workdir: pathlib.Path
-  config: run_config.Config
+  config: run_config.Config | None
   run: run_facts.RunFacts
   statuses: dict[str, run_facts.Status]
 
@@ -43,12 +47,10 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   folder = pathlib.Path(workdir).absolute()
   config, names = config_of(folder), _names(folder)
   learners = [name for name in names if name not in ids.NO_LEARNERS]
-  if not learners and config.task != run_config.OWN_LOOP:
+  if not learners and config and config.task != run_config.OWN_LOOP:
     learners = run_config.learner_ids(config.sync.learners)
   syncer = 'syncer' in names or not names
-  run = run_facts.RunFacts(
-    learners, config.train.steps, **{'syncer': syncer, **pace(config), **how}
-  )
+  run = run_facts.RunFacts(learners, **{'syncer': syncer, **pace(config), **how})
   run.take(records_lib.TailAll(folder).stream())
   statuses = {name: _status(learner, run.total_steps) for name, learner in run.learners.items()}
   if run.syncer is not None:
@@ -56,12 +58,12 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   return Read(folder, config, run, statuses)
 
 
-def config_of(folder: pathlib.Path) -> run_config.Config:
-  """The config of the run in a folder. Raises ValueError."""
+def config_of(folder: pathlib.Path) -> run_config.Config | None:
+  """The config of the run in a folder; None: there are records alone. Raises ValueError."""
   if (folder / load.FILE).is_file():
     return load.read(folder)
-  if _names(folder):  # of learners whose syncer has another folder
-    return load.load('own_loop')
+  if _names(folder):  # of learners whose syncer has not started, or has another folder
+    return None
   raise ValueError(f'there is no run in {folder}: it has neither {load.FILE} nor records')
 
 
@@ -69,20 +71,22 @@ def _names(folder: pathlib.Path) -> list[str]:
   return sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
 
 
-def loss_unit(config: run_config.Config) -> str:
+def loss_unit(config: run_config.Config | None) -> str:
   """'' if only the user knows it."""
-  if config.task != run_config.DECODER:
+  if config is None or config.task != run_config.DECODER:
     return ''
   return 'nats per token' if config.data.tokenizer else 'nats per byte'
 
 
-def pace(config: run_config.Config) -> dict[str, Any]:
-  """Arguments of RunFacts: the quorum, and inner steps between two outer steps."""
-  sync = config.sync
-  return {'quorum': sync.quorum, 'steps_per_sync': sync.period / sync.fragments}
+def pace(config: run_config.Config | None) -> dict[str, Any]:
+  """Arguments of RunFacts: its end, the quorum, and inner steps between two outer steps."""
+  if config is None:
+    return {'total_steps': math.inf}
+  one, total = config.sync, config.train.steps
+  return {'total_steps': total, 'quorum': one.quorum, 'steps_per_sync': one.period / one.fragments}
 
 
-def _status(learner: run_facts.Learner, total_steps: int) -> run_facts.Status:
+def _status(learner: run_facts.Learner, total_steps: float) -> run_facts.Status:
   state = learner.state
   if state not in run_facts.ENDED and (state == 'trained' or learner.step >= total_steps):
     state = 'done'  # nobody has told of its end

@@ -7,6 +7,7 @@ seconds, if it says something new.
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -153,7 +154,12 @@ def status_line(view: run_facts.RunFacts) -> str:
     told += [f'{len(view.merges_s)} outer steps', f'up {up}', f'down {down}']
     if view.figures:
       told.append(f'goodput {_percent(view.figures.training_since_joined)}')
-  return f'{view.progress:.0%}: {learners}{"; " if told else ""}{", ".join(told)}'
+  return f'{_done(view, "{:.0%}")}: {learners}{"; " if told else ""}{", ".join(told)}'
+
+
+def _done(view: run_facts.RunFacts, form: str) -> str:
+  known = view.total_steps < math.inf
+  return form.format(view.progress, view.total_steps) if known else 'length not recorded'
 
 
 def _pace(view: run_facts.RunFacts) -> list[str]:
@@ -289,7 +295,7 @@ def _percent(share: float | None) -> str:
 
 
 def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:
-  told = [f'{view.progress:4.0%} of {view.total_steps} steps', header.duration(elapsed_s)]
+  told = [_done(view, '{:4.0%} of {} steps'), header.duration(elapsed_s)]
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
     '',

@@ -71,12 +71,12 @@ def draw_beside(runs: Mapping[str, folder.Read]) -> figure_lib.Figure:
 def _title(found: folder.Read) -> str:
   """Which run it is, of what size, and how its fragments are exchanged."""
   run, config = found.run, found.config
-  words = [config.name]
+  words = [config.name if config else 'config not recorded']
   if run.began_s is not None:
     words.append(time.strftime('%Y-%m-%d %H:%M', time.localtime(run.began_s)))
   if run.layout:
     words.append(f'{_COUNT(run.layout.parameters)} parameters')
-  if run.syncer is not None:
+  if config and run.syncer is not None:
     sync = config.sync
     words.append(
       f'M={sync.learners} K={sync.quorum} H={sync.period} P={sync.fragments} tau={sync.overlap}'

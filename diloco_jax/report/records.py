@@ -298,7 +298,7 @@ class TailAll:
     return heapq.merge(*files, key=_time)
 
   def _all(self) -> dict[str, Tail]:
-    for path in sorted(self._folder.glob('*.jsonl')):
+    for path in filter(pathlib.Path.is_file, sorted(self._folder.glob('*.jsonl'))):
       self._tails.setdefault(path.stem, Tail(path))
     return self._tails
 

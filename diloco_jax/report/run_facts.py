@@ -178,7 +178,7 @@ class RunFacts:
   Attributes:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
-    total_steps: the clock at which the run is over.
+    total_steps: the clock at which the run is over; math.inf: it is not recorded.
     layout: what it trains and exchanges, in numbers and in words.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
@@ -200,7 +200,7 @@ class RunFacts:
   def __init__(
     self,
     learners: Iterable[str],
-    total_steps: int,
+    total_steps: float,
     syncer: bool = True,
     longest_pause_s: float = math.inf,
     quorum: int = 1,
@@ -258,7 +258,8 @@ class RunFacts:
   def seconds_left(self) -> float | None:
     """Until the last step, at the pace of the outer steps, or else of the learner that has stepped
     for longest without a restart, in the newer half of its steps; None: not known."""
-    if not any(learner.is_training for learner in self.learners.values()):
+    training = any(learner.is_training for learner in self.learners.values())
+    if not training or self.total_steps == math.inf:
       return None
     first_s = self.syncer_processes[-1].first_step_s if self.syncer_processes else 0.0
     _, pace = steps_lib.pace(self.merges_s, self._clocks, first_s)
@@ -279,8 +280,9 @@ class RunFacts:
 
   @property
   def figures(self) -> book_lib.Figures | None:
-    """Those of the run so far; None: no ledger has told of a merge."""
-    return self.book.figures(round(self.end_s * 1e9)) if self.ledger else None
+    """Those of the run so far; None: no ledger has told of a merge, or the quorum is unknown."""
+    known = self.ledger and self.total_steps < math.inf
+    return self.book.figures(round(self.end_s * 1e9)) if known else None
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""
@@ -385,7 +387,8 @@ class RunFacts:
   def _over(self, name: str, left: str = '') -> str:
     """What an end without an error is: of a learner that trained to the end, or of the run."""
     learner = self.learners.get(name)
-    trained = learner and (learner.state == 'trained' or learner.step >= self.total_steps)
+    left = left or (learner.lost[-1][1] if learner and learner.lost else '')
+    trained = learner and (learner.state in ('trained', 'done') or learner.step >= self.total_steps)
     return 'done' if trained or left == 'left: done' or self.progress >= 1 else 'stopped'
 
   def _becomes(self, name: str, state: str, at_s: float) -> None:

@@ -32,15 +32,20 @@ class Watch:
   """The newest state of a run, at most half a second old. Thread-safe. Raises ValueError."""
 
   def __init__(self, workdir: str | os.PathLike):
-    self._config = folder.config_of(pathlib.Path(workdir))
-    pace = folder.pace(self._config)
-    self._run = run_facts.RunFacts((), self._config.train.steps, **pace)
-    self._tails, self._rows = records.TailAll(workdir), iter(())
+    self._workdir = pathlib.Path(workdir)
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
+    self._begin()
+
+  def _begin(self) -> None:
+    self._config = folder.config_of(self._workdir)
+    self._run = run_facts.RunFacts((), syncer=bool(self._config), **folder.pace(self._config))
+    self._tails, self._rows = records.TailAll(self._workdir), iter(())
 
   def state(self) -> dict[str, Any]:
     with self._lock:
       if time.monotonic() > self._made_s + _EVERY_S / 2:
+        if self._config is None and folder.config_of(self._workdir):  # the syncer has started
+          self._begin()
         self._run.take(self._new(time.monotonic() + _READ_S))
         self._state = state.state(self._run, self._config) | {'behind': self._behind}
         self._made_s = time.monotonic()

@@ -13,19 +13,20 @@ from diloco_jax.report import folder, run_facts
 POINTS = 400  # of a curve
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
-_OF_RUN = 'end_s progress total_steps tokens tokens_per_second seconds_left syncer'.split()
+_OF_RUN = 'end_s total_steps tokens tokens_per_second seconds_left syncer'.split()
 _OF_LEARNER = 'state phase step tokens_per_second staleness incarnation'.split()
 
 
-def state(run: run_facts.RunFacts, config: run_config.Config) -> dict[str, Any]:
+def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
-  wire, told = run.wire, run.layout
+  wire, told = run.wire, run.layout.lines if run.layout else []
   merges = run.merges_s, run.participants, run.live, run.staleness
   found = {name: getattr(run, name) for name in _OF_RUN} | {
-    'name': config.name,
+    'name': config.name if config else 'run',
+    'progress': run.progress if config else None,
     'began_s': round(run.began_s or 0),
-    'about': '; '.join(told.lines) if told else '',
+    'about': '; '.join(told if config else [*told, f'config {folder.UNKNOWN}']),
     'loss_unit': folder.loss_unit(config),
     'outer_steps': len(run.merges_s),
     'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],

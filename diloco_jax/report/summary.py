@@ -96,17 +96,17 @@ def _replace(path: pathlib.Path, make: Callable[[], str | bytes]) -> None:
 
 
 def summarize(found: folder_lib.Read) -> dict[str, Any]:
-  """The summary; token counts obey trained = merged + sum(discarded)."""
+  """The summary; token counts obey trained = merged + sum(discarded). None: it is not known."""
   config, run = found.config, found.run
   ledger, evaluations = run.ledger, run.evaluations
   tokens = _tokens(run)
   between = [n for learner in run.learners.values() for n in learner.steps_between]
   return {
-    'name': config.name,
-    'task': config.task,
-    'store': config.train.store,
-    'learners_expected': config.sync.learners,
-    'steps': config.train.steps,
+    'name': config and config.name,
+    'task': config and config.task,
+    'store': config and config.train.store,
+    'learners_expected': config and config.sync.learners,
+    'steps': config and config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
     'layout': run.layout.lines if run.layout else [],
     'loss_unit': found.loss_unit,
@@ -216,8 +216,8 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
 
 def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
   """Shares of each learner's time by category, and figures (accounting/book.py); None for a learner
-  without a syncer."""
-  if run.ledger is None:
+  without a syncer, or without a known quorum."""
+  if run.figures is None:
     return None
   return run.book.summary(round(run.end_s * 1e9))
 
@@ -304,7 +304,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
   time = header.duration(summary['wall_seconds'])
-  lines = [f'{summary["name"]}: {time}, {summary["tokens_trained"]:,} tokens']
+  lines = [f'{summary["name"] or "run"}: {time}, {summary["tokens_trained"]:,} tokens']
   if summary['outer_steps']:
     lines[0] += f' in {summary["outer_steps"]} outer steps'
   rows = {name: row for name, row in summary['learners'].items() if row['steps']}
@@ -331,7 +331,9 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     )
   if line := merged_line(summary):
     lines.append(f'tokens         {line}')
-  if not any(row['status'] == 'done' for row in summary['learners'].values()):
+  if summary['steps'] is None:
+    lines.append(f'config         {folder_lib.UNKNOWN}')
+  elif not any(row['status'] == 'done' for row in summary['learners'].values()):
     lines.append(f'not ended      at clock {summary["clock"]} of {summary["steps"]}')
   return lines
 
@@ -406,7 +408,7 @@ def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
   lines = []
   if summary['outer_steps'] and any(row['steps'] < summary['clock'] for row in rows):
     lines.append(
-      f'clock        train.steps={summary["steps"]} is a clock, not a number of steps: the clock '
+      'clock        train.steps is a clock, not a number of steps: the clock '
       'of a learner that is behind jumps ahead when it adopts a newer version'
     )
   each = {row['tokens_per_step'] for row in rows}
@@ -414,7 +416,7 @@ def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
     steps = round(summary['tokens_trained'] / min(each))
     lines.append(
       f'alone        a learner alone trains as many tokens in {steps:,} steps: compare with that'
-      + f' (--syncer=none --config.train.steps={steps})' * (summary['task'] != run_config.OWN_LOOP)
+      + f' (--syncer=none --config.train.steps={steps})' * bool(summary['task'])
     )
   return lines
 

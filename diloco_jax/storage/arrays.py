@@ -7,6 +7,7 @@ params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 
 import collections
 import importlib
+import os
 import pathlib
 import re
 import types
@@ -51,6 +52,9 @@ def load(
   `files.require_name` refuses."""
   files.require_name(path)
   try:
+    for folder, _, parts in os.walk(path):
+      for part in parts:
+        files.require_file(os.path.join(folder, part))
     if most_bytes is not None:
       described = ocp.metadata(path.absolute(), name).metadata
       tree_digest.require_size(described, most_bytes)
@@ -84,6 +88,7 @@ def start(path: str, shapes: Any) -> Any:
   tree and the types of `shapes`. Raises ValueError: it is not readable, or of another model."""
   try:
     if path.endswith('.safetensors'):
+      files.require_file(path)
       found = _safetensors().load_file(path)
     else:
       found = by_name(load(pathlib.Path(path)))
@@ -107,8 +112,10 @@ def _safetensors() -> types.ModuleType:
 
 def export(path: pathlib.Path, tree: Any, metadata: dict[str, str]) -> None:
   """Writes a *.safetensors file, replacing an older one at once. Raises ValueError: the library is
-  missing; OSError."""
+  missing, or the path is of no regular file; OSError."""
   numpy = _safetensors()
+  if path.exists():
+    files.require_file(path)
 
   named = {name: np.asarray(leaf, order='C') for name, leaf in by_name(tree).items()}
   json_files.replace(path, numpy.save(named, metadata))

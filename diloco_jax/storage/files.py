@@ -19,6 +19,7 @@ import mmap
 import os
 import pathlib
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 
 from diloco_jax.protocol import safe_json
@@ -33,6 +34,7 @@ _PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC  # a symbolic link is no file of a run
 LOCK = 'lock'
 PROBE = 'probe'
 _PATTERN = frozenset('*?[]\\')
+_KINDS = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a named pipe', stat.S_IFSOCK: 'a socket'}
 
 
 class DirectoryError(RuntimeError):
@@ -49,6 +51,23 @@ def require_name(folder: pathlib.Path) -> None:
         f'{path} has {" ".join(found)} in its path, and below such a path no checkpoint could be '
         'read. Nothing was changed. Choose another folder, or rename this one'
       )
+
+
+def kind(path: str | os.PathLike) -> str:
+  """What a path is, if it is no regular file nor a link to one; '' if it is. A user may name
+  anything, and to open a pipe or to read a device can take for ever."""
+  link = 'a link to ' if os.path.islink(path) else ''
+  try:
+    mode = os.stat(path).st_mode
+  except OSError as error:
+    return f'{link}nothing' if link else f'not there ({error.strerror})'
+  return '' if stat.S_ISREG(mode) else link + _KINDS.get(stat.S_IFMT(mode), 'a device')
+
+
+def require_file(path: str | os.PathLike) -> None:
+  """Raises ValueError unless a path is a regular file or a link to one."""
+  if what := kind(path):
+    raise ValueError(f'{path} is {what}; only a regular file is read, or a link to one')
 
 
 class Files:

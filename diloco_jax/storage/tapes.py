@@ -270,7 +270,7 @@ def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   """All tapes in a folder, sorted by node and number."""
   found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
-    if NAME.fullmatch(path.name):
+    if NAME.fullmatch(path.name) and path.is_file():
       node, life, segment = place(path)
       # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
       found.setdefault((node, life), {})[segment] = path

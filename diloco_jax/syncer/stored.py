@@ -278,7 +278,7 @@ class Stored:
     if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
       self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
-    for path in load.files(self._workdir):
+    for path in load.written(self._workdir):
       self._store.put_file(path.name, path)
     numbers = checkpoints.numbers
     if self._config.train.store_log:

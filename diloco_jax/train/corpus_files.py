@@ -6,35 +6,39 @@ file, is one.
 """
 
 import fcntl
+import functools
 import glob
 import hashlib
 import os
 import pathlib
 import shutil
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from diloco_jax.storage import folders, json_files
+from diloco_jax.storage import files, folders, json_files
 
 HELD_OUT_OF_1000 = 30
 _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
 
 
 def list_files(source: str) -> list[tuple[str, str]]:
-  """Returns sorted (relative name, path); names use '/' so that hashes agree on every system.
+  """Returns sorted (relative name, path); names use '/' so that hashes agree on every system. What
+  is no regular file nor a link to one is left out, and named once.
 
   Raises:
     ValueError: there is no file.
   """
   if source == 'stdlib':
-    root, suffix = sysconfig.get_path('stdlib'), '.py'
-    paths = _walk(root, suffix)
+    root = sysconfig.get_path('stdlib')
+    paths = _walk(root, '.py')
   elif os.path.isdir(source):
     root, paths = source, _walk(source, '')
   else:
-    paths = [p for p in glob.glob(source, recursive=True) if os.path.isfile(p)]
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
+    root, paths = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
+  paths = [path for path in paths if _is_regular(path)]
+  root = root or os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
   if not paths:
     raise ValueError(
       f"corpus {source!r} has no files: use 'stdlib', a directory that holds "
@@ -45,16 +49,29 @@ def list_files(source: str) -> list[tuple[str, str]]:
 
 def _walk(root: str, suffix: str) -> list[str]:
   paths = []
-  for directory, subdirectories, files in os.walk(root):
+  for directory, subdirectories, names in os.walk(root):
     subdirectories[:] = [d for d in subdirectories if d not in _SKIPPED_DIRECTORIES]
-    paths += [os.path.join(directory, name) for name in files if name.endswith(suffix)]
+    links = [d for d in subdirectories if os.path.islink(os.path.join(directory, d))]
+    paths += [os.path.join(directory, name) for name in names + links if name.endswith(suffix)]
   return paths
 
 
-def documents(files: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, bytes]]:
+def _is_regular(path: str) -> bool:
+  """Whether it is a regular file, or a link to one."""
+  if what := files.kind(path):
+    _say(f'{path} is {what}: it is left out of the corpus, which is made of regular files')
+  return not what
+
+
+@functools.cache  # so once, however often the files are listed
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def documents(listed: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, bytes]]:
   """Of every document whether it is held out, by a hash of its name, and its text. Raises
   ValueError: a file is not readable."""
-  for name, path in files:
+  for name, path in listed:
     try:
       for number, text in enumerate(_read(path)):
         one = f'{name}#{number}' if number else name

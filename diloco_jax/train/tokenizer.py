@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 
 from diloco_jax.numerics import spec
+from diloco_jax.storage import files
 from diloco_jax.train import corpus_files
 
 _ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]')
@@ -79,8 +80,8 @@ def _import(name: str) -> types.ModuleType:
 def file(name: str, corpus: str) -> pathlib.Path:
   """Its file; one that is to be trained is, once on this machine. Raises ValueError."""
   if name.endswith(('.json', '.model')):
-    if not pathlib.Path(name).is_file():
-      raise ValueError(f'tokenizer {name!r} is not there (seen from {pathlib.Path.cwd()})')
+    if what := files.kind(name):
+      raise ValueError(f'tokenizer {name!r} is {what} (seen from {pathlib.Path.cwd()})')
     return pathlib.Path(name)
   try:
     size = spec.make(name, {'bpe': lambda size=2048: size}, _SIZES.index)
@@ -114,10 +115,10 @@ def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:
 
 def _some(corpus: str) -> Iterator[str]:
   """Documents to train on, from evenly spread files."""
-  files = corpus_files.list_files(corpus)
-  total = sum(pathlib.Path(path).stat().st_size for _, path in files)
+  listed = corpus_files.list_files(corpus)
+  total = sum(pathlib.Path(path).stat().st_size for _, path in listed)
   left = _TRAINED_ON_BYTES
-  for held_out, text in corpus_files.documents(files[:: 1 + total // _TRAINED_ON_BYTES]):
+  for held_out, text in corpus_files.documents(listed[:: 1 + total // _TRAINED_ON_BYTES]):
     if not held_out and left > 0:
       yield text[:left].decode('utf-8', 'replace')
       left -= len(text)

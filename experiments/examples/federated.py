@@ -8,7 +8,7 @@ syncer, with images of all digits that nobody trains on. Each process reads the 
 only: `data.local` says so, and `{node}` in `data.corpus` is that name. On machines of their own the
 sites have only their own file, at any path:
 
-    diloco learner --config=federated.py --learner_id=l2 --config.data.corpus=/private/l2.npz ...
+    diloco learner --config=federated.py --learner=l2 --config.data.corpus=/private/l2.npz ...
 
 The images are scikit-learn's 1,797 of 8 x 8 pixels. Site m gets a share of the images of each digit
 that is drawn from a Dirichlet distribution (arXiv 1909.06335): the smaller ALPHA, the more a site

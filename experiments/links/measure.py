@@ -229,8 +229,8 @@ class _Run:
 
 def certificates(folder: pathlib.Path, learners: Sequence[str]) -> None:
   """FOLDER/certs: those of a syncer and of the learners."""
-  command = [sys.executable, '-m', 'diloco_jax', 'certs', f'--folder={folder}/certs']
-  for words in (['init', '--run=bench'], ['issue', *learners]):
+  command = [sys.executable, '-m', 'diloco_jax', 'certs', f'--tls={folder}/certs']
+  for words in (['init', '--name=bench'], ['issue', *learners]):
     subprocess.run([*command, *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 

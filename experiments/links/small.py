@@ -215,7 +215,7 @@ def _together(
   try:
     start(shaped.SYNCER, ['diloco_jax', 'syncer', f'--workdir={workdir}', f'--listen={address}'])
     for name in links.learners:
-      where = [f'--workdir={folder}/{name}', f'--learner_id={name}', f'--syncer={address}']
+      where = [f'--workdir={folder}/{name}', f'--learner={name}', f'--syncer={address}']
       start(name, [FLOOR, *where, f'--floor_s={FLOOR_S}'])
     _all_train(cell, workdir, started)
     links.shape(scaled_mbit(cell.mbit))

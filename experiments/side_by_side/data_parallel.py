@@ -116,7 +116,7 @@ def _every_process_caches() -> None:
 def main(argv: list[str]) -> int:
   del argv
   values = flags.FLAGS
-  return run(cli.config(), pathlib.Path(values.workdir), values.learner_id, values.floor_s)
+  return run(cli.config(), pathlib.Path(values.workdir), values.learner, values.floor_s)
 
 
 if __name__ == '__main__':

@@ -41,7 +41,7 @@ class _Work(learner_work.LearnerWork):
 def main(argv: list[str]) -> int:
   del argv
   values = flags.FLAGS
-  where = values.workdir, values.learner_id, values.syncer
+  where = values.workdir, values.learner, values.syncer
   return nodes.learner(cli.config(), *where, cli.access(), work_class=_Work)
 
 
@@ -50,7 +50,7 @@ def define_flags() -> None:
   cli.define_config()
   cli.define_access()
   cli.define_files()
-  for name in ('workdir', 'learner_id', 'syncer'):
+  for name in ('workdir', 'learner', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_float('floor_s', 0.0, 'the least time between two inner steps')
 

@@ -1,8 +1,8 @@
 """Runs the benchmarks of this folder, each in a process of its own, one after the other.
 
-    python -m scripts.benchmarks [--short] [--only=NAME,...] [--json=FILE]
+    python -m scripts.benchmarks [--quick] [--only=NAME,...] [--json=FILE]
 
---short takes about 20 minutes on two idle cores, all of them about two hours. Everything that they
+--quick takes about 20 minutes on two idle cores, all of them about two hours. Everything that they
 print is the table; FILE gets the figures of all, with the machine and the versions. A benchmark
 that fails does not end the others, but the exit code is 1. soak.py is not among them: it is a test.
 """
@@ -40,7 +40,7 @@ def run(name: str, short: bool) -> dict | None:
     path = pathlib.Path(folder) / 'figures.json'
     words = [sys.executable, str(FOLDER / f'{name}.py'), f'--json={path}']
     done = subprocess.run(
-      words + ['--short'] * short, cwd=processes.ROOT, env=processes.environment()
+      words + ['--quick'] * short, cwd=processes.ROOT, env=processes.environment()
     )
     return None if done.returncode else json.loads(path.read_text('utf-8'))
 
@@ -52,7 +52,7 @@ def main() -> int:
     description=f'{__doc__}\n{lines}',
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument('--short', action='store_true', help='small sizes and few rounds')
+  parser.add_argument('--quick', action='store_true', help='small sizes and few rounds')
   parser.add_argument('--only', default=','.join(NAMES), help='names, with commas')
   parser.add_argument('--json', default='', help='a file for the figures')
   flags = parser.parse_args()
@@ -63,10 +63,10 @@ def main() -> int:
   for name in names:
     print(f'--- {name}: {NAMES[name]}', flush=True)
     began_s = time.monotonic()
-    found[name] = run(name, flags.short)
+    found[name] = run(name, flags.quick)
     print(f'({time.monotonic() - began_s:.0f} s)', flush=True)
   failed = [name for name, figures in found.items() if figures is None]
-  measured.write(flags.json, {'short': flags.short, **found})
+  measured.write(flags.json, {'quick': flags.quick, **found})
   if failed:
     print(f'failed: {", ".join(failed)}', file=sys.stderr)
   return int(bool(failed))

@@ -1,6 +1,6 @@
 """One step ahead: how much of an inner step's turn its dispatch takes, and steps/s.
 
-    python scripts/benchmarks/ahead.py [--against=FOLDER] [--turns=1] [--short] [--json=FILE]
+    python scripts/benchmarks/ahead.py [--against=FOLDER] [--turns=1] [--quick] [--json=FILE]
 
 About four minutes on two quiet cores, two of them for --against. Two parts:
 
@@ -10,7 +10,7 @@ About four minutes on two quiet cores, two of them for --against. Two parts:
           kills. --against: another checkout of this repository, in turns with this one
 
 The dispatch of a step is the call that starts it; its turn lasts from one step to the next one of
-the same learner. --short leaves the model of 25M parameters out.
+the same learner. --quick leaves the model of 25M parameters out.
 """
 
 import collections
@@ -47,7 +47,7 @@ def run(single: bool, checkout: str) -> dict[str, float]:
     else:
       to_syncer = f'--syncer=file:{workdir}/syncer/address'
       commands = [
-        (['learner', *common, f'--learner_id={name}', to_syncer], DEVICES, path)
+        (['learner', *common, f'--learner={name}', to_syncer], DEVICES, path)
         for name, path in zip(names, times)
       ]
       commands.append((['syncer', *common], 1, ''))
@@ -107,7 +107,7 @@ def main() -> None:
   flags = parser.parse_args()
   found = {}
   for which, (times, steps) in OWN_CORE.items():
-    if which == 'demo' or not flags.short:
+    if which == 'demo' or not flags.quick:
       found[which] = own_core(which, times * flags.turns, steps)
   for single in (True, False):
     found['single' if single else 'processes'] = demo(single, flags.turns, flags.against)

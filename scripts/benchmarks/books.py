@@ -1,7 +1,7 @@
 """The cost of the books of a long run: an outer step after many deaths, an event after an hour.
 
     python scripts/benchmarks/books.py              # 10,000 deaths, 60 simulated minutes
-    python scripts/benchmarks/books.py --short      # 500 deaths, 3 minutes
+    python scripts/benchmarks/books.py --quick      # 500 deaths, 3 minutes
 
 Both are ratios of CPU time in one process, in turns: of a world that has run for long and of young
 ones. The first is of the syncer's machine alone (eight learners, P = H = 24, a death every second);
@@ -141,7 +141,7 @@ def minutes(last: int, turns: int) -> dict[str, float]:
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  count, last, turns = (500, 3, 3) if flags.short else (10_000, 60, 10)
+  count, last, turns = (500, 3, 3) if flags.quick else (10_000, 60, 10)
   measured.write(flags.json, {'deaths': deaths(count, turns), 'minutes': minutes(last, turns)})
 
 

@@ -1,6 +1,6 @@
 """The speed of the codecs on one core, against memcpy.
 
-    python scripts/benchmarks/encoding.py [--short] [--json=FILE]     # about a minute
+    python scripts/benchmarks/encoding.py [--quick] [--json=FILE]     # about a minute
 
 The compiled work on a fragment, as learner and syncer do it: `encode` is a learner's, of the
 difference of two float32 arrays, into a payload that is given away (donated); `accumulate` decodes
@@ -71,7 +71,7 @@ def _accumulate(codec: codecs.Codec, data: jax.Array, values: int) -> Callable[[
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  rounds = 7 if flags.short else 25
+  rounds = 7 if flags.quick else 25
   sizes = {values: works(values * MILLION) for values in (1, 8)}
   taken = collections.defaultdict(list)
   for _ in range(rounds):

@@ -1,6 +1,6 @@
 """The cost of the syncer to a learner: steps/s under the syncer, against the same learner alone.
 
-    python scripts/benchmarks/learner_overhead.py [--short] [--json=FILE]     # about 15 minutes
+    python scripts/benchmarks/learner_overhead.py [--quick] [--json=FILE]     # about 15 minutes
 
 A learner process on the first core, a syncer process on the second one, M = 1, quorum 1, a fragment
 every inner step; alone, the learner trains without the syncer, on the same core with the same
@@ -76,7 +76,7 @@ def turn(
     syncer = None if alone else processes.start(cores[1], ['syncer', *common])
     learner = processes.start(
       cores[0],
-      ['learner', *common, '--learner_id=l0', f'--syncer={address}'],
+      ['learner', *common, '--learner=l0', f'--syncer={address}'],
       devices,
       times,
     )
@@ -136,7 +136,7 @@ def _mean_cpu_s(times: list[tuple[float, float]]) -> float:
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  turns, periods = (1, 6) if flags.short else (5, 8)
+  turns, periods = (1, 6) if flags.quick else (5, 8)
   found = {}
   for which, (_, _, period, _) in CONFIGS.items():
     steps = period * periods * (1 if which == '25M' else 4)

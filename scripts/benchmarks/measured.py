@@ -29,7 +29,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
   found = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  found.add_argument('--short', action='store_true', help='small sizes and few rounds')
+  found.add_argument('--quick', action='store_true', help='small sizes and few rounds')
   found.add_argument('--json', default='', help='a file for the figures')
   return found
 

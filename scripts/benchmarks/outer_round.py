@@ -1,6 +1,6 @@
 """An outer round of four learners in lock step, against an all-reduce and a bare gRPC star.
 
-    python scripts/benchmarks/outer_round.py [--short] [--torch] [--json=FILE]    # seven minutes
+    python scripts/benchmarks/outer_round.py [--quick] [--torch] [--json=FILE]    # seven minutes
 
 Four processes with one thread of arithmetic hold 25 million values each. A round begins when the
 last process holds its pseudo-gradient, and ends when the slowest process has the result. All four
@@ -267,7 +267,7 @@ def main() -> None:
       pipe.send(one)
       pipe.recv()
     return
-  turns, rounds = (1, 5) if flags.short else (3, 8)
+  turns, rounds = (1, 5) if flags.quick else (3, 8)
   ways = [('gloo', '', ''), ('star', '', ''), ('ours', 'int8', ''), ('ours', 'float32', '')]
   if flags.torch and (python := torch_python()):
     ways += [('torch', '1', python), ('torchft', '1', python), ('torchft', '4', python)]

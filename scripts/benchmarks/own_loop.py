@@ -1,6 +1,6 @@
 """The time that `peer.sync` takes in a training loop of one's own, on an idle network.
 
-    JAX_PLATFORMS=cpu python scripts/benchmarks/own_loop.py [--short] [--json=FILE]     # a minute
+    JAX_PLATFORMS=cpu python scripts/benchmarks/own_loop.py [--quick] [--json=FILE]     # a minute
 
 One learner beside a syncer process, a model of a million parameters. A line for each length of the
 step, which is a sleep here: the median and the 99th percentile of `peer.sync` over all boundaries,
@@ -32,7 +32,7 @@ STEP_MS = (0, 5, 20)
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  steps, found = 100 if flags.short else 400, []
+  steps, found = 100 if flags.quick else 400, []
   sync = own_loop.get_config().sync
   sync.learners = 1
   for step_ms in STEP_MS:

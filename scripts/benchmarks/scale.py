@@ -1,6 +1,6 @@
 """The costs of one syncer as learners, parameters and fragments grow.
 
-    JAX_PLATFORMS=cpu python scripts/benchmarks/scale.py [--short] [--json=FILE]
+    JAX_PLATFORMS=cpu python scripts/benchmarks/scale.py [--quick] [--json=FILE]
 
 **An outer step.** The classes of a real syncer (syncer/work.py, syncer/commit.py), without its
 transport, screen, merge and commit the outer steps of one fragment: int8 both ways, RDA, Nesterov,
@@ -257,7 +257,7 @@ def main() -> None:
   learners, millions, rounds = [4, 8, 16, 32, 64, 256], [1, 4, 16, 64, 96], 5
   at = 16  # the size in Mi at which M grows; the size grows at M = 8
   held, fragments = [16, 64], [6, 24, 96, 384]
-  if flags.short:
+  if flags.quick:
     learners, millions, rounds, at = [4, 8, 16, 32, 64], [1, 4, 16], 3, 4
     fragments = [6, 24, 96]
   found = outer_steps(learners, millions, rounds, at)

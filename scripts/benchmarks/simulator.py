@@ -1,6 +1,6 @@
 """The speed of virtual time: of the simulator, of months of failures, of training with real arrays.
 
-    python scripts/benchmarks/simulator.py [--short] [--json=FILE]     # about five minutes
+    python scripts/benchmarks/simulator.py [--quick] [--json=FILE]     # about five minutes
 
 Medians of rounds in which the two sides of each ratio take turns:
 
@@ -145,7 +145,7 @@ class Training:
 def main() -> None:
   flags = measured.flags(__doc__)
   rounds, count, many, minutes, steps = (
-    (2, 50, 1_000, 10, 48) if flags.short else (5, 200, 10_000, 60, 240)
+    (2, 50, 1_000, 10, 48) if flags.quick else (5, 200, 10_000, 60, 240)
   )
   found: dict[str, dict[str, float]] = {}
   ratios: dict[str, dict[str, float]] = {}

@@ -1,6 +1,6 @@
 """How long the demo takes to start, a learner to return, and the syncer to recover, by phases.
 
-    python scripts/benchmarks/start_up.py [--short] [--json=FILE]     # about 15 minutes
+    python scripts/benchmarks/start_up.py [--quick] [--json=FILE]     # about 15 minutes
 
 Real processes under the supervisor, the demo's config. Seconds of wall time, median and longest,
 and CPU time of the process until then, since wall time depends on the other load of the host:
@@ -121,7 +121,7 @@ def play(cache: str, victim: str = '', kills: int = 0) -> Bench:
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  starts, kills = (1, 1) if flags.short else (3, 5)
+  starts, kills = (1, 1) if flags.quick else (3, 5)
   found: dict[str, list[Life]] = collections.defaultdict(list)
   with tempfile.TemporaryDirectory() as caches:
     for which in range(starts):

@@ -1,7 +1,7 @@
 """What a store in a bucket costs: single objects, an outer step whose record is put there before it
 is published, the copy of a checkpoint and its way back, the save of a learner.
 
-    python scripts/benchmarks/store.py [--short] [--json=FILE]     # two minutes
+    python scripts/benchmarks/store.py [--quick] [--json=FILE]     # two minutes
 
 The bucket is tests/storage/fake_gcs.py, a process of its own on this machine, that waits 0, 10 or
 50 ms before each answer; a folder on this disk takes turns with it. So the figures are of this code
@@ -184,7 +184,7 @@ def environment(place: str) -> Iterator[None]:
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  rounds = 5 if flags.short else 20
+  rounds = 5 if flags.quick else 20
   with contextlib.ExitStack() as stack:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     urls = {'folder': str(folder / 'store')}

@@ -1,7 +1,7 @@
 """What mutual TLS costs: CPU time for a MiB of payload, and steps/s of a run, against plain TCP and
 a Unix socket.
 
-    python scripts/benchmarks/tls.py [--short] [--json=FILE]     # half a minute
+    python scripts/benchmarks/tls.py [--quick] [--json=FILE]     # half a minute
     python scripts/benchmarks/tls.py --steps=600                 # some minutes, two idle cores
 
 A learner's transport sends contributions of 8 MiB over loopback to a syncer's, both in this
@@ -107,7 +107,7 @@ def steps_per_s(
     for name in ('l0', 'l1'):
       tls = learner.tls and learner.tls.parent / name
       access = addresses.Access(tls, learner.plaintext_loopback)
-      processes.append(start('learner', access, f'--learner_id={name}', where))
+      processes.append(start('learner', access, f'--learner={name}', where))
     assert not any(process.wait() for process in processes)
     lines = (pathlib.Path(workdir) / 'records' / 'l0.jsonl').read_text('utf-8').splitlines()
   facts = [fact for fact in map(json.loads, lines) if fact['name'] == 'step']
@@ -120,7 +120,7 @@ def main() -> None:
   parser = measured.parser(__doc__)
   parser.add_argument('--steps', type=int, default=0, help='inner steps of a run of real processes')
   flags = parser.parse_args()
-  mib, rounds = (64, 3) if flags.short else (256, 5)
+  mib, rounds = (64, 3) if flags.quick else (256, 5)
   with tempfile.TemporaryDirectory() as folder:
     owner = authority.init(pathlib.Path(folder) / 'certs', 'benchmark', proofs.utc_now())
     for name in ('l0', 'l1'):

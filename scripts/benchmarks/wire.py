@@ -1,6 +1,6 @@
 """Bytes on a learner's link, against data-parallel training with a bfloat16 ring.
 
-    python scripts/benchmarks/wire.py [--short] [--json=FILE]     # about four minutes
+    python scripts/benchmarks/wire.py [--quick] [--json=FILE]     # about four minutes
 
 Two learners, loops of one's own whose inner step is a pause, join a syncer process over gRPC; a
 model of 6.3M parameters in 24 equal fragments, P = H = 24, one codec both ways. Each learner counts
@@ -138,7 +138,7 @@ def peak(steps: np.ndarray, window: int = 1) -> float:
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  turns, periods = (1, 3) if flags.short else (3, 6)
+  turns, periods = (1, 3) if flags.quick else (3, 6)
   taken: dict[str, list[np.ndarray]] = {codec: [] for codec in CODECS}
   for _ in range(turns):
     for codec in CODECS:

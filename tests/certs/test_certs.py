@@ -35,7 +35,7 @@ def diloco_certs(folder, *words):
 
 def test_the_commands_from_the_authority_to_the_revocation(tmp_path):
   run = lambda *words: diloco_certs(tmp_path, *words)
-  assert run('init', '--run=r')[0] == 0
+  assert run('init', '--name=r')[0] == 0
   assert run('issue', 'l0', 'l1')[0] == 0
   assert run('csr', 'far')[0] == 0
   assert run('sign', 'far/request.pem', '--learner=l3')[0] == 0
@@ -46,7 +46,7 @@ def test_the_commands_from_the_authority_to_the_revocation(tmp_path):
   assert run('revoke', 'l1')[0] == 0
   rows = {line.split()[0]: line.split()[2] for line in run('list')[1].splitlines()[1:]}
   assert rows == {'l0': 'accepted', 'l1': 'revoked', 'l3': 'accepted', 'syncer': 'accepted'}
-  code, said = run('init', '--run=r')
+  code, said = run('init', '--name=r')
   assert code == 42 and 'is not overwritten' in said
   code, said = run('issue', 'l0')
   assert code == 42 and 'is not overwritten' in said

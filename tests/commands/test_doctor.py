@@ -109,7 +109,7 @@ def test_a_device_that_jax_cannot_find_is_no_traceback():
   ],
 )
 def test_a_learner_says_what_doctor_says_and_is_not_started_again(setting, remedy, tmp_path):
-  words = ['--config=stdlib_lm:tiny', f'--workdir={tmp_path}/run', '--learner_id=l0']
+  words = ['--config=stdlib_lm:tiny', f'--workdir={tmp_path}/run', '--learner=l0']
   done = subprocess.run(
     [sys.executable, '-m', 'diloco_jax', 'learner', *words, '--syncer=none'],
     cwd=ROOT,

@@ -151,7 +151,7 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
   'task, words',
   [
     ('mlp', "task is 'mlp'; use 'decoder', or 'FILE.py:FUNCTION'"),
-    ('/nowhere/mlp.py:task', 'FileNotFoundError'),
+    ('/nowhere/mlp.py:task', '/nowhere/mlp.py is not there'),
     ('nowhere.mlp:task', "No module named 'nowhere'"),
     (f'{digits_linen.__name__}:tusk', "no attribute 'tusk'"),
     (f'{digits_linen.__name__}:task(depth=2)', "unexpected keyword argument 'depth'"),

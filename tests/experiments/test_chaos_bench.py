@@ -40,7 +40,7 @@ def test_all_systems_train_the_same_model_with_the_same_batch():
 
 
 def test_restart_all_runs_its_own_programs_and_no_syncer():
-  learner = ['python', '-m', 'diloco_jax', 'learner', '--workdir=w', '--learner_id=l0']
+  learner = ['python', '-m', 'diloco_jax', 'learner', '--workdir=w', '--learner=l0']
   syncer = ['python', '-m', 'diloco_jax', 'syncer', '--workdir=w']
 
   def command(system: str, words: list[str]) -> list[str] | None:

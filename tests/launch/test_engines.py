@@ -45,7 +45,7 @@ diloco syncer --config=gemma:1b --config.sync.learners=1 --workdir=/scratch --tl
 _LEARNER = """\
 #SBATCH --partition=p --nodes=1
 diloco learner --config=gemma:1b --config.sync.learners=1 --workdir=/scratch --tls=certs/l0 \
---learner_id=l0 --syncer=head:7070
+--learner=l0 --syncer=head:7070
 """
 
 

@@ -112,7 +112,7 @@ def test_our_command_line_takes_the_commands():
     assert all(one['command'] == ['sh', '-c', google_cloud.UNTIL_DONE] for one in containers)
     syncer, l0, l1 = command_line.read([one['args'] for one in containers])
     assert (syncer['listen'], syncer['tls']) == ('0.0.0.0:7070', '/certs/syncer')
-    assert (l0['learner_id'], l1['learner_id']) == ('l0', 'l1')
+    assert (l0['learner'], l1['learner']) == ('l0', 'l1')
     assert l0['syncer'] == 'run-syncer:7070'
     assert l0['hosts'] == ('auto' if topology == 'v6e:4x4' else '1')
     for found, container in zip((syncer, l0, l1), containers):

@@ -234,7 +234,7 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   for one in programs.values():
     assert set(flags) | {f'--workdir={tmp_path}'} <= set(one.command)
   assert f'--syncer=file:{tmp_path}/syncer/address' in programs['l1'].command
-  assert '--learner_id=l1' in programs['l1'].command
+  assert '--learner=l1' in programs['l1'].command
   assert programs['l1'].environment['JAX_NUM_CPU_DEVICES'] == '2'
   assert programs['syncer'].environment['JAX_NUM_CPU_DEVICES'] == '1'
 

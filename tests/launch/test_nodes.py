@@ -26,7 +26,7 @@ from tests.certs import mint
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
-  with pytest.raises(cli.NeverRetry, match="--learner_id='L0!'"):
+  with pytest.raises(cli.NeverRetry, match="--learner='L0!'"):
     nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'L0!', 'none')
   assert not (tmp_path / 'run').exists()
 

@@ -61,7 +61,7 @@ def test_what_the_drivers_read(request_of_a_run):
     'secrets': [f'{asked.tls}/syncer/{name}' for name in (*files, 'allowlist.json')],
   }
   for name, resources in (('l0', {'GPU': 8}), ('l1', {'TPU': 4})):
-    learner = (f'--tls={{workdir}}/certs/{name}', f'--learner_id={name}')
+    learner = (f'--tls={{workdir}}/certs/{name}', f'--learner={name}')
     meet = '--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'
     assert programs[name] == {
       'name': name,
@@ -93,7 +93,7 @@ def test_what_is_missing_is_named(request_of_a_run):
       ray.places(spec_lib.Request(config=asked.config, config_flags=[]))
     described = spec_lib.make(asked, ray.places(asked))
     pathlib.Path(asked.tls, 'l1', 'key.pem').unlink()
-    with pytest.raises(ValueError, match='no .*/l1/key.pem: diloco certs issue l1 --folder='):
+    with pytest.raises(ValueError, match='no .*/l1/key.pem: diloco certs issue l1 --tls='):
       ray.describe(described, asked.tls, 'run')
 
 

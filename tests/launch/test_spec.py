@@ -61,7 +61,7 @@ def test_a_syncer_and_its_learners(learners):
     'secrets': ('ca.pem', 'cert.pem', 'key.pem'),
   }
   argv = lambda name: [
-    *('diloco', 'learner', *common, f'--tls=/certs/{name}', f'--learner_id={name}'),
+    *('diloco', 'learner', *common, f'--tls=/certs/{name}', f'--learner={name}'),
     *('--syncer=gemma-1b-syncer:7070', '--hosts=auto'),
   ]
   assert described.name == 'gemma-1b'
@@ -73,7 +73,7 @@ def test_a_syncer_and_its_learners(learners):
   read = command_line.read([one.argv for one in described.programs])
   assert (read[0]['listen'], read[0]['tls']) == ('0.0.0.0:7070', '/certs/syncer')
   for number, one in enumerate(read[1:]):
-    assert (one['learner_id'], one['tls']) == (f'l{number}', f'/certs/l{number}')
+    assert (one['learner'], one['tls']) == (f'l{number}', f'/certs/l{number}')
     assert (one['syncer'], one['hosts']) == (_PLACES.syncer, 'auto')
   assert all(one['config']['sync']['learners'] == learners for one in read)
 
@@ -84,7 +84,7 @@ def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
   asked.config.mesh.hosts = 2
   syncer, learner, _ = spec_lib.make(asked, places).programs
   assert list(syncer.argv[-1:]) == ['--workdir=/w'] and not syncer.secrets
-  assert list(learner.argv[-2:]) == ['--learner_id=l0', '--syncer=file:/w/syncer/address']
+  assert list(learner.argv[-2:]) == ['--learner=l0', '--syncer=file:/w/syncer/address']
   assert (learner.hosts, learner.chips, learner.secrets) == (2, 2, ())
 
 

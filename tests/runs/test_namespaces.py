@@ -25,7 +25,7 @@ def test_three_namespaces_train_and_one_comes_back():
 @pytest.mark.full
 def test_learners_train_over_shaped_links(tmp_path: pathlib.Path):
   script = ROOT / 'experiments' / 'bandwidth_bench.py'
-  words = [sys.executable, script, '--short', '--only=^Decoupled int8, 50', f'--out={tmp_path}']
+  words = [sys.executable, script, '--quick', '--only=^Decoupled int8, 50', f'--out={tmp_path}']
   ended = subprocess.run(words, capture_output=True, text=True)
   assert ended.returncode == 0, ended.stdout + ended.stderr
   if ended.stdout.startswith(SKIPPED):

@@ -173,7 +173,7 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     'diloco_jax',
     'learner',
     *common,
-    '--learner_id=l0',
+    '--learner=l0',
     f'--syncer=file:{tmp_path}/{run_folder.ADDRESS}',
   )
   try:

@@ -208,7 +208,7 @@ def test_a_run_whose_supervisor_was_killed_has_a_report(start, tmp_path):
     ('syncer', ['--workdir={tmp}', '--listen=0.0.0.0:0'], 'give tls'),
     (
       'learner',
-      ['--workdir={tmp}', '--learner_id=l0', '--syncer=10.0.0.1:7070'],
+      ['--workdir={tmp}', '--learner=l0', '--syncer=10.0.0.1:7070'],
       'give tls',
     ),
   ],
@@ -239,7 +239,7 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
       'learner',
       *run,
       *more,
-      f'--learner_id={name}',
+      f'--learner={name}',
       f'--workdir={tmp_path}/{folder}',
       f'--syncer={address}',
       paced=paced,
@@ -282,8 +282,8 @@ def test_learners_of_unequal_batches_train_one_run(start, tmp_path):
   address = f'--syncer=file:{workdir}/syncer/address'
   nodes = [
     start('syncer', *flags),
-    start('learner', *flags, address, '--learner_id=l0'),
-    start('learner', *flags, address, '--learner_id=l1', *own),
+    start('learner', *flags, address, '--learner=l0'),
+    start('learner', *flags, address, '--learner=l1', *own),
   ]
   assert [node.end() for node in nodes] == [0, 0, 0], [node.lines for node in nodes]
   ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]

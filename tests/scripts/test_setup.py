@@ -61,7 +61,7 @@ def test_each_script_installs_what_it_needs_and_only_once(checkout: pathlib.Path
 
 
 def test_the_command_runs_where_it_is_called(checkout: pathlib.Path):
-  text, _ = run(checkout, 'diloco', 'certs', 'init', '--run=tiny', '--folder=keys')
+  text, _ = run(checkout, 'diloco', 'certs', 'init', '--name=tiny', '--tls=keys')
   assert 'keys' in text and (checkout.parent / 'keys').is_dir()
 
 

@@ -173,7 +173,7 @@ def test_a_bucket_that_cannot_be_written_is_refused_at_the_start(
 @pytest.mark.parametrize('shut, code', [(False, 42), (True, 74)])
 def test_a_learner_that_cannot_save_does_not_start(shut, code, bucket, tmp_path):
   bucket.door.refuses_with, bucket.door.shut = 403, shut
-  words = ['--config=stdlib_lm:tiny', '--learner_id=l0', '--syncer=none', f'--workdir={tmp_path}']
+  words = ['--config=stdlib_lm:tiny', '--learner=l0', '--syncer=none', f'--workdir={tmp_path}']
   done = subprocess.run(
     [sys.executable, '-m', 'diloco_jax', 'learner', *words, f'--config.train.store={bucket.url}/x'],
     cwd=ROOT,

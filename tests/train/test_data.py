@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import corpus_files
 from diloco_jax.train import data as data_lib
 
 
@@ -147,8 +148,11 @@ def test_an_unreadable_corpus_is_one_clear_line(tmp_path):
   with pytest.raises(ValueError, match='has no files'):
     data_lib.load_corpus(str(tmp_path / 'nowhere' / '*.txt'))
   (tmp_path / 'gone.txt').symlink_to(tmp_path / 'nowhere')
-  with pytest.raises(ValueError, match='cannot read .*gone.txt: No such file'):
+  with pytest.raises(ValueError, match='has no files'):
     data_lib.load_corpus(str(tmp_path))
+  gone = corpus_files.documents([('gone.txt', str(tmp_path / 'gone.txt'))])
+  with pytest.raises(ValueError, match='cannot read .*gone.txt: No such file'):
+    list(gone)
 
 
 def test_too_little_text_says_how_much_is_needed(numbered):

@@ -96,7 +96,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     secrets = [pathlib.Path(tls, one.name, secret).absolute() for secret in one.secrets]
     for file in secrets:
       if not file.is_file():
-        raise ValueError(f'no {file}: diloco certs issue {one.name} --folder={tls}')
+        raise ValueError(f'no {file}: diloco certs issue {one.name} --tls={tls}')
     default = {'TPU': one.chips} if one.topology else {'CPU': 1}
     found[one.name] = {
       'name': one.name,

@@ -118,11 +118,11 @@ function drawRun(run, r, many) {
 }
 
 function draw(runs) {
-  const many = runs.length > 1, [first] = runs, done = run => Math.floor(100 * run.progress) + ' %', unit = first.loss_unit && ` in ${first.loss_unit}`;
+  const many = runs.length > 1, [first] = runs, done = run => run.progress == null ? '–' : Math.floor(100 * run.progress) + ' %', unit = first.loss_unit && ` in ${first.loss_unit}`;
   const figures = ({figures, wire, ...run}) => [['held-out loss', num(run.held_out[1].at(-1), 3)], ['tokens', si(run.tokens)],
     ['tokens/s', num(run.tokens_per_second)], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
     ['token goodput', percent(figures.token)], ['on the wire', si(wire.up + wire.down) + 'B', wire.parallel && `data-parallel: ${si(wire.parallel)}B`]];
-  const now = `${done(first)} of ${num(first.total_steps)} steps, ${time(first.end_s)}` + (first.syncer == 'down' ? ', the syncer is down' : '')
+  const now = `${first.progress == null ? 'length not recorded' : `${done(first)} of ${num(first.total_steps)} steps`}, ${time(first.end_s)}` + (first.syncer == 'down' ? ', the syncer is down' : '')
     + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '');
   document.title = many ? runs.map(run => run.name).join(' | ') : `${done(first)} ${first.name}`;
   $('top').replaceChildren(...many ? [el('h1', {}, 'Runs'), table([['run'], ['done'], ...figures(first)].map(one => [one[0]]),
@@ -144,7 +144,7 @@ const notice = text => { $('notice').hidden = !text; $('notice').textContent = t
 addEventListener('resize', again);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
 again();
-if (shown?.length == 1 && shown[0].progress < 1)
+if (shown?.length == 1 && (shown[0].progress ?? 1) < 1)
   notice(`The records end ${clock(shown[0].began_s + shown[0].end_s)}, before the last step.`);
 if (live) {
   const source = new EventSource('events');
@@ -153,6 +153,6 @@ if (live) {
     draw(shown = JSON.parse(event.data));
     const [run] = shown, silent = Date.now() / 1000 - run.began_s - run.end_s;
     notice(run.behind ? 'The records are still being read: what is below is an earlier moment of the run.'
-      : silent > 10 && run.progress < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
+      : silent > 10 && (run.progress ?? 0) < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
   };
 }

@@ -68,14 +68,14 @@ def main(argv: list[str]) -> int:
   work_class = learner_work.LearnerWork
   if values.spoil:
     _SpoilingWork.spoiler, work_class = Spoiler(values.spoil), _SpoilingWork
-  where = values.workdir, values.learner_id, values.syncer
+  where = values.workdir, values.learner, values.syncer
   return nodes.learner(config, *where, cli_lib.access(), work_class)
 
 
 if __name__ == '__main__':
   cli_lib.define_config()
   cli_lib.define_access()
-  for name in ('workdir', 'learner_id', 'syncer'):
+  for name in ('workdir', 'learner', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_string('spoil', '', 'nan:N or huge:N')
   cli_lib.run_main(main)

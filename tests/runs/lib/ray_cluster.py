@@ -82,7 +82,7 @@ class Cluster:
 
   def programs(self, machine: str, name: str) -> list[psutil.Process]:
     """The processes of a program on a machine."""
-    words = 'diloco_jax syncer' if name == 'syncer' else f'--learner_id={name} '
+    words = 'diloco_jax syncer' if name == 'syncer' else f'--learner={name} '
     return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-P']]
 
   def raylet(self, machine: str) -> psutil.Process:

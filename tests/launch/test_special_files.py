@@ -1,0 +1,172 @@
+"""Only regular files are read, and links to them. A pipe, a device, a socket, a folder or a link to
+nothing in the place of a file is named, and nobody waits for its other end."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from diloco_jax.certs import check, names, proofs
+from diloco_jax.config import build, load
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import nodes
+from diloco_jax.report import records
+from diloco_jax.storage import arrays, files, tapes
+from diloco_jax.train import corpus_files, tokenizer
+from diloco_jax.transport import addresses
+from tests.certs import mint
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(120)  # before, most of these waited for ever
+
+
+def bind(path: pathlib.Path) -> None:
+  with socket.socket(socket.AF_UNIX) as made:
+    made.bind(str(path))
+
+
+KINDS = {
+  'a named pipe': os.mkfifo,
+  'a socket': bind,
+  'a folder': os.mkdir,
+  'a link to a device': lambda path: path.symlink_to(os.devnull),
+  'a link to nothing': lambda path: path.symlink_to(path.with_name('nowhere')),
+}
+
+
+READERS = {
+  'config.py': lambda path: load.load(str(path)),
+  'task.py': load.module,
+  'own.json': lambda path: tokenizer.load(str(path), 'stdlib'),
+  'own.model': lambda path: tokenizer.digest(str(path), 'stdlib'),
+  'start.safetensors': lambda path: arrays.start(str(path), {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_path(tmp_path, monkeypatch):
+  """The kernel limits the path of a socket."""
+  monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize('what', KINDS)
+@pytest.mark.parametrize('name', READERS)
+def test_what_a_user_names_is_a_regular_file(name: str, what: str, tmp_path):
+  KINDS[what](pathlib.Path(name))
+  with pytest.raises(ValueError, match=f'{name}.* is {what}'):
+    READERS[name](tmp_path / name)
+
+
+def test_a_link_to_a_regular_file_is_one(tmp_path):
+  (tmp_path / 'there').write_text('text')
+  (tmp_path / 'link').symlink_to('there')
+  assert files.kind(tmp_path / 'there') == files.kind(tmp_path / 'link') == ''
+  assert files.kind(tmp_path / 'nowhere') == 'not there (No such file or directory)'
+  assert files.kind(tmp_path / 'there' / 'below') == 'not there (Not a directory)'
+
+
+@pytest.mark.parametrize('source', ['corpus', 'corpus/*', 'corpus/**'])
+def test_a_corpus_is_made_of_regular_files_and_the_rest_is_named_once(source: str, capfd):
+  corpus = pathlib.Path('corpus')
+  corpus.mkdir()
+  (corpus / 'text.txt').write_text('a text of many letters ' * 100)
+  (corpus / 'link.txt').symlink_to('text.txt')
+  for number, make in enumerate(KINDS.values()):
+    make(corpus / f'{number}.txt')
+  pathlib.Path('other').mkdir()
+  (corpus / 'away').symlink_to('../other')
+  corpus_files._say.cache_clear()
+  for _ in range(3):
+    found = [name for name, _ in corpus_files.list_files(source)]
+  assert [pathlib.Path(name).name for name in found] == ['link.txt', 'text.txt']
+  assert len(list(corpus_files.documents(corpus_files.list_files(source)))) == 2
+  said = capfd.readouterr().err.splitlines()
+  expected = {'a named pipe', 'a socket', 'a link to a device', 'a link to nothing'}
+  expected |= {'a link to a folder'} if source == 'corpus' else set()
+  assert {line.partition(' is ')[2].partition(':')[0] for line in said} == expected
+  assert len(said) == len(expected), 'each once'
+
+
+def test_a_folder_of_parameters_has_nothing_else_in_it(tmp_path):
+  arrays.save(tmp_path / 'model', {'a': np.zeros(3, np.float32)})
+  os.mkfifo(tmp_path / 'model' / 'pipe')
+  with pytest.raises(ValueError, match='model/pipe is a named pipe'):
+    arrays.start(str(tmp_path / 'model'), {})
+
+
+def test_an_export_replaces_no_device(tmp_path):
+  pytest.importorskip('safetensors')
+  os.mkfifo(tmp_path / 'out')
+  (tmp_path / 'null').symlink_to(os.devnull)
+  for name in ('out', 'null'):
+    with pytest.raises(ValueError, match=f'{name} is a '):
+      arrays.export(tmp_path / name, {}, {})
+  assert (tmp_path / 'out').is_fifo() and (tmp_path / 'null').is_symlink()
+
+
+@pytest.mark.parametrize('file', [*check.FILES, 'allowlist.json'])
+def test_certificates_and_lists_are_regular_files(file: str, tmp_path):
+  folder = mint.owner(tmp_path / 'certs').folder / names.SYNCER
+  (folder / file).unlink()
+  os.mkfifo(folder / file, 0o600)
+  done = diloco('certs', 'check', str(folder))
+  assert done.returncode == 42 and f'{file} is no regular file' in done.stderr
+  if file in check.FILES:
+    assert check.problems(folder, names.SYNCER, proofs.utc_now()) == [
+      f'{folder / file} is no regular file'
+    ]
+
+
+def test_the_address_of_a_syncer_is_in_a_regular_file_or_behind_a_link(tmp_path):
+  os.mkfifo(tmp_path / 'pipe')
+  with pytest.raises(ValueError, match='pipe is a named pipe'):
+    nodes.resolver(f'file:{tmp_path}/pipe', addresses.LOCAL)
+  read = nodes.resolver(f'file:{tmp_path}/link', addresses.LOCAL)  # the syncer starts later
+  (tmp_path / 'link').symlink_to('address')
+  with pytest.raises(OSError):
+    read()
+  (tmp_path / 'address').write_text('unix:/x/socket')
+  assert read() == 'unix:/x/socket'
+  (tmp_path / 'address').unlink()
+  os.mkfifo(tmp_path / 'address')
+  with pytest.raises(ValueError, match='not a regular file'):
+    read()
+
+
+def test_pipes_beside_records_and_tapes_are_no_records_and_tapes(tmp_path):
+  for name, file in (('records', 'l0.jsonl'), ('tapes', 'l0.1.0.jsonl')):
+    (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / name / file)
+  assert records.TailAll(tmp_path).read() == []
+  assert tapes.process_tapes(tmp_path / 'tapes') == []
+
+
+@pytest.mark.parametrize('word', ['--config=PIPE', '--flagfile=PIPE', '--config=/dev/fd/NUMBER'])
+def test_a_command_names_it_in_one_line(word: str, tmp_path):
+  """What a shell makes of `--config=<(...)`, too: every process of a run reads the config."""
+  os.mkfifo('pipe.py')
+  reader, writer = os.pipe()
+  word = word.replace('PIPE', f'{tmp_path}/pipe.py').replace('NUMBER', str(reader))
+  done = diloco('train', word, pass_fds=(reader,))
+  os.close(reader), os.close(writer)
+  assert done.returncode == 42 and done.stderr.count('\n') == 1, done.stderr
+  assert 'is a named pipe' in done.stderr or 'is a link to a named pipe' in done.stderr
+
+
+def diloco(*words: str, **how) -> subprocess.CompletedProcess:
+  command = [sys.executable, '-m', 'diloco_jax', *words]
+  return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False, **how)
+
+
+def test_a_process_reads_its_corpus_beside_a_pipe(tmp_path):
+  corpus = tmp_path / 'corpus'
+  corpus.mkdir()
+  (corpus / 'text.txt').write_text('words of a text, again and again. ' * 4000)
+  os.mkfifo(corpus / 'pipe.txt')
+  config = stdlib_lm.get_config('tiny')
+  config.data.corpus = str(corpus)
+  assert build.assemble(config).config is config

@@ -1,0 +1,124 @@
+"""What a folder does not record is said to be unknown, and not taken from another config."""
+
+import json
+import math
+import os
+import pathlib
+
+import pytest
+
+import diloco_jax
+from diloco_jax.api import run as run_lib
+from diloco_jax.config import load
+from diloco_jax.configs import own_loop, stdlib_lm
+from diloco_jax.launch import cli
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import beside, facts, folder, page, picture, records, serve, state, summary
+
+NOT_RECORDED = 'not recorded: there is no config.json'
+INVENTED = ('own_loop', 'of 300', 'M=2', f' {math.inf}')
+
+
+def write(workdir: pathlib.Path, process: str, *told: object) -> None:
+  recorder = records.Recorder(workdir, process, tensorboard=False)
+  for fact in told:
+    recorder.report(fact)
+  recorder.close()
+
+
+@pytest.fixture(name='workdir')
+def _workdir(tmp_path) -> pathlib.Path:
+  """As learners leave it whose syncer refused its flags."""
+  for learner in ('l0', 'l1'):
+    steps = [
+      facts.Step(step=n, steps=n, tokens=128 * n, loss=2.0, seconds=0.1) for n in range(1, 5)
+    ]
+    write(tmp_path / 'run', learner, *steps)
+  return tmp_path / 'run'
+
+
+def texts_of(workdir: pathlib.Path) -> list[str]:
+  made = summary.write(workdir)
+  return [summary.text(made, workdir), (workdir / 'report' / 'report.txt').read_text()]
+
+
+def test_a_report_without_a_config_invents_none(workdir):
+  for text in texts_of(workdir):
+    assert NOT_RECORDED in ' '.join(text.split())
+    assert not any(word in text for word in INVENTED), text
+    assert 'learner l0  4 steps, 512 tokens' in text
+  told = json.loads((workdir / 'report' / 'summary.json').read_text())
+  unknown = {'name', 'task', 'store', 'learners_expected', 'steps', 'goodput'}
+  assert all(told[name] is None for name in unknown) and told['clock'] == 4
+  assert picture._title(folder.read(workdir)).startswith('config not recorded, ')
+  assert 'own_loop' not in beside.text(beside.read([workdir]))
+
+
+def test_neither_do_the_page_and_the_metrics(workdir):
+  watch = serve.Watch(workdir)
+  shown = watch.state()
+  assert shown['about'] == f'config {folder.UNKNOWN}' and shown['name'] == 'run'
+  assert shown['progress'] is shown['total_steps'] is shown['seconds_left'] is None
+  assert shown['syncer'] is None and shown['learners']['l0']['step'] == 4
+  told = serve.metrics(shown)
+  assert 'diloco_progress ' not in told.replace('# TYPE diloco_progress gauge', '')
+  assert 'diloco_learner_step{learner="l0"} 4' in told
+  assert 'length not recorded' in page.text('page.js')
+
+
+def test_the_page_learns_the_config_once_the_syncer_has_started(workdir, monkeypatch):
+  monkeypatch.setattr(serve, '_EVERY_S', 0.0)
+  watch = serve.Watch(workdir)
+  assert watch.state()['total_steps'] is None
+  config = own_loop.get_config()
+  config.train.steps = 40
+  load.write(workdir, config)
+  shown = watch.state()
+  assert (shown['name'], shown['total_steps'], shown['progress']) == ('own_loop', 40, 0.1)
+  assert shown['learners']['l0']['step'] == 4
+
+
+def test_a_run_of_a_notebook_does_not_either(workdir):
+  run = diloco_jax.open_run(workdir)
+  assert run.config is None and run.summary['steps'] is None
+  assert 'length not recorded: l0' in repr(run)
+  assert folder.UNKNOWN in run._repr_html_()
+  display = run_lib.Display(workdir, run.config, alone=False)
+  assert display._view.total_steps == math.inf
+
+
+@pytest.mark.parametrize('by', ['itself', 'the syncer', 'nobody'])
+def test_who_was_done_is_said_by_those_who_know(by: str, workdir):
+  """The supervisor only sees exit code 0, which a learner that was stopped has, too."""
+  if by == 'itself':
+    write(workdir, 'l0', protocol_facts.State(state='trained', incarnation=1, clock=4))
+  if by == 'the syncer':
+    lost = {'learner': 'l0', 'state': 'lost', 'incarnation': 1, 'reason': 'left: done'}
+    write(workdir, 'syncer', protocol_facts.Member(**lost))
+  write(
+    workdir,
+    'supervisor',
+    facts.Exit(child='l0', pid=1, code=0),
+    facts.Process(child='l0', state='done', text=''),
+  )
+  expected = 'stopped' if by == 'nobody' else 'done'
+  assert folder.read(workdir).statuses['l0'].state == expected
+
+
+@pytest.mark.parametrize('command', ['evaluate', 'sample', 'export'])
+def test_who_reads_the_model_says_what_is_missing(command: str, workdir, capfd):
+  words = [command, f'--workdir={workdir}'] + ['--out=m.safetensors'] * (command == 'export')
+  code = os.waitstatus_to_exitcode(os.system(f'{cli.command(*words)} >/dev/null'))
+  error = capfd.readouterr().err
+  assert code == 42 and error.count('\n') == 1, error
+  assert f'there is no model in {workdir}: its config is not recorded' in error
+
+
+def test_the_config_of_the_run_is_the_one_that_is_told(workdir):
+  """With it nothing is unknown."""
+  config = stdlib_lm.get_config('tiny')
+  load.write(workdir, config)
+  text = texts_of(workdir)[0]
+  assert 'not recorded' not in text and f'at clock 4 of {config.train.steps}' in text
+  shown = state.state(folder.read(workdir).run, config)
+  assert shown['total_steps'] == config.train.steps and shown['progress'] > 0

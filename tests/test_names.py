@@ -1,0 +1,114 @@
+"""One thing, one name: of commands, loops, the functions that users call, and the config."""
+
+import ast
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import diloco_jax
+from diloco_jax.config import fields
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+COMMANDS = ROOT / 'diloco_jax' / 'commands'
+EXAMPLES = ROOT / 'experiments' / 'examples'
+
+# What the help of a flag speaks of, and the one name of it. The first that fits counts.
+THINGS = {
+  r'\bid of (this|the) learner\b': 'learner',
+  r'\bwhere the syncer listens\b|\bof a syncer that\b': 'syncer',
+  r'^(a )?folder of (the|a) run\b|\bas for diloco_jax.join': 'workdir',
+  r'\bname of the run\b': 'name',
+  r'\bHOST:PORT (to listen|for learners)\b': 'listen',
+  r'\bcertificate of this node\b|\bowner.s folder\b|\bdiloco certs made\b': 'tls',
+  r'\bcontinue the run\b': 'resume',
+  r'\bversion 0\b': 'init',
+  r'\bprocesses; 0: one per core\b': 'jobs',
+  r'\b(shorter|fewer|few rounds)\b': 'quick',
+  r'\bTPU slice of each\b|\bchips of one slice\b': 'topology',
+}
+
+# The command that does what a function does, and the parameters that only a program can give:
+# arrays, functions and objects, and for how long its call may last.
+FUNCTIONS = {
+  'join': ('learner', {'params', 'opt_state', 'label', 'sync', 'wait_s'}),
+  'run_syncer': ('syncer', {'label', 'sync'}),
+  'run': ('train', set()),
+  'open_run': ('report', set()),
+  'load_params': ('export', set()),
+  'records': ('status', set()),
+}
+PROTOCOL = {'total_steps'}  # T, train.steps of a config
+
+
+def flags_in(path: pathlib.Path) -> dict[str, str]:
+  """The flags that a file defines, with their help."""
+  found = {}
+  for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+    if isinstance(node, ast.Call):
+      name = getattr(node.func, 'attr', '')
+      words = [*node.args, *(one.value for one in node.keywords)]
+      texts = [one.value for one in words if isinstance(one, ast.Constant)]
+      texts = [one for one in texts if isinstance(one, str)]
+      if texts and (name.startswith('DEFINE_') or name == 'add_argument'):
+        found[texts[0].lstrip('-')] = max(texts[1:], key=len, default='')
+  return found
+
+
+def flags_of(command: str) -> set[str]:
+  return {*flags_in(COMMANDS / f'{command}.py'), *flags_in(COMMANDS.parent / 'launch' / 'cli.py')}
+
+
+FILES = [
+  path
+  for room in ('diloco_jax', 'experiments', 'scripts')
+  for path in sorted((ROOT / room).rglob('*.py'))
+  if flags_in(path)
+]
+
+
+LOOPS = [path for path in FILES if path.parent == EXAMPLES]
+
+
+def test_there_are_flags_to_compare():
+  seen = {name for path in FILES for name in flags_in(path)}
+  assert len(FILES) > 30 and set(THINGS.values()) <= seen
+  assert {'loop_linen', 'loop_nnx', 'loop_optax', 'lora'} <= {loop.stem for loop in LOOPS}
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_one_thing_has_one_name(path: pathlib.Path):
+  for flag, text in flags_in(path).items():
+    name = next((THINGS[one] for one in THINGS if re.search(one, text, re.I)), flag)
+    assert flag == name, f'--{flag} is {text!r}, which is --{name} elsewhere'
+
+
+@pytest.mark.parametrize('name', FUNCTIONS)
+def test_functions_name_what_commands_name(name: str):
+  command, of_programs = FUNCTIONS[name]
+  settings = {field.name.rpartition('.')[2] for field in fields.walk()} | PROTOCOL
+  given = set(inspect.signature(getattr(diloco_jax, name)).parameters)
+  unknown = given - of_programs - flags_of(command) - settings
+  assert not unknown, f'diloco {command} has no such flag, and the config no such field'
+
+
+@pytest.mark.parametrize('loop', LOOPS, ids=lambda path: path.stem)
+def test_loops_name_what_join_and_the_command_name(loop: pathlib.Path):
+  both = set(inspect.signature(diloco_jax.join).parameters) & flags_of('learner')
+  assert set(flags_in(loop)) - {'base'} <= both  # the base of LoRA is its own
+
+
+def test_no_text_manifest_or_notebook_has_another_name_of_a_learner():
+  rooms = ('diloco_jax', 'docs', 'experiments', 'scripts', 'tests')
+  files = [path for room in rooms for path in (ROOT / room).rglob('*') if path.is_file()]
+  kinds = {'.py', '.md', '.ipynb', '.sh', '.yaml', '.html', '.proto'}
+  found = [
+    path
+    for path in [ROOT / 'README.md', *files]
+    if path.suffix in kinds
+    and path.parent.name != 'log'
+    and path.name not in ('CHANGELOG.md', 'test_names.py')
+    if '--learner' + '_id' in path.read_text('utf-8', 'replace')
+  ]
+  assert not found
