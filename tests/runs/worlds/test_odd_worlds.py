@@ -40,13 +40,14 @@ class World:
     self.cwd = folder / 'größe'
     self.cwd.mkdir()
     self.before: list[str] = []
+    self.started: list[subprocess.Popen] = []
     self.environment = {'PATH': os.environ['PATH'], 'HOME': str(folder)}
     self.package = folder / 'installed'  # without the checkout beside it
     shutil.copytree(ROOT / 'diloco_jax', self.package / 'diloco_jax')
     self.loop = shutil.copy(ROOT / 'experiments' / 'examples' / 'loop_optax.py', folder)
 
   def start(self, *words: str | os.PathLike, **more: str) -> subprocess.Popen:
-    return subprocess.Popen(
+    process = subprocess.Popen(
       [*self.before, PYTHON, *words],
       cwd=self.cwd,
       env={**self.environment, **more},
@@ -55,6 +56,8 @@ class World:
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
     )
+    self.started.append(process)
+    return process
 
   def start_diloco(self, *words: str) -> subprocess.Popen:
     return self.start('-P', self.package / 'diloco_jax' / '__main__.py', *words)
@@ -72,11 +75,14 @@ class World:
 
 
 @pytest.fixture(name='world')
-def _world(tmp_path, request) -> World:
+def _world(tmp_path, request):
   made = World(tmp_path)
   made.environment['JAX_COMPILATION_CACHE_DIR'] = str(CACHE)
   request.param(made)
-  return made
+  yield made
+  for process in made.started:
+    process.kill()
+    process.wait()
 
 
 def ascii_only(world: World) -> None:
