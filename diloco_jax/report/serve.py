@@ -3,16 +3,19 @@ answers GET and HEAD alone, and only under this host's own names: no page of ano
 leads to 127.0.0.1 may read it (DNS rebinding). Every user of this machine can."""
 
 import http.server
+import itertools
 import json
 import mimetypes
 import os
 import pathlib
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
 from diloco_jax.report import folder, page, records, run_facts, state
 
@@ -21,6 +24,8 @@ _EVERY_S = 1.0  # one state is sent
 _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
+
+Stream = Callable[[], Iterator[tuple[str, dict[str, Any]]]]
 
 # What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
 _OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
@@ -31,11 +36,10 @@ _OF_LEARNER = 'loss step tokens_per_second staleness incarnation goodput merged'
 class Watch:
   """The newest state of a run, at most half a second old. Thread-safe. Raises ValueError."""
 
-  def __init__(self, workdir: str | os.PathLike):
-    self._config = folder.config_of(pathlib.Path(workdir))
-    pace = folder.pace(self._config)
-    self._run = run_facts.RunFacts((), self._config.train.steps, **pace)
-    self._tails, self._rows = records.TailAll(workdir), iter(())
+  def __init__(self, config: run_config.Config, stream: Stream, **how: Any):
+    """`stream`: the records that are new at each call. `how`: arguments of RunFacts."""
+    self._run = run_facts.RunFacts((), config.train.steps, **folder.pace(config), **how)
+    self._config, self._stream, self._rows = config, stream, iter(())
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
 
   def state(self) -> dict[str, Any]:
@@ -51,7 +55,7 @@ class Watch:
     self._behind = True
     while time.monotonic() < until_s:
       if (found := next(self._rows, None)) is None:
-        self._rows = self._tails.stream()
+        self._rows = self._stream()
         if (found := next(self._rows, None)) is None:
           self._behind = False
           return
@@ -104,16 +108,49 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def log_message(self, format: str, *args: Any) -> None: ...
 
 
+class _Metrics(_Handler):
+  """/metrics alone, for whoever reaches the port."""
+
+  protocol_version, timeout = 'HTTP/1.0', 5
+
+  def do_GET(self) -> None:
+    if self.path == '/metrics':
+      self._answer('metrics.txt', metrics(self.watch.state()))
+    else:
+      self._answer('none.txt', 'not found\n', 404)
+
+  do_HEAD = do_GET
+
+
 class _Server(http.server.ThreadingHTTPServer):
   def handle_error(self, request, client_address) -> None:
     if not isinstance(sys.exception(), OSError):  # else the reader has gone
       super().handle_error(request, client_address)
 
 
+class _OneReader(_Server):
+  """With one thread and one connection, whoever asks; it looks up no name."""
+
+  process_request = socketserver.BaseServer.process_request
+  server_bind = socketserver.TCPServer.server_bind
+
+
 def make(workdir: str | os.PathLike, port: int = 0) -> tuple[http.server.HTTPServer, str]:
   """A server and its URL. Raises ValueError: there is no run; OSError: the port is in use."""
-  server = _Server(('127.0.0.1', port), type('Handler', (_Handler,), {'watch': Watch(workdir)}))
+  watch = Watch(folder.config_of(pathlib.Path(workdir)), records.TailAll(workdir).stream)
+  server = _Server(('127.0.0.1', port), type('Handler', (_Handler,), {'watch': watch}))
   return server, f'http://127.0.0.1:{server.server_port}/'
+
+
+def serve_metrics(config: run_config.Config, workdir: str, process: str, port: int) -> int:
+  """Serves /metrics of this process, from now on, at every address of its machine; returns the
+  port. Raises OSError."""
+  path = pathlib.Path(workdir, records.RECORDS, f'{process}.jsonl')
+  tail = records.Tail(path, path.stat().st_size if path.exists() else 0)
+  watch = Watch(config, lambda: zip(itertools.repeat(process), tail.stream()), told=None)
+  server = _OneReader(('', port), type('Handler', (_Metrics,), {'watch': watch}))
+  threading.Thread(target=server.serve_forever, name='metrics', daemon=True).start()
+  return server.server_address[1]
 
 
 def metrics(run: dict[str, Any]) -> str:

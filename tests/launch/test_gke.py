@@ -31,20 +31,23 @@ def manifests(texts: dict[str, str]) -> dict[str, str]:
 
 def test_the_manifests_of_a_run(tmp_path):
   """With every flag, through the command line."""
+  mint.owner(tmp_path / 'certs')
   done = subprocess.run(
     [
-      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=gke', f'--out={tmp_path}'),
+      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=gke', '--out=out'),
       *('--config=gemma:1b', '--config.sync.learners=1', f'--config.train.store={rendered.STORE}'),
       *('--name=Run 1', '--topology=v6e:4x4', '--tls=certs/', '--image=registry/diloco:1'),
       *('--spot', '--service_account=trainer', '--namespace=research', '--kueue_queue=tpu'),
       *('--syncer_cpus=4', '--syncer_memory_gib=20', '--disk_gib=100', '--config.train.drain_s=20'),
+      '--metrics_port=9090',
     ],
-    cwd=command_line.ROOT,
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(command_line.ROOT)},
     capture_output=True,
     text=True,
   )
   assert done.returncode == 0, done.stderr
-  found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+  found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
   assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
   rendered.require_golden('gke', found)
   assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
@@ -77,9 +80,12 @@ def test_long_names_fit():
 
 
 def test_a_learner_without_tpus():
-  _, l0 = job_sets(rendered.texts('gke', rendered.request(1, '')))
+  with pytest.raises(ValueError, match='--topology, .* as v6e:4x4; or, .* --topology=cpu'):
+    rendered.texts('gke', rendered.request(1, ''))
+  _, l0 = job_sets(rendered.texts('gke', rendered.request(1, 'cpu')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
   assert 'nodeSelector' not in pod and pod['containers'][0]['resources'] == {}
+  assert {'name': 'JAX_PLATFORMS', 'value': 'cpu'} in pod['containers'][0]['env']
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,9 @@ def test_our_command_line_takes_the_commands():
     ('gke', {}, {'image': ''}, ('--image', 'launch.md')),
     ('queued', {'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
     ('queued', {'topology': ''}, {}, ('--topology',)),
+    ('queued', {'topology': 'cpu'}, {}, ('--topology',)),
+    ('gke', {'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
+    ('gke', {}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
     ('queued', {}, {'zone': ''}, ('--zone',)),
     ('queued', {}, {'project': ''}, ('--project',)),
   ],
@@ -151,9 +160,9 @@ def test_what_needs_no_store(engine):
 
 
 def test_hosts_without_tpus_are_refused():
-  asked = rendered.request(topology='')
+  asked = rendered.request(topology='cpu')
   asked.config.mesh.hosts = 2
-  with pytest.raises(ValueError, match='mesh.hosts=2.*--topology.*--engine=ray'):
+  with pytest.raises(ValueError, match='a slice, as the hosts of a learner .*--engine=ray'):
     rendered.texts('gke', asked)
 
 
@@ -218,18 +227,17 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
   found = [json.loads(line) for line in calls.read_text().splitlines()]
   assert all(call[0] == '--namespace=research' for call in found)
   assert [call[1:] for call in found] == [
-    *started(tmp_path, 'l0'),
-    *started(tmp_path, 'syncer'),
+    *(call for name in ('syncer', 'l0') for call in secret(name)),
+    *(['apply', f'--filename={tmp_path}/run-{name}.yaml'] for name in ('syncer', 'l0')),
     ['get', 'jobsets,pods', '--selector=diloco.run=run'],
   ]
 
 
-def started(folder: pathlib.Path, name: str) -> list[list[str]]:
+def secret(name: str) -> list[list[str]]:
   source = ['--from-file=certs/' + name, '--dry-run=client', '--output=yaml']
   return [
     ['create', 'secret', 'generic', f'run-{name}', *source],
     ['apply', '--server-side', '--filename=-'],
-    ['apply', f'--filename={folder}/run-{name}.yaml'],
   ]
 
 
@@ -292,7 +300,7 @@ class Pod:
 def test_the_containers_train(tmp_path):
   """Each program with a disk and a secret of its own, over mutual TLS. Node l1 is drained."""
   flags = ['--config.sync.quorum=2', '--config.train.steps=60']  # so the run waits for l1
-  asked = rendered.request(2, '', '', 'stdlib_lm:tiny', flags, name='run')
+  asked = rendered.request(2, 'cpu', '', 'stdlib_lm:tiny', flags, name='run')
   syncer, l0, l1 = job_sets(rendered.texts('gke', asked, without_store=True))
   owner = mint.owner(tmp_path / 'certs')
 
