@@ -241,6 +241,54 @@ def secret(name: str) -> list[list[str]]:
   ]
 
 
+def test_the_script_starts_nothing_without_all_certificates(tmp_path):
+  for name, text in rendered.texts('gke', rendered.request(2, name='run')).items():
+    (tmp_path / name).write_text(text)
+  for name in ('syncer', 'l0'):
+    (tmp_path / 'certs' / name).mkdir(parents=True)
+  kubectl = tmp_path / 'kubectl'
+  kubectl.write_text(f'#!{sys.executable}\n{WITHOUT}{KUBECTL}')
+  kubectl.chmod(0o755)
+  calls = tmp_path / 'calls'
+  path = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(calls)}
+  script = ['bash', 'run.sh']
+  done = subprocess.run(script, cwd=tmp_path, env={**os.environ, **path}, timeout=LIMIT_S)
+  assert done.returncode and '.yaml' not in calls.read_text()
+
+
+def test_one_error_names_all_that_is_missing_and_nothing_is_written(tmp_path):
+  owner = mint.owner(tmp_path / 'certs')
+  certs = owner.folder
+  mint.node(owner, certs / 'l2', uris=('diloco://run-x/learner/l2',), ends_s=-1)
+  (certs / 'l1').rename(certs / 'l3')  # l1 has none, l3 that of l1
+  owner.revoke('l0')
+  words = ['--config=gemma:1b', '--config.sync.learners=4', '--config.data.corpus=texts/*.txt']
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-m',
+      'diloco_jax',
+      'launch',
+      '--engine=gke',
+      '--tls=certs',
+      '--out=out',
+      *words,
+    ],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(command_line.ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
+  for named in (
+    *('--image', '--topology', '--config.train.store=gs://', '--config.data.corpus=/...'),
+    *('l0 is not on the allowlist of run run-x', 'tls=certs/l1: there is no such folder'),
+    *('l2 has ended', 'certs/l3 is that of l1, and this learner is l3', 'Nothing was written'),
+  ):
+    assert named in done.stderr, done.stderr
+  assert [path.name for path in tmp_path.iterdir()] == ['certs']
+
+
 class Pod:
   """The container of a program with one host, on this machine: it has the command, environment and
   mounts of the manifest, and is started again as the manifest says."""
@@ -299,8 +347,8 @@ class Pod:
 @pytest.mark.full
 def test_the_containers_train(tmp_path):
   """Each program with a disk and a secret of its own, over mutual TLS. Node l1 is drained."""
-  flags = ['--config.sync.quorum=2', '--config.train.steps=60']  # so the run waits for l1
-  asked = rendered.request(2, 'cpu', '', 'stdlib_lm:tiny', flags, name='run')
+  asked = rendered.request(2, 'cpu', '', 'stdlib_lm:tiny', name='run')
+  asked.config.sync.quorum, asked.config.train.steps = 2, 60  # so the run waits for l1
   syncer, l0, l1 = job_sets(rendered.texts('gke', asked, without_store=True))
   owner = mint.owner(tmp_path / 'certs')
 
@@ -320,6 +368,11 @@ def test_the_containers_train(tmp_path):
   assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
 
 
+WITHOUT = """
+import pathlib, sys
+sources = [one.partition('=')[2] for one in sys.argv if one.startswith('--from-file=')]
+if not all(pathlib.Path(one).is_dir() for one in sources): sys.exit('no such folder')
+"""
 KUBECTL = """
 import json, os, sys
 if sys.argv[-1] == '--filename=-': sys.stdin.read()  # so the one that writes it comes first

@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from absl.testing import flagsaver
 
@@ -33,12 +33,11 @@ def request(
   topology: str = 'v6e:4x4',
   store: str = STORE,
   config: str = 'gemma:1b',
-  flags: Sequence[str] = (),
   **more,
 ) -> spec_lib.Request:
   loaded = load.load(config)
   loaded.sync.learners, loaded.train.store = learners, store
-  given = [f'--config={config}', *flags, f'--config.sync.learners={learners}']
+  given = [f'--config={config}', f'--config.sync.learners={learners}']
   given += [f'--config.train.store={store}']
   if topology not in ('', spec_lib.CPU):
     chips = math.prod(map(int, topology.partition(':')[2].split('x')))
