@@ -25,8 +25,6 @@ _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
 
-Stream = Callable[[], Iterator[tuple[str, dict[str, Any]]]]
-
 # What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
 _OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
 _OF_RUN += ' bytes_down goodput token_goodput uptime'
@@ -36,8 +34,8 @@ _OF_LEARNER = 'loss step tokens_per_second staleness incarnation goodput merged'
 class Watch:
   """The newest state of a run, at most half a second old. Thread-safe. Raises ValueError."""
 
-  def __init__(self, config: run_config.Config, stream: Stream, **how: Any):
-    """`stream`: the records that are new at each call. `how`: arguments of RunFacts."""
+  def __init__(self, config: run_config.Config, stream: Callable[[], Iterator], **how: Any):
+    """`stream`: the records that are new at each call (TailAll). `how`: arguments of RunFacts."""
     self._run = run_facts.RunFacts((), config.train.steps, **folder.pace(config), **how)
     self._config, self._stream, self._rows = config, stream, iter(())
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
@@ -114,10 +112,10 @@ class _Metrics(_Handler):
   protocol_version, timeout = 'HTTP/1.0', 5
 
   def do_GET(self) -> None:
-    if self.path == '/metrics':
-      self._answer('metrics.txt', metrics(self.watch.state()))
-    else:
+    if self.path != '/metrics':
       self._answer('none.txt', 'not found\n', 404)
+    else:  # a follower has no records
+      self._answer('metrics.txt', metrics(run) if (run := self.watch.state())['began_s'] else '')
 
   do_HEAD = do_GET
 
