@@ -80,7 +80,7 @@ def test_long_names_fit():
 
 
 def test_a_learner_without_tpus():
-  with pytest.raises(ValueError, match='--topology, .* as v6e:4x4; or, .* --topology=cpu'):
+  with pytest.raises(ValueError, match='--topology, .* as v6e:4x4 .* --topology=cpu'):
     rendered.texts('gke', rendered.request(1, ''))
   _, l0 = job_sets(rendered.texts('gke', rendered.request(1, 'cpu')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']

@@ -34,7 +34,7 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
 
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
-  return google_cloud.needs(described, request, '; or, for learners on CPUs, --topology=cpu')
+  return google_cloud.needs(described, request, ' (for learners on CPUs: --topology=cpu)')
 
 
 def render(

@@ -67,10 +67,10 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request, cpus: str = '') -
     '--image: docs/howto/launch.md shows how to build one': IMAGE.value,
     '--tls: the programs are on several machines (diloco certs --help)': request.tls,
     f'--topology, the TPU slice of each learner, as v6e:4x4{cpus}': sliced or not train,
-    'a slice, as the hosts of a learner find each other on TPUs only; or --engine=ray': alone
+    'a slice, as the hosts of a learner find each other on TPUs only (or --engine=ray)': alone
     or request.tpus,
     '--config.train.store=gs://BUCKET/PREFIX, as a learner has no folder that outlives its machine '
-    'or that its hosts share; or, with learners of one host, --without_store': stored or not train,
+    'or that its hosts share (--without_store, if learners have one host)': stored or not train,
     f'another --metrics_port than {PORT}, which is that of the syncer': METRICS_PORT.value != PORT,
     **{
       f'--config.{name}=/..., the path of {path} in the image': re.match('/|.*://|(stdlib)?$', path)
