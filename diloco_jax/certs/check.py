@@ -68,6 +68,8 @@ def warning(proof: proofs.Proof, now: datetime.datetime) -> str:
 def _examine(
   folder: pathlib.Path, role: str, now: datetime.datetime
 ) -> tuple[Identity | None, list[str]]:
+  if not folder.is_dir():
+    return None, ['there is no such folder (diloco certs --help)']
   wrong: list[str] = []
   data: dict[str, bytes] = {}
   for name in FILES:

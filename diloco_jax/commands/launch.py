@@ -17,6 +17,7 @@ import pathlib
 
 from absl import flags
 
+from diloco_jax.certs import allowlist, check, names, proofs
 from diloco_jax.launch import cli, engines
 from diloco_jax.launch import spec as spec_lib
 
@@ -34,7 +35,7 @@ _SYNCER = flags.DEFINE_string(
 _ONLY = flags.DEFINE_list('only', [], 'Names of the programs to start, as syncer,l0; default: all.')
 _NAME = flags.DEFINE_string('name', '', 'Name of the run; default: that of the config.')
 _TOPOLOGY = flags.DEFINE_string(
-  'topology', '', 'TPU slice of each learner, as v6e:4x4; default: no TPU, mesh.hosts machines.'
+  'topology', '', 'TPU slice of each learner, as v6e:4x4; cpu: no TPU, mesh.hosts machines.'
 )
 _DISK_GIB = flags.DEFINE_integer('disk_gib', 200, "Size of the syncer's persistent disk.")
 _OUT = flags.DEFINE_string(
@@ -64,13 +65,12 @@ def main(argv: list[str]) -> int:
   with cli.never_retry():
     places = engine.places(request)
     described = spec_lib.make(request, places)
+    needs = engine.needs(described, request) if hasattr(engine, 'needs') else {}
+  missing = [*(text for text, there in needs.items() if not there), *_wrong_certificates(described)]
+  if missing:
+    text = f'--engine={_ENGINE.value} needs {"; ".join(missing)}'
+    raise cli.NeverRetry(f'{text}. Nothing was written or started')
   if hasattr(engine, 'run'):
-    for program in described.programs if request.tls else ():
-      if not (folder := pathlib.Path(request.tls) / program.name).is_dir():
-        raise cli.NeverRetry(
-          f'--tls={request.tls}: there is no {folder}, the certificate of {program.name}. Give the '
-          'folder that diloco certs made, with a folder for each program'
-        )
     return engine.run(described, request, places)
   with cli.never_retry():
     texts = engine.render(described, request, places)
@@ -80,6 +80,23 @@ def main(argv: list[str]) -> int:
     else:
       print(f'# {name}\n{text}')
   return 0
+
+
+def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
+  """What is wrong with those of the programs. The syncer has to list those of the learners."""
+  wrong, syncer, now = [], pathlib.Path(_TLS.value, names.SYNCER), proofs.utc_now()
+  for one in described.programs if _TLS.value else ():
+    folder = pathlib.Path(_TLS.value, one.name)
+    try:
+      proof = check.read(folder, one.role, now).proof
+      listed = allowlist.read(syncer) if syncer.is_dir() else None  # else it is elsewhere
+      if one.role == names.LEARNER:
+        check.require_learner(folder, one.name, now)
+        if listed:
+          listed.require(proof)
+    except ValueError as error:
+      wrong.append(str(error))
+  return wrong
 
 
 def _refuse_flags_of_others() -> None:

@@ -48,6 +48,7 @@ _INIT = flags.DEFINE_string(
 cli.define_access()
 cli.define_config()
 cli.define_files()
+cli.define_metrics()
 
 
 def main(argv: list[str]) -> int:
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
   with cli.importing_jax():  # after the config is validated
     from diloco_jax.launch import nodes
 
+  cli.serve_metrics('syncer')
   place = config, _WORKDIR.value, _LISTEN.value, cli.access()
   if config.task != run_config.OWN_LOOP:
     if _INIT.value:

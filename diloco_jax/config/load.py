@@ -2,6 +2,7 @@
 
 import glob
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -26,11 +27,14 @@ def load(name: str) -> run_config.Config:
 
   Args:
     name: `FILE.py` or `FILE.py:VARIANT`, a file with a function get_config; `NAME:VARIANT`, such a
-      file of the package's folder `configs`; or the folder of a run, for the config of that run.
+      file of the package's folder `configs`; the folder of a run, for the config of that run; or a
+      whole config as JSON.
 
   Raises:
     ValueError: there is no such config, or its file has an error; the text names file and line.
   """
+  if name.startswith('{'):
+    return run_config.Config.from_dict(json.loads(name))
   if (pathlib.Path(name) / FILE).is_file():
     return read(pathlib.Path(name))
   file, *variant = name.split(':', 1)

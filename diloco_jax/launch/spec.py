@@ -10,12 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.certs import allowlist, check, names
+from diloco_jax.certs import names
 from diloco_jax.config import run_config
 from diloco_jax.launch import aot
 
 SYNCER, LEARNER = names.SYNCER, names.LEARNER
 ALONE = 'none'  # in place of the syncer's address
+CPU = 'cpu'  # in place of a topology
 CHIPS_PER_HOST = 4  # of a TPU slice
 
 # By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
@@ -44,7 +45,6 @@ class Program:
     chips: accelerators of each host; 0: it needs none.
     topology: of the TPU slice that all hosts are, as 'v6e:4x4'; '' for other machines.
     disk_gib: the size of the disk that must outlive its machine; 0: it needs none.
-    secrets: files in its folder of certificates (--tls), which no other program may read.
   """
 
   name: str
@@ -55,7 +55,6 @@ class Program:
   chips: int = 0
   topology: str = ''
   disk_gib: int = 0
-  secrets: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ class Request:
     name: of the run; '': that of the config.
     workdir: the folder of the run; '': the engine chooses one.
     tls: the folder of this machine that `diloco certs` made; '': no certificates.
-    topology: of the TPU slice of each learner; '': other machines, config.mesh.hosts of them.
+    topology: of the TPU slice of each learner; '' or CPU: config.mesh.hosts other machines.
     syncer: the address of a syncer that runs elsewhere, or ALONE; '': it is part of the run.
     only: names of the programs to start; none: all.
     disk_gib: the size of the disk of the syncer.
@@ -91,6 +90,11 @@ class Request:
   syncer: str = ''
   only: Sequence[str] = ()
   disk_gib: int = 0
+
+  @property
+  def tpus(self) -> str:
+    """The TPU slice of each learner; '': other machines."""
+    return '' if self.topology == CPU else self.topology
 
   @property
   def run(self) -> str:
@@ -112,6 +116,8 @@ class Places:
     listen: where the syncer listens; '': a Unix socket in `workdir`.
     tls: a folder with a folder of certificates for each program, by its name; '': none.
     meet: flags by which the hosts of a learner of several find each other.
+    flags: of every program, with the config itself, if it has no file of this machine; none:
+      `Request.config_flags`.
   """
 
   workdir: str
@@ -119,6 +125,7 @@ class Places:
   listen: str = ''
   tls: str = ''
   meet: Sequence[str] = ()
+  flags: Sequence[str] = ()
 
 
 def make(request: Request, places: Places) -> Spec:
@@ -149,7 +156,6 @@ def _syncer(request: Request, places: Places) -> Program:
     argv=[*_command('syncer', SYNCER, request, places), *listen],
     environment=ENVIRONMENT,
     disk_gib=request.disk_gib,
-    secrets=_secrets(places, allowlist.FILE),
   )
 
 
@@ -167,23 +173,19 @@ def _learner(request: Request, places: Places, name: str) -> Program:
     environment=ENVIRONMENT,
     hosts=hosts,
     chips=chips,
-    topology=request.topology,
-    secrets=_secrets(places),
+    topology=request.tpus,
   )
 
 
 def _command(command: str, name: str, request: Request, places: Places) -> list[str]:
   tls = [f'--tls={places.tls}/{name}'] if places.tls else []
-  return ['diloco', command, *request.config_flags, f'--workdir={places.workdir}', *tls]
-
-
-def _secrets(places: Places, *more: str) -> Sequence[str]:
-  return (check.AUTHORITY, check.CERTIFICATE, check.KEY, *more) if places.tls else ()
+  flags = places.flags or request.config_flags
+  return ['diloco', command, *flags, f'--workdir={places.workdir}', *tls]
 
 
 def _hosts(request: Request) -> tuple[int, int]:
   """The number of hosts of a learner, and of accelerators of each. Raises ValueError."""
-  mesh, topology = request.config.mesh, request.topology
+  mesh, topology = request.config.mesh, request.tpus
   if not topology:
     return mesh.hosts, mesh.num_devices // mesh.hosts
   aot.chip(topology)

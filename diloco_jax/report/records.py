@@ -247,9 +247,9 @@ class Tail:
   Each `read` returns the facts that became complete since the last one.
   """
 
-  def __init__(self, path: str | os.PathLike):
+  def __init__(self, path: str | os.PathLike, skip_bytes: int = 0):
     self._path = pathlib.Path(path)
-    self._offset = 0
+    self._offset = skip_bytes
     self.skipped = 0
 
   def read(self) -> list[dict[str, Any]]:

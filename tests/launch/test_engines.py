@@ -1,5 +1,6 @@
 """A new engine is one file: this one writes batch scripts."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from diloco_jax.launch import cli
+from tests.certs import mint
 from tests.launch.lib import command_line
 
 _ENGINE = """
@@ -51,8 +53,11 @@ diloco learner --config=gemma:1b --config.sync.learners=1 --workdir=/scratch --t
 
 def launch(folder: pathlib.Path, *words: str) -> subprocess.CompletedProcess:
   (folder / 'batch.py').write_text(_ENGINE)
+  if not (folder / 'certs').exists():
+    mint.owner(folder / 'certs')
   command = [sys.executable, '-c', _MAIN, str(folder), 'launch', *words]
-  return subprocess.run(command, cwd=command_line.ROOT, capture_output=True, text=True)
+  env = {**os.environ, 'PYTHONPATH': str(command_line.ROOT)}
+  return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
 def test_its_texts_are_printed_or_written(tmp_path):

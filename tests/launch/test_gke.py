@@ -31,20 +31,23 @@ def manifests(texts: dict[str, str]) -> dict[str, str]:
 
 def test_the_manifests_of_a_run(tmp_path):
   """With every flag, through the command line."""
+  mint.owner(tmp_path / 'certs')
   done = subprocess.run(
     [
-      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=gke', f'--out={tmp_path}'),
+      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=gke', '--out=out'),
       *('--config=gemma:1b', '--config.sync.learners=1', f'--config.train.store={rendered.STORE}'),
       *('--name=Run 1', '--topology=v6e:4x4', '--tls=certs/', '--image=registry/diloco:1'),
       *('--spot', '--service_account=trainer', '--namespace=research', '--kueue_queue=tpu'),
       *('--syncer_cpus=4', '--syncer_memory_gib=20', '--disk_gib=100', '--config.train.drain_s=20'),
+      '--metrics_port=9090',
     ],
-    cwd=command_line.ROOT,
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(command_line.ROOT)},
     capture_output=True,
     text=True,
   )
   assert done.returncode == 0, done.stderr
-  found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+  found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
   assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
   rendered.require_golden('gke', found)
   assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
@@ -77,9 +80,12 @@ def test_long_names_fit():
 
 
 def test_a_learner_without_tpus():
-  _, l0 = job_sets(rendered.texts('gke', rendered.request(1, '')))
+  with pytest.raises(ValueError, match='--topology, .* as v6e:4x4 .* --topology=cpu'):
+    rendered.texts('gke', rendered.request(1, ''))
+  _, l0 = job_sets(rendered.texts('gke', rendered.request(1, 'cpu')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
   assert 'nodeSelector' not in pod and pod['containers'][0]['resources'] == {}
+  assert {'name': 'JAX_PLATFORMS', 'value': 'cpu'} in pod['containers'][0]['env']
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,9 @@ def test_our_command_line_takes_the_commands():
     ('gke', {}, {'image': ''}, ('--image', 'launch.md')),
     ('queued', {'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
     ('queued', {'topology': ''}, {}, ('--topology',)),
+    ('queued', {'topology': 'cpu'}, {}, ('--topology',)),
+    ('gke', {'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
+    ('gke', {}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
     ('queued', {}, {'zone': ''}, ('--zone',)),
     ('queued', {}, {'project': ''}, ('--project',)),
   ],
@@ -151,9 +160,9 @@ def test_what_needs_no_store(engine):
 
 
 def test_hosts_without_tpus_are_refused():
-  asked = rendered.request(topology='')
+  asked = rendered.request(topology='cpu')
   asked.config.mesh.hosts = 2
-  with pytest.raises(ValueError, match='mesh.hosts=2.*--topology.*--engine=ray'):
+  with pytest.raises(ValueError, match='a slice, as the hosts of a learner .*--engine=ray'):
     rendered.texts('gke', asked)
 
 
@@ -218,19 +227,66 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
   found = [json.loads(line) for line in calls.read_text().splitlines()]
   assert all(call[0] == '--namespace=research' for call in found)
   assert [call[1:] for call in found] == [
-    *started(tmp_path, 'l0'),
-    *started(tmp_path, 'syncer'),
+    *(call for name in ('syncer', 'l0') for call in secret(name)),
+    *(['apply', f'--filename={tmp_path}/run-{name}.yaml'] for name in ('syncer', 'l0')),
     ['get', 'jobsets,pods', '--selector=diloco.run=run'],
   ]
 
 
-def started(folder: pathlib.Path, name: str) -> list[list[str]]:
+def secret(name: str) -> list[list[str]]:
   source = ['--from-file=certs/' + name, '--dry-run=client', '--output=yaml']
   return [
     ['create', 'secret', 'generic', f'run-{name}', *source],
     ['apply', '--server-side', '--filename=-'],
-    ['apply', f'--filename={folder}/run-{name}.yaml'],
   ]
+
+
+def test_the_script_starts_nothing_without_all_certificates(tmp_path):
+  for name, text in rendered.texts('gke', rendered.request(2, name='run')).items():
+    (tmp_path / name).write_text(text)
+  for name in ('syncer', 'l0'):
+    (tmp_path / 'certs' / name).mkdir(parents=True)
+  kubectl = tmp_path / 'kubectl'
+  kubectl.write_text(f'#!{sys.executable}\n{WITHOUT}{KUBECTL}')
+  kubectl.chmod(0o755)
+  calls = tmp_path / 'calls'
+  path = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(calls)}
+  script = ['bash', 'run.sh']
+  done = subprocess.run(script, cwd=tmp_path, env={**os.environ, **path}, timeout=LIMIT_S)
+  assert done.returncode and '.yaml' not in calls.read_text()
+
+
+def test_one_error_names_all_that_is_missing_and_nothing_is_written(tmp_path):
+  owner = mint.owner(tmp_path / 'certs')
+  certs = owner.folder
+  mint.node(owner, certs / 'l2', uris=('diloco://run-x/learner/l2',), ends_s=-1)
+  (certs / 'l1').rename(certs / 'l3')  # l1 has none, l3 that of l1
+  owner.revoke('l0')
+  words = ['--config=gemma:1b', '--config.sync.learners=4', '--config.data.corpus=texts/*.txt']
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-m',
+      'diloco_jax',
+      'launch',
+      '--engine=gke',
+      '--tls=certs',
+      '--out=out',
+      *words,
+    ],
+    cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(command_line.ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
+  for named in (
+    *('--image', '--topology', '--config.train.store=gs://', '--config.data.corpus=/...'),
+    *('l0 is not on the allowlist of run run-x', 'tls=certs/l1: there is no such folder'),
+    *('l2 has ended', 'certs/l3 is that of l1, and this learner is l3', 'Nothing was written'),
+  ):
+    assert named in done.stderr, done.stderr
+  assert [path.name for path in tmp_path.iterdir()] == ['certs']
 
 
 class Pod:
@@ -291,8 +347,8 @@ class Pod:
 @pytest.mark.full
 def test_the_containers_train(tmp_path):
   """Each program with a disk and a secret of its own, over mutual TLS. Node l1 is drained."""
-  flags = ['--config.sync.quorum=2', '--config.train.steps=60']  # so the run waits for l1
-  asked = rendered.request(2, '', '', 'stdlib_lm:tiny', flags, name='run')
+  asked = rendered.request(2, 'cpu', '', 'stdlib_lm:tiny', name='run')
+  asked.config.sync.quorum, asked.config.train.steps = 2, 60  # so the run waits for l1
   syncer, l0, l1 = job_sets(rendered.texts('gke', asked, without_store=True))
   owner = mint.owner(tmp_path / 'certs')
 
@@ -312,6 +368,11 @@ def test_the_containers_train(tmp_path):
   assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
 
 
+WITHOUT = """
+import pathlib, sys
+sources = [one.partition('=')[2] for one in sys.argv if one.startswith('--from-file=')]
+if not all(pathlib.Path(one).is_dir() for one in sources): sys.exit('no such folder')
+"""
 KUBECTL = """
 import json, os, sys
 if sys.argv[-1] == '--filename=-': sys.stdin.read()  # so the one that writes it comes first

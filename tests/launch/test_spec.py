@@ -50,7 +50,6 @@ def test_a_syncer_and_its_learners(learners):
     'chips': 0,
     'topology': '',
     'disk_gib': 500,
-    'secrets': ('ca.pem', 'cert.pem', 'key.pem', 'allowlist.json'),
   }
   learner = {
     'role': 'learner',
@@ -58,7 +57,6 @@ def test_a_syncer_and_its_learners(learners):
     'chips': 4,
     'topology': 'v6e:4x4',
     'disk_gib': 0,
-    'secrets': ('ca.pem', 'cert.pem', 'key.pem'),
   }
   argv = lambda name: [
     *('diloco', 'learner', *common, f'--tls=/certs/{name}', f'--learner={name}'),
@@ -83,9 +81,9 @@ def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
   asked = request(chips=4)
   asked.config.mesh.hosts = 2
   syncer, learner, _ = spec_lib.make(asked, places).programs
-  assert list(syncer.argv[-1:]) == ['--workdir=/w'] and not syncer.secrets
+  assert list(syncer.argv[-1:]) == ['--workdir=/w']
   assert list(learner.argv[-2:]) == ['--learner=l0', '--syncer=file:/w/syncer/address']
-  assert (learner.hosts, learner.chips, learner.secrets) == (2, 2, ())
+  assert (learner.hosts, learner.chips) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def test_what_this_machine_cannot_give(more, words):
     (['--only=l9', '--config=stdlib_lm:tiny'], 'error: --only=l9: there is no such program'),
     (
       ['--config=stdlib_lm:tiny', '--tls=certs/l0', '--only=l0', '--syncer=HOST:7070'],
-      'there is no certs/l0/l0, the certificate of l0. Give the folder that diloco certs made',
+      r'tls=certs/l0/l0: there is no such folder \(diloco certs --help\). Nothing was written',
     ),
     ([], 'no --config given; for example --config=stdlib_lm:cpu'),
   ],

@@ -3,12 +3,13 @@
 A module here without an underscore in its name is an engine: `diloco launch --engine=NAME`. It has
 
   places(request) -> spec.Places                      what only it knows
+  needs(described, request) -> {text: whether it is there}           if it needs anything
   run(described, request, places) -> int              runs the programs to their end; the exit code
   or
   render(described, request, places) -> {file name: text}
 
-and defines the flags that it alone reads. `places` and `render` raise ValueError, one line with a
-remedy, if they lack something. All engines are imported, so none imports anything heavy at its top.
+and defines the flags that it alone reads. `places` raises ValueError, one line with a remedy,
+for what cannot be. All engines are imported, so none imports anything heavy at its top.
 """
 
 import importlib

@@ -33,10 +33,13 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
   return google_cloud.places(request, f'{request.run}-{spec_lib.SYNCER}')
 
 
+def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
+  return google_cloud.needs(described, request, ' (for learners on CPUs: --topology=cpu)')
+
+
 def render(
   described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places
 ) -> dict[str, str]:
-  google_cloud.require_store(described, request)
   run, texts = described.name, {}
   for program in described.programs:
     pod = _pod(f'{run}-{program.name}', program, places, google_cloud.stop_s(request))
@@ -59,18 +62,22 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
 
   # The port where the hosts of a learner meet has no authentication.
   port, documents = {'port': google_cloud.PORT}, []
-  ingress: dict[str, Any] = {'from': [{'podSelector': {'matchLabels': labels()}}]}
+  ingress: list[dict[str, Any]] = [{'from': [{'podSelector': {'matchLabels': labels()}}]}]
   if program.role == spec_lib.SYNCER:
-    ingress = {'ports': [port]}
+    ingress = [{'ports': [port]}]
     size = {'requests': {'storage': f'{program.disk_gib}Gi'}}
     disk = {'accessModes': ['ReadWriteOncePod'], 'resources': size}
     documents.append(document('v1', 'PersistentVolumeClaim', disk))
     documents.append(document('v1', 'Service', {'selector': labels(), 'ports': [port]}))
-  rules = {'policyTypes': ['Ingress'], 'ingress': [ingress]}
+  metadata: dict[str, Any] = {'labels': labels()}
+  if metrics := google_cloud.METRICS_PORT.value:
+    ingress.append({'ports': [{'port': metrics}]})
+    metadata['annotations'] = {'prometheus.io/scrape': 'true', 'prometheus.io/port': str(metrics)}
+  rules = {'policyTypes': ['Ingress'], 'ingress': ingress}
   policy = {'podSelector': {'matchLabels': labels()}, **rules}
   documents.append(document('networking.k8s.io/v1', 'NetworkPolicy', policy))
 
-  job = _job(program, {'metadata': {'labels': labels()}, 'spec': pod})
+  job = _job(program, {'metadata': metadata, 'spec': pod})
   found = document('jobset.x-k8s.io/v1alpha2', 'JobSet', _job_set(program, job))
   if program.hosts > 1:  # all pods on the nodes of one slice, and no other pod there
     key = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
@@ -116,8 +123,9 @@ def _pod(
     if google_cloud.SPOT.value:
       pod['nodeSelector'][f'{prefix}spot'] = 'true'
     resources = {'limits': {'google.com/tpu': program.chips}}
-  if program.role == spec_lib.SYNCER:
+  else:
     environment['JAX_PLATFORMS'] = 'cpu'
+  if program.role == spec_lib.SYNCER:
     resources = {'requests': {'cpu': _CPUS.value, 'memory': f'{_MEMORY.value}Gi'}}
     disk = {'persistentVolumeClaim': {'claimName': name}}
   certs = {'name': 'certs', 'mountPath': f'{places.tls}/{program.name}', 'readOnly': True}
@@ -130,6 +138,8 @@ def _pod(
     'resources': resources,
     'volumeMounts': [{'name': 'workdir', 'mountPath': places.workdir}, certs],
   }
+  if port := google_cloud.METRICS_PORT.value:
+    container['ports'] = [{'name': 'metrics', 'containerPort': port}]
   secret = {'name': 'certs', 'secret': {'secretName': name, 'defaultMode': _OWNER_READS}}
   return {**pod, 'containers': [container], 'volumes': [{'name': 'workdir', **disk}, secret]}
 
@@ -141,12 +151,16 @@ _SCRIPT = """\
 # Again after a change of certificates: programs that run take them within minutes.
 set -euo pipefail
 certs=%(certs)s
+here=$(dirname "$0")
 kubectl() { command kubectl --namespace=%(namespace)s "$@"; }
-for file in "$(dirname "$0")"/%(run)s-*.yaml; do
+for file in "$here"/%(run)s-syncer.yaml "$here"/%(run)s-l[0-9]*.yaml; do  # the syncer first
+  if [ -e "$file" ]; then files+=("$file"); fi
+done
+for file in "${files[@]}"; do  # without all of them nothing starts, and nothing costs
   name=$(basename "$file" .yaml)
   kubectl create secret generic "$name" --from-file="$certs/${name#%(run)s-}" \\
     --dry-run=client --output=yaml | kubectl apply --server-side --filename=-
-  kubectl apply --filename="$file"
 done
+for file in "${files[@]}"; do kubectl apply --filename="$file"; done
 kubectl get jobsets,pods --selector=diloco.run=%(run)s
 """

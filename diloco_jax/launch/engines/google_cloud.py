@@ -4,10 +4,13 @@ Both start the same image (scripts/Dockerfile) on machines whose disks go with t
 disk of the syncer.
 """
 
+import json
 import math
+import re
 
 from absl import flags
 
+from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 
 PORT = 7070
@@ -26,43 +29,54 @@ SPOT = flags.DEFINE_bool('spot', False, 'gke, queued: take spot capacity for TPU
 SERVICE_ACCOUNT = flags.DEFINE_string(
   'service_account', '', 'gke, queued: account of the programs; it may write to train.store.'
 )
+METRICS_PORT = flags.DEFINE_integer(
+  'metrics_port', None, 'gke, queued: where every program serves /metrics.', 1, 65535
+)
 _WITHOUT_STORE = flags.DEFINE_bool(
   'without_store', False, 'gke, queued: let learners lose their optimizer state with their machine.'
 )
 
 
 def places(request: spec_lib.Request, host: str) -> spec_lib.Places:
-  """`host`: the name of the syncer's machine. Raises ValueError: what is missing, what to do."""
-  hosts = request.config.mesh.hosts
-  if not IMAGE.value:
-    raise ValueError('--image is missing: docs/howto/launch.md shows how to build one')
-  if not request.tls:
-    raise ValueError('--tls is missing: the programs are on several machines (diloco certs --help)')
-  if not request.topology and hosts > 1:
-    raise ValueError(
-      f'mesh.hosts={hosts}: the hosts of a learner find each other on TPUs only; give '
-      '--topology, or use --engine=ray'
-    )
+  """`host`: the name of the syncer's machine."""
+  config, port = json.dumps(request.config.to_dict()), METRICS_PORT.value
   return spec_lib.Places(
     workdir=request.workdir or '/diloco',
     syncer=f'{host}:{PORT}',
     listen=f'0.0.0.0:{PORT}',
     tls='/certs',
     meet=['--hosts=auto'],  # jax finds the hosts of a TPU slice
+    flags=[f'--config={config}', *cli.file_flags(), *([f'--metrics_port={port}'] if port else ())],
   )
 
 
-def require_store(described: spec_lib.Spec, request: spec_lib.Request) -> None:
-  """Raises ValueError for learners that could not keep checkpoints."""
-  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
-  if not learners or request.config.train.store.startswith('gs://'):
-    return
-  several = any(program.hosts > 1 for program in learners)
-  if several or not _WITHOUT_STORE.value:
-    raise ValueError(
-      'a learner has no folder that outlives its machine, and none that its hosts share: give '
-      '--config.train.store=gs://BUCKET/PREFIX; or, with learners of one host, --without_store'
-    )
+def needs(described: spec_lib.Spec, request: spec_lib.Request, cpus: str = '') -> dict[str, object]:
+  """`cpus`: what a learner may have in place of a slice, in words; '': nothing."""
+  config, tokenizer = request.config, request.config.data.tokenizer
+  train = any(one.role == spec_lib.LEARNER for one in described.programs)
+  alone = all(one.hosts == 1 for one in described.programs)
+  sliced = request.tpus or (cpus and request.topology)
+  stored = config.train.store.startswith('gs://') or (alone and _WITHOUT_STORE.value)
+  paths = {  # those of this machine are not in an image; an absolute one may be of the image
+    'task': config.task if '.py:' in config.task else '',
+    'data.corpus': config.data.corpus,
+    'data.tokenizer': '' if '(' in tokenizer else tokenizer,
+    'train.init_from': config.train.init_from,
+  }
+  return {
+    '--image: docs/howto/launch.md shows how to build one': IMAGE.value,
+    '--tls: the programs are on several machines (diloco certs --help)': request.tls,
+    f'--topology, the TPU slice of each learner, as v6e:4x4{cpus}': sliced or not train,
+    'a slice, as the hosts of a learner find each other on TPUs only (or --engine=ray)': alone
+    or request.tpus,
+    '--config.train.store=gs://BUCKET/PREFIX, as a learner has no folder that outlives its machine '
+    'or that its hosts share (--without_store, if learners have one host)': stored or not train,
+    f'another --metrics_port than {PORT}, which is that of the syncer': METRICS_PORT.value != PORT,
+    **{
+      f'--config.{name}=/..., the path of {path} in the image': re.match('/|.*://|(stdlib)?$', path)
+      for name, path in paths.items()
+    },
+  }
 
 
 def stop_s(request: spec_lib.Request) -> int:

@@ -117,18 +117,19 @@ code=$?; echo $code >diloco.code; exit $code
 
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
-  for flag in (_PROJECT, _ZONE):
-    if not flag.value:
-      raise ValueError(f'--{flag.name} is missing')
   zone = _SYNCER_ZONE.value or _ZONE.value
   host = f'{request.run}-{spec_lib.SYNCER}.{zone}.c.{_PROJECT.value}.internal'
   return google_cloud.places(request, host)
 
 
+def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
+  own = {'--project': _PROJECT.value, '--zone': _ZONE.value}
+  return own | google_cloud.needs(described, request)
+
+
 def render(
   described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places
 ) -> dict[str, str]:
-  google_cloud.require_store(described, request)
   texts = {}
   for program in described.programs:
     name, account = f'{described.name}-{program.name}', google_cloud.SERVICE_ACCOUNT.value
@@ -144,13 +145,11 @@ def render(
     if program.role == spec_lib.SYNCER:
       kind, zone, machine = _MACHINE_TYPE.value, _SYNCER_ZONE.value or _ZONE.value, _MACHINE
       words |= {'type': shlex.quote(kind), 'size': program.disk_gib}
-    elif program.topology:
+    else:
       kind, count, image = _SLICES[program.topology.partition(':')[0]]
       words |= {'type': f'{kind}-{count * program.hosts * program.chips}', 'runtime': image}
       words['spot'] = ' --spot' if google_cloud.SPOT.value else ''
       zone, machine = _ZONE.value, _SLICE
-    else:
-      raise ValueError('--topology is missing: a queued resource is a TPU slice, as v6e:4x4')
     parts = {'machine': machine.substitute(words), 'start': _START.substitute(words)}
     texts[f'{name}.sh'] = _SCRIPT.substitute(words, zone=shlex.quote(zone), **parts)
   return texts

@@ -15,6 +15,7 @@ import time
 
 from absl import flags
 
+from diloco_jax.certs import allowlist, check
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
@@ -40,17 +41,7 @@ _NODE_PYTHON = flags.DEFINE_string(
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
   """Words in braces are known once Ray has found the machines."""
-  if not shutil.which(_PYTHON.value):
-    raise ValueError(
-      f'--engine=ray needs --ray_python, a Python with Ray, and not {_PYTHON.value!r}: `python3 -m '
-      'venv RAY && RAY/bin/pip install ray`, then --ray_python=RAY/bin/python'
-    )
-  if not request.tls:
-    raise ValueError('--engine=ray needs --tls, a folder that diloco certs made, see its --help')
-  if request.config.mesh.hosts > 1 and not request.config.train.store:
-    raise ValueError(
-      'the hosts of a learner have no common disk: give --config.train.store=FOLDER or gs://...'
-    )
+  del request
   return spec_lib.Places(
     workdir='{workdir}',
     syncer='file:{workdir}/address',
@@ -58,6 +49,17 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
     tls='{workdir}/certs',
     meet=('--hosts={hosts}', '--host={host}', '--coordinator={coordinator}'),
   )
+
+
+def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
+  alone = all(one.hosts == 1 for one in described.programs)
+  return {
+    f'--ray_python, a Python with Ray, and not {_PYTHON.value!r}: `python3 -m venv RAY && '
+    'RAY/bin/pip install ray`, then --ray_python=RAY/bin/python': shutil.which(_PYTHON.value),
+    '--tls, a folder that diloco certs made, see its --help': request.tls,
+    '--config.train.store=FOLDER or gs://..., as the hosts of a learner have no common disk': alone
+    or request.config.train.store,
+  }
 
 
 def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
@@ -93,10 +95,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
   path = {'PYTHONPATH': str(cli.CHECKOUT)} if cli.CHECKOUT else {}
   found = {}
   for one in described.programs:
-    secrets = [pathlib.Path(tls, one.name, secret).absolute() for secret in one.secrets]
-    for file in secrets:
-      if not file.is_file():
-        raise ValueError(f'no {file}: diloco certs issue {one.name} --tls={tls}')
+    files = (*check.FILES, *([allowlist.FILE] if one.role == spec_lib.SYNCER else []))
     default = {'TPU': one.chips} if one.topology else {'CPU': 1}
     found[one.name] = {
       'name': one.name,
@@ -104,7 +103,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
       'environment': {**one.environment, **path},
       'hosts': one.hosts,
       'resources': resources.get(one.name, resources.get(one.role, default)),
-      'secrets': [str(file) for file in secrets],
+      'secrets': [str(pathlib.Path(tls, one.name, file).absolute()) for file in files],
     }
   return {
     'address': _ADDRESS.value,

@@ -1,6 +1,7 @@
 """Whether our own command line takes the commands of a description of a run."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def read(argv):
   def main(rest):
     config = cli.config()
     if name == 'learner': module._number_of_hosts()
-    cli.access()
+    if name in ('learner', 'syncer'): cli.access()
     found = {flag.name: flag.value for flag in flags.FLAGS.get_key_flags_for_module(module)}
     found['config'] = config.to_dict()
     print(json.dumps(found), flush=True)
@@ -44,14 +45,18 @@ for argv in json.load(sys.stdin):
 """
 
 
-def read(commands: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def read(
+  commands: Sequence[Sequence[str]], packages: pathlib.Path = ROOT, folder: pathlib.Path = ROOT
+) -> list[dict[str, Any]]:
   """The flags of each of these commands, which begin with 'diloco', as its program reads them;
-  `config` is the whole config. Fails if one is refused."""
+  `config` is the whole config. Fails if one is refused. `packages`: where Python finds diloco_jax;
+  `folder`: where the programs start."""
   assert all(argv[0] == 'diloco' for argv in commands), commands
   done = subprocess.run(
     [sys.executable, '-c', _READ],
     input=json.dumps([list(argv) for argv in commands]),
-    cwd=ROOT,
+    cwd=folder,
+    env={**os.environ, 'PYTHONPATH': str(packages)},
     capture_output=True,
     text=True,
   )

@@ -7,7 +7,8 @@ import contextlib
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 
 from absl.testing import flagsaver
 
@@ -32,14 +33,13 @@ def request(
   topology: str = 'v6e:4x4',
   store: str = STORE,
   config: str = 'gemma:1b',
-  flags: Sequence[str] = (),
   **more,
 ) -> spec_lib.Request:
   loaded = load.load(config)
   loaded.sync.learners, loaded.train.store = learners, store
-  given = [f'--config={config}', *flags, f'--config.sync.learners={learners}']
+  given = [f'--config={config}', f'--config.sync.learners={learners}']
   given += [f'--config.train.store={store}']
-  if topology:
+  if topology not in ('', spec_lib.CPU):
     chips = math.prod(map(int, topology.partition(':')[2].split('x')))
     loaded.mesh.data, loaded.mesh.fsdp, loaded.mesh.tensor = 1, chips, 1
     given += ['--config.mesh.data=1', f'--config.mesh.fsdp={chips}', '--config.mesh.tensor=1']
@@ -54,16 +54,23 @@ def flags_of(engine: str, **more) -> Iterator[None]:
 
 
 def texts(engine: str, asked: spec_lib.Request, **more) -> dict[str, str]:
-  """What `diloco launch --engine=...` writes; `more`: flags of the engine."""
+  """What `diloco launch --engine=...` writes, whatever the certificates are; `more`: flags of the
+  engine. Raises ValueError: what it needs."""
   module = engines.load(engine)
   with flags_of(engine, **more):
     places = module.places(asked)
-    return module.render(spec_lib.make(asked, places), asked, places)
+    described = spec_lib.make(asked, places)
+    needs = module.needs(described, asked)
+    if missing := [text for text, there in needs.items() if not there]:
+      raise ValueError('; '.join(missing))
+    return module.render(described, asked, places)
 
 
 def require_golden(folder: str, found: Mapping[str, str]) -> None:
-  """Fails unless the texts are those in the folder."""
+  """Fails unless the texts are those in the folder, but for the config, which is left out there."""
   where = GOLDEN / folder
+  config = re.compile(r"'--config=\{.*?\}'", re.DOTALL)
+  found = {name: config.sub('--config=JSON', text) for name, text in found.items()}
   if os.environ.get('REWRITE_GOLDEN'):
     where.mkdir(parents=True, exist_ok=True)
     for path in where.iterdir():

@@ -3,11 +3,15 @@
 # Again after a change of certificates: programs that run take them within minutes.
 set -euo pipefail
 certs=certs
+here=$(dirname "$0")
 kubectl() { command kubectl --namespace=research "$@"; }
-for file in "$(dirname "$0")"/run-1-*.yaml; do
+for file in "$here"/run-1-syncer.yaml "$here"/run-1-l[0-9]*.yaml; do  # the syncer first
+  if [ -e "$file" ]; then files+=("$file"); fi
+done
+for file in "${files[@]}"; do  # without all of them nothing starts, and nothing costs
   name=$(basename "$file" .yaml)
   kubectl create secret generic "$name" --from-file="$certs/${name#run-1-}" \
     --dry-run=client --output=yaml | kubectl apply --server-side --filename=-
-  kubectl apply --filename="$file"
 done
+for file in "${files[@]}"; do kubectl apply --filename="$file"; done
 kubectl get jobsets,pods --selector=diloco.run=run-1

@@ -37,7 +37,7 @@ sudo docker run --rm --name=diloco --network=host --privileged \
   --env=PYTHONUNBUFFERED=1 \
   --env=TF_CPP_MIN_LOG_LEVEL=2 \
   --entrypoint=sh registry/diloco:1 -c 'trap "kill -TERM \$!" TERM; "$0" "$@" & wait $!; code=$?; wait; exit $code' \
-  diloco learner --config=gemma:1b --config.sync.learners=1 --config.train.store=gs://bucket/run --config.mesh.data=1 --config.mesh.fsdp=16 --config.mesh.tensor=1 --workdir=/diloco --tls=/certs/l0 --learner=l0 --syncer=run-syncer.us-central1-a.c.p.internal:7070 --hosts=auto
+  diloco learner --config=JSON --workdir=/diloco --tls=/certs/l0 --learner=l0 --syncer=run-syncer.us-central1-a.c.p.internal:7070 --hosts=auto
 code=$?; echo $code >diloco.code; exit $code
 END
 )

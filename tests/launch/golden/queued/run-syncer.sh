@@ -32,7 +32,7 @@ sudo docker run --rm --name=diloco --network=host \
   --env=PYTHONUNBUFFERED=1 \
   --env=TF_CPP_MIN_LOG_LEVEL=2 \
   --entrypoint=sh registry/diloco:1 -c 'trap "kill -TERM \$!" TERM; "$0" "$@" & wait $!; code=$?; wait; exit $code' \
-  diloco syncer --config=gemma:1b --config.sync.learners=1 --config.train.store=gs://bucket/run --config.mesh.data=1 --config.mesh.fsdp=16 --config.mesh.tensor=1 --workdir=/diloco --tls=/certs/syncer --listen=0.0.0.0:7070
+  diloco syncer --config=JSON --workdir=/diloco --tls=/certs/syncer --listen=0.0.0.0:7070
 code=$?; echo $code >diloco.code; exit $code
 END
 )

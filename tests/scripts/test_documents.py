@@ -1,0 +1,134 @@
+"""The documents' commands for containers run as they stand, and what they write works with nothing
+but the files of the image.
+
+A section of a page is carried out in a folder of its own, up to the calls of kubectl, gcloud and
+docker, which are written down. The commands of the containers are then read by our programs where
+no file is but those of scripts/Dockerfile.
+"""
+
+import pathlib
+import re
+import shlex
+import sys
+
+import pytest
+
+from diloco_jax.config import load
+from tests.launch.lib import command_line, image, schemas
+from tests.launch.lib.cloud import Cloud
+
+PAGES = [
+  command_line.ROOT / 'docs' / name for name in ('tpu.md', 'howto/launch.md', 'operating.md')
+]
+ENGINES = ('--engine=gke', '--engine=queued')
+OURS = re.compile(r'diloco (certs|launch)\b|docker |bash ')
+SECTIONS = {  # and how many programs each of them writes
+  'tpu: 2. Machines': 9,
+  'launch: On GKE': 3,
+  'launch: On queued resources': 3,
+  'launch: On several clouds': 2,
+}
+KUBECTL = f"""#!{sys.executable}
+import json, sys
+if sys.argv[-1] == '--filename=-': sys.stdin.read()
+with open('kubectl', 'a') as file: print(json.dumps(sys.argv[1:]), file=file)
+"""
+DILOCO = f'#!/bin/sh\nPYTHONPATH={command_line.ROOT} exec {sys.executable} -m diloco_jax "$@"\n'
+
+
+def commands(text: str) -> list[str]:
+  """Those of the indented blocks."""
+  lines = re.findall(r'^    (?=\S)((?:.*\\\n)*.*)', text, re.M)
+  return [re.sub(r'\\\n *', '', line) for line in lines]
+
+
+def sections() -> dict[str, list[str]]:
+  """The commands of the sections that write something for containers."""
+  found = {}
+  for page in PAGES:
+    for section in page.read_text().split('\n## ')[1:]:
+      said = commands(section)
+      if any(engine in one for one in said for engine in ENGINES):
+        found[f'{page.stem}: {section.partition(chr(10))[0]}'] = said
+  return found
+
+
+def carried_out(section: str, folder: pathlib.Path) -> Cloud:
+  """The section in a folder with the configs of a checkout, as its text asks for."""
+  configs = folder / 'experiments' / 'configs'
+  configs.parent.mkdir()
+  configs.symlink_to(command_line.ROOT / 'experiments' / 'configs')
+  said = [one for one in sections()[section] if OURS.match(one)]
+  mine = [one for one in said if 'launch' not in one or any(engine in one for engine in ENGINES)]
+  cloud = Cloud(folder, [[0] * 9], {'kubectl': KUBECTL, 'diloco': DILOCO})
+  assert cloud.run('set -euo pipefail\n' + '\n'.join(mine)) == 0
+  return cloud
+
+
+def of_manifests(folder: pathlib.Path) -> list[list[str]]:
+  """The commands of the containers in manifests."""
+  found = []
+  for path in sorted(folder.glob('manifests/*.yaml')):
+    (one,) = [one for one in schemas.documents(path.read_text()) if one['kind'] == 'JobSet']
+    job = one['spec']['replicatedJobs'][0]['template']['spec']
+    found.append(job['template']['spec']['containers'][0]['args'])
+  return found
+
+
+@pytest.fixture(scope='module', name='packages')
+def _packages(tmp_path_factory) -> pathlib.Path:
+  return image.build().install(tmp_path_factory.mktemp('image'))
+
+
+def test_the_sections_are_known():
+  assert list(sections()) == list(SECTIONS)
+
+
+@pytest.mark.parametrize('section', SECTIONS)
+def test_a_section_works_with_the_files_of_the_image(section, packages, tmp_path, monkeypatch):
+  cloud = carried_out(section, tmp_path)
+  started = of_manifests(tmp_path) + [words[words.index('diloco') :] for words in cloud.started(0)]
+  (tmp_path / 'elsewhere').mkdir()
+  read = command_line.read(started, packages, tmp_path / 'elsewhere')
+  named = {name for one in sections()[section] for name in re.findall('--config=(\\S+)', one)}
+  monkeypatch.chdir(command_line.ROOT)
+  assert {one['config']['name'] for one in read} == {load.load(name).name for name in named}
+  assert len(read) == SECTIONS[section]
+  if section.startswith('tpu'):  # each kind of slice has a share of the batch of its own
+    rows = [one['config']['data']['batch_rows'] for one in read if 'learner' in one]
+    assert rows == [16] * 4 + [0] * 4
+
+    calls = (tmp_path / 'kubectl').read_text()
+    applied = re.findall(r'--filename=manifests/big-(\w+)\.yaml', calls)
+    assert applied == ['syncer', *(f'l{number}' for number in range(8))]
+
+
+def test_a_config_that_is_a_file_is_not_in_the_image(packages, tmp_path):
+  """So nothing but the manifest can bring it."""
+  named = '--config=experiments/configs/v5p_v6e.py:v5p'
+  argv = ['diloco', 'syncer', named, '--workdir=/diloco']
+  with pytest.raises(AssertionError, match='there is no config'):
+    command_line.read([argv], packages, tmp_path)
+  assert command_line.read([['diloco', 'syncer', '--config=gemma:1b', '--workdir=/x']], packages)
+
+
+def test_the_image_has_the_package_and_nothing_else():
+  found = image.build(EXTRAS='tpu,gcs')
+  assert found.entrypoint == ['diloco']
+  assert {path.parts[:3] for path in found.files} == {('/', 'site-packages', 'diloco_jax')}
+  assert not [path for path in found.files if '__pycache__' in path.parts]
+  with pytest.raises(AssertionError):
+    image.build(EXTRAS='tpu,no-such-extra')
+
+
+def test_docker_runs_what_the_image_has(packages, tmp_path):
+  """The commands in the head of the Dockerfile and in the documents."""
+  texts = [page.read_text() for page in PAGES]
+  texts.append((command_line.ROOT / 'scripts' / 'Dockerfile').read_text())
+  runs = [line for text in texts for line in re.findall(r'docker run (.+)', text)]
+  found = [['diloco', *shlex.split(line)[1:]] for line in runs]
+  (tmp_path / 'elsewhere').mkdir()
+  assert found and len(command_line.read(found, packages, tmp_path / 'elsewhere')) == len(found)
+  builds = [one for said in sections().values() for one in said if one.startswith('docker build')]
+  for one in builds:
+    image.build(**dict(re.findall(r'--build-arg (\w+)=(\S+)', one)))
