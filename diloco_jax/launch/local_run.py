@@ -196,7 +196,7 @@ def run_processes(
   supervisor = supervisor_lib.Supervisor(
     make(described),
     workdir,
-    run_facts.RunFacts(names, config.train.steps, syncer=syncer, **folder.pace(config)),
+    run_facts.RunFacts(names, syncer=syncer, **folder.pace(config)),
     recorder,
     kills=kill_plan.plan(config.chaos, names) if is_whole(config, described) else (),
     listen=display.listen,

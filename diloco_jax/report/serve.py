@@ -147,10 +147,15 @@ class _OneReader(_Server):
   server_bind = socketserver.TCPServer.server_bind
 
 
+def watch_of(workdir: str | os.PathLike) -> Watch:
+  """Of the run in a folder. Raises ValueError: there is none."""
+  run = pathlib.Path(workdir)
+  return Watch(lambda: folder.config_of(run), lambda: records.TailAll(run).stream)
+
+
 def make(workdir: str | os.PathLike, port: int = 0) -> tuple[http.server.HTTPServer, str]:
   """A server and its URL. Raises ValueError: there is no run; OSError: the port is in use."""
-  run = pathlib.Path(workdir)
-  watch = Watch(lambda: folder.config_of(run), lambda: records.TailAll(run).stream)
+  watch = watch_of(workdir)
   server = _Server(('127.0.0.1', port), type('Handler', (_Handler,), {'watch': watch}))
   return server, f'http://127.0.0.1:{server.server_port}/'
 
