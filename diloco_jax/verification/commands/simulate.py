@@ -10,6 +10,7 @@ violations are printed with the commands that reproduce them; 42: wrong flags. A
 about 45 s on two cores.
 """
 
+import os
 import pathlib
 import sys
 import textwrap
@@ -94,6 +95,7 @@ def _tapes_folder() -> pathlib.Path | None:
 
 def _many(first: int, beyond: int) -> int:
   """Runs many seeds with a progress bar."""
+  os.environ['PYTHONSAFEPATH'] = '1'  # else the folder of the start is first on the path of each
   total, began = many_seeds.Summary(), time.monotonic()
   with progress.Progress(
     *progress.Progress.get_default_columns(),

@@ -62,7 +62,6 @@ def run(
 ) -> Iterator[Summary]:
   """Runs seeds on `jobs` processes (0: one per core); yields summaries of a few seeds each, in the
   order in which they are done. Each process calls `initializer` first."""
-  os.environ['PYTHONSAFEPATH'] = '1'  # else the folder of the start is first on their path
   chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
   with concurrent.futures.ProcessPoolExecutor(
     jobs or os.cpu_count(), multiprocessing.get_context('spawn'), initializer

@@ -58,8 +58,10 @@ def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
       case events.Received(message=messages.Confirm() as confirm, session=session):
         claims[session] = confirm.shard, confirm.cursor
       case events.MergeDone(sync=sync, failed=failed, refused=refused):
-        assert not failed
-        books.commit(sync, refused)
+        if failed:  # Theta is unchanged
+          del books.moves[sync]
+        else:
+          books.commit(sync, refused)
     for action in turn.actions:
       match action:
         case actions.Merge():
