@@ -151,16 +151,13 @@ class Theta:
     return self._pieces.lengths(p, self.near(p, payload))
 
   def screen(
-    self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
+    self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray, live: int = 0
   ) -> Screened:
-    """Judges the payload of each participant alone, by the lengths of its tensors."""
+    """Judges the payloads of the participants, by the lengths of their tensors, among so many live
+    learners."""
     norms = tuple(map(norm, lengths_MxT))
-    refused = tuple(
-      one.learner
-      for one, its in zip(participants, norms, strict=True)
-      if screening.refused(its, one.least, one.limit)
-    )
-    return Screened(norms, refused)
+    factor = self._assembled.protocol.norm_factor
+    return Screened(norms, screening.left_out(participants, norms, live, factor))
 
   def merge(
     self,
