@@ -174,9 +174,15 @@ class Theta:
     if not shares or any(grad.overflows for _, grad in shares):
       return Merged('not finite' if shares else 'every payload was rejected', self.values[p], NONE)
     merged = [(*one, dataclasses.astuple(grad)) for one, grad in shares]
-    return self.redo(p, memoryview(json.dumps(merged).encode()))
+    return self.redo(p, participants, refused, memoryview(json.dumps(merged).encode()))
 
-  def redo(self, p: int, gradient: memoryview) -> Merged:
+  def redo(
+    self,
+    p: int,
+    participants: Sequence[actions.Participant],
+    refused: Collection[str],
+    gradient: memoryview,
+  ) -> Merged:
     """Repeats an outer step from the outer gradient in its record (storage/outer_log.py): whose
     tokens it is made of."""
     if not gradient:
