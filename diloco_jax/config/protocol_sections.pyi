@@ -54,7 +54,7 @@ class Sync:
   once"""
   start_wait_s: float = 20.0
   """a new run starts once M learners have joined, or this long after the first of them"""
-  longest_redial_s: float = 10.0
+  longest_redial_s: float = 2.0
   """the longest pause of a learner before a new attempt to connect"""
   redial_s: float = 0.2
   """the first pause of a learner before a new attempt to connect; each is a quarter longer"""

@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diloco_jax.numerics import codecs, fragments
+from diloco_jax.numerics import codecs, fragments, outer
 from diloco_jax.numerics import digest as digest_lib
 
 PyTree = Any
@@ -315,6 +315,7 @@ def outer_step(
   first: jax.Array,
   count: jax.Array,
   statistic_B: jax.Array | None = None,
+  periods: jax.Array | None = None,
 ) -> OuterResult:
   """Syncer: the outer optimizer and the down-link of one piece.
 
@@ -322,8 +323,11 @@ def outer_step(
     merged_n: the outer gradient, decoded.
     first, count: the place of the piece in its fragment, as for digest.digest.
     statistic_B: whether each block belongs to a statistic, which becomes the learners' mean.
+    periods: how many the outer gradient is of; None: of one.
   """
   updates_n, tx_state = tx.update(merged_n, piece.tx_state, piece.master_n)
+  if periods is not None:
+    tx_state = outer.after_periods(tx, merged_n, piece.tx_state, piece.master_n, periods)
   if statistic_B is not None:
     updates_n = jnp.where(codecs.spread(statistic_B), -merged_n, updates_n)
   master_n = optax.apply_updates(piece.master_n, updates_n)

@@ -8,12 +8,16 @@ merged outer gradient D is a gradient to descend, and any optax transform fits:
 With SGD and Nesterov momentum, the paper's choice (section 4): b <- mu b + D, then
 Theta <- Theta - lr (D + mu b). With avg, lr 1 and no momentum this is the mean of the learners.
 
+An outer step of r periods, as after an outage of the syncer, moves Theta as any other. The state
+becomes that of r outer steps with D / r (docs/protocol.md): else the momentum would carry the model
+on by the displacement of the whole outage in the next periods.
+
 A config chooses the transform by a spec: a name of OUTERS, else any optimizer of optax that takes a
 `learning_rate` and needs only gradients: 'sgd(learning_rate=1.0)', 'adam(learning_rate=0.01)'.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +28,8 @@ import optax
 from diloco_jax.numerics import fragments, spec
 
 PyTree = Any
+
+MOST_PERIODS = 256
 
 # The primitives of jax that compute each value from the values at the same place.
 _BY_VALUE = frozenset(
@@ -60,6 +66,28 @@ def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:
     if not known or any(one.aval.shape not in ((), shape) for one in equation.outvars):
       return False
   return True
+
+
+def periods(steps: Sequence[int], period: int) -> int:
+  """How many whole periods an outer step covers, by the inner steps of its participants: of half of
+  them at least, so that one that returns, or claims more, does not say it for all.
+
+  >>> periods([12, 13, 11, 480], 12), periods([480, 481, 479, 12], 12), periods([5], 12)
+  (1, 39, 1)
+  """
+  lower = sorted(steps)[(len(steps) - 1) // 2]
+  return min(max(1, lower // period), MOST_PERIODS)
+
+
+def after_periods(
+  tx: optax.GradientTransformation, merged: jax.Array, state: PyTree, params: jax.Array, count: Any
+) -> PyTree:
+  """The state after `count` outer steps that make up `merged` together. For momentum:
+
+  b <- mu^r b + (1 - mu^r) / (1 - mu) D / r
+  """
+  mean = merged / jnp.asarray(count, merged.dtype)
+  return jax.lax.fori_loop(0, count, lambda _, at: tx.update(mean, at, params)[1], state)
 
 
 def by_tensor(

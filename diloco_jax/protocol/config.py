@@ -225,7 +225,7 @@ class ProtocolConfig:
     shared=False,
   )
   longest_redial_ns: int = setting(
-    10 * SECOND_NS,
+    2 * SECOND_NS,
     'the longest pause of a learner before a new attempt to connect',
     low=SECOND_NS // 1000,
     high=3_600 * SECOND_NS,

@@ -64,9 +64,16 @@ class Theta(Protocol):
 
   versions: list[int]
 
-  def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
+  def redo(
+    self,
+    p: int,
+    participants: Sequence[actions.Participant],
+    refused: Sequence[str],
+    gradient: memoryview | bytes,
+  ) -> Merged:
     """Repeats an outer step of fragment p from its encoded outer gradient: makes its next version.
-    An empty gradient is that of an outer step that was refused. Raises ValueError."""
+    An empty gradient is that of an outer step that was refused. The others are as for `merge`: they
+    say how many periods the outer step covers. Raises ValueError."""
 
   def merge(
     self,
@@ -189,7 +196,8 @@ def redo(theta: Theta, record: wal.Record, place: str, merge_again: bool = False
       merged = theta.merge(merge.fragment, merge.participants, step.payloads, done.refused)
       same = bytes(merged.gradient) == bytes(step.gradient)
     else:
-      merged, same = theta.redo(merge.fragment, step.gradient), True
+      given = merge.fragment, merge.participants, done.refused, step.gradient
+      merged, same = theta.redo(*given), True
   except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
     raise _refused(record, place, f'cannot be repeated ({error})') from error
   if not same or (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):

@@ -21,6 +21,7 @@ from diloco_jax.config import build
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import merge as merge_lib
+from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
@@ -151,16 +152,13 @@ class Theta:
     return self._pieces.lengths(p, self.near(p, payload))
 
   def screen(
-    self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
+    self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray, live: int = 0
   ) -> Screened:
-    """Judges the payload of each participant alone, by the lengths of its tensors."""
+    """Judges the payloads of the participants, by the lengths of their tensors, among so many live
+    learners."""
     norms = tuple(map(norm, lengths_MxT))
-    refused = tuple(
-      one.learner
-      for one, its in zip(participants, norms, strict=True)
-      if screening.refused(its, one.least, one.limit)
-    )
-    return Screened(norms, refused)
+    factor = self._assembled.protocol.norm_factor
+    return Screened(norms, screening.left_out(participants, norms, live, factor))
 
   def merge(
     self,
@@ -194,16 +192,28 @@ class Theta:
     rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
     totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))
     stretch_T = rule.stretch(rows, sums_T)
-    made = self._pieces.merge(p, self._whole()[p], totals, stretch_T)
+    periods = self._periods(participants, refused)
+    made = self._pieces.merge(p, self._whole()[p], totals, stretch_T, periods)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
     return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
 
-  def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
+  def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
+    steps = [one.steps for one in participants if one.learner not in refused]
+    return outer_lib.periods(steps, self._assembled.config.sync.period)
+
+  def redo(
+    self,
+    p: int,
+    participants: Sequence[actions.Participant],
+    refused: Collection[str],
+    gradient: memoryview | bytes,
+  ) -> Merged:
     """As outer_log.Theta.redo. Raises ValueError: the gradient has another size."""
     if not len(gradient):
       return self._failed(p, ALL_REJECTED)
     data = self.near(p, gradient)
-    stepped = self._pieces.redo(p, self._whole()[p], data)
+    periods = self._periods(participants, refused)
+    stepped = self._pieces.redo(p, self._whole()[p], data, periods)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
   def _next(

@@ -283,9 +283,10 @@ class Pieces:
     pieces: Sequence[exchange.Values],
     totals: Sequence[jax.Array],
     stretch_T: np.ndarray,
+    periods: int = 1,
   ) -> tuple[np.ndarray, Stepped] | None:
     """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
-    Consumes the sums; `pieces` stay as they are."""
+    Consumes the sums; `pieces` stay as they are. `periods`: those that it covers."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
     encoded, at = self._encoded(self._log, p), dict(zip(self.starts(p), totals, strict=True))
 
@@ -299,10 +300,12 @@ class Pieces:
       encoded.write(start, self._n[p], data)
       return merged_n, bool(ok)
 
-    stepped = self._outer_step(p, pieces, gradient)
+    stepped = self._outer_step(p, pieces, gradient, periods)
     return stepped and (encoded.payload, stepped)
 
-  def redo(self, p: int, pieces: Sequence[exchange.Values], data: np.ndarray) -> Stepped | None:
+  def redo(
+    self, p: int, pieces: Sequence[exchange.Values], data: np.ndarray, periods: int = 1
+  ) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
     another size."""
     self._codec(p, data, self._log)
@@ -311,17 +314,19 @@ class Pieces:
       sections = self._sections(self._log, p, data, start, self._n[p])
       return self._decode(self._log, self._buffer(p), sections), True
 
-    return self._outer_step(p, pieces, gradient)
+    return self._outer_step(p, pieces, gradient, periods)
 
   def _outer_step(
     self,
     p: int,
     pieces: Sequence[exchange.Values],
     gradient: Callable[[int], tuple[jax.Array, bool]],
+    periods: int,
   ) -> Stepped | None:
     """Piece by piece: `gradient` gives the outer gradient where a piece starts, and whether it is
     finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
+    count = np.int32(periods) if periods > 1 else None
     delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), pieces, strict=True))
 
     def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
@@ -330,7 +335,8 @@ class Pieces:
       place = np.uint32(start), np.uint32(min(n, size - start))
       donated = spare[:1], merged_n, spare[1:]
       statistic_B = self._statistic and self._of_blocks(p, self._statistic[p], start)
-      result = self._step(self._down, self._tx[p], *donated, before[start], *place, statistic_B)
+      more = before[start], *place, statistic_B, count
+      result = self._step(self._down, self._tx[p], *donated, *more)
       delta.write(start, n, result.delta_bytes)
       return result.piece, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
 

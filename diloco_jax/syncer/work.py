@@ -110,7 +110,7 @@ class SyncerWork:
     p = merge.fragment
     payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
     lengths_MxT = np.stack([self._lengths(p, one.payload_id) for one in merge.participants])
-    screened = self._theta.screen(merge.participants, lengths_MxT)
+    screened = self._theta.screen(merge.participants, lengths_MxT, len(merge.live))
     merged = self._theta.merge(p, merge.participants, payloads, screened.refused, lengths_MxT)
     done = events.MergeDone(
       sync=merge.sync,

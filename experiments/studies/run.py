@@ -38,6 +38,7 @@ STUDIES = (
   'links',
   'joining',
   'liars',
+  'outage',
   'unequal_data',
   'accuracies',
   'beyond',

@@ -104,6 +104,32 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   assert inside.sum() == assembled.layout.parameters(0)
 
 
+def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_for_bit(config):
+  """Its momentum is that of as many steps of one period (docs/protocol.md)."""
+  sync, mu, r = config.sync, 0.5, 5
+  sync.codec_up, sync.outer = 'float32', f'nesterov(learning_rate=1.0, momentum={mu})'
+  sync.merge = sync.embedding_merge = 'avg'
+  assembled = build.assemble(config)
+  size = global_model.Theta(assembled).master(0).size
+  payloads = [np.full(size, value, np.float32).tobytes() for value in (0.5, 1.5)]
+
+  def momentum(theta):
+    return np.asarray(theta.arrays()['outer'][0][0].trace).max()
+
+  long = tuple(dataclasses.replace(one, steps=r * sync.period) for one in participants(2))
+  found = []
+  for given in (participants(2), long):
+    theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
+    before = theta.master(0)
+    done = theta.merge(0, given, payloads, ())
+    moved = theta.master(0) - before
+    np.testing.assert_allclose(moved[moved != 0], -(1 + mu), rtol=1e-3)
+    assert again.redo(0, given, (), done.gradient).digest == done.digest
+    assert momentum(again) == momentum(theta)
+    found.append(momentum(theta))
+  np.testing.assert_allclose(found, [1, (1 - mu**r) / (1 - mu) / r], rtol=1e-3)
+
+
 @pytest.mark.parametrize('slow', [False, True])
 def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config, slow):
   sync = config.sync

@@ -504,7 +504,7 @@ def slow_live_learner_is_left_behind(original):
   'I5 L2a',
 )
 def closing_does_not_wait(original):
-  return lambda self, sync: original(self, 0)
+  return lambda self, gather: original(self, dataclasses.replace(gather, sync=0))
 
 
 @mutant('A closing sync needs two payloads.', gather_lib, 'decide', 'L2a claim')
@@ -907,7 +907,9 @@ def reported_steps_are_believed(original):
   return property(lambda self: self.step_ns.value if self.step_ns.samples else 0)
 
 
-@mutant('The grace window is of the times between reports.', members.Member, 'inner_step_ns', 'I5')
+@mutant(
+  'The grace window is of the times between reports.', members.Member, 'inner_step_ns', 'I5 L2a'
+)
 def slow_reports_are_long_steps(original):
   return property(lambda self: self.report_ns.value if self.step_ns.samples else 0)
 

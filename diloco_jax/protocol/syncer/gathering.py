@@ -66,6 +66,8 @@ class Gathering:
     # that it does not send although nothing was said of them.
     self._kept = messages.kept(config.rebases)
     self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
+    # Fragments that have had no outer step since the process began, or the last learner was lost.
+    self._unmerged = set(range(config.fragments))
     self.synced = self.cancelled = 0
     self._merged_ns: int | None = None  # the last outer step
 
@@ -118,15 +120,17 @@ class Gathering:
     """The sync opens: asks every contributor that has not answered."""
     gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(gather)
     self.open[sync] = gather
     self._links.opened(gather)
     self._pull_from(gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self, sync: int) -> int:
-    if self._config.closing(sync) or self._config.waits_for_live:
+  def _window_ns(self, gather: gather_lib.Gather) -> int:
+    last = self._published.fragments[gather.fragment].last_sync
+    overdue = gather.fragment in self._unmerged and gather.sync - last >= 2 * self._config.period
+    if overdue or self._config.closing(gather.sync) or self._config.waits_for_live:
       return self._config.lease_ns
     return self.grace.window_ns(self._config, pace_lib.step_ns(self._members))
 
@@ -169,6 +173,7 @@ class Gathering:
       self._out.drop(gather.withdraw(learner))
     if not self._members.by_session:
       self.grace.all_lost()
+      self._unmerged.update(range(self._config.fragments))
 
   # --- Answers ------------------------------------------------------------------------------------
 
@@ -322,6 +327,7 @@ class Gathering:
     """Settles what is there, in the order of learner ids, for an outer step that begins now."""
     payloads = sorted(gather.payloads.items())
     gather.move('merging')
+    self._unmerged.discard(gather.fragment)
     steps = [message.steps for _, (message, _) in payloads]
     alone = len(steps) == 1 < len(self._members.by_session)
     shared_steps = 0 if alone else pace_lib.lower_median(steps)

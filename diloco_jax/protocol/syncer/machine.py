@@ -246,9 +246,9 @@ class SyncerMachine:
     for gather in list(self._gathering.open.values()):
       self._decide(now_ns, gather)
     self._pace.close(now_ns)
-    while self._may_open():
+    while self._may_open() and not self._pace.awaits(now_ns):
       self._open(now_ns)
-    while self._may_announce():
+    while self._may_announce() and not self._pace.awaits(now_ns):
       sync = self._pace.announce()
       self._gathering.announce(sync, self._schedule.fragment(sync))
     self._end(now_ns)
@@ -496,8 +496,8 @@ class SyncerMachine:
     digests = tuple(machine_state['digests'])
     machine = cls(config, agreement, machine_state['run'], digests, payload_bytes, narrow_bytes)
     machine._published.load(machine_state)
-    machine._pace.load(machine_state['next'], machine_state['opened'])
     machine._members.load(machine_state['members'])
+    machine._pace.load(machine_state['next'], machine_state['opened'])
     machine._ledger.load(machine_state['ledger'])
     machine._screening.usual = [screening_lib.Usual.load(row) for row in machine_state['norms']]
     machine._shards.load(machine_state['data'])

@@ -26,7 +26,9 @@ clock counts as above, a weight and a norm up to a few times those of the others
 screening.py).
 
 The syncer skips syncs that are a whole period late: opening them would sync a fragment again after
-a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
+a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn. If it has
+been away itself, it waits for the learners that were lost, once and for a limited time: what they
+bring is as long as what the first of them brings, and has to be merged with it.
 """
 
 from collections.abc import Sequence
@@ -81,11 +83,17 @@ class Pace:
     self._closes = False
     self._near: set[str] = set()  # contributors that are within `lead` steps of it
     self.usual_ns = 0  # between two reports of a learner; 0: not measured yet
+    # Learners that were lost since the last sync opened. If the last contributor is among them, an
+    # overdue sync waits for them until a certain time.
+    self._lost: set[str] = set()
+    self._reunites = False
+    self._return_ns: int | None = None
 
   def load(self, next_sync: int, opened: int) -> None:
     """Where the last process was."""
     self.next, self.opened = next_sync, opened
     self.soon = next_sync
+    self._lost, self._reunites = set(self._members.by_id), True
 
   def reopen(self, undecided: Sequence[int]) -> None:
     """Goes on after the last process; `undecided`: the syncs that it had opened, no more.
@@ -132,10 +140,14 @@ class Pace:
   def enter(self, member: members_lib.Member) -> None:
     """The learner has caught up."""
     self.contributors.add(member.learner)
+    self._lost.discard(member.learner)
     self.mark(member)
 
   def drop_learner(self, learner: str) -> None:
-    self.contributors.discard(learner)
+    if learner in self.contributors:
+      self._lost.add(learner)
+      self.contributors.discard(learner)
+      self._reunites = self._reunites or not self.contributors
     self._ready.discard(learner)
     self._near.discard(learner)
 
@@ -219,6 +231,20 @@ class Pace:
     """The last sync of a fragment that was opened or skipped (not positive: there was none)."""
     return self._schedule.last_due(fragment, self.opened)
 
+  def awaits(self, now_ns: int) -> bool:
+    """Whether the next sync, two periods late, waits for the learners that were lost with the
+    syncer or its network. They bring as many steps as the first one that has returned: merged one
+    after the other, their displacements would add up instead of having a mean."""
+    known = self._members.by_id
+    lost = any(name in known and not known[name].left for name in self._lost)
+    clocks = [m.claimed for m in self._members.by_session.values() if m.caught_up]
+    late = max(clocks, default=0) >= self.next + 2 * self._config.period
+    if not (self._reunites and lost and late):
+      return False
+    if self._return_ns is None:
+      self._return_ns = now_ns + self._config.lease_ns + self._config.longest_redial_ns
+    return now_ns < self._return_ns
+
   def skip_overdue(self) -> int:
     """Skips the periods by which the next sync is late; returns their number."""
     steps = [m.clock for m in self._members.by_session.values() if m.caught_up]
@@ -238,6 +264,8 @@ class Pace:
   def open(self) -> int:
     """Opens the next sync and returns it."""
     self.opened, self.next = self.next, self._schedule.next(self.next)
+    self._lost.clear()
+    self._reunites, self._return_ns = False, None
     self._ready.clear()
     if self.soon < self.next:
       self.soon = self.next

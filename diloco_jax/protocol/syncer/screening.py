@@ -18,6 +18,9 @@ longer in proportion, because learners keep training while the syncer is down; b
 do, so the steps that count are at most LONGER times the larger of the usual steps and the lower
 median over the participants. One participant alone has that median only if no other learner lives.
 
+A norm is not too large if it is `common`: if more than half of the live learners have such norms in
+this outer step, then all have grown.
+
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
 is in *quarantine*: the syncer closes its session and refuses its process for good. Another process
@@ -40,7 +43,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.protocol import action_list, events, facts, messages, rate_limited_log
+from diloco_jax.protocol import action_list, actions, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
@@ -140,6 +143,31 @@ class Usual:
 def refused(norm: int, least: int, limit: int | None) -> bool:
   """Whether the syncer leaves out a pseudo-gradient of this norm."""
   return norm == NOT_FINITE or norm < least or (limit is not None and norm > limit)
+
+
+def left_out(
+  participants: Sequence[actions.Participant], norms: Sequence[int], live: int, factor: int
+) -> tuple[str, ...]:
+  """The participants that an outer step leaves out, of so many `live` learners. `factor`: of the
+  config."""
+  limit = factor * common(norms, live)
+  return tuple(
+    one.learner
+    for one, norm in zip(participants, norms, strict=True)
+    if refused(norm, one.least, None if one.limit is None else max(one.limit, limit))
+  )
+
+
+def common(norms: Sequence[int], live: int) -> int:
+  """The greatest norm that no half of the live learners, and no single one, has made up: if all
+  have grown, as after a change of the learning rate, that is no fault. 0: there is none.
+
+  >>> common([5, 60, 70, 90], 4), common([5, 60], 2), common([60], 4)
+  (60, 5, 0)
+  """
+  ordered = sorted(norms)
+  place = len(norms) - 1 - max(1, live // 2)
+  return max(0, ordered[place]) if place >= 0 else 0
 
 
 def describe(norm: int, votes: list[list[int]]) -> str:

@@ -174,9 +174,15 @@ class Theta:
     if not shares or any(grad.overflows for _, grad in shares):
       return Merged('not finite' if shares else 'every payload was rejected', self.values[p], NONE)
     merged = [(*one, dataclasses.astuple(grad)) for one, grad in shares]
-    return self.redo(p, memoryview(json.dumps(merged).encode()))
+    return self.redo(p, participants, refused, memoryview(json.dumps(merged).encode()))
 
-  def redo(self, p: int, gradient: memoryview) -> Merged:
+  def redo(
+    self,
+    p: int,
+    participants: Sequence[actions.Participant],
+    refused: Collection[str],
+    gradient: memoryview,
+  ) -> Merged:
     """Repeats an outer step from the outer gradient in its record (storage/outer_log.py): whose
     tokens it is made of."""
     if not gradient:
@@ -266,15 +272,11 @@ def initial(fragments: int) -> tuple[int, ...]:
 
 
 def screened(
-  participants: Sequence[actions.Participant], grads: Sequence[Gradient]
+  participants: Sequence[actions.Participant], grads: Sequence[Gradient], live: int, factor: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
   """The norms of the participants' payloads, and the learners that are refused."""
   norms = tuple(grad.norm for grad in grads)
-  refused = tuple(
-    one.learner
-    for one, norm in zip(participants, norms)
-    if screening.refused(norm, one.least, one.limit)
-  )
+  refused = screening.left_out(participants, norms, live, factor)
   for one, grad in zip(participants, grads):
     claim(
       grad.spoiled or one.learner not in refused, 'Screening refuses no honest payload.', one, grad
@@ -416,7 +418,9 @@ class Syncer:
   def _merge(self, merge: actions.Merge) -> tuple[events.MergeDone, Published | None]:
     process, theta, p = self._process, self._theta, merge.fragment
     grads = [process.contents.pop(one.payload_id) for one in merge.participants]
-    norms, refused = screened(merge.participants, grads)
+    norms, refused = screened(
+      merge.participants, grads, len(merge.live), process.world.config.norm_factor
+    )
     payloads = [dataclasses.replace(one, overflows=process.not_finite).encode() for one in grads]
     process.not_finite, base = False, theta.values[p]
     merged = theta.merge(p, merge.participants, payloads, refused)

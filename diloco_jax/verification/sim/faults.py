@@ -94,6 +94,8 @@ class Nemesis:
     if not syncer.alive:
       return False
     match fault.kind:
+      case 'kill' if not self._world.model.durable:
+        self._kill_between(syncer)
       case 'kill':
         self._kill_syncer(syncer, self._draw.choice(KILLS))
       case 'preempt':
@@ -190,6 +192,13 @@ class Nemesis:
       case 'in call':
         syncer.disk.fuse = self._draw.randrange(CALLS)
         syncer.disk.fuse_power = random_streams.chance(self._draw, self._odds.power_lost)
+
+  def _kill_between(self, syncer: processes.Syncer) -> None:
+    """Kills a syncer that has no log once no outer step is in progress: nothing is half done."""
+    if syncer.machine.state()['merging']:
+      self._world.engine.after(engine_lib.MS, lambda: self._kill_between(syncer))
+    else:
+      self._kill(syncer)
 
   def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
     """Kills the syncer while it waits for its disk, and restarts it."""

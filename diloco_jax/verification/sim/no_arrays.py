@@ -51,7 +51,8 @@ def equal(fragments: int, size_bytes: int = 64) -> Model:
 class Syncer:
   def __init__(self, model: Model, process: Any):
     self._model, self._contents = model, process.contents
-    self._versions = [0] * len(model.payload_bytes)
+    state = process.life.start.state or {}
+    self._versions = list(state.get('versions', [0] * len(model.payload_bytes)))
 
   def perform(self, action: actions.Work) -> Answers:
     p = action.fragment

@@ -39,8 +39,8 @@ class Model(Protocol):
 
   Attributes:
     agreement, payload_bytes, narrow_bytes, digests: of the run (protocol/tape/tape.py, Start).
-    durable: whether the syncer has a log and checkpoints; if not, it never dies, and saves take no
-      time.
+    durable: whether the syncer has a log and checkpoints; if not, it dies between two outer steps
+      only, and saves take no time.
   """
 
   agreement: str

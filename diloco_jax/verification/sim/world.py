@@ -126,8 +126,7 @@ class World:
       digests=self.model.digests,
     )
     if not self.model.durable:
-      self.syncer = self.syncer_class(self, self._life(start), None, None)
-      self._begin(self.syncer)
+      self._start_without_log(start)
       return True
     disk = self.disk('syncer')
     try:
@@ -146,6 +145,17 @@ class World:
     self.syncer.report_durable()
     self._begin(self.syncer)
     return True
+
+  def _start_without_log(self, start: tape.Start) -> None:
+    """Another process continues with the machine state of the last one (Nemesis kills none while an
+    outer step is in progress), on the same host."""
+    last = self.syncer
+    if last is not None:
+      start = dataclasses.replace(start, state=last.machine.state())
+    self.syncer = self.syncer_class(self, self._life(start), None, None)
+    if last is not None:
+      self.syncer.merge_ns, self.syncer.read_ns = last.merge_ns, last.read_ns
+    self._begin(self.syncer)
 
   def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
     """Recovers as production does, and repairs as an operator does where production refuses."""

@@ -12,10 +12,10 @@ from diloco_jax.verification.sim import faults as faults_lib
 from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 
-# Faults that need what a virtual run does not have: a disk, a second process, fewer devices, wrong
-# arrays, or a syncer that starts again.
+# No faults that need what a virtual run does not have: a disk, a second process, fewer devices,
+# wrong arrays.
 LEARNER_KINDS = tuple(kind for kind in plans.KINDS if kind not in ('replace', 'shrink'))
-SYNCER_KINDS = ('freeze', *LEARNER_KINDS[4:])
+SYNCER_KINDS = ('kill', 'freeze', *LEARNER_KINDS[4:])
 PERMILLE = 1_000
 
 
@@ -90,7 +90,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-  """Deaths, late starts and other faults. The syncer and its log do not fail in virtual runs.
+  """Deaths, late starts and other faults. The log of the syncer does not fail in virtual runs.
 
   Attributes:
     death_every: mean time from a start of a learner to its death, drawn for each learner by itself;

@@ -116,6 +116,28 @@ def test_more_than_half_of_the_learners_are_not_wrong():
   assert duo.version > 8 and duo.member()['strikes'] == 0
 
 
+def test_a_norm_that_is_common_among_the_live_learners_is_not_too_large():
+  """After a change of the learning rate all have grown. No half of them makes a norm common."""
+  limit, far = 10 * UNIT, 60 * UNIT
+
+  def left_out(*norms: int, live: int) -> tuple[str, ...]:
+    participants = [
+      actions.Participant(
+        learner=f'l{m}', incarnation=1, payload_id=m, tokens=40, steps=4, limit=limit
+      )
+      for m in range(len(norms))
+    ]
+    return screening.left_out(participants, norms, live, 10)
+
+  assert left_out(far, far, 2 * far, live=3) == ()
+  assert left_out(UNIT, far, far, 2 * far, live=4) == ()
+  assert left_out(UNIT, UNIT, far, far, live=4) == ('l2', 'l3')  # half of them
+  assert left_out(UNIT, far, live=2) == ('l1',)
+  assert left_out(far, live=1) == left_out(far, live=4) == ('l0',)
+  assert left_out(far, far, live=4) == ('l0', 'l1')  # two of four
+  assert left_out(far, far, BAD, 800 * far, live=4) == ('l2', 'l3')
+
+
 # --- Strikes and quarantine -----------------------------------------------------------------------
 
 

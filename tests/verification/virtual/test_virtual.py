@@ -121,7 +121,7 @@ def test_a_learner_that_joins_later_trains_the_rest(config):
 
 def test_a_fault_that_needs_a_disk_is_refused():
   rot = conditions.plans.Fault(at_ns=0, kind='rot', node='syncer')
-  with pytest.raises(ValueError, match="no fault 'rot' of syncer; use one of: freeze, cut_up"):
+  with pytest.raises(ValueError, match="no fault 'rot' of syncer; use one of: kill, freeze"):
     conditions.Faults(plan=(rot,))
 
 

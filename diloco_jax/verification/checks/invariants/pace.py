@@ -17,12 +17,15 @@ class Pace(invariant.Invariant):
     'Sync t opens once K live learners have reached step t, a closing sync once all have done '
     'their last step or one lease later, in the order of the schedule; the syncer announces it at '
     'most max(1, tau + ahead) steps before. With wait_for=live, K is the number of live learners. '
+    'A sync that is two periods late waits a lease and a redial, at most, for learners that were '
+    'lost. '
     'No two syncs in hand have the same fragment.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._look_ns = 0
+    self._late: tuple[int, int] = -1, 0  # a sync, and since when it is late
     self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
 
   @invariant.on(SYNCER, messages.Pull)
@@ -98,8 +101,19 @@ class Pace(invariant.Invariant):
     needed = self.config.quorum
     if sync > self.config.total_steps or self.config.waits_for_live:
       needed = max(needed, caught_up)
-    if ready >= needed:
+    if ready >= needed and not self._returns(book, now_ns, sync):
       self.fail(f'sync {sync} is not open, {ready} learners are ready')
+
+  def _returns(self, book: SyncerBook, now_ns: int, sync: int) -> bool:
+    """Whether the sync may wait for learners that were lost."""
+    peers = [peer for peer in book.members.values() if peer.caught_up]
+    claimed = max((book.lineage.holders[peer.join.learner].claimed for peer in peers), default=0)
+    if claimed < sync + 2 * self.config.period:
+      return False
+    if self._late[0] != sync:
+      self._late = sync, now_ns
+    waits_ns = self.config.lease_ns + self.config.longest_redial_ns + self.config.heartbeat_ns
+    return now_ns <= self._late[1] + waits_ns
 
   def _reached(self, book: SyncerBook, sync: int, lead: int) -> None:
     steps = self._steps(book)

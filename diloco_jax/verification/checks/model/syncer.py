@@ -33,6 +33,7 @@ class SyncerBook:
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
+    self.unmerged = set(range(run.config.fragments))  # no outer step since a learner was there
     self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
     self.usual_report_ns = 0
     self.began_ns: int | None = None  # its first turn
@@ -121,6 +122,7 @@ class SyncerBook:
         gather.waiting.discard(learner)
       if not self.members:
         self.window.all_lost()
+        self.unmerged.update(range(self.config.fragments))
 
   def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if not self.exiting and not self.peer.member:
@@ -353,7 +355,9 @@ class SyncerBook:
     gather = self._begin(opened.sync, opened.fragment)
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
-    waits = self.config.closing(opened.sync) or self.config.waits_for_live
+    late = opened.sync - lineage.last_sync[opened.fragment] >= 2 * self.config.period
+    overdue = late and opened.fragment in self.unmerged
+    waits = overdue or self.config.closing(opened.sync) or self.config.waits_for_live
     gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces)
 
   def _begin(self, sync: int, fragment: int) -> Gather:
@@ -393,6 +397,7 @@ class SyncerBook:
     gather = self.gathers[merge.sync]
     gather.merging, self.merges = merge, self.merges + 1
     self.window.merges(now_ns, merge.fragment, merge.version)
+    self.unmerged.discard(merge.fragment)
     gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
     for one, (peer, message) in zip(merge.participants, gather.merged):
       reported = message.tokens_from, message.tokens_to
