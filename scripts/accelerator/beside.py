@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.config import build, load, run_config
+from diloco_jax.config import build
 from diloco_jax.learner import on_device
 from diloco_jax.verification.virtual import arrays
-from scripts.accelerator import figures
+from scripts.accelerator import figures, warm
 from scripts.benchmarks import learner_overhead
 
 LARGE = (
@@ -42,7 +42,8 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   learner_overhead.CONFIGS[NAME] = 'stdlib_lm:tiny', settings, period, 1
   cores = learner_overhead.CORES
   halves = [','.join(map(str, one)) for one in (cores[: len(cores) // 2], cores[len(cores) // 2 :])]
-  learner_overhead.turn(NAME, False, 6 * period, halves, compiled=False)  # fills the cache
+  warm.fill(warm.configured('stdlib_lm:tiny', settings))
+  learner_overhead.turn(NAME, False, 6 * period, halves, compiled=False)  # what else there is
   exchanged(out, settings)
   ways, turns_s = {'alone': [], 'beside': []}, 0.0
   steps = period * (40 if rehearse else PERIODS)
@@ -63,8 +64,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
 def exchanged(out: pathlib.Path, settings: tuple[str, ...]) -> None:
   """Each fragment encoded and adopted, one at a time: time, and the share of the bandwidth of the
   device's memory that the bytes which they must read and write have in it."""
-  config = configured('stdlib_lm:tiny', settings)
-  assembled = build.assemble(config)
+  assembled = build.assemble(warm.configured('stdlib_lm:tiny', settings))
   exchange = on_device.Exchange(assembled, arrays.fresh_island(assembled)).begin()
   sizes = [assembled.layout.size(p) for p in range(assembled.layout.num_fragments)]
   down = [np.zeros(assembled.codec_down.encoded_size(size), np.uint8) for size in sizes]
@@ -98,18 +98,6 @@ def exchanged(out: pathlib.Path, settings: tuple[str, ...]) -> None:
     # Parameters, anchor, delta and capture are read, parameters and anchor are written.
     adopt_share_of_memory=(16 * sizes[p] + len(down[p]) + up[p]) / adopt_s / copied,
   )
-
-
-def configured(name: str, settings: tuple[str, ...]) -> run_config.Config:
-  """The config with settings as on a command line, of numbers, words and truth values."""
-  config = load.load(name)
-  for one in settings:
-    (section, field), value = one.partition('=')[0].split('.'), one.partition('=')[2]
-    part = getattr(config, section)
-    kind = type(getattr(part, field))
-    setattr(part, field, value == 'true' if kind is bool else kind(value))
-  config.validate()
-  return config
 
 
 def seconds(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:

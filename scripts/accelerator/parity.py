@@ -47,8 +47,8 @@ SIZES = {
   '120M': Size(13, 896, 2432, 64, seeds=1, share=0.95),
 }
 REHEARSED = {
-  '30k': Size(2, 32, 80, 8, seeds=2, fragments=4),
-  '63k': Size(2, 48, 128, 12, seeds=1, fragments=4),
+  '30k': Size(2, 32, 80, 8, seeds=2, fragments=2),
+  '63k': Size(2, 48, 128, 12, seeds=1, fragments=2),
 }
 LENGTH = 64  # bytes of a window
 PROBED_STEPS = 24  # by which the pace is found, after those that compile
@@ -100,6 +100,7 @@ def config_of(size: Size, learners: int, text: str, seed: int, steps: int) -> ru
   config.mesh.data = config.sync.quorum = 1
   config.sync.learners, config.train.steps, config.train.seed = learners, steps, seed
   config.sync.fragments = config.sync.period = size.fragments
+  config.sync.overlap = min(config.sync.overlap, size.fragments - 1)
   config.sync.codec_up = config.sync.codec_down = 'float32'
   config.sync.outer = 'nesterov(learning_rate=0.5, momentum=0.3)'
   config.validate()

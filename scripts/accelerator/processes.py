@@ -17,7 +17,7 @@ import numpy as np
 from diloco_jax.numerics import codecs, exchange
 from diloco_jax.report import folder, summary
 from diloco_jax.verification.faults import chaos_report, conductor
-from scripts.accelerator import figures
+from scripts.accelerator import figures, warm
 
 LEARNERS, VICTIM = 3, 'l2'
 # Without narrow payloads, which nothing here needs, half of the functions are compiled.
@@ -39,6 +39,7 @@ VALUES = 1 << 22
 def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   figures.add(out, 'processes', bits=bits(VALUES // 16 if rehearse else VALUES))
   for name, (config, settings) in (REHEARSED if rehearse else MODELS).items():
+    warm.fill(warm.configured(config, (*COMMON, *settings)))
     with tempfile.TemporaryDirectory() as workdir:
       words = [f'--config={config}', *flags(settings)]
       most = REHEARSED_STEPS if rehearse else MOST_STEPS
@@ -52,11 +53,10 @@ def flags(settings: tuple[str, ...]) -> list[str]:
 def trained(
   out: pathlib.Path, name: str, workdir: pathlib.Path, config: list[str], until: float, most: int
 ) -> None:
-  """One learner alone compiles everything, also what a learner that is back needs, and shows the
-  pace; then all train."""
+  """One learner alone shows the pace, and compiles what one that is back needs; then all train."""
   left_s = until - time.monotonic()
-  warm = train(workdir / 'warm', config, 1, min(WARM_UP_STEPS, most), 'l0', 0.1)
-  step_s = warm['learners']['l0']['step_seconds_median']
+  alone = train(workdir / 'alone', config, 1, min(WARM_UP_STEPS, most), 'l0', 0.1)
+  step_s = alone['learners']['l0']['step_seconds_median']
   seconds = min(left_s / 4, 40.0)
   steps = round(min(max(seconds / (step_s * LEARNERS), LEAST_STEPS), most))
   found = train(workdir / 'run', config, LEARNERS, steps, VICTIM, 0.3)
