@@ -36,11 +36,9 @@ def cache(base: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 def home_cache() -> pathlib.Path | None:
   """The folder of caches in this user's home; None without a home that can be written."""
-  try:
-    found = pathlib.Path.home() / '.cache'
-  except RuntimeError:  # neither HOME nor an entry in passwd
-    return None
-  return found if os.access(found if os.path.lexists(found) else found.parent, os.W_OK) else None
+  found = pathlib.Path(os.path.expanduser('~/.cache'))  # as it is without HOME and passwd
+  made = found if os.path.lexists(found) else found.parent
+  return found if found.is_absolute() and os.access(made, os.W_OK) else None
 
 
 def place(text: str) -> json_files.Place:
