@@ -420,9 +420,8 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
     files.require_file(path)
 
   def read() -> str:
-    text = os.fsdecode(
-      json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)
-    ).strip()  # maybe a path
+    data = json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)
+    text = os.fsdecode(data).strip()  # may be a path
     if text == addresses.ENDED:
       raise addresses.RunEnded(f'{text}: {path} says so')
     return text
