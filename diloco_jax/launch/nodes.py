@@ -41,7 +41,7 @@ from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import addresses, grpc_client, grpc_server, link
+from diloco_jax.transport import addresses, grpc_client, grpc_server, grpc_session, link
 
 FILE = 'file:'
 SPARE_SESSIONS = 16
@@ -471,9 +471,7 @@ def stops(
     if requests.count > 1:
       os._exit(128 + number)
     name = signal.Signals(number).name
-    timers.append(threading.Timer(drain_s, exit_late, [name]))
-    timers[0].daemon = True
-    timers[0].start()
+    timers.append(grpc_session.start_timer(drain_s, exit_late, name))
     stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
 
   before = {number: signal.signal(number, handle) for number in cli.end_signals()}
