@@ -68,10 +68,11 @@ def local(place: str | pathlib.Path) -> Iterator[pathlib.Path]:
     return
   bucket = store_lib.Store(str(place))
   with tempfile.TemporaryDirectory(prefix='diloco-') as copy:
-    for prefix in (load.FILE, 'tokenizer.', f'{stored.MODEL}/', f'syncer/{stored.MODEL}/'):
+    for prefix in (*load.WRITTEN, f'{stored.MODEL}/', f'syncer/{stored.MODEL}/'):
       for name in bucket.names(prefix):
-        if '..' not in name:
-          bucket.get_file(name, pathlib.Path(copy, name))
+        inside = '..' not in name.split('/') and not name.endswith('/')  # the latter is a folder
+        if inside and (found := bucket.read(name, size=1 << 30)):
+          json_files.replace(pathlib.Path(copy, name), found.data)
     if not pathlib.Path(copy, load.FILE).exists():
       raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
     yield pathlib.Path(copy)

@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     'settings': lambda: settings(os.environ),
     'devices': devices,
     'cores': cores,
+    'host': files.host_name,
     'memory': lambda: memory(accelerators.available_memory()),
     'open files': lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     'ports': ports,

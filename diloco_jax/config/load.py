@@ -17,6 +17,7 @@ from diloco_jax.storage import files, json_files
 from diloco_jax.train import tokenizer
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
+WRITTEN = (FILE, 'tokenizer.')  # how the names of what `write` has written begin
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
 _STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
@@ -93,11 +94,6 @@ def read(workdir: pathlib.Path) -> run_config.Config:
   if config.data.tokenizer:
     config.data.tokenizer = str(workdir / config.data.tokenizer)
   return config
-
-
-def written(workdir: pathlib.Path) -> list[pathlib.Path]:
-  """What `write` has written in a folder."""
-  return [path for name in (FILE, 'tokenizer.*') for path in workdir.glob(name)]
 
 
 def module(path: pathlib.Path) -> types.ModuleType:

@@ -449,8 +449,6 @@ def reading_a_model() -> Iterator[None]:
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
-  if not folders.home_cache():
-    os.environ.setdefault('MPLCONFIGDIR', str(folders.cache() / 'matplotlib'))
   os.umask(0o777 & ~folder_mode())  # weights, tapes and keys are for this user
   try:
     return main(argv) or 0
@@ -487,11 +485,11 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     missing = re.match(r'flag --(\w+)=None: ', str(error))
     text = f'--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}' if missing else error
     sys.exit(refuse(one_line(text)))
-  if 'workdir' in flags.FLAGS and flags.FLAGS['workdir'].value == '':
-    if flags.FLAGS['workdir'].default is None:
-      sys.exit(refuse('--workdir is empty: name the folder of the run'))
+  workdir = flags.FLAGS['workdir'] if 'workdir' in flags.FLAGS else None
+  if workdir is not None and workdir.value == '' and workdir.default is None:
+    sys.exit(refuse('--workdir is empty: name the folder of the run'))
+  reads = workdir is not None and workdir.help == TO_READ
   for path in (_value(argv, 'workdir'), *rest[1:]):
-    reads = 'workdir' in flags.FLAGS and flags.FLAGS['workdir'].help == TO_READ
     if re.match(r'\w[\w+.-]*://', path) and not (reads and path.startswith('gs://')):
       told = f'{path} is a URL: only folders of a file system work. Nothing was started'
       sys.exit(refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...'))

@@ -163,7 +163,7 @@ def run(
   write = lambda: summary_lib.write(workdir, plot=not outcome.interrupted)
   text = lambda: summary_lib.text(write(), workdir, shutil.get_terminal_size().columns)
   tell = lambda: print('\n' + text(), end='', flush=True)
-  if not header.shown(tell, 'the report', f'diloco report {shlex.quote(str(workdir))}'):
+  if not header.shown(tell, 'the summary', f'diloco report {shlex.quote(str(workdir))}'):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:], *cli.file_flags()]

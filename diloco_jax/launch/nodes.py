@@ -41,7 +41,7 @@ from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import addresses, grpc_client, grpc_server, link
+from diloco_jax.transport import addresses, grpc_client, grpc_server, grpc_session, link
 
 FILE = 'file:'
 SPARE_SESSIONS = 16
@@ -420,9 +420,8 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
     files.require_file(path)
 
   def read() -> str:
-    text = os.fsdecode(
-      json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)
-    ).strip()  # maybe a path
+    data = json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)
+    text = os.fsdecode(data).strip()  # may be a path
     if text == addresses.ENDED:
       raise addresses.RunEnded(f'{text}: {path} says so')
     return text
@@ -472,9 +471,7 @@ def stops(
     if requests.count > 1:
       os._exit(128 + number)
     name = signal.Signals(number).name
-    timers.append(threading.Timer(drain_s, exit_late, [name]))
-    timers[0].daemon = True
-    timers[0].start()
+    timers.append(grpc_session.start_timer(drain_s, exit_late, name))
     stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
 
   before = {number: signal.signal(number, handle) for number in cli.end_signals()}

@@ -45,8 +45,7 @@ _MAX_HEADER_BYTES = 4 << 20
 _CALLS = 4  # one brings a model, the others are told to wait
 _UPLOAD_S = 60.0
 _UPLOAD_BYTES_PER_S = 1 << 20
-_ANSWER = ('grpc.max_receive_message_length', 2 * _MAX_HEADER_BYTES)
-_OPTIONS = (*grpc_session.COMMON_OPTIONS, _ANSWER)
+_TOLD = ('grpc.max_receive_message_length', 2 * _MAX_HEADER_BYTES)
 _DIAL_S = 0.2  # between two calls to a syncer that does not listen yet
 
 
@@ -307,7 +306,7 @@ def bring(
   deadline_s = now_s() + wait_s
   while True:
     try:
-      with listen.dial(address(), access, _OPTIONS) as channel:
+      with listen.dial(address(), access, (*grpc_session.COMMON_OPTIONS, _TOLD)) as channel:
         return channel.stream_unary(_METHOD)(_pieces(header, model), timeout=limit_s)
     except grpc.RpcError as error:
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
@@ -441,20 +440,15 @@ class _TimeLimit:
 
   def __init__(self, context: grpc.ServicerContext, seconds: float):
     self._context, self._seconds = context, seconds
-    self._timer = self._start(seconds)
+    self._timer = grpc_session.start_timer(seconds, context.cancel)
 
   def extend(self, size_bytes: int) -> None:
     self.cancel()
-    self._timer = self._start(self._seconds + size_bytes / _UPLOAD_BYTES_PER_S)
+    seconds = self._seconds + size_bytes / _UPLOAD_BYTES_PER_S
+    self._timer = grpc_session.start_timer(seconds, self._context.cancel)
 
   def cancel(self) -> None:
     self._timer.cancel()
-
-  def _start(self, seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, self._context.cancel)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _read_pieces(

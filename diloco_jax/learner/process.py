@@ -10,7 +10,6 @@ import fcntl
 import os
 import pathlib
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent import futures
@@ -29,7 +28,7 @@ from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, folders, tapes
+from diloco_jax.storage import checkpoint, files, folders, tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import profile
 from diloco_jax.transport import payloads as payloads_lib
@@ -221,7 +220,7 @@ def running_node(
     learner=learner_id,
     nonce=transport.nonce,
     agreement=assembled.agreement,
-    host=socket.gethostname(),
+    host=files.host_name(),
     pid=os.getpid(),
     seed=secrets.randbits(32),
   )

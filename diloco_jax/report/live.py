@@ -5,7 +5,6 @@ is a file or a pipe, every line is printed with the name of its process, and a s
 seconds, if it says something new.
 """
 
-import contextlib
 import itertools
 import math
 import os
@@ -71,7 +70,8 @@ class PlainDisplay:
     self._said = ''
 
   def listen(self, name: str, line: str) -> None:
-    self._print(f'[{name}] {header.clock()}{line}' if name == LOCAL else f'[{name}] {line}')
+    text = f'{header.clock()}{line}' if name == LOCAL else line
+    print(f'[{name}] {text}', file=self._stream, flush=True)
 
   def tick(self, view: run_facts.RunFacts) -> None:
     if time.monotonic() >= self._next_s:
@@ -81,11 +81,6 @@ class PlainDisplay:
         self.listen(LOCAL, line)
 
   def close(self) -> None: ...
-
-  def _print(self, text: str) -> None:
-    # The reader may have closed the pipe; the logs have the line.
-    with contextlib.suppress(OSError, ValueError):
-      print(text, file=self._stream, flush=True)
 
 
 class LiveDisplay:

@@ -69,7 +69,8 @@ class Recorder:
     self._guard(self._cut_torn_line)
     self._curves: Curves | None = None
     if tensorboard:
-      self._guard(lambda: self._open_curves(pathlib.Path(workdir) / TENSORBOARD / process))
+      folder = pathlib.Path(workdir) / TENSORBOARD / process
+      self._guard(lambda: setattr(self, '_curves', Curves(folder)))
 
   def report(self, fact: facts.Fact) -> None:
     """Appends one fact."""
@@ -181,14 +182,11 @@ class Recorder:
       self._file.truncate(end)
       self._file.seek(end)
 
-  def _open_curves(self, folder: pathlib.Path) -> None:
-    self._curves = Curves(folder)
-
   def _guard(self, write) -> None:
-    """Runs `write`; a failing disk is reported once and then tolerated."""
+    """Runs `write`; a failing disk, or no TensorBoard, is reported once and then tolerated."""
     try:
       write()
-    except (OSError, ValueError) as error:  # ValueError: the file is closed
+    except (OSError, ValueError, ImportError, TypeError) as error:  # closed; of another protobuf
       if not self._failed:
         self._failed = True
         text = f'[{self._process}] records are incomplete from here on: {error}'

@@ -143,7 +143,7 @@ class _Server(http.server.ThreadingHTTPServer):
 class _OneReader(_Server):
   """With one thread and one connection, whoever asks; it looks up no name."""
 
-  process_request = socketserver.BaseServer.process_request
+  process_request = socketserver.BaseServer.process_request  # type: ignore[assignment]
   server_bind = socketserver.TCPServer.server_bind
 
 

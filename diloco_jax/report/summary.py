@@ -26,7 +26,7 @@ from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import state as state_lib
-from diloco_jax.storage import json_files
+from diloco_jax.storage import folders, json_files
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
@@ -77,6 +77,8 @@ def write(
 
 def png(draw: Callable[[Any], Any]) -> bytes:
   """What `draw` makes with the module report/picture.py."""
+  if not folders.home_cache():
+    os.environ.setdefault('MPLCONFIGDIR', str(folders.cache() / 'matplotlib'))
   from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
   draw(picture).savefig(file := io.BytesIO(), dpi=picture.DPI)
@@ -217,9 +219,7 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
 def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
   """Shares of each learner's time by category, and figures (accounting/book.py); None for a learner
   without a syncer, or without a known quorum."""
-  if run.figures is None:
-    return None
-  return run.book.summary(round(run.end_s * 1e9))
+  return run.figures and run.book.summary(round(run.end_s * 1e9))
 
 
 def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:

@@ -7,7 +7,6 @@ params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 
 import collections
 import importlib
-import os
 import pathlib
 import re
 import types
@@ -52,9 +51,9 @@ def load(
   `files.require_name` refuses."""
   files.require_name(path)
   try:
-    for folder, _, parts in os.walk(path):
-      for part in parts:
-        files.require_file(os.path.join(folder, part))
+    for part in path.rglob('*'):
+      if not part.is_dir():
+        files.require_file(part)
     if most_bytes is not None:
       described = ocp.metadata(path.absolute(), name).metadata
       tree_digest.require_size(described, most_bytes)

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import pathlib
-import socket
+import platform
 import stat
 from collections.abc import Iterator, Sequence
 
@@ -51,6 +51,11 @@ def require_name(folder: pathlib.Path) -> None:
         f'{path} has {" ".join(found)} in its path, and below such a path no checkpoint could be '
         'read. Nothing was changed. Choose another folder, or rename this one'
       )
+
+
+def host_name() -> str:
+  """The name of this machine, which may have none."""
+  return platform.node() or 'a host without a name'
 
 
 def kind(path: str | os.PathLike) -> str:
@@ -164,7 +169,7 @@ class Files:
     self._lock = descriptor
     with contextlib.suppress(OSError):  # a full disk: the lock holds without the holder's name
       os.ftruncate(descriptor, 0)
-      holder = {'role': role, 'pid': os.getpid(), 'host': socket.gethostname()}
+      holder = {'role': role, 'pid': os.getpid(), 'host': host_name()}
       os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
   def probe(self) -> None:
@@ -273,7 +278,7 @@ def _holder(descriptor: int) -> tuple[str, str]:
     pid = int(holder['pid'])
   except (OSError, ValueError, TypeError, KeyError):
     return 'another process', remedy  # which has not written its name yet
-  if (pid, host) == (os.getpid(), socket.gethostname()):
+  if (pid, host) == (os.getpid(), host_name()):
     return f'{role} pid {pid} on {host}, which is this process itself', (
       'An earlier run of this program has not ended: wait for its end, or restart the program (in '
       'a notebook, the kernel), or choose another folder or learner id.'

@@ -4,6 +4,7 @@ WORKDIR/syncer/ckpt/NUMBER/       the syncer's checkpoints (storage/checkpoint.p
 WORKDIR/islands/ID/ckpt/NUMBER/   a learner's; of a run with a store STORE/islands/ID/ckpt/NUMBER/
 """
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -29,18 +30,17 @@ def cache(base: Mapping[str, str] = os.environ) -> pathlib.Path:
   if named := base.get('XDG_CACHE_HOME') or home_cache():
     return pathlib.Path(named)
   own = pathlib.Path(tempfile.gettempdir(), f'diloco_jax-{os.getuid()}')
-  own.mkdir(0o700, exist_ok=True)
-  is_own = own.lstat().st_uid == os.getuid()  # another user could put programs there
+  with contextlib.suppress(FileExistsError):  # perhaps no folder, or that of another user
+    own.mkdir(0o700)
+  is_own = own.is_dir() and own.lstat().st_uid == os.getuid()  # others could put programs there
   return own if is_own else pathlib.Path(tempfile.mkdtemp(prefix='diloco_jax-'))
 
 
 def home_cache() -> pathlib.Path | None:
   """The folder of caches in this user's home; None without a home that can be written."""
-  try:
-    found = pathlib.Path.home() / '.cache'
-  except RuntimeError:  # neither HOME nor an entry in passwd
-    return None
-  return found if os.access(found if os.path.lexists(found) else found.parent, os.W_OK) else None
+  found = pathlib.Path(os.path.expanduser('~/.cache'))  # as it is without HOME and passwd
+  made = found if os.path.lexists(found) else found.parent
+  return found if found.is_absolute() and os.access(made, os.W_OK) else None
 
 
 def place(text: str) -> json_files.Place:

@@ -80,23 +80,12 @@ class Store:
       pieces = iter(lambda: file.read(PIECE_BYTES), b'')
       if self._folder:
         json_files.replace(self._folder / name, pieces)
-      else:
-        with self._opened(name, 'wb') as made:
+        return
+      try:
+        with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open('wb') as made:
           made.writelines(pieces)
-
-  def get_file(self, name: str, path: pathlib.Path) -> None:
-    """Writes the bytes of an object of a bucket to a file. Raises StoreError."""
-    with self._opened(name, 'rb') as file:
-      json_files.replace(path, iter(lambda: file.read(PIECE_BYTES), b''))
-
-  @contextlib.contextmanager
-  def _opened(self, name: str, mode: str) -> Iterator[Any]:
-    """An object of a bucket as a file."""
-    try:
-      with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open(mode) as file:
-        yield file
-    except OSError as error:
-      raise StoreError(f'{self.place}/{name}: {error}') from error
+      except OSError as error:
+        raise StoreError(f'{self.place}/{name}: {error}') from error
 
   def pieces(self, name: str, size: int) -> Iterator[bytes]:
     """The bytes of an object of this size, fewer of a shorter one. Raises StoreError."""

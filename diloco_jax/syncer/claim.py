@@ -18,7 +18,6 @@ the records of `train.store_log` have no such gap, since a record is put once (s
 import dataclasses
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 
 from diloco_jax.protocol import rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
+from diloco_jax.storage import files
 from diloco_jax.storage import store as store_lib
 
 NAME = 'syncer/claim'
@@ -109,7 +109,7 @@ def take(
     Refused: another process continues the run, or the store has another run; nothing was changed.
     StoreError: the store cannot be read or written.
   """
-  host = socket.gethostname()
+  host = files.host_name()
   before, generation = read(store)
   if before and run and before.run != run:
     raise Refused(

@@ -278,8 +278,9 @@ class Stored:
     if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
       self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
-    for path in load.written(self._workdir):
-      self._store.put_file(path.name, path)
+    for path in self._workdir.iterdir():
+      if path.name.startswith(load.WRITTEN):
+        self._store.put_file(path.name, path)
     numbers = checkpoints.numbers
     if self._config.train.store_log:
       self._put_records(numbers)
@@ -503,10 +504,9 @@ def _number(name: str) -> str:
 
 def _files_in(folder: pathlib.Path) -> dict[str, Any]:
   """Size and SHA-256 of each file in a folder. Raises OSError; Unreadable for a link."""
-  found = {}
-  for path in json_files.files_in(folder):
-    found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
-  return found
+  about = lambda path: [path.stat().st_size, _sha256(path)]
+  paths = json_files.files_in(folder)
+  return {path.relative_to(folder).as_posix(): about(path) for path in paths}
 
 
 def _sha256(path: pathlib.Path) -> str:

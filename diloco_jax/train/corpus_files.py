@@ -21,6 +21,7 @@ from diloco_jax.storage import files, folders, json_files
 
 HELD_OUT_OF_1000 = 30
 _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
+_say_once = functools.cache(lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def list_files(source: str) -> list[tuple[str, str]]:
@@ -59,13 +60,8 @@ def _walk(root: str, suffix: str) -> list[str]:
 def _is_regular(path: str) -> bool:
   """Whether it is a regular file, or a link to one."""
   if what := files.kind(path):
-    _say(f'{path} is {what}: it is left out of the corpus, which is made of regular files')
+    _say_once(f'{path} is {what}: it is left out of the corpus, which is made of regular files')
   return not what
-
-
-@functools.cache  # so once, however often the files are listed
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
 
 
 def documents(listed: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, bytes]]:

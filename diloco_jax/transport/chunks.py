@@ -50,7 +50,6 @@ _FIELDS = struct.Struct('<4sHHQQIII')
 _CHECK = struct.Struct('<I')
 HEADER_BYTES = _FIELDS.size + _CHECK.size
 _NO_TRANSFER = 0
-MAX_FRAME_BYTES = HEADER_BYTES + LARGE_CHUNK_BYTES
 
 
 def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:

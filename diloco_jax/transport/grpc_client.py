@@ -7,7 +7,6 @@ the next call wait, therefore each session has a channel to itself, closed with 
 import contextlib
 import dataclasses
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -112,9 +111,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
       )
       session.cancel()
 
-    timer = threading.Timer(self._limits.handshake_s, give_up)
-    timer.daemon = True
-    timer.start()
+    timer = grpc_session.start_timer(self._limits.handshake_s, give_up)
     try:
       yield
     finally:

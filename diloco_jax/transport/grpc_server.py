@@ -160,9 +160,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     that sessions need."""
     if not self._checks.acquire(blocking=False):
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f'{_CHECKS} other checks wait. Ask again')
-    limit = threading.Timer(self._limits.handshake_s, context.cancel)
-    limit.daemon = True
-    limit.start()
+    limit = grpc_session.start_timer(self._limits.handshake_s, context.cancel)
     try:
       for request in requests:
         return self._health.Check(request, context)

@@ -312,7 +312,7 @@ class Session:
     """Gives a stranger `limit_s` until the session ends for what is missing. No thread of the
     session keeps the time: a peer that reads nothing can block its writers."""
     _cancel(self._deadline)
-    self._deadline = _start_timer(limit_s, self._expired, f'{missing} within {limit_s:g} s')
+    self._deadline = start_timer(limit_s, self._expired, f'{missing} within {limit_s:g} s')
 
   def _expired(self, reason: str) -> None:
     with self._changed:
@@ -459,7 +459,7 @@ class Session:
       self._post(events.Disconnected(session=self.number, reason=reason))
     _cancel(self._deadline)
     # Writers see the state and end their streams, unless a peer that reads nothing blocks them.
-    self._drained = _start_timer(self._limits.drain_s, self._end_undrained)
+    self._drained = start_timer(self._limits.drain_s, self._end_undrained)
 
   def _end_undrained(self) -> None:
     self.fail(f'not drained within {self._limits.drain_s} s')
@@ -531,7 +531,8 @@ def start_thread(name: str, target: Callable, *args) -> threading.Thread:
   return thread
 
 
-def _start_timer(delay_s: float, act: Callable, *args) -> threading.Timer:
+def start_timer(delay_s: float, act: Callable, *args) -> threading.Timer:
+  """Lets `act` happen after a delay, unless the timer is cancelled or the process ends."""
   timer = threading.Timer(delay_s, act, args)
   timer.daemon = True
   timer.start()

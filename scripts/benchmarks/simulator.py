@@ -32,6 +32,7 @@ from diloco_jax.verification.sim import hardware, no_arrays, seeds
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import arrays, conditions, virtual
 from experiments.goodput import islands, machines
+from scripts.benchmarks import calm as calm_run
 from scripts.benchmarks import measured
 
 SECOND = hardware.SECOND
@@ -55,7 +56,7 @@ def many_seeds(count: int) -> int:
 
 def calm(learners: int) -> int:
   """Runs without faults under all checkers; returns the number of events."""
-  return seeds.run_calm(
+  return calm_run.run(
     config_lib.ProtocolConfig(
       learners=learners,
       fragments=6,

@@ -21,7 +21,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli, run_folder
 from diloco_jax.node import loop
 from diloco_jax.report import records
-from diloco_jax.storage import arrays, checkpoint
+from diloco_jax.storage import arrays, checkpoint, store
 from diloco_jax.syncer import global_model
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import evaluate
@@ -225,3 +225,25 @@ def test_the_command_prints_text_or_names_what_is_missing(run, tmp_path):
   refused = sample(tmp_path)
   assert refused.returncode == cli.NEVER_RETRY
   assert refused.stderr.startswith(b'error: there is no run in')
+
+
+def test_a_name_in_a_bucket_is_a_file_inside_the_copy_or_left_out(monkeypatch):
+  """A console writes an empty object for each folder; a name of an attacker may lead out of it."""
+  names = ['config.json', 'model/', 'model/a..b', 'model/d/', 'model/d/0', 'model/../../out']
+  objects = {name: name.encode() for name in names}
+
+  class Bucket:
+    def __init__(self, place: str):
+      assert place == 'gs://bucket/run'
+
+    def names(self, prefix: str) -> list[str]:
+      return sorted(name for name in objects if name.startswith(prefix))
+
+    def read(self, name: str, size: int) -> store.Object:
+      return store.Object(objects[name], b'')
+
+  monkeypatch.setattr(store, 'Store', Bucket)
+  with load_params.local('gs://bucket/run') as folder:
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob('*') if path.is_file()]
+    assert sorted(found) == ['config.json', 'model/a..b', 'model/d/0']
+    assert not (folder.parent / 'out').exists()

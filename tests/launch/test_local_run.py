@@ -290,7 +290,7 @@ def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
   command = [sys.executable, '-c', _ENDED, str(tmp_path / 'run'), why]
   done = subprocess.run(command, capture_output=True, encoding='utf-8')
   assert done.returncode == 0, done.stderr
-  told = re.fullmatch(r'error: the report is missing .* Later: (.*)\n', done.stderr)
+  told = re.fullmatch(r'error: the summary is missing .* Later: (.*)\n', done.stderr)
   assert told[1] == f'diloco report {tmp_path}/run'
 
 

@@ -410,3 +410,13 @@ def test_a_process_knows_how_long_it_will_take_at_its_own_pace(tmp_path, monkeyp
     for now_s[0], clock in ((5, 20), (67, 30), (77, 40), (85, 50), (95, 100)):
       told.append(recorder.left(clock, 100))
   assert told == ['', '', '1 min 0 s left', '45 s left', '']  # it has compiled for 60 s
+
+
+def test_without_tensorboard_there_are_facts(tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, 'tensorboardX', None)
+  recorder = records.Recorder(tmp_path, 'l0')
+  recorder.report(step(1))
+  recorder.scalars(1, {'learning/loss': 2.5})
+  recorder.close()
+  assert len(records.Tail(tmp_path / 'records' / 'l0.jsonl').read()) == 1
+  assert 'tensorboardX' in capsys.readouterr().err

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pathlib
+import platform
 import random
 import signal
 import subprocess
@@ -352,3 +353,12 @@ def test_a_replaced_file_is_durable_before_it_has_its_name_and_its_name_on_retur
     ('replace', 'note.json.new', 'note.json'),
     ('fsync', 'a', b''),
   ]
+
+
+def test_a_host_without_a_name_holds_its_folder(tmp_path, monkeypatch):
+  monkeypatch.setattr(platform, 'node', lambda: '')
+  first, second = files_lib.Files(tmp_path), files_lib.Files(tmp_path)
+  first.lock()
+  with pytest.raises(files_lib.DirectoryError, match='on a host without a name, which is this pro'):
+    second.lock()
+  first.close()

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import pwd
 import stat
 
 import pytest
@@ -16,8 +17,12 @@ def _fresh(monkeypatch, tmp_path):
   monkeypatch.setattr(folders.tempfile, 'tempdir', str(tmp_path))
 
 
-def _nobody():
-  raise RuntimeError('Could not determine home directory.')
+def _without_home(monkeypatch):
+  def getpwuid(number):
+    raise KeyError(number)
+
+  monkeypatch.delenv('HOME', raising=False)
+  monkeypatch.setattr(pwd, 'getpwuid', getpwuid)
 
 
 def test_the_environment_is_first_and_then_the_home(monkeypatch, tmp_path):
@@ -30,7 +35,7 @@ def test_the_environment_is_first_and_then_the_home(monkeypatch, tmp_path):
 @pytest.mark.parametrize('home', ['none', 'gone'])
 def test_without_a_home_it_is_a_folder_of_this_user_alone(home, monkeypatch, tmp_path):
   if home == 'none':
-    monkeypatch.setattr(folders.pathlib.Path, 'home', _nobody)
+    _without_home(monkeypatch)
   else:
     monkeypatch.setenv('HOME', str(tmp_path / home))
   found = folders.cache()
@@ -41,9 +46,18 @@ def test_without_a_home_it_is_a_folder_of_this_user_alone(home, monkeypatch, tmp
   assert found in made.parents
 
 
+@pytest.mark.parametrize('kind', ['file', 'dangling link'])
+def test_a_name_that_is_taken_hinders_nobody(kind, monkeypatch, tmp_path):
+  """Every user of the machine can take it."""
+  _without_home(monkeypatch)
+  taken = tmp_path / f'diloco_jax-{os.getuid()}'
+  taken.write_text('', 'utf-8') if kind == 'file' else taken.symlink_to(tmp_path / 'nothing')
+  assert folders.cache().is_dir() and folders.cache() != taken
+
+
 def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
   """Its name can be guessed, and compiled programs are read from there."""
-  monkeypatch.setattr(folders.pathlib.Path, 'home', _nobody)
+  _without_home(monkeypatch)
   user = os.getuid()
   (tmp_path / f'diloco_jax-{user + 1}').mkdir()  # its owner is `user`
   monkeypatch.setattr(folders.os, 'getuid', lambda: user + 1)

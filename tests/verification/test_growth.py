@@ -12,8 +12,9 @@ from typing import Any
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.sim import engine, seeds
+from diloco_jax.verification.sim import engine
 from diloco_jax.verification.sim import world as world_lib
+from scripts.benchmarks import calm
 
 DEATHS = 12
 ROUNDS = 9
@@ -32,7 +33,7 @@ def calls_per_event(learners: int, steps: int) -> float:
 
   sys.setprofile(profile)
   try:
-    events = seeds.run_calm(config)
+    events = calm.run(config)
   finally:
     sys.setprofile(None)
   return calls / events

@@ -28,13 +28,11 @@ _NODES = {'v5e': 'tpu-v5-lite-podslice', 'v5p': 'tpu-v5p-slice', 'v6e': 'tpu-v6e
 _OWNER_READS = 0o400
 _UNLIMITED = 10**6
 
+needs = google_cloud.needs
+
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
   return google_cloud.places(request, f'{request.run}-{spec_lib.SYNCER}')
-
-
-def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
-  return google_cloud.needs(described, request, ' (for learners on CPUs: --topology=cpu)')
 
 
 def render(
@@ -153,9 +151,8 @@ set -euo pipefail
 certs=%(certs)s
 here=$(dirname "$0")
 kubectl() { command kubectl --namespace=%(namespace)s "$@"; }
-for file in "$here"/%(run)s-syncer.yaml "$here"/%(run)s-l[0-9]*.yaml; do  # the syncer first
-  if [ -e "$file" ]; then files+=("$file"); fi
-done
+shopt -s nullglob
+files=("$here"/%(run)s-[s]yncer.yaml "$here"/%(run)s-l[0-9]*.yaml)  # the syncer first, if here
 for file in "${files[@]}"; do  # without all of them nothing starts, and nothing costs
   name=$(basename "$file" .yaml)
   kubectl create secret generic "$name" --from-file="$certs/${name#%(run)s-}" \\

@@ -50,7 +50,11 @@ def places(request: spec_lib.Request, host: str) -> spec_lib.Places:
   )
 
 
-def needs(described: spec_lib.Spec, request: spec_lib.Request, cpus: str = '') -> dict[str, object]:
+def needs(
+  described: spec_lib.Spec,
+  request: spec_lib.Request,
+  cpus: str = ' (for learners on CPUs: --topology=cpu)',
+) -> dict[str, object]:
   """`cpus`: what a learner may have in place of a slice, in words; '': nothing."""
   config, tokenizer = request.config, request.config.data.tokenizer
   train = any(one.role == spec_lib.LEARNER for one in described.programs)

@@ -124,7 +124,7 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
   own = {'--project': _PROJECT.value, '--zone': _ZONE.value}
-  return own | google_cloud.needs(described, request)
+  return own | google_cloud.needs(described, request, cpus='')
 
 
 def render(

@@ -20,10 +20,9 @@ steps that this one could not measure. Its clock counts as far as the lower medi
 processes allows, and until a second one has returned, or a lease has passed, by one period.
 
 No measure bounds the steps that a process may report at all (plausible.py): load, compiling and
-pauses make steps slower, so what was measured says how slow a step can be and never how fast the
-next one is. Only time itself does, at a step every FASTEST_NS. A lie within that gains little: the
-clock counts as above, a weight and a norm up to a few times those of the others (numerics/merge.py,
-screening.py).
+pauses make steps slower, so none says how fast the next step is. Only time does, at a step every
+FASTEST_NS. A lie within that gains little: the clock counts as above, a weight and a norm up to a
+few times those of the others (numerics/merge.py, screening.py).
 
 The syncer skips syncs that are a whole period late: opening them would sync a fragment again after
 a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn. If it has
@@ -187,10 +186,6 @@ class Pace:
     steps, since_ns = member.steps_marks[0]
     return steps + (now_ns - since_ns + self._config.lease_ns) // FASTEST_NS
 
-  def _median_ns(self) -> int:
-    live = self._members.by_session.values()
-    return lower_median([one.report_ns.value for one in live if one.report_ns.samples])
-
   def _limit(self, now_ns: int, member: members_lib.Member) -> int:
     """How far the clock may have come at SPEED times the usual speed."""
     if member.since is None:
@@ -211,8 +206,10 @@ class Pace:
 
   def measure(self, now_ns: int) -> None:
     """Updates the usual speed, and what counts by it; once per heartbeat."""
-    self.usual_ns = self._median_ns() or self.usual_ns
-    for member in self._members.by_session.values():
+    live = self._members.by_session.values()
+    measured = [one.report_ns.value for one in live if one.report_ns.samples]
+    self.usual_ns = lower_median(measured) or self.usual_ns
+    for member in live:
       self.advance(now_ns, member)
 
   def mark(self, member: members_lib.Member) -> None:

@@ -115,7 +115,6 @@ def no_home(world: World) -> None:
 
 
 def shadows(world: World) -> None:
-  """Also with an empty part of PYTHONPATH, which would be this folder, for the children."""
   for name in sys.stdlib_module_names:
     (world.cwd / f'{name}.py').write_text('raise RuntimeError(__file__)\n', 'utf-8')
 

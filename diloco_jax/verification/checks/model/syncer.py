@@ -433,8 +433,8 @@ class SyncerBook:
     if now_ns < self._sweep_ns:
       return  # it exits
     self._sweep_ns = now_ns + self.config.heartbeat_ns
-    usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
-    self.usual_report_ns = usual_ns or self.usual_report_ns
+    nonces = (one.join.nonce for one in self.members.values())
+    self.usual_report_ns = self.window.usual_report_ns(nonces) or self.usual_report_ns
     for peer in self.members.values():
       self._advance(now_ns, self.lineage.holders[peer.join.learner])
 

@@ -5,9 +5,8 @@ set -euo pipefail
 certs=certs
 here=$(dirname "$0")
 kubectl() { command kubectl --namespace=research "$@"; }
-for file in "$here"/run-1-syncer.yaml "$here"/run-1-l[0-9]*.yaml; do  # the syncer first
-  if [ -e "$file" ]; then files+=("$file"); fi
-done
+shopt -s nullglob
+files=("$here"/run-1-[s]yncer.yaml "$here"/run-1-l[0-9]*.yaml)  # the syncer first, if here
 for file in "${files[@]}"; do  # without all of them nothing starts, and nothing costs
   name=$(basename "$file" .yaml)
   kubectl create secret generic "$name" --from-file="$certs/${name#run-1-}" \
