@@ -28,6 +28,7 @@ class Size(NamedTuple):
   seeds: int
   share: float = 0.0  # of the time that is left
   fragments: int = 12
+  eval_batches: int = 32
 
   @property
   def parameters(self) -> int:
@@ -47,13 +48,13 @@ SIZES = {
   '120M': Size(13, 896, 2432, 64, seeds=1, share=0.95),
 }
 REHEARSED = {
-  '30k': Size(2, 32, 80, 8, seeds=2, fragments=2),
-  '63k': Size(2, 48, 128, 12, seeds=1, fragments=2),
+  '30k': Size(2, 32, 80, 8, seeds=2, fragments=2, eval_batches=4),
+  '63k': Size(2, 48, 128, 12, seeds=1, fragments=2, eval_batches=4),
 }
 LENGTH = 64  # bytes of a window
 PROBED_STEPS = 24  # by which the pace is found, after those that compile
 MOST = 20  # tokens for each parameter
-LEAST_STEPS = 100
+LEAST_STEPS = 60
 # The best rate of data-parallel training falls by a factor of 2 from SMALL to so many parameters.
 LAW = 227_904, 0.024
 
@@ -95,7 +96,11 @@ def config_of(size: Size, learners: int, text: str, seed: int, steps: int) -> ru
     name='muon', learning_rate=rate_of(size.parameters), warmup_steps=steps // 20
   )
   config.data = train_config.DataConfig(
-    corpus=text, seq_len=LENGTH, batch_size=size.windows // learners, seed=seed, eval_batches=32
+    corpus=text,
+    seq_len=LENGTH,
+    batch_size=size.windows // learners,
+    seed=seed,
+    eval_batches=size.eval_batches,
   )
   config.mesh.data = config.sync.quorum = 1
   config.sync.learners, config.train.steps, config.train.seed = learners, steps, seed
