@@ -52,9 +52,9 @@ REHEARSED = {
   '63k': Size(2, 48, 128, 12, seeds=1, fragments=2, eval_batches=4),
 }
 LENGTH = 64  # bytes of a window
-PROBED_STEPS = 24  # by which the pace is found, after those that compile
+PROBED_STEPS = 12  # by which the pace is found, after those that compile
 MOST = 20  # tokens for each parameter
-LEAST_STEPS = 60
+LEAST_STEPS, REHEARSED_STEPS = 100, 24
 # The best rate of data-parallel training falls by a factor of 2 from SMALL to so many parameters.
 LAW = 227_904, 0.024
 
@@ -65,7 +65,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   text = 'stdlib' if rehearse else f'{sysconfig.get_path("purelib")}/**/*.py'
   for name, size in (REHEARSED if rehearse else SIZES).items():
     end_s = time.monotonic() + size.share * (until - time.monotonic())
-    compare(out, name, size, text, end_s, LEAST_STEPS if rehearse else 0)
+    compare(out, name, size, text, end_s, REHEARSED_STEPS if rehearse else 0)
 
 
 def rate_of(parameters: int) -> float:
@@ -124,6 +124,7 @@ def compare(
   left_s = 0.9 * (end_s - time.monotonic())
   together = size.windows * LENGTH
   in_time = left_s / size.seeds / sum(step_s.values())
+  enough = steps or in_time >= LEAST_STEPS
   steps = steps or int(min(in_time, MOST * size.parameters / together))
   conditions = {
     'parameters': size.parameters,
@@ -133,7 +134,7 @@ def compare(
     'tokens': steps * together,
   }
   figures.add(out, 'parity', **{name: conditions})
-  for seed in range(size.seeds if steps >= LEAST_STEPS else 0):
+  for seed in range(size.seeds if enough else 0):
     base = None
     for arm, learners in programs.items():
       curve = train(learners, assembled(arm, seed, steps))
