@@ -31,9 +31,9 @@ TOTAL_S = 690  # of the twelve minutes; the rest is the start, and the end of wh
 MERCY_S = 5  # from SIGTERM to SIGKILL
 
 
-def environment(folder: str, rehearse: bool) -> dict[str, str]:
+def environment(phase: str, folder: str, rehearse: bool) -> dict[str, str]:
   """The environment of a phase. Its processes share one cache, new and complete, and say what they
-  compile; none reserves memory of the device."""
+  compile; none reserves memory of the device, which three learners share in `processes`."""
   return {
     'JAX_PLATFORMS': 'cpu' if rehearse else 'cuda,cpu',
     **({'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'} if rehearse else {}),  # compiles in half the time
@@ -45,7 +45,7 @@ def environment(folder: str, rehearse: bool) -> dict[str, str]:
     'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')])),
     'PYTHONUNBUFFERED': '1',
     'TMPDIR': folder,
-    'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.25',
+    'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.25' if phase == 'processes' else '0.8',
     'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
   }
 
@@ -69,7 +69,7 @@ def carry_out(phase: str, arguments: argparse.Namespace, limit_s: float) -> bool
         [sys.executable, '-m', 'scripts.accelerator', *words]
         + [f'--phase={phase}', f'--out={out}', f'--limit_s={limit_s - 2 * MERCY_S:.0f}'],
         cwd=ROOT,
-        env=environment(folder, arguments.rehearse),
+        env=environment(phase, folder, arguments.rehearse),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
