@@ -119,12 +119,15 @@ def shadows(world: World) -> None:
     (world.cwd / f'{name}.py').write_text('raise RuntimeError(__file__)\n', 'utf-8')
 
 
-WORLDS = pytest.mark.parametrize(
-  'world', [ascii_only, latin_1, no_home, shadows], indirect=True, ids=lambda one: one.__name__
-)
+def worlds(*by_default) -> pytest.MarkDecorator:
+  """All of them with --all."""
+  full = lambda one: () if one in by_default else pytest.mark.full
+  every = ascii_only, latin_1, no_home, shadows
+  rows = [pytest.param(one, marks=full(one), id=one.__name__) for one in every]
+  return pytest.mark.parametrize('world', rows, indirect=True)
 
 
-@WORLDS
+@worlds(ascii_only, no_home, shadows)
 def test_a_run_its_report_and_its_page(world):
   """`diloco train` begins in a folder, and writes into one, whose names are not ASCII."""
   words = '--config=stdlib_lm:tiny', f'--config.train.steps={STEPS}', '--workdir=läuft'
@@ -153,7 +156,7 @@ def test_a_run_its_report_and_its_page(world):
     page.communicate()
 
 
-@WORLDS
+@worlds(latin_1)
 def test_an_own_loop(world):
   """Its script is elsewhere: what lies beside a script is imported first, by Python's own rule."""
   steps = f'--config.train.steps={OWN_STEPS}'
