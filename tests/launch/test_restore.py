@@ -365,7 +365,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   done = diloco(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
   assert done.returncode == 0, done.stderr
   assert 'the run continues from the checkpoint of clock 105' in done.stdout
-  again = f'diloco_jax train --resume --workdir={workdir}'
+  again = f' train --resume --workdir={workdir}'
   assert done.stdout.splitlines()[-1].endswith(again)
   assert restore_note.read(workdir).log == 10
   assert load.read(workdir).sync.learners == 2

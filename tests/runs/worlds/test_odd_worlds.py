@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.request
 
 import pytest
@@ -37,6 +38,7 @@ class World:
 
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
+    self.short = tempfile.mkdtemp(prefix='w')  # for the path of a socket
     self.cwd = folder / 'größe'
     self.cwd.mkdir()
     self.before: list[str] = []
@@ -83,6 +85,7 @@ def _world(tmp_path, request):
   for process in made.started:
     process.kill()
     process.wait()
+  shutil.rmtree(made.short)
 
 
 def ascii_only(world: World) -> None:
@@ -99,13 +102,13 @@ def latin_1(world: World) -> None:
 
 def no_home(world: World) -> None:
   """A user id that nobody has; where user namespaces are forbidden, passwd answers so."""
-  world.environment = {'PATH': os.environ['PATH'], 'TMPDIR': str(world.folder)}
+  world.environment = {'PATH': os.environ['PATH'], 'TMPDIR': world.short}
   unshare = ['unshare', '--user', '--map-user=54321']
   with contextlib.suppress(OSError):
     if not subprocess.run([*unshare, 'true'], capture_output=True).returncode:
       world.before = unshare
   user = 54321 if world.before else os.getuid()
-  cache = world.folder / f'diloco_jax-{user}' / 'diloco_jax'
+  cache = pathlib.Path(world.short, f'diloco_jax-{user}', 'diloco_jax')
   cache.mkdir(parents=True)
   (cache / 'jax').symlink_to(CACHE)
   if not world.before:
