@@ -46,20 +46,19 @@ def test_the_log_of_a_phase_counts_each_program_once():
 def test_a_rehearsal_that_is_killed_keeps_the_figures_of_the_phases_before(tmp_path):
   """Its second phase is under way when SIGTERM comes; no process of it stays."""
   command = [sys.executable, '-m', 'scripts.accelerator', '--rehearse', '--only=single,parity']
-  rehearsal = subprocess.Popen(
+  with subprocess.Popen(
     [*command, f'--out={tmp_path}'],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     text=True,
     env=os.environ | {'JAX_NUM_CPU_DEVICES': '1'},
-  )
-  lines = iter(rehearsal.stdout)
-  assert any(line.startswith('single: compiled_twice') for line in lines)
-  log = tmp_path / 'parity.log'
-  while not log.exists() and rehearsal.poll() is None:
-    pass
-  rehearsal.send_signal(signal.SIGTERM)
-  assert rehearsal.wait(60) == 143
+  ) as rehearsal:
+    assert any(line.startswith('single: compiled_twice') for line in rehearsal.stdout)
+    log = tmp_path / 'parity.log'
+    while not log.exists() and rehearsal.poll() is None:
+      pass
+    rehearsal.send_signal(signal.SIGTERM)
+    assert rehearsal.wait(60) == 143
   found = json.loads((tmp_path / figures.FILE).read_text('utf-8'))
   assert found['single']['ended'] == 'in order', found
   assert found['single']['payloads_through_the_host'] == found['single']['ledger_off_by'] == 0
