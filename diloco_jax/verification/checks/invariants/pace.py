@@ -25,7 +25,8 @@ class Pace(invariant.Invariant):
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._look_ns = 0
-    self._late: tuple[int, int] = -1, 0  # a sync, and since when it is late
+    # A syncer's book, a sync, and since when that is late: a new process waits anew.
+    self._late: tuple[object, int, int] = None, -1, 0
     self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
 
   @invariant.on(SYNCER, messages.Pull)
@@ -110,10 +111,10 @@ class Pace(invariant.Invariant):
     claimed = max((book.lineage.holders[peer.join.learner].claimed for peer in peers), default=0)
     if claimed < sync + 2 * self.config.period:
       return False
-    if self._late[0] != sync:
-      self._late = sync, now_ns
+    if self._late[:2] != (book, sync):
+      self._late = book, sync, now_ns
     waits_ns = self.config.lease_ns + self.config.longest_redial_ns + self.config.heartbeat_ns
-    return now_ns <= self._late[1] + waits_ns
+    return now_ns <= self._late[2] + waits_ns
 
   def _reached(self, book: SyncerBook, sync: int, lead: int) -> None:
     steps = self._steps(book)
