@@ -86,8 +86,8 @@ def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 
 def speak_utf8() -> None:
-  """Makes the names of files, and the text in pipes and files, UTF-8 whatever the locale is. What a
-  terminal cannot show is replaced."""
+  """Makes the names of files, and the text in pipes and files, UTF-8 whatever the locale is.
+  Characters that a terminal cannot show are replaced."""
   if sys.getfilesystemencoding() != 'utf-8' and 'utf8' not in sys._xoptions:
     os.environ.setdefault('PYTHONIOENCODING', locale.getencoding())  # what the terminal can show
     os.execv(sys.executable, [sys.executable, '-X', 'utf8', *sys.orig_argv[1:]])

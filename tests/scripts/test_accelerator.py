@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -54,9 +55,8 @@ def test_a_rehearsal_that_is_killed_keeps_the_figures_of_the_phases_before(tmp_p
     env=os.environ | {'JAX_NUM_CPU_DEVICES': '1'},
   ) as rehearsal:
     assert any(line.startswith('single: compiled_twice') for line in rehearsal.stdout)
-    log = tmp_path / 'parity.log'
-    while not log.exists() and rehearsal.poll() is None:
-      pass
+    while not (tmp_path / 'parity.log').exists() and rehearsal.poll() is None:
+      time.sleep(0.05)
     rehearsal.send_signal(signal.SIGTERM)
     assert rehearsal.wait(60) == 143
   found = json.loads((tmp_path / figures.FILE).read_text('utf-8'))

@@ -1,5 +1,5 @@
 """The files of the image that scripts/Dockerfile makes, without docker: an interpreter of that file
-and of .dockerignore, for what these two use. What it does not know fails.
+and of .dockerignore, for what these two use. An instruction that it does not know is an error.
 """
 
 import dataclasses
