@@ -22,6 +22,9 @@ class Sync:
   trains on before all live ones are there, and a dead one is not waited for"""
   period: int = 12
   """H, inner steps between two syncs of one fragment"""
+  longest_period: int = 192
+  """the longest period to which the syncer changes the run where the links of most learners do
+  not carry `sync.period`, or payloads come too late for it; below twice `sync.period`: never"""
   fragments: int = 12
   """P, how many fragments the model is cut into"""
   overlap: int = 3

@@ -131,6 +131,13 @@ class ProtocolConfig:
     shared=False,
   )
   period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1, high=10**6)
+  longest_period: int = setting(
+    192,
+    'the longest period to which the syncer changes the run where the links of most learners do '
+    'not carry `sync.period`, or payloads come too late for it; below twice `sync.period`: never',
+    high=10**7,
+    shared=False,
+  )
   fragments: int = setting(
     12,
     'P, how many fragments the model is cut into',

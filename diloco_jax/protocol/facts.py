@@ -151,6 +151,18 @@ class Link:
   slot_ns: int
 
 
+@fact
+class Tempo:
+  """The syncer has changed the period of the run, or how long an answer may take, both in inner
+  steps (syncer/tempo.py). `factor`: the new period in those of the settings; `sync`: the first one
+  that follows it."""
+
+  factor: int
+  delay: int
+  period: int
+  sync: int
+
+
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
@@ -180,5 +192,7 @@ class Adopted:
   reason: str
 
 
-_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress | Link
+_SyncerFact = (
+  Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress | Link | Tempo
+)
 Fact = _SyncerFact | State | Adopted

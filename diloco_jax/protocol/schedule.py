@@ -4,6 +4,10 @@ Sync t handles the fragment p with (t - t_p) mod H == 0 (paper section 4). The o
 evenly, t_p = floor((p + 1) H / P), so that P = H gives one fragment a step (p = (t - 1) mod P) and
 P = 1 gives DiLoCo: all fragments at once, every H steps.
 
+If the links do not carry that, the syncer lengthens the period of the run (syncer/tempo.py): with a
+*period factor* q each fragment has its turn in one of q periods, and of the syncs about one in q,
+so that the payloads stay evenly spread. Learners need not know q: they answer pulls.
+
 After the last inner step T every fragment is due once more, at T < t <= T + H: these *closing*
 syncs merge the steps since its last sync, so that the run ends without unmerged steps.
 
@@ -12,6 +16,7 @@ and invariant P1 (docs/simulator.md) states when a sync opens.
 """
 
 import bisect
+import math
 
 from diloco_jax.protocol import config as config_lib
 
@@ -34,13 +39,25 @@ class Schedule:
     """The fragment that is due at t, or None."""
     return self._fragments.get(t % self.period) if t > 0 else None
 
-  def next(self, t: int) -> int:
-    """The first due time after t (t >= 0)."""
+  def next(self, t: int, factor: int = 1) -> int:
+    """The first due time after t (t >= 0) that has a turn with this period factor of the run."""
     whole, rest = divmod(t, self.period)
     place = bisect.bisect_right(self.offsets, rest)
     if place == len(self.offsets):
-      return (whole + 1) * self.period + self.offsets[0]
-    return whole * self.period + self.offsets[place]
+      whole, place = whole + 1, 0
+    due = whole * self.period + self.offsets[place]
+    while factor > 1 and due <= self.total_steps and self.turn(due, factor) is None:
+      due = self.next(due)
+    return due
+
+  def number(self, sync: int) -> int:
+    """The place of a sync among all syncs of the schedule."""
+    return -(-sync * len(self.offsets) // self.period) - 1
+
+  def turn(self, sync: int, factor: int) -> int | None:
+    """The place of a sync among those that have a turn with this period factor; None: it has
+    none."""
+    return turn(self.number(sync), len(self.offsets), factor)
 
   def due(self, fragment: int, after: int) -> int:
     """The first due time of `fragment` after step `after`."""
@@ -52,3 +69,23 @@ class Schedule:
   def last_due(self, fragment: int, upto: int) -> int:
     """The last due time of `fragment` up to step `upto` (not positive: there was none)."""
     return self.due(fragment, upto) - self.period
+
+
+def turn(number: int, fragments: int, factor: int) -> int | None:
+  """The place of sync `number`, of which `number % fragments` is the fragment, among those that
+  have a turn: each fragment in one of `factor` periods, and one sync of about `factor`.
+
+  >>> [n for n in range(48) if turn(n, 12, 5) is not None]
+  [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
+  >>> [(n % 4, n // 4) for n in range(32) if turn(n, 4, 4) is not None]  # fragment, period
+  [(0, 0), (3, 1), (2, 2), (1, 3), (0, 4), (3, 5), (2, 6), (1, 7)]
+  >>> turn(45, 12, 5), turn(46, 12, 5), turn(60, 12, 5)
+  (9, None, 12)
+  """
+  cycle, place = divmod(number, factor * fragments)
+  found = -(-place // factor)
+  if (
+    found < fragments and place == found * factor - found * math.gcd(factor, fragments) // fragments
+  ):
+    return cycle * fragments + found
+  return None

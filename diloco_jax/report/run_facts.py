@@ -179,6 +179,7 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
+    period: the newest one that the syncer has chosen, in inner steps; 0: that of the settings.
     layout: what it trains and exchanges, in numbers and in words.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
@@ -213,6 +214,7 @@ class RunFacts:
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps = total_steps
+    self.period = 0
     self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()
@@ -354,6 +356,8 @@ class RunFacts:
         self.ledger = fact
       case protocol_facts.Synced():
         self._synced(at_s, fact)
+      case protocol_facts.Tempo(period=period):
+        self.period = period
       case protocol_facts.Cancelled(sync=sync):
         self._passed = sync
       case protocol_facts.Member():

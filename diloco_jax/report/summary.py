@@ -129,6 +129,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'tokens_merged': tokens['merged'],
     'tokens_discarded': tokens['discarded'],
     'outer_steps': ledger.synced if ledger else len(run.merges_s),
+    'period_chosen': run.period or None,
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
@@ -399,6 +400,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(line + _describe_status(row))
   if between := summary['inner_steps_between_syncs_mean']:
     lines.append(f'{between:.1f} inner steps between two syncs of a fragment, on average')
+  if period := summary['period_chosen']:
+    lines.append(f'the syncer chose a period of {period} inner steps, as most links asked for it')
   return lines + _clock_lines(summary)
 
 

@@ -30,6 +30,7 @@ from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
+from diloco_jax.protocol.syncer import tempo as tempo_lib
 from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
@@ -47,9 +48,11 @@ class Gathering:
     shards: shards_lib.Shards,
     screening: screening_lib.Screening,
     links: links_lib.Links,
+    tempo: tempo_lib.Tempo,
     out: action_list.ActionList,
   ):
     self._shards = shards
+    self._tempo = tempo
     self._config = config
     self._members = members
     self._ledger = ledger
@@ -89,7 +92,7 @@ class Gathering:
 
   def may_announce(self, fragment: int) -> bool:
     """Whether there is room for a sync of this fragment beside those in hand."""
-    free = len(self.announced) < self._config.lead
+    free = len(self.announced) < self._tempo.lead
     return free and all(gather.fragment != fragment for gather in self._in_hand())
 
   def _in_hand(self) -> list[gather_lib.Gather]:
@@ -129,10 +132,10 @@ class Gathering:
 
   def _window_ns(self, gather: gather_lib.Gather) -> int:
     last = self._published.fragments[gather.fragment].last_sync
-    overdue = gather.fragment in self._unmerged and gather.sync - last >= 2 * self._config.period
+    overdue = gather.fragment in self._unmerged and gather.sync - last >= 2 * self._tempo.period
     if overdue or self._config.closing(gather.sync) or self._config.waits_for_live:
       return self._config.lease_ns
-    return self.grace.window_ns(self._config, pace_lib.step_ns(self._members))
+    return self.grace.window_ns(self._tempo, pace_lib.step_ns(self._members))
 
   def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
@@ -471,7 +474,6 @@ class Gathering:
 
   def check(self) -> None:
     """Asserts that no two open syncs have the same fragment, and that each is consistent."""
-    assert len(self.open) <= self._config.in_flight, self.open
     gathers = self._in_hand()
     assert len({gather.fragment for gather in gathers}) == len(gathers), gathers
     live = {member.learner for member in self._members.by_session.values()}

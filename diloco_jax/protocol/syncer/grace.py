@@ -29,6 +29,7 @@ for K = 1.
 import dataclasses
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 SHIFT = 3  # a new sample has weight 1/8
 
@@ -73,10 +74,11 @@ class Grace:
       self.sync_ns.add(now_ns - began_ns)
       del self._merging[fragment]
 
-  def window_ns(self, config: config_lib.ProtocolConfig, step_ns: int) -> int:
+  def window_ns(self, tempo: tempo_lib.Tempo, step_ns: int) -> int:
     """How long after its opening a sync waits for more than K learners, for a usual step of
     `step_ns`."""
     if not self.sync_ns.samples:
       return 0
-    slack_ns = config.overlap * step_ns - self.sync_ns.value
-    return max(0, slack_ns) * config.grace_permille // config_lib.PERMILLE
+    delay_ns = tempo.delay * step_ns
+    slack_ns = tempo.overlap * step_ns - max(0, self.sync_ns.value - delay_ns)
+    return delay_ns + max(0, slack_ns) * tempo.config.grace_permille // config_lib.PERMILLE

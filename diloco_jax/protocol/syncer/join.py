@@ -66,6 +66,7 @@ class _Offered:
 
   join: messages.Join
   incarnation: int
+  at_ns: int
 
 
 class Membership:
@@ -134,7 +135,7 @@ class Membership:
       self._refuse(session, refused)
       return
     incarnation = self._members.offer(join)
-    self._offered[session] = _Offered(join, incarnation)
+    self._offered[session] = _Offered(join, incarnation, now_ns)
     self._out.send(session, messages.Offer(run=self._run, incarnation=incarnation))
 
   def confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> None:
@@ -167,6 +168,9 @@ class Membership:
     if known is not None and known.live:
       self._close(known, 'the process opened a new session', 'replaced by a new session')
     self._admit(now_ns, session, offered.join, confirm)
+    member = self._members.by_session.get(session)
+    if member is not None:
+      member.round_trip_ns = now_ns - offered.at_ns
 
   def _recheck_offer(self, now_ns: int, offered: _Offered, proved: str) -> messages.Refused | None:
     """Refuses if another process took the id between Offer and Confirm."""

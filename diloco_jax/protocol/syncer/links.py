@@ -23,15 +23,16 @@ pulled once in each period in which its last payload has arrived, or its recover
 The pulls of a learner are spread evenly over the r periods, so that they do not queue.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 PERMILLE = config_lib.PERMILLE
 KIB = 1_024
@@ -43,9 +44,7 @@ SLOTS = 8  # between the first syncs of a run, before anything is asked of its l
 MAX_MARKS = 4_096  # reported steps whose payloads may still come
 TOO_FULL, FREE = 800, 600  # shares of a budget, in 1/1000: a narrow link uses more, a wide one less
 SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no deltas, and to send them
-# Up to this share of a slot each payload comes, if late; from the other on r is 1 again.
-LATE, IN_TIME = 1_400, 1_150
-MARGIN, WIDE_MARGIN = 1_250, 1_500  # of the time of a payload, in 1/1000: for r to grow, to shrink
+LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
 
 
 def are_measured(payload_bytes: Sequence[int]) -> bool:
@@ -62,6 +61,8 @@ class Links:
     members: members_lib.Members,
     payload_bytes: Sequence[int],
     narrow_bytes: Sequence[int],
+    schedule: schedule_lib.Schedule,
+    tempo: tempo_lib.Tempo,
     notices: rate_limited_log.Notices,
     out: action_list.ActionList,
   ):
@@ -72,16 +73,19 @@ class Links:
       members: whose links they are.
       payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient with the regular
         and with the narrow codec. Without the latter nothing less is asked of any link.
+      schedule: which sync has its turn.
+      tempo: the period of the run, which the links change.
+      notices, out: for what is said and reported.
     """
+    self._schedule, self._tempo = schedule, tempo
     self._config, self._members, self._notices, self._out = config, members, notices, out
     self._largest = max(payload_bytes)
     self._total = sum(payload_bytes)
     self._narrow_total = sum(narrow_bytes) or self._total
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.
-    self._adapts = (
-      bool(narrow_bytes) and config.rebases and config.lag is None and not config.waits_for_live
-    )
+    self._goes_on = config.rebases and config.lag is None and not config.waits_for_live
+    self._adapts = bool(narrow_bytes) and self._goes_on
     self.now_ns = 0  # of the present turn
     self._opened_ns: int | None = None
     self._delta_bytes: dict[int, int] = {}  # of the newest version of each fragment
@@ -95,7 +99,8 @@ class Links:
     if self._config.closing(gather.sync):
       return
     if self._opened_ns is not None:
-      time_ns, usual_ns = self.now_ns - self._opened_ns, self.slot_ns.value
+      time_ns = (self.now_ns - self._opened_ns) // self._tempo.factor
+      usual_ns = self.slot_ns.value
       self.slot_ns.add(min(time_ns, 4 * usual_ns) if usual_ns else time_ns)
     self._opened_ns = self.now_ns
     ahead_ns = self._config.steps_ahead * pace_lib.step_ns(self._members)
@@ -114,18 +119,19 @@ class Links:
     due_ns = next((time_ns for tokens, time_ns in link.marks if tokens >= message.tokens_to), None)
     link.marks = [mark for mark in link.marks if mark[0] >= message.tokens_to]
     last_ns, link.arrived_ns = link.arrived_ns, self.now_ns
-    asked_ns = link.asked.get(self._number(message.sync))  # None: it is repeated
+    asked_ns = link.asked.get(self._schedule.number(message.sync))  # None: it is repeated
     usual = 4 * size * self._config.fragments >= self._narrow_total
     known = due_ns is not None and asked_ns is not None
     if known and usual and not self._config.closing(message.sync):
-      time_ns = self.now_ns - max(due_ns, asked_ns, last_ns)
+      began_ns = max(due_ns, asked_ns + self._round_trip_ns(member), last_ns)
+      time_ns = max(0, self.now_ns - began_ns)
       link.samples = [*link.samples, time_ns * KIB // size][-SAMPLES:]
       self._judge(member)
     self.answered(member, message.sync)
 
   def answered(self, member: members_lib.Member, sync: int) -> None:
     """The learner has answered a pull of this sync, or its payload has arrived."""
-    self._forget(member.up, self._number(sync))
+    self._forget(member.up, self._schedule.number(sync))
 
   def sent(self, member: members_lib.Member, publish: messages.Publish) -> None:
     """A version is sent to the learner."""
@@ -144,8 +150,9 @@ class Links:
     count = names.index((fragment, version)) + 1
     arrived, down.sent = down.sent[:count], down.sent[count:]
     _, _, sent_ns, _ = arrived[0]
-    idle = sent_ns >= down.arrived_ns
-    time_ns = self.now_ns - max(sent_ns, down.arrived_ns) - idle * member.inner_step_ns
+    down.delays = [*down.delays, self.now_ns - arrived[-1][2]][-DOWN_SAMPLES:]
+    way_ns = member.inner_step_ns + self._round_trip_ns(member)
+    time_ns = self.now_ns - max(sent_ns + way_ns, down.arrived_ns)
     down.arrived_ns = self.now_ns
     size = sum(size for _, _, _, size in arrived)
     down.samples = [*down.samples, (max(0, time_ns), size)][-DOWN_SAMPLES:]
@@ -188,33 +195,24 @@ class Links:
       up.narrow = full > (FREE if up.narrow else TOO_FULL)
     if not self._adapts:
       return
-    share, median = self._up_share(member), self._median(self._up_share)
-    if share <= LATE if up.periods == 1 else share <= IN_TIME:
-      up.periods = 1
-    elif median <= PERMILLE or up.periods > 1:
-      least, most = (_periods(share, margin) for margin in (MARGIN, WIDE_MARGIN))
-      up.periods = max(least, min(up.periods, most))
-    elif median > LATE:
-      period = self._config.period
-      self._notices.say(
-        self.now_ns,
-        'thin links',
-        'the links of most learners are too thin: a payload takes '
-        f'{median / PERMILLE:.1f} times as long as there is until the next one is due. So few '
-        'learners are merged in each sync, and the model becomes worse than with a longer period. '
-        f'What was merged is safe. Start a run with sync.period={period * _fits(median, MARGIN)} '
-        f'(it is {period}), or with faster links.',
-      )
+    share = self._up_share(member) // self._tempo.factor
+    if up.periods > 1 or self._median(self._up_share) <= PERMILLE * self._tempo.factor:
+      up.periods = tempo_lib.factor(share, up.periods, MOST_PERIODS, tempo_lib.ONE_LINK)
 
   def _judge_down(self, member: members_lib.Member) -> None:
     down, share = member.down, self._down_share(member)
     waits_ns = self.now_ns - down.sent[0][2] if down.sent else 0
     if down.sparse:
-      down.sparse = share > DENSE
-    elif self._up_share(member) <= TOO_FULL:  # else its reports wait behind its payloads
-      long_ns = self.slot_ns.value * self._config.fragments + self._config.lease_ns // 10
+      down.sparse = share > DENSE * self._tempo.factor
+    elif (
+      self._up_share(member) <= TOO_FULL * self._tempo.factor
+    ):  # else its reports wait behind its payloads
+      period_ns = self.slot_ns.value * self._config.fragments * self._tempo.factor
+      long_ns = period_ns + self._config.lease_ns // 10
       down.sparse = (
-        share > SPARSE and waits_ns > long_ns and self._median(self._down_share) <= PERMILLE
+        share > SPARSE * self._tempo.factor
+        and waits_ns > long_ns
+        and self._median(self._down_share) <= PERMILLE * self._tempo.factor
       )
 
   def _up_share(self, member: members_lib.Member) -> int:
@@ -263,50 +261,62 @@ class Links:
 
   def pulls(self, member: members_lib.Member, sync: int) -> bool:
     """Whether the learner is pulled for a sync that has its quorum without it."""
-    link, number, fragments = member.up, self._number(sync), self._config.fragments
+    link, number, fragments = member.up, self._schedule.number(sync), self._config.fragments
     if link.periods == 1 or member.down.sparse:
       return not member.down.sparse
     if self._config.closing(sync):
       return True
-    lost = number - 2 * max(fragments, 2 * link.periods)  # to older pulls no answer will come
+    factor = self._tempo.factor
+    # To older pulls no answer will come.
+    lost = number - 2 * factor * max(fragments, 2 * link.periods)
     waiting = sum(one > lost for one in link.asked)
-    if not waiting and number - link.asked_at >= fragments:
+    if not waiting and number - link.asked_at >= factor * fragments:
       return True
     few = waiting < 2 + self._config.lead // link.periods
-    return few and in_turn(number, fragments, link.periods)
+    turn = self._schedule.turn(sync, factor)
+    return few and turn is not None and schedule_lib.turn(turn, fragments, link.periods) is not None
 
   def asked(self, member: members_lib.Member, sync: int) -> None:
     """The learner is pulled."""
-    self._forget(member.up, self._number(sync) - 4 * max(self._config.fragments, MOST_PERIODS))
-    member.up.asked_at = self._number(sync)
-    member.up.asked[member.up.asked_at] = self.now_ns
+    number = self._schedule.number(sync)
+    oldest = 4 * self._tempo.factor * max(self._config.fragments, MOST_PERIODS)
+    self._forget(member.up, number - oldest)
+    member.up.asked_at = number
+    member.up.asked[number] = self.now_ns
 
   def _forget(self, link: members_lib.Uplink, upto: int) -> None:
     link.asked = {number: at_ns for number, at_ns in link.asked.items() if number > upto}
 
-  def _number(self, sync: int) -> int:
-    """The place of a sync in the schedule of all syncs."""
-    return -(-sync * self._config.fragments // self._config.period) - 1
+  def retime(self) -> bool:
+    """Changes the period of the run if the links of most learners ask for it; whether it did."""
+    step_ns = pace_lib.step_ns(self._members)
+    if not (self._goes_on and step_ns):
+      return False
+    slot_ns = step_ns * self._config.period // self._config.fragments
+    share = self._median(lambda one: self._longest_ns(one) * PERMILLE // slot_ns)
+    share *= self._adapts
+    delay_ns = self._median(self._round_trip_ns)
+    delay = delay_ns // step_ns if delay_ns >= LEAST_DELAY_NS else 0
+    if not self._tempo.adapt(share, delay):
+      return False
+    self._notices.say(
+      self.now_ns,
+      'tempo',
+      f'each fragment is exchanged every {self._tempo.period} inner steps now (sync.period is '
+      f'{self._config.period}): a payload of most learners takes {share / PERMILLE:.1f} times as '
+      f'long as there is until the next one is due, and an answer {delay} steps. Nothing is lost. '
+      'A longer period costs some quality; faster links, a smaller sync.codec_up or a larger batch '
+      'shorten it.',
+    )
+    return True
 
+  def _round_trip_ns(self, member: members_lib.Member) -> int:
+    """Of a message without a payload. A process that was busy when it joined took longer to
+    confirm than a version takes now."""
+    return min([member.round_trip_ns, *member.down.delays])
 
-def in_turn(number: int, fragments: int, r: int) -> bool:
-  """Whether a learner of period factor r is pulled for the sync of this number, of which
-  `number % fragments` is the fragment: each fragment in one of r periods, and one sync of about r.
-
-  >>> [n for n in range(48) if in_turn(n, 12, 5)]
-  [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
-  >>> [(n % 4, n // 4) for n in range(32) if in_turn(n, 4, 4)]  # fragment, period
-  [(0, 0), (3, 1), (2, 2), (1, 3), (0, 4), (3, 5), (2, 6), (1, 7)]
-  """
-  place = number % (r * fragments)
-  turn = -(-place // r)
-  return turn < fragments and place == turn * r - turn * math.gcd(r, fragments) // fragments
-
-
-def _periods(share: int, margin: int) -> int:
-  """The period factor for payloads that take this share of a slot, in 1/1000."""
-  return max(2, min(MOST_PERIODS, _fits(share, margin)))
-
-
-def _fits(share: int, margin: int) -> int:
-  return -(-share * margin // (PERMILLE * PERMILLE))
+  def _longest_ns(self, member: members_lib.Member) -> int:
+    """The time of a payload or of a delta of mean size, whichever is longer."""
+    total = self._narrow_total if self._narrow_total < self._total else self._total
+    up_ns = self._payload_ns(member.up, total)
+    return max(up_ns, self._delta_ns(member.down) if len(member.down.samples) >= SAMPLES else 0)

@@ -56,6 +56,7 @@ from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
+from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 Reason = messages.Reason
 OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'
@@ -90,13 +91,16 @@ class SyncerMachine:
     self._out = action_list.ActionList()
     self._members = members_lib.Members(config)
     self._ledger = ledger_lib.Ledger(config.fragments)
-    self._pace = pace_lib.Pace(config, self._schedule, self._members)
+    self._tempo = tempo_lib.Tempo(config)
+    self._pace = pace_lib.Pace(config, self._schedule, self._members, self._tempo)
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._links = links_lib.Links(
       config,
       self._members,
       payload_bytes,
       narrow_bytes,
+      self._schedule,
+      self._tempo,
       self._screening.notices,
       self._out,
     )
@@ -116,6 +120,7 @@ class SyncerMachine:
       self._shards,
       self._screening,
       self._links,
+      self._tempo,
       self._out,
     )
     self._membership = join_lib.Membership(
@@ -253,13 +258,24 @@ class SyncerMachine:
       self._gathering.announce(sync, self._schedule.fragment(sync))
     self._end(now_ns)
 
+  def _retime(self) -> None:
+    """Changes the period of the run if most links ask for it, but not at its end. The announced
+    syncs are cancelled, since others have their turn now: the learners send the steps again."""
+    before = self._tempo.factor
+    if self._stopping or self._config.closing(self._pace.soon) or not self._links.retime():
+      return
+    if self._tempo.factor != before:
+      self._gathering.skip(self._schedule.last + 1)
+      self._pace.retime()
+    self._out.report(self._tempo.fact(self._pace.next))
+
   # --- The life of a sync -------------------------------------------------------------------------
 
   def _may_open(self) -> bool:
     if self._stopping or not self._pace.reached:
       return False
     fragments = [gather.fragment for gather in self._gathering.open.values()]
-    free = len(fragments) < self._config.in_flight
+    free = len(fragments) < self._tempo.in_flight
     return free and self._schedule.fragment(self._pace.next) not in fragments
 
   def _may_announce(self) -> bool:
@@ -275,7 +291,7 @@ class SyncerMachine:
   def _skip_overdue(self) -> None:
     """Skips overdue syncs and tells lock-step learners, which would wait for them."""
     periods = self._pace.skip_overdue()
-    self._skipped += periods * self._config.fragments
+    self._skipped += periods * self._tempo.factor * self._config.fragments
     self._gathering.skip(self._pace.next)
     if not periods or self._config.lag is None:
       return
@@ -330,11 +346,12 @@ class SyncerMachine:
   # --- The end of the run -------------------------------------------------------------------------
 
   def _sweep(self, now_ns: int) -> None:
-    """Once per heartbeat: ends leases and reports the ledger."""
+    """Once per heartbeat: ends leases, judges the period of the run, reports the ledger."""
     self._sweep_ns = now_ns + self._config.heartbeat_ns
     self._membership.sweep(now_ns)
     if self._membership.started and not (self.closed or self._exiting):
       self._gathering.say_if_idle(now_ns, len(self._pace.contributors))
+      self._retime()
     self._report_ledger()
 
   def _end(self, now_ns: int) -> None:

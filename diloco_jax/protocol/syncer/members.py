@@ -52,12 +52,14 @@ class Downlink:
     sent: (fragment, version, time, bytes) of those that it has not reported as adopted.
     arrived_ns: of its last report.
     samples: the newest measures, (ns, bytes).
+    delays: of the newest versions, from when they were sent to the report.
     sparse: what follows.
   """
 
   sent: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
   arrived_ns: int = 0
   samples: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  delays: list[int] = dataclasses.field(default_factory=list)
   sparse: bool = False
 
 
@@ -88,7 +90,9 @@ class Member:
   # By fragment: its tokens when it adopted its anchor.
   anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
   left: bool = False  # it sent Leave
-  up: Uplink = dataclasses.field(default_factory=Uplink)  # links.py
+  # Its links (links.py); the time from an Offer to its Confirm, which bring no payloads.
+  round_trip_ns: int = 0
+  up: Uplink = dataclasses.field(default_factory=Uplink)
   down: Downlink = dataclasses.field(default_factory=Downlink)
   # What became of its payloads (gathering.py).
   contributed: bool = False  # on this session

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 SPEED = 16
 FASTEST_NS = 100_000  # of an inner step: the turn of a learner's machine after it takes longer
@@ -68,8 +69,10 @@ class Pace:
     config: config_lib.ProtocolConfig,
     schedule: schedule_lib.Schedule,
     members: members_lib.Members,
+    tempo: tempo_lib.Tempo,
   ):
     self._config = config
+    self._tempo = tempo
     self._schedule = schedule
     self._members = members
     self.last = schedule.last
@@ -78,6 +81,7 @@ class Pace:
     self.contributors: set[str] = set()
     self._ready: set[str] = set()
     self.soon = self.next  # the next sync to announce
+    self._announced = 0  # the last one that was
     self._close_ns: int | None = None  # when closing syncs wait for K learners only
     self._closes = False
     self._near: set[str] = set()  # contributors that are within `lead` steps of it
@@ -221,7 +225,7 @@ class Pace:
     clock = self._schedule.last if finished else member.clock
     if clock >= self.next:
       self._ready.add(member.learner)
-    if clock + self._config.lead >= self.soon:
+    if clock + self._tempo.lead >= self.soon:
       self._near.add(member.learner)
 
   def last_due(self, fragment: int) -> int:
@@ -235,7 +239,7 @@ class Pace:
     known = self._members.by_id
     lost = any(name in known and not known[name].left for name in self._lost)
     clocks = [m.claimed for m in self._members.by_session.values() if m.caught_up]
-    late = max(clocks, default=0) >= self.next + 2 * self._config.period
+    late = max(clocks, default=0) >= self.next + 2 * self._tempo.period
     if not (self._reunites and lost and late):
       return False
     if self._return_ns is None:
@@ -247,20 +251,31 @@ class Pace:
     steps = [m.clock for m in self._members.by_session.values() if m.caught_up]
     # Never past T: behind the last inner step no later sync makes up for a skipped one.
     late = min(kth_step(steps, self._needed(self.next)), self._config.total_steps) - self.next
-    periods = max(0, late // self._config.period)
-    self.next += periods * self._config.period
+    periods = max(0, late // self._tempo.period)
+    self.next += periods * self._tempo.period
     return periods
+
+  def retime(self) -> None:
+    """The period of the run has changed, and the announced syncs are cancelled: no learner answers
+    a pull of them any more."""
+    self.next = self.soon = self._after(max(self.opened, self._announced))
+    self._ready.clear()
+    self._near.clear()
+    self._mark_all()
+
+  def _after(self, sync: int) -> int:
+    return self._schedule.next(sync, self._tempo.factor)
 
   def announce(self) -> int:
     """Announces the next sync and returns it."""
-    announced, self.soon = self.soon, self._schedule.next(self.soon)
+    self._announced, self.soon = self.soon, self._after(self.soon)
     self._near.clear()
     self._mark_all()
-    return announced
+    return self._announced
 
   def open(self) -> int:
     """Opens the next sync and returns it."""
-    self.opened, self.next = self.next, self._schedule.next(self.next)
+    self.opened, self.next = self.next, self._after(self.next)
     self._lost.clear()
     self._reunites, self._return_ns = False, None
     self._ready.clear()

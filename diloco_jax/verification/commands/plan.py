@@ -66,7 +66,9 @@ def main(argv: list[str]) -> None:
     found = plan.facts(run, step_tokens, _TOKENS.value)
   print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
   if not found['fits']:
-    raise cli.NeverRetry(f'this run does not fit its {found["change"]}')
+    longer = found['period'] > sync.period
+    instead = f'. As it is, the syncer exchanges every {found["period"]} steps' if longer else ''
+    raise cli.NeverRetry(f'this run does not fit its {found["change"]}{instead}')
 
 
 def links(words: list[str], names: list[str]) -> tuple[Any, ...]:

@@ -43,6 +43,7 @@ class Prediction(NamedTuple):
     merged, on_time: the share of its tokens that is merged at all, and in the sync for which they
       were due (Counts).
     up_bytes, down_bytes: until the last step of all, on the wire, with the headers of all layers.
+    period: that the syncer has chosen at the end, in inner steps.
   """
 
   steps: dict[str, int]
@@ -51,6 +52,7 @@ class Prediction(NamedTuple):
   on_time: dict[str, float]
   up_bytes: dict[str, int]
   down_bytes: dict[str, int]
+  period: int
 
 
 class Counts(observers.Observer):
@@ -62,6 +64,7 @@ class Counts(observers.Observer):
     counters = (collections.Counter[str]() for _ in range(4))
     self.begun, self.steps, self.merged, self.on_time = counters
     self.ended_ns: dict[str, int] = {}  # its last step
+    self.period = 0  # of the run, if the syncer has changed it
     self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
 
   def saw(
@@ -77,6 +80,8 @@ class Counts(observers.Observer):
   def take(self, out: observers.Actions, training: Iterable[str]) -> None:
     """Counts the outer steps of a turn; `training`: the learners that have trained."""
     told = [one.fact for one in out if isinstance(one, actions.Report)]
+    for fact in told:
+      self.period = fact.period if isinstance(fact, facts.Tempo) else self.period
     late = {fact.sync: fact.late for fact in told if isinstance(fact, facts.Merging)}
     for merge in (one for one in out if isinstance(one, actions.Merge)):
       for name in {*training} - {one.learner for one in merge.participants}:
@@ -134,4 +139,5 @@ def predict(
     share(counts.merged, before.merged),
     share(counts.on_time, before.on_time),
     *carried,
+    counts.period or config.period,
   )

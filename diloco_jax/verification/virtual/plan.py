@@ -16,7 +16,7 @@ from diloco_jax.verification.virtual import conditions, links
 FITS = 0.95  # of each learner's tokens are merged in the syncs for which they were due
 COMPUTES = 0.9  # of what it computes on links of any speed
 SPARE = 4 / 3  # times the mean rate, for a link that loses nothing
-PERIODS = 6  # in a prediction
+PERIODS, LONG = 6, 60  # in a prediction, and in one of the period that the syncer chooses
 MEMORY_BYTES = 14.2  # of the syncer, for each parameter
 STEP_NS, GROWTH, THREADS = 6.3, 0.56, 4  # CPU of an outer step, M = 8; exponent in M; its threads
 BYTE_NS = 0.73  # of the syncer's CPUs, for each byte to or from it
@@ -63,11 +63,14 @@ class Run:
     return STEP_NS * 1e-9 * (self.protocol.learners / 8) ** GROWTH
 
   @functools.cache  # noqa: B019, a command plans few
-  def predict(self) -> links.Prediction:
-    """PERIODS of it in virtual time."""
-    steps, step_s = min(self.protocol.total_steps, PERIODS * self.protocol.period), min(self.step_s)
+  def predict(self, adapts: bool = False) -> links.Prediction:
+    """PERIODS of it in virtual time. `adapts`: LONG ones, in which the syncer may change the
+    period."""
+    period, step_s = self.protocol.period, min(self.step_s)
+    steps = min(self.protocol.total_steps, (LONG if adapts else PERIODS) * period)
+    bound = {} if adapts else {'longest_period': 0}
     return links.predict(
-      dataclasses.replace(self.protocol, total_steps=steps, save_steps=0, save_syncs=0),
+      dataclasses.replace(self.protocol, total_steps=steps, save_steps=0, save_syncs=0, **bound),
       links.sizes(self.values, *self.codecs),
       conditions.Hardware(
         step_s=step_s,
@@ -131,7 +134,7 @@ def fitting(run: Run) -> Run | None:
 def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
-  `change`: what it does not fit, and which settings do."""
+  `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which settings do."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
   rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)
@@ -149,8 +152,9 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
     + run.outer_step_s * parameters / run.period_s,
     'syncer_bytes_per_s': run.syncer_bytes_per_s,
     'seconds': tokens / (step_tokens * sum(rates)) if tokens else protocol.total_steps / max(rates),
-    'learners': found._asdict(),
+    'learners': {name: of for name, of in found._asdict().items() if name != 'period'},
     'fits': not misfit,
+    'period': run.predict(adapts=True).period if misfit == 'links' else protocol.period,
     'change': misfit and f'{misfit}{_change(run)}',
   }
 

@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
-from diloco_jax.protocol.syncer import grace, links
+from diloco_jax.protocol.syncer import grace, links, tempo
 from diloco_jax.verification.sim import engine, network
 from tests.protocol import transcript
 from tests.protocol.recording import Recording, discarded
@@ -38,11 +38,19 @@ def test_grace_formula():
   config = transcript.protocol_config(
     learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750
   )
-  window = grace.Grace()
-  assert window.window_ns(config, 100) == 0, 'nothing is known yet'
+  window, settings = grace.Grace(), tempo.Tempo(config)
+  assert window.window_ns(settings, 100) == 0, 'nothing is known yet'
   window.sync_ns.add(50)
-  assert window.window_ns(config, 100) == (2 * 100 - 50) * 750 // 1000
-  assert window.window_ns(config, 25) == 0, 'no slack: merge at once'
+  assert window.window_ns(settings, 100) == (2 * 100 - 50) * 750 // 1000
+  assert window.window_ns(settings, 25) == 0, 'no slack: merge at once'
+  longer = tempo.Tempo(config, factor=3)
+  assert window.window_ns(longer, 100) == (3 * 2 * 100 - 50) * 750 // 1000
+  window.sync_ns.add(450)  # now it takes 100
+  far = tempo.Tempo(config, delay=4)
+  answer_ns = 4 * 100
+  assert window.window_ns(far, 100) == answer_ns + 2 * 100 * 750 // 1000, (
+    'no slack is needed for it'
+  )
 
 
 @pytest.mark.parametrize('away', [False, True])

@@ -7,9 +7,11 @@ import pytest
 
 from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
 
@@ -25,7 +27,9 @@ class Syncer:
       members.bind(name, session, 1, session, 0)
     notices = rate_limited_log.Notices(config.say_again_ns, self.said.append)
     sizes = (SIZE,) * P, (narrow,) * P
-    self.links = links_lib.Links(config, members, *sizes, notices, self.out)
+    self.tempo = tempo_lib.Tempo(config)
+    schedule = schedule_lib.Schedule(config)
+    self.links = links_lib.Links(config, members, *sizes, schedule, self.tempo, notices, self.out)
     self.one = members.by_id['l1']
     self.sync = self.tokens = 0
     for _ in range(P):
@@ -109,22 +113,64 @@ def test_where_learners_wait_or_drop_their_steps_every_sync_pulls(settings):
   assert syncer.r == 1
 
 
-def test_where_most_links_are_slow_nothing_is_asked_less_and_a_line_names_the_period_that_fits():
+def slow_links_of_all(syncer: Syncer, slots: float) -> None:
+  """Payloads of both learners take so many slots, and steps one."""
+  for member in syncer.links._members.by_id.values():
+    member.step_ns.add(SLOT_NS)
+    member.report_ns.add(SLOT_NS)
+    member.up.samples = [round(slots * SLOT_NS) * links_lib.KIB // SIZE] * 3
+
+
+def test_where_most_links_are_slow_the_period_of_the_run_grows_and_shrinks_again():
   syncer = Syncer()
-  first = syncer.links._members.by_id['l0']
-  first.up.samples = [9 * SLOT_NS] * 3  # ns per KiB
-  for _ in range(4):
-    syncer.payload(4.0)
-  assert syncer.r == 1
-  (said,) = syncer.said
-  assert f'sync.period={5 * P} (it is {P})' in said, said
+  slow_links_of_all(syncer, 0.8)
+  assert not syncer.links.retime()
+  slow_links_of_all(syncer, 4.0)
+  assert syncer.links.retime() and syncer.tempo.period == 5 * P, 'a quarter more than it takes'
+  assert f'every {5 * P} inner steps' in syncer.said[-1] and 'Nothing is lost' in syncer.said[-1]
+  slow_links_of_all(syncer, 4.4)
+  assert not syncer.links.retime(), 'a small change changes nothing'
+  slow_links_of_all(syncer, 0.3)
+  assert syncer.links.retime() and syncer.tempo.period == P
+  assert syncer.r == 1, 'no learner alone is asked less'
+
+
+def test_one_slow_link_of_two_does_not_change_the_period_and_a_bound_ends_it():
+  syncer = Syncer(longest_period=3 * P + 1)
+  slow_links_of_all(syncer, 4.0)
+  syncer.links._members.by_id['l0'].up.samples = [1] * 3
+  assert not syncer.links.retime()
+  slow_links_of_all(syncer, 40.0)
+  assert syncer.links.retime() and syncer.tempo.period == 3 * P
+
+
+def test_where_an_answer_takes_many_steps_syncs_wait_for_it_and_the_period_is_longer_than_it():
+  syncer = Syncer(overlap=3)
+  slow_links_of_all(syncer, 0.1)
+  step_ns = links_lib.LEAST_DELAY_NS  # of shorter ones a delay may be that of busy cores
+  for member in syncer.links._members.by_id.values():
+    member.step_ns.value = member.report_ns.value = step_ns
+    member.round_trip_ns = 16 * step_ns
+  assert syncer.links.retime()
+  assert (syncer.tempo.delay, syncer.tempo.period) == (16, 2 * P)
+  for member in syncer.links._members.by_id.values():
+    member.down.delays = [2 * step_ns]  # the process was busy when it joined
+  assert syncer.links.retime()
+  assert (syncer.tempo.delay, syncer.tempo.period) == (2, P)
+
+
+@pytest.mark.parametrize('settings', [{'adopt': 1}, {'wait_for': 1}, {'overlap': 0}])
+def test_where_learners_wait_or_drop_their_steps_the_period_is_that_of_the_settings(settings):
+  syncer = Syncer(**settings)
+  slow_links_of_all(syncer, 4.0)
+  assert not syncer.links.retime()
 
 
 @pytest.mark.parametrize('fragments', [1, 2, 4, 12, 30])
 @pytest.mark.parametrize('r', [2, 3, 5, 12, 16])
 def test_each_fragment_has_one_turn_in_r_periods_and_turns_are_spread(fragments, r):
   cycle = fragments * r
-  turns = [n for n in range(2 * cycle) if links_lib.in_turn(n, fragments, r)]
+  turns = [n for n in range(2 * cycle) if schedule_lib.turn(n, fragments, r) is not None]
   counts = collections.Counter(n % fragments for n in turns)
   assert counts == dict.fromkeys(range(fragments), 2)
   assert min(b - a for a, b in zip(turns, turns[1:])) >= r - 1

@@ -46,8 +46,9 @@ def test_a_line_in_lock_step_costs_its_transfers():
 
 def test_a_site_shares_its_line_and_a_thin_line_is_its_own_learners_alone():
   rate = 1.5 * WIRE_BYTES  # enough for one learner with a payload a step, too little for two
-  own = predict(conditions.Line(up=rate, down=rate))
-  shared = predict(conditions.Line(up=rate, down=rate, site='a'))
+  as_set = dataclasses.replace(CONFIG, longest_period=0)
+  own = predict(conditions.Line(up=rate, down=rate), config=as_set)
+  shared = predict(conditions.Line(up=rate, down=rate, site='a'), config=as_set)
   assert min(own.merged.values()) == 1.0 and min(own.on_time.values()) > 0.95
   assert max(shared.on_time.values()) < 0.8
   wide, thin = conditions.Line(up=1e8, down=1e8), conditions.Line(up=WIRE_BYTES / 2, down=1e8)

@@ -30,7 +30,7 @@ class PulledInTurn(invariant.Invariant):
   def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     sync, peer = send.message.sync, book.peers[send.session]
     asked = sync in book.gathers and send.session in book.gathers[sync].asked
-    if not (asked or book.turns_of(peer).includes(self.config, sync)):
+    if not (asked or book.turns_of(peer).includes(self.config, sync, book.tempo.factor)):
       self._others.add(sync)
 
   @invariant.on(SYNCER, actions.Merge)
@@ -84,7 +84,8 @@ class Recovers(invariant.Invariant):
     if self.config.closing(opened.sync):
       return
     if self._opened_ns is not None:
-      passed_ns, usual_ns = now_ns - self._opened_ns, self._slot_ns.value
+      passed_ns = (now_ns - self._opened_ns) // book.tempo.factor
+      usual_ns = self._slot_ns.value
       self._slot_ns.add(min(passed_ns, 4 * usual_ns) if usual_ns else passed_ns)
     self._opened_ns = now_ns
 

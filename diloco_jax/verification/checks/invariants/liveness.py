@@ -232,7 +232,7 @@ class Contributes(invariant.Invariant):
     able = [peer for peer in book.members.values() if peer.caught_up]
     all_needed = sum(map(takes_part, able)) < self.config.quorum
     for peer in peers:
-      due = all_needed or book.turns_of(peer).includes(self.config, gather.sync)
+      due = all_needed or book.turns_of(peer).includes(self.config, gather.sync, book.tempo.factor)
       if due and not takes_part(peer):
         self.fail(gather, f'{peer.join.learner} was not asked', book.turns_of(peer))
 
@@ -259,7 +259,8 @@ class NoFragmentStarves(invariant.Invariant):
   id = 'L6'
   sentence = (
     'Every fragment has its turn: each of its due syncs became a version, was cancelled, was '
-    'skipped with all others of its period, or ended with its syncer.'
+    'skipped with all others of its period, had no turn in the period of the run, or ended with '
+    'its syncer.'
   )
 
   def finished(self, now_ns: int) -> bool | None:
@@ -269,7 +270,7 @@ class NoFragmentStarves(invariant.Invariant):
     lineage, schedule = syncer.lineage, syncer.schedule
     for p, offset in enumerate(schedule.offsets):
       dues = (schedule.last - offset) // schedule.period + 1
-      ended = lineage.versions[p] + lineage.cancelled[p] + lineage.skipped + lineage.abandoned[p]
+      ended = lineage.versions[p] + lineage.cancelled[p] + lineage.passed[p] + lineage.abandoned[p]
       if ended != dues:
         self.fail(f'fragment {p} was due {dues} times', lineage)
 

@@ -5,6 +5,7 @@ from typing import Any
 from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
+from diloco_jax.verification.checks.model import pull_turns
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
@@ -19,7 +20,8 @@ class Pace(invariant.Invariant):
     'most max(1, tau + ahead) steps before. With wait_for=live, K is the number of live learners. '
     'A sync that is two periods late waits a lease and a redial, at most, for learners that were '
     'lost. '
-    'No two syncs in hand have the same fragment.'
+    'No two syncs in hand have the same fragment. '
+    'With a longer period of the run each fragment has its turn once in it.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -40,13 +42,28 @@ class Pace(invariant.Invariant):
     if sync < book.lineage.next or book.schedule.fragment(sync) != p:
       self.fail(send, f'the next sync is {book.lineage.next}')
     self._alone(book, sync, p, send)
-    lead = 0 if send.message.now else self.config.lead
+    lead = 0 if send.message.now else book.lead
     self._reached(book, sync, lead)
+
+  @invariant.on(SYNCER, facts.Tempo)
+  def retimed(self, book: SyncerBook, now_ns: int, tempo: facts.Tempo, event: Event) -> None:
+    """The first sync after the change has a turn, and comes within a period and the lead."""
+    longest = self.config.period * max(book.tempo.factor, tempo.factor) + self.config.period
+    place = pull_turns.place(self.config, tempo.sync) % (self.config.fragments * tempo.factor)
+    turn = place in pull_turns.cycle(self.config.fragments, tempo.factor)
+    changed = tempo.factor != book.tempo.factor
+    late = tempo.sync - book.lineage.opened - book.lead
+    if changed and not (turn or self.config.closing(tempo.sync)) or late > longest:
+      self.fail(tempo, book.lineage.opened)
+    if tempo.period != tempo.factor * self.config.period or tempo.period > max(
+      self.config.period, self.config.longest_period
+    ):
+      self.fail(tempo)
 
   @invariant.on(SYNCER, facts.Opened)
   def opened(self, book: SyncerBook, now_ns: int, opened: facts.Opened, event: Event) -> None:
     sync, p = opened.sync, opened.fragment
-    late, rest = divmod(sync - book.lineage.next, self.config.period)
+    late, rest = divmod(sync - book.lineage.next, book.tempo.period)
     if late < 0 or rest or book.schedule.fragment(sync) != p:
       self.fail(opened, f'the next sync is {book.lineage.next}')
     self._alone(book, sync, p, opened)
@@ -92,7 +109,7 @@ class Pace(invariant.Invariant):
     sync = book.lineage.next
     p = book.schedule.fragment(sync)
     flying = [gather.fragment for gather in book.open]
-    if len(flying) >= self.config.in_flight or p in flying:
+    if len(flying) >= book.in_flight or p in flying:
       return
     ready = 0
     for peer in book.members.values():
@@ -109,7 +126,7 @@ class Pace(invariant.Invariant):
     """Whether the sync may wait for learners that were lost."""
     peers = [peer for peer in book.members.values() if peer.caught_up]
     claimed = max((book.lineage.holders[peer.join.learner].claimed for peer in peers), default=0)
-    if claimed < sync + 2 * self.config.period:
+    if claimed < sync + 2 * book.tempo.period:
       return False
     if self._late[:2] != (book, sync):
       self._late = book, sync, now_ns

@@ -430,7 +430,8 @@ class Bounded(invariant.Invariant):
     if len(book.payload_ids) != len(book.pending):
       self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
     announced = len(book.gathers) - len(book.open)
-    if len(book.open) > self.config.in_flight or announced > self.config.lead:
+    opened = any(type(a) is actions.Report and type(a.fact) is facts.Opened for a in out)
+    if (opened and len(book.open) > book.in_flight) or announced > book.lead:
       self.fail(book.gathers)
     for gather in book.next.values():
       gave = {peer.join.learner for peer, _ in gather.payloads.values()}

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterable
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import facts
 from diloco_jax.protocol.syncer import grace
 
 
@@ -64,11 +65,13 @@ class Window:
       self._sync_ns.add(now_ns - since_ns)
       del self._merging[fragment]
 
-  def begins(self, nonces: Iterable[int]) -> int:
+  def begins(self, nonces: Iterable[int], tempo: facts.Tempo) -> int:
     """A sync opens; returns its grace window for these live learners."""
     if not self._sync_ns.samples:
       return 0
     times = sorted(filter(None, map(self._step_ns, nonces)))
     usual_ns = times[(len(times) - 1) // 2] if times else 0
-    slack_ns = max(0, self._config.overlap * usual_ns - self._sync_ns.value)
-    return slack_ns * self._config.grace_permille // 1000
+    way_ns = tempo.delay * usual_ns
+    own_ns = max(0, self._sync_ns.value - way_ns)
+    slack_ns = max(0, self._config.overlap * tempo.factor * usual_ns - own_ns)
+    return way_ns + slack_ns * self._config.grace_permille // 1000

@@ -143,6 +143,7 @@ class Lineage:
   last_sync: list[int]
   cancelled: list[int]  # syncs that made no version
   abandoned: list[int]  # open syncs that ended with their syncer, less those that open again
+  passed: list[int]  # due syncs that were not opened: overdue, or without a turn
   next: int
   opened: int = 0
   skipped: int = 0  # syncs, per fragment
@@ -156,7 +157,7 @@ class Lineage:
   readers: dict[int, str] = dataclasses.field(default_factory=dict)  # whose were merged last
 
   def copy(self) -> 'Lineage':
-    lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
+    lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned', 'passed')
     return dataclasses.replace(
       self,
       **{name: list(getattr(self, name)) for name in lists},

@@ -1,5 +1,6 @@
 """For which syncs a learner is to be pulled: the rule of protocol/syncer/links.py, implemented a
-second time. The period factor r itself is known from the records."""
+second time. The period factors, r of a learner and `factor` of the run, are known from the
+records."""
 
 import dataclasses
 import functools
@@ -29,36 +30,38 @@ class Turns:
     self.unanswered.clear()
     self.extra.clear()
 
-  def asked(self, config: config_lib.ProtocolConfig, sync: int) -> None:
-    self.extra = {one for one in self.extra if one > sync - 2 * config.period}
-    if not self.includes(config, sync):
+  def asked(self, config: config_lib.ProtocolConfig, sync: int, factor: int) -> None:
+    self.extra = {one for one in self.extra if one > sync - 2 * factor * config.period}
+    if not self.includes(config, sync, factor):
       self.extra.add(sync)
     self.newest = place(config, sync)
-    oldest = self.newest - 4 * max(config.fragments, 16)
+    oldest = self.newest - 4 * factor * max(config.fragments, 16)
     self.unanswered = {one for one in self.unanswered if one > oldest}
     self.unanswered.add(self.newest)
 
   def answered(self, config: config_lib.ProtocolConfig, sync: int) -> None:
     self.unanswered = {one for one in self.unanswered if one > place(config, sync)}
 
-  def awaited(self, config: config_lib.ProtocolConfig, sync: int) -> set[int]:
+  def awaited(self, config: config_lib.ProtocolConfig, sync: int, factor: int) -> set[int]:
     """The pulls whose answers count as under way when a sync is announced or opens."""
-    oldest = place(config, sync) - max(2 * config.fragments, 4 * self.r)
+    oldest = place(config, sync) - factor * max(2 * config.fragments, 4 * self.r)
     return {one for one in self.unanswered if one > oldest}
 
-  def includes(self, config: config_lib.ProtocolConfig, sync: int) -> bool:
+  def includes(self, config: config_lib.ProtocolConfig, sync: int, factor: int) -> bool:
     """Whether the learner is pulled for a sync that would have its quorum without it."""
     if self.sparse or self.r == 1:
       return not self.sparse
     if config.closing(sync):
       return True
-    at, awaited = place(config, sync), self.awaited(config, sync)
-    if not awaited and at >= self.newest + config.fragments:
+    at, awaited = place(config, sync), self.awaited(config, sync, factor)
+    if not awaited and at >= self.newest + factor * config.fragments:
       return True
-    place_in_cycle = at % (config.fragments * self.r)
-    return place_in_cycle in _cycle(config.fragments, self.r) and (
-      len(awaited) - 2 < config.lead // self.r
-    )
+    turns = sorted(cycle(config.fragments, factor))
+    cycles, rest = divmod(at, config.fragments * factor)
+    if rest not in turns:
+      return False  # of a period factor that has changed
+    own = (cycles * config.fragments + turns.index(rest)) % (config.fragments * self.r)
+    return own in cycle(config.fragments, self.r) and (len(awaited) - 2 < config.lead // self.r)
 
 
 def place(config: config_lib.ProtocolConfig, sync: int) -> int:
@@ -69,7 +72,7 @@ def place(config: config_lib.ProtocolConfig, sync: int) -> int:
 
 
 @functools.lru_cache(64)
-def _cycle(fragments: int, r: int) -> frozenset[int]:
+def cycle(fragments: int, r: int) -> frozenset[int]:
   """The places among the first r * P at which a learner is pulled: each r-th one, and one earlier
   from where on the fragments would repeat."""
   places: list[int] = []

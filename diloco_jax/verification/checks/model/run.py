@@ -259,9 +259,8 @@ class Run:
 
   def _initial(self, digests: Sequence[int]) -> lineage_book.Lineage:
     zeros = [0] * self.config.fragments
-    return lineage_book.Lineage(
-      list(zeros), list(digests), list(zeros), list(zeros), list(zeros), self.schedule.next(0)
-    )
+    lists = list(zeros), list(digests), list(zeros), list(zeros), list(zeros), list(zeros)
+    return lineage_book.Lineage(*lists, self.schedule.next(0))
 
 
 def _newly_refused(

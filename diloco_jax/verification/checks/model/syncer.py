@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class SyncerBook:
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
+    self.tempo = facts.Tempo(factor=1, delay=0, period=run.config.period, sync=lineage.next)
     self.unmerged = set(range(run.config.fragments))  # no outer step since a learner was there
     self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
     self.usual_report_ns = 0
@@ -337,7 +339,7 @@ class SyncerBook:
     gather = self._begin(message.sync, message.fragment)
     peer = self.peers[send.session]
     if send.session not in gather.asked:
-      self.turns_of(peer).asked(self.config, message.sync)
+      self.turns_of(peer).asked(self.config, message.sync, self.tempo.factor)
     gather.asked.add(send.session)
     gather.waiting.add(peer.join.learner)
 
@@ -345,20 +347,42 @@ class SyncerBook:
     turns = self.turns_of(self.members[link.learner])
     turns.r, turns.sparse = link.periods, link.sparse
 
+  def retimes(self, now_ns: int, fact: facts.Tempo, event: Any) -> None:
+    """Another period, or only another delay. With another period the announced syncs end."""
+    if fact.factor != self.tempo.factor:
+      self.lineage.next = fact.sync
+      self.gathers = {sync: one for sync, one in self.gathers.items() if one.opened_ns is not None}
+    self.tempo = fact
+
+  @property
+  def lead(self) -> int:
+    """How many steps before it opens a sync may be announced, and how many at once."""
+    return max(1, self.config.overlap * self.tempo.factor + self.config.steps_ahead)
+
+  @property
+  def in_flight(self) -> int:
+    """How many syncs may be open at once."""
+    return max(1, self.config.overlap + math.ceil(self.tempo.delay / self.tempo.factor))
+
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
     lineage = self.lineage
     lineage.skipped += (opened.sync - lineage.next) // self.config.period
-    lineage.opened, lineage.next = opened.sync, self.schedule.next(opened.sync)
+    due = self.schedule.next(lineage.opened)
+    while due < opened.sync:
+      lineage.passed[self.schedule.fragment(due)] += 1
+      due = self.schedule.next(due)
+    lineage.opened = opened.sync
+    lineage.next = self.schedule.next(opened.sync, self.tempo.factor)
     for sync in [sync for sync in self.gathers if sync < opened.sync]:
       if self.gathers[sync].opened_ns is None:  # its period is skipped
         del self.gathers[sync]
     gather = self._begin(opened.sync, opened.fragment)
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
-    late = opened.sync - lineage.last_sync[opened.fragment] >= 2 * self.config.period
+    late = opened.sync - lineage.last_sync[opened.fragment] >= 2 * self.tempo.period
     overdue = late and opened.fragment in self.unmerged
     waits = overdue or self.config.closing(opened.sync) or self.config.waits_for_live
-    gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces)
+    gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces, self.tempo)
 
   def _begin(self, sync: int, fragment: int) -> Gather:
     if sync not in self.gathers:
@@ -529,6 +553,7 @@ SYNCER_UPDATES: dict[type, Callable] = {
   actions.ReadFragment: SyncerBook.reads_whole,
   facts.Opened: SyncerBook.opens,
   facts.Link: SyncerBook.links,
+  facts.Tempo: SyncerBook.retimes,
   facts.Cancelled: SyncerBook.cancels,
   facts.Ledger: SyncerBook.sweeps,
 }
