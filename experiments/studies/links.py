@@ -16,10 +16,15 @@ WITHOUT = 'without l3'
 UP = (1.5, 2.0, 4.0, 8.0)  # inner steps that a payload of codec_up takes on the up-link of l3
 OFFLINE = (0.25, 0.5)  # of the run; it begins after a quarter of it
 HARDWARE = conditions.Hardware(lognormal=0.2, merge=0.02, encode=0.005, adopt=0.005)
-LATENCIES = (1.0, 8.0, 15.0)  # of all links, one way, in inner steps
-LIMITS = ((1, 2), (2, 4), (4, 8))  # max_staleness, max_misses; the first are the defaults
+LATENCIES = (2.0, 8.0)  # of all links, one way, in inner steps
+THIN = (
+  3.4,
+  17.0,
+)  # inner steps that a payload takes on all links, as 25M values at 10 and 2 Mbit/s
+ALL_GOOD = 'four good links, P=H=4'
+BOUNDS: dict[str, dict[str, Any]] = {'': {}, ', the period as set': {'longest_period': 0}}
 SCALE = 1_000  # the links carry payloads so many times as large as those of the tiny model
-_SIZES: list[int] = []  # of the payloads; computed once
+_SIZES: dict[int, int] = {}  # the mean size of a payload, by the number of fragments
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
@@ -39,29 +44,40 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       found.append(_arm(quick, seed, f'up and down {steps:g} steps', up=steps, down=steps))
     for share in OFFLINE[:1] if quick else OFFLINE:
       found.append(_arm(quick, seed, f'offline {share:.0%} of the run', offline=share))
-  return found + _late(quick)
+  return found + _all_links(quick)
 
 
-def _late(quick: bool) -> list[arms.Arm]:
-  """The small model, and payloads that come versions late: merge them, or drop their steps? At a
-  latency of a step none comes more than a version late, so only the defaults run."""
-  return [
-    arms.decoupled(
-      'links',
-      f'latency {latency:g}, max_staleness={staleness}, max_misses={misses}',
-      quick,
-      steps=600,
-      against=f'latency {latency:g}, max_staleness=1, max_misses=2',
-      where={
-        'hardware': conditions.Hardware(lognormal=0.3, merge=0.05),
-        'network': conditions.Network(latency=latency, up=0.3, down=0.3),
-      },
-      max_staleness=staleness,
-      max_misses=misses,
-    )
-    for latency in (LATENCIES[1:2] if quick else LATENCIES)
-    for staleness, misses in (LIMITS[:1] if latency <= 1 else LIMITS[: 2 if quick else None])
-  ]
+def _all_links(quick: bool) -> list[arms.Arm]:
+  """All links thin, and all far: with the period that the syncer chooses, and as it is set."""
+  found = []
+  for seed in (0,) if quick else range(3):
+    for steps in (0.0, *(THIN[:1] if quick else THIN)):
+      name = f'all up and down {steps:g} steps' if steps else ALL_GOOD
+      for text, bound in BOUNDS.items() if steps else (('', {}),):
+        shape = {'fragments': 4, 'period': 4}
+        arm = _arm(quick, seed, name + text, of_all=steps, against=ALL_GOOD, **shape, **bound)
+        found.append(arm)
+    for latency in (0.0, *(LATENCIES[1:] if quick else LATENCIES)):
+      for text, bound in BOUNDS.items() if latency else (('', {}),):
+        found.append(_far(quick, seed, latency, text, **bound))
+  return found
+
+
+def _far(quick: bool, seed: int, latency: float, text: str, **sync: Any) -> arms.Arm:
+  """The small model, and a network with this latency."""
+  return arms.decoupled(
+    'links',
+    f'latency {latency:g}{text}',
+    quick,
+    seed=seed,
+    steps=600,
+    against='latency 0',
+    where={
+      'hardware': conditions.Hardware(lognormal=0.3, merge=0.05),
+      'network': conditions.Network(latency=latency, up=0.3, down=0.3),
+    },
+    **sync,
+  )
 
 
 def _arm(
@@ -72,11 +88,13 @@ def _arm(
   learners: int = 4,
   up: float = 0.0,
   down: float = 0.0,
+  of_all: float = 0.0,
   offline: float = 0.0,
+  against: str = WITHOUT,
   **sync: Any,
 ) -> arms.Arm:
   """An arm of the tiny model; `up`, `down`: inner steps that a payload of mean size takes on the
-  link of l3, 0: none; `offline`: the share of the run."""
+  link of l3, `of_all` on all links and both ways, 0: none; `offline`: the share of the run."""
   steps = STEPS // 3 if quick else STEPS
   made = arms.decoupled(
     'links',
@@ -88,20 +106,22 @@ def _arm(
     batch=4,
     optimizer='adamw',
     rate=3e-3,
-    against=WITHOUT,
+    against=against,
     outer='nesterov(learning_rate=0.7, momentum=0.5)',
     codec_up='int8',
     codec_down='int8',
     **sync,
   )
   made.config.model = stdlib_lm.tiny().model
+  up, down = of_all or up, of_all or down
   line = conditions.Line(up=_bytes_per_s(made, up), down=_bytes_per_s(made, down), scale=SCALE)
+  others = line if of_all else conditions.Line()
   fault = plans.Fault(
     at_ns=HARDWARE.ns(steps / 4), kind='partition', node='l3', for_ns=HARDWARE.ns(offline * steps)
   )
   where = {
     'hardware': HARDWARE,
-    'network': conditions.Network(latency=0.01, lines=(*3 * (conditions.Line(),), line)),
+    'network': conditions.Network(latency=0.01, lines=(*3 * (others,), line)),
     'faults': conditions.Faults(plan=(fault,) if offline else ()),
   }
   return dataclasses.replace(made, where=where)
@@ -116,9 +136,10 @@ def _bytes_per_s(arm: arms.Arm, steps: float) -> float:
 
 def _payload_bytes(arm: arms.Arm) -> int:
   """The mean size of a payload. All arms have the same model."""
-  if not _SIZES:
-    _SIZES.extend(build.assemble(arm.config).payload_bytes)
-  return sum(_SIZES) // len(_SIZES)
+  count = arm.config.sync.fragments
+  if count not in _SIZES:
+    _SIZES[count] = sum(build.assemble(arm.config).payload_bytes) // count
+  return _SIZES[count]
 
 
 STUDY = study_lib.Study(name='links', title='A learner with a thin link, or offline', plan=plan)

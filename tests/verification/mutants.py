@@ -889,12 +889,12 @@ def no_grace(original):
 
 @mutant('There is no grace window.', grace.Grace, 'window_ns', 'I5')
 def window_is_zero(original):
-  return lambda self, config, step_ns: 0
+  return lambda self, tempo, step_ns: 0
 
 
 @mutant('The grace window takes all of the overlap.', grace.Grace, 'window_ns', 'I5')
 def window_is_the_longest(original):
-  return lambda self, config, step_ns: config.overlap * step_ns
+  return lambda self, tempo, step_ns: tempo.overlap * step_ns
 
 
 @mutant(
@@ -965,7 +965,7 @@ def clock_is_not_caught_up(original):
 @mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
 def fragment_in_flight_twice(original):
   def _may_open(self):
-    free = len(self._gathering.open) < self._config.in_flight
+    free = len(self._gathering.open) < self._tempo.in_flight
     return not self._stopping and self._pace.reached and free
 
   return _may_open
@@ -982,6 +982,20 @@ def skips_single_syncs(original):
     return periods
 
   return skip_overdue
+
+
+@mutant('Every fragment has a turn in every period.', pace.Pace, '_after', 'P1')
+def every_sync_has_a_turn(original):
+  return lambda self, sync: self._schedule.next(sync)
+
+
+@mutant('A longer period begins in the past.', pace.Pace, 'retime', 'P1')
+def longer_period_from_the_last_opened_sync(original):
+  def retime(self):
+    original(self)
+    self.next = self.soon = self._schedule.next(self.opened)
+
+  return retime
 
 
 @mutant(

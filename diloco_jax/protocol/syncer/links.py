@@ -250,8 +250,8 @@ class Links:
     return sorted(up.samples)[SAMPLES // 2] * total // (KIB * self._config.fragments)
 
   def _delta_ns(self, down: members_lib.Downlink) -> int:
-    """The time of a delta of mean size."""
-    time_ns, size = (sum(values) for values in zip((0, 1), *down.samples))
+    """The time of a delta of mean size. One stall changes nothing."""
+    time_ns, size = (sum(values) for values in zip((0, 1), *sorted(down.samples)[:-1]))
     deltas = self._delta_bytes.values()
     return time_ns * sum(deltas) // (size * max(1, len(deltas)))
 
@@ -319,4 +319,4 @@ class Links:
     """The time of a payload or of a delta of mean size, whichever is longer."""
     total = self._narrow_total if self._narrow_total < self._total else self._total
     up_ns = self._payload_ns(member.up, total)
-    return max(up_ns, self._delta_ns(member.down) if len(member.down.samples) >= SAMPLES else 0)
+    return max(up_ns, self._delta_ns(member.down) if len(member.down.samples) > SAMPLES else 0)
