@@ -1,37 +1,28 @@
-"""The examples in the docstrings of the shell."""
+"""The examples in the docstrings."""
 
 import doctest
+import importlib
+import pathlib
 
+import jax
 import pytest
 
-from diloco_jax.accounting import step_times
-from diloco_jax.config import run_config
-from diloco_jax.launch import accelerators, cli, kill_plan, process_group
-from diloco_jax.node import failpoints
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts as report_facts
-from diloco_jax.report import header, picture, summary
+import diloco_jax
 from tests.runs.lib import faulty_learner
 
+ROOT = pathlib.Path(diloco_jax.__file__).parents[1]
+FILES = [
+  path for path in sorted((ROOT / 'diloco_jax').rglob('*.py')) if '>>> ' in path.read_text('utf-8')
+]
+NAMES = ['.'.join(path.relative_to(ROOT).with_suffix('').parts) for path in FILES]
 
-@pytest.mark.parametrize(
-  'module',
-  [
-    step_times,
-    accelerators,
-    kill_plan,
-    run_config,
-    failpoints,
-    faulty_learner,
-    protocol_facts,
-    report_facts,
-    cli,
-    header,
-    summary,
-    process_group,
-    picture,
-  ],
-)
-def test_examples(module):
-  result = doctest.testmod(module)
+
+@pytest.mark.parametrize('name', [*NAMES, faulty_learner.__name__])
+def test_examples(name):
+  with jax.numpy_dtype_promotion('standard'):  # as users have it
+    result = doctest.testmod(importlib.import_module(name.removesuffix('.__init__')))
   assert result.attempted and not result.failed
+
+
+def test_there_are_examples():
+  assert len(NAMES) > 40

@@ -78,7 +78,7 @@ def turn(number: int, fragments: int, factor: int) -> int | None:
   >>> [n for n in range(48) if turn(n, 12, 5) is not None]
   [0, 5, 10, 15, 20, 25, 30, 35, 40, 45]
   >>> [(n % 4, n // 4) for n in range(32) if turn(n, 4, 4) is not None]  # fragment, period
-  [(0, 0), (3, 1), (2, 2), (1, 3), (0, 4), (3, 5), (2, 6), (1, 7)]
+  [(0, 0), (3, 0), (2, 1), (1, 2), (0, 4), (3, 4), (2, 5), (1, 6)]
   >>> turn(45, 12, 5), turn(46, 12, 5), turn(60, 12, 5)
   (9, None, 12)
   """

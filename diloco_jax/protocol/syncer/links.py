@@ -200,20 +200,15 @@ class Links:
       up.periods = tempo_lib.factor(share, up.periods, MOST_PERIODS, tempo_lib.ONE_LINK)
 
   def _judge_down(self, member: members_lib.Member) -> None:
-    down, share = member.down, self._down_share(member)
+    down, factor = member.down, self._tempo.factor
+    share = self._down_share(member) // factor
     waits_ns = self.now_ns - down.sent[0][2] if down.sent else 0
     if down.sparse:
-      down.sparse = share > DENSE * self._tempo.factor
-    elif (
-      self._up_share(member) <= TOO_FULL * self._tempo.factor
-    ):  # else its reports wait behind its payloads
-      period_ns = self.slot_ns.value * self._config.fragments * self._tempo.factor
-      long_ns = period_ns + self._config.lease_ns // 10
-      down.sparse = (
-        share > SPARSE * self._tempo.factor
-        and waits_ns > long_ns
-        and self._median(self._down_share) <= PERMILLE * self._tempo.factor
-      )
+      down.sparse = share > DENSE
+    elif self._up_share(member) <= TOO_FULL * factor:  # else its reports wait behind its payloads
+      period_ns = self.slot_ns.value * self._config.fragments * factor
+      long = waits_ns > period_ns + self._config.lease_ns // 10
+      down.sparse = share > SPARSE and long and self._median(self._down_share) <= PERMILLE * factor
 
   def _up_share(self, member: members_lib.Member) -> int:
     total = self._narrow_total if member.up.narrow else self._total

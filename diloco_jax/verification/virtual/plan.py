@@ -134,7 +134,8 @@ def fitting(run: Run) -> Run | None:
 def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
-  `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which settings do."""
+  `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which
+  settings do."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
   rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)
