@@ -251,7 +251,9 @@ class SyncerBook:
     if not message.matched:
       self.lineage.repaired += 1
       self._spoil(peer, message.fragment)
+      peer.differs.add(message.fragment)
     else:
+      peer.differs.discard(message.fragment)
       self.window.adopted(now_ns, message.fragment, message.version)
       if message.reason:
         holder = self.lineage.holders[peer.join.learner]
@@ -392,6 +394,7 @@ class SyncerBook:
     if message.base_version is None:
       peer.wholes[message.fragment] = message.version
       peer.repaired_ns[message.fragment] = now_ns
+      peer.differs.discard(message.fragment)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
