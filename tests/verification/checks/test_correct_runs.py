@@ -3,7 +3,7 @@ checker must still notice."""
 
 import pytest
 
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
@@ -89,3 +89,22 @@ def test_a_repair_that_waits_and_is_forgotten_is_noticed(monkeypatch):
   run = rejoins_with_wrong_bits(9000)
   with pytest.raises(checkers_lib.Violation, match='I4b: .* it is left at'):
     run.run(3000)
+
+
+def test_a_learner_without_a_step_left_is_measured_from_its_pull():
+  """Simulator, seed 8433. No sync has its quorum, so l0 sends its last steps again and again. Only
+  the Pull that it answers tells the syncer when a payload was due, and pulls take long."""
+  run = Judged(learners=2, fragments=4, period=4, overlap=2, quorum=2, total_steps=100, strikes=0)
+  run.start('l0', 2)
+  run.start('l1', 20)
+  l0, l1 = run.world.learners['l0'], run.world.learners['l1']
+  for now_ms in range(150, 1000, 10):
+    l1.nan.update(range(4))  # its captures
+    run.run(now_ms)
+    if now_ms == 500:
+      run.world.link('l0').down_ns = 150 * MS
+      l1.island.step_ns = 200 * MS
+  assert l0.machine.clock == 100
+  assert run.said(facts.Link)[-1][1].periods > 1, 'the syncer cannot tell the two times apart'
+  run.run(60_000)
+  assert run.world.finished and run.said(facts.Link)[-1][1].periods == 1
