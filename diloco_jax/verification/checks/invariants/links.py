@@ -119,7 +119,7 @@ class Recovers(invariant.Invariant):
     pulled_ns, reported = peer.pulled.pop(message.sync, (0, -1))
     if captured_ns is None or not newest or self.config.closing(message.sync):
       return
-    if reported >= message.tokens_to:  # so it knows no later time
+    if reported >= message.tokens_to:  # the syncer knows no later time
       captured_ns = min(captured_ns, pulled_ns)
     took.append(now_ns - max(captured_ns, last_ns))
     fits = len(took) == 3 and 10 * max(took) <= 8 * self._slot_ns.value
