@@ -177,8 +177,8 @@ class DeltasFit(invariant.Invariant):
       return
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
-      holds = peer.joined and peer.sent.get(done.fragment) == version - 1
-      if holds and room.for_delta(book, peer, done.fragment):
+      holds = peer.sent.get(done.fragment) == version - 1 and done.fragment not in peer.differs
+      if peer.joined and holds and room.for_delta(book, peer, done.fragment):
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
@@ -192,11 +192,14 @@ class DeltasFit(invariant.Invariant):
       if p not in book.reads and due:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
-    self._left_behind(book, event)
+    self._left_behind(book, now_ns, event)
 
-  def _left_behind(self, book: SyncerBook, event: Event) -> None:
+  def _left_behind(self, book: SyncerBook, now_ns: int, event: Event) -> None:
     peer, newest = book.peer, book.lineage.versions
-    behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
+    lately_ns = now_ns - self.config.heartbeat_ns  # in a heartbeat a fragment is repaired once
+    differs = {p for p in peer.differs if peer.repaired_ns.get(p, lately_ns) <= lately_ns}
+    behind = {p for p, version in peer.sent.items() if version != newest[p] or p in differs}
+    behind = {p for p in behind if not peer.versions_in_flight[p]}
     if behind - book.reads and room.for_whole(book, peer):
       self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
 

@@ -253,7 +253,9 @@ class SyncerBook:
     if not message.matched:
       self.lineage.repaired += 1
       self._spoil(peer, message.fragment)
+      peer.differs.add(message.fragment)
     else:
+      peer.differs.discard(message.fragment)
       self.window.adopted(now_ns, message.fragment, message.version)
       if message.reason:
         holder = self.lineage.holders[peer.join.learner]
@@ -340,6 +342,7 @@ class SyncerBook:
     peer = self.peers[send.session]
     if send.session not in gather.asked:
       self.turns_of(peer).asked(self.config, message.sync, self.tempo.factor)
+      peer.pulled[message.sync] = now_ns, self.account(peer).trained
     gather.asked.add(send.session)
     gather.waiting.add(peer.join.learner)
 
@@ -416,6 +419,7 @@ class SyncerBook:
     if message.base_version is None:
       peer.wholes[message.fragment] = message.version
       peer.repaired_ns[message.fragment] = now_ns
+      peer.differs.discard(message.fragment)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
