@@ -160,7 +160,7 @@ class KillConfig:
   """One SIGKILL.
 
   Attributes:
-    victim: the learner, for example 'l1'; '' draws one by chaos.seed.
+    victim: the learner, for example 'l1', or 'syncer'; '' draws a learner by chaos.seed.
     at_fraction: the share of the run that is done at the kill.
     down_s: seconds from the kill to the restart.
   """
@@ -185,7 +185,7 @@ class ChaosConfig:
   kills: list[KillConfig] = dataclasses.field(default_factory=list)
 
   def validate(self, learners: int) -> None:
-    names = tuple(learner_ids(learners))
+    names = (*learner_ids(learners), 'syncer')
     for index, kill in enumerate(self.kills):
       name = f'chaos.kills[{index}]'
       _within(f'{name}.at_fraction', kill.at_fraction, 0.0, 1.0, '0.5 is the middle of the run')

@@ -16,8 +16,10 @@ phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
 The weight of a learner is "quantity times quality": the tokens trained on since it last adopted the
 fragment, times the tokens per step (a pseudo-gradient of large batches is less noisy than one of
 many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST times the lower
-median of the participants: a learner reports its counts itself, and no report may make it outweigh
-all others.
+median of the participants, and of M > 2 at most M - 1 times: a learner reports its counts itself,
+and no report may make it outweigh all others. For the same reason no delta of M > 2 moves a tensor
+as if it were longer than LONGEST times the lower median: a longer one is shortened (centered
+clipping, arXiv 2012.10333). Learners that have trained for about as long meet neither limit.
 
 A rule sees the deltas through their lengths only, and the cosines between them if it asks for
 them: it says by which factor each row enters the sum u, and, once the length of u is known, by
@@ -59,6 +61,7 @@ class Rows(NamedTuple):
 
 
 MOST = 8.0  # times the lower median weight
+LONGEST = 2.0  # times the lower median length
 
 
 class MergeRule(NamedTuple):
@@ -189,13 +192,16 @@ def token_weights(
   weighs 0.
 
   None counts more than MOST times the lower median of those present (an honest pause makes all of
-  them long). Only ratios matter to a merge rule, so the largest weight is 1. They are computed on
+  them long), and of more than two none more than the others together have, if these are equal. Only
+  ratios matter to a merge rule, so the largest weight is 1. They are computed on
   the host in float64: counts may be larger than an int32, and their weights larger than a float32.
 
   >>> token_weights([800, 400, 0], [8, 8, 0]).tolist()
   [1.0, 0.25, 0.0]
   >>> token_weights([8_000_000, 400, 400], [80_000, 4, 4]).tolist()
-  [1.0, 0.125, 0.125]
+  [1.0, 0.5, 0.5]
+  >>> token_weights([8_000_000, 400], [80_000, 4]).tolist()
+  [1.0, 0.125]
   """
   tokens_M, steps_M = np.asarray(tokens, np.float64), np.asarray(steps, np.float64)
   present = (tokens_M > 0) & (steps_M > 0)
@@ -203,8 +209,22 @@ def token_weights(
   weights_M *= factors_M
   ordered = np.sort(weights_M[weights_M > 0])
   if len(ordered):
-    weights_M = np.minimum(weights_M, MOST * ordered[(len(ordered) - 1) // 2])
+    most = MOST if len(ordered) < 3 else min(MOST, len(ordered) - 1)
+    weights_M = np.minimum(weights_M, most * ordered[(len(ordered) - 1) // 2])
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
+
+
+def shortened(lengths_MxT: np.ndarray) -> np.ndarray:
+  """By which factors float64[M, T] the rows are shortened: of more than two rows none counts as
+  longer than LONGEST times the lower median of those that are not zero.
+
+  >>> shortened(np.float64([[1.0], [8.0], [1.5]])).T.tolist(), shortened(np.ones((2, 1))).T.tolist()
+  ([[1.0, 0.375, 1.0]], [[1.0, 1.0]])
+  """
+  if len(lengths_MxT) < 3:
+    return np.ones_like(lengths_MxT)
+  most_T = LONGEST * majority_lib.clipped(lengths_MxT).max(axis=0)
+  return np.minimum(1.0, most_T / np.where(lengths_MxT > 0, lengths_MxT, 1.0))
 
 
 def shares(weights_M: np.ndarray) -> np.ndarray:

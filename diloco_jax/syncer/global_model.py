@@ -189,8 +189,10 @@ class Theta:
     )
     rule = self._rules[p]
     cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
-    rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
-    totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))
+    shortened_MxT = merge_lib.shortened(lengths_MxT)
+    rows = merge_lib.Rows(shares_M, lengths_MxT * shortened_MxT, cosines)
+    factors_MxT = rule.factors(rows) * shortened_MxT
+    totals, sums_T = self._pieces.sums(p, list(zip(given, factors_MxT, strict=True)))
     stretch_T = rule.stretch(rows, sums_T)
     periods = self._periods(participants, refused)
     made = self._pieces.merge(p, self._whole()[p], totals, stretch_T, periods)

@@ -181,6 +181,8 @@ def test_an_unknown_victim_is_refused():
   config.chaos.kills[0].victim = 'l9'
   with pytest.raises(ValueError, match=r"chaos.kills\[0\].victim is 'l9'; use one of: l0, l1"):
     config.validate()
+  config.chaos.kills[0].victim = 'syncer'
+  config.validate()
 
 
 def test_the_agreement_has_what_learners_and_syncer_must_share():

@@ -54,3 +54,22 @@ def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
   all_refused = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'))
   assert all_refused.failed == global_model_lib.ALL_REJECTED
   assert all_refused.digest == theta.digest(0)
+
+
+def test_a_learner_that_claims_all_steps_moves_the_model_at_most_twice_as_far(assembled):
+  """Its payload is as long as the limit allows one of so many steps, and junk."""
+  size = assembled.layout.size(0)
+  draw = np.random.default_rng(0)
+  rows = [draw.normal(scale=scale, size=size).astype(np.float32) for scale in (1, 1, 1, 16)]
+  payloads = [bytes(jax.jit(assembled.codec_up.encode)(row)[0]) for row in rows]
+  participants = [
+    actions.Participant(
+      learner=f'l{m}', incarnation=1, payload_id=m, tokens=64 * claims, steps=4 * claims
+    )
+    for m, claims in enumerate((1, 1, 1, 1000))
+  ]
+  honest, lied = (
+    global_model_lib.Theta(assembled).merge(0, participants[:n], payloads[:n], ()).norm
+    for n in (3, 4)
+  )
+  assert 0 < lied < 2 * honest

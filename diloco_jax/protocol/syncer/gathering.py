@@ -71,6 +71,7 @@ class Gathering:
     self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
     # Fragments that have had no outer step since the process began, or the last learner was lost.
     self._unmerged = set(range(config.fragments))
+    self._all_ns: int | None = None  # until when the first outer steps of these wait for all
     self.synced = self.cancelled = 0
     self._merged_ns: int | None = None  # the last outer step
 
@@ -123,19 +124,24 @@ class Gathering:
     """The sync opens: asks every contributor that has not answered."""
     gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(gather)
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(now_ns, gather)
     self.open[sync] = gather
     self._links.opened(gather)
     self._pull_from(gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self, gather: gather_lib.Gather) -> int:
-    last = self._published.fragments[gather.fragment].last_sync
-    overdue = gather.fragment in self._unmerged and gather.sync - last >= 2 * self._tempo.period
-    if overdue or self._config.closing(gather.sync) or self._config.waits_for_live:
+  def _window_ns(self, now_ns: int, gather: gather_lib.Gather) -> int:
+    if self._config.closing(gather.sync) or self._config.waits_for_live:
       return self._config.lease_ns
-    return self.grace.window_ns(self._tempo, pace_lib.step_ns(self._members))
+    step_ns = pace_lib.step_ns(self._members)
+    last = self._published.fragments[gather.fragment].last_sync
+    if gather.fragment in self._unmerged and gather.sync - last >= 2 * self._tempo.period:
+      # One lease for all fragments: else a learner that never answers would take one of each. Then
+      # the steps in which others answer.
+      self._all_ns = self._all_ns or now_ns + self._config.lease_ns
+      return max(self._all_ns - now_ns, self._tempo.in_flight * step_ns)
+    return self.grace.window_ns(self._tempo, step_ns)
 
   def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
@@ -177,6 +183,7 @@ class Gathering:
     if not self._members.by_session:
       self.grace.all_lost()
       self._unmerged.update(range(self._config.fragments))
+      self._all_ns = None
 
   # --- Answers ------------------------------------------------------------------------------------
 

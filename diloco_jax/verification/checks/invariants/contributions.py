@@ -225,8 +225,9 @@ class Quorum(invariant.Invariant):
   sentence = (
     'An outer step merges payloads of at least K different learners (of a closing sync, of any), '
     'all live and joined; it begins when every asked learner has answered or when the grace '
-    'window, computed as in the paper (of a closing sync, of the first one of a fragment after an '
-    'outage, and with wait_for=live, a lease), is over.'
+    'window, computed as in the paper (of a closing sync, and with wait_for=live, a lease; of the '
+    'first ones of the fragments after an outage at least to the end of a lease for all of them), '
+    'is over.'
   )
 
   @invariant.on(SYNCER, actions.Merge)

@@ -43,6 +43,11 @@ class Window:
     times = sorted(one.value for one in known if one.samples)
     return times[(len(times) - 1) // 2] if times else 0
 
+  def usual_step_ns(self, nonces: Iterable[int]) -> int:
+    """The lower median of the learners' step times; 0: unknown."""
+    times = sorted(filter(None, map(self._step_ns, nonces)))
+    return times[(len(times) - 1) // 2] if times else 0
+
   def _step_ns(self, nonce: int) -> int:
     measured = self._reports_ns[nonce]
     if not (measured.samples and self._steps_ns[nonce].samples):
@@ -69,8 +74,7 @@ class Window:
     """A sync opens; returns its grace window for these live learners."""
     if not self._sync_ns.samples:
       return 0
-    times = sorted(filter(None, map(self._step_ns, nonces)))
-    usual_ns = times[(len(times) - 1) // 2] if times else 0
+    usual_ns = self.usual_step_ns(nonces)
     way_ns = tempo.delay * usual_ns
     own_ns = max(0, self._sync_ns.value - way_ns)
     slack_ns = max(0, self._config.overlap * tempo.factor * usual_ns - own_ns)

@@ -36,6 +36,7 @@ class SyncerBook:
     self.window = grace_window.Window(run.config)
     self.tempo = facts.Tempo(factor=1, delay=0, period=run.config.period, sync=lineage.next)
     self.unmerged = set(range(run.config.fragments))  # no outer step since a learner was there
+    self.all_ns: int | None = None  # until when the first ones wait for all learners
     self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
     self.usual_report_ns = 0
     self.began_ns: int | None = None  # its first turn
@@ -125,6 +126,7 @@ class SyncerBook:
       if not self.members:
         self.window.all_lost()
         self.unmerged.update(range(self.config.fragments))
+        self.all_ns = None
 
   def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if not self.exiting and not self.peer.member:
@@ -381,11 +383,14 @@ class SyncerBook:
         del self.gathers[sync]
     gather = self._begin(opened.sync, opened.fragment)
     gather.opened_ns = now_ns
-    nonces = (member.join.nonce for member in self.members.values())
+    nonces = [member.join.nonce for member in self.members.values()]
     late = opened.sync - lineage.last_sync[opened.fragment] >= 2 * self.tempo.period
-    overdue = late and opened.fragment in self.unmerged
-    waits = overdue or self.config.closing(opened.sync) or self.config.waits_for_live
+    waits = self.config.closing(opened.sync) or self.config.waits_for_live
     gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces, self.tempo)
+    if late and opened.fragment in self.unmerged and not waits:
+      self.all_ns = self.all_ns or now_ns + self.config.lease_ns
+      answer_ns = self.in_flight * self.window.usual_step_ns(nonces)
+      gather.grace_ns = max(self.all_ns - now_ns, answer_ns)
 
   def _begin(self, sync: int, fragment: int) -> Gather:
     if sync not in self.gathers:
