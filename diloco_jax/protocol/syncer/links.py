@@ -284,8 +284,7 @@ class Links:
 
   def retime(self) -> bool:
     """Changes the period of the run if the links of most learners ask for it; whether it did."""
-    step_ns = pace_lib.step_ns(self._members)
-    if not (self._goes_on and step_ns):
+    if not self._goes_on or not (step_ns := self._pace_ns()):
       return False
     slot_ns = step_ns * self._config.period // self._config.fragments
     share = self._median(lambda one: self._longest_ns(one) * PERMILLE // slot_ns)
@@ -304,6 +303,13 @@ class Links:
       'shorten it.',
     )
     return True
+
+  def _pace_ns(self) -> int:
+    """The time of an inner step of the run: that of the K-th fastest learner, and not less than the
+    lower median, so that no learner alone shortens it; 0: not known."""
+    times = sorted(time_ns for one in self._members.live() if (time_ns := one.inner_step_ns))
+    place = max(self._config.quorum - 1, (len(times) - 1) // 2)
+    return times[place] if place < len(times) else 0
 
   def _round_trip_ns(self, member: members_lib.Member) -> int:
     """Of a message without a payload. A process that was busy when it joined took longer to
