@@ -59,6 +59,7 @@ ALIKE = (  # as parity's
   'timing',
   'scale',
   'scale.closing',
+  'scale.many',
 )
 
 

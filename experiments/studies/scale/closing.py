@@ -91,12 +91,12 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
       mine, other = losses[f'{size}, {PLAIN}{after}'], losses[f'{size}, {BASE}{after}']
       if mine:
         cells = [f'{size}{after}', f'{statistics.mean(mine.values()):.4f}']
-        cells += [_changes(*pair) for pair in ((mine, plain), (other, base), (mine, other or base))]
+        cells += [changes(*pair) for pair in ((mine, plain), (other, base), (mine, other or base))]
         lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join([*lines, ''])
 
 
-def _changes(mine: dict[int, float], others: dict[int, float]) -> str:
+def changes(mine: dict[int, float], others: dict[int, float]) -> str:
   """The mean of the seeds, its standard error, and each."""
   found = [mine[seed] / others[seed] - 1 for seed in sorted(mine) if seed in others]
   if not any(found):
