@@ -100,3 +100,23 @@ def test_the_command_refuses_a_run_that_cannot_fit_and_says_what_to_change():
   on_time = found['learners']['on_time']
   assert on_time['l1'] < plan.FITS < on_time['l0']
   assert found['change'] in ended.stderr and '--config.sync.' in found['change']
+
+
+def test_the_period_that_the_syncer_will_choose_is_in_the_plan():
+  """Of payloads that are long enough for the syncer to measure their links."""
+  protocol = config_lib.ProtocolConfig(learners=2, fragments=6, period=6, overlap=2)
+
+  def plan_of(values: int):
+    line = conditions.Line(values / 3, values / 3)  # a payload takes about three steps
+    run = plan.Run(
+      protocol=protocol,
+      values=(values,) * 6,
+      codecs=('int8', 'int8', ''),
+      step_s=(1.0,),
+      lines=(line,),
+    )
+    return plan.facts(run, step_tokens=1_000, tokens=None)
+
+  found = plan_of(200_000)
+  assert not found['fits'] and found['period'] >= 3 * protocol.period
+  assert plan_of(20_000)['period'] == protocol.period
