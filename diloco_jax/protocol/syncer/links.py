@@ -12,8 +12,9 @@ sees anyway, and asks less of a slow one::
                  whole fragment after the other, the one that is most behind first (published.py)
 
 A payload is due at the learner at the step boundary of its capture, and the learner reports that
-step: a Contribution up to `tokens_to` was due when the Progress with these tokens came, or at the
-Pull if that is later. So neither pauses of the learner nor an idle link count. The measure is the
+step: a Contribution up to `tokens_to` was due an inner step after the Progress with these tokens
+came (the capture follows the step that its devices have in hand), or a round trip after the Pull if
+that is later. So neither pauses of the learner nor an idle link count. The measure is the
 median of three payloads in time per byte: one stall changes nothing, and two payloads are enough to
 see a change. Payloads much smaller than usual, whose time is the latency, are not measured.
 
@@ -123,7 +124,8 @@ class Links:
     usual = 4 * size * self._config.fragments >= self._narrow_total
     known = due_ns is not None and asked_ns is not None
     if known and usual and not self._config.closing(message.sync):
-      began_ns = max(due_ns, asked_ns + self._round_trip_ns(member), last_ns)
+      captured_ns = due_ns + member.inner_step_ns  # complete behind the step that is dispatched
+      began_ns = max(captured_ns, asked_ns + self._round_trip_ns(member), last_ns)
       time_ns = max(0, self.now_ns - began_ns)
       link.samples = [*link.samples, time_ns * KIB // size][-SAMPLES:]
       self._judge(member)
