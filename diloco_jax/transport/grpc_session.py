@@ -43,6 +43,7 @@ LOST = 'connection lost'
 REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
 MAX_UNHANDLED = 16
 UNPROVED = 'refused certificates'
+_SHARED = chunks.Shared()  # frames of the syncer of this process
 UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the protocol'
 
 COMMON_OPTIONS = (
@@ -100,7 +101,7 @@ class Session:
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
     self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
     self._assembler = chunks.Assembler(
-      max_payload_bytes=limits.max_payload_bytes, max_open=1, begins=self._begins
+      max_payload_bytes=limits.max_payload_bytes, begins=self._begins
     )
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
     # A learner spends what it may; the syncer leaves twice the room for what arrives at once.
@@ -266,12 +267,11 @@ class Session:
       else:
         frames = found
 
-  def _split(self, transfer: int, payload: link.Buffer) -> Iterator[bytes]:
+  def _split(self, payload: link.Buffer) -> Iterator[bytes]:
     """The frames of a transfer, which begins now. A capped uplink sends small ones, evenly."""
     large = self._window.fast and self._uplink is None
-    return chunks.split(
-      transfer, payload, chunks.LARGE_CHUNK_BYTES if large else chunks.CHUNK_BYTES
-    )
+    size = chunks.LARGE_CHUNK_BYTES if large else chunks.CHUNK_BYTES
+    return chunks.split(payload, size, None if self._dialed else _SHARED)
 
   def _wait_for_room(self, size: int) -> bytes | None:
     """Waits until a frame may leave; returns an acknowledgement that leaves before it."""
