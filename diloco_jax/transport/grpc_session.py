@@ -34,6 +34,7 @@ from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_limits, translate
+from diloco_jax.transport import payloads as payloads_lib
 
 SERVICE = 'diloco.v1.SyncerService'
 BRING = 'Bring'  # what a loop calls before it joins
@@ -478,6 +479,7 @@ class Sessions:
     self.traffic = link.Traffic()
     self._lock = threading.Lock()
     self._sessions: dict[int, Session] = {}
+    payloads_lib.keep_freed_memory()
 
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
