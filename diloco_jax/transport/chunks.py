@@ -78,10 +78,9 @@ class Shared:
     with self._lock:
       of, frame = self._made.get(key, (None, b''))
       if of is None or of() is not payload:
-        self._bytes -= len(frame)
-        frame = make()
+        before, frame = len(frame), make()
         self._made[key] = weakref.ref(payload), frame
-        self._bytes += len(frame)
+        self._bytes += len(frame) - before
         while self._bytes > SHARED_BYTES:
           self._bytes -= len(self._made.popitem(last=False)[1][1])
     return frame

@@ -7,7 +7,8 @@ A syncer's transport exchanges payloads of 16 MiB with learners in two other pro
 loopback: up, down, or both. Two are on their way in each session and direction. There is no
 machine, no arithmetic and no log. Ways, and checkouts of this repository, take turns. CPU-ns for
 each byte of the syncer's process (of it the kernel's share) and of the learners' processes, and
-MB/s.
+MB/s and
+the syncer's resident memory.
 """
 
 import json
@@ -167,19 +168,19 @@ def serve(ways: str, sessions: int, seconds: float) -> dict[str, float]:
       time.sleep(0.1)
     before = _used(syncer, children)
     time.sleep(seconds)
-    number, own_s, kernel_s, others_s, seconds = (
-      b - a for a, b in zip(before, _used(syncer, children))
-    )
+    after = _used(syncer, children)
   finally:
     for child in children:
       child.kill()
       child.wait()
+  number, own_s, kernel_s, others_s, seconds = (b - a for a, b in zip(before, after))
   per_byte = 1e9 / number
   return {
     'syncer': own_s * per_byte,
     'of it kernel': kernel_s * per_byte,
     'learners': others_s * per_byte,
     'MB/s': number / seconds / 1e6,
+    'resident MB': psutil.Process().memory_info().rss / 1e6,
   }
 
 
@@ -197,11 +198,11 @@ def _used(syncer: Syncer, children: list[psutil.Popen]) -> tuple[float, ...]:
 
 def main() -> None:
   parser = measured.parser(__doc__)
-  parser.add_argument('--against', default='', help='another checkout, which takes turns')
+  parser.add_argument('--against', action='append', default=[], help='another checkout')
   parser.add_argument('--way', action='append', help=f'some of {" ".join(WAYS)}')
   flags = parser.parse_args()
   turns, seconds = (1, 2) if flags.quick else (3, 4)
-  checkouts = {'': ''} | ({'before: ': flags.against} if flags.against else {})
+  checkouts = {'': ''} | {f'{pathlib.Path(one).name}: ': one for one in flags.against}
   taken: dict[str, list[dict[str, float]]] = {}
   for _ in range(turns):
     for way in flags.way or WAYS:
