@@ -87,14 +87,15 @@ def _aligned(size: int) -> np.ndarray:
 
 MEMORY = Memory()  # of this process
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-KEPT_BYTES = 1 << 26  # freed ones of each of glibc's arenas
-MAPPED_BYTES = 1 << 22  # larger memory goes back to the system at once: several times a frame
+KEPT_BYTES = 1 << 24  # freed ones of each of glibc's arenas
+MAPPED_BYTES = 1 << 25  # what is larger goes back at once; the most that glibc takes
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-  """Lets glibc keep what gRPC frees with each frame: memory that comes fresh from the system costs
-  as much as the copy into it. The variables of glibc go first; other libraries are left alone."""
+  """Lets glibc keep what gRPC and XLA free all the time: memory that comes fresh from the system
+  costs as much as the copy into it. The variables of glibc go first; other libraries are left
+  alone."""
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
   if mallopt and not any(name.startswith('MALLOC_') for name in os.environ):
     mallopt(_TRIM_THRESHOLD, KEPT_BYTES)

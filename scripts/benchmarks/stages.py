@@ -4,8 +4,8 @@
 
 CPU time and wall time in ms for each round, of the syncer and of one learner (their mean), with
 int8 and with float32 both ways. A stage counts what its own threads use, without the stages that it
-calls. Where XLA works, the stage waits for it, so its wall time counts as its CPU time: each
-process has one thread for arithmetic. `rest` is what remains of the CPU time of the process:
+calls. A learner waits for XLA, and nothing else goes on meanwhile: there the CPU time of all
+threads of the process counts. `rest` is what remains of the CPU time of the process:
 gRPC's threads, the copies that they make, the kernel, and the machine's turns.
 
 `stages.py FILE COMMAND --flag ...` is a process of `diloco` that writes its stages to FILE.
@@ -57,12 +57,13 @@ class Clock:
   def measure(self, name: str, work: Callable[[], Any], waits: bool = False) -> Any:
     stack = self._open.__dict__.setdefault('stack', [])
     stack.append([0, 0])
-    cpu_ns, wall_ns = time.thread_time_ns(), time.perf_counter_ns()
+    clock_ns = time.process_time_ns if waits else time.thread_time_ns
+    cpu_ns, wall_ns = clock_ns(), time.perf_counter_ns()
     try:
       return work()
     finally:
       wall_ns = time.perf_counter_ns() - wall_ns
-      cpu_ns = wall_ns if waits else time.thread_time_ns() - cpu_ns
+      cpu_ns = clock_ns() - cpu_ns
       inner_cpu_ns, inner_wall_ns = stack.pop()
       if stack:
         stack[-1][0] += cpu_ns
@@ -197,7 +198,7 @@ def _figures(path: pathlib.Path) -> dict[str, list[float]]:
 
 def main() -> None:
   flags = measured.flags(__doc__)
-  rounds = 6 if flags.quick else 20
+  rounds = 4 if flags.quick else 20
   found: dict[str, Any] = {}
   for codec in CODECS:
     with tempfile.TemporaryDirectory() as folder:
