@@ -22,7 +22,7 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log
-from diloco_jax.syncer import commit, stored
+from diloco_jax.syncer import commit, outer_step, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.transport import payloads as payloads_lib
@@ -122,6 +122,8 @@ class SyncerWork:
       norms=screened.norms,
       refused=screened.refused,
     )
+    if not merged.failed:  # it is read for its checksum while the disk writes
+      announced = outer_step.threads().submit(payloads_lib.keep, self._payloads, merged.delta)
     kept = map(payloads_lib.to_host, payloads if self._assembled.config.sync.keep_log else ())
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient, list(kept)))
     for one in merge.participants:
@@ -130,7 +132,7 @@ class SyncerWork:
     if merged.failed:
       self._post(done)
       return
-    payload_id, payload = payloads_lib.keep(self._payloads, merged.delta)
+    payload_id, payload = announced.result()
     self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
       facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)

@@ -4,27 +4,28 @@ A *transfer* carries one payload of S bytes from one end of a session to the oth
 N = max(1, ceil(S / C)) chunks, with C = 2^18 or, on a fast link, 2^20: a larger chunk costs less
 CPU time, and delays the messages behind it. Chunk i begins at byte i * C and ends where the next
 begins, so all but the last have exactly C bytes and an empty payload is one empty chunk. Each chunk
-is one *frame* (one gRPC message): 40 bytes of header, then the chunk's raw bytes, nothing after.
+is one *frame* (one gRPC message): 32 bytes of header, then the chunk's raw bytes, nothing after.
 Numbers are little endian::
 
   offset bytes field
        0     4 magic    "DLCB"
-       4     2 version  3
-       6     2 header   40, the size of this header in bytes
-       8     8 transfer number of the transfer, > 0, growing within a session; 0: see below
-      16     8 total    S, the size of the whole payload in bytes
-      24     4 index    i, the number of this chunk
-      28     4 count    N, the number of chunks; with S it says what C is
-      32     4 crc32    CRC-32 (zlib) of the payload from its first byte to the end of this chunk
-      36     4 check    CRC-32 (zlib) of the header bytes 0 to 35
-      40       data
+       4     2 version  4
+       6     2 header   32, the size of this header in bytes
+       8     8 total    S, the size of the whole payload in bytes
+      16     4 index    i, the number of this chunk
+      20     4 count    N, the number of chunks; with S it says what C is; 0: see below
+      24     4 crc32    CRC-32 (zlib) of the payload from its first byte to the end of this chunk
+      28     4 check    CRC-32 (zlib) of the header bytes 0 to 27
+      32       data
 
-The chunks of a transfer arrive in the order of their index (a stream is ordered); transfers may
-interleave. Because `crc32` runs over the payload, each end reads every byte once, detects a wrong
-bit with the chunk that has it, and ends with the value in the announcing message
-(`protocol.messages.Payload`; compared in link.py). `check` detects a chunk with a wrong header.
+The transfers of a stream come one after the other and the chunks of each in the order of their
+index, so both ends count the transfers: 1, 2, 3 ... Nothing in a frame belongs to a session, so a
+frame that goes to several learners is made once (`Shared`). Because `crc32` runs over the payload,
+the receiver reads every byte once, detects a wrong bit with the chunk that has it, and ends with
+the value in the announcing message (`protocol.messages.Payload`; compared in link.py). `check`
+detects a chunk with a wrong header.
 
-A frame with transfer 0 and without data is an *acknowledgement*: `total` counts the bytes of all
+A frame with count 0 and without data is an *acknowledgement*: `total` counts the bytes of all
 frames of chunks, headers too, that its sender has received in this session (flow_control.py); the
 other numbers are 0.
 
@@ -32,8 +33,11 @@ This module checks neither the sender (see the session token) nor the meaning of
 codecs). CRC-32 guards against accidents, not against an attacker.
 """
 
+import collections
 import dataclasses
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -41,46 +45,80 @@ from isal import isal_zlib
 
 from diloco_jax.transport import control_crc, payloads
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = payloads.STEP_BYTES
 LARGE_CHUNK_BYTES = 1 << 20
 MAGIC = b'DLCB'
-VERSION = 3
+VERSION = 4
+SHARED_BYTES = 1 << 26  # of frames that are kept for further learners
 
-_FIELDS = struct.Struct('<4sHHQQIII')
+_FIELDS = struct.Struct('<4sHHQIII')
 _CHECK = struct.Struct('<I')
 HEADER_BYTES = _FIELDS.size + _CHECK.size
-_NO_TRANSFER = 0
+_CRC32 = slice(_FIELDS.size - 4, _FIELDS.size)
 
 
 def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
   return max(1, -(-total_bytes // chunk_bytes))
 
 
+class Shared:
+  """The newest frames, so that a payload that goes to several learners is read and copied once, as
+  long as they are about equally fast. Thread-safe: of two threads one makes a frame."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._made: collections.OrderedDict[tuple, tuple[weakref.ref, bytes]] = (
+      collections.OrderedDict()
+    )
+    self._bytes = 0
+
+  def take(self, payload: memoryview, at: tuple[int, int], make: Callable[[], bytes]) -> bytes:
+    """The frame of this very payload with this chunk size and index."""
+    key = id(payload), *at  # another payload may have had this id: the reference tells
+    with self._lock:
+      of, frame = self._made.get(key, (None, b''))
+      if of is None or of() is not payload:
+        before, frame = len(frame), make()
+        self._made[key] = weakref.ref(payload), frame
+        self._bytes += len(frame) - before
+        while self._bytes > SHARED_BYTES:
+          self._bytes -= len(self._made.popitem(last=False)[1][1])
+    return frame
+
+
 def split(
-  transfer: int, payload: memoryview | bytes, chunk_bytes: int = CHUNK_BYTES
+  payload: memoryview | bytes, chunk_bytes: int = CHUNK_BYTES, shared: Shared | None = None
 ) -> Iterator[bytes]:
   """Yields the frames of a transfer, each made on demand (one copy of at most `chunk_bytes`)."""
   data = memoryview(payload).cast('B')
-  count = chunk_count(data.nbytes, chunk_bytes)
-  crc32 = 0
+  count, crc32 = chunk_count(data.nbytes, chunk_bytes), 0
   for index in range(count):
-    chunk = data[index * chunk_bytes : (index + 1) * chunk_bytes]
-    crc32 = isal_zlib.crc32(chunk, crc32)
-    yield b''.join((_header(transfer, data.nbytes, index, count, crc32), chunk))
+
+    def make(index: int = index, crc32: int = crc32) -> bytes:
+      stop = min((index + 1) * chunk_bytes, data.nbytes)
+      chunk = data[index * chunk_bytes : stop]
+      known = payloads.checksum(payload, stop)
+      crc32 = isal_zlib.crc32(chunk, crc32) if known is None else known
+      return b''.join((_header(data.nbytes, index, count, crc32), chunk))
+
+    share = shared is not None and isinstance(payload, memoryview)
+    frame = shared.take(payload, (chunk_bytes, index), make) if share else make()
+    crc32 = int.from_bytes(frame[_CRC32], 'little')
+    yield frame
 
 
 def acknowledgement(received_bytes: int) -> bytes:
-  return _header(_NO_TRANSFER, received_bytes, 0, 0, 0)
+  return _header(received_bytes, 0, 0, 0)
 
 
-def _header(transfer: int, total: int, index: int, count: int, crc32: int) -> bytes:
-  fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, transfer, total, index, count, crc32)
+def _header(total: int, index: int, count: int, crc32: int) -> bytes:
+  fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, total, index, count, crc32)
   return fields + _CHECK.pack(isal_zlib.crc32(fields))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-  """A whole payload: read-only bytes and their CRC-32."""
+  """A whole payload: its number in the stream, read-only bytes and their CRC-32."""
 
   number: int
   data: memoryview
@@ -91,7 +129,6 @@ class Transfer:
 class Chunk:
   """The fields of a frame."""
 
-  transfer: int
   total: int
   index: int
   count: int
@@ -121,8 +158,7 @@ class _Partial:
     if crc32 != chunk.crc32:
       raise control_crc.WireError(
         'checksum',
-        f'CRC-32 {crc32:#010x} after chunk {chunk.index} of transfer '
-        f'{chunk.transfer}, the frame says {chunk.crc32:#010x}',
+        f'CRC-32 {crc32:#010x} after chunk {chunk.index}, the frame says {chunk.crc32:#010x}',
       )
     # numpy copies without the GIL, as checksums are computed.
     start = chunk.index * chunk.chunk_bytes
@@ -132,25 +168,18 @@ class _Partial:
 
 
 class Assembler:
-  """Assembles transfers from frames. Not thread-safe; one per stream.
+  """Assembles transfers from the frames of one stream. Not thread-safe.
 
   Args:
     max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
-    max_open: how many transfers may be incomplete at the same time.
     begins: told the size of every new transfer before any memory is taken; raises to refuse it.
   """
 
-  def __init__(
-    self,
-    *,
-    max_payload_bytes: int,
-    max_open: int,
-    begins: Callable[[int], None] = lambda size: None,
-  ):
+  def __init__(self, *, max_payload_bytes: int, begins: Callable[[int], None] = lambda size: None):
     self._max_payload_bytes = max_payload_bytes
     self._begins = begins
-    self._max_open = max_open
-    self._open: dict[int, _Partial] = {}
+    self._number = 0  # of the transfers before
+    self._partial: _Partial | None = None
 
   def add(self, frame: bytes) -> Transfer | None:
     """Takes one frame; returns its transfer if it is now complete.
@@ -160,59 +189,40 @@ class Assembler:
         the stream.
     """
     chunk = parse(frame)
-    self._check_limits(chunk)
-    partial = self._partial(chunk)
-    self._check_order(chunk, partial)
-    partial.add(chunk)
-    if partial.next_index < chunk.count:
-      return None
-    del self._open[chunk.transfer]
-    data = memoryview(partial.buffer_S).toreadonly()
-    return Transfer(chunk.transfer, data, partial.crc32)
-
-  def _check_limits(self, chunk: Chunk) -> None:
     if chunk.total > self._max_payload_bytes:
       raise control_crc.WireError(
         'too_large',
-        f'transfer {chunk.transfer} has {chunk.total} bytes, at most '
-        f'{self._max_payload_bytes} are granted',
+        f'a transfer has {chunk.total} bytes, at most {self._max_payload_bytes} are granted',
       )
-    if chunk.transfer not in self._open and len(self._open) >= self._max_open:
-      raise control_crc.WireError(
-        'too_many',
-        f'transfer {chunk.transfer} begins beside {len(self._open)} '
-        f'incomplete ones, at most {self._max_open} are granted',
-      )
+    partial = self._partial = self._partial or self._begin(chunk)
+    _check_order(chunk, partial)
+    partial.add(chunk)
+    if partial.next_index < chunk.count:
+      return None
+    self._partial, self._number = None, self._number + 1
+    return Transfer(self._number, memoryview(partial.buffer_S).toreadonly(), partial.crc32)
 
-  def _partial(self, chunk: Chunk) -> _Partial:
-    if chunk.transfer in self._open:
-      return self._open[chunk.transfer]
-    # Only a first chunk opens a transfer, so a misplaced chunk allocates nothing.
+  def _begin(self, chunk: Chunk) -> _Partial:
+    # Only a first chunk begins a transfer, so a misplaced chunk allocates nothing.
     if chunk.index != 0:
-      raise control_crc.WireError(
-        'order',
-        f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
-      )
+      raise control_crc.WireError('order', f'a transfer begins with chunk {chunk.index}, not 0')
     self._begins(chunk.total)
-    return self._open.setdefault(chunk.transfer, _Partial(chunk.total, chunk.count))
+    return _Partial(chunk.total, chunk.count)
 
-  def _check_order(self, chunk: Chunk, partial: _Partial) -> None:
-    if (chunk.total, chunk.count) != (partial.buffer_S.nbytes, partial.count):
-      raise control_crc.WireError(
-        'size',
-        f'transfer {chunk.transfer} had {partial.buffer_S.nbytes} bytes in {partial.count} chunks, '
-        f'its chunk {chunk.index} says {chunk.total} in {chunk.count}',
-      )
-    if chunk.index < partial.next_index:
-      raise control_crc.WireError(
-        'duplicate',
-        f'chunk {chunk.index} of transfer {chunk.transfer} came again',
-      )
-    if chunk.index > partial.next_index:
-      raise control_crc.WireError(
-        'order',
-        f'chunk {chunk.index} of transfer {chunk.transfer} came when {partial.next_index} was due',
-      )
+
+def _check_order(chunk: Chunk, partial: _Partial) -> None:
+  if (chunk.total, chunk.count) != (partial.buffer_S.nbytes, partial.count):
+    raise control_crc.WireError(
+      'size',
+      f'a transfer had {partial.buffer_S.nbytes} bytes in {partial.count} chunks, its chunk '
+      f'{chunk.index} says {chunk.total} in {chunk.count}',
+    )
+  if chunk.index < partial.next_index:
+    raise control_crc.WireError('duplicate', f'chunk {chunk.index} came again')
+  if chunk.index > partial.next_index:
+    raise control_crc.WireError(
+      'order', f'chunk {chunk.index} came when {partial.next_index} was due'
+    )
 
 
 def parse(frame: bytes) -> Chunk:
@@ -228,12 +238,12 @@ def acknowledged(frame: bytes) -> int | None:
   if its header is not sound."""
   if len(frame) != HEADER_BYTES:
     return None
-  transfer, total, *rest = _checked(memoryview(frame))
-  return total if (transfer, *rest) == (_NO_TRANSFER, 0, 0, 0) else None
+  total, *rest = _checked(memoryview(frame))
+  return None if any(rest) else total
 
 
 def _checked(view: memoryview) -> list[int]:
-  """The numbers of a frame's header, from `transfer` to `crc32`."""
+  """The numbers of a frame's header, from `total` to `crc32`."""
   if view.nbytes < HEADER_BYTES:
     raise control_crc.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
   magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
@@ -260,8 +270,6 @@ def _check_header(frame: memoryview) -> None:
 
 
 def _check_sizes(chunk: Chunk) -> None:
-  if chunk.transfer == _NO_TRANSFER:
-    raise control_crc.WireError('transfer', 'transfer number 0 stands for no transfer')
   if (chunk_bytes := chunk.chunk_bytes) is None:
     counts = [chunk_count(chunk.total, size) for size in (CHUNK_BYTES, LARGE_CHUNK_BYTES)]
     raise control_crc.WireError(

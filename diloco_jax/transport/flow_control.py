@@ -24,7 +24,7 @@ FEW_FRAMES = 2  # at least, if the link carries them in QUEUE_S
 ACK_EVERY_S = 0.05
 FEW_BYTES = LEAST_BYTES // 4  # an acknowledgement costs as much as a small payload
 FEW_WAIT_S = 0.25
-FAST_BYTES_PER_S = 1 << 25  # on such a link a large chunk delays other messages by 31 ms
+FAST_BYTES_PER_S = 1 << 24  # on such a link a large chunk delays other messages by 63 ms
 
 
 class Window:

@@ -34,6 +34,7 @@ from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_limits, translate
+from diloco_jax.transport import payloads as payloads_lib
 
 SERVICE = 'diloco.v1.SyncerService'
 BRING = 'Bring'  # what a loop calls before it joins
@@ -43,6 +44,7 @@ LOST = 'connection lost'
 REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
 MAX_UNHANDLED = 16
 UNPROVED = 'refused certificates'
+_SHARED = chunks.Shared()  # frames of the syncer of this process
 UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the protocol'
 
 COMMON_OPTIONS = (
@@ -100,7 +102,7 @@ class Session:
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
     self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
     self._assembler = chunks.Assembler(
-      max_payload_bytes=limits.max_payload_bytes, max_open=1, begins=self._begins
+      max_payload_bytes=limits.max_payload_bytes, begins=self._begins
     )
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
     # A learner spends what it may; the syncer leaves twice the room for what arrives at once.
@@ -266,12 +268,11 @@ class Session:
       else:
         frames = found
 
-  def _split(self, transfer: int, payload: link.Buffer) -> Iterator[bytes]:
+  def _split(self, payload: link.Buffer) -> Iterator[bytes]:
     """The frames of a transfer, which begins now. A capped uplink sends small ones, evenly."""
     large = self._window.fast and self._uplink is None
-    return chunks.split(
-      transfer, payload, chunks.LARGE_CHUNK_BYTES if large else chunks.CHUNK_BYTES
-    )
+    size = chunks.LARGE_CHUNK_BYTES if large else chunks.CHUNK_BYTES
+    return chunks.split(payload, size, None if self._dialed else _SHARED)
 
   def _wait_for_room(self, size: int) -> bytes | None:
     """Waits until a frame may leave; returns an acknowledgement that leaves before it."""
@@ -478,6 +479,7 @@ class Sessions:
     self.traffic = link.Traffic()
     self._lock = threading.Lock()
     self._sessions: dict[int, Session] = {}
+    payloads_lib.keep_freed_memory()
 
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None

@@ -32,8 +32,8 @@ from diloco_jax.node import payload as payload_lib
 from diloco_jax.protocol import messages
 
 Buffer = memoryview | bytes
-Split = Callable[[int, Buffer], Iterator[bytes]]
-"""Cuts the payload of a transfer into frames, lazily."""
+Split = Callable[[Buffer], Iterator[bytes]]
+"""Cuts a payload into frames, lazily."""
 
 NO_TRANSFER = 0  # the transfer number of a message without payload
 
@@ -130,7 +130,7 @@ class SendQueue:
     self._under_way_bytes = payload_lib.size_bytes(payload)
     self._last_transfer += 1
     self._control.append((message, self._last_transfer))
-    return self._split(self._last_transfer, payload)
+    return self._split(payload)
 
   def clear(self) -> None:
     """Drops all waiting messages and payloads."""

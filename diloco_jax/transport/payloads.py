@@ -4,7 +4,11 @@ Machines see payload ids only. The store copies nothing: the owner must not chan
 """
 
 import collections
+import ctypes
+import functools
+import os
 import threading
+import weakref
 
 import numpy as np
 from isal import isal_zlib
@@ -82,6 +86,20 @@ def _aligned(size: int) -> np.ndarray:
 
 
 MEMORY = Memory()  # of this process
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+KEPT_BYTES = 1 << 24  # freed ones of each of glibc's arenas
+MAPPED_BYTES = 1 << 25  # what is larger goes back at once; the most that glibc takes
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+  """Lets glibc keep what gRPC and XLA free all the time: memory that comes fresh from the system
+  costs as much as the copy into it. The variables of glibc go first; other libraries are left
+  alone."""
+  mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+  if mallopt and not any(name.startswith('MALLOC_') for name in os.environ):
+    mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 class PayloadStore:
@@ -128,14 +146,30 @@ class PayloadStore:
       )
 
 
+STEP_BYTES = 1 << 18
+_checksums: dict[int, tuple[weakref.ref, list[int]]] = {}  # of kept payloads, by id()
+
+
 def keep(payloads: ports.Payloads, data: payload_lib.Payload) -> tuple[int, messages.Payload]:
-  """Keeps a payload to send; returns its payload id and what announces it. Bytes have a checksum;
-  what stays on devices needs none."""
+  """Keeps a payload to send; returns its payload id and what announces it. Bytes have a checksum,
+  for which they are read once, also for their frames; what stays on devices needs none."""
   if payload_lib.is_on_devices(data):
     return payloads.put(data), messages.Payload(size_bytes=data.nbytes, crc32=0)
   view = memoryview(data).cast('B')
-  announced = messages.Payload(size_bytes=view.nbytes, crc32=isal_zlib.crc32(view))
-  return payloads.put(view), announced
+  found = [isal_zlib.crc32(view[:STEP_BYTES])]
+  for start in range(STEP_BYTES, view.nbytes, STEP_BYTES):
+    found.append(isal_zlib.crc32(view[start : start + STEP_BYTES], found[-1]))
+  key = id(view)
+  _checksums[key] = weakref.ref(view, lambda _: _checksums.pop(key, None)), found
+  return payloads.put(view), messages.Payload(size_bytes=view.nbytes, crc32=found[-1])
+
+
+def checksum(payload: payload_lib.Payload, size: int) -> int | None:
+  """The CRC-32 of the first `size` bytes of a payload, all or a multiple of STEP_BYTES, if `keep`
+  has read them."""
+  of, found = _checksums.get(id(payload), (None, []))
+  # Another payload may have had this id: the reference tells.
+  return found[max(0, size - 1) // STEP_BYTES] if of and of() is payload else None
 
 
 def to_host(payload: payload_lib.Payload) -> memoryview:

@@ -21,6 +21,8 @@ NAMES = {
   'learner_overhead': 'steps/s of a learner under the syncer, against alone',
   'ahead': "an inner step's dispatch against its turn; steps/s",
   'outer_round': 'an outer round, against an all-reduce and a bare gRPC star',
+  'stages': 'an outer round by stage, CPU and wall time',
+  'lanes': "CPU time of a syncer's transport for each payload byte",
   'encoding': 'encode, and decode and add, against memcpy',
   'wire': 'bytes on a link, against bfloat16 data-parallel',
   'scale': 'one syncer with more learners, parameters and fragments; memory',

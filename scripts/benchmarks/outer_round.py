@@ -48,6 +48,7 @@ WARM = 3  # rounds that compile and touch pages
 DEADLINE_S = 600
 TORCH = ('torch==2.13.0', 'torchft==0.2.0', 'numpy')
 TORCH_PEERS = pathlib.Path(__file__).with_name('torch_peers.py')
+STAGES = 'STAGES'  # the environment variable that has stages.py measure the processes of `ours`
 LOCK_STEP = {'learners': LEARNERS, 'quorum': LEARNERS, 'fragments': 1, 'period': 1, 'overlap': 0}
 
 Rounds = Iterator[tuple[float, float]]  # when this process held its values, and when the result
@@ -74,6 +75,10 @@ def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
       name: noise(leaf, key) for (name, leaf), key in zip(params.items(), draw(clock))
     }
   )
+  if STAGES in os.environ:
+    from scripts.benchmarks import stages
+
+    step = stages.learner(index)
   join = diloco_jax.join(
     params,
     learner=f'l{index}',
@@ -194,9 +199,16 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
       centre = _start(python, [file, f'--way=serve_{way}', f'--address={address}'])
     elif way == 'ours':
       settings = LOCK_STEP | {'codec_up': variant, 'codec_down': variant}
+      stages = os.environ.get(STAGES)
+      measuring = [str(pathlib.Path(__file__).with_name('stages.py')), f'{stages}/syncer.json']
       centre = _start(
         python,
-        ['-m', 'diloco_jax', 'syncer', '--config=own_loop', f'--workdir={folder}']
+        [
+          *(measuring if stages else ('-m', 'diloco_jax')),
+          'syncer',
+          '--config=own_loop',
+          f'--workdir={folder}',
+        ]
         + [f'--config.sync.{name}={value}' for name, value in settings.items()]
         + [f'--config.train.steps={steps + 1}'],
       )

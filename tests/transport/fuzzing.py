@@ -32,7 +32,6 @@ from diloco_jax.verification.sim import disk as disk_lib
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 CORPUS = TESTS / 'corpus'
 GRANTED_BYTES = 1 << 16  # of a payload, and how many may be incomplete
-GRANTED_OPEN = 2
 MEMORY_PER_BYTE = 200  # what a decoder may allocate for each byte of its input
 
 BOUNDS = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)
@@ -195,14 +194,13 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def _mend_frame(data: bytes) -> bytes:
   if len(data) < chunks.HEADER_BYTES:
     return data
-  fields, payload = bytearray(data[:36]), data[chunks.HEADER_BYTES :]
-  fields[32:36] = struct.pack('<I', zlib.crc32(payload))
+  fields, payload = bytearray(data[:28]), data[chunks.HEADER_BYTES :]
+  fields[24:28] = struct.pack('<I', zlib.crc32(payload))
   return bytes(fields) + struct.pack('<I', zlib.crc32(fields)) + payload
 
 
 def _decode_frame(data: bytes) -> None:
-  limits = {'max_payload_bytes': GRANTED_BYTES, 'max_open': GRANTED_OPEN}
-  chunks.Assembler(**limits).add(data)
+  chunks.Assembler(max_payload_bytes=GRANTED_BYTES).add(data)
 
 
 def _mend_seal(data: bytes) -> bytes:
@@ -371,7 +369,7 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
   """All of them, by name; they write to the folder `workdir`."""
   step = _outer_step()
   json_of_step = _json_of_outer_step(step)
-  frames = tuple(frame for size in (0, 3, 1_000) for frame in chunks.split(7, bytes(size)))
+  frames = tuple(frame for size in (0, 3, 1_000) for frame in chunks.split(bytes(size)))
   up = tuple(map(translate.LEARNER_TO_SYNCER.encode, _FROM_LEARNER))
   sealed = tuple(control_crc.Seal().close(one) for one in up)
   down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))

@@ -12,23 +12,22 @@ from diloco_jax.transport import chunks, control_crc, payloads
 
 CHUNK = chunks.CHUNK_BYTES
 
-# Transfer 7 of the payload b'abc'. If this test fails, the format has changed: raise VERSION.
+# The payload b'abc'. If this test fails, the format has changed: raise VERSION.
 GOLDEN = bytes.fromhex(
   '444c4342'  # magic
-  '0300'  # version
-  '2800'  # header of 40 bytes
-  '0700000000000000'  # transfer 7
+  '0400'  # version
+  '2000'  # header of 32 bytes
   '0300000000000000'  # total 3 bytes
   '00000000'  # index 0
   '01000000'  # count 1
   'c2412435'  # crc32 of 'abc'
-  '4208cffd'  # check of the header
+  '4f40a37f'  # check of the header
   '616263'
 )
 
 
-def assembler(max_payload_bytes=1 << 24, max_open=2):
-  return chunks.Assembler(max_payload_bytes=max_payload_bytes, max_open=max_open)
+def assembler(max_payload_bytes=1 << 24):
+  return chunks.Assembler(max_payload_bytes=max_payload_bytes)
 
 
 def frame(data=b'abc', **changes):
@@ -37,13 +36,12 @@ def frame(data=b'abc', **changes):
     'magic': chunks.MAGIC,
     'version': chunks.VERSION,
     'header': chunks.HEADER_BYTES,
-    'transfer': 7,
     'total': len(data),
     'index': 0,
     'count': 1,
     'crc32': zlib.crc32(data),
   } | changes
-  header = struct.pack('<4sHHQQIII', *fields.values())
+  header = struct.pack('<4sHHQIII', *fields.values())
   return header + struct.pack('<I', zlib.crc32(header)) + data
 
 
@@ -55,16 +53,16 @@ def refused(frames, receiver):
 
 
 def test_golden_bytes():
-  assert list(chunks.split(7, b'abc')) == [GOLDEN]
+  assert list(chunks.split(b'abc')) == [GOLDEN]
   transfer = assembler().add(GOLDEN)
-  assert (transfer.number, bytes(transfer.data), transfer.crc32) == (7, b'abc', 0x352441C2)
+  assert (transfer.number, bytes(transfer.data), transfer.crc32) == (1, b'abc', 0x352441C2)
 
 
 @pytest.mark.parametrize('chunk', [CHUNK, chunks.LARGE_CHUNK_BYTES])
 @pytest.mark.parametrize('size', [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 9 * CHUNK])
 def test_a_payload_arrives_whole(size, chunk):
   payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
-  frames = list(chunks.split(1, payload, chunk))
+  frames = list(chunks.split(payload, chunk))
   assert max(map(len, frames)) <= chunks.HEADER_BYTES + chunks.LARGE_CHUNK_BYTES
   receiver = assembler()
   *early, last = [receiver.add(each) for each in frames]
@@ -76,7 +74,7 @@ def test_a_payload_arrives_whole(size, chunk):
 
 def test_frames_are_made_on_demand():
   payload = bytearray(2 * CHUNK)
-  frames = chunks.split(1, payload)
+  frames = chunks.split(payload)
   next(frames)
   payload[CHUNK] = 9  # forbidden to callers; shows that the second chunk does not exist yet
   assert next(frames)[chunks.HEADER_BYTES] == 9
@@ -84,22 +82,80 @@ def test_frames_are_made_on_demand():
 
 def test_a_payload_may_be_any_contiguous_buffer():
   words = memoryview(struct.pack('<3f', 1.0, 2.0, 3.0)).cast('f')
-  assert assembler().add(next(chunks.split(1, words))).data == words.cast('B')
+  assert assembler().add(next(chunks.split(words))).data == words.cast('B')
 
 
-def test_transfers_may_interleave():
+def test_transfers_are_counted():
   first, second = bytes(CHUNK + 1), b'\1' * (CHUNK + 2)
   receiver = assembler()
-  lanes = zip(chunks.split(1, first), chunks.split(2, second))
-  done = [t for lane in lanes for t in map(receiver.add, lane) if t is not None]
-  assert [(t.number, t.data) for t in done] == [(1, first), (2, second)]
+  frames = [*chunks.split(first), *chunks.split(b''), *chunks.split(second)]
+  done = [t for t in map(receiver.add, frames) if t is not None]
+  assert [(t.number, t.data) for t in done] == [(1, first), (2, b''), (3, second)]
+
+
+@pytest.mark.parametrize('chunk', [CHUNK, chunks.LARGE_CHUNK_BYTES])
+@pytest.mark.parametrize('size', [0, 1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
+def test_frames_of_a_kept_payload_have_the_checksum_that_announces_it(size, chunk, monkeypatch):
+  data, store = bytes(range(256)) * (size // 256) + b'x' * (size % 256), payloads.PayloadStore()
+  payload_id, announced = payloads.keep(store, data)
+  expected = list(chunks.split(data, chunk))
+  monkeypatch.setattr(chunks.isal_zlib, 'crc32', only_headers(chunks.isal_zlib.crc32))
+  assert list(chunks.split(store.get(payload_id), chunk)) == expected
+  assert announced.crc32 == zlib.crc32(data)
+
+
+def only_headers(crc32):
+  """A checksum that refuses to read a payload again."""
+
+  def of_header(data, before=None):
+    assert before is None
+    return crc32(data)
+
+  return of_header
+
+
+def test_nothing_is_remembered_of_a_dropped_payload():
+  store, before = payloads.PayloadStore(), len(payloads._checksums)
+  ids = [payloads.keep(store, bytes([k]))[0] for k in range(5)]
+  assert len(payloads._checksums) == before + 5
+  for payload_id in ids:
+    store.drop(payload_id)
+  assert len(payloads._checksums) == before
+  assert payloads.checksum(memoryview(b'0'), 1) is None
+
+
+def test_a_frame_for_several_learners_is_made_once():
+  payload, shared = memoryview(bytes(5 * CHUNK)), chunks.Shared()
+  lanes = [chunks.split(payload, CHUNK, shared) for _ in range(3)]
+  for one, *others in zip(*lanes, strict=True):
+    assert all(one is other for other in others)
+  alike = list(chunks.split(memoryview(bytes(payload)), CHUNK, shared))
+  large = list(chunks.split(payload, chunks.LARGE_CHUNK_BYTES, shared))
+  assert alike == list(chunks.split(payload)) and large == list(chunks.split(payload, 1 << 20))
+
+
+def test_frames_are_kept_up_to_a_number_of_bytes_and_of_no_other_payload():
+  shared, size = chunks.Shared(), chunks.LARGE_CHUNK_BYTES
+  for turn in range(2 * chunks.SHARED_BYTES // size):  # each may get the id of the one before
+    payload = memoryview(bytes([turn]) * size)
+    assert list(chunks.split(payload, size, shared)) == list(chunks.split(payload, size))
+  held = sum(len(frame) for _, frame in shared._made.values())
+  assert held == shared._bytes <= chunks.SHARED_BYTES
+
+
+def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_is_kept(monkeypatch):
+  monkeypatch.setattr(chunks, 'SHARED_BYTES', 2 * CHUNK)
+  payload, shared = memoryview(bytes(range(256)) * (5 * CHUNK // 256)), chunks.Shared()
+  slow = chunks.split(payload, CHUNK, shared)
+  first = next(slow)
+  assert [first, *slow] == list(chunks.split(payload, CHUNK, shared)) == list(chunks.split(payload))
 
 
 def test_an_acknowledgement_is_no_chunk():
   said = chunks.acknowledgement(2**40)
   assert chunks.acknowledged(said) == 2**40
-  assert refused([said], assembler()) == 'transfer'
-  assert [chunks.acknowledged(each) for each in (GOLDEN, next(chunks.split(1, b'')))] == [None] * 2
+  assert refused([said], assembler()) == 'count'
+  assert [chunks.acknowledged(each) for each in (GOLDEN, next(chunks.split(b'')))] == [None] * 2
 
 
 @pytest.mark.parametrize('end', range(len(GOLDEN)))
@@ -122,7 +178,7 @@ def test_every_flipped_bit_is_an_error(offset):
     ('magic', {'magic': b'DLCA'}),
     ('version', {'version': 1}),
     ('version', {'header': 36}),
-    ('transfer', {'transfer': 0}),
+    ('count', {'count': 0}),
     ('count', {'count': 2}),
     ('count', {'total': 2**63}),
     ('index', {'index': 1}),
@@ -140,34 +196,29 @@ def test_a_payload_over_the_limit_is_refused_before_allocation():
   assert refused([frame(b'abc')], assembler(max_payload_bytes=2)) == 'too_large'
 
 
-def test_the_number_of_open_transfers_is_limited():
-  firsts = [next(chunks.split(n, bytes(CHUNK + 1))) for n in (1, 2, 3)]
-  assert refused(firsts, assembler(max_open=2)) == 'too_many'
-
-
 def test_chunks_come_in_order_and_once():
-  first, second, third = chunks.split(1, bytes(2 * CHUNK + 1))
+  first, second, third = chunks.split(bytes(2 * CHUNK + 1))
   assert refused([second], assembler()) == 'order'
   assert refused([first, third], assembler()) == 'order'
   assert refused([first, first], assembler()) == 'duplicate'
 
 
 def test_the_chunks_of_a_transfer_agree_on_its_size():
-  first, _ = chunks.split(1, bytes(CHUNK + 1))
-  _, other = chunks.split(1, bytes(CHUNK + 2))
+  first, _ = chunks.split(bytes(CHUNK + 1))
+  _, other = chunks.split(bytes(CHUNK + 2))
   assert refused([first, other], assembler()) == 'size'
 
 
 def test_the_chunks_of_a_transfer_agree_on_their_number():
   payload = bytes(5 * CHUNK)
-  first, *_ = chunks.split(1, payload)
-  _, other = chunks.split(1, payload, chunks.LARGE_CHUNK_BYTES)
+  first, *_ = chunks.split(payload)
+  _, other = chunks.split(payload, chunks.LARGE_CHUNK_BYTES)
   assert refused([first, other], assembler()) == 'size'
 
 
 def test_chunks_of_different_payloads_do_not_mix():
-  first, _ = chunks.split(1, bytes(CHUNK + 1))
-  _, other = chunks.split(1, b'\1' * (CHUNK + 1))
+  first, _ = chunks.split(bytes(CHUNK + 1))
+  _, other = chunks.split(b'\1' * (CHUNK + 1))
   assert refused([first, other], assembler()) == 'checksum'
 
 

@@ -280,13 +280,13 @@ def test_a_port_in_use_is_one_clear_line(syncer):
 # --- Hostile peers --------------------------------------------------------------------------------
 
 
-def frame_of(data, transfer=1):
-  return next(chunks.split(transfer, data))
+def frame_of(data):
+  return next(chunks.split(data))
 
 
 def oversized_frame():
   fields = chunks._FIELDS.pack(
-    chunks.MAGIC, chunks.VERSION, chunks.HEADER_BYTES, 1, 2**63, 0, 2**32 - 1, 0
+    chunks.MAGIC, chunks.VERSION, chunks.HEADER_BYTES, 2**63, 0, 2**32 - 1, 0
   )
   return fields + chunks._CHECK.pack(zlib.crc32(fields)) + bytes(MIB)
 

@@ -8,11 +8,11 @@ from diloco_jax.protocol import messages
 from diloco_jax.transport import link
 
 
-def split(transfer, payload):
+def split(payload):
   """Frames of two bytes."""
   data = bytes(payload)
   for start in range(0, max(1, len(data)), 2):
-    yield transfer, data[start : start + 2]
+    yield data[start : start + 2]
 
 
 def send_queue(max_bytes=100, max_messages=10):
@@ -56,7 +56,7 @@ def test_control_never_waits_for_bulk():
   next(frames)
   box.push(messages.Heartbeat())
   assert control_of(box) == [(publish(b'abcdef'), 1), (messages.Heartbeat(), 0)]
-  assert list(frames) == [(1, b'cd'), (1, b'ef')]
+  assert list(frames) == [b'cd', b'ef']
 
 
 def test_a_message_with_payload_is_announced_when_its_transfer_begins():
@@ -75,7 +75,7 @@ def test_both_lanes_are_first_in_first_out():
     box.push(pull(k))
     box.push(publish(bytes([k]), fragment=k, version=k), bytes([k]))
   assert control_of(box) == [(pull(k), 0) for k in range(4)]
-  assert transfers_of(box) == [(k, [(k + 1, bytes([k]))]) for k in range(4)]
+  assert transfers_of(box) == [(k, [bytes([k])]) for k in range(4)]
 
 
 def test_a_whole_publish_replaces_the_unsent_older_ones_of_its_fragment_only():
@@ -100,7 +100,7 @@ def test_a_transfer_that_has_begun_is_not_replaced():
   box.push(publish(b'1234', version=1), b'1234')
   frames = box.next_transfer()
   box.push(publish(b'3', version=3, base=None), b'3')
-  assert list(frames) == [(1, b'12'), (1, b'34')]
+  assert list(frames) == [b'12', b'34']
   assert [m.version for m, _ in control_of(box)] == [1]
   assert [version for version, _ in transfers_of(box)] == [3]
 

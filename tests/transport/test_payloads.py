@@ -1,6 +1,8 @@
 """The payload store."""
 
 import concurrent.futures
+import os
+import types
 import zlib
 
 import numpy as np
@@ -115,3 +117,17 @@ def test_threads_never_share_memory():
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     assert all(pool.map(fill, range(200)))
   assert memory.unused_bytes <= 8 * MIB
+
+
+def test_the_variables_of_glibc_go_before_what_is_kept_of_freed_memory(monkeypatch):
+  calls = []
+  library = types.SimpleNamespace(mallopt=lambda *words: calls.append(words))
+  monkeypatch.setattr(payloads.ctypes, 'CDLL', lambda _: library)
+  for name in [name for name in os.environ if name.startswith('MALLOC_')]:
+    monkeypatch.delenv(name)
+  set_it = payloads.keep_freed_memory.__wrapped__
+  set_it()
+  assert [value for _, value in calls] == [payloads.KEPT_BYTES, payloads.MAPPED_BYTES]
+  monkeypatch.setenv('MALLOC_ARENA_MAX', '2')
+  set_it()
+  assert len(calls) == 2

@@ -157,7 +157,7 @@ class Client:
     transfer = 0
     if payload is not None:
       transfer = next(self._transfers)
-      for frame in chunks.split(transfer, payload):
+      for frame in chunks.split(payload):
         self.frame(frame)
     self.word(encode(message, transfer))
 

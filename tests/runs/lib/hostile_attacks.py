@@ -143,13 +143,12 @@ def frame(data: bytes = b'abc', **changes: int | bytes) -> bytes:
     'magic': chunks.MAGIC,
     'version': chunks.VERSION,
     'header': chunks.HEADER_BYTES,
-    'transfer': 1,
     'total': len(data),
     'index': 0,
     'count': 1,
     'crc32': zlib.crc32(data),
   } | changes
-  header = struct.pack('<4sHHQQIII', *fields.values())
+  header = struct.pack('<4sHHQIII', *fields.values())
   return header + struct.pack('<I', zlib.crc32(header)) + data
 
 
@@ -165,7 +164,7 @@ def bad_frames(run: hostile.Run, seconds: float) -> None:
     frame(magic=b'HTTP'),
     frame(version=2),
     frame(header=36),
-    frame(transfer=0),
+    frame(count=0),
     frame(total=2**63),
     frame(total=2**63, count=2**32 - 1),
     frame(index=1),
@@ -294,11 +293,9 @@ def endless_transfers(run: hostile.Run, seconds: float) -> None:
   data = bytes(chunks.CHUNK_BYTES)
   deadline_s = time.monotonic() + seconds
   with clients(run, 4) as opened:
-    for transfer in itertools.count(1):
+    while True:
       for client in opened:
-        size = run.payload_bytes[0]
-        client.frame(frame(data, transfer=transfer, total=2 << 20, count=2))
-        client.frame(frame(bytes(size), transfer=transfer + 1_000_000))
+        client.frame(frame(data, total=2 << 20, count=8))
       while any(client.waiting > 8 and not client.ended.is_set() for client in opened):
         time.sleep(0.01)
         if time.monotonic() > deadline_s:
