@@ -154,7 +154,7 @@ class Link:
 @fact
 class Tempo:
   """The syncer has changed the period of the run, or how long an answer may take, both in inner
-  steps (syncer/tempo.py). `factor`: the new period in those of the settings; `sync`: the first one
+  steps (tempo.py). `factor`: the new period in those of the settings; `sync`: the first one
   that follows it."""
 
   factor: int

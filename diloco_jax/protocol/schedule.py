@@ -4,7 +4,7 @@ Sync t handles the fragment p with (t - t_p) mod H == 0 (paper section 4). The o
 evenly, t_p = floor((p + 1) H / P), so that P = H gives one fragment a step (p = (t - 1) mod P) and
 P = 1 gives DiLoCo: all fragments at once, every H steps.
 
-If the links do not carry that, the syncer lengthens the period of the run (syncer/tempo.py): with a
+If the links do not carry that, the syncer lengthens the period of the run (tempo.py): with a
 *period factor* q each fragment has its turn in one of q periods, and of the syncs about one in q,
 so that the payloads stay evenly spread. Learners need not know q: they answer pulls.
 

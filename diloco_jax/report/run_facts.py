@@ -8,6 +8,7 @@ together by then, so that the curves of restarted learners are at the right plac
 import array
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from diloco_jax.report import steps as steps_lib
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 ENDED = ('down', 'done', 'stopped', 'killed', 'refused', 'failed')
+_times = functools.partial(array.array, 'd')
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
@@ -32,15 +34,11 @@ class Status:
   last_error: str = ''
 
 
-def _times() -> array.array:
-  return array.array('d')
-
-
 @dataclasses.dataclass(slots=True)
 class Process:
   """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
-  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs);
-  lost: on another machine, the syncer heard no more of it."""
+  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs), or lost, of which the
+  syncer on another machine heard no more."""
 
   started_s: float
   steps: int = 0
@@ -179,7 +177,7 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
-    period: the newest one that the syncer has chosen, in inner steps; 0: that of the settings.
+    period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
     layout: what it trains and exchanges, in numbers and in words.
     synced: the newest outer step. Of every one merges_s: when it was published; participants and
       live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
@@ -213,8 +211,7 @@ class RunFacts:
     self.learners = {name: Learner(told=told) for name in learners}
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
-    self.total_steps = total_steps
-    self.period = 0
+    self.total_steps, self.period = total_steps, 0
     self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
     self.merges_s = _times()

@@ -2,7 +2,7 @@
 
 A process yields at its barriers: after its warm-up, and once its steps are measured (data-parallel:
 after each). The bench answers when all processes have come to it. Those of PyTorch are in
-scripts/benchmarks/torch_peers.py.
+scripts/torch_peers.py.
 """
 
 import argparse

@@ -47,7 +47,7 @@ CHUNK = 1 << 20
 WARM = 3  # rounds that compile and touch pages
 DEADLINE_S = 600
 TORCH = ('torch==2.13.0', 'torchft==0.2.0', 'numpy')
-TORCH_PEERS = pathlib.Path(__file__).with_name('torch_peers.py')
+TORCH_PEERS = pathlib.Path(__file__).parents[1] / 'torch_peers.py'
 STAGES = 'STAGES'  # the environment variable that has stages.py measure the processes of `ours`
 LOCK_STEP = {'learners': LEARNERS, 'quorum': LEARNERS, 'fragments': 1, 'period': 1, 'overlap': 0}
 

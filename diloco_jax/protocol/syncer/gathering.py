@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
@@ -30,7 +31,6 @@ from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
-from diloco_jax.protocol.syncer import tempo as tempo_lib
 from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason

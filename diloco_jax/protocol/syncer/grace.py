@@ -29,7 +29,7 @@ for K = 1.
 import dataclasses
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import tempo as tempo_lib
+from diloco_jax.protocol import tempo as tempo_lib
 
 SHIFT = 3  # a new sample has weight 1/8
 

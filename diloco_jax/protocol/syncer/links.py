@@ -29,11 +29,11 @@ from collections.abc import Callable, Sequence
 from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
-from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 PERMILLE = config_lib.PERMILLE
 KIB = 1_024

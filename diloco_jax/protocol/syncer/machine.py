@@ -44,6 +44,7 @@ from typing import Any
 from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
@@ -56,7 +57,6 @@ from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
-from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 Reason = messages.Reason
 OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'

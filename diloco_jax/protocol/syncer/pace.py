@@ -34,8 +34,8 @@ from collections.abc import Sequence
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 SPEED = 16
 FASTEST_NS = 100_000  # of an inner step: the turn of a learner's machine after it takes longer

@@ -7,10 +7,10 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol import actions, events, facts, messages, tempo
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
-from diloco_jax.protocol.syncer import grace, links, tempo
+from diloco_jax.protocol.syncer import grace, links
 from diloco_jax.verification.sim import engine, network
 from tests.protocol import transcript
 from tests.protocol.recording import Recording, discarded

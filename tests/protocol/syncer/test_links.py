@@ -8,10 +8,10 @@ import pytest
 from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import tempo as tempo_lib
 
 SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
 

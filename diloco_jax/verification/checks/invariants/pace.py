@@ -42,7 +42,7 @@ class Pace(invariant.Invariant):
     if sync < book.lineage.next or book.schedule.fragment(sync) != p:
       self.fail(send, f'the next sync is {book.lineage.next}')
     self._alone(book, sync, p, send)
-    lead = 0 if send.message.now else book.lead
+    lead = 0 if send.message.now else pull_turns.lead(self.config, book.tempo)
     self._reached(book, sync, lead)
 
   @invariant.on(SYNCER, facts.Tempo)
@@ -52,7 +52,7 @@ class Pace(invariant.Invariant):
     place = pull_turns.place(self.config, tempo.sync) % (self.config.fragments * tempo.factor)
     turn = place in pull_turns.cycle(self.config.fragments, tempo.factor)
     changed = tempo.factor != book.tempo.factor
-    late = tempo.sync - book.lineage.opened - book.lead
+    late = tempo.sync - book.lineage.opened - pull_turns.lead(self.config, book.tempo)
     if changed and not (turn or self.config.closing(tempo.sync)) or late > longest:
       self.fail(tempo, book.lineage.opened)
     if tempo.period != tempo.factor * self.config.period or tempo.period > max(
@@ -109,7 +109,7 @@ class Pace(invariant.Invariant):
     sync = book.lineage.next
     p = book.schedule.fragment(sync)
     flying = [gather.fragment for gather in book.open]
-    if len(flying) >= book.in_flight or p in flying:
+    if len(flying) >= pull_turns.in_flight(self.config, book.tempo) or p in flying:
       return
     ready = 0
     for peer in book.members.values():

@@ -4,7 +4,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import room
+from diloco_jax.verification.checks.model import pull_turns, room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Gather, SyncerBook
@@ -431,7 +431,8 @@ class Bounded(invariant.Invariant):
       self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
     announced = len(book.gathers) - len(book.open)
     opened = any(type(a) is actions.Report and type(a.fact) is facts.Opened for a in out)
-    if (opened and len(book.open) > book.in_flight) or announced > book.lead:
+    full = opened and len(book.open) > pull_turns.in_flight(self.config, book.tempo)
+    if full or announced > pull_turns.lead(self.config, book.tempo):
       self.fail(book.gathers)
     for gather in book.next.values():
       gave = {peer.join.learner for peer, _ in gather.payloads.values()}

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import schedule as schedule_lib
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -168,6 +169,13 @@ class Lineage:
       batches=dict(self.batches),
       readers=dict(self.readers),
     )
+
+  def pass_over(self, schedule: schedule_lib.Schedule, upto: int) -> None:
+    """Sync `upto` opens, and those that were due before it do not."""
+    due = schedule.next(self.opened)
+    while due < upto:
+      self.passed[schedule.fragment(due)] += 1
+      due = schedule.next(due)
 
   def committed(self, shard: int) -> int:
     """The first batch that no merge has covered for any fragment."""

@@ -4,8 +4,10 @@ records."""
 
 import dataclasses
 import functools
+import math
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import facts
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,6 +64,16 @@ class Turns:
       return False  # of a period factor that has changed
     own = (cycles * config.fragments + turns.index(rest)) % (config.fragments * self.r)
     return own in cycle(config.fragments, self.r) and (len(awaited) - 2 < config.lead // self.r)
+
+
+def lead(config: config_lib.ProtocolConfig, tempo: facts.Tempo) -> int:
+  """How many steps before it opens a sync may be announced, and how many at once."""
+  return max(1, config.overlap * tempo.factor + config.steps_ahead)
+
+
+def in_flight(config: config_lib.ProtocolConfig, tempo: facts.Tempo) -> int:
+  """How many syncs may be open at once."""
+  return max(1, config.overlap + math.ceil(tempo.delay / tempo.factor))
 
 
 def place(config: config_lib.ProtocolConfig, sync: int) -> int:

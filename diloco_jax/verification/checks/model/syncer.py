@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -359,23 +358,10 @@ class SyncerBook:
       self.gathers = {sync: one for sync, one in self.gathers.items() if one.opened_ns is not None}
     self.tempo = fact
 
-  @property
-  def lead(self) -> int:
-    """How many steps before it opens a sync may be announced, and how many at once."""
-    return max(1, self.config.overlap * self.tempo.factor + self.config.steps_ahead)
-
-  @property
-  def in_flight(self) -> int:
-    """How many syncs may be open at once."""
-    return max(1, self.config.overlap + math.ceil(self.tempo.delay / self.tempo.factor))
-
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
     lineage = self.lineage
     lineage.skipped += (opened.sync - lineage.next) // self.config.period
-    due = self.schedule.next(lineage.opened)
-    while due < opened.sync:
-      lineage.passed[self.schedule.fragment(due)] += 1
-      due = self.schedule.next(due)
+    lineage.pass_over(self.schedule, opened.sync)
     lineage.opened = opened.sync
     lineage.next = self.schedule.next(opened.sync, self.tempo.factor)
     for sync in [sync for sync in self.gathers if sync < opened.sync]:
@@ -389,7 +375,7 @@ class SyncerBook:
     gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces, self.tempo)
     if late and opened.fragment in self.unmerged and not waits:
       self.all_ns = self.all_ns or now_ns + self.config.lease_ns
-      answer_ns = self.in_flight * self.window.usual_step_ns(nonces)
+      answer_ns = pull_turns.in_flight(self.config, self.tempo) * self.window.usual_step_ns(nonces)
       gather.grace_ns = max(self.all_ns - now_ns, answer_ns)
 
   def _begin(self, sync: int, fragment: int) -> Gather:
