@@ -15,6 +15,7 @@ and measures again.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import facts
@@ -25,6 +26,7 @@ from diloco_jax.protocol import facts
 MOST_LINKS, ONE_LINK = (900, 700), (1_400, 1_150)
 # A factor changes if it is less or more than so many times the share, and is then the third.
 TIGHT, WIDE, RIGHT = 1_100, 1_600, 1_250
+LEAST_BYTES = 1 << 15  # the time of smaller payloads is that of encoding and of busy cores
 
 
 def factor(share: int, now: int, most: int, limits: tuple[int, int] = MOST_LINKS) -> int:
@@ -45,6 +47,11 @@ def factor(share: int, now: int, most: int, limits: tuple[int, int] = MOST_LINKS
 
 def _fits(share: int, margin: int) -> int:
   return -(-share * margin // 1_000_000)
+
+
+def are_measured(payload_bytes: Sequence[int]) -> bool:
+  """Whether the time of a payload of mean size is that of its link."""
+  return sum(payload_bytes) >= LEAST_BYTES * len(payload_bytes)
 
 
 @dataclasses.dataclass(slots=True)

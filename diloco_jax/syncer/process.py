@@ -18,9 +18,9 @@ import jax
 
 from diloco_jax.config import build, uplink
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, tempo
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol.syncer import links, recovery
+from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
@@ -283,7 +283,7 @@ def recover(
     agreement=assembled.agreement,
     run=name,
     payload_bytes=sizes,
-    narrow_bytes=assembled.narrow_bytes if links.are_measured(sizes) else (),
+    narrow_bytes=assembled.narrow_bytes if tempo.are_measured(sizes) else (),
   )
   load = functools.partial(_load, start)
   if restored is None:

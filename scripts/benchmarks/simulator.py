@@ -32,7 +32,7 @@ from diloco_jax.verification.sim import hardware, no_arrays, seeds
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import arrays, conditions, virtual
 from experiments.goodput import islands, machines
-from scripts.benchmarks import calm as calm_run
+from scripts import calm as calm_run
 from scripts.benchmarks import measured
 
 SECOND = hardware.SECOND

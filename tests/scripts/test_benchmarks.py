@@ -8,7 +8,7 @@ from diloco_jax.transport import addresses
 from scripts.benchmarks import __main__ as command
 from scripts.benchmarks import scale, tls
 
-SHARED = {'__main__', 'calm', 'measured', 'processes'}
+SHARED = {'__main__', 'measured', 'processes'}
 A_TEST = {'soak'}
 
 

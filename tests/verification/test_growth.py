@@ -14,7 +14,7 @@ from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.sim import engine
 from diloco_jax.verification.sim import world as world_lib
-from scripts.benchmarks import calm
+from scripts import calm
 
 DEATHS = 12
 ROUNDS = 9

@@ -38,7 +38,6 @@ from diloco_jax.protocol.syncer import pace as pace_lib
 PERMILLE = config_lib.PERMILLE
 KIB = 1_024
 MOST_PERIODS = 16
-LEAST_BYTES = 1 << 15  # the time of smaller payloads is that of encoding and of busy cores
 SAMPLES = 3
 DOWN_SAMPLES = 8
 SLOTS = 8  # between the first syncs of a run, before anything is asked of its links
@@ -46,11 +45,6 @@ MAX_MARKS = 4_096  # reported steps whose payloads may still come
 TOO_FULL, FREE = 800, 600  # shares of a budget, in 1/1000: a narrow link uses more, a wide one less
 SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no deltas, and to send them
 LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
-
-
-def are_measured(payload_bytes: Sequence[int]) -> bool:
-  """Whether the time of a payload of mean size is that of its link."""
-  return sum(payload_bytes) >= LEAST_BYTES * len(payload_bytes)
 
 
 class Links:

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import links as machine_links
+from diloco_jax.protocol import tempo
 from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.virtual import conditions, links, losses
 
@@ -77,7 +77,7 @@ class Run:
     period, step_s = self.protocol.period, min(self.step_s)
     steps = min(self.protocol.total_steps, (LONG if adapts else PERIODS) * period)
     sizes = links.sizes(self.values, *self.codecs)
-    adapts = adapts and machine_links.are_measured(sizes.payload_bytes)
+    adapts = adapts and tempo.are_measured(sizes.payload_bytes)
     bound = {} if adapts else {'longest_period': 0}
     return links.predict(
       dataclasses.replace(self.protocol, total_steps=steps, save_steps=0, save_syncs=0, **bound),

@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.api import load_params, single_controller
 from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, tempo
 from diloco_jax.protocol.syncer import links
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal
@@ -46,7 +46,7 @@ def _whole(tmp_path_factory, config):
   """Every other payload or so is narrow."""
   folder, narrow = tmp_path_factory.mktemp('run'), itertools.cycle([False, False, True])
   with (
-    mock.patch.object(links, 'LEAST_BYTES', 0),
+    mock.patch.object(tempo, 'LEAST_BYTES', 0),
     mock.patch.object(links.Links, 'narrow', lambda self, member: next(narrow)),
   ):
     _run(config, folder)
