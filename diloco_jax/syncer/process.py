@@ -20,8 +20,8 @@ from diloco_jax.config import build, uplink
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, tempo
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
