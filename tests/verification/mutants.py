@@ -379,7 +379,7 @@ def undecided_capture_is_dropped(original):
   return adopt
 
 
-@mutant('The syncer keeps all late payloads.', gathering.Gathering, '_next', 'I7c I11 L2a')
+@mutant('The syncer keeps all late payloads.', gathering.Gathering, '_next', 'I5 I7c I11 L2a')
 def late_payloads_are_not_counted(original):
   def _next(self, member, message):
     found = original(self, member, message)
@@ -504,7 +504,7 @@ def slow_live_learner_is_left_behind(original):
   'I5 L2a',
 )
 def closing_does_not_wait(original):
-  return lambda self, gather: original(self, dataclasses.replace(gather, sync=0))
+  return lambda self, now_ns, gather: original(self, now_ns, dataclasses.replace(gather, sync=0))
 
 
 @mutant('A closing sync needs two payloads.', gather_lib, 'decide', 'L2a claim')
