@@ -355,9 +355,7 @@ def _workdir(config, tmp_path):
 
 def test_the_text_names_only_files_that_exist(config, workdir, monkeypatch):
   """After Ctrl-C there is no picture, not even an older one, and early on no checkpoints."""
-  monkeypatch.chdir(
-    pathlib.Path(__file__).parent
-  )  # the absolute path is shorter
+  monkeypatch.chdir(pathlib.Path(__file__).parent)  # the absolute path is shorter
   (workdir / 'report').mkdir()
   (workdir / 'report' / 'timeline.png').touch()
   summary = summary_lib.write(workdir, plot=False)

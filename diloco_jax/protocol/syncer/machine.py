@@ -259,8 +259,11 @@ class SyncerMachine:
     self._end(now_ns)
 
   def _retime(self) -> None:
-    """Changes the period of the run if most links ask for it, but not at its end. The announced
-    syncs are cancelled, since others have their turn now: the learners send the steps again."""
+    """Changes the period of the run if most links ask for it, but not at its end, nor before a sync
+    has opened since the last change. The announced syncs are cancelled, since others have their
+    turn now: the learners send the steps again."""
+    if self._pace.opened == self._pace.retimed:
+      return
     before = self._tempo.factor
     if self._stopping or self._config.closing(self._pace.soon) or not self._links.retime():
       return

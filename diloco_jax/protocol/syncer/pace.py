@@ -82,6 +82,7 @@ class Pace:
     self._ready: set[str] = set()
     self.soon = self.next  # the next sync to announce
     self._announced = 0  # the last one that was
+    self.retimed = -1  # the last sync opened before the period of the run changed
     self._close_ns: int | None = None  # when closing syncs wait for K learners only
     self._closes = False
     self._near: set[str] = set()  # contributors that are within `lead` steps of it
@@ -258,6 +259,7 @@ class Pace:
   def retime(self) -> None:
     """The period of the run has changed, and the announced syncs are cancelled: no learner answers
     a pull of them any more."""
+    self.retimed = self.opened
     self.next = self.soon = self._after(max(self.opened, self._announced))
     self._ready.clear()
     self._near.clear()
