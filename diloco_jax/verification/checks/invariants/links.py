@@ -57,9 +57,8 @@ class PulledInTurn(invariant.Invariant):
 class Recovers(invariant.Invariant):
   id = 'L13'
   sentence = (
-    'A learner is pulled in every period once three payloads in a row took at most 0.8 of the '
-    'time between two syncs, of those that came in the order of their syncs. Of a learner that '
-    'has done no step since the Pull was sent, the way of the Pull counts, too.'
+    'A learner that still trains is pulled in every period once three payloads in a row took at '
+    'most 0.8 of the time between two syncs, of those that came in the order of their syncs.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -117,11 +116,10 @@ class Recovers(invariant.Invariant):
       took, last_ns = collections.deque(maxlen=3), 0
     self._took[peer.join.learner] = nonce, took, now_ns
     newest = self._newest(book, message.sync)
-    pulled_ns, reported = peer.pulled.pop(message.sync, (0, -1))
     if captured_ns is None or not newest or self.config.closing(message.sync):
       return
-    if reported >= message.tokens_to:  # the syncer knows no later time
-      captured_ns = min(captured_ns, pulled_ns)
+    if book.lineage.holders[peer.join.learner].claimed >= self.config.total_steps:
+      return  # no step says when it captures, so the syncer cannot know what its link took
     took.append(now_ns - max(captured_ns, last_ns))
     fits = len(took) == 3 and 10 * max(took) <= 8 * self._slot_ns.value
     if fits and book.turns_of(peer).r > 1:

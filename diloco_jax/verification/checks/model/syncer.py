@@ -343,7 +343,6 @@ class SyncerBook:
     peer = self.peers[send.session]
     if send.session not in gather.asked:
       self.turns_of(peer).asked(self.config, message.sync, self.tempo.factor)
-      peer.pulled[message.sync] = now_ns, self.account(peer).trained
     gather.asked.add(send.session)
     gather.waiting.add(peer.join.learner)
 
