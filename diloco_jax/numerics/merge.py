@@ -193,8 +193,8 @@ def token_weights(
 
   None counts more than MOST times the lower median of those present (an honest pause makes all of
   them long), and of more than two none more than the others together have, if these are equal. Only
-  ratios matter to a merge rule, so the largest weight is 1. They are computed on
-  the host in float64: counts may be larger than an int32, and their weights larger than a float32.
+  ratios matter to a merge rule, so the largest weight is 1. They are computed on the host in
+  float64: counts may be larger than an int32, and their weights larger than a float32.
 
   >>> token_weights([800, 400, 0], [8, 8, 0]).tolist()
   [1.0, 0.25, 0.0]

@@ -6,7 +6,7 @@ payloads would come in time to be merged. Then the syncer lengthens both for all
 shortens them again when the links allow it::
 
     period    q H steps, with the *period factor* q of the run: 1 to `sync.longest_period` / H
-    overlap   q tau steps, and the delay
+    overlap   q tau steps; a sync waits longer by the delay
     delay     of a message to a learner and of its answer, in inner steps
 
 Only most learners together change it: one with a thin link is asked less itself (syncer/links.py).

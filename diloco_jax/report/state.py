@@ -21,6 +21,9 @@ def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
   wire, told = run.wire, run.layout.lines if run.layout else []
+  told = (
+    [*told, f'a period of {run.period} inner steps, chosen by the syncer'] if run.period else told
+  )
   merges = run.merges_s, run.participants, run.live, run.staleness
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',

@@ -5,10 +5,9 @@
 
 A syncer's transport exchanges payloads of 16 MiB with learners in two other processes, over
 loopback: up, down, or both. Two are on their way in each session and direction. There is no
-machine, no arithmetic and no log. Ways, and checkouts of this repository, take turns. CPU-ns for
-each byte of the syncer's process (of it the kernel's share) and of the learners' processes, and
-MB/s and
-the syncer's resident memory.
+machine, no arithmetic and no log. Ways, and checkouts of this repository, take turns. The benchmark
+prints CPU-ns for each byte of the syncer's process (and the kernel's share of it) and of the
+learners' processes, MB/s, and the syncer's resident memory.
 """
 
 import json

@@ -4,7 +4,7 @@
 
 CPU time and wall time in ms for each round, of the syncer and of one learner (their mean), with
 int8 and with float32 both ways. A stage counts what its own threads use, without the stages that it
-calls. A learner waits for XLA, and nothing else goes on meanwhile: there the CPU time of all
+calls. While a learner waits for XLA it does nothing else: there the CPU time of all
 threads of the process counts. `rest` is what remains of the CPU time of the process:
 gRPC's threads, the copies that they make, the kernel, and the machine's turns.
 

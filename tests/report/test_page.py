@@ -21,7 +21,7 @@ from prometheus_client import parser
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, folder, page, records, serve, state
+from diloco_jax.report import facts, folder, page, records, serve, state, summary
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 2_000
@@ -67,6 +67,15 @@ def _workdir(tmp_path) -> pathlib.Path:
 def read(workdir: pathlib.Path) -> dict:
   found = folder.read(workdir)
   return state.state(found.run, found.config)
+
+
+def test_page_and_report_name_the_period_that_the_syncer_has_chosen(workdir):
+  sentence = 'a period of 24 inner steps'
+  assert sentence not in read(workdir)['about']
+  add(workdir, 'syncer', row(91, protocol_facts.Tempo(factor=2, delay=3, period=24, sync=30)))
+  assert sentence in read(workdir)['about']
+  text = summary.text(summary.summarize(folder.read(workdir)), workdir, 200)
+  assert f'the syncer chose {sentence}' in text
 
 
 def test_no_line_bridges_an_absence_and_the_kill_is_marked(workdir):
