@@ -45,7 +45,6 @@ _AGAIN_S = 60.0  # between two lines of one kind
 _REFUSED, _DISPLACED = 'refused sessions', 'displaced sessions'
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
-  ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
   ('grpc.server_handshake_timeout_ms', 5_000),
   ('grpc.max_connection_idle_ms', 30_000),  # a connection with an open stream is not idle
   ('grpc.max_concurrent_streams', 4),  # of one connection; a session has two
@@ -63,6 +62,9 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     say: takes lines for the operator: about certificates, and sessions that no learner used.
     access: whether learners must prove their names.
     about: what a loop is told before it joins (launch/own_model.py).
+    numbers, traffic: of its sessions, where other processes have further ones
+      (transport/processes/).
+    shared_port: other processes may listen on the port, too.
 
   Raises:
     ValueError: `access` is not enough for the address, or its files are wrong.
@@ -81,12 +83,15 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     *,
     access: addresses.Access = addresses.LOCAL,
     about: bytes = b'',
+    numbers: Iterator[int] | None = None,
+    traffic: link.Traffic | None = None,
+    shared_port: bool = False,
   ):
-    super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits)
+    super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits, traffic)
     self._troubles, self._about = Troubles(say), about
     places = limits.max_members + limits.max_strangers
     reserve_descriptors(places)
-    self._numbers = itertools.count(1)
+    self._numbers = numbers or itertools.count(1)
     self._line: list[threading.Event] = []  # of newcomers; set: it is this one's turn
     self._arrivals = peer_limits.Rate(
       limits.max_strangers / max(limits.stay_s, 0.001), limits.max_strangers
@@ -98,8 +103,10 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     self._checks = threading.BoundedSemaphore(_CHECKS)
     threads = 2 * places + _LINE + _CHECKS + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
+    # Without this option a second syncer would silently share the port.
+    options = (*_OPTIONS, ('grpc.so_reuseport', int(shared_port)))
     self._server = grpc.server(
-      self._pool, options=_OPTIONS, maximum_concurrent_rpcs=threads + _WAITING_CALLS
+      self._pool, options=options, maximum_concurrent_rpcs=threads + _WAITING_CALLS
     )
     self._health = self._add_services()
     try:

@@ -472,11 +472,17 @@ class Sessions:
 
   session_class = Session
 
-  def __init__(self, post: ports.Post, payloads: ports.Payloads, limits: link.Limits):
+  def __init__(
+    self,
+    post: ports.Post,
+    payloads: ports.Payloads,
+    limits: link.Limits,
+    traffic: link.Traffic | None = None,
+  ):
     self._post = post
     self._payloads = payloads
     self._limits = limits
-    self.traffic = link.Traffic()
+    self.traffic = traffic or link.Traffic()
     self._lock = threading.Lock()
     self._sessions: dict[int, Session] = {}
     payloads_lib.keep_freed_memory()

@@ -25,7 +25,7 @@ order of completion. Announced and received size and checksum must agree, else `
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
 from diloco_jax.node import payload as payload_lib
@@ -263,14 +263,26 @@ class ReceiveBuffer:
 
 class Traffic:
   """Counts the bytes of all sessions at one end of a transport: messages, chunk headers and
-  payloads of both lanes. Thread-safe."""
+  payloads of both lanes. Thread-safe.
 
-  def __init__(self):
+  Args:
+    totals: sent, received, and those of further sessions behind them; for example in memory of
+      several processes.
+  """
+
+  def __init__(self, totals: MutableSequence[int] | memoryview | None = None):
     self._lock = threading.Lock()
-    self.sent_bytes = 0
-    self.received_bytes = 0
+    self._totals = [0, 0] if totals is None else totals
+
+  @property
+  def sent_bytes(self) -> int:
+    return sum(self._totals[::2])
+
+  @property
+  def received_bytes(self) -> int:
+    return sum(self._totals[1::2])
 
   def add(self, sent_bytes: int = 0, received_bytes: int = 0) -> None:
     with self._lock:
-      self.sent_bytes += sent_bytes
-      self.received_bytes += received_bytes
+      self._totals[0] += sent_bytes
+      self._totals[1] += received_bytes

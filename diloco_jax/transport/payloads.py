@@ -9,6 +9,7 @@ import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 from isal import isal_zlib
@@ -27,9 +28,13 @@ class Memory:
   costs more than receiving or merging what goes into it. Never holds more bytes than were in use at
   once, and frees what later payloads have no use for. Safe to use from any
   thread.
+
+  Attributes:
+    make: makes a new block of so many bytes.
   """
 
   def __init__(self):
+    self.make: Callable[[int], np.ndarray] = _aligned
     self._lock = threading.Lock()
     # With the number of takes when each was found unused, the longest unused first.
     self._unused: list[tuple[int, np.ndarray]] = []
@@ -51,7 +56,7 @@ class Memory:
       # A block of up to twice the size will do; of equals the one used last.
       fits = [one for one in self._unused if size <= one[1].nbytes <= 2 * size]
       found = min(reversed(fits), key=lambda one: one[1].nbytes, default=None)
-      block = _aligned(size) if found is None else found[1]
+      block = self.make(size) if found is None else found[1]
       self._unused = [one for one in self._unused if one is not found]
       self._in_use_bytes += block.nbytes
       self._most_bytes = max(self._most_bytes, self._in_use_bytes)

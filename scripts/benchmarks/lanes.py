@@ -2,14 +2,16 @@
 
     python scripts/benchmarks/lanes.py [--quick] [--json=FILE]                # two minutes
     python scripts/benchmarks/lanes.py --against=CHECKOUT --way=both,8        # some ways only
+    python scripts/benchmarks/lanes.py --way=both,8,2         # with two transport processes
 
 A syncer's transport exchanges payloads of 16 MiB with learners in two other processes, over
 loopback: up, down, or both. Two are on their way in each session and direction. There is no
 machine, no arithmetic and no log. Ways, and checkouts of this repository, take turns. The benchmark
-prints CPU-ns for each byte of the syncer's process (and the kernel's share of it) and of the
-learners' processes, MB/s, and the syncer's resident memory.
+prints CPU-ns for each byte of the syncer's process (and the kernel's share of it), of its transport
+processes and of the learners' processes, MB/s, and the resident memory of the syncer's process.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -22,6 +24,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
 
+import numpy as np
 import psutil
 
 from diloco_jax.protocol import events, messages
@@ -48,7 +51,9 @@ def limits(sessions: int) -> link.Limits:
 
 
 def _payload(store: payloads.PayloadStore) -> tuple[memoryview, messages.Payload]:
-  payload_id, announced = payloads.keep(store, os.urandom(1 << 20) * (SIZE >> 20))
+  data = payloads.MEMORY.take(SIZE)  # as a syncer's
+  data[:] = np.tile(np.frombuffer(os.urandom(1 << 20), np.uint8), SIZE >> 20)
+  payload_id, announced = payloads.keep(store, data)
   return store.get(payload_id), announced
 
 
@@ -100,15 +105,20 @@ class Learner:
 class Syncer:
   """Keeps UNDER_WAY payloads of each session on their way."""
 
-  def __init__(self, ways: str, sessions: int):
+  def __init__(self, ways: str, sessions: int, processes: int):
     self._ups, self._downs = (UNDER_WAY * (ways in (one, 'both')) for one in ('up', 'down'))
     self._store, self._numbers = payloads.PayloadStore(), {}
-    self._payload, self._announced = _payload(self._store)
     self._lock = threading.Lock()
-    self.begun = dict.fromkeys(range(1, sessions + 1), 0)
-    self.transport = grpc_server.GrpcSyncerTransport(
-      '127.0.0.1:0', self._post, self._store, limits(sessions), access=PLAIN
-    )
+    self.begun = collections.Counter()  # by session
+    place = '127.0.0.1:0', self._post, self._store, limits(sessions)
+    if processes:
+      from diloco_jax.transport.processes import parent
+
+      self.transport = parent.ProcessesTransport(processes, *place, access=PLAIN)
+    else:
+      self.transport = grpc_server.GrpcSyncerTransport(*place, access=PLAIN)
+    self.children = psutil.Process().children()
+    self._payload, self._announced = _payload(self._store)
 
   def _post(self, event: events.Event) -> None:
     if not isinstance(event, events.Received):
@@ -150,9 +160,9 @@ class Syncer:
     self.transport.send(session, publish, self._payload)
 
 
-def serve(ways: str, sessions: int, seconds: float) -> dict[str, float]:
+def serve(ways: str, sessions: int, seconds: float, processes: int = 0) -> dict[str, float]:
   """The figures of one run."""
-  syncer, each = Syncer(ways, sessions), sessions // LEARNER_PROCESSES
+  syncer, each = Syncer(ways, sessions, processes), sessions // LEARNER_PROCESSES
   children = [
     psutil.Popen(
       [sys.executable, __file__, 'learners', syncer.transport.address, str(k), str(each)]
@@ -161,7 +171,9 @@ def serve(ways: str, sessions: int, seconds: float) -> dict[str, float]:
   ]
   try:
     deadline_s = time.monotonic() + DEADLINE_S
-    while min(syncer.begun.values()) < 4 * UNDER_WAY:  # the windows have opened
+    while (
+      len(syncer.begun) < sessions or min(syncer.begun.values()) < 4 * UNDER_WAY
+    ):  # the windows have opened
       if time.monotonic() > deadline_s:
         raise TimeoutError(f'after {DEADLINE_S} s not every session has exchanged payloads')
       time.sleep(0.1)
@@ -172,11 +184,12 @@ def serve(ways: str, sessions: int, seconds: float) -> dict[str, float]:
     for child in children:
       child.kill()
       child.wait()
-  number, own_s, kernel_s, others_s, seconds = (b - a for a, b in zip(before, after))
+  number, own_s, kernel_s, transport_s, others_s, seconds = (b - a for a, b in zip(before, after))
   per_byte = 1e9 / number
   return {
     'syncer': own_s * per_byte,
     'of it kernel': kernel_s * per_byte,
+    'its processes': transport_s * per_byte,
     'learners': others_s * per_byte,
     'MB/s': number / seconds / 1e6,
     'resident MB': psutil.Process().memory_info().rss / 1e6,
@@ -184,13 +197,15 @@ def serve(ways: str, sessions: int, seconds: float) -> dict[str, float]:
 
 
 def _used(syncer: Syncer, children: list[psutil.Popen]) -> tuple[float, ...]:
-  own, others = os.times(), [child.cpu_times() for child in children]
+  own = os.times()
+  used = lambda some: sum(one.user + one.system for one in (child.cpu_times() for child in some))
   traffic = syncer.transport.traffic
   return (
     traffic.sent_bytes + traffic.received_bytes,
     own.user + own.system,
     own.system,
-    sum(one.user + one.system for one in others),
+    used(syncer.children),
+    used(children),
     time.monotonic(),
   )
 
@@ -222,8 +237,9 @@ def main() -> None:
 
 if __name__ == '__main__':
   match sys.argv[1:]:
-    case ['syncer', ways, sessions, seconds]:
-      print(json.dumps(serve(ways, int(sessions), float(seconds))), flush=True)
+    case ['syncer', ways, sessions, *processes, seconds]:
+      found = serve(ways, int(sessions), float(seconds), *map(int, processes))
+      print(json.dumps(found), flush=True)
       os._exit(0)  # the threads of its sessions would wait for their peers
     case ['learners', address, first, count]:
       kept = [Learner(f'l{int(first) * int(count) + k}', address) for k in range(int(count))]

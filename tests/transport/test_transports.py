@@ -12,6 +12,7 @@ import pytest
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, in_process, link, payloads
+from diloco_jax.transport.processes import parent
 from tests.transport import answers
 
 DEADLINE_S = 20
@@ -116,7 +117,20 @@ class GrpcWorld(InProcessWorld):
         assert not thread.is_alive(), thread
 
 
-@pytest.fixture(params=[InProcessWorld, GrpcWorld], ids=['inprocess', 'grpc'])
+class ProcessesWorld(GrpcWorld):
+  """The syncer's sessions are served by processes of their own."""
+
+  def syncer(self):
+    end = End(
+      lambda *ports: parent.ProcessesTransport(2, '127.0.0.1:0', *ports, LIMITS, access=ACCESS)
+    )
+    self.port = end.transport.port
+    return self.add(end)
+
+
+@pytest.fixture(
+  params=[InProcessWorld, GrpcWorld, ProcessesWorld], ids=['inprocess', 'grpc', 'processes']
+)
 def world(request):
   world = request.param()
   yield world

@@ -1,0 +1,91 @@
+"""A transport process: a `GrpcSyncerTransport` at the end of a channel.
+
+parent.py starts it with two descriptors: its end of the pipe, and the memory where it counts bytes.
+First the syncer's process sends a `Start`; the answer is the address, or the error. Then it sends
+the calls of the port `node.ports.Transport`, and receives the events of the port, and lines for the
+operator. It ends with the syncer's process, which alone reacts to signals.
+"""
+
+import dataclasses
+import itertools
+import os
+import signal
+import sys
+from multiprocessing import connection
+
+from diloco_jax.protocol import events
+from diloco_jax.transport import addresses, grpc_server, link, payloads
+from diloco_jax.transport.processes import blocks as blocks_lib
+from diloco_jax.transport.processes import channel as channel_lib
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+  """What a process begins with; its sessions are `first`, `first + every` ...; `place`: of its
+  bytes among the totals."""
+
+  address: str
+  limits: link.Limits
+  access: addresses.Access
+  about: bytes
+  first: int
+  every: int
+  place: int
+
+
+class Child:
+  """The transport of this process."""
+
+  def __init__(self, channel: channel_lib.Channel, start: Start, totals: memoryview):
+    self._channel, self._store = channel, payloads.PayloadStore()
+    self.transport = grpc_server.GrpcSyncerTransport(
+      start.address,
+      self._post,
+      self._store,
+      start.limits,
+      channel.send,  # lines for the operator
+      access=start.access,
+      about=start.about,
+      numbers=itertools.count(start.first, start.every),
+      traffic=link.Traffic(totals[2 * start.place : 2 * start.place + 2]),
+      shared_port=True,
+    )
+
+  def _post(self, event: events.Event) -> None:
+    payload = None
+    if isinstance(event, events.Received) and event.payload_id is not None:
+      payload = self._store.get(event.payload_id)
+      self._store.drop(event.payload_id)
+    self._channel.send(event, payload)
+
+  def run(self) -> None:
+    """Carries out calls, until the syncer's process shuts the transport down or is gone."""
+    while True:
+      (name, *arguments), payload = self._channel.receive()
+      if name == 'send':
+        self.transport.send(*arguments, payload)
+      else:
+        getattr(self.transport, name)(*arguments)
+        if name == 'shutdown':
+          return
+
+
+def main() -> None:
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+  payloads.MEMORY.make = blocks_lib.BLOCKS.make
+  pipe, totals_descriptor = map(int, sys.argv[1:])
+  channel = channel_lib.Channel(connection.Connection(pipe))
+  totals = memoryview(blocks_lib.map_block(totals_descriptor)).cast('q')
+  try:
+    start, _ = channel.receive()
+    try:
+      child = Child(channel, start, totals)
+    except (ValueError, OSError) as error:
+      channel.send(error)
+    else:
+      channel.send(child.transport.address)
+      child.run()
+  except (EOFError, OSError):  # the syncer's process is gone
+    os._exit(1)
+  channel.close()
