@@ -45,6 +45,14 @@ _INIT = flags.DEFINE_string(
   'With --config=own_loop: a folder that Orbax wrote, a tree of named arrays: version 0 of the '
   'model. Else the first learner brings it. Learners then join without label=.',
 )
+_PROCESSES = flags.DEFINE_integer(
+  'transport_processes',
+  0,
+  'Processes that serve the sessions, with --listen=HOST:PORT, where this process alone cannot '
+  'carry all payloads (diloco plan says how many). 0: this process does so itself.',
+  lower_bound=0,
+  upper_bound=64,
+)
 cli.define_access()
 cli.define_config()
 cli.define_files()
@@ -66,5 +74,5 @@ def main(argv: list[str]) -> int:
   if config.task != run_config.OWN_LOOP:
     if _INIT.value:
       raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
-    return nodes.syncer(*place)
-  return nodes.own_loop_syncer(*place, _INIT.value)
+    return nodes.syncer(*place, processes=_PROCESSES.value)
+  return nodes.own_loop_syncer(*place, _INIT.value, _PROCESSES.value)

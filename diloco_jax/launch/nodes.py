@@ -42,6 +42,7 @@ from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_client, grpc_server, grpc_session, link
+from diloco_jax.transport.processes import parent
 
 FILE = 'file:'
 SPARE_SESSIONS = 16
@@ -58,18 +59,31 @@ _LEARNER_SAFE = (
 )
 
 
-def syncer(config: run_config.Config, workdir: str, listen: str, access: addresses.Access) -> int:
-  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run."""
+def syncer(
+  config: run_config.Config,
+  workdir: str,
+  listen: str,
+  access: addresses.Access,
+  processes: int = 0,
+) -> int:
+  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run;
+  `processes`: that serve its sessions (transport/processes/), 0: it does so itself."""
   prepare_syncer()
   with cli.never_retry(ValueError):
     assembled = build.assemble(config.of('syncer'))
   theta = global_model_lib.Theta(assembled)
   folder, records = _open(workdir, 'syncer')
-  return _serve(config, assembled, theta, folder, records, _address(folder, listen), access)
+  address = _address(folder, listen)
+  return _serve(config, assembled, theta, folder, records, address, access, processes)
 
 
 def own_loop_syncer(
-  config: run_config.Config, workdir: str, listen: str, access: addresses.Access, init: str = ''
+  config: run_config.Config,
+  workdir: str,
+  listen: str,
+  access: addresses.Access,
+  init: str = '',
+  processes: int = 0,
 ) -> int:
   """Runs the syncer process of a run without a task: learners are loops of the user's own.
 
@@ -108,7 +122,7 @@ def own_loop_syncer(
       theta = global_model_lib.Theta(assembled)
     if stopped.is_set():  # while the model was read or written
       return _end(actions.Exit(code=0, text='stopped before it listened'), records)
-    return _serve(config, assembled, theta, folder, records, address, access, store)
+    return _serve(config, assembled, theta, folder, records, address, access, processes, store)
 
 
 def _serve(
@@ -119,6 +133,7 @@ def _serve(
   records: records_lib.Recorder,
   address: str,
   access: addresses.Access,
+  processes: int,
   store: stored.Stored | None = None,
 ) -> int:
   """Runs the syncer of a run whose model is known; returns the exit code of the process."""
@@ -128,9 +143,11 @@ def _serve(
 
   def listen(post, payloads):
     with cli.never_retry(ValueError, OSError):
-      transport = grpc_server.GrpcSyncerTransport(
-        address, post, payloads, limits(assembled), records.say, access=access, about=about
-      )
+      place = address, post, payloads, limits(assembled), records.say
+      if processes:
+        transport = parent.ProcessesTransport(processes, *place, access=access, about=about)
+      else:
+        transport = grpc_server.GrpcSyncerTransport(*place, access=access, about=about)
       try:
         _write_address(folder, transport.address)
         run_folder.write_config(folder, config)

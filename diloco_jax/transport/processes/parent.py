@@ -163,16 +163,17 @@ class ProcessesTransport:
     last = place + 1  # session
     while True:
       started_s = time.monotonic()
-      last = max(last, self._receive(self._processes[place]))
       process = self._processes[place]
-      for session in sorted(process.live):
+      last = max(last, self._receive(process))
+      lost, process.live = sorted(process.live), set()
+      for session in lost:
         self._post(events.Disconnected(session=session, reason='its transport process has ended'))
       if self._closing.is_set():
         return
       process.end(0.0)
       self._say(
-        f'a transport process has ended; its {len(process.live)} sessions dial again, and no '
-        'outer step is lost. Another process starts'
+        f'a transport process has ended; its {len(lost)} sessions dial again, and no outer step is '
+        'lost. Another process starts'
       )
       last += self._count
       while not self._restart(place, last, started_s):

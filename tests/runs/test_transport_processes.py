@@ -1,0 +1,85 @@
+"""A real run whose syncer has transport processes, which are killed."""
+
+import contextlib
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from diloco_jax.verification.faults import conductor
+from diloco_jax.verification.replay import tape_files
+from tests.runs import test_processes
+from tests.runs.lib import slow_data
+
+FLAGS = (
+  '--config=stdlib_lm:tiny',
+  '--config.train.steps=400',
+  '--config.sync.learners=2',
+  '--config.train.eval_every=0',
+  '--config.train.log_every=10',
+  slow_data.FLAG,
+)
+DEADLINE_S = 60
+
+
+def _transport_processes(syncer: int) -> list[int]:
+  """Those of a syncer that live, which has no other children."""
+  found = []
+  for one in psutil.Process(syncer).children():
+    with contextlib.suppress(psutil.Error):
+      if one.status() != psutil.STATUS_ZOMBIE:
+        found.append(one.pid)
+  return found
+
+
+def _wait(true, what: str) -> None:
+  end_s = time.monotonic() + DEADLINE_S
+  while not true():
+    assert time.monotonic() < end_s, what
+    time.sleep(0.02)
+
+
+@pytest.fixture(name='start')
+def _start():
+  started = []
+
+  def start(*words: str) -> test_processes.Program:
+    started.append(test_processes.Program('diloco_jax', *words))
+    return started[-1]
+
+  yield start
+  for program in started:
+    program.kill()
+
+
+def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
+  """Each dies once while the run goes on: others take their places, learners dial again, and every
+  invariant holds."""
+  workdir = tmp_path / 'run'
+  flags = (*FLAGS, f'--workdir={workdir}', '--plaintext_loopback')
+  syncer = start('syncer', *flags, '--listen=127.0.0.1:0', '--transport_processes=2')
+  address = f'--syncer=file:{workdir}/syncer/address'
+  learners = [start('learner', *flags, address, f'--learner=l{m}') for m in range(2)]
+  for one in learners:
+    one.wait_for('completed step: ')
+  for place in range(2):
+    before = _transport_processes(syncer.process.pid)
+    os.kill(before[place], signal.SIGKILL)
+    new = lambda: set(_transport_processes(syncer.process.pid)) - set(before)
+    _wait(lambda: len(new()) == 1, 'no transport process is back')
+    syncer.wait_for('Another process starts')
+    for one in learners:
+      one.wait_for('completed step: ')
+  ends = [one.end() for one in (*learners, syncer)]
+  assert ends == [0, 0, 0], [one.lines for one in (syncer, *learners)]
+  verdict = conductor.judge(workdir)
+  assert verdict.broken is None and not verdict.unread, verdict.text()
+  lives = tape_files.find(workdir)
+  for life in lives:
+    assert tape_files.replay(life).identical, life.name
+  ledger = [fact for fact in test_processes._facts(workdir, 'syncer') if fact['name'] == 'ledger']
+  assert ledger[-1]['trained'] * ledger[-1]['fragments'] == (
+    ledger[-1]['merged'] + sum(ledger[-1]['discarded'].values())
+  )
