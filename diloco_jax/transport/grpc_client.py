@@ -14,7 +14,7 @@ import grpc
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
-from diloco_jax.transport import addresses, credentials, grpc_session, link, listen
+from diloco_jax.transport import addresses, credentials, grpc_session, link, listen, sessions
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
@@ -22,7 +22,7 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
 )
 
 
-class GrpcLearnerTransport(grpc_session.Sessions):
+class GrpcLearnerTransport(sessions.Sessions):
   """The port `node.ports.Transport` for a learner.
 
   Args:

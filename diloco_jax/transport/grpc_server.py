@@ -34,7 +34,15 @@ from grpc_health.v1 import health, health_pb2
 from diloco_jax.certs import proofs
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import addresses, credentials, grpc_session, link, listen, peer_limits
+from diloco_jax.transport import (
+  addresses,
+  credentials,
+  grpc_session,
+  link,
+  listen,
+  peer_limits,
+  sessions,
+)
 
 _LINE = 128  # newcomers that wait for a place
 _CHECKS = 8  # calls that ask for the syncer's health, at the same time
@@ -53,7 +61,7 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
 )
 
 
-class GrpcSyncerTransport(grpc_session.Sessions):
+class GrpcSyncerTransport(sessions.Sessions):
   """The port `node.ports.Transport` for the syncer; listens from construction to `shutdown`.
 
   Args:

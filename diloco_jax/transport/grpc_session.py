@@ -34,7 +34,6 @@ from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_limits, translate
-from diloco_jax.transport import payloads as payloads_lib
 
 SERVICE = 'diloco.v1.SyncerService'
 BRING = 'Bring'  # what a loop calls before it joins
@@ -465,63 +464,6 @@ class Session:
   def _end_undrained(self) -> None:
     self.fail(f'not drained within {self._limits.drain_s} s')
     self.cancel()
-
-
-class Sessions:
-  """What both ends of `node.ports.Transport` have in common: the sessions, by number."""
-
-  session_class = Session
-
-  def __init__(
-    self,
-    post: ports.Post,
-    payloads: ports.Payloads,
-    limits: link.Limits,
-    traffic: link.Traffic | None = None,
-  ):
-    self._post = post
-    self._payloads = payloads
-    self._limits = limits
-    self.traffic = traffic or link.Traffic()
-    self._lock = threading.Lock()
-    self._sessions: dict[int, Session] = {}
-    payloads_lib.keep_freed_memory()
-
-  def send(
-    self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
-  ) -> None:
-    if (found := self._find(session)) is not None:
-      found.send(message, payload)
-
-  def handled(self, session: int) -> None:
-    if (found := self._find(session)) is not None:
-      found.handled()
-
-  def close(self, session: int, reason: str) -> None:
-    if (found := self._find(session)) is not None:
-      found.close(reason)
-
-  def _find(self, session: int) -> Session | None:
-    with self._lock:
-      return self._sessions.get(session)
-
-  def _add(self, number: int, dialed: bool) -> Session:
-    """A new session; the caller holds the lock."""
-    session = self.session_class(
-      number, self._post, self._payloads, self._limits, dialed, self.traffic
-    )
-    self._sessions[number] = session
-    return session
-
-  def _close_all(self, reason: str, grace_s: float) -> list[Session]:
-    """Closes every session; those that are not finished after `grace_s`."""
-    deadline_s = time.monotonic() + grace_s
-    with self._lock:
-      sessions = list(self._sessions.values())
-    for session in sessions:
-      session.close(reason)
-    wait = lambda session: session.finished.wait(max(0.0, deadline_s - time.monotonic()))
-    return [session for session in sessions if not wait(session)]
 
 
 def describe(error: grpc.RpcError) -> str:

@@ -110,7 +110,8 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
     'data-parallel': f'{_bits(found["data_parallel_bytes_per_s"])}, so that an all-reduce of '
     'bfloat16 takes a step',
     'syncer': f'{size(found["syncer_memory_bytes"])} of memory, {found["syncer_cores"]:.2f} cores, '
-    f'{_bits(found["syncer_bytes_per_s"])} in and out together',
+    f'{_bits(found["syncer_bytes_per_s"])} in and out',
+    **_transport(found['transport_processes']),
     'time': f'{header.duration(found["seconds"])} for {tokens}',
   }.items():
     yield f'{row:15}{text}'
@@ -121,6 +122,12 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
   if found['losses']:
     yield '\ncosts in loss, each by itself, as docs/studies measured it with small models:'
   yield from found['losses']
+
+
+def _transport(processes: int) -> dict[str, str]:
+  """The row about transport processes, if the syncer needs some."""
+  text = f'{processes} processes: start the syncer with --transport_processes={processes}'
+  return {'transport': text} if processes else {}
 
 
 def _bits(bytes_per_s: float) -> str:

@@ -21,8 +21,8 @@ SPARE = 4 / 3  # times the mean rate, for a link that loses nothing
 PERIODS, LONG = 6, 60  # in a prediction, and in one of the period that the syncer chooses
 MEMORY_BYTES = 14.2  # of the syncer, for each parameter
 STEP_NS, GROWTH, THREADS = 6.3, 0.56, 4  # CPU of an outer step, M = 8; exponent in M; its threads
-BYTE_NS = 0.73  # of the syncer's CPUs, for each byte to or from it
-PROCESS_BYTES_PER_S = 1.2e9  # through the process of a syncer
+BYTE_NS, PROCESSES_BYTE_NS = 0.8, 1.0  # of its CPUs, for each byte; with transport processes
+PROCESS_BYTES_PER_S = 1.2e9  # through the process of a syncer, or a transport process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,18 @@ class Run:
     return [*map(min, zip(*self.parts))]
 
   @property
+  def transport_processes(self) -> int:
+    """Those that carry its bytes; 0: the syncer does so itself. Twice as many as they would fill,
+    since the kernel spreads learners over them by chance, and no more than learners."""
+    filled = self.syncer_bytes_per_s / PROCESS_BYTES_PER_S
+    return 0 if filled <= 1 else min(self.protocol.learners, math.ceil(2 * filled))
+
+  @property
+  def outer_step_cores(self) -> float:
+    """Those that all outer steps of the syncer fill."""
+    return self.outer_step_s * sum(self.values) / self.period_s
+
+  @property
   def outer_step_s(self) -> float:
     """CPU time of the syncer for each parameter."""
     return STEP_NS * 1e-9 * (self.protocol.learners / 8) ** GROWTH
@@ -99,8 +111,10 @@ class Run:
 
   def misfit(self) -> str:
     """What it does not fit; '' if it fits."""
-    if self.syncer_bytes_per_s > PROCESS_BYTES_PER_S:
-      return f'syncer ({PROCESS_BYTES_PER_S * 8e-9:.1f} Gbit/s)'
+    if self.syncer_bytes_per_s > self.protocol.learners * PROCESS_BYTES_PER_S:
+      return f'syncer ({PROCESS_BYTES_PER_S * 8e-9:.1f} Gbit/s for each learner)'
+    if self.outer_step_cores > THREADS:
+      return f'syncer (outer steps fill {self.outer_step_cores:.1f} cores, it uses {THREADS})'
     return '' if self.in_time() else 'links'
 
 
@@ -166,6 +180,7 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   up_bytes, down_bytes = map(sum, run.bytes)
   ring = 4 * (1 - 1 / protocol.learners) * parameters  # of bfloat16 to a learner, and from it
   misfit = run.misfit()
+  byte_ns = PROCESSES_BYTE_NS if run.transport_processes else BYTE_NS
   return {
     'parameters': parameters,
     'up_bytes': up_bytes,
@@ -174,8 +189,8 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
     'data_parallel_bytes_per_s': ring / min(run.step_s),
     'syncer_memory_bytes': MEMORY_BYTES * parameters
     + protocol.learners * protocol.lead * max(map(max, run.bytes)),
-    'syncer_cores': run.syncer_bytes_per_s * BYTE_NS * 1e-9
-    + run.outer_step_s * parameters / run.period_s,
+    'syncer_cores': run.syncer_bytes_per_s * byte_ns * 1e-9 + run.outer_step_cores,
+    'transport_processes': run.transport_processes,
     'syncer_bytes_per_s': run.syncer_bytes_per_s,
     'seconds': tokens / (step_tokens * sum(rates)) if tokens else protocol.total_steps / max(rates),
     'learners': {name: of for name, of in found._asdict().items() if name != 'period'},

@@ -45,6 +45,19 @@ def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
   assert wire / steps_s <= found['needed_bytes_per_s'] < 3 * wire / steps_s
 
 
+def test_what_one_process_cannot_carry_needs_transport_processes_until_the_machine_ends():
+  protocol = config_lib.ProtocolConfig(learners=8, fragments=24, period=24)
+  run = plan.Run(
+    protocol=protocol, values=(500_000_000,) * 24, codecs=('int8', 'int8', ''), step_s=(2.6,)
+  )
+  found = plan.facts(run, step_tokens=1_000, tokens=None)
+  assert found['fits'] and found['transport_processes'] == 6 and found['syncer_cores'] < 6
+  small = dataclasses.replace(run, values=(50_000_000,) * 24)
+  assert plan.facts(small, 1_000, None)['transport_processes'] == 0
+  fast = dataclasses.replace(run, step_s=(0.6,), codecs=('int4', 'int4', ''))
+  assert fast.misfit().startswith('syncer (outer steps fill 5.3 cores, it uses 4)')
+
+
 def test_with_the_needed_links_a_run_fits_and_with_half_of_them_other_settings_do():
   protocol = config_lib.ProtocolConfig(learners=2, fragments=6, period=6, overlap=2)
   run = plan.Run(
