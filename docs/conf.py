@@ -1,9 +1,9 @@
 """The documentation site, with the extra [docs]: python -m sphinx -W docs runs/site
 
-The pages of docs/reference are made here from the code; a mark in them says where. Links to files
-of the repo that are no page lead to the repo; where its address is not known they are paths in the
-text. Diagrams are drawn where docs/_static has a
-mermaid.*.js (docs/.readthedocs.yaml), and are text without it.
+The pages of docs/reference, and the invariants, are made here from the code; a mark in them says
+where. Links to files of the repo that are no page lead to the repo; where its address is not known
+they are paths in the text. Diagrams are drawn where docs/_static has a mermaid.*.js
+(docs/.readthedocs.yaml), and are text without it.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import diloco_jax
 from diloco_jax import __main__
 from diloco_jax.config import fields
 from diloco_jax.report import facts
+from diloco_jax.verification.checks import checkers
 
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -121,6 +122,12 @@ def curves() -> str:
   return '\n'.join(f'* `{tag}`' for tag in sorted(found))
 
 
+def invariants() -> str:
+  """Every invariant with its sentence."""
+  rows = [f'| {one.id} | {_cell(one.sentence)} |' for one in checkers.INVARIANTS]
+  return '| | |\n|---|---|\n' + '\n'.join(rows)
+
+
 def without_type(app, what: str, name: str, value, options, lines: list[str]) -> None:
   """Napoleon takes the words before the first colon of a property's first line for its type."""
   if what == 'property':
@@ -131,7 +138,7 @@ def _cell(text: str) -> str:
   return ' '.join(text.split()).replace('|', '\\|').replace('*', '\\*').replace('<', '&lt;')
 
 
-GENERATED = {make.__name__: make for make in (commands, config, api, records, curves)}
+GENERATED = {make.__name__: make for make in (commands, config, api, records, curves, invariants)}
 
 
 def generate(app, docname: str, source: list[str]) -> None:

@@ -9,8 +9,8 @@ Each process has one thread for arithmetic: with more, a round of torchft takes 
 on two cores. The environment has neither jax nor grpcio, so this file imports nothing of the
 project; sizes and flags are those of outer_round.py.
 
-experiments/bandwidth_bench.py runs torchft in network namespaces, with --period inner steps in a
-round, each of --floor_s at least after --warm rounds, and --host, its own address.
+In network namespaces torchft runs with --period inner steps in a round, each of --floor_s at least
+after --warm rounds, and --host, its own address.
 """
 
 import argparse

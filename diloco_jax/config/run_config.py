@@ -50,7 +50,7 @@ class SyncConfig(protocol_sections.Sync):
     embedding_merge: the same for the embedding and an untied head.
     router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
-      (docs/log/2026-11.md).
+      (docs/findings.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
       default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
@@ -58,7 +58,7 @@ class SyncConfig(protocol_sections.Sync):
       (Streaming DiLoCo, arXiv 2501.18512).
     uplink_mbit_s: bandwidth that the payloads of a learner may use, in 10^6 bits per second; 0: all
       that there is. A learner says when it starts which steps they fit. With 4/3 of their mean rate
-      all steps are merged (docs/log/2026-11.md).
+      all steps are merged (docs/findings.md).
     places: how many learners may be connected at the same time; 0: twice sync.learners, and 16
       more.
     keep_log: keep every outer step in the log, with the payloads of its participants, so that the

@@ -360,7 +360,7 @@ def _place_lines(
     lines.append(
       f'curves       tensorboard --logdir={shlex.quote(place)}/{records_lib.TENSORBOARD}'
     )
-  return [*lines, 'figures      in plain words: docs/operating.md, "What the figures mean"']
+  return [*lines, 'figures      in plain words: docs/howto/report.md, "What the figures mean"']
 
 
 def _disk_lines(summary: Mapping[str, Any]) -> list[str]:

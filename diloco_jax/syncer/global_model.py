@@ -4,7 +4,7 @@ A fragment is a list of pieces of a flat float32 vector (outer_step.py). The mer
 is encoded before the outer optimizer gets it, so a replay from the log (storage/outer_log.py) has
 what the optimizer had, and makes the same bits with the same functions. The rounding error of the
 encoding is not carried on to the next outer step: it would be lost with the process, so that a run
-with a kill and one without would differ. docs/log/2026-11.md has its size.
+with a kill and one without would differ. docs/findings.md has its size.
 """
 
 import contextlib

@@ -24,7 +24,6 @@ from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine, no_arrays
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions
-from experiments.goodput import machines
 from scripts.benchmarks import measured
 
 LEARNERS = 8
@@ -37,7 +36,9 @@ class Deaths:
   """A world without disks in which learners die; the time in its syncer's machine is measured."""
 
   def __init__(self):
-    config = machines.settings(LEARNERS)
+    config = config_lib.ProtocolConfig(
+      learners=LEARNERS, fragments=24, period=24, quorum=1, total_steps=10**6, save_steps=0
+    )
     self.world = world_lib.World(config, model=no_arrays.equal(config.fragments))
     where = conditions.delays('lan', step_s=1.0, gaussian=0.02)
     names = [f'l{which}' for which in range(LEARNERS)]

@@ -40,6 +40,7 @@ from diloco_jax.config import build
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import nodes
 from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log
@@ -48,7 +49,6 @@ from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
 from diloco_jax.verification.sim import hardware, no_arrays
 from diloco_jax.verification.sim import world as world_lib
-from experiments.goodput import machines
 from scripts.benchmarks import measured, processes
 
 WIDTH = 1024  # of the square matrices of which the model is made
@@ -227,7 +227,9 @@ def memory(sizes: list[int]) -> dict[str, float]:
 
 def control(fragments: int) -> float:
   """Microseconds of the syncer's machine for an inner step."""
-  config = machines.settings(OF, fragments=fragments, period=fragments, save_syncs=0)
+  config = config_lib.ProtocolConfig(
+    learners=OF, fragments=fragments, period=fragments, total_steps=10**6, save_steps=0
+  )
   world = world_lib.World(config, model=no_arrays.equal(fragments))
   spent_ns, handle = 0, world.syncer.machine.handle
 

@@ -28,10 +28,10 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
+from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import hardware, no_arrays, seeds
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import arrays, conditions, virtual
-from experiments.goodput import islands, machines
 from scripts import calm as calm_run
 from scripts.benchmarks import measured
 
@@ -46,6 +46,11 @@ def rate(work: Callable[[], int]) -> float:
   began_s = time.process_time()
   units = work()
   return units / (time.process_time() - began_s)
+
+
+def settings(learners: int, **more: int) -> config_lib.ProtocolConfig:
+  """Of a run without an end that saves by its outer steps, if at all."""
+  return config_lib.ProtocolConfig(learners=learners, total_steps=10**6, save_steps=0, **more)
 
 
 def many_seeds(count: int) -> int:
@@ -72,7 +77,7 @@ class OldWorld:
   """A world with all checkers; `minute` runs the next one and returns its events."""
 
   def __init__(self):
-    config = machines.settings(4, fragments=6, period=6, save_syncs=100)
+    config = settings(4, fragments=6, period=6, save_syncs=100)
     self._count = observers.Count()
     watchers = (self._count, checkers_lib.Checkers(config))
     self._world = world_lib.World(config, 0, watchers)
@@ -91,7 +96,7 @@ def deaths(count: int) -> tuple[float, float]:
   """CPU time of the syncer's machine for an outer step in us, after few deaths and after `count`:
   of two learners, one dies again and again."""
   times_ns = []
-  config = machines.settings(2, fragments=4, period=4, save_syncs=0)
+  config = settings(2, fragments=4, period=4)
   world = world_lib.World(config, model=no_arrays.equal(config.fragments))
   handle = world.syncer.machine.handle
 
@@ -118,8 +123,11 @@ def deaths(count: int) -> tuple[float, float]:
 
 
 def month() -> float:
+  engine, slices = engine_lib.Engine(), hardware.of_chips(CHIPS / 8)
+  for which in range(8):
+    hardware.island(engine, 0, f'l{which}', slices)
   began_s = time.process_time()
-  islands.alone(hardware.of_chips(CHIPS / 8), 8, HOURS)
+  engine.run(HOURS * 3_600 * SECOND)
   return time.process_time() - began_s
 
 

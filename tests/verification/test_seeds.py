@@ -15,7 +15,7 @@ from diloco_jax.verification.sim import many_seeds, narrate, seeds
 
 PROCESSES = 2
 DIAGRAMS = ('sync', 'connection', 'training')  # even a few seeds make each of their moves
-# Seeds beyond the first thousand that have failed once (docs/log/2026-11.md has the bugs).
+# Seeds beyond the first thousand that have failed once (docs/findings.md has the bugs).
 EVER_FAILED = (
   852,
   1066,
