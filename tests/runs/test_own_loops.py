@@ -22,12 +22,12 @@ from tests.runs.lib import gated_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
-CHANGED_LINES = 5
+CHANGED_LINES = 3
 LEARNED = 1.3  # from 4.2; the noise of the data leaves 0.73
 
 
 @pytest.mark.parametrize('name', ['loop_nnx', 'loop_linen', 'loop_optax', 'lora'])
-def test_a_loop_becomes_a_learner_by_five_lines(name):
+def test_a_loop_becomes_a_learner_by_three_lines(name):
   """Lines without their indentation, which `with` changes."""
   module = gated_loop.example(name)
   alone, learner = (
