@@ -418,6 +418,8 @@ def join(
         yield peer
     finally:
       lost = _leave(peer, event_queue)
+      if in_place and not lost:
+        _ = peer.params  # what has been adopted since the last sync
     if not lost:
       _require_well(peer, ended)
       peer._say(ended.result().text)

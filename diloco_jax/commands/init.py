@@ -1,10 +1,10 @@
 """Writes the folder of a project to begin with: a loop of your own, its config, and how to run it.
 
-diloco init mine
-cd mine
-./run.sh         # a syncer and two learners on this machine, the page of the run, a report
+    diloco init mine
+    cd mine
+    ./run.sh         # a syncer and two learners on this machine, the page of the run, a report
 
-The files are README.md, loop.py, config.py, run.sh and .gitignore, each shorter than a page or two.
+The files are README.md, loop.py, config.py, run.sh and .gitignore, none of more than 80 lines.
 No file is ever overwritten: if one is there, nothing is written. Exit codes: 0 done, 42 a file is
 there, or the folder cannot be written.
 """
