@@ -22,6 +22,7 @@ if ! "$python" -c 'import diloco_jax'; then
 fi
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT # Ctrl-C ends all of them, too
 
+echo "$run: the syncer starts"
 mkdir -p "$run"
 "$python" -m diloco_jax syncer --config=config.py --workdir="$run" "$@" > "$run/syncer.log" 2>&1 &
 syncer=$!
