@@ -27,6 +27,7 @@ COMMANDS = {
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
   'plan': 'say what a run needs, and whether it fits its links',
+  'init': 'write the folder of a project to begin with, which runs',
   'example': 'print a file to begin with: a loop or a model of your own',
   'status': 'show a run in the browser, while it trains and afterwards',
   'report': 'print and draw what happened in a run, or in several',
@@ -46,6 +47,19 @@ _FIRST = {'train': 'run', 'status': 'look', 'simulate': 'prove', 'restore': 'kee
 _OF_VERIFICATION = ('plan', 'simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')
+_COMPLETION = 'completion'
+_SCRIPTS = {  # for `eval`, of a shell that completes the names of commands and, after them, files
+  'bash': """_diloco() {
+  [ "$COMP_CWORD" = 1 ] && COMPREPLY=($(compgen -W '%s' -- "${COMP_WORDS[1]}"))
+}
+complete -o default -F _diloco diloco""",
+  'zsh': """_diloco() {
+  local -a names=(%s)
+  if ((CURRENT == 2)); then _describe command names; else _files; fi
+}
+compdef _diloco diloco""",
+  'fish': 'complete -c diloco -n __fish_use_subcommand -f\n%s',
+}
 
 
 def main() -> NoReturn:
@@ -58,6 +72,8 @@ def main() -> NoReturn:
   if name in _VERSION:
     print(f'diloco {diloco_jax.__version__}')
     sys.exit(0)
+  if name == _COMPLETION:
+    sys.exit(_complete(words))
   if name not in COMMANDS:
     sys.exit(cli.refuse(_unknown(name)))
   sys.argv = [f'diloco {name}', *words]
@@ -77,7 +93,23 @@ def usage() -> str:
   for name, text in COMMANDS.items():
     lines += ['', _FIRST[name]] if name in _FIRST else []
     lines.append(f'  {name:{width}}  {text}')
-  return '\n'.join([*lines, '', 'diloco COMMAND --help: its flags'])
+  lines += ['', 'diloco COMMAND --help: its flags']
+  return '\n'.join([*lines, 'diloco completion bash|zsh|fish: a script for the shell to evaluate'])
+
+
+def _complete(words: list[str]) -> int:
+  """Prints the script of a shell."""
+  texts = {name: text.replace("'", '') for name, text in COMMANDS.items()}
+  one = "complete -c diloco -n __fish_use_subcommand -f -a {} -d '{}'"
+  filled = {
+    'bash': ' '.join(COMMANDS),
+    'zsh': ' '.join(f"'{name}:{text.replace(':', ',')}'" for name, text in texts.items()),
+    'fish': '\n'.join(one.format(*row) for row in texts.items()),
+  }
+  if len(words) != 1 or words[0] not in filled:
+    return cli.refuse(f'{_COMPLETION}: name one shell of {", ".join(filled)}')
+  print(_SCRIPTS[words[0]] % filled[words[0]])
+  return 0
 
 
 def _unknown(name: str) -> str:

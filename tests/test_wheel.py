@@ -13,6 +13,7 @@ from diloco_jax import __main__
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / 'experiments' / 'examples').glob('*.py'))
+PROJECT = [path for path in (EXAMPLES[0].parent / 'project').iterdir() if path.is_file()]
 
 
 @pytest.fixture(scope='module', name='wheel')
@@ -39,7 +40,8 @@ def test_it_holds_every_file_of_the_package_and_no_other(wheel):
     if path.is_file() and '__pycache__' not in path.parts
   }
   examples = {f'diloco_jax/examples/{path.name}' for path in EXAMPLES}
-  assert files == here | examples and examples
+  project = {f'diloco_jax/examples/project/{path.name}' for path in PROJECT}
+  assert files == here | examples | project and examples and project
   assert 'diloco_jax/configs/stdlib_lm.py' in files
 
 

@@ -1,9 +1,40 @@
-"""The wait of a user's loop for the syncer to admit its learner."""
+"""Which learner a user's loop is, and its wait for the syncer to admit it."""
 
+import contextlib
+import pathlib
+import re
+import secrets
 import threading
 
+from diloco_jax.certs import check, names, proofs
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import events, messages
+from diloco_jax.protocol import events, ids, messages
+from diloco_jax.storage import files
+from diloco_jax.transport import addresses
+
+NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, with its lock
+
+
+def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:
+  """The id of a learner that was given none: that of its certificate; else one that an ended
+  process of this workdir had, so that a process that returns is the same learner; else a new one.
+  Locked until `cleanup`. Raises ValueError; DirectoryError."""
+  if access.tls:
+    return check.read(access.tls, names.LEARNER, proofs.utc_now()).proof.name.id
+  host = re.sub('[^a-z0-9]+', '-', files.host_name().lower())[:40].strip('-')
+  new = f'{host}-{secrets.token_hex(3)}'.lstrip('-')
+  known = sorted(path.name for path in (workdir / NAMES).glob('*') if ids.is_learner(path.name))
+  for name in known:
+    with contextlib.suppress(files.DirectoryError):  # a live process has it
+      return _lock(workdir, name, cleanup)
+  return _lock(workdir, new, cleanup)
+
+
+def _lock(workdir: pathlib.Path, name: str, cleanup: contextlib.ExitStack) -> str:
+  with contextlib.ExitStack() as held:
+    held.enter_context(contextlib.closing(files.Files(workdir / NAMES / name))).lock('learner')
+    cleanup.push(held.pop_all())
+  return name
 
 
 class Admission:

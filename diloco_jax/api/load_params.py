@@ -60,9 +60,10 @@ def load_params(workdir: str | pathlib.Path) -> Any:
 
 
 @contextlib.contextmanager
-def local(place: str | pathlib.Path) -> Iterator[pathlib.Path]:
-  """The folder of a run; of a store in a bucket a temporary copy of its model and what describes
-  it. Raises ValueError, StoreError."""
+def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
+  """The folder of a run, None: of the newest here; of a store in a bucket a temporary copy of its
+  model and what describes it. Raises ValueError, StoreError."""
+  place = folder_lib.chosen(place)
   if not str(place).startswith('gs://'):
     yield pathlib.Path(place).absolute()
     return

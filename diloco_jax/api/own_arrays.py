@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from diloco_jax.launch import own_model
+from diloco_jax.learner import hosts
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib
@@ -70,6 +72,15 @@ class OwnArrays:
       return lambda: clock
     record = {'shard': self.shard, 'protocol': protocol}
     return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
+
+
+def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
+  """The arrays of the user as those of jax, on all hosts of the learner."""
+  params = own_model.as_arrays(params, 'params')
+  opt_state = own_model.as_arrays(opt_state, 'opt_state')
+  if hosts.are_several(params):
+    return hosts.on_all(params, params), hosts.on_all(opt_state, params)
+  return jax.device_put(params), jax.device_put(opt_state)
 
 
 def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:

@@ -1,9 +1,8 @@
 """A learner inside a training loop of the user's own.
 
-    with diloco_jax.join(params, learner='l0', syncer=address) as peer:
-      params = peer.params
-      for clock in peer.steps():
-        params, loss = my_step(params, next(batches))
+    with diloco_jax.join(params, syncer=address) as peer:
+      for clock, batch in peer.steps(read):
+        params, loss = my_step(params, batch)
         params = peer.sync(params, tokens=4096, metrics={'loss': loss})
 
 The loop keeps its model, optimizer and data. `sync` is the boundary between two inner
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.api import admission as admission_lib
-from diloco_jax.api import own_arrays
+from diloco_jax.api import own_arrays, states
 from diloco_jax.config import build, run_config
 from diloco_jax.launch import cli, nodes, own_model, run_folder
 from diloco_jax.learner import hosts
@@ -55,14 +54,21 @@ class Ended(RuntimeError):
 
 
 class Peer:
-  """A learner that the user's loop drives. Made by `join`; all calls come from one thread. The run
-  ends at the clock `total_steps`."""
+  """A learner, `learner`, that the user's loop drives. Made by `join`; all calls come from one
+  thread. The run ends at the clock `total_steps`."""
 
-  def __init__(self, params: Any, moments: Any, total_steps: int):
+  def __init__(
+    self,
+    params: Any,
+    moments: Any,
+    total_steps: int,
+    learner: str,
+    rebuild: Callable[[Any, Any], Any],
+  ):
     self._structure = jax.tree.structure(params)
     self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
-    self.total_steps = total_steps
+    self.total_steps, self.learner, self._rebuild = total_steps, learner, rebuild
     self._work: learner_work.LearnerWork  # these three are set by _lead or _follow
     self._post: Callable[[events.Event], None]
     self._say: Callable[[str], None]
@@ -79,9 +85,10 @@ class Peer:
 
   @property
   def params(self) -> Any:
-    """The parameters to go on with."""
+    """The parameters to go on with, or the state, if `join` was given one."""
     self._taken = True
-    return jax.tree.unflatten(self._structure, map(self._arrays.params.get, self._names))
+    held = map(self._arrays.params.get, self._names)
+    return self._rebuild(jax.tree.unflatten(self._structure, held), self._arrays.moments)
 
   @property
   def opt_state(self) -> Any:
@@ -120,9 +127,12 @@ class Peer:
   ) -> Any:
     """The boundary after an inner step.
 
+    The first step of a loop that has not begun with `peer.params` does not count: the run's
+    parameters take the place of what it has trained, and `steps` yields its clock and batch again.
+
     Args:
-      params: after the step, a tree like the one given to `join`. Consumed, as by donation: go on
-        with what is returned.
+      params: after the step, a tree or a state like the one given to `join`. Consumed, as by
+        donation: go on with what is returned.
       tokens: trained on in this step, more than 0: the weight of this learner in merges.
       opt_state: the inner optimizer's state after the step, if `join` was given one.
       metrics: scalars of this step by name, on a device or not: `loss`, and any others. They become
@@ -132,10 +142,11 @@ class Peer:
         step.
 
     Returns:
-      The parameters to go on with: the same tree, dtypes and shardings.
+      The parameters, or the state, to go on with: the same tree, dtypes and shardings.
 
     Raises:
       Ended: the run is over.
+      RuntimeError: the first step does not count, and has consumed what `join` was given.
       TypeError: `tokens` is not an integer.
       ValueError: the arrays are not like those given to `join`, there are no tokens, or a metric
         is no number.
@@ -151,10 +162,12 @@ class Peer:
         raise ValueError(f'metrics: {name} is {value!r}, give one number')
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
+    parts = states.split(params, opt_state)
+    self._rebuild = parts.rebuild
     if not self._taken:
-      raise RuntimeError('begin with `params = peer.params`: the learner may have joined a run')
+      return self._begin()
     held = self._arrays.params
-    self._give(params, opt_state)
+    self._give(parts.params, parts.opt_state)
     trained = self._arrays.params
     self._arrays.tokens_per_step = tokens
     self._arrays.next_index += 1
@@ -170,6 +183,17 @@ class Peer:
       for name, leaf in trained.items()
       if leaf is not after[name] and leaf is not held[name]
     }
+    return self.params
+
+  def _begin(self) -> Any:
+    """Returns the run's parameters in the place of those of a first step, made before any of them
+    were taken."""
+    if self._arrays.consumed:
+      raise RuntimeError(
+        'the first step has consumed the arrays that join was given (donate_argnums), and the run '
+        'may have others: begin with `params = peer.params`'
+      )
+    self._synced, self._boundary_ns = True, time.monotonic_ns()
     return self.params
 
   def _measure(self, clock: int, tokens: int, metrics: dict[str, Any]) -> None:
@@ -268,8 +292,8 @@ class Peer:
 def join(
   params: Any,
   *,
-  learner: str,
   syncer: str,
+  learner: str = '',
   total_steps: int = 0,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
@@ -298,9 +322,12 @@ def join(
 
   Args:
     params: a tree of float arrays, all on the devices of this learner. They are copied before a
-      merged value replaces them.
-    learner: the id of this learner, for example 'l0'; one process per id, or one on each host.
+      merged value replaces them. Or a whole state, with its optimizer's (api/states.py): a
+      TrainState of flax, or (model, nnx.Optimizer), which are updated in place.
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
+    learner: the id of this learner, for example 'l0'; one process per id, or one on each host. '':
+      that of the certificate in `tls`; else a new one, which `workdir` keeps for the next process
+      there after the end of this one.
     total_steps: T, the clock at which the run ends; 0: what the syncer has.
     sync: what this learner alone sets, such as `uplink_mbit_s`. A shared setting counts as given if
       it is not the default of SyncConfig.
@@ -331,9 +358,10 @@ def join(
     Ended: the syncer refused this learner.
     CheckpointError: the store does not answer.
   """
-  if not (isinstance(learner, str) and ids.is_learner(learner)):
+  if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  params, opt_state = _on_devices(params, opt_state)
+  params, opt_state, rebuild, in_place = states.split(params, opt_state)
+  params, opt_state = own_arrays.on_devices(params, opt_state)
   several = hosts.are_several(params)
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
@@ -344,7 +372,7 @@ def join(
   nodes.keep_compiled()
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
-  warning = _about_statistics(params, model)
+  warning = own_model.about_statistics(params, model)
   at_once = nodes.at_once if several else contextlib.nullcontext
   event_queue, settings = loop.EventQueue(), ''
   with contextlib.ExitStack() as cleanup:
@@ -352,6 +380,10 @@ def join(
       if several:
         sent = {name: leaf for name, leaf in arrays.by_name(params).items() if name in model.shapes}
         model = dataclasses.replace(model, values=hosts.gather(sent))
+      place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
+      if hosts.leads():
+        learner = learner or admission_lib.choose(place, access, cleanup)
+      learner = hosts.of_lead(learner)
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
         header.say(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s')
@@ -359,15 +391,14 @@ def join(
           settings = own_model.meet(model, config, address, access, wait_s)
       if not (settings := hosts.of_lead(settings)):
         header.say(f'[{learner}] the run has ended: there are no steps left')
-        yield Peer(params, opt_state, total_steps or 1)
+        yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
         return
       config = own_model.taken(config, settings)
       assembled = own_model.complete(model, config)
-      peer = Peer(params, opt_state, config.train.steps)
+      peer = Peer(params, opt_state, config.train.steps, learner, rebuild)
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
-      place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
       saved = _checkpoints(place, learner, peer._arrays, config)
       saves = bool(workdir is not None or store) and peer.opt_state is not None
       found = cleanup.enter_context(saved) if saves else None
@@ -377,6 +408,8 @@ def join(
       if warning:
         peer._say(warning)
       peer._next()
+      if in_place:
+        _ = peer.params  # the loop's objects have them from here on
     _require_well(peer, ended)
     if peer.clock is None:
       peer._say('the run has ended: there are no steps left')
@@ -385,31 +418,11 @@ def join(
         yield peer
     finally:
       lost = _leave(peer, event_queue)
+      if in_place and not lost:
+        _ = peer.params  # what has been adopted since the last sync
     if not lost:
       _require_well(peer, ended)
       peer._say(ended.result().text)
-
-
-def _on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
-  """The arrays of the user as those of jax, on all hosts of the learner."""
-  params = own_model.as_arrays(params, 'params')
-  opt_state = own_model.as_arrays(opt_state, 'opt_state')
-  if hosts.are_several(params):
-    return hosts.on_all(params, params), hosts.on_all(opt_state, params)
-  return jax.device_put(params), jax.device_put(opt_state)
-
-
-def _about_statistics(params: Any, model: own_model.Model) -> str:
-  """A warning if arrays look like running statistics and have no such label, else ''."""
-  found = own_model.statistics(params)
-  unlabelled = sorted(name for name in found if model.labels.get(name, 'statistic') != 'statistic')
-  if not unlabelled:
-    return ''
-  return (
-    f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and the '
-    'outer optimizer would move them beyond what the learners have counted: give them the label '
-    "'statistic', on all learners. Parameters that are trained are right as they are."
-  )
 
 
 def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:

@@ -19,7 +19,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 
-_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ, required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
 _BATCHES = flags.DEFINE_integer('batches', None, 'Instead of data.eval_batches.', 1)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Instead of data.eval_batch_size.', 1)

@@ -6,21 +6,14 @@ diloco example text_plain > my_model.py      # then: diloco train --config=my_mo
 """
 
 import ast
-import pathlib
 
-import diloco_jax
 from diloco_jax.launch import cli
 
 POSITIONAL = True
-FOLDER = (
-  cli.CHECKOUT / 'experiments' / 'examples'
-  if cli.CHECKOUT
-  else pathlib.Path(diloco_jax.__file__).parent / 'examples'  # put there by pyproject.toml
-)
 
 
 def main(argv: list[str]) -> None:
-  found = {path.stem: path.read_text('utf-8') for path in sorted(FOLDER.glob('*.py'))}
+  found = {path.stem: path.read_text('utf-8') for path in sorted(cli.EXAMPLES.glob('*.py'))}
   match argv[1:]:
     case []:
       for name, text in found.items():

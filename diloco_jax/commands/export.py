@@ -16,7 +16,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 
-_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ, required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _OUT = flags.DEFINE_string('out', None, 'The file, *.safetensors.', required=True)
 
 

@@ -1,5 +1,6 @@
 """Prints and writes the report of a run, or sets several runs beside each other.
 
+    diloco report                      # of the newest run in ./runs
     diloco report runs/x               # or --workdir=runs/x
     diloco report runs/x runs/alone    # their losses after equal tokens, and in one picture
 
@@ -16,19 +17,19 @@ import shutil
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.report import beside, summary
+from diloco_jax.report import beside, folder, summary
 
 POSITIONAL = True
 
-_WORKDIR = flags.DEFINE_string('workdir', '', 'Folder of the run; as the first DIR.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; as the first DIR.')
 _OUT = flags.DEFINE_string('out', '', 'Folder of the files; default report/ in the first DIR.')
 _PLOT = flags.DEFINE_bool('plot', True, 'Draw pictures.')
 
 
 def main(argv: list[str]) -> int:
   workdirs = [pathlib.Path(word) for word in filter(None, [_WORKDIR.value, *argv[1:]])]
-  if not workdirs:
-    raise cli.NeverRetry('no folder of a run given; for example diloco report runs/x')
+  with cli.never_retry(ValueError):
+    workdirs = workdirs or [pathlib.Path(folder.chosen(None))]
   out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary.REPORT
   width = shutil.get_terminal_size().columns
   with cli.never_retry(ValueError):

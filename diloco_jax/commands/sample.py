@@ -15,7 +15,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 
-_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ, required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _PROMPT = flags.DEFINE_string('prompt', 'def ', 'What comes first.')
 _TOKENS = flags.DEFINE_integer('tokens', 400, 'How many ids to draw.', lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float(

@@ -1,5 +1,6 @@
 """Shows a run in the browser: one that trains, one that has ended, or a copy of its folder.
 
+    diloco status                              # of the newest run in ./runs
     diloco status --workdir=runs/x             # prints the address of the page
     diloco status --workdir=runs/x --port=8080 --open
 
@@ -15,9 +16,9 @@ import webbrowser
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.report import serve
+from diloco_jax.report import folder, serve
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; default: the newest in ./runs.')
 _PORT = flags.DEFINE_integer('port', 0, 'On 127.0.0.1; 0: any that is free.', 0, 65535)
 _OPEN = flags.DEFINE_bool('open', False, 'Open the page in the browser.')
 
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
   del argv
   with cli.never_retry(ValueError, OSError):
     try:
-      server, url = serve.make(_WORKDIR.value, _PORT.value)
+      server, url = serve.make(folder.chosen(_WORKDIR.value), _PORT.value)
     except OSError as error:
       if error.errno != errno.EADDRINUSE:
         raise

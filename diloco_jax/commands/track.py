@@ -22,10 +22,11 @@ from absl import flags
 
 from diloco_jax.config import load
 from diloco_jax.launch import cli
+from diloco_jax.report import folder
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import json_files
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; default: the newest in ./runs.')
 _PROJECT = flags.DEFINE_string('project', 'diloco', 'The project that the run belongs to.')
 _FOLLOW = flags.DEFINE_bool('follow', False, 'Send what is added, until Ctrl-C.')
 _READ_S = 1.0
@@ -36,7 +37,8 @@ def main(argv: list[str]) -> int:
   del argv
   if importlib.util.find_spec('wandb') is None:
     raise cli.NeverRetry('wandb is not installed: pip install "diloco-jax[wandb]"')
-  workdir = pathlib.Path(_WORKDIR.value).absolute()
+  with cli.never_retry(ValueError):
+    workdir = pathlib.Path(folder.chosen(_WORKDIR.value)).absolute()
   if not (workdir / records_lib.RECORDS).is_dir() and not _FOLLOW.value:
     raise cli.NeverRetry(f'there is no run in {workdir}: it has no folder {records_lib.RECORDS}/')
   parent, ended = os.getppid(), threading.Event()

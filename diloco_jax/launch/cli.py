@@ -46,7 +46,8 @@ NEVER_RETRY = 42
 DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
-TO_READ = 'Folder of the run, or its store: a folder or gs://BUCKET/PREFIX.'  # of --workdir
+# Of --workdir.
+TO_READ = 'Folder of the run, or its store, a folder or gs://BUCKET/PREFIX; default: as `status`.'
 
 DONE, RETRY, NEVER = 'done', 'retry', 'never'
 ENDS = {0: DONE, NEVER_RETRY: NEVER}  # all other codes: RETRY
@@ -62,6 +63,7 @@ _PASSING = {  # of a disk or a host that may be well again at the next start
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
+EXAMPLES = _ROOT / ('experiments/examples' if CHECKOUT else 'diloco_jax/examples')  # pyproject.toml
 
 # Starts a program. No module of it is looked for in the folder of the start (-P).
 PROGRAM = (sys.executable, '-P', '-X', 'utf8', str(_ROOT / 'diloco_jax' / '__main__.py'))

@@ -153,6 +153,19 @@ def statistics(params: Any) -> set[str]:
   }
 
 
+def about_statistics(params: Any, model: Model) -> str:
+  """A warning if arrays look like running statistics and have no such label, else ''."""
+  found = statistics(params)
+  unlabelled = sorted(name for name in found if model.labels.get(name, 'statistic') != 'statistic')
+  if not unlabelled:
+    return ''
+  return (
+    f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and the '
+    'outer optimizer would move them beyond what the learners have counted: give them the label '
+    "'statistic', on all learners. Parameters that are trained are right as they are."
+  )
+
+
 def config(
   total_steps: int, sync: run_config.SyncConfig | None, shards: int | None
 ) -> run_config.Config:

@@ -4,6 +4,7 @@ were started one by one; ended, killed, or under way."""
 import dataclasses
 import math
 import pathlib
+import sys
 from typing import Any
 
 from diloco_jax.config import load, run_config
@@ -11,6 +12,7 @@ from diloco_jax.protocol import ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
 
+RUNS = 'runs'  # where the newest run is looked for
 UNKNOWN = f'not recorded: there is no {load.FILE}, which the syncer writes when it starts'
 
 
@@ -36,6 +38,23 @@ class Read:
   @property
   def loss_unit(self) -> str:
     return loss_unit(self.config)
+
+
+def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
+  """The folder that a command was given; without one, that of the run under ./runs which has the
+  newest record, and a line on stderr says which. Raises ValueError: there is none."""
+  if workdir:
+    return workdir
+  found = []
+  for path in pathlib.Path(RUNS).glob('*'):
+    kept = sorted((path / records_lib.RECORDS).glob('*.jsonl'))
+    if (path / load.FILE).is_file() or any(one.stem == 'syncer' for one in kept):
+      found.append((max((one.stat().st_mtime for one in kept), default=0.0), str(path)))
+  if not found:
+    raise ValueError(f'there is no run in {RUNS}/ here: name its folder, --workdir=DIR')
+  newest = max(found)[1]
+  print(f'{newest}, the newest of {len(found)} in {RUNS}/', file=sys.stderr, flush=True)
+  return newest
 
 
 def read(workdir: str | pathlib.Path, **how: Any) -> Read:

@@ -6,10 +6,10 @@
     python experiments/examples/loop_nnx.py --learner=l0 --workdir=runs/nnx
     python experiments/examples/loop_nnx.py --learner=l1 --workdir=runs/nnx
 
-`train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
-after a token; its embedding is merged by averaging, since its path says `embed`, and so are the
-statistics of BatchNorm. The keys of dropout come from the batch and the rate from the clock, so
-that neither depends on how often this learner was away.
+`train_alone` is a plain loop, `train` the same loop as a learner: three lines differ. The model
+predicts the token after a token; its embedding is merged by averaging, since its path says `embed`,
+and so are the statistics of BatchNorm. The keys of dropout come from the batch and the rate from
+the clock, so that neither depends on how often this learner was away.
 
 Measured 2026-11-25: alone 200 steps, mean loss of the last 20 0.83; together 0.84 and 0.85.
 """
@@ -27,7 +27,6 @@ VOCABULARY, WIDTH, BATCH = 64, 32, 1024
 AFTER = np.random.default_rng(0).permutation(VOCABULARY)
 TX = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)
 RATE = optax.cosine_decay_schedule(6e-3, STEPS)
-SHARED = nnx.Any(nnx.Param, nnx.BatchStat)
 
 
 class Model(nnx.Module):
@@ -80,12 +79,10 @@ def train(**run: str | None) -> list[float]:
   model = Model(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
   losses = []
-  with diloco_jax.join(nnx.state(model, SHARED), total_steps=STEPS, **run) as peer:
-    nnx.update(model, peer.params)
+  with diloco_jax.join((model, optimizer), total_steps=STEPS, **run) as peer:
     for clock, batch in peer.steps(read):
       loss = step(model, optimizer, batch, RATE(clock))
-      mine = nnx.state(model, SHARED)
-      nnx.update(model, peer.sync(mine, tokens=BATCH, metrics={'loss': loss}))
+      peer.sync((model, optimizer), tokens=BATCH, metrics={'loss': loss})
       losses.append(float(loss))
   return losses
 

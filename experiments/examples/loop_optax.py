@@ -6,11 +6,11 @@
     python experiments/examples/loop_optax.py --learner=l0 --workdir=runs/optax
     python experiments/examples/loop_optax.py --learner=l1 --workdir=runs/optax
 
-`train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
-after a token. `LABEL` says which arrays are merged by averaging: the table of embeddings and the
-last layer; the rest is merged by RDA (paper section 4). `RATE` is a schedule of the clock. A
-schedule that is given to optax follows the updates that this learner has made, and is late by the
-time that it was away.
+`train_alone` is a plain loop, `train` the same loop as a learner: three lines differ. The model
+predicts the token after a token. `LABEL` says which arrays are merged by averaging: the table of
+embeddings and the last layer; the rest is merged by RDA (paper section 4). `RATE` is a schedule of
+the clock. A schedule that is given to optax follows the updates that this learner has made, and is
+late by the time that it was away.
 
 On two cores, measured 2026-11-25: alone 300 steps, mean loss of the last 20 0.80.
 """
@@ -79,7 +79,6 @@ def train(**run: str | None) -> list[float]:
   opt_state = TX.init(params)
   losses = []
   with diloco_jax.join(params, total_steps=STEPS, label=LABEL, **run) as peer:
-    params = peer.params
     for clock, batch in peer.steps(read):
       params, opt_state, loss = step(params, opt_state, batch, RATE(clock))
       params = peer.sync(params, tokens=BATCH, metrics={'loss': loss})

@@ -102,12 +102,10 @@ def train(path: pathlib.Path, **run: str | None) -> list[float]:
   model, step = pretrained(path), make_step(TRAINED)
   optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=TRAINED)
   losses = []
-  with diloco_jax.join(nnx.state(model, TRAINED), **run) as peer:
-    nnx.update(model, peer.params)
+  with diloco_jax.join((model, optimizer), **run) as peer:
     for _, batch in peer.steps(read):
       loss = step(model, optimizer, batch)
-      mine = nnx.state(model, TRAINED)
-      nnx.update(model, peer.sync(mine, tokens=BATCH, metrics={'loss': loss}))
+      peer.sync((model, optimizer), tokens=BATCH, metrics={'loss': loss})
       losses.append(float(loss))
   return losses
 

@@ -384,8 +384,6 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with diloco_jax.run_syncer(params, total_steps=4, sync=sync) as server:
     kwargs = {'learner': 'l0', 'syncer': server.address, 'total_steps': 4}
     with diloco_jax.join(params, sync=sync, **kwargs) as peer:
-      with pytest.raises(RuntimeError, match='params = peer.params'):
-        peer.sync(params, tokens=1)
       mine = peer.params
       with pytest.raises(ValueError, match='tokens is 0'):
         peer.sync(mine, tokens=0)

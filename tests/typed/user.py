@@ -39,7 +39,7 @@ def task(config: run_config.Config) -> diloco_jax.Task:
 
 def loop(address: str) -> dict[str, jax.Array]:
   params = {'w': jnp.zeros(8)}
-  with diloco_jax.join(params, learner='l0', syncer=address, total_steps=10) as peer:
+  with diloco_jax.join(params, syncer=address, total_steps=10) as peer:
     params = peer.params
     for clock, batch in peer.steps(lambda shard, index: np.full(8, shard + index)):
       params = {'w': params['w'] + batch / (1 + clock)}
