@@ -8,7 +8,7 @@ RMSNorm precedes each block (with `config.post_norms` another one follows it); i
 starts at 0, so weight decay would pull the scale towards 1. Queries and keys are normed per head
 (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K key-value heads (GQA); attention is
 causal, and of most layers limited to a window if `config.window` says so (attention.py). With
-`config.style` 'llama' it is a decoder of that family. published.py reads and writes both.
+`config.style` 'llama' it is one of that family. storage/hugging_face.py reads and writes both.
 
 With `config.num_experts` the feed-forward block is a Mixture of Experts (experts.py), whose balance
 loss is added to the gradient of the loss.
@@ -33,11 +33,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.numerics import fragments
-from diloco_jax.storage import arrays
+from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import attention as attention_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
-from diloco_jax.train import evaluate, initial, published
+from diloco_jax.train import evaluate, initial
 from diloco_jax.train import experts as experts_lib
 from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import task as task_lib
@@ -303,19 +303,19 @@ def _stacked(config: config_lib.ModelConfig, params: Params) -> Params:
 
 
 def start(config: config_lib.ModelConfig, path: str, seed: int) -> Params:
-  """The parameters in a published model, or in what `arrays.start` reads. Raises ValueError."""
-  if not published.is_model(path):
+  """The parameters in a Hugging Face folder, or in what `arrays.start` reads. Raises ValueError."""
+  if not hugging_face.is_model(path):
     return arrays.start(path, initial_params(config, seed))
   like = initial_params(dataclasses.replace(config, scan=False), seed)
-  return _stacked(config, published.read(path, like))
+  return _stacked(config, hugging_face.read(path, like))
 
 
 def export(config: config_lib.ModelConfig, params: Params) -> dict[str, np.ndarray]:
-  """The tensors of a published model. Raises ValueError: no known family has such parameters."""
+  """The tensors of a Hugging Face folder. Raises ValueError: such a model is in none."""
   if config.scan:
     rows = [jax.tree.map(lambda leaf: leaf[n], params['layers']) for n in range(config.num_layers)]
     params = params | {'layers': rows}
-  return published.tensors_of(params)
+  return hugging_face.tensors_of(params)
 
 
 def init_params(config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder) -> Params:

@@ -106,7 +106,7 @@ class Task:
       model draws all of it.
     start: (`train.init_from`, seed) -> the same, of weights that are there; None: the names in that
       file are those of the tree.
-    export: params -> the tensors of a published model by name (published.py); None: it is none.
+    export: params -> the tensors of a Hugging Face folder by name (storage/hugging_face.py).
     loss: (params, batch, sharding) -> the mean loss per token or example, a float32 scalar; traced
       by jit. Or that and a dict of other scalars, such as an accuracy: curves and records have them
       by their names (`measured`). `sharding` is that of the batch axis on the learner's mesh, for

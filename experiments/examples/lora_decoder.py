@@ -4,8 +4,8 @@
 
 `lora` makes the Task. Every matrix W of a layer becomes W + A B of rank r; W has the label
 'frozen', so it is not trained, not sent and not read by the syncer. The weights are those of
-`train.init_from`, a published model (pretrained.py) or a *.safetensors file, as `diloco export`
-writes it; without one the random ones of the task's own `init`, to try it out. A published model
+`train.init_from`, a Hugging Face folder (pretrained.py) or a *.safetensors file, as `diloco export`
+writes it; without one the random ones of the task's own `init`, to try it out. Such a folder
 is mapped, not read: a process reads the rows of its own devices, the syncer none. `diloco export
 --out=NEW_FOLDER` adds A B to W.
 """

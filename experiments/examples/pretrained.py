@@ -1,4 +1,4 @@
-"""Fine-tunes a published model of the Llama, Qwen3 or Gemma family: Hugging Face's layout.
+"""Fine-tunes a model of the Llama, Qwen3 or Gemma family from a Hugging Face folder.
 
     diloco train --config=experiments/examples/pretrained.py:FOLDER --config.data.corpus=/data/text
 

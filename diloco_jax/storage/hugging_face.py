@@ -1,4 +1,4 @@
-"""Published models: folders in the layout of Hugging Face, as its library transformers writes them.
+"""Hugging Face folders: models as the library transformers writes them.
 
 The tensors in `model.safetensors`, or in the files that `model.safetensors.index.json` names, are
 mapped, not read: a process reads the rows of its own devices. A matrix has its output axis first
@@ -85,7 +85,7 @@ def _places(tree: Any) -> dict[str, tuple[str, Any]]:
   for path, leaf in ours.items():
     *layer, name = path.split('/')
     if name not in names or len(layer) not in (0, 2):
-      raise ValueError(f'no published model that is known here has parameters such as {path}')
+      raise ValueError(f'no Hugging Face folder that is known here has {path}')
     within = f'model.layers.{layer[1]}.' if layer else ''
     places[f'{within}{names[name]}.weight'] = name, leaf
   return places

@@ -1,7 +1,7 @@
-"""Published models: the same logits as the reference, and there and back.
+"""Hugging Face folders: the same logits as the reference, and there and back.
 
-The folders in tests/train/published are tiny models that the reference has written, with what it
-computes (published/reference.py).
+The folders in tests/storage/hugging_face are tiny models that the reference has written, with what
+it computes (reference.py there).
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.storage import arrays
+from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import decoder, published
+from diloco_jax.train import decoder
 from diloco_jax.train import tokenizer as tokenizer_lib
 from experiments.examples import pretrained
 
-MODELS = pathlib.Path(__file__).with_name('published')
+MODELS = pathlib.Path(__file__).with_name('hugging_face')
 NAMES = sorted(path.parent.name for path in MODELS.glob('*/config.json'))
 # What the hub has of these, as transformers 4 wrote it.
 LLAMA_3_2_1B = {
@@ -115,7 +115,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 def test_what_is_read_and_written_has_the_same_bits(name, scan, tmp_path):
   model = dataclasses.replace(pretrained.model_config(MODELS / name), scan=scan)
   params = jax.tree.map(np.asarray, decoder.start(model, str(MODELS / name), 0))
-  published.write(tmp_path / 'out', decoder.export(model, params), MODELS / name)
+  hugging_face.write(tmp_path / 'out', decoder.export(model, params), MODELS / name)
   ours, theirs = _tensors(tmp_path / 'out'), _tensors(MODELS / name)
   assert ours.keys() == theirs.keys()
   for key, tensor in theirs.items():
@@ -125,10 +125,10 @@ def test_what_is_read_and_written_has_the_same_bits(name, scan, tmp_path):
     assert (tmp_path / 'out' / file).read_bytes() == (MODELS / name / file).read_bytes()
   assert not (tmp_path / 'out' / 'model.safetensors.index.json').exists()  # it is one file now
   with pytest.raises(ValueError, match='out exists, and stays as it is'):
-    published.write(tmp_path / 'out', {}, MODELS / name)
+    hugging_face.write(tmp_path / 'out', {}, MODELS / name)
 
 
-def test_a_published_model_is_mapped_and_not_read():
+def test_a_folder_is_mapped_and_not_read():
   model = pretrained.model_config(MODELS / 'gemma')
   for leaf in jax.tree.leaves(decoder.start(model, str(MODELS / 'gemma'), 0)):
     while not isinstance(leaf, np.memmap):
@@ -147,7 +147,7 @@ def test_another_model_is_refused_by_the_name_of_the_tensor(tmp_path):
   with pytest.raises(ValueError, match='cannot read the model in .*llama: .*00002-of'):
     decoder.start(pretrained.model_config(MODELS / 'llama'), str(tmp_path / 'llama'), 0)
   experts = decoder.init_params(config_lib.ModelConfig(num_experts=2), 0)
-  with pytest.raises(ValueError, match='no published model .* parameters such as layers/0/experts'):
+  with pytest.raises(ValueError, match='no Hugging Face folder .* has layers/0/experts'):
     decoder.export(config_lib.ModelConfig(num_experts=2), experts)
 
 

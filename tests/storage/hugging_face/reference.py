@@ -3,8 +3,9 @@ environment of its own that has PyTorch and nothing of this project.
 
     python3 -m venv .cache/reference
     .cache/reference/bin/pip install torch==2.14.1 transformers==5.24.0
-    .cache/reference/bin/python tests/train/published/reference.py --record
-    .cache/reference/bin/python tests/train/published/reference.py --read=FOLDER --logits=FILE.npy
+    cd tests/storage/hugging_face
+    ../../../.cache/reference/bin/python reference.py --record
+    ../../../.cache/reference/bin/python reference.py --read=FOLDER --logits=FILE.npy
 
 --record writes the folders beside this file anew: tiny models with random values, each with a
 tokenizer, what it makes of a text, and the logits of that in float32. --read loads a folder as a
