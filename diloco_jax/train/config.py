@@ -151,7 +151,7 @@ class ModelConfig:
       if getattr(self, name) not in known:
         raise ValueError(f'{name} {getattr(self, name)!r} is unknown: choose one of {known}')
     for name in ('window', 'global_every', 'loss_chunk', 'rope_local_theta'):
-      if getattr(self, name) < 0:
+      if not getattr(self, name) >= 0:  # NaN fails, too
         raise ValueError(f'{name} is {getattr(self, name)}: use 0 to switch it off')
     if self.scan and self.num_experts:
       raise ValueError(
