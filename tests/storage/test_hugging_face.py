@@ -19,7 +19,7 @@ from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import tokenizer as tokenizer_lib
-from experiments.examples import pretrained
+from experiments.examples import lora_decoder, pretrained
 
 MODELS = pathlib.Path(__file__).with_name('hugging_face')
 NAMES = sorted(path.parent.name for path in MODELS.glob('*/config.json'))
@@ -134,6 +134,21 @@ def test_a_folder_is_mapped_and_not_read():
     while not isinstance(leaf, np.memmap):
       assert leaf.base is not None
       leaf = leaf.base
+
+
+def test_lora_begins_with_a_folder_or_a_file_and_is_merged_into_the_folder(tmp_path):
+  config = pretrained.get_config(str(MODELS / 'llama'))
+  task = lora_decoder.task(config, rank=2)
+  params = task.start(config.train.init_from, 3)
+  arrays.export(tmp_path / 'base.safetensors', params['base'], {})
+  jax.tree.map(np.testing.assert_array_equal, task.start(f'{tmp_path}/base.safetensors', 3), params)
+  pair = params['lora']['layers'][1]['out']
+  pair['b'] = pair['b'] + 1
+  merged, before = task.export(params), _tensors(MODELS / 'llama')
+  changed = 'model.layers.1.self_attn.o_proj.weight'
+  added = np.broadcast_to(pair['a'].sum(axis=1), (32, 32))
+  np.testing.assert_allclose(merged[changed], before.pop(changed) + added, atol=1e-6)
+  assert all(np.array_equal(merged[name], tensor) for name, tensor in before.items())
 
 
 def test_another_model_is_refused_by_the_name_of_the_tensor(tmp_path):
