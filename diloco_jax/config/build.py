@@ -118,7 +118,8 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   shared = config.agreement()
   if config.train.init_from:
-    init = functools.partial(arrays.start, config.train.init_from, shapes)
+    start = task.start or (lambda path, seed: arrays.start(path, shapes))
+    init = functools.partial(start, config.train.init_from, config.train.seed)
     task = dataclasses.replace(task, init=lambda seed: init())
   if data:
     if config.data.local:  # of the data only what all must have in common

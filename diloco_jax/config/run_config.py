@@ -104,8 +104,8 @@ class TrainConfig(protocol_sections.Train):
     eval_every: clock steps between two evaluations of the global model (0: first and last), or of
       each learner's if parts of it are never sent.
     seed: of the initial parameters.
-    init_from: begin with the arrays of a *.safetensors file, or of a folder that Orbax wrote, such
-      as RUN/model, instead; '' for none.
+    init_from: begin with the arrays of a *.safetensors file, of a folder that Orbax wrote, such as
+      RUN/model, or of a Hugging Face folder instead; '' for none.
     tapes_mib: the most that the tapes of one node may take on disk, in MiB (storage/tapes.py).
     profile_steps: inner steps of each process that are traced, counted from 0: '10:13' are three of
       them (train/profile.py); '' traces none. The trace is in WORKDIR/islands/ID/profile.

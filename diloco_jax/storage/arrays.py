@@ -7,16 +7,21 @@ params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 
 import collections
 import importlib
+import json
 import pathlib
 import re
 import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.storage import checkpoint, files, json_files, tree_digest
+
+_DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': jnp.bfloat16}
+_HEADER_BYTES = 100 << 20  # the most that the format allows
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
@@ -94,12 +99,32 @@ def start(path: str, shapes: Any) -> Any:
   except Exception as error:  # Rust's
     raise ValueError(f'cannot read {path}: {error}') from error
   wanted = by_name(shapes)
-  for name in [*wanted, *found]:
-    here, there = (tree[name].shape if name in tree else 'absent' for tree in (found, wanted))
-    if here != there:
-      raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
+  shape_of = lambda named: {name: leaf.shape for name, leaf in named.items()}
+  require_shapes(path, shape_of(found), shape_of(wanted))
   leaves = [np.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def require_shapes(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+  """Raises ValueError, which names the first tensor that differs."""
+  for name in [*wanted, *found]:
+    here, there = (shapes.get(name, 'absent') for shapes in (found, wanted))
+    if here != there:
+      raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
+
+
+def mapped(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """The tensors of a *.safetensors file, read where they are used. Raises ValueError, OSError."""
+  files.require_file(path)
+  with path.open('rb') as file:
+    size = int.from_bytes(file.read(8), 'little')
+    header = json.loads(file.read(min(size, _HEADER_BYTES)))
+  header.pop('__metadata__', None)
+  at = lambda one: 8 + size + one['data_offsets'][0]
+  return {
+    name: np.memmap(path, _DTYPES[one['dtype']], 'r', at(one), tuple(one['shape']))
+    for name, one in header.items()
+  }
 
 
 def _safetensors() -> types.ModuleType:

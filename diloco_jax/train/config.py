@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 _DTYPES = ('float32', 'bfloat16')
+STYLES = ('gemma', 'llama')
 REMATS = ('none', 'dots', 'full')
 _OPTIMIZERS = ('adamw', 'muon')
 MAX_LAYERS = 10**4
@@ -46,7 +47,13 @@ class ModelConfig:
     experts_per_token: C, how many of them a token is given to.
     balance_loss: how much the loss that spreads tokens over the experts weighs in the gradient.
     tied_head: whether the output head is the embedding, transposed.
+    style: 'gemma': GELU, embeddings times sqrt(D), norms times 1 + s; 'llama': SiLU, and neither.
+    norm_eps: what a norm adds to the mean square.
+    qk_norm: whether queries and keys are normed per head.
+    post_norms: whether what a block adds is normed, too.
     rope_theta: wavelengths run from 2 pi to 2 pi rope_theta positions.
+    rope_local_theta: the same of layers with a window; 0 = rope_theta.
+    rope_factor: how much longer the longest wavelengths are (Llama 3.1); 1 = they are not.
     logit_softcap: c of logits <- c tanh(logits / c); 0 = off.
     dtype: of activations, 'float32' or 'bfloat16'.
     param_dtype: of parameters, the same; moments and what is exchanged are always float32.
@@ -70,7 +77,13 @@ class ModelConfig:
   experts_per_token: int = 2
   balance_loss: float = 0.01
   tied_head: bool = True
+  style: str = 'gemma'
+  norm_eps: float = 1e-6
+  qk_norm: bool = True
+  post_norms: bool = False
   rope_theta: float = 10_000.0
+  rope_local_theta: float = 0.0
+  rope_factor: float = 1.0
   logit_softcap: float = 30.0
   dtype: str = 'float32'
   param_dtype: str = 'float32'
@@ -103,7 +116,9 @@ class ModelConfig:
       'head_dim',
       'hidden_dim',
       'experts_per_token',
+      'norm_eps',
       'rope_theta',
+      'rope_factor',
     )
     if self.num_layers > MAX_LAYERS:
       raise ValueError(f'num_layers is {self.num_layers}: at most {MAX_LAYERS}')
@@ -131,11 +146,12 @@ class ModelConfig:
       raise ValueError(f'balance_loss is {self.balance_loss}: use 0 to switch it off')
     if not 0 <= self.logit_softcap < math.inf:
       raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')
-    for name, known in (('dtype', _DTYPES), ('param_dtype', _DTYPES), ('remat', REMATS)):
+    choices = {'dtype': _DTYPES, 'param_dtype': _DTYPES, 'remat': REMATS, 'style': STYLES}
+    for name, known in choices.items():
       if getattr(self, name) not in known:
         raise ValueError(f'{name} {getattr(self, name)!r} is unknown: choose one of {known}')
-    for name in ('window', 'global_every', 'loss_chunk'):
-      if getattr(self, name) < 0:
+    for name in ('window', 'global_every', 'loss_chunk', 'rope_local_theta'):
+      if not getattr(self, name) >= 0:  # NaN fails, too
         raise ValueError(f'{name} is {getattr(self, name)}: use 0 to switch it off')
     if self.scan and self.num_experts:
       raise ValueError(

@@ -1,14 +1,14 @@
-r"""The reference task: a small Gemma-like decoder over ids of text, a flax.nnx module.
+r"""The reference task: a Gemma-like decoder over ids of text, a flax.nnx module.
 
   x = E[tokens] sqrt(D)
   x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
   logits = c tanh(norm(x) E^T / c)                       softcap c; E^T, or a head of its own
 
-RMSNorm precedes each block (Gemma 2 and later also norm after it, which gains nothing at this
-size); its scale is 1 + s, s starts at 0, so weight decay would pull the scale towards 1. Queries
-and keys are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K
-key-value heads (GQA); attention is causal, and of most layers limited to a window if
-`config.window` says so (attention.py).
+RMSNorm precedes each block (with `config.post_norms` another one follows it); its scale is 1 + s, s
+starts at 0, so weight decay would pull the scale towards 1. Queries and keys are normed per head
+(QK-norm, Gemma 3), then rotated by RoPE; N query heads share K key-value heads (GQA); attention is
+causal, and of most layers limited to a window if `config.window` says so (attention.py). With
+`config.style` 'llama' it is one of that family. storage/hugging_face.py reads and writes both.
 
 With `config.num_experts` the feed-forward block is a Mixture of Experts (experts.py), whose balance
 loss is added to the gradient of the loss.
@@ -33,6 +33,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.numerics import fragments
+from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import attention as attention_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
@@ -71,6 +72,8 @@ _SAVED = {  # by config.remat: what a layer keeps for the backward pass
   'full': jax.checkpoint_policies.nothing_saveable,
 }
 _EMBED_STD = 0.02
+_LLAMA3_TURNS = (1.0, 4.0)  # in _LLAMA3_LENGTH positions: wavelengths with fewer are longer, with
+_LLAMA3_LENGTH = 8192  # more they stay
 
 
 def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib.Task:
@@ -88,6 +91,8 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
 
   return task_lib.Task(
     init=functools.partial(initial_params, model),
+    start=functools.partial(start, model),
+    export=functools.partial(export, model),
     loss=functools.partial(loss, model),
     batches=lambda shard: data_lib.make_shard(checked(), data, shard),
     tokens_per_batch=data.rows * data.seq_len,
@@ -110,18 +115,21 @@ class Block(nnx.Module):
     """Draws projections with standard deviation 1/sqrt(fan in); those whose output is added to the
     residual sum are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with
     depth."""
-    self.window = config.window
+    self.window, self.eps, self.is_llama = config.window, config.norm_eps, config.style == 'llama'
+    scale = lambda size: nnx.Param(np.full((size,), self.is_llama, np.float32))
     D, N, K = config.embed_dim, config.num_heads, config.num_kv_heads
     H, F = config.head_dim, config.hidden_dim
     residual = (2 * config.num_layers) ** -0.5
-    self.attention_norm = nnx.Param(np.zeros((D,), np.float32))
+    self.attention_norm = scale(D)
     self.query = normal((D, N, H), D**-0.5)
     self.key = normal((D, K, H), D**-0.5)
     self.value = normal((D, K, H), D**-0.5)
-    self.query_norm = nnx.Param(np.zeros((H,), np.float32))
-    self.key_norm = nnx.Param(np.zeros((H,), np.float32))
+    if config.qk_norm:
+      self.query_norm, self.key_norm = scale(H), scale(H)
+    if config.post_norms:
+      self.attention_post_norm, self.mlp_post_norm = scale(D), scale(D)
     self.out = normal((N, H, D), (N * H) ** -0.5 * residual)
-    self.mlp_norm = nnx.Param(np.zeros((D,), np.float32))
+    self.mlp_norm = scale(D)
     if config.num_experts:
       self.experts = experts_lib.Experts(config, normal, residual)
     else:
@@ -139,14 +147,20 @@ class Block(nnx.Module):
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the new x_BxLxD and the balance loss of the experts, 0 if there are none. `sees_all`:
     attention has no window."""
-    normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm[...])
-    x_BxLxD = x_BxLxD + self._attention(normed_BxLxD, sin_LxH, cos_LxH, sees_all, sharding)
-    normed_BxLxD = rms_norm(x_BxLxD, self.mlp_norm[...])
+    normed_BxLxD = self._normed(x_BxLxD, 'attention_norm')
+    mixed_BxLxD = self._attention(normed_BxLxD, sin_LxH, cos_LxH, sees_all, sharding)
+    x_BxLxD = x_BxLxD + self._normed(mixed_BxLxD, 'attention_post_norm')
+    normed_BxLxD = self._normed(x_BxLxD, 'mlp_norm')
     if hasattr(self, 'experts'):
       mixed_BxLxD, balance = self.experts(normed_BxLxD, sharding)
     else:
-      mixed_BxLxD, balance = self._geglu(normed_BxLxD), jnp.float32(0)
-    return x_BxLxD + mixed_BxLxD, balance
+      mixed_BxLxD, balance = self._gated(normed_BxLxD), jnp.float32(0)
+    return x_BxLxD + self._normed(mixed_BxLxD, 'mlp_post_norm'), balance
+
+  def _normed(self, x_xD: jax.Array, name: str) -> jax.Array:
+    """By the norm of this name; without one x stays as it is."""
+    scale = getattr(self, name, None)
+    return x_xD if scale is None else rms_norm(x_xD, scale[...], self.eps, self.is_llama)
 
   def _attention(
     self,
@@ -159,8 +173,8 @@ class Block(nnx.Module):
     query_BxLxNxH = jnp.einsum('bld,dnh->blnh', x_BxLxD, self.query[...])
     key_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, self.key[...])
     value_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, self.value[...])
-    query_BxLxNxH = _rope(rms_norm(query_BxLxNxH, self.query_norm[...]), sin_LxH, cos_LxH)
-    key_BxLxKxH = _rope(rms_norm(key_BxLxKxH, self.key_norm[...]), sin_LxH, cos_LxH)
+    query_BxLxNxH = _rope(self._normed(query_BxLxNxH, 'query_norm'), sin_LxH, cos_LxH)
+    key_BxLxKxH = _rope(self._normed(key_BxLxKxH, 'key_norm'), sin_LxH, cos_LxH)
     of_all, of_window = (
       functools.partial(attention_lib.attention, window=window, sharding=sharding)
       for window in (0, self.window)
@@ -172,8 +186,9 @@ class Block(nnx.Module):
       mixed_BxLxNxH = (of_all if sees_all else of_window)(*arrays)
     return jnp.einsum('blnh,nhd->bld', mixed_BxLxNxH, self.out[...])
 
-  def _geglu(self, x_BxLxD: jax.Array) -> jax.Array:
-    return (jax.nn.gelu(x_BxLxD @ self.gate[...]) * (x_BxLxD @ self.up[...])) @ self.down[...]
+  def _gated(self, x_BxLxD: jax.Array) -> jax.Array:
+    activation = jax.nn.silu if self.is_llama else jax.nn.gelu
+    return (activation(x_BxLxD @ self.gate[...]) * (x_BxLxD @ self.up[...])) @ self.down[...]
 
 
 class Decoder(nnx.Module):
@@ -182,7 +197,8 @@ class Decoder(nnx.Module):
   def __init__(self, config: config_lib.ModelConfig):
     self.config = config
     self.embedding = normal((config.vocab_size, config.embed_dim), _EMBED_STD)
-    self.final_norm = nnx.Param(np.zeros((config.embed_dim,), np.float32))
+    ones = config.style == 'llama'
+    self.final_norm = nnx.Param(np.full((config.embed_dim,), ones, np.float32))
     if config.scan:
       self.layers = Block(config)  # `bind` gives its parameters the axis of layers
     else:
@@ -215,23 +231,28 @@ class Decoder(nnx.Module):
         partitioner may gather the batch instead of the split parameters.
       prefix_BxIxD: what stands in the sequence in front of the tokens.
     """
-    scale = jnp.asarray(self.config.embed_dim**0.5, self.embedding[...].dtype)
-    x_BxLxD = self.embedding[...][tokens_BxL] * scale
+    config, x_BxLxD = self.config, self.embedding[...][tokens_BxL]
+    if config.style == 'gemma':
+      x_BxLxD *= jnp.asarray(config.embed_dim**0.5, x_BxLxD.dtype)
     if prefix_BxIxD is not None:
       x_BxLxD = jnp.concatenate([prefix_BxIxD, x_BxLxD], axis=1)
     x_BxLxD, balance = self._through_layers(x_BxLxD, sharding)
     x_BxLxD = x_BxLxD[:, -tokens_BxL.shape[1] :]
-    return rms_norm(_pin(x_BxLxD, sharding), self.final_norm[...]), balance
+    x_BxLxD, is_llama = _pin(x_BxLxD, sharding), config.style == 'llama'
+    return rms_norm(x_BxLxD, self.final_norm[...], config.norm_eps, is_llama), balance
 
   def _through_layers(
     self, x_BxLxD: jax.Array, sharding: jax.sharding.NamedSharding | None
   ) -> tuple[jax.Array, jax.Array]:
-    config, tables = self.config, _rope_table(self.config, x_BxLxD.shape[1])
+    config, length = self.config, x_BxLxD.shape[1]
+    table = _rope_table(config, length, config.rope_theta, config.rope_factor)
+    local = _rope_table(config, length, config.rope_local_theta or config.rope_theta)
     sees_all = config.sees_all
     block, _ = nnx.split(self.layers if config.scan else self.layers[0])
 
     def layer(x_BxLxD: jax.Array, leaves: nnx.State, sees_all: bool | jax.Array):
-      return nnx.merge(block, leaves)(_pin(x_BxLxD, sharding), *tables, sees_all, sharding)
+      sin_cos = jnp.where(sees_all, table, local) if config.rope_local_theta else table
+      return nnx.merge(block, leaves)(_pin(x_BxLxD, sharding), *sin_cos, sees_all, sharding)
 
     def remat(function):
       saved = _SAVED.get(config.remat)
@@ -271,10 +292,30 @@ def initial_params(
   """The initial parameters of a model, drawn when they are read (initial.py)."""
   module = kind(dataclasses.replace(config, scan=False))
   params = initial.named(nnx.to_pure_dict(nnx.state(module, nnx.Param)), seed, config.param_dtype)
+  return _stacked(config, params)
+
+
+def _stacked(config: config_lib.ModelConfig, params: Params) -> Params:
   if config.scan:
     layers = [params['layers'][number] for number in range(config.num_layers)]
     params['layers'] = jax.tree.map(lambda *leaves: initial.Stacked(leaves), *layers)
   return params
+
+
+def start(config: config_lib.ModelConfig, path: str, seed: int) -> Params:
+  """The parameters in a Hugging Face folder, or in what `arrays.start` reads. Raises ValueError."""
+  if not hugging_face.is_model(path):
+    return arrays.start(path, initial_params(config, seed))
+  like = initial_params(dataclasses.replace(config, scan=False), seed)
+  return _stacked(config, hugging_face.read(path, like))
+
+
+def export(config: config_lib.ModelConfig, params: Params) -> dict[str, np.ndarray]:
+  """The tensors of a Hugging Face folder. Raises ValueError: such a model is in none."""
+  if config.scan:
+    rows = [jax.tree.map(lambda leaf: leaf[n], params['layers']) for n in range(config.num_layers)]
+    params = params | {'layers': rows}
+  return hugging_face.tensors_of(params)
 
 
 def init_params(config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder) -> Params:
@@ -355,19 +396,30 @@ def label(path: str) -> str:
   return {'embedding': 'embedding', 'head': 'head', 'router': 'router'}.get(name, inside)
 
 
-def rms_norm(x_xD: jax.Array, scale_D: jax.Array) -> jax.Array:
-  """x / rms(x) * (1 + scale) over the last axis, computed in float32."""
+def rms_norm(x_xD: jax.Array, scale_D: jax.Array, eps: float, is_llama: bool) -> jax.Array:
+  """x / rms(x) * (1 + scale) over the last axis, or * scale, computed in float32."""
   x32_xD = x_xD.astype(jnp.float32)
-  inverse_x1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_xD), axis=-1, keepdims=True) + 1e-6)
-  scale_xD = jnp.expand_dims(1.0 + scale_D.astype(jnp.float32), range(x_xD.ndim - 1))
+  inverse_x1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_xD), axis=-1, keepdims=True) + eps)
+  scale_xD = jnp.expand_dims(
+    float(not is_llama) + scale_D.astype(jnp.float32), range(x_xD.ndim - 1)
+  )
   return (x32_xD * inverse_x1 * scale_xD).astype(x_xD.dtype)
 
 
-def _rope_table(config: config_lib.ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
-  """Sines and cosines of position * theta^(-2i/H), i < H/2, one float32 array [L, H/2] each."""
+def _rope_table(
+  config: config_lib.ModelConfig, length: int, theta: float, factor: float = 1.0
+) -> jax.Array:
+  """Sines and cosines of position * theta^(-2i/H), i < H/2, float32 [2, L, H/2]. `factor`: of
+  Llama 3.1, wavelengths that hardly fit into the texts of its first training are so much longer."""
   exponent_H = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-  angle_LxH = jnp.outer(jnp.arange(length, dtype=jnp.float32), config.rope_theta**-exponent_H)
-  return jnp.sin(angle_LxH), jnp.cos(angle_LxH)
+  frequency_H = theta**-exponent_H
+  if factor != 1:
+    few, many = _LLAMA3_TURNS
+    turns_H = _LLAMA3_LENGTH / (2 * np.pi) * frequency_H
+    kept_H = jnp.clip((turns_H - few) / (many - few), 0.0, 1.0)
+    frequency_H = frequency_H * (kept_H + (1 - kept_H) / factor)
+  angle_LxH = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequency_H)
+  return jnp.stack([jnp.sin(angle_LxH), jnp.cos(angle_LxH)])
 
 
 def _rope(x_BxLxNxH: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:

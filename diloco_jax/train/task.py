@@ -104,6 +104,9 @@ class Task:
       bits, so draw on the host (numpy) or on one device. If jax cannot trace it, it is called for
       the shapes, too. A leaf may be drawn when it is read (initial.py), so that no host of a large
       model draws all of it.
+    start: (`train.init_from`, seed) -> the same, of weights that are there; None: the names in that
+      file are those of the tree.
+    export: params -> the tensors of a Hugging Face folder by name (storage/hugging_face.py).
     loss: (params, batch, sharding) -> the mean loss per token or example, a float32 scalar; traced
       by jit. Or that and a dict of other scalars, such as an accuracy: curves and records have them
       by their names (`measured`). `sharding` is that of the batch axis on the learner's mesh, for
@@ -142,6 +145,8 @@ class Task:
   loss: Callable[[Params, Batch, jax.sharding.Sharding], jax.Array | Measured]
   batches: Callable[[int], Batches]
   tokens_per_batch: int
+  start: Callable[[str, int], Params] | None = None
+  export: Callable[[Params], dict[str, np.ndarray]] | None = None
   eval_batches: Callable[[], Sequence[Batch]] = tuple
   label: Callable[[str], str] = embeddings
   partition: Partition = ()

@@ -3,22 +3,20 @@
     diloco train --config=experiments/examples/lora_decoder.py
 
 `lora` makes the Task. Every matrix W of a layer becomes W + A B of rank r; W has the label
-'frozen', so it is not trained, not sent and not read by the syncer. `base` is a *.safetensors file
-of the weights, as `diloco export` writes it; '' are the random ones of the task's own `init`, to
-try it out. The file is mapped, not read: a process reads the rows of its own devices, the syncer
-none.
+'frozen', so it is not trained, not sent and not read by the syncer. The weights are those of
+`train.init_from`, a Hugging Face folder (pretrained.py) or a *.safetensors file, as `diloco export`
+writes it; without one the random ones of the task's own `init`, to try it out. Such a folder
+is mapped, not read: a process reads the rows of its own devices, the syncer none. `diloco export
+--out=NEW_FOLDER` adds A B to W.
 """
 
 import dataclasses
 import functools
-import json
 import math
-import pathlib
 import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import run_config
@@ -27,18 +25,14 @@ from diloco_jax.train import decoder
 from diloco_jax.train import task as task_lib
 
 
-def task(config: run_config.Config, rank: int = 8, base: str = '') -> task_lib.Task:
-  return lora(decoder.task(config.model, config.data), rank, base)
+def task(config: run_config.Config, rank: int = 8) -> task_lib.Task:
+  return lora(decoder.task(config.model, config.data), rank)
 
 
-def lora(whole: task_lib.Task, rank: int, base: str = '') -> task_lib.Task:
+def lora(whole: task_lib.Task, rank: int) -> task_lib.Task:
   """The Task that trains A and B of the matrices that `whole` says how to read (its `matrices`)."""
 
-  def init(seed: int) -> task_lib.Params:
-    frozen = whole.init(seed)
-    if base:
-      tensors = mapped(pathlib.Path(base))
-      frozen = jax.tree_util.tree_map_with_path(lambda path, _: tensors[text(path)], frozen)
+  def adapted(frozen: task_lib.Params, seed: int) -> task_lib.Params:
     make = functools.partial(matrices, seed, whole, rank)
     return {'base': frozen, 'lora': jax.tree_util.tree_map_with_path(make, frozen)}
 
@@ -56,7 +50,9 @@ def lora(whole: task_lib.Task, rank: int, base: str = '') -> task_lib.Task:
   of_merged = lambda function: lambda params, *rest: function(merged(params), *rest)
   return dataclasses.replace(
     whole,
-    init=init,
+    init=lambda seed: adapted(whole.init(seed), seed),
+    start=(lambda path, seed: adapted(whole.start(path, seed), seed)) if whole.start else None,
+    export=of_merged(whole.export) if whole.export else None,
     loss=of_merged(whole.loss),
     logits=of_merged(whole.logits) if whole.logits else None,
     label=label,
@@ -78,25 +74,6 @@ def matrices(
   draw = np.random.default_rng((seed, zlib.crc32(text(path).encode()))).standard_normal
   a = draw((*stack, rows, rank), np.float32) / math.sqrt(rows)
   return {'a': a, 'b': np.zeros((*stack, rank, columns), np.float32)}
-
-
-def mapped(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """The tensors of a *.safetensors file, which are read where they are used."""
-  with path.open('rb') as file:
-    size = int.from_bytes(file.read(8), 'little')
-    header = json.loads(file.read(size))
-  header.pop('__metadata__', None)
-  kinds = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
-  return {
-    name: np.memmap(
-      path,
-      jnp.dtype(kinds[one['dtype']]),
-      'r',
-      8 + size + one['data_offsets'][0],
-      tuple(one['shape']),
-    )
-    for name, one in header.items()
-  }
 
 
 def text(path: Any) -> str:

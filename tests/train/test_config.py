@@ -15,6 +15,7 @@ from diloco_jax.train import config as config_lib
   [
     (config_lib.ModelConfig(num_heads=4, num_kv_heads=3), ['4', '3', 'multiple']),
     (config_lib.ModelConfig(head_dim=31), ['31', 'use 32']),
+    (config_lib.ModelConfig(style='bert'), ['style', 'bert', 'gemma', 'llama']),
     (config_lib.ModelConfig(dtype='float16'), ['float16', 'float32', 'bfloat16']),
     (config_lib.ModelConfig(num_layers=0), ['num_layers', '0', 'more than 0']),
     (config_lib.ModelConfig(logit_softcap=-1.0), ['-1.0', 'use 0']),

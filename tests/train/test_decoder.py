@@ -68,7 +68,7 @@ def test_logits_stay_below_the_softcap(model):
 def test_rope_scores_depend_on_distance_only(model):
   rng = np.random.default_rng(0)
   query_H, key_H = (jnp.asarray(rng.normal(size=8), jnp.float32) for _ in range(2))
-  sin_LxH, cos_LxH = decoder._rope_table(model, 10)
+  sin_LxH, cos_LxH = decoder._rope_table(model, 10, model.rope_theta)
   turn = lambda v_H: decoder._rope(
     jnp.broadcast_to(v_H[None, None, None, :], (1, 10, 1, 8)), sin_LxH, cos_LxH
   )[0, :, 0]

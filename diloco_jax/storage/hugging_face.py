@@ -1,0 +1,115 @@
+"""Hugging Face folders: models as the library transformers writes them.
+
+The tensors in `model.safetensors`, or in the files that `model.safetensors.index.json` names, are
+mapped, not read: a process reads the rows of its own devices. A matrix has its output axis first
+there, its input axes here, and heads an axis of their own. Which decoder `config.json` describes,
+and a run that begins with it: experiments/examples/pretrained.py.
+"""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax.storage import arrays, files, json_files
+
+FILE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
+_NOT_READ = '.rotary_emb.inv_freq', 'lm_head.weight'  # computed; the embedding, if it is tied
+_NAMES = {
+  'embedding': 'model.embed_tokens',
+  'final_norm': 'model.norm',
+  'head': 'lm_head',
+  **{name: f'self_attn.{name[0]}_proj' for name in ('query', 'key', 'value', 'out')},
+  **{f'{name}_norm': f'self_attn.{name[0]}_norm' for name in ('query', 'key')},
+  **{name: f'mlp.{name}_proj' for name in ('gate', 'up', 'down')},
+  'attention_norm': 'input_layernorm',
+  'mlp_norm': 'post_attention_layernorm',
+}
+_WITH_POST_NORMS = _NAMES | {
+  'attention_post_norm': 'post_attention_layernorm',
+  'mlp_norm': 'pre_feedforward_layernorm',
+  'mlp_post_norm': 'post_feedforward_layernorm',
+}
+
+
+def is_model(path: str) -> bool:
+  return path != '' and any(pathlib.Path(path, name).is_file() for name in (FILE, _INDEX))
+
+
+def read(folder: str, like: Any) -> Any:
+  """The tensors in the tree and the types of `like`, the leaves of a decoder without a scan. Raises
+  ValueError: they cannot be read, or are of another model."""
+  found, places = _tensors(pathlib.Path(folder)), _places(like)
+  wanted = {theirs: _shape(*place) for theirs, place in places.items()}
+  is_read = lambda theirs: theirs in wanted or not theirs.endswith(_NOT_READ)
+  here = {theirs: tensor.shape for theirs, tensor in found.items() if is_read(theirs)}
+  arrays.require_shapes(folder, here, wanted)
+  leaves = []
+  for theirs, (name, leaf) in places.items():
+    tensor = found[theirs] if name == 'embedding' else found[theirs].T
+    leaves.append(np.asarray(tensor.reshape(leaf.shape), leaf.dtype))
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def tensors_of(params: Any) -> dict[str, np.ndarray]:
+  """The tensors of such a folder by name. Raises ValueError."""
+  named = {}
+  for theirs, (name, leaf) in _places(params).items():
+    rows = np.asarray(leaf).reshape(_shape(name, leaf)[:: 1 if name == 'embedding' else -1])
+    named[theirs] = rows if name == 'embedding' else rows.T
+  return named
+
+
+def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Path) -> None:
+  """Writes a new folder: the tensors in the types that they have in `source`, and what else is
+  there. Raises ValueError, OSError."""
+  if folder.exists():
+    raise ValueError(f'{folder} exists, and stays as it is: name a new folder')
+  like = _tensors(source)
+  if absent := [name for name in named if name not in like]:
+    raise ValueError(f'{source} is of another model: it has no {absent[0]}')
+  typed = {name: tensor.astype(like[name].dtype) for name, tensor in named.items()}
+  for file in source.iterdir():
+    if file.suffix in ('.json', '.model', '.jinja', '.txt') and file.name != _INDEX:
+      json_files.replace(folder / file.name, file.read_bytes())
+  arrays.export(folder / FILE, typed, {'format': 'pt'})
+
+
+def _places(tree: Any) -> dict[str, tuple[str, Any]]:
+  """Name there -> last part of the name here, and the leaf; in tree order."""
+  ours, places = arrays.by_name(tree), {}
+  names = _WITH_POST_NORMS if any(name.endswith('_post_norm') for name in ours) else _NAMES
+  for path, leaf in ours.items():
+    *layer, name = path.split('/')
+    if name not in names or len(layer) not in (0, 2):
+      raise ValueError(f'no Hugging Face folder that is known here has {path}')
+    within = f'model.layers.{layer[1]}.' if layer else ''
+    places[f'{within}{names[name]}.weight'] = name, leaf
+  return places
+
+
+def _shape(name: str, leaf: Any) -> tuple[int, ...]:
+  """Of the tensor there."""
+  if name == 'embedding' or leaf.ndim == 1:
+    return leaf.shape
+  inputs = 2 if name == 'out' else 1
+  return math.prod(leaf.shape[inputs:]), math.prod(leaf.shape[:inputs])
+
+
+def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  """All of a folder, mapped. Raises ValueError."""
+  try:
+    names = {FILE}
+    if (folder / _INDEX).is_file():
+      names = set(_json(folder / _INDEX)['weight_map'].values())
+    return {key: one for name in names for key, one in arrays.mapped(folder / name).items()}
+  except (OSError, ValueError, KeyError) as error:
+    raise ValueError(f'cannot read the model in {folder}: {error}') from error
+
+
+def _json(path: pathlib.Path) -> Any:
+  files.require_file(path)  # or a link to one, as in the cache of Hugging Face
+  return json.loads(path.read_text('utf-8'))
