@@ -135,7 +135,7 @@ def _open_log(here: pathlib.Path) -> None:
 def _write_checkpoints(here: pathlib.Path) -> None:
   checkpoints = checkpoint.Checkpoints(str(here / 'islands' / 'l0' / 'ckpt'))
   for step in (1, 2):
-    checkpoints.save(step, STATE, step)
+    checkpoints.save(step, STATE, step, {'protocol': {}})
   checkpoints.close()
 
 
