@@ -14,6 +14,7 @@ import sys
 import tomllib
 
 import pytest
+import yaml
 
 from diloco_jax.report import records
 from tests import interpreters
@@ -93,13 +94,14 @@ def _environment(resolution: str, python: str) -> pathlib.Path:
   return folder / 'bin' / 'python'
 
 
+RESOLUTIONS = 'lowest-direct', 'highest'
 PYTHONS = sorted({'3.11', '3.13'} & interpreters.pythons().keys())
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize('python', PYTHONS)
-@pytest.mark.parametrize('resolution', ['lowest-direct', 'highest'])
+@pytest.mark.parametrize('resolution', RESOLUTIONS)
 def test_it_trains_in_the_environment(resolution, python, tmp_path):
   command = releases.command(
     ROOT, 'train', '--config=stdlib_lm:tiny', '--config.train.steps=40', f'--workdir={tmp_path}/run'
@@ -110,7 +112,8 @@ def test_it_trains_in_the_environment(resolution, python, tmp_path):
   assert sum(fact['name'] == 'synced' for fact in records.records(tmp_path / 'run')) > 4
 
 
-def test_the_workflow_tests_the_lowest_versions():
+def test_the_workflow_tests_both_ends_on_two_pythons():
   text = (ROOT / '.github' / 'workflows' / 'test.yml').read_text('utf-8')
-  assert '--resolution lowest-direct' in text
+  matrix = yaml.safe_load(text)['jobs']['bounds']['strategy']['matrix']
+  assert matrix == {'resolution': list(RESOLUTIONS), 'python': ['3.11', '3.13']}
   assert all('>=' in one for one in PROJECT['dependencies'])
