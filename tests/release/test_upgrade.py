@@ -1,6 +1,7 @@
 """The upgrade drill: a run begun by the release before is continued by the code of today, a process
 at a time, and back again."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 
+from diloco_jax.launch import run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import formats
 from diloco_jax.protocol.tape import tape
@@ -112,13 +114,25 @@ ALONE = '--config=stdlib_lm:tiny', '--config.sync.learners=1', '--config.sync.qu
 @pytest.fixture(scope='module', name='ended')
 def _ended(homes, tmp_path_factory) -> pathlib.Path:
   """A run that the first release began, the second continued, and the first has ended."""
-  workdir, given = tmp_path_factory.mktemp('ended') / 'run', ALONE
+  workdir = tmp_path_factory.mktemp('ended') / 'run'
   for steps, home in ((24, homes[0]), (48, homes[1]), (72, homes[0])):
-    words = 'train', *given, f'--config.train.steps={steps}', f'--workdir={workdir}'
-    done = _diloco(home, *words)
-    assert done.returncode == 0, done.stderr
-    given = ('--resume',)
+    _train(home, workdir, steps)
   return workdir
+
+
+def _train(home: pathlib.Path, workdir: pathlib.Path, steps: int) -> None:
+  """A syncer and a learner of a release train up to so many steps."""
+  address = workdir / run_folder.ADDRESS
+  address.unlink(missing_ok=True)  # it says that the run has ended
+  given = *ALONE, f'--config.train.steps={steps}', f'--workdir={workdir}'
+  learner = 'learner', *given, '--learner=l0', f'--syncer=file:{address}'
+  environment = {**os.environ, 'PYTHONPATH': ''}
+  with contextlib.ExitStack() as ends:
+    programs = []
+    for words in (('syncer', *given), learner):
+      programs.append(subprocess.Popen(releases.command(home, *words), env=environment))
+      ends.callback(programs[-1].kill)
+    assert [program.wait(DEADLINE_S) for program in programs] == [0, 0]
 
 
 def test_a_run_that_has_ended_gets_more_steps_from_another_release_and_back_again(ended, homes):
