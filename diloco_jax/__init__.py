@@ -6,6 +6,8 @@ The names below are imported on first use, so that `import diloco_jax` does not 
 import importlib
 from typing import TYPE_CHECKING
 
+from diloco_jax.version import __version__ as __version__
+
 if TYPE_CHECKING:
   from diloco_jax.api.load_params import load_params
   from diloco_jax.api.peer import Ended, Peer, join
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
   from diloco_jax.config.run_config import SyncConfig
   from diloco_jax.report.records import records
   from diloco_jax.train.task import Task
-
-__version__ = '0.1.0'
 
 _HOME = {
   'Ended': 'api.peer',

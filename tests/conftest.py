@@ -71,7 +71,12 @@ class Counts(NamedTuple):
 
 DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
-_REAL_RUNS = 'tests/runs/', 'tests/launch/test_ray.py', 'tests/experiments/test_finetune.py'
+_REAL_RUNS = (
+  'tests/runs/',
+  'tests/launch/test_ray.py',
+  'tests/experiments/test_finetune.py',
+  'tests/release/test_upgrade.py',
+)
 _ALONE = 'tests/runs/test_hostile.py'  # with --all
 # Rooms that compile models and whose tests do not ask for the bits of production's own compilation,
 # as those of numerics, learner and syncer do.

@@ -2,7 +2,8 @@
 
 A file of the syncer's folder, JSON::
 
-    {"run": "RUN", "learners": {"l0": [{"sha256": "0f...", "until": "2026-12-22T10:00:00+00:00"}]}}
+    {"format": 1, "program": "0.1.0", "run": "RUN",
+     "learners": {"l0": [{"sha256": "0f...", "until": "2026-12-22T10:00:00+00:00"}]}}
 
 A certificate that the authority has signed is not enough: it must be listed. So taking a line out
 revokes it. The owner's commands write the file (authority.py), the syncer reads it again when it
@@ -15,7 +16,7 @@ import pathlib
 from collections.abc import Mapping
 
 from diloco_jax.certs import names, private, proofs
-from diloco_jax.protocol import safe_json
+from diloco_jax.protocol import formats, safe_json
 
 FILE = 'allowlist.json'
 _MAX_BYTES = 4 << 20
@@ -61,7 +62,8 @@ class Allowlist:
       learner: [{'sha256': sha256, 'until': until.isoformat()} for sha256, until in entries.items()]
       for learner, entries in sorted(self.listed.items())
     }
-    text = json.dumps({'run': self.run, 'learners': rows}, indent=2)
+    values = formats.stamp('allowlist') | {'run': self.run, 'learners': rows}
+    text = json.dumps(values, indent=2)
     private.replace(folder / FILE, text.encode() + b'\n')
 
 
@@ -72,9 +74,11 @@ def read(folder: pathlib.Path) -> Allowlist:
     data = private.read(path, _MAX_BYTES)
     if path.stat().st_mode & 0o022:
       raise ValueError('other users may write it: chmod 600')
-    return _parse(safe_json.parse_object(data))
+    return _parse(formats.taken('allowlist', safe_json.parse_object(data), path))
   except OSError as error:
     raise ValueError(f'{path} cannot be read: {error.strerror}') from None
+  except formats.OtherFormat:
+    raise
   except (ValueError, TypeError, KeyError, AttributeError) as error:
     raise ValueError(f'{path} is not a whole allowlist: {error}') from None
 

@@ -22,6 +22,7 @@ from absl import flags
 
 from diloco_jax.config import load
 from diloco_jax.launch import cli
+from diloco_jax.protocol import formats
 from diloco_jax.report import folder
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import json_files
@@ -46,7 +47,8 @@ def main(argv: list[str]) -> int:
     signal.signal(number, lambda number, frame: ended.set())
   path = workdir / 'wandb.json'
   with cli.never_retry(ValueError, OSError):  # of a process: its id, and the time of its newest row
-    lines = json_files.read(path) if path.exists() else {}
+    found = json_files.read(path) if path.exists() else formats.stamp('track')
+    lines = formats.taken('track', found, path).get('lines', {})
   tails, runs, last = records_lib.TailAll(workdir), {}, False
   while not last:
     last = not _FOLLOW.value or ended.wait(_READ_S) or os.getppid() != parent
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
         line['time'] = row['time']
         changed = True
     if changed:
-      json_files.replace(path, json.dumps(lines).encode())
+      values = formats.stamp('track') | {'lines': lines}
+      json_files.replace(path, json.dumps(values).encode())
   for run in runs.values():
     run.finish()
   return 0

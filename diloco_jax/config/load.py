@@ -13,6 +13,7 @@ import types
 from absl import flags
 
 from diloco_jax.config import run_config
+from diloco_jax.protocol import formats
 from diloco_jax.storage import files, json_files
 from diloco_jax.train import tokenizer
 
@@ -81,14 +82,16 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
       json_files.replace(workdir / kept, file.read_bytes())
     elif (workdir / kept).read_bytes() != file.read_bytes():
       raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
-  json_files.write(workdir / FILE, values)
+  json_files.write(workdir / FILE, formats.stamp('config') | values)
 
 
 def read(workdir: pathlib.Path) -> run_config.Config:
   """Reads the config of the run in a folder. Raises ValueError, OSError."""
   path = workdir / FILE
   try:
-    config = run_config.Config.from_dict(json_files.read(path))
+    config = run_config.Config.from_dict(formats.taken('config', json_files.read(path), path))
+  except formats.OtherFormat:
+    raise
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
   if config.data.tokenizer:

@@ -12,6 +12,7 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, cli, kill_plan, run_folder
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.protocol import formats
 from diloco_jax.report import folder, header, live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
@@ -156,7 +157,7 @@ def run(
   folder.
   """
   print(f'run {config.name} in {workdir}', flush=True)
-  with cli.never_retry(files.DirectoryError):
+  with cli.never_retry(files.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
   if outcome.code == cli.NEVER_RETRY:
     raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from diloco_jax import version
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
 from diloco_jax.launch import accelerators, cli, own_model, run_folder
@@ -280,6 +281,7 @@ def together(cluster: hosts_lib.Cluster, config: run_config.Config) -> Iterator[
     hosts = hosts_lib.connect(cluster)
     with cli.never_retry(RuntimeError):
       settings = json.dumps(config.to_dict()).encode()
+      hosts_lib.require_same('diloco_jax', version.__version__)
       hosts_lib.require_same('the config', f'{zlib.crc32(settings):08x}')
     if config.mesh.num_devices % hosts:
       raise cli.NeverRetry(f'{config.mesh.num_devices} devices do not split over {hosts} hosts')

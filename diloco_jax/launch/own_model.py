@@ -31,7 +31,7 @@ from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import accelerators
-from diloco_jax.protocol import agreement, safe_json
+from diloco_jax.protocol import agreement, formats, safe_json
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.storage import arrays, checkpoint, json_files
 from diloco_jax.syncer import stored
@@ -67,6 +67,7 @@ class Model:
     """Everything but the values, as JSON."""
     return json.dumps(
       {
+        **formats.stamp('model header'),
         'shapes': {name: [leaf.shape, str(leaf.dtype)] for name, leaf in self.shapes.items()},
         'labels': dict(self.labels),
       }
@@ -76,7 +77,7 @@ class Model:
 def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
   """The inverse of `Model.header`. Raises ValueError if it is not one."""
   try:
-    given = safe_json.parse_object(text)
+    given = formats.taken('model header', safe_json.parse_object(text), 'the model of this loop')
     shapes = {
       name: jax.ShapeDtypeStruct(tuple(shape), dtype)
       for name, (shape, dtype) in given['shapes'].items()
@@ -85,6 +86,8 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     if not all(type(size) is int and size >= 0 for size in sizes):
       raise ValueError('a size is no whole number, or negative')
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, values)
+  except formats.OtherFormat:
+    raise
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model, run_folder
-from diloco_jax.protocol import agreement, ids
+from diloco_jax.protocol import agreement, formats, ids
 from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, tree_digest
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import stored
@@ -175,6 +175,8 @@ def _newest(
       if node == folders.syncer_folder(place):
         _require_state(machine_state, folder)
       return number, clock, machine_state
+    except formats.OtherFormat:
+      raise
     except (OSError, ValueError, checkpoint.CheckpointError) as error:
       say(f'checkpoint {folder} is damaged and is passed over: {error}')
   return None

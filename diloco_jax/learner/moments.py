@@ -7,6 +7,7 @@ under the same folder, whose moments are as good (docs/studies/deaths.md); else 
 
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol import formats
 from diloco_jax.storage import checkpoint, json_files
 
 
@@ -36,8 +37,9 @@ def find(place: json_files.Place, learner: str, like: Any) -> Found | None:
     try:
       step, moments, record = checkpoint.read_part(path, 'opt_state', like)
       return Found(name, step, moments, record['protocol'])
-    except Exception:  # of any kind: the next one may be whole, or of this model
-      continue
+    except Exception as error:  # of any kind: the next one may be whole, or of this model
+      if isinstance(error, formats.OtherFormat) and name == learner:
+        raise  # its own checkpoint
   return None
 
 

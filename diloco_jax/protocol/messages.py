@@ -27,7 +27,9 @@ import dataclasses
 import typing
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 1
+from diloco_jax.protocol import formats
+
+PROTOCOL_VERSION = formats.NUMBERS['protocol']
 CANCELLED = 'cancelled'  # Settled: the sync makes no version, its tokens can be sent again
 
 

@@ -4,7 +4,7 @@ There is one file per program, WORKDIR/records/NAME.jsonl, with one fact per lin
 flushed, so a process killed at any moment leaves at most one torn line, which readers skip and a
 later process of the program cuts off before it appends. Each line is {"t_ns": monotonic, "time":
 wall clock in s, "name": ..., fields} (facts.py). The supervisor, the live table and the report read
-only these files.
+only these files. The first line of a process has the format (protocol/formats.py).
 
 Writing never stops training: a full disk is reported once, and training continues; once there is
 space again, a fact says how many others are missing (facts.Missing). A file that has become
@@ -27,12 +27,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_jax.protocol import safe_json
+from diloco_jax.protocol import formats, safe_json
 from diloco_jax.report import facts, header
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
 _BLOCK_BYTES = 1 << 12
+FIRST = 'records'  # the name of the first line of a process
 MAX_LINE_BYTES = 16 << 20  # that are read as one fact
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
@@ -67,6 +68,7 @@ class Recorder:
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
     self._guard(self._cut_torn_line)
+    self._guard(lambda: self._append(_row(FIRST, formats.stamp('records'))))
     self._curves: Curves | None = None
     if tensorboard:
       folder = pathlib.Path(workdir) / TENSORBOARD / process
@@ -230,8 +232,12 @@ class Curves:
 
 
 def _line(fact: facts.Fact) -> bytes:
-  row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': facts.name(fact)}
   values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
+  return _row(facts.name(fact), values)
+
+
+def _row(name: str, values: dict[str, Any]) -> bytes:
+  row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': name}
   return json.dumps({**row, **values}, default=float).encode() + b'\n'
 
 
@@ -261,10 +267,19 @@ class Tail:
       except ValueError:
         fact = None
       known = fact if isinstance(fact, dict) and isinstance(fact.get('name'), str) else {}
+      if known.get('name') == FIRST:
+        self._require_format(known, len(line))
+        continue
       if known and isinstance(known.get('time', 0.0), int | float):
         yield known
       else:
         self.skipped += 1
+
+  def _require_format(self, opening: dict[str, Any], size: int) -> None:
+    """Raises OtherFormat, and again at the next call."""
+    self._offset -= size
+    formats.taken('records', opening, self._path)
+    self._offset += size
 
   def _lines(self) -> Iterator[bytes]:
     with contextlib.suppress(OSError):  # no file yet, or not readable now: the next call reads on

@@ -43,7 +43,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.protocol import rate_limited_log
+from diloco_jax.protocol import formats, rate_limited_log
 from diloco_jax.storage import files, folders, json_files, orbax_context, tree_digest
 
 CHECKPOINTS_KEPT = 2  # the newest
@@ -123,6 +123,8 @@ class Checkpoints:
     """
     try:
       return machine_state(self._root / str(number))
+    except formats.OtherFormat:
+      raise
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
@@ -151,6 +153,7 @@ class Checkpoints:
     """
     arrays = {'state': state}
     record = {
+      **formats.stamp('checkpoint'),
       'data_state': int(data_state),
       'step': int(step),
       'protocol': protocol or {},
@@ -200,7 +203,7 @@ class Checkpoints:
       like: tree of arrays or ShapeDtypeStructs, the state of this model and optimizer.
 
     Raises:
-      ValueError: the checkpoint is of another model or optimizer.
+      ValueError: the checkpoint is of another model or optimizer, or of another format.
       CheckpointError: there are checkpoints but none can be read; nothing was changed.
       JaxRuntimeError: the devices have failed; nothing was changed.
     """
@@ -218,7 +221,8 @@ class Checkpoints:
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
         ) from None
-      except jax.errors.JaxRuntimeError:  # of the devices: this checkpoint may be whole
+      # Of the devices: this checkpoint may be whole. Or another release has saved it.
+      except (jax.errors.JaxRuntimeError, formats.OtherFormat):
         raise
       except Exception as error:  # of any kind: the previous checkpoint may be whole
         unread[number] = error
@@ -373,6 +377,7 @@ def verify(
 
   Raises:
     CheckpointError: it is not what was saved; the text names the leaf or the record.
+    OtherFormat: another release has saved it.
   """
   try:
     json_files.files_in(folder)  # no links, before anything is opened
@@ -380,6 +385,8 @@ def verify(
     with _ONE_OPERATION, orbax_context.context():
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
       tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
+  except formats.OtherFormat:
+    raise
   except Exception as error:  # of any kind: the checkpoint does not read back
     raise CheckpointError(
       f'{folder} does not read back as it was written: {_one_line(error)}'
@@ -413,6 +420,7 @@ def _read_record(folder: json_files.Place) -> dict[str, Any]:
   record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
   if record.pop('sha256', None) != json_files.sha256(record):
     raise ValueError('its record is not the one that was saved')
+  record = formats.taken('checkpoint', record, folder)
   try:
     for name in ('data_state', 'step'):
       folders.require_number(name, record[name])

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 
+from diloco_jax.protocol import formats
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders, json_files
@@ -46,9 +47,11 @@ def read(workdir: pathlib.Path) -> Note | None:
     values = json_files.read(path)
     if values.pop('digest', None) != json_files.sha256(values):
       raise ValueError('it is not what was written')
-    note = codec.decode(Note, {**values, 'id': values.get('id', '')}, 'it')  # an old one has none
+    note = codec.decode(Note, formats.taken('restore note', values, path), 'it')
   except FileNotFoundError:
     return None
+  except formats.OtherFormat:
+    raise
   except (OSError, ValueError, codec.TapeError) as error:
     raise ValueError(
       f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
@@ -63,6 +66,6 @@ def read(workdir: pathlib.Path) -> Note | None:
 
 def write(workdir: pathlib.Path, note: Note) -> None:
   """Replaces the note, durably. Raises OSError."""
-  values = json.loads(codec.encode(note))
+  values = formats.stamp('restore note') | json.loads(codec.encode(note))
   path = folders.syncer_folder(workdir) / FILE
   json_files.write(path, {**values, 'digest': json_files.sha256(values)})

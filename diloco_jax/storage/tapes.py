@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diloco_jax import version
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import json_files
@@ -214,8 +215,8 @@ def _digest(config: dict[str, Any] | None) -> str:
 
 def versions() -> dict[str, str]:
   """The versions that decide the results of a run: Python, this package, jax and numpy."""
-  found = {'python': platform.python_version()}
-  for name in ('diloco-jax', 'jax', 'numpy'):
+  found = {'python': platform.python_version(), tape.PROGRAM: version.__version__}
+  for name in ('jax', 'numpy'):
     try:
       found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -45,9 +45,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol import formats
 from diloco_jax.storage import files_port as files_port_lib
 
-VERSION = 3
+VERSION = formats.NUMBERS['log']
 BASE = 0
 NEW = 'record.new'
 PIECE_BYTES = 1 << 20  # of a payload, hashed together
@@ -167,11 +168,8 @@ def _header(files: files_port_lib.Files, run: str, number: int, first: int) -> t
   if len(header) < HEADER_BYTES or body[:8] != _MAGIC or _CRC.pack(zlib.crc32(body)) != crc:
     raise _damaged(files, number, first, 'its header is damaged or cut off')
   _, version, kind, own, size, chain, found = _HEADER.unpack(body)
-  if version != VERSION:
-    raise WalUnsupported(
-      f'WAL {files.place}/{name} has format version {version}, this package reads {VERSION}. '
-      'Nothing was changed. Use the release of diloco_jax that wrote it, or another folder.'
-    )
+  if other := formats.refusal('log', version, f'WAL {files.place}/{name}'):
+    raise WalUnsupported(f'{other}.')
   if (found := found.rstrip(b'\0').decode(errors='backslashreplace')) != run:
     shown = found.encode('unicode_escape').decode()
     raise WalUnsupported(

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.protocol import rate_limited_log, safe_json
+from diloco_jax.protocol import formats, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files
 from diloco_jax.storage import store as store_lib
@@ -80,10 +80,14 @@ def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
   found = store.read(NAME)
   if found is None:
     return None, None
+  place = f'{store.place}/{NAME}'
   try:
-    return codec.decode(Held, safe_json.parse_object(found.data), 'it'), found.generation
+    values = formats.taken('claim', safe_json.parse_object(found.data), place)
+    return codec.decode(Held, values.get('held'), 'it'), found.generation
+  except formats.OtherFormat as error:
+    raise Refused(str(error)) from error
   except (ValueError, codec.TapeError) as error:
-    raise Refused(f'{store.place}/{NAME} is no claim: {error}. Nothing was changed') from error
+    raise Refused(f'{place} is no claim: {error}. Nothing was changed') from error
 
 
 def take(
@@ -208,7 +212,7 @@ class Claim:
       since_s = time.monotonic()
       changes = self.next | changes | {'renewed': self.held.renewed + 1}
       self.held = dataclasses.replace(self.held, **changes)
-      data = codec.encode(self.held).encode()
+      data = codec.encode(formats.stamp('claim') | {'held': self.held}).encode()
       while (made := self._store.replace(NAME, data, self._generation)) is None:
         found, self._generation = read(self._store)  # an earlier write of this process, perhaps
         if found is None or found.process != self.held.process:

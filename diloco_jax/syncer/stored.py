@@ -35,7 +35,7 @@ from typing import Any
 
 from diloco_jax.config import load, run_config
 from diloco_jax.node import failpoints, loop
-from diloco_jax.protocol import actions, events, rate_limited_log, safe_json
+from diloco_jax.protocol import actions, events, formats, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import (
   checkpoint,
@@ -404,7 +404,8 @@ class Stored:
       failpoints.reached('store.in_copy')
     self._claim.require()
     if about is not None:
-      self._store.put(f'{name}.json', codec.encode({'files': files, **about}).encode())
+      manifest = formats.stamp('manifest') | {'files': files, **about}
+      self._store.put(f'{name}.json', codec.encode(manifest).encode())
 
   def _remove_old(self) -> None:
     """Removes copies that need not be kept, what is left of others, and the records behind both of
@@ -435,12 +436,13 @@ class Stored:
     return sorted(found, key=lambda name: int(_number(name)))
 
   def _manifest(self, name: str) -> dict[str, Any]:
-    """Raises StoreError if there is none any more."""
-    found = self._store.read(f'{name}.json')
+    """Raises StoreError if there is none any more; OtherFormat."""
+    found, place = self._store.read(f'{name}.json'), f'{self._store.place}/{name}.json'
     try:
-      return safe_json.parse_object(found.data)
+      values = safe_json.parse_object(found.data)
     except (AttributeError, ValueError) as error:
-      raise store_lib.StoreError(f'{self._store.place}/{name}.json is no manifest') from error
+      raise store_lib.StoreError(f'{place} is no manifest') from error
+    return formats.taken('manifest', values, place)
 
   def _download_files(self, name: str, folder: pathlib.Path) -> dict[str, Any]:
     """Writes the files of a complete copy; returns its manifest. Raises _Damaged if an object is

@@ -43,12 +43,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from isal import isal_zlib
 
+from diloco_jax.protocol import formats
 from diloco_jax.transport import control_crc, payloads
 
 CHUNK_BYTES = payloads.STEP_BYTES
 LARGE_CHUNK_BYTES = 1 << 20
 MAGIC = b'DLCB'
-VERSION = 4
+VERSION = formats.NUMBERS['frame']
 SHARED_BYTES = 1 << 26  # of frames that are kept for further learners
 
 _FIELDS = struct.Struct('<4sHHQIII')
@@ -249,12 +250,10 @@ def _checked(view: memoryview) -> list[int]:
   magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
   if magic != MAGIC:
     raise control_crc.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
-  if (version, header_bytes) != (VERSION, HEADER_BYTES):
-    raise control_crc.WireError(
-      'version',
-      f'version {version} with a header of {header_bytes} bytes; this '
-      f'build reads version {VERSION} with {HEADER_BYTES}',
-    )
+  if other := formats.refusal('frame', version, 'a payload of the peer'):
+    raise control_crc.WireError('version', other)
+  if header_bytes != HEADER_BYTES:
+    raise control_crc.WireError('version', f'a header of {header_bytes} bytes, not {HEADER_BYTES}')
   _check_header(view)
   return fields
 

@@ -246,11 +246,11 @@ def test_owners_commands_at_the_same_time_lose_nothing(owner):
   [
     '',
     '[]',
-    '{"run": "run-x"}',
-    '{"run": "run-x", "learners": {"../x": []}}',
-    '{"run": "run-x", "learners": {"l0": [{"sha256": "0f"}]}}',
-    '{"run": "run-x", "learners": {"l0": [{"sha256": "0f", "until": "soon"}]}}',
-    '{"run": "run-x", "learners": {"l0": 1}}',
+    '{"format": 1, "run": "run-x"}',
+    '{"format": 1, "run": "run-x", "learners": {"../x": []}}',
+    '{"format": 1, "run": "run-x", "learners": {"l0": [{"sha256": "0f"}]}}',
+    '{"format": 1, "run": "run-x", "learners": {"l0": [{"sha256": "0f", "until": "soon"}]}}',
+    '{"format": 1, "run": "run-x", "learners": {"l0": 1}}',
     '[' * 100_000,
   ],
 )

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 import os
 import pathlib
 import re
@@ -30,7 +29,7 @@ def _config():
 
 def test_a_new_run_writes_its_config(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'a' / 'b', resume=False)
-  assert json.loads((workdir / 'config.json').read_text()) == config.to_dict()
+  assert load.read(workdir) == config
 
 
 def test_a_run_without_a_folder_gets_one_with_its_name(config, tmp_path, monkeypatch):

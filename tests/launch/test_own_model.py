@@ -80,7 +80,7 @@ def waiting(tmp_path):
 
 
 def header(shape=(8, 8), **changes):
-  fields = {'shapes': {'w': [shape, 'float32']}, 'labels': {'w': 'body'}}
+  fields = {'format': 1, 'shapes': {'w': [shape, 'float32']}, 'labels': {'w': 'body'}}
   return json.dumps(fields | changes).encode()
 
 
@@ -88,7 +88,7 @@ def header(shape=(8, 8), **changes):
   'pieces, said',
   [
     ([b'[' * 100_000], 'not the header of a model'),
-    ([b'{"shapes": 1}'], 'not the header of a model'),
+    ([b'{"format": 1, "shapes": 1}'], 'not the header of a model'),
     ([header(shape=(1 << 40, 8))], 'this syncer has memory for'),
     ([header(shape=(-1, 8))], 'not the header of a model'),
     ([header(shape=('8',))], 'not the header of a model'),

@@ -67,7 +67,8 @@ def test_it_trains_saves_each_state_once_and_evaluates(train, tmp_path):
   assert ended.text == 'done at step 4: 4 steps, 8 tokens'
   assert evaluated == [0, 4] and 'held-out loss at clock 4' in said[-1]
   lines = (tmp_path / 'records' / 'l0.jsonl').read_text().splitlines()
-  assert [json.loads(line)['name'] for line in lines[:3]] == ['startup', 'cost', 'eval']
+  names = [json.loads(line)['name'] for line in lines[:4]]
+  assert names == ['records', 'startup', 'cost', 'eval']
   assert said[0].startswith('compiles the step') and said[0].endswith('2 x cpu')
   assert _saved(tmp_path) == ['2', '4']
 

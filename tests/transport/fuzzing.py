@@ -347,6 +347,7 @@ class _Notes:
 
 
 _ALLOWLIST = {
+  'format': 1,
   'run': 'r1',
   'learners': {'l0': [{'sha256': '0' * 64, 'until': '2027-01-01T00:00:00+00:00'}], 'l1': []},
 }
@@ -397,7 +398,7 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True, slow=4),
     Target(
       'restore_note',
-      (_mend_note(tape.encode(_NOTE).encode()),),
+      (_mend_note(json.dumps({'format': 1, **json.loads(tape.encode(_NOTE))}).encode()),),
       _Notes(workdir),
       (ValueError, files_lib.DirectoryError),
       _mend_note,

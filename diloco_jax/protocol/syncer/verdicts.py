@@ -17,7 +17,7 @@ refusal with the first reason that holds, the syncer's and the learner's value, 
 
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import ids, messages
+from diloco_jax.protocol import formats, ids, messages
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published, screening
@@ -83,14 +83,9 @@ def needs_anchor(
 def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refused | None:
   """Refuses a process with another protocol version, a bad id, another run, or another
   agreement."""
-  if join.protocol != messages.PROTOCOL_VERSION:
-    side = 'the syncer' if join.protocol > messages.PROTOCOL_VERSION else 'this learner'
-    return messages.Refused(
-      code='PROTOCOL',
-      text=f'The syncer speaks protocol {messages.PROTOCOL_VERSION}, this learner '
-      f'{join.protocol}. Nothing was sent. Upgrade {side}.',
-      retry_ns=None,
-    )
+  if other := formats.refusal('protocol', join.protocol, 'This learner'):
+    text = f'{other}. Syncer and learners need one number.'
+    return messages.Refused(code='PROTOCOL', text=text, retry_ns=None)
   if not ids.is_learner(join.learner):
     return messages.Refused(
       code='BAD_ID',

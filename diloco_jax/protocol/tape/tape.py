@@ -30,13 +30,14 @@ from typing import Any
 
 from diloco_jax.protocol import actions as actions_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events, safe_json
+from diloco_jax.protocol import events, formats, safe_json
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import codec as tape_codec
 
-SCHEMA = 1
+SCHEMA = formats.NUMBERS['tape']
+PROGRAM = 'diloco-jax'  # in the versions of a header
 GENESIS = '0' * 64  # the hash before the first line
 
 Machine = syncer_machine.SyncerMachine | learner_machine.LearnerMachine
@@ -203,6 +204,10 @@ def describe(error: BaseException) -> str:
   return f'{type(error).__name__}: {error}'
 
 
+class OtherTape(TapeError, formats.OtherFormat):
+  """The tape is of another format."""
+
+
 class Reader:
   """The turns of a tape, checked line by line: iterate once.
 
@@ -248,7 +253,7 @@ class Reader:
       try:
         entry = self._read(line)
       except TapeError as error:
-        raise TapeError(f'{self._place()}: {error}') from None
+        raise type(error)(f'{self._place()}: {error}') from None
       if entry is not None:
         return entry
     return None
@@ -276,13 +281,10 @@ class Reader:
 
   def _header_of(self, body: bytes) -> Header:
     data = _parse(body)
-    schema, commit = data.get('schema'), data.get('commit')
-    if schema != SCHEMA:
-      raise TapeError(
-        f'the schema of the tape is {tape_codec.short(schema)}, this code reads '
-        f'{SCHEMA}; replay it with the code of its commit '
-        f'({tape_codec.short(commit)})'
-      )
+    versions = data.get('versions')
+    program = versions.get(PROGRAM) if type(versions) is dict else ''
+    if other := formats.refusal('tape', data.get('schema'), 'the tape', program):
+      raise OtherTape(f'{other}. It is of commit {tape_codec.short(data.get("commit"))}')
     return decode(Header, data, 'header')
 
   def _continue(self, header: Header | None) -> None:

@@ -45,6 +45,8 @@ def _replay(life: tapes.ProcessTape) -> bool:
   """Prints the result of one process's tape; returns whether it is identical."""
   try:
     replay = tape_files.replay(life)
+  except tape.OtherTape:
+    raise
   except (tape.TapeError, OSError) as error:
     print(f'{life.name}: damaged: {cli.one_line(error)}')
     return False

@@ -68,7 +68,7 @@ def _run(words: list[str], image: Image) -> None:
 
 
 def _install(project: pathlib.PurePosixPath, extras: list[str], image: Image) -> None:
-  """As hatchling and pip do (tests/test_wheel.py compares the wheel with the folder)."""
+  """As hatchling and pip do (tests/release/test_wheel.py compares the wheel with the folder)."""
   described = tomllib.loads(image.files[project / 'pyproject.toml'].read_text())
   assert set(extras) <= set(described['project']['optional-dependencies'])
   needed = [described['project']['readme'], *described['project']['license-files']]

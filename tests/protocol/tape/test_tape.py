@@ -400,7 +400,7 @@ def test_a_process_killed_before_its_first_turn(keep: int):
 
 def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
   lines = edited(recorded(), 0, lambda data: data.update(schema=2))
-  with pytest.raises(tape.TapeError, match="schema of the tape is 2, this code reads 1;.*'commit'"):
+  with pytest.raises(tape.TapeError, match="tape format 2, .* reads 1[.].*'commit'"):
     replay_lib.replay(lines)
 
 

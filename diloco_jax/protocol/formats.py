@@ -1,0 +1,69 @@
+"""The formats of what outlives a process or leaves it, each with a number, and how another one is
+refused.
+
+A release raises a number if the release before could misread what it writes. Whoever opens a file
+or hears a peer compares the number first: another one is refused in one sentence, before anything
+is changed. No release converts one. In a JSON object the number is `format`, and `program` is the
+release that wrote it. docs/reference/files.md says where each number is.
+"""
+
+from typing import Any
+
+from diloco_jax import version
+from diloco_jax.protocol import printable
+
+NUMBERS = {
+  'protocol': 1,
+  'frame': 4,
+  'model header': 1,
+  'log': 3,
+  'checkpoint': 1,
+  'config': 1,
+  'restore note': 1,
+  'claim': 1,
+  'manifest': 1,
+  'tape': 1,
+  'records': 1,
+  'allowlist': 1,
+  'track': 1,
+}
+_NUMBER, _PROGRAM, _SHOWN = 'format', 'program', 60
+
+
+class OtherFormat(ValueError):
+  """Another release has written it; nothing was changed."""
+
+
+def refusal(name: str, found: object, place: object, program: object = '') -> str:
+  """Why this release does not read something of a format, for people; '' if it does.
+
+  Args:
+    name: of the format.
+    found: the number in it; None: there is none.
+    place: what was found, the subject of the sentence.
+    program: the release that wrote it, if it says so.
+  """
+  number = NUMBERS[name]
+  if type(found) is int and found == number:
+    return ''
+  what = f'no number of its {name} format' if found is None else f'{name} format {found!r}'
+  reader = 'a newer diloco_jax' if type(found) is int and found > number else 'an older diloco_jax'
+  if type(program) is str and program:
+    reader = f'diloco_jax {program}'
+  return (
+    f'{place} has {printable.printable(what, _SHOWN)}, diloco_jax {version.__version__} reads '
+    f'{number}. Nothing was changed or lost. Use the release that reads it: '
+    f'{printable.printable(reader, _SHOWN)}'
+  )
+
+
+def stamp(name: str) -> dict[str, Any]:
+  """The first fields of a JSON object of a format."""
+  return {_NUMBER: NUMBERS[name], _PROGRAM: version.__version__}
+
+
+def taken(name: str, values: dict[str, Any], place: object) -> dict[str, Any]:
+  """The other fields of a JSON object. Raises OtherFormat."""
+  if found := refusal(name, values.get(_NUMBER), place, values.get(_PROGRAM)):
+    raise OtherFormat(found)
+  return {field: value for field, value in values.items() if field not in (_NUMBER, _PROGRAM)}
