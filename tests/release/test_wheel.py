@@ -23,7 +23,7 @@ from diloco_jax import __main__
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / 'experiments' / 'examples').glob('*.py'))
-PROJECT = [path for path in (EXAMPLES[0].parent / 'project').iterdir() if path.is_file()]
+INIT = [path for path in (EXAMPLES[0].parent / 'project').iterdir() if path.is_file()]
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text('utf-8'))['project']
 WORKFLOWS = ROOT / '.github' / 'workflows'
 STEPS = {
@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
     if path.is_file() and '__pycache__' not in path.parts
   }
   examples = {f'diloco_jax/examples/{path.name}' for path in EXAMPLES}
-  project = {f'diloco_jax/examples/project/{path.name}' for path in PROJECT}
+  project = {f'diloco_jax/examples/project/{path.name}' for path in INIT}
   assert files == here | examples | project and examples and project
   assert {'diloco_jax/configs/stdlib_lm.py', 'diloco_jax/py.typed'} <= files
 

@@ -6,10 +6,12 @@ that start: a run of kills consists of little else.
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import cli
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
@@ -22,15 +24,23 @@ ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every
 
 STEP_S = 0.06  # a step of a paced learner takes at least this time
 PACED = floor.__name__  # the module instead of `diloco_jax learner`
-_LEARNER = ['diloco_jax', 'learner']
+_LEARNER = [*cli.PROGRAM, 'learner']
 
 
 def paced(program: supervisor_lib.Program, step_s: float = STEP_S) -> supervisor_lib.Program:
   """A learner's program with a floor under the time of its steps; another one as it is."""
-  python, option, *words = program.command
-  if words[: len(_LEARNER)] != _LEARNER:
-    return program
-  command = [python, option, PACED, *words[len(_LEARNER) :], f'--floor_s={step_s}']
+  return instead(program, PACED, f'--floor_s={step_s}') if is_learner(program) else program
+
+
+def is_learner(program: supervisor_lib.Program) -> bool:
+  return list(program.command[: len(_LEARNER)]) == _LEARNER
+
+
+def instead(program: supervisor_lib.Program, module: str, *more: str) -> supervisor_lib.Program:
+  """Another module for a learner's program, with more flags."""
+  assert is_learner(program), program.command
+  words = program.command[len(_LEARNER) :]
+  command = [sys.executable, '-X', 'utf8', '-m', module, *words, *more]
   return dataclasses.replace(program, command=command)
 
 

@@ -4,9 +4,8 @@
 codec): scales that mean NaN, or values far too large.
 """
 
-import dataclasses
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -14,20 +13,15 @@ from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import nodes
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import work as learner_work
-from diloco_jax.protocol import actions
+from tests.runs.lib import conductor
 
-_PROGRAM = ['diloco_jax', 'learner']
 _SCALES = {'nan': 255, 'huge': 150}  # exponent bytes of a block (numerics/codecs.py)
 _SPOILED_BLOCKS = 8
 
 
 def instead(program: supervisor_lib.Program, *faults: str) -> supervisor_lib.Program:
   """Replaces a learner's program by this one; `faults`: flags of it."""
-  python, option, *words = program.command
-  if words[: len(_PROGRAM)] != _PROGRAM:
-    return program
-  command = [python, option, __spec__.name, *words[len(_PROGRAM) :], *faults]
-  return dataclasses.replace(program, command=command)
+  return conductor.instead(program, __spec__.name, *faults)
 
 
 class Spoiler:
@@ -57,9 +51,9 @@ class _SpoilingWork(learner_work.LearnerWork):
 
   spoiler: Spoiler
 
-  def _encoded(self, encode: actions.Encode, data: jax.Array, ok: jax.Array) -> None:
-    spoiled = np.frombuffer(self.spoiler(np.asarray(data).tobytes()), np.uint8)
-    super()._encoded(encode, spoiled, ok)
+  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+    spoiled = jnp.asarray(np.frombuffer(self.spoiler(np.asarray(data).tobytes()), np.uint8))
+    super()._encoded(sync, fragment, spoiled, ok)
 
 
 def main(argv: list[str]) -> int:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from diloco_jax.launch import local_run
+from diloco_jax.launch import cli, local_run
 from diloco_jax.report import records
 from diloco_jax.storage import folders
 from diloco_jax.verification.faults import conductor as conductor_lib
@@ -136,7 +136,12 @@ class TwoHosts(InBucket):
   def _hosts(self, program):
     if program.name != 'l0':
       return conductor_lib.with_more(program, '--config.mesh.fsdp=1')
-    command = [sys.executable, '-c', OWN_DISK.format(self._disk), *program.command[3:]]
+    command = [
+      sys.executable,
+      '-c',
+      OWN_DISK.format(self._disk),
+      *program.command[len(cli.PROGRAM) :],
+    ]
     return dataclasses.replace(program, command=command, hosts=({}, {}))
 
   async def carry_out(self) -> None:
