@@ -38,6 +38,14 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {}
+BY_DEFAULT = (  # one of each kind: bytes, sessions, joins, floods, lies; without --all
+  'bad_frames',
+  'idle_sessions',
+  'absurd_joins',
+  'flood_of_progress',
+  'steps_in_one_report',
+  'huge_payloads',
+)
 
 
 def attack(sessions: int = 1, says: bool = False) -> Callable[[Act], Act]:
