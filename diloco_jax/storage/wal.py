@@ -288,13 +288,6 @@ def open_log(
   return log
 
 
-def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
-  """Opens a log for reading only. Changes nothing. Raises WalDamaged, WalUnsupported, OSError."""
-  log = _verify(files, run, None, None)
-  log._broken = 'The log is open for reading only.'
-  return log
-
-
 def begin(
   files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
 ) -> 'Wal':
