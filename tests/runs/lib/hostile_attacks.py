@@ -38,13 +38,13 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {}
-BY_DEFAULT = (  # one of each kind: bytes, sessions, joins, floods, lies; without --all
+BY_DEFAULT = (  # one of each kind that takes seconds: bytes, joins, ids, floods, lies
   'bad_frames',
-  'idle_sessions',
   'absurd_joins',
+  'theft_of_a_live_id',
   'flood_of_progress',
   'steps_in_one_report',
-  'huge_payloads',
+  'a_past_that_was_not',
 )
 
 
