@@ -41,7 +41,6 @@ COMMANDS = {
   'aot': 'compile a config for a TPU slice on a machine without TPUs',
   'restore': 'bring a run back to a kept checkpoint',
   'certs': 'make and check the certificates of a run on several machines',
-  'doctor': 'say what this machine has, and what would not work on it',
 }
 _FIRST = {'train': 'run', 'status': 'look', 'simulate': 'prove', 'restore': 'keep'}  # of each group
 _OF_VERIFICATION = ('plan', 'simulate', 'chaos', 'replay')

@@ -32,7 +32,6 @@ FLAGS = (
   '--config.train.steps=1000000',
   '--config.sync.learners=2',
   '--config.sync.lease_s=4',
-  '--config.sync.heartbeat_s=1',
 )
 
 

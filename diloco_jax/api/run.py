@@ -1,7 +1,6 @@
-"""A run as a notebook shows it: what it has recorded, and a table that follows it."""
+"""A run as a notebook shows it: what it has recorded, and a line that follows it."""
 
 import html
-import io
 import pathlib
 import sys
 import time
@@ -9,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich import console as console_lib
-from rich import terminal_theme
 
 from diloco_jax.api import load_params
 from diloco_jax.config import run_config
@@ -22,7 +19,6 @@ from diloco_jax.report import records as records_lib
 if TYPE_CHECKING:
   from matplotlib import figure as figure_lib
 
-_WIDTH = 100  # of the table, in characters
 REDRAW_S = 2.0
 _HEIGHT = 900  # of the page, in pixels
 
@@ -125,7 +121,7 @@ class Run:
     return picture.draw(folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S))
 
   def watch(self, until: Callable[[], bool]) -> None:
-    """Draws the table of `diloco train` under the cell of a notebook until `until()` is true."""
+    """Shows the state of the run under the cell of a notebook until `until()` is true."""
     run = self._read().run
     alone = run.syncer is None and any(one.steps for one in run.learners.values())
     display = Display(self.workdir, self.config, alone)
@@ -149,41 +145,29 @@ def _curve(*columns: Sequence[float]) -> Curve:
 
 
 class Display:
-  """The table of `diloco train` under the cell of a notebook that trains a run."""
+  """The state of a run in one line, under the cell of a notebook that trains it."""
 
   def __init__(self, workdir: pathlib.Path, config: run_config.Config | None, alone: bool):
     names = run_config.learner_ids(1 if alone else config.sync.learners) if config else []
     self._view = run_facts.RunFacts(names, syncer=not alone, **folder_lib.pace(config))
     self._tails = records_lib.TailAll(workdir)
-    self._began_s = time.monotonic()
     self._shown = None
-    self.draw = header.until_it_fails(self._draw, 'the table', 'diloco_jax.open_run')
+    self.draw = header.until_it_fails(self._draw, 'the state', 'diloco_jax.open_run')
 
   def _draw(self) -> None:
-    """Reads what is new and draws the table again."""
+    """Reads what is new and writes the line again."""
     from IPython import display
 
     self._view.take(self._tails.read())
-    console = console_lib.Console(
-      file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False
-    )
-    console.print(live.picture(self._view, time.monotonic() - self._began_s, _WIDTH))
-    table = {
-      'text/plain': console.export_text(clear=False),
-      'text/html': console.export_html(
-        theme=terminal_theme.SVG_EXPORT_THEME,  # for light and dark notebooks
-        code_format='<pre>{code}</pre>',
-        inline_styles=True,
-      ),
-    }
+    line = {'text/plain': live.status_line(self._view)}
     if self._shown is None:
-      self._shown = display.display(table, raw=True, display_id=True)
+      self._shown = display.display(line, raw=True, display_id=True)
     else:
-      self._shown.update(table, raw=True)
+      self._shown.update(line, raw=True)
 
 
 class CellRecorder(records_lib.Recorder):
-  """The recorder of a node in a notebook: the table has what lines about progress would say."""
+  """The recorder of a node in a notebook: the line above has what others would say of progress."""
 
   def say_progress(self, text: str) -> None: ...
 

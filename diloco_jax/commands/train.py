@@ -1,7 +1,7 @@
 """Runs an experiment on this machine: one syncer and its learners, each in its own process.
 
     diloco train                                  # the demo, stdlib_lm.py:cpu
-    diloco train --config=stdlib_lm:tiny --chaos=off
+    diloco train --config=stdlib_lm:tiny --kill=l1@0.45+8    # once 45 % is done; again 8 s later
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
     diloco train --controller=single --pathways   # the same on the slices of Pathways
@@ -43,8 +43,8 @@ _PATHWAYS = flags.DEFINE_bool(
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
 )
-_CHAOS = flags.DEFINE_enum(
-  'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
+_KILLS = flags.DEFINE_multi_string(
+  'kill', [], 'NAME@FRACTION+SECONDS: kill a program then, and start it again so much later'
 )
 _STATUS = flags.DEFINE_bool('status', False, 'Serve the page of `diloco status` meanwhile.')
 
@@ -52,13 +52,15 @@ _STATUS = flags.DEFINE_bool('status', False, 'Serve the page of `diloco status` 
 def main(argv: list[str]) -> int:
   del argv
   config = cli.config()
-  if _CHAOS.value != 'config':
-    config.chaos.enabled = _CHAOS.value == 'on'
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   alone, single = _SYNCER.value == 'none', _CONTROLLER.value == 'single'
   with cli.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
+    if alone and _KILLS.value:
+      raise ValueError('--kill with --syncer=none: after a kill nothing would train on')
+    learners = run_config.learner_ids(config.sync.learners)
+    kills = kill_plan.parse(_KILLS.value, [supervisor.SYNCER, *learners])
     if _PATHWAYS.value:
       pathways.require(single)
       pathways.start(config.mesh.num_devices * config.sync.learners)
@@ -70,18 +72,18 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f'the page of this run: {url}', flush=True)
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
-  if alone and config.chaos.enabled and config.chaos.kills:
-    print(f'no chaos with {unusual}: after a kill nothing would train on', flush=True)
   if single:
-    carry_out = functools.partial(_run_single, config, workdir)
+    carry_out = functools.partial(_run_single, config, workdir, kills)
   else:
     described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
-    carry_out = functools.partial(local_run.run_processes, config, workdir, described)
+    carry_out = functools.partial(local_run.run_processes, config, workdir, described, kills=kills)
   again = ['train', *filter(None, [unusual]), *['--pathways'] * _PATHWAYS.value]
   return local_run.run(config, workdir, carry_out, again)
 
 
-def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
+def _run_single(
+  config: run_config.Config, workdir: pathlib.Path, kills: list[kill_plan.Kill]
+) -> supervisor.Outcome:
   """Runs all nodes in this process."""
   if not _PATHWAYS.value:
     local_run.emulate(config)
@@ -90,7 +92,6 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
 
   with cli.never_retry():
     controller = single_controller.SingleController(config, workdir)
-  kills = kill_plan.plan(config.chaos, run_config.learner_ids(config.sync.learners))
   interrupts = cli.EndRequests()
 
   def interrupt(number: int, frame) -> None:
@@ -105,7 +106,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     nonlocal kills
     due, kills = kill_plan.due(kills, controller.progress)
     for kill in due:
-      controller.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
+      controller.bring_down(kill.victim, kill.down_s, 'killed by --kill')
 
   for number in cli.end_signals():
     signal.signal(number, interrupt)

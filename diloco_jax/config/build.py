@@ -161,7 +161,7 @@ def _assemble(
     fragments.LAYER: body,
     'embedding': vocabulary,
     'head': vocabulary,
-    'router': _make(config, 'router_merge', rule),
+    'router': vocabulary,
     fragments.STATISTIC: merge.avg(),
     **dict.fromkeys(fragments.NEVER_SENT),
   }

@@ -18,7 +18,7 @@ class Field:
   """A field of a config.
 
   Attributes:
-    name: dotted, for example 'sync.quorum'; the fields of a list are those of its element [0].
+    name: dotted, for example 'sync.quorum'.
     type: for example 'int', 'int or none'.
     default: its default as a flag has it; '' if it has none, or is a section.
     doc: its meaning, from the docstring of its dataclass.
@@ -42,8 +42,7 @@ def walk(kind: type = run_config.Config, prefix: str = '') -> Iterator[Field]:
   hints, docs = typing.get_type_hints(kind), docs_of(kind)
   for field in dataclasses.fields(kind):
     hint, name = hints[field.name], prefix + field.name
-    (element,) = typing.get_args(hint) if typing.get_origin(hint) is list else (hint,)
-    section = isinstance(element, type) and dataclasses.is_dataclass(element)
+    section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
     yield Field(
       name=name,
       type='section' if section else _type(hint),
@@ -52,7 +51,7 @@ def walk(kind: type = run_config.Config, prefix: str = '') -> Iterator[Field]:
       section=section,
     )
     if section:
-      yield from walk(element, f'{name}.' if element is hint else f'{name}[0].')
+      yield from walk(hint, f'{name}.')
 
 
 def docs_of(kind: type) -> dict[str, str]:

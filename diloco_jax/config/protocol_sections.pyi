@@ -36,10 +36,9 @@ class Sync:
   ahead: int = 1
   """how many inner steps before the time t of its sync a learner captures a fragment, so that the
   payload is there when the sync opens; in lock-step modes it captures at t"""
-  adopt: Literal['overwrite', 'blend', 'rebase'] = 'rebase'
+  adopt: Literal['overwrite', 'rebase'] = 'rebase'
   """what becomes of a learner's own steps when it adopts a version. rebase: it carries those that
-  were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it keeps
-  the share sync.alpha of its own value"""
+  were not merged onto the new value; overwrite: it drops them, as in the paper"""
   max_misses: int = 2
   """how many payloads of a fragment in a row may come too late to be merged, while the learner
   carries their steps on; after one more it drops them, as too old"""
@@ -50,11 +49,9 @@ class Sync:
   max_step_tokens: int = 16777216
   """the most tokens of one inner step; a learner that reports more is refused. A task of the
   config lowers it to the tokens of its batch"""
-  heartbeat_s: float = 2.0
-  """the longest time that a live peer sends nothing"""
   lease_s: float = 10.0
-  """a learner that sends nothing for this long is lost. A learner whose session closes is lost at
-  once"""
+  """a learner that sends nothing for this long is lost; a live peer sends something five times in
+  it. A learner whose session closes is lost at once"""
   start_wait_s: float = 20.0
   """a new run starts once M learners have joined, or this long after the first of them"""
   longest_redial_s: float = 2.0
@@ -71,9 +68,6 @@ class Sync:
   strikes: int = 3
   """how many refused updates or implausible messages in a row put a learner into quarantine (0:
   never)"""
-  say_again_s: float = 60.0
-  """after this long the syncer says a line about the same trouble again, with the number of
-  times"""
   keep_every: int = 0
   """every node keeps its first checkpoint of every so many inner steps of its clock, and saves
   then (0: only the newest two are kept)"""

@@ -40,53 +40,31 @@ class SyncConfig(protocol_sections.Sync):
     codec_up_slow: the same for a learner whose up-link does not carry the payloads of `codec_up`,
       as the syncer measures it; no effect if it is not smaller. '': all learners use `codec_up`.
     codec_down: encoding of a published version, a delta from the version before.
-    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
-      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
-    slow_age_decay: the same of a learner whose link is too slow for every period
-      (docs/studies/links.md).
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its
-      own. For all tensors but those of the next two settings.
-    embedding_merge: the same for the embedding and an untied head.
-    router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
-      of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
-      (docs/findings.md).
+      own. For all tensors but those of `embedding_merge`.
+    embedding_merge: the same for the embedding, an untied head, and the router of a Mixture of
+      Experts. Learners change it in directions of their own, which rda would not shorten: it ended
+      0.2 and 0.6 % worse with two seeds (docs/findings.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
       default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
-    alpha: the share of a learner's own value that survives an adoption with adopt='blend'
-      (Streaming DiLoCo, arXiv 2501.18512).
     uplink_mbit_s: bandwidth that the payloads of a learner may use, in 10^6 bits per second; 0: all
       that there is. A learner says when it starts which steps they fit. With 4/3 of their mean rate
       all steps are merged (docs/findings.md).
-    places: how many learners may be connected at the same time; 0: twice sync.learners, and 16
-      more.
-    keep_log: keep every outer step in the log, with the payloads of its participants, so that the
-      arrays of the whole run can be merged again (diloco replay --arrays); else a record holds the
-      merged gradient, and the log drops what two checkpoints hold.
   """
 
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_up_slow: str = 'int4'
   codec_down: str = 'int8'
-  age_decay: float = 1.0
-  slow_age_decay: float = 0.5
   merge: str = 'rda'
   embedding_merge: str = 'avg'
-  router_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.5, momentum=0.3)'
-  alpha: float = 0.5
   uplink_mbit_s: int = 0
-  places: int = 0
-  keep_log: bool = False
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
-    for name in ('age_decay', 'slow_age_decay'):
-      _within(f'sync.{name}', getattr(self, name), 0.01, 1.0, '1 are the weights of the paper')
-    _within('sync.alpha', self.alpha, 0.0, 0.999, '0 overwrites, 1 would ignore the syncer')
-    _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')
 
 
@@ -106,9 +84,6 @@ class TrainConfig(protocol_sections.Train):
     seed: of the initial parameters.
     init_from: begin with the arrays of a *.safetensors file, of a folder that Orbax wrote, such as
       RUN/model, or of a Hugging Face folder instead; '' for none.
-    tapes_mib: the most that the tapes of one node may take on disk, in MiB (storage/tapes.py).
-    profile_steps: inner steps of each process that are traced, counted from 0: '10:13' are three of
-      them (train/profile.py); '' traces none. The trace is in WORKDIR/islands/ID/profile.
     store: what must outlive a machine is kept there: checkpoints and the trained model. A folder
       that all processes reach, or gs://BUCKET/PREFIX; '' keeps everything in the workdir.
     store_log: whether the record of every outer step is in the store, too, before the outer step is
@@ -119,27 +94,12 @@ class TrainConfig(protocol_sections.Train):
   eval_every: int = 60
   seed: int = 0
   init_from: str = ''
-  tapes_mib: int = 2048
-  profile_steps: str = ''
   store: str = ''
   store_log: bool = False
-
-  @property
-  def profiled(self) -> range:
-    """`profile_steps` as numbers. Raises ValueError."""
-    found = re.fullmatch(r'([0-9]{1,9}):([0-9]{1,9})', self.profile_steps or '0:0')
-    steps = range(*map(int, found.groups())) if found else range(0)
-    if self.profile_steps and not steps:
-      raise ValueError(
-        f"train.profile_steps is {self.profile_steps!r}; use two numbers as '10:13', which traces "
-        "the steps 10, 11 and 12 of each process, or '' for no trace"
-      )
-    return steps
 
   def validate(self) -> None:
     _within('train.log_every', self.log_every, 1, 10**9, 'a large number gives few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
-    _ = self.profiled
     if re.match(r'\w+:/', self.store) and not _BUCKET.fullmatch(self.store):
       raise ValueError(
         f'train.store is {self.store!r}; use gs://BUCKET/PREFIX or a folder: no other store works'
@@ -147,51 +107,11 @@ class TrainConfig(protocol_sections.Train):
     if self.store_log and not self.store:
       raise ValueError('train.store_log is true without a store: set train.store, too')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
-    _within('train.tapes_mib', self.tapes_mib, 32, 10**6, 'a day of a small run needs about 1000')
 
 
 TrainConfig.__doc__ = protocol_config.described(
   TrainConfig.__doc__, protocol_sections.settings('train')
 )
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class KillConfig:
-  """One SIGKILL.
-
-  Attributes:
-    victim: the learner, for example 'l1', or 'syncer'; '' draws a learner by chaos.seed.
-    at_fraction: the share of the run that is done at the kill.
-    down_s: seconds from the kill to the restart.
-  """
-
-  victim: str = ''
-  at_fraction: float = 0.45
-  down_s: float = 8.0
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class ChaosConfig:
-  """Faults that the local supervisor injects (launch/kill_plan.py).
-
-  Attributes:
-    enabled: whether the kills happen.
-    seed: draws the victims that are not named.
-    kills: the kills, in order; --config.chaos.kills[0].down_s=3 changes one.
-  """
-
-  enabled: bool = False
-  seed: int = 0
-  kills: list[KillConfig] = dataclasses.field(default_factory=list)
-
-  def validate(self, learners: int) -> None:
-    names = (*learner_ids(learners), 'syncer')
-    for index, kill in enumerate(self.kills):
-      name = f'chaos.kills[{index}]'
-      _within(f'{name}.at_fraction', kill.at_fraction, 0.0, 1.0, '0.5 is the middle of the run')
-      _within(f'{name}.down_s', kill.down_s, 0.0, 86400.0, '0 restarts at once')
-      if kill.victim:
-        _one_of(f'{name}.victim', kill.victim, names)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -210,7 +130,6 @@ class Config:
     mesh: the devices of one learner.
     sync: how learners and syncer exchange fragments.
     train: how long to train, and how often to evaluate and log.
-    chaos: kills of processes during the run.
   """
 
   name: str
@@ -223,7 +142,6 @@ class Config:
   mesh: train_config.MeshConfig = dataclasses.field(default_factory=train_config.MeshConfig)
   sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
   train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-  chaos: ChaosConfig = dataclasses.field(default_factory=ChaosConfig)
 
   def validate(self) -> None:
     """Raises ValueError, one line with the values and the remedy, if a setting cannot work."""
@@ -235,7 +153,6 @@ class Config:
     self.train.validate()
     self.sync.validate()
     self.protocol()
-    self.chaos.validate(self.sync.learners)
 
   def protocol(self) -> protocol_config.ProtocolConfig:
     """The settings of the protocol: integers, times in nanoseconds."""
@@ -274,7 +191,7 @@ class Config:
     digest of the data. With `data.local` the data may differ, and build.py adds one of the
     tokenizer."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
-    own |= {'sync.uplink_mbit_s', 'sync.places', 'sync.keep_log'}
+    own |= {'sync.uplink_mbit_s'}
     own |= {'model.remat', 'model.loss_chunk'}
     if self.data.local:
       own |= {'data.shards', 'data.seed'}
@@ -311,9 +228,6 @@ def require_types(prefix: str, section: Any) -> None:
     name, value = prefix + field, getattr(section, field)
     if dataclasses.is_dataclass(value):
       require_types(f'{name}.', value)
-    elif isinstance(value, list):
-      for index, element in enumerate(value):
-        require_types(f'{name}[{index}].', element)
     else:
       kinds = typing.get_args(hint) or (hint,)
       if type(value) not in kinds and not (float in kinds and type(value) is int):

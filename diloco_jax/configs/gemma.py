@@ -59,7 +59,6 @@ def get_config(variant: str = '1b') -> run_config.Config:
       period=layers // 2,
       overlap=2,
       lease_s=60.0,
-      heartbeat_s=10.0,
       checkpoint_every_syncs=240,
     ),
     train=run_config.TrainConfig(

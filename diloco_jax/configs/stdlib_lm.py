@@ -17,7 +17,7 @@ In a notebook: `diloco_jax.run(stdlib_lm.get_config('tiny'), 'runs/notebook')`.
 |---|---|
 | cpu | Decoupled DiLoCo on one machine: M=4, P=H=12, tau=3, K=1, int8, one learner killed |
 | tiny | the same in seconds, for tests: M=3, P=H=4 |
-| decoupled | cpu without the chaos |
+| decoupled | cpu with more steps |
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
 | diloco | DiLoCo: K=M, one fragment, no learner trains while it is in flight |
 | small | decoupled, with a model for studies: 48 wide, 2 layers |
@@ -62,7 +62,6 @@ def cpu() -> run_config.Config:
     train=run_config.TrainConfig(
       steps=steps, log_every=50, eval_every=100, checkpoint_every_steps=100
     ),
-    chaos=run_config.ChaosConfig(enabled=True, kills=[run_config.KillConfig()]),
   )
 
 
@@ -90,7 +89,6 @@ def tiny() -> run_config.Config:
   config.train = run_config.TrainConfig(
     steps=24, log_every=4, eval_every=8, checkpoint_every_steps=8
   )
-  config.chaos.enabled = False
   return config
 
 
@@ -98,7 +96,6 @@ def decoupled() -> run_config.Config:
   """No learner waits for another."""
   config = cpu()
   config.train.steps = 1000
-  config.chaos.enabled = False
   return config
 
 

@@ -513,7 +513,7 @@ def _explain_lookup(argv: list[str], error: LookupError) -> str:
   known = [field.name for field in fields.walk()]
   for word in argv:
     match = _OVERRIDE.match(word)
-    if match and known and re.sub(r'\[\d+\]', '[0]', match[1]) not in known:
+    if match and known and match[1] not in known:
       close = difflib.get_close_matches(match[1], known, n=1, cutoff=0.5)
       hint = f'did you mean --config.{close[0]}?' if close else f'it begins: {", ".join(known[:8])}'
       return f'--config.{match[1]}: the config has no such field; {hint}'

@@ -1,14 +1,14 @@
-"""The chaos plan of a local run: the victim, time and duration of each kill. A pure function of the
-config and its seed.
+"""Kills during a local run, as `diloco train --kill=l1@0.45+8` names them.
 
 Times are fractions of the run's progress, not seconds, so that a plan means the same on a fast and
 a slow machine. The supervisor follows the records and carries out the kills that are due.
 """
 
 import dataclasses
-import random
+import re
+from collections.abc import Sequence
 
-from diloco_jax.config import run_config
+_KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?))?', re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,22 +20,21 @@ class Kill:
   down_s: float
 
 
-def plan(chaos: run_config.ChaosConfig, learners: list[str]) -> list[Kill]:
-  """Returns the kills in order of time; the seed draws each victim that the config leaves open.
+def parse(texts: Sequence[str], names: Sequence[str]) -> list[Kill]:
+  """The kills of the programs with these names, in order of time. Raises ValueError.
 
-  >>> kill = run_config.KillConfig(at_fraction=0.5, down_s=3.0)
-  >>> plan(run_config.ChaosConfig(enabled=True, kills=[kill]), ["l0"])
+  >>> parse(['l0@0.5+3'], ['l0', 'syncer'])
   [Kill(victim='l0', at_fraction=0.5, down_s=3.0)]
   """
-  if not chaos.enabled:
-    return []
-  draw = random.Random(chaos.seed)
-  kills = [
-    Kill(
-      victim=kill.victim or draw.choice(learners), at_fraction=kill.at_fraction, down_s=kill.down_s
-    )
-    for kill in chaos.kills
-  ]
+  kills = []
+  for text in texts:
+    found = _KILL.fullmatch(text)
+    if not found or found['victim'] not in names or float(found['at']) > 1:
+      raise ValueError(
+        f'--kill={text}: use NAME@FRACTION+SECONDS, as {names[0]}@0.45+8, for a kill when 45 % of '
+        f'the run is done and a start 8 s later, with one of the names {", ".join(names)}'
+      )
+    kills.append(Kill(found['victim'], float(found['at']), float(found['down'] or 0)))
   return sorted(kills, key=lambda kill: kill.at_fraction)
 
 

@@ -187,19 +187,20 @@ def run_processes(
   workdir: pathlib.Path,
   described: spec_lib.Spec,
   make: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = programs,
+  kills: Sequence[kill_plan.Kill] = (),
 ) -> supervisor_lib.Outcome:
-  """Runs the programs under the supervisor. Only a whole run has a chaos plan. `make`: turns the
-  programs into those that the supervisor runs."""
+  """Runs the programs under the supervisor. `make`: turns the programs into those that the
+  supervisor runs. `kills`: of programs, on the way."""
   names = [one.name for one in described.programs if one.role == spec_lib.LEARNER]
   syncer = len(names) < len(described.programs)
-  display = live.make()
+  display = live.Display()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
     make(described),
     workdir,
     run_facts.RunFacts(names, syncer=syncer, **folder.pace(config)),
     recorder,
-    kills=kill_plan.plan(config.chaos, names) if is_whole(config, described) else (),
+    kills=kills,
     listen=display.listen,
     tick=display.tick,
     stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
@@ -207,7 +208,6 @@ def run_processes(
   try:
     return asyncio.run(supervisor.run())
   finally:
-    display.close()
     recorder.close()
 
 

@@ -345,7 +345,7 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
     max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
-    max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
+    max_members=2 * sync.learners + SPARE_SESSIONS,
     max_strangers=sync.learners + 2 * SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,
   )

@@ -276,7 +276,7 @@ class Supervisor:
   # --- The run ------------------------------------------------------------------------------------
 
   async def _watch(self) -> None:
-    """Reads new records, carries out the chaos plan and refreshes the display, every TICK_S."""
+    """Reads new records, carries out the kills and refreshes the display, every TICK_S."""
     while True:
       self._look()
       self._tick(self._view)
@@ -286,7 +286,7 @@ class Supervisor:
     self._view.take(self._tails.read())
     due, self._kills = kill_plan_lib.due(self._kills, self._view.foremost)
     for kill in due:
-      self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
+      self.bring_down(kill.victim, kill.down_s, 'killed by --kill')
 
   async def _until_over(self) -> None:
     """Waits until the syncer has ended, no learner is left, or a signal interrupts the run."""

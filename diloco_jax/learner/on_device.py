@@ -48,8 +48,6 @@ class Exchange:
     self._codecs_up = assembled.codec_up, assembled.codec_up_slow  # [narrow]
     self._codec_down = assembled.codec_down
     self._rebases = assembled.protocol.rebases
-    share = assembled.config.sync.alpha if assembled.protocol.blends else 0.0
-    self._alpha = None if self._rebases else share
     # By fragment: where its leaves are among those of the parameters, and the first row of each of
     # its pieces.
     order = {path: place for place, path in enumerate(fragments.by_path(island.params))}
@@ -202,7 +200,7 @@ class Exchange:
   def lower_adopt(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:
     """`narrow`: of the capture."""
     codec_up = self._codecs_up[narrow]
-    adopt = functools.partial(exchange.adopt, kind.local, codec_up, self._codec_down, self._alpha)
+    adopt = functools.partial(exchange.adopt, kind.local, codec_up, self._codec_down)
     specs = exchange.Published(*3 * (kind.flat,), *2 * (jax.P(),))
     each = kind.on_each(adopt, (kind.rows_specs, kind.flat, specs), kind.rows_specs)
 
@@ -292,8 +290,8 @@ class Exchange:
       p: the fragment.
       data: the value: float32 if `whole`, else an encoded delta to the anchor.
       whole: see `data`.
-      keep: carry the steps that are not in the value, or a share of them, onto it
-        (exchange.adopt); without it nothing of the local value survives.
+      keep: carry the steps that are not in the value onto it (exchange.adopt); without it nothing
+        of the local value survives.
       merged: the value contains the newest capture of the fragment.
     """
     if whole and not keep and not self._in_process:

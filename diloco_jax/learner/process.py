@@ -30,7 +30,6 @@ from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files, folders, tapes
 from diloco_jax.train import island as island_lib
-from diloco_jax.train import profile
 from diloco_jax.transport import payloads as payloads_lib
 
 Origin = tuple[moments_lib.Found | None, str]  # of moments that are not of an own checkpoint
@@ -74,7 +73,7 @@ def make_island(
 ) -> island_lib.Island:
   """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID, or of a run with a
   store under STORE/islands/ID."""
-  config, folder = assembled.config, workdir / 'islands' / learner_id
+  config = assembled.config
   place = folders.of_learners(workdir, config.train.store)
   return island_lib.Island(
     task=assembled.task,
@@ -86,7 +85,6 @@ def make_island(
     checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
     saves_to=str(moments_lib.folder(place, learner_id)),
     keep_every=config.sync.keep_every,
-    profile=profile.Profile(folder / 'profile', config.train.profiled),
   )
 
 
@@ -232,9 +230,7 @@ def running_node(
     digests=work.exchange.digests() if state is None else None,
     state=state,
   )
-  tape = tapes.Tape(
-    workdir, start, records.say, config.to_dict(), limit_bytes=config.train.tapes_mib << 20
-  )
+  tape = tapes.Tape(workdir, start, records.say, config.to_dict())
   node = loop.Node(
     start.make(),
     event_queue,

@@ -12,7 +12,7 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
   learner m   theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                       adopt
-           or theta_m <- A_{v+1} + alpha (theta_m - A_{v+1})                     adopt
+           or theta_m <- A_{v+1}                                                 adopt
               A_{v+1} = A_v + D_down(bytes)                                     apply_delta
 
 with c_m = D_up(bytes_m) if the syncer merged it, else 0. Parameters of fewer bits than float32
@@ -32,7 +32,7 @@ version gets A_{v+1} whole, as float32 values: that is lossless, as they are can
 The syncer's functions take one piece of n values at a time, any n that is a multiple of 32, and
 their bits do not depend on n (syncer/outer_step.py); a learner's take a whole fragment.
 
-Give `pieces`, the codecs, `tx` and `alpha` to jax.jit as static arguments. Only bytes, flags,
+Give `pieces`, the codecs and `tx` to jax.jit as static arguments. Only bytes, flags,
 digests and sums of squares need to cross to the host.
 """
 
@@ -179,7 +179,6 @@ def adopt(
   pieces: Pieces,
   codec_up: codecs.Codec,
   codec_down: codecs.Codec,
-  alpha: float | None,
   leaves: Leaves,
   anchor_N: jax.Array,
   published: Published,
@@ -187,13 +186,7 @@ def adopt(
   """Learner: the parameters with the published value of a fragment adopted, tensor by tensor.
 
   Give `leaves` to jit as donated: each tensor is replaced in place.
-
-  Args:
-    alpha: None rebases. Else theta <- published + alpha (theta - published): the paper overwrites
-      (0), Streaming DiLoCo (arXiv 2501.18512) mixes.
   """
-  if alpha is not None and not 0.0 <= alpha < 1.0:
-    raise ValueError(f'exchange: alpha is {alpha}; it must be in [0, 1), and 0 overwrites')
   if anchor_N.shape != published.base_N.shape:
     raise ValueError(
       f'exchange: a fragment was anchored at {anchor_N.shape} values and '
@@ -210,14 +203,11 @@ def adopt(
     theta = rows.astype(jnp.float32)
     delta_n = codec_down.decode_range(published.data, n, start, stop)
     value = shaped(_published(codecs.part(published.base_N, start, stop - start), delta_n))
-    if alpha is None:
-      given_n = codec_up.decode_range(published.capture, n, start, stop)
-      merged_n = jnp.where(published.merged, given_n, 0.0)
-      carried = theta - shaped(
-        _held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
-      )
-    else:
-      carried = alpha * (theta - value) if alpha else 0.0
+    given_n = codec_up.decode_range(published.capture, n, start, stop)
+    merged_n = jnp.where(published.merged, given_n, 0.0)
+    carried = theta - shaped(
+      _held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
+    )
     fragments.replace_rows(leaves, piece, value + jnp.where(kept(piece), carried, 0.0))
   return leaves
 

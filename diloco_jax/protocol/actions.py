@@ -78,7 +78,7 @@ class Adopt:
   answered by AdoptDone. The shell drops the id afterwards.
 
   `keep`: carry local - anchor onto the new value, less the newest capture of the fragment if it is
-  `merged`, or blend with it (adopt=blend); else the parameters become the new value.
+  `merged`; else the parameters become the new value.
   """
 
   fragment: int

@@ -16,7 +16,7 @@ from typing import Any
 
 SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
-ADOPT = ('overwrite', 'blend', 'rebase')  # what becomes of a learner's own steps when it adopts
+ADOPT = ('overwrite', 'rebase')  # what becomes of a learner's own steps when it adopts
 WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
 MAX_FRAGMENTS = 10**4
 MAX_SHARDS = 10**6
@@ -171,8 +171,7 @@ class ProtocolConfig:
   adopt: int = setting(
     ADOPT.index('rebase'),
     "what becomes of a learner's own steps when it adopts a version. rebase: it carries those that "
-    'were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it '
-    'keeps the share sync.alpha of its own value',
+    'were not merged onto the new value; overwrite: it drops them, as in the paper',
     high=len(ADOPT) - 1,
     choices=ADOPT,
   )
@@ -210,20 +209,13 @@ class ProtocolConfig:
     high=1 << 40,
     remedy='tokens of a batch',
   )
-  heartbeat_ns: int = setting(
-    2 * SECOND_NS,
-    'the longest time that a live peer sends nothing',
-    low=SECOND_NS // 100,
-    high=3_600 * SECOND_NS,
-    remedy='usual values are 1 to 10',
-  )
   lease_ns: int = setting(
     10 * SECOND_NS,
-    'a learner that sends nothing for this long is lost. A learner whose session closes is lost at '
-    'once',
-    low=lambda config: 2 * config.heartbeat_ns,
+    'a learner that sends nothing for this long is lost; a live peer sends something five times in '
+    'it. A learner whose session closes is lost at once',
+    low=SECOND_NS // 50,
     high=7_200 * SECOND_NS,
-    remedy='a lease must outlive a lost heartbeat: at least twice sync.heartbeat_s',
+    remedy='usual values are 5 to 50',
   )
   start_wait_ns: int = setting(
     20 * SECOND_NS,
@@ -310,13 +302,6 @@ class ProtocolConfig:
     high=10**6,
     shared=False,
   )
-  say_again_ns: int = setting(
-    60 * SECOND_NS,
-    'after this long the syncer says a line about the same trouble again, with the number of times',
-    high=86_400 * SECOND_NS,
-    remedy='0 reports each of them',
-    shared=False,
-  )
   keep_every: int = setting(
     0,
     'every node keeps its first checkpoint of every so many inner steps of its clock, and saves '
@@ -330,6 +315,11 @@ class ProtocolConfig:
       one.check(self, getattr(self, field))
 
   @property
+  def heartbeat_ns(self) -> int:
+    """The longest time that a live peer sends nothing; a lease outlives lost heartbeats."""
+    return self.lease_ns // 5
+
+  @property
   def lag(self) -> int | None:
     """The effective max_lag: 0 if there is no overlap."""
     return 0 if self.overlap == 0 else self.max_lag
@@ -338,11 +328,6 @@ class ProtocolConfig:
   def rebases(self) -> bool:
     """Whether a learner carries its unmerged steps onto a version that it adopts."""
     return ADOPT[self.adopt] == 'rebase'
-
-  @property
-  def blends(self) -> bool:
-    """Whether a share of a learner's own value survives an adoption."""
-    return ADOPT[self.adopt] == 'blend'
 
   @property
   def waits_for_live(self) -> bool:

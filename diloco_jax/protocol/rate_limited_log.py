@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+PAUSE_NS = 60 * 10**9  # between two lines about the same trouble
 SUBJECTS_KEPT = 1_000  # peers may invent subjects
 
 

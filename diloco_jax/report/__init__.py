@@ -1,1 +1,1 @@
-"""The facts that processes record, and their views: live table, summary, picture."""
+"""The facts that processes record, and their views: lines, summary, picture, page."""

@@ -3,7 +3,7 @@
 There is one file per program, WORKDIR/records/NAME.jsonl, with one fact per line. Each line is
 flushed, so a process killed at any moment leaves at most one torn line, which readers skip and a
 later process of the program cuts off before it appends. Each line is {"t_ns": monotonic, "time":
-wall clock in s, "name": ..., fields} (facts.py). The supervisor, the live table and the report read
+wall clock in s, "name": ..., fields} (facts.py). The supervisor, the page and the report read
 only these files. The first line of a process has the format (protocol/formats.py).
 
 Writing never stops training: a full disk is reported once, and training continues; once there is

@@ -1,5 +1,5 @@
-"""A run as the facts in its records describe it; the live table, the summary, the picture and a
-chaos plan read it.
+"""A run as the facts in its records describe it; the page, the summary, the picture and a chaos
+plan read it.
 
 Times are seconds since the first fact of the run. Tokens are those that all learners have trained
 together by then, so that the curves of restarted learners are at the right place.
@@ -61,7 +61,7 @@ class Learner:
   Attributes:
     state: its activity, in a word for people. said: what its supervisor told of it last.
     phase: of a process before its first step: importing, building, restoring, compiling, joining,
-      waiting (for other learners); then ''. phase_s: when it began.
+      waiting (for other learners); then ''.
     supervised: a supervisor of this folder has started it.
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
@@ -82,7 +82,6 @@ class Learner:
 
   state: str = 'waiting'
   phase: str = ''
-  phase_s: float = 0.0
   said: str = ''
   supervised: bool = False
   speaks: bool = False
@@ -125,14 +124,6 @@ class Learner:
   @property
   def is_training(self) -> bool:
     return not self.phase and self.state not in (*ENDED, 'trained')
-
-  @property
-  def speed(self) -> dict[str, float]:
-    """The known figures of its devices (facts.Cost), over the newest steps."""
-    return self.cost.speed(self.step_s) if self.cost and self.is_training else {}
-
-  def begin(self, phase: str, at_s: float) -> None:
-    self.phase, self.phase_s = phase, at_s
 
   @property
   def pace(self) -> tuple[int, float]:
@@ -189,7 +180,6 @@ class RunFacts:
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
     missing: of each process, how many facts could not be written, and why.
-    last_event: the newest event of a process, for people.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
     pauses: (when, seconds) of each time without a fact that was longer than `longest_pause_s`; all
@@ -228,7 +218,6 @@ class RunFacts:
     self.wire = Wire()
     self.tokens = 0
     self.missing: dict[str, tuple[int, str]] = {}
-    self.last_event = ''
     self.began_s: float | None = None
     self.end_s = 0.0
     self.went_back: list[tuple[float, int]] = []
@@ -266,10 +255,6 @@ class RunFacts:
     _, pace = steps_lib.pace(self.merges_s, self._clocks, first_s)
     pace = pace or max(learner.pace for learner in self.learners.values())[1]
     return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
-
-  def seconds_at(self, time_s: float) -> float:
-    """Seconds of the run at a time of the wall clock."""
-    return 0.0 if self.began_s is None else time_s - self.began_s - self._cut_s
 
   def training(self, name: str) -> float | None:
     """The share of the time since a learner joined that it spent in inner steps at the ideal pace;
@@ -399,7 +384,7 @@ class RunFacts:
       self.syncer = state
     elif name in self.learners:
       self.learners[name].state = state
-      self.learners[name].begin('importing' if state == 'starting' else '', at_s)
+      self.learners[name].phase = 'importing' if state == 'starting' else ''
 
   def _processes(self, name: str) -> list[Process]:
     """The processes of a program, oldest first."""
@@ -476,17 +461,17 @@ class RunFacts:
         learner.fresh += 1
       case facts.Startup(phase=done) if done in _PHASES:
         learner.state = 'starting' if learner.state in ENDED else learner.state
-        learner.begin(_PHASES[done], at_s)
+        learner.phase = _PHASES[done]
       case protocol_facts.State():
         learner.state = _SAID.get(fact.state, fact.state)
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
         if learner.phase and fact.state == 'joined':
-          learner.begin('waiting', at_s)
+          learner.phase = 'waiting'
 
   def _step(self, learner: Learner, at_s: float, fact: facts.Step) -> None:
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
-    learner.begin('', at_s)
+    learner.phase = ''
     if learner.state in ('waiting', 'starting'):
       learner.state = 'training'
     tokens = round(learner.tokens_per_step)
@@ -530,8 +515,6 @@ class RunFacts:
 
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
-    if fact.text:
-      self.last_event = f'{fact.child}: {fact.text}'
     if fact.child in self.learners:
       self.learners[fact.child].said, self.learners[fact.child].supervised = fact.text, True
     state = self._over(fact.child) if fact.state == 'done' else fact.state

@@ -5,18 +5,17 @@ A record of the write-ahead log (wal.py) is one outer step:
 * the Merge that the machine asked for, with the machine state (protocol/syncer/recovery.py);
 * the MergeDone that answers it;
 * the encoded outer gradient that the outer optimizer got, empty if the outer step was refused;
-* with `sync.keep_log` the payloads as received; their CRC-32 stand with the participants anyway.
-  So a record is as large as one payload, whatever the number of learners.
+* of the payloads the CRC-32, with the participants. So a record is as large as one payload,
+  whatever the number of learners.
 
 Nothing about an outer step leaves the process before its record is durable, so every outer step
 that any learner has seen can be computed again: start from the checkpoint and apply the gradient of
-each later record with the same function; each digest must equal the recorded one. With the payloads
-the merge itself is repeated, too (verification/replay/arrays.py).
+each later record with the same function; each digest must equal the recorded one.
 
 A refused outer step is recorded, too, since it settled tokens.
 
-The log reaches back to the older of the two newest checkpoints (with `sync.keep_log`, and until
-there are two, to its beginning): if one of them does not read back, the other one suffices.
+The log reaches back to the older of the two newest checkpoints (until there are two,
+to its beginning): if one of them does not read back, the other one suffices.
 
 It needs two ports, Files and Theta, so the simulator (verification/sim) runs it on its own disks
 and arrays.
@@ -24,7 +23,6 @@ and arrays.
 
 import dataclasses
 import hashlib
-import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -72,36 +70,20 @@ class Theta(Protocol):
     gradient: memoryview | bytes,
   ) -> Merged:
     """Repeats an outer step of fragment p from its encoded outer gradient: makes its next version.
-    An empty gradient is that of an outer step that was refused. The others are as for `merge`: they
-    say how many periods the outer step covers. Raises ValueError."""
-
-  def merge(
-    self,
-    p: int,
-    participants: Sequence[actions.Participant],
-    payloads: Sequence[memoryview | bytes],
-    refused: Sequence[str],
-  ) -> Merged:
-    """Carries out an outer step of fragment p: makes its next version, unless it is refused.
-
-    Args:
-      p: the fragment.
-      participants: in the order of learner ids.
-      payloads: of the participants, in the same order.
-      refused: participants that count as absent learners.
-    """
+    An empty gradient is that of an outer step that was refused. `participants`, in the order of
+    learner ids, without the `refused` say how many periods the outer step covers. Raises
+    ValueError."""
 
 
 Ended = tuple[actions.Merge, events.MergeDone]
 
 
 class OuterStep(NamedTuple):
-  """One record; `payloads` are in the order of the participants, empty if they were not kept."""
+  """One record."""
 
   merge: actions.Merge
   done: events.MergeDone
   gradient: memoryview | bytes
-  payloads: Sequence[memoryview | bytes] = ()
 
 
 def run_of(agreement: str) -> str:
@@ -129,51 +111,34 @@ def unpack(payload: memoryview | bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 def encode(step: OuterStep) -> list[Any]:
-  """Makes the buffers for Wal.append; copies neither gradient nor payloads."""
-  parts = [step.gradient, *step.payloads]
-  return pack(
-    {
-      'merge': step.merge,
-      'done': step.done,
-      'sizes': [memoryview(part).nbytes for part in parts],
-    },
-    *parts,
-  )
+  """Makes the buffers for Wal.append; does not copy the gradient."""
+  sizes = [memoryview(step.gradient).nbytes]
+  return pack({'merge': step.merge, 'done': step.done, 'sizes': sizes}, step.gradient)
 
 
 def decode(payload: memoryview) -> OuterStep:
-  """The inverse of `encode`; gradient and payloads are views. Raises ValueError, KeyError,
-  TypeError or TapeError."""
+  """The inverse of `encode`; the gradient is a view. Raises ValueError, KeyError, TypeError or
+  TapeError."""
   header, data = unpack(payload)
   merge = codec.decode(actions.Merge, header['merge'])
   done = codec.decode(events.MergeDone, header['done'])
-  sizes = header['sizes']
-  if not all(type(size) is int and size >= 0 for size in sizes):
-    raise ValueError(f'its sizes are {codec.short(sizes)}')
-  count = len(merge.participants)
-  if not count:
+  if not merge.participants:
     raise ValueError('it has no participants')
   if not set(done.refused) <= {one.learner for one in merge.participants}:
     raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
   for one in merge.participants:
     if not 0 <= one.tokens <= MAX_COUNT or not 0 <= one.steps <= MAX_COUNT:
       raise ValueError(f'{one.learner} has {one.tokens} tokens of {one.steps} steps')
-  if len(sizes) not in (1, 1 + count) or sum(sizes) != len(data):
-    raise ValueError(
-      f'{len(data)} bytes do not hold a gradient and payloads of {codec.short(sizes)} bytes from '
-      f'{count} learners'
-    )
-  ends = itertools.accumulate(sizes)
-  gradient, *payloads = (data[end - size : end] for size, end in zip(sizes, ends))
-  return OuterStep(merge, done, gradient, payloads)
+  if header['sizes'] != [len(data)]:
+    raise ValueError(f'{len(data)} bytes are no gradient of {codec.short(header["sizes"])} bytes')
+  return OuterStep(merge, done, data)
 
 
 # --- Repeating an outer step ----------------------------------------------------------------------
 
 
-def redo(theta: Theta, record: wal.Record, place: str, merge_again: bool = False) -> OuterStep:
-  """Repeats the outer step of a record, on the Theta directly before it; with `merge_again` from
-  the payloads, if the record has them.
+def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
+  """Repeats the outer step of a record, on the Theta directly before it.
 
   Raises:
     NotReproduced: the record does not follow, or gives another result than the committed one.
@@ -192,15 +157,10 @@ def redo(theta: Theta, record: wal.Record, place: str, merge_again: bool = False
       'that belongs to this log',
     )
   try:
-    if merge_again and step.payloads:
-      merged = theta.merge(merge.fragment, merge.participants, step.payloads, done.refused)
-      same = bytes(merged.gradient) == bytes(step.gradient)
-    else:
-      given = merge.fragment, merge.participants, done.refused, step.gradient
-      merged, same = theta.redo(*given), True
+    merged = theta.redo(merge.fragment, merge.participants, done.refused, step.gradient)
   except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
     raise _refused(record, place, f'cannot be repeated ({error})') from error
-  if not same or (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):
+  if (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):
     raise _refused(
       record,
       place,

@@ -143,9 +143,7 @@ class Tape:
     life = place(full)[1]
     size = sum(self._sizes(life).values())
     if size + self._segment_bytes > self._half_bytes:
-      raise tape.TapeError(
-        f'it has {size >> 20} MiB, half of what the tapes of a node may take (train.tapes_mib)'
-      )
+      raise tape.TapeError(f'it has {size >> 20} MiB, half of what the tapes of a node may take')
     self._close()
     self._open(life)
     thread = threading.Thread(target=_compress, args=(full,), name='tape', daemon=True)

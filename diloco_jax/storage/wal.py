@@ -195,16 +195,16 @@ def _records(files: files_port_lib.Files, run: str, base: int, last: int) -> Ite
     before = chain
 
 
-def _verify(files: files_port_lib.Files, run: str, after: int | None, chain: bytes | None) -> 'Wal':
+def _verify(files: files_port_lib.Files, run: str, after: int, chain: bytes | None) -> 'Wal':
   """The log of a directory that has one; every record that counts is whole. `after`, `chain`: as
-  for open_log; None: any."""
+  for open_log."""
   present = set(numbers(files))
   if not present:
     raise _misfit(files, after, 'there is no log')
   first = last = max(present)
   while first - 1 in present:
     first -= 1
-  if after is not None and not first <= after <= last:
+  if not first <= after <= last:
     end = f'ends with record {last}' if after > last else f'begins with record {first + 1}'
     raise _misfit(files, after, f'the log {end}')
   *_, end = _header(files, run, first, first)
@@ -236,10 +236,10 @@ def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> W
   )
 
 
-def _misfit(files: files_port_lib.Files, after: int | None, why: str) -> WalDamaged:
+def _misfit(files: files_port_lib.Files, after: int, why: str) -> WalDamaged:
   """The error for a whole log that does not fit the checkpoint."""
   return WalDamaged(
-    f'The checkpoint holds all records up to {after or 0}, but {why}, in {files.place}. Not '
+    f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not '
     'started, nothing changed. Restore the missing files of the log, or a checkpoint that fits, or '
     f'set the log aside and continue from the newest checkpoint: {RESTORE}'
   )
@@ -283,13 +283,6 @@ def open_log(
       f'Recovery of the log in {files.place} failed: {error}. Not started, no committed record was '
       'dropped. Check the disk, then start again.'
     ) from error
-  return log
-
-
-def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
-  """Opens a log for reading only. Changes nothing. Raises WalDamaged, WalUnsupported, OSError."""
-  log = _verify(files, run, None, None)
-  log._broken = 'The log is open for reading only.'
   return log
 
 

@@ -168,7 +168,15 @@ class Theta:
     refused: Collection[str],
     lengths_MxT: np.ndarray | None = None,
   ) -> Merged:
-    """As outer_log.Theta.merge. `lengths_MxT`: of the payloads' tensors, if they are known."""
+    """Carries out an outer step of fragment p: makes its next version, unless it is refused.
+
+    Args:
+      p: the fragment.
+      participants: in the order of learner ids.
+      payloads: of the participants, in the same order.
+      refused: participants that count as absent learners.
+      lengths_MxT: of the payloads' tensors, if they are known.
+    """
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
     if not counts:
       return self._failed(p, ALL_REJECTED)
@@ -178,13 +186,12 @@ class Theta:
     else:
       lengths_MxT = lengths_MxT[counts]
     steps = [participants[m].steps for m in counts]
-    sync = self._assembled.config.sync
-    decays = [(sync.age_decay, sync.slow_age_decay)[participants[m].slow] for m in counts]
+    slow = [participants[m].slow for m in counts]
     shares_M = merge_lib.shares(
       merge_lib.token_weights(
         [participants[m].tokens for m in counts],
         steps,
-        aged.factors(steps, sync.period, decays),
+        aged.factors(steps, self._assembled.config.sync.period, slow),
       )
     )
     rule = self._rules[p]

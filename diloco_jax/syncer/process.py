@@ -151,8 +151,7 @@ def run(
     name = stored.run_name(workdir, store.run if store else '')
     cleanup.enter_context(theta.at_home())
     start = recover(assembled, theta, checkpoints, log, records, name, restored)
-    limit_bytes = config.train.tapes_mib << 20
-    tape = tapes.Tape(workdir, start, records.say, config.to_dict(), limit_bytes=limit_bytes)
+    tape = tapes.Tape(workdir, start, records.say, config.to_dict())
     cleanup.callback(tape.close)
     if store:
       store.begin(assembled.agreement, checkpoints, event_queue.fail)

@@ -124,8 +124,7 @@ class SyncerWork:
     )
     if not merged.failed:  # it is read for its checksum while the disk writes
       announced = outer_step.threads().submit(payloads_lib.keep, self._payloads, merged.delta)
-    kept = map(payloads_lib.to_host, payloads if self._assembled.config.sync.keep_log else ())
-    self._log.write(outer_log.OuterStep(merge, done, merged.gradient, list(kept)))
+    self._log.write(outer_log.OuterStep(merge, done, merged.gradient))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
       self._measured.pop(one.payload_id, None)
@@ -181,7 +180,6 @@ class SyncerWork:
     failpoints.reached('save.after')
     if self._store:
       self._store.copy(number)
-    if not self._assembled.config.sync.keep_log:
-      self._log.compact_behind(self._checkpoints)
+    self._log.compact_behind(self._checkpoints)
     failpoints.reached('compact.after')
     self._post(events.SaveDone(clock=save.clock))

@@ -35,7 +35,6 @@ from diloco_jax.train import evaluate as evaluate_lib
 from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
-from diloco_jax.train import profile as profile_lib
 from diloco_jax.train import step as step_lib
 from diloco_jax.train import task as task_lib
 
@@ -79,7 +78,6 @@ class Island:
       refused.
     saves_to: where its checkpoints are instead, a folder or gs://BUCKET/PREFIX.
     keep_every: of its checkpoints (storage/checkpoint.py).
-    profile: which steps are traced, and where to.
 
   Raises:
     DirectoryError: another process has the folder of checkpoints. Two that save in one folder would
@@ -99,14 +97,12 @@ class Island:
     checkpoint_dir: str | None = None,
     saves_to: str | None = None,
     keep_every: int = 0,
-    profile: profile_lib.Profile | None = None,
   ):
     self._task = task
     self.read_from(shard)
     self._dispatched: collections.deque[_Dispatched] = collections.deque()
     self._watcher = futures.ThreadPoolExecutor(1)  # sees when a step ends, whatever others do then
     self._ended_ns = self._finished = 0
-    self._profile = profile
     self.mesh = mesh_lib.make_mesh(mesh, devices)
     tx = optimizer_lib.make_optimizer(optimizer, task)
     self._rate = optimizer_lib.schedule(optimizer, total_steps)
@@ -139,7 +135,7 @@ class Island:
     """
     other = copy.copy(self)
     other._state = jax.tree.map(jnp.copy, self._state)
-    other._folder = other._checkpoints = other._profile = None
+    other._folder = other._checkpoints = None
     other._dispatched, other._watcher = collections.deque(), futures.ThreadPoolExecutor(1)
     other._rate = rate or self._rate
     if task is not None:
@@ -188,8 +184,6 @@ class Island:
 
   def dispatch(self, clock: int) -> futures.Future:
     """Starts the step; returns what is done once the step is. Raises RuntimeError, as `step`."""
-    if self._profile is not None:
-      self._profile.begins(self._finished + len(self._dispatched))
     try:
       return self._dispatch(clock)
     except ValueError as error:
@@ -225,8 +219,6 @@ class Island:
       if after.ended.result()[1] < ended_ns:  # computed at its dispatch, and the watcher is late
         ended_ns = after.begun_ns
     self._ended_ns = ended_ns = max(ended_ns, start_ns + 1)
-    if self._profile is not None:
-      self._profile.ended(self._finished)
     self._finished += 1
     return StepResult(
       metrics.pop('loss'),
@@ -367,8 +359,6 @@ class Island:
 
   def close(self) -> None:
     self._watcher.shutdown(wait=False)
-    if self._profile is not None:
-      self._profile.close()
     if self._checkpoints:
       try:
         self._checkpoints.close()

@@ -279,7 +279,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     if full:
       self._refuse(
         context,
-        f'{members} learners are connected, as many as the syncer has places for (sync.places). '
+        f'{members} learners are connected, as many as the syncer has places for. '
         'Restart it with more, or wait for a place',
       )
     if displaced is not None:
@@ -367,7 +367,7 @@ def reserve_descriptors(places: int) -> None:
   if soft != resource.RLIM_INFINITY and soft < needed:
     raise OSError(
       f'this process may open {soft} files, {places} sessions need {needed}; nothing was started: '
-      'raise the limit (ulimit -n) or lower sync.places'
+      'raise the limit (ulimit -n) or lower sync.learners'
     )
 
 

@@ -47,7 +47,6 @@ def decoupled(codec: str, slow: str = '') -> dict[str, Any]:
     'codec_up_slow': slow,
     'codec_down': codec,
     'lease_s': 60.0,
-    'heartbeat_s': 5.0,
     'checkpoint_every_syncs': 10**6,  # a save of all values every 25 s would be measured, too
   }
 

@@ -8,7 +8,6 @@ from experiments.studies.lib import study as study_lib
 ARMS: dict[str, dict[str, Any]] = {
   'rebase': {},
   'overwrite': {'adopt': 'overwrite'},
-  'blend, alpha 0.5': {'adopt': 'blend'},
   'overwrite, tau=2, ahead=0, as in the paper': {
     'adopt': 'overwrite',
     'overlap': 2,
@@ -30,4 +29,4 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   ]
 
 
-STUDY = study_lib.Study(name='adopt', title='Rebase, blend, overwrite', plan=plan)
+STUDY = study_lib.Study(name='adopt', title='Rebase, overwrite', plan=plan)

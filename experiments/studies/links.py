@@ -35,9 +35,6 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
     found += [_arm(quick, seed, WITHOUT, learners=3), _arm(quick, seed, 'four good links')]
     for steps in UP[1:3] if quick else UP:
       found.append(_arm(quick, seed, f'up {steps:g} steps', up=steps))
-    for steps in () if quick else UP[2:]:  # no codec fits
-      name = f'up {steps:g} steps, slow_age_decay=1'
-      found.append(_arm(quick, seed, name, up=steps, slow_age_decay=1.0))
     if not quick:
       found.append(_arm(quick, seed, 'down 2 steps', down=2.0))
     for steps in () if quick else UP[1:3]:

@@ -41,7 +41,6 @@ STUDIES = (
   'outage',
   'unequal_data',
   'accuracies',
-  'beyond',
   'scale',
   'scale.closing',
   'scale.many',

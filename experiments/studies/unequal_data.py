@@ -23,12 +23,10 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
 
 
 def _of_seed(seed: int, quick: bool) -> list[arms.Arm]:
-  def make(
-    name: str, against: str, local: bool = True, task: str = '', faults=None, **sync: float
-  ) -> arms.Arm:
+  def make(name: str, against: str, local: bool = True, task: str = '', faults=None) -> arms.Arm:
     where = arms.USUAL | ({'faults': faults} if faults else {})
     arm = arms.decoupled(
-      'unequal_data', name, quick, seed=seed, steps=STEPS, against=against, where=where, **sync
+      'unequal_data', name, quick, seed=seed, steps=STEPS, against=against, where=where
     )
     arm.config.data.shards, arm.config.data.local = 4, local
     arm.config.task = f'{regions.__name__}:{task}' if task else arm.config.task
@@ -48,18 +46,11 @@ def _of_seed(seed: int, quick: bool) -> list[arms.Arm]:
   quarter = (own.config.train.steps / STEPS) * step_ns
   begins, lasts = (round(steps * quarter) for steps in AWAY)
   gone = plans.Fault(at_ns=begins, kind='partition', node='l0', for_ns=lasts)
-  offline, decayed = (
-    make(
-      name,
-      LITTLE,
-      task=f'task(windows={WINDOWS})',
-      faults=conditions.Faults(plan=(gone,)),
-      age_decay=decay,
-    )
-    for name, decay in (
-      ('the same, l0 offline for half of the run', 1.0),
-      ('and age_decay=0.5', 0.5),
-    )
+  offline = make(
+    'the same, l0 offline for half of the run',
+    LITTLE,
+    task=f'task(windows={WINDOWS})',
+    faults=conditions.Faults(plan=(gone,)),
   )
   pooled = alone('', own, -1)
   return [
@@ -69,7 +60,6 @@ def _of_seed(seed: int, quick: bool) -> list[arms.Arm]:
     arms.data_parallel(pooled, LITTLE),
     own,
     offline,
-    decayed,
     *(alone(f'alone, {count} windows', own, which) for which, count in enumerate(WINDOWS)),
   ]
 

@@ -164,6 +164,6 @@ class Learners:
 
     def adopt(own: Any, capture: jax.Array) -> Any:
       published = exchange.Published(anchor_N, delta, capture, yes, yes)
-      return exchange.adopt(pieces, made.codec_up, made.codec_down, None, own, anchor_N, published)
+      return exchange.adopt(pieces, made.codec_up, made.codec_down, own, anchor_N, published)
 
     return jax.vmap(adopt)(leaves, captures_MxB)

@@ -70,8 +70,7 @@ def train(
   command = [
     *(sys.executable, '-m', 'diloco_jax', 'train', *config, f'--workdir={workdir}'),
     *(f'--config.sync.learners={learners}', f'--config.train.steps={steps}'),
-    *('--config.chaos.enabled=true', f'--config.chaos.kills[0].victim={victim}'),
-    *(f'--config.chaos.kills[0].at_fraction={at}', '--config.chaos.kills[0].down_s=0'),
+    f'--kill={victim}@{at}',
   ]
   subprocess.run(command, check=True)
   return json.loads((workdir / summary.REPORT / summary.SUMMARY).read_text('utf-8'))

@@ -36,7 +36,7 @@ def run(single: bool, checkout: str) -> dict[str, float]:
     common = [
       '--config=stdlib_lm:cpu',
       f'--workdir={workdir}',
-      *(f'--config.{one}' for one in (*learner_overhead.QUIET, 'chaos.enabled=false')),
+      *(f'--config.{one}' for one in learner_overhead.QUIET),
       f'--config.train.steps={STEPS}',
     ]
     names = [f'l{k}' for k in range(LEARNERS)]

@@ -45,7 +45,7 @@ CORES = sorted(os.sched_getaffinity(0))
 LEARNER_CORE, SYNCER_CORE = CORES[0], CORES[-1]
 STALL_S = 0.020
 QUIET = ('train.checkpoint_every_steps=0', 'train.eval_every=0', 'train.log_every=1000000')
-ONE = ('sync.learners=1', 'sync.quorum=1', 'sync.checkpoint_every_syncs=0', 'chaos.enabled=false')
+ONE = ('sync.learners=1', 'sync.quorum=1', 'sync.checkpoint_every_syncs=0')
 LARGE = (
   *('model.num_layers=7', 'model.embed_dim=512', 'model.num_heads=8', 'model.num_kv_heads=2'),
   *('model.head_dim=64', 'model.hidden_dim=2048', 'mesh.data=1'),

@@ -57,9 +57,9 @@ def test_it_warns_of_a_jax_that_was_imported_before_an_upgrade(monkeypatch):
     assert diloco_jax.records
 
 
-def test_a_table_that_cannot_be_shown_is_no_fault_of_the_run(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(run.live, 'picture', lambda *what: what[-1]['no such field'])
+def test_a_line_that_cannot_be_shown_is_no_fault_of_the_run(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(run.live, 'status_line', lambda *what: what[-1]['no such field'])
   display = run.Display(tmp_path, load.load('stdlib_lm:tiny'), alone=False)
   display.draw()
   display.draw()
-  assert capsys.readouterr().err.count('error: the table is missing (TypeError') == 1
+  assert capsys.readouterr().err.count('error: the state is missing (TypeError') == 1

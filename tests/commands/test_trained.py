@@ -140,7 +140,8 @@ def test_a_task_without_a_suite_is_refused(config, tmp_path):
   assert done.returncode == cli.NEVER_RETRY and 'has no `suite` and `logits`' in done.stderr
 
 
-def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket):
+def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket, counts):
+  """By default by one command; they all read it in the same way (load_params.local)."""
   config.sync.learners = config.sync.quorum = config.mesh.data = config.sync.overlap = 1
   config.sync.fragments = config.sync.period = 2
   config.train.steps, config.optimizer.warmup_steps = 4, 1
@@ -157,13 +158,15 @@ def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket):
     if path.is_file():
       copy.put_file(path.relative_to(store).as_posix(), path)
   _same(diloco_jax.load_params(url), params)
-  for place in (store, url):
-    done = diloco('sample', f'--workdir={place}', '--prompt=def ', '--tokens=9')
-    assert done.returncode == 0 and done.stdout.startswith('def '), done.stderr
   out = tmp_path / 'm.safetensors'
   done = diloco('export', f'--workdir={url}', f'--out={out}')
   assert done.returncode == 0, done.stderr
   _same(safetensors.load_file(out), dict(sorted(arrays.by_name(params).items())))
+  if not counts.full:
+    return
+  for place in (store, url):
+    done = diloco('sample', f'--workdir={place}', '--prompt=def ', '--tokens=9')
+    assert done.returncode == 0 and done.stdout.startswith('def '), done.stderr
   done = diloco('evaluate', f'--workdir={url}')
   assert done.returncode == 0 and done.stdout.startswith('held-out loss '), done.stderr
 

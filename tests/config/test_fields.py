@@ -22,8 +22,7 @@ def test_every_field_has_a_doc():
     ('model.num_layers', 'int', '4', 'how many blocks of attention and feed-forward'),
     ('sync.max_lag', 'int or none', 'none', 'how many steps a learner may run ahead of the oldest'),
     ('sync.lease_s', 'float', '10.0', 'a learner that sends nothing for this long is lost'),
-    ('sync.keep_log', 'bool', 'false', 'keep every outer step in the log'),
-    ('chaos.kills[0].victim', 'str', "''", "the learner, for example 'l1'"),
+    ('train.store_log', 'bool', 'false', 'whether the record of every outer step is in the store'),
     ('model', 'section', '', 'the shape of the decoder'),
   ],
 )

@@ -14,7 +14,7 @@ from diloco_jax.configs import stdlib_lm
 
 def get_config(variant='tiny'):
   config = stdlib_lm.get_config(variant)
-  config.sync.alpha = 0.5
+  config.sync.gamma = 0.5
   return config
 """
 
@@ -27,7 +27,7 @@ def _file(tmp_path) -> pathlib.Path:
 def test_a_file_with_and_without_a_variant(file):
   file.write_text(GOOD)
   assert (load.load(str(file)).name, load.load(f'{file}:cpu').name) == ('tiny', 'cpu')
-  assert load.load(f'{file}:cpu').sync.alpha == 0.5
+  assert load.load(f'{file}:cpu').sync.gamma == 0.5
 
 
 def test_a_file_may_import_one_beside_it(file, monkeypatch):
@@ -43,7 +43,7 @@ def test_a_config_of_the_package():
 
 def test_the_config_of_a_run(tmp_path):
   config = stdlib_lm.get_config('tiny')
-  config.sync.alpha = 0.25
+  config.sync.gamma = 0.25
   load.write(tmp_path, config)
   assert load.load(str(tmp_path)) == config
 
@@ -54,7 +54,7 @@ def test_the_config_of_a_run(tmp_path):
     ('def get_config(:', 1, 'SyntaxError: invalid syntax'),
     ('import nothing_of_this_name', 1, "No module named 'nothing_of_this_name'"),
     ('def get_config():\n  return 1 / 0', 2, 'ZeroDivisionError: division by zero'),
-    (GOOD.replace('alpha', 'aplha'), 6, "no attribute 'aplha'"),
+    (GOOD.replace('gamma', 'gmama'), 6, "no attribute 'gmama'"),
     ('open("/nonexistent")', 1, 'FileNotFoundError'),
     ('x = 1', None, "no attribute 'get_config'"),
     ('def get_config():\n  return {}', None, 'get_config returned dict, it must return'),

@@ -32,9 +32,7 @@ RUN = (
   '--config.sync.learners=3',
   '--config.sync.fragments=2',
   '--config.sync.period=8',
-  '--config.chaos.kills[0].victim=l1',
-  '--config.chaos.kills[0].at_fraction=0.15',
-  '--config.chaos.kills[0].down_s=1',
+  '--kill=l1@0.15+1',
 )
 
 

@@ -85,7 +85,7 @@ def test_its_flags_are_listed(tmp_path):
     ),
     (
       ['--engine=local', '--image=x'],
-      '--image applies to --engine=gke|queued only, and this is --engine=local',
+      '--image applies to --engine=gke only, and this is --engine=local',
     ),
     (
       ['--engine=batch', '--partition=p', '--out=/dev/null/x'],

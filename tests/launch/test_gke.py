@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.launch import cli
-from diloco_jax.launch.engines import google_cloud
+from diloco_jax.launch.engines import gke
 from diloco_jax.report import records
 from tests.certs import mint
 from tests.launch.lib import command_line, rendered, schemas
@@ -51,6 +51,18 @@ def test_the_manifests_of_a_run(tmp_path):
   assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
   rendered.require_golden('gke', found)
   assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
+
+
+def test_shellcheck_has_no_warning(tmp_path):
+  (script,) = [
+    text
+    for name, text in rendered.texts('gke', rendered.request(1, tls="it's mine")).items()
+    if name.endswith('.sh')
+  ]
+  (tmp_path / 'run.sh').write_text(script)
+  command = [pathlib.Path(sys.executable).parent / 'shellcheck', tmp_path / 'run.sh']
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize('topology, hosts', rendered.TOPOLOGIES.items())
@@ -115,7 +127,7 @@ def test_our_command_line_takes_the_commands():
     sets = job_sets(rendered.texts('gke', rendered.request(2, topology, name='run')))
     pods = [one['spec']['replicatedJobs'][0]['template']['spec']['template'] for one in sets]
     containers = [pod['spec']['containers'][0] for pod in pods]
-    assert all(one['command'] == ['sh', '-c', google_cloud.UNTIL_DONE] for one in containers)
+    assert all(one['command'] == ['sh', '-c', gke.UNTIL_DONE] for one in containers)
     syncer, l0, l1 = command_line.read([one['args'] for one in containers])
     assert (syncer['listen'], syncer['tls']) == ('0.0.0.0:7070', '/certs/syncer')
     assert (l0['learner'], l1['learner']) == ('l0', 'l1')
@@ -128,35 +140,29 @@ def test_our_command_line_takes_the_commands():
 
 
 @pytest.mark.parametrize(
-  'engine, asked, given, words',
+  'asked, given, words',
   [
-    ('gke', {'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
-    ('gke', {'store': '/mnt/x'}, {}, ('--config.train.store=gs://', '--without_store')),
-    ('gke', {'store': ''}, {'without_store': True}, ('--config.train.store=gs://', 'one host')),
-    ('gke', {'tls': ''}, {}, ('--tls', 'diloco certs')),
-    ('gke', {}, {'image': ''}, ('--image', 'launch.md')),
-    ('queued', {'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
-    ('queued', {'topology': ''}, {}, ('--topology',)),
-    ('queued', {'topology': 'cpu'}, {}, ('--topology',)),
-    ('gke', {'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
-    ('gke', {}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
-    ('queued', {}, {'zone': ''}, ('--zone',)),
-    ('queued', {}, {'project': ''}, ('--project',)),
+    ({'store': ''}, {}, ('--config.train.store=gs://', '--without_store')),
+    ({'store': '/mnt/x'}, {}, ('--config.train.store=gs://', '--without_store')),
+    ({'store': ''}, {'without_store': True}, ('--config.train.store=gs://', 'one host')),
+    ({'tls': ''}, {}, ('--tls', 'diloco certs')),
+    ({}, {'image': ''}, ('--image', 'launch.md')),
+    ({'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
+    ({}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
   ],
 )
-def test_what_is_missing_is_named_in_one_line(engine, asked, given, words):
+def test_what_is_missing_is_named_in_one_line(asked, given, words):
   with pytest.raises(ValueError) as refused:
-    rendered.texts(engine, rendered.request(**asked), **given)
+    rendered.texts('gke', rendered.request(**asked), **given)
   text = cli.one_line(refused.value)
   assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize('engine', ['gke', 'queued'])
-def test_what_needs_no_store(engine):
+def test_what_needs_no_store():
   one_host = rendered.request(store='', topology='v6e:2x2')
-  assert rendered.texts(engine, one_host, without_store=True)
+  assert rendered.texts('gke', one_host, without_store=True)
   syncer = rendered.request(store='', topology='', only=['syncer'])
-  assert rendered.texts(engine, syncer)
+  assert rendered.texts('gke', syncer)
 
 
 def test_hosts_without_tpus_are_refused():
@@ -177,14 +183,14 @@ signal.pause()
 @pytest.mark.parametrize('code', [0, 42, 75])
 def test_a_container_ends_with_the_exit_code_of_its_program(code):
   words = ['sh', '-c', f'exit {code}']
-  done = subprocess.run(['sh', '-c', google_cloud.UNTIL_DONE, *words], timeout=LIMIT_S)
+  done = subprocess.run(['sh', '-c', gke.UNTIL_DONE, *words], timeout=LIMIT_S)
   assert done.returncode == code
 
 
 def test_a_program_that_sigterm_has_ended_is_not_done():
   words = [sys.executable, '-c', PROGRAM]
   with subprocess.Popen(
-    ['sh', '-c', google_cloud.UNTIL_DONE, *words], stdout=subprocess.PIPE, text=True
+    ['sh', '-c', gke.UNTIL_DONE, *words], stdout=subprocess.PIPE, text=True
   ) as started:
     assert started.stdout.readline() == 'ready\n'
     started.send_signal(signal.SIGTERM)

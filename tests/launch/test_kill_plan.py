@@ -1,35 +1,29 @@
-"""A chaos plan is a function of its config."""
+"""Kills that the command line names."""
 
-from diloco_jax.config import run_config
+import pytest
+
 from diloco_jax.launch import kill_plan
 
-_LEARNERS = ['l0', 'l1', 'l2', 'l3']
-
-
-def plan(seed: int, *kills: run_config.KillConfig, enabled: bool = True) -> list[kill_plan.Kill]:
-  config = run_config.ChaosConfig(enabled=enabled, seed=seed, kills=list(kills))
-  return kill_plan.plan(config, _LEARNERS)
-
-
-def test_the_seed_decides_the_victims():
-  kills = [run_config.KillConfig(at_fraction=i / 10) for i in range(8)]
-  assert plan(3, *kills) == plan(3, *kills)
-  victims = {tuple(kill.victim for kill in plan(seed, *kills)) for seed in range(20)}
-  assert len(victims) > 10
-  assert {name for names in victims for name in names} == set(_LEARNERS)
+_NAMES = ['syncer', 'l0', 'l1']
 
 
 def test_kills_are_in_order_of_time():
-  late, early = (run_config.KillConfig(victim='l1', at_fraction=f) for f in (0.9, 0.1))
-  assert [kill.at_fraction for kill in plan(0, late, early)] == [0.1, 0.9]
+  kills = kill_plan.parse(['l1@0.9', 'l0@0.1+3', 'syncer@1+0.2'], _NAMES)
+  assert kills == [
+    kill_plan.Kill('l0', 0.1, 3.0),
+    kill_plan.Kill('l1', 0.9, 0.0),
+    kill_plan.Kill('syncer', 1.0, 0.2),
+  ]
 
 
-def test_no_kills_without_chaos():
-  assert plan(0, run_config.KillConfig(), enabled=False) == []
+@pytest.mark.parametrize('text', ['l9@0.5', 'l0', 'l0@1.5', 'l0@-1', 'l0@0.5+', 'l0@0.5+-1', ''])
+def test_what_cannot_be_is_refused(text):
+  with pytest.raises(ValueError, match='use NAME@FRACTION.SECONDS.* names syncer, l0, l1'):
+    kill_plan.parse([text], _NAMES)
 
 
 def test_due_splits_at_the_progress():
-  kills = plan(0, *(run_config.KillConfig(at_fraction=f) for f in (0.1, 0.5, 0.9)))
+  kills = kill_plan.parse(['l0@0.1', 'l0@0.5', 'l1@0.9'], _NAMES)
   due, later = kill_plan.due(kills, 0.5)
   assert [kill.at_fraction for kill in due] == [0.1, 0.5]
   assert [kill.at_fraction for kill in later] == [0.9]

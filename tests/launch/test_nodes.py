@@ -23,6 +23,7 @@ from diloco_jax.storage import arrays, files
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses, link
 from tests.certs import mint
+from tests.launch.lib import command_line
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
@@ -63,7 +64,7 @@ def _without_haste(config: run_config.Config) -> run_config.Config:
 
 
 def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monkeypatch):
-  """So load_params, sample, replay --arrays and restore know the run without --config."""
+  """So load_params, sample and restore know the run without --config."""
 
   def stop_once_it_listens(folder, address):
     write(folder, address)
@@ -250,3 +251,25 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
     ):
       pass
   nodes.require_own_certificate(access, 'l0')
+
+
+@pytest.mark.parametrize(
+  'setting, remedy',
+  [
+    ({'JAX_PLATFORMS': 'cuda'}, 'unset JAX_PLATFORMS=cuda'),
+    ({'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_JIT': '1'}, 'unset JAX_DISABLE_JIT'),
+  ],
+)
+def test_a_learner_says_what_is_wrong_with_jax_and_is_not_started_again(setting, remedy, tmp_path):
+  words = ['--config=stdlib_lm:tiny', f'--workdir={tmp_path}/run', '--learner=l0']
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'learner', *words, '--syncer=none'],
+    cwd=command_line.ROOT,
+    env={**os.environ, **setting},
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+  errors = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
+  assert done.returncode == 42 and remedy in errors[0] and 'Traceback' not in done.stderr
+  assert not (tmp_path / 'run').exists()

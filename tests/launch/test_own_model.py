@@ -255,7 +255,7 @@ def _told(**changes):
     ('[]', 'not an object'),
     (_told(sync_period='3'), 'period is .3., it must be of type int'),
     (_told(sync_fragments=10**5), 'sync.fragments is 100000, it must be between'),
-    (_told(sync_heartbeat_s=1e9), 'sync.heartbeat_s is 1000000000.0, it must be between'),
+    (_told(sync_lease_s=1e9), 'sync.lease_s is 1000000000.0, it must be between'),
     (_told(sync_outer='open(name="x")'), "sync.outer: 'open' is unknown"),
     (_told(sync_period=...), "sync.period is 12 here, 'absent' there"),
     (_told(sync_news=1), "sync.news is 'absent' here, 1 there"),

@@ -285,9 +285,9 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
 
 def test_another_config_is_refused(workdir):
   config = stdlib_lm.get_config('tiny')
-  config.sync.alpha = 0.1
+  config.sync.gamma = 0.1
   before = _contents(workdir)
-  with pytest.raises(ValueError, match='another config: sync.alpha is 0.1 here, 0.5 there'):
+  with pytest.raises(ValueError, match='another config: sync.gamma is 0.1 here, 0.9 there'):
     _restore(config, workdir)
   assert _contents(workdir) == before
 

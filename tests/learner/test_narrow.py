@@ -27,8 +27,7 @@ def _exchange() -> tuple[on_device.Exchange, types.SimpleNamespace, fragments.La
     codec_up=UP,
     codec_up_slow=SLOW,
     codec_down=UP,
-    protocol=types.SimpleNamespace(rebases=True, blends=False),
-    config=types.SimpleNamespace(sync=types.SimpleNamespace(alpha=0.0)),
+    protocol=types.SimpleNamespace(rebases=True),
   )
   return on_device.Exchange(assembled, island).begin(), island, layout
 

@@ -45,8 +45,7 @@ def _exchange(
     codec_up=codecs.get(codec),
     codec_up_slow=codecs.get('int4'),
     codec_down=codecs.get(codec),
-    protocol=types.SimpleNamespace(rebases=True, blends=False),
-    config=types.SimpleNamespace(sync=types.SimpleNamespace(alpha=0.0)),
+    protocol=types.SimpleNamespace(rebases=True),
   )
   return on_device.Exchange(assembled, island, in_process=in_process).begin(), island
 

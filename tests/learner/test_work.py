@@ -5,7 +5,6 @@ import threading
 
 import jax
 import numpy as np
-import pytest
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
@@ -186,12 +185,10 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
   island.close()
 
 
-@pytest.mark.parametrize('adopt, share', [('overwrite', 0.0), ('blend', 0.25)])
-def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, share):
+def test_an_adoption_keeps_steps_only_where_it_is_told_to(tmp_path):
   """So a NaN, or a step that was refused, does not survive the adoption after it."""
   config = stdlib_lm.get_config('tiny')
   config.sync.fragments = 1
-  config.sync.adopt, config.sync.alpha = adopt, 0.25
   assembled = build.assemble(config)
   island = learner_process.make_island(
     assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
@@ -216,8 +213,8 @@ def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, sha
     exchange.adopt(0, no_delta, whole=False, keep=False, merged=False)
     assert holds(0)
   local(4.0)
-  exchange.adopt(0, no_delta, whole=False, keep=bool(share), merged=False)
-  assert holds(4 * share)
+  exchange.adopt(0, no_delta, whole=False, keep=True, merged=False)
+  assert holds(4)
   island.close()
 
 

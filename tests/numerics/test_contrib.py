@@ -18,7 +18,7 @@ _TOKENS = 100 * _STEPS
 _SHAPES = {'w': (8, 24), 'scale': (5,), 'bias': ()}
 
 arms = pytest.mark.parametrize(
-  'arm', [(name, decay) for name in outer.OUTERS for decay in (1.0, 0.5)], ids=str
+  'arm', [(name, slow) for name in outer.OUTERS for slow in (False, True)], ids=str
 )
 
 
@@ -43,11 +43,11 @@ def _deltas(scale=1.0):
 
 def _train(arm, syncs, tokens=_TOKENS, steps=_STEPS, start=None):
   """The arrays of the fragment after these syncs."""
-  name, decay = arm
+  name, slow = arm
   one = _fragment(name)
   if start is not None:
     one.restore(start)
-  weights = merge.token_weights(tokens, steps, aged.factors(steps, _PERIOD, decay))
+  weights = merge.token_weights(tokens, steps, aged.factors(steps, _PERIOD, [slow] * _LEARNERS))
   for deltas_MxN in syncs:
     assert one.merge(deltas_MxN, weights) is not None
   return one.whole
@@ -103,15 +103,15 @@ def test_the_result_is_finite(arm, scale):
 
 
 def test_a_learner_counts_less_the_older_its_anchor_is():
-  weights = lambda steps, decay: merge.token_weights(
-    [100, 100, 0], steps, aged.factors(steps, _PERIOD, decay)
+  weights = lambda steps, slow: merge.token_weights(
+    [100, 100, 0], steps, aged.factors(steps, _PERIOD, [slow] * 3)
   )
-  np.testing.assert_array_equal(weights([12, 24, 0], 1.0), np.float32([1, 0.5, 0]))  # the paper's
-  np.testing.assert_array_equal(weights([12, 24, 0], 0.5), np.float32([1, 0.25, 0]))
-  np.testing.assert_array_equal(weights([6, 12, 0], 0.5), np.float32([1, 0.5, 0]))  # none is old
+  np.testing.assert_array_equal(weights([12, 24, 0], False), np.float32([1, 0.5, 0]))  # the paper's
+  np.testing.assert_array_equal(weights([12, 24, 0], True), np.float32([1, 0.25, 0]))
+  np.testing.assert_array_equal(weights([6, 12, 0], True), np.float32([1, 0.5, 0]))  # none is old
 
 
 def test_one_without_company_counts_in_full_at_any_age():
   steps = [0, 10**9, 0]
-  assert aged.factors(steps, _PERIOD, 0.01).tolist() == [1, 1, 1]
-  assert aged.factors([0, 0], _PERIOD, 0.5).tolist() == [1, 1]
+  assert aged.factors(steps, _PERIOD, [True] * 3).tolist() == [1, 1, 1]
+  assert aged.factors([0, 0], _PERIOD, [True] * 2).tolist() == [1, 1]

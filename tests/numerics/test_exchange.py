@@ -30,7 +30,7 @@ def _layout():
 
 
 _jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1), donate_argnums=2)
-_jit_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 2, 3))
+_jit_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 2))
 _apply_delta = jax.jit(exchange.apply_delta, static_argnums=0)
 
 
@@ -41,13 +41,13 @@ def _pseudo_gradient(p, codec, params, anchor_N):
   )
 
 
-def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=True, alpha=None):
+def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=True):
   """The parameters with a value adopted that came whole."""
   value = exchange.Published(
     published_N, jnp.zeros_like(capture), capture, jnp.bool_(merged), jnp.bool_(keep)
   )
   leaves = fragments.by_path(params)
-  adopted = _jit_adopt(_layout().fragments[p], codec, codec, alpha, leaves, anchor_N, value)
+  adopted = _jit_adopt(_layout().fragments[p], codec, codec, leaves, anchor_N, value)
   return jax.tree.unflatten(jax.tree.structure(params), [adopted[path] for path in leaves])
 
 
@@ -104,27 +104,24 @@ def test_the_rounding_of_an_adopted_value_is_no_training(dtype, merged):
   )
 
 
-def test_adopt_overwrites_or_mixes_its_fragment_only():
+def test_adopt_overwrites_its_fragment_only():
   codec, params = codecs.get('int8'), _tree()
   local_N = fragments.gather(_layout(), 1, params)
   published_N = local_N + 1.0
   capture, _ = codec.encode(local_N)
-  for alpha in (0.0, 0.25):
-    new = _adopt(1, codec, params, local_N, published_N, capture, alpha=alpha)
-    want = (1 - alpha) * published_N + alpha * local_N
-    real = np.asarray(fragments.gather(_layout(), 1, jax.tree.map(jnp.ones_like, params))) == 1
-    np.testing.assert_allclose(fragments.gather(_layout(), 1, new)[real], want[real], rtol=1e-6)
-    np.testing.assert_array_equal(
-      fragments.gather(_layout(), 0, new), fragments.gather(_layout(), 0, params)
-    )
+  new = _adopt(1, codec, params, local_N, published_N, capture, keep=False)
+  real = np.asarray(fragments.gather(_layout(), 1, jax.tree.map(jnp.ones_like, params))) == 1
+  found = fragments.gather(_layout(), 1, new)[real]
+  np.testing.assert_allclose(found, published_N[real], rtol=1e-6)
+  np.testing.assert_array_equal(
+    fragments.gather(_layout(), 0, new), fragments.gather(_layout(), 0, params)
+  )
 
 
-def test_adopt_refuses_a_bad_alpha_or_anchor():
+def test_adopt_refuses_a_bad_anchor():
   codec, params = codecs.get('int8'), _tree()
   flat_N = fragments.gather(_layout(), 0, params)
   capture, _ = codec.encode(flat_N)
-  with pytest.raises(ValueError, match='alpha is 1.0'):
-    _adopt(0, codec, params, flat_N, flat_N, capture, alpha=1.0)
   with pytest.raises(ValueError, match='different layouts'):
     _adopt(0, codec, params, flat_N[:32], flat_N, capture)
 
@@ -138,7 +135,7 @@ def test_a_delta_is_adopted_as_the_value_that_it_makes():
     published_N, _ = _apply_delta(codec, anchor_N, data)
     value = exchange.Published(anchor_N, data, data, jnp.bool_(False), jnp.bool_(False))
     leaves = fragments.by_path(params)
-    new = _jit_adopt(_layout().fragments[p], codec, codec, None, leaves, anchor_N, value)
+    new = _jit_adopt(_layout().fragments[p], codec, codec, leaves, anchor_N, value)
     for piece, start, stop in fragments.places(_layout().fragments[p]):
       found = fragments.flat(piece, fragments.rows(new, piece))
       np.testing.assert_array_equal(found[: piece.size], published_N[start:stop][: piece.size])
@@ -228,8 +225,7 @@ def test_no_step_is_lost_or_counted_twice_in_many_rounds(name):
   assert max(left[-3:]) < 2 * max(left[:3]), 'the codec errors do not pile up'
 
 
-@pytest.mark.parametrize('alpha', [None, 0.5])
-def test_a_statistic_is_adopted_as_it_is(alpha):
+def test_a_statistic_is_adopted_as_it_is():
   """The steps since the capture, carried onto a lower value, would make a variance negative."""
   pieces, codec = (fragments.Piece('0', 0, 4, (4,), fragments.STATISTIC),), codecs.get('float32')
   flat_N = lambda value: jnp.full(32, value, jnp.float32)
@@ -238,5 +234,5 @@ def test_a_statistic_is_adopted_as_it_is(alpha):
     flat_N(0.2), jnp.zeros_like(capture), capture, jnp.bool_(True), jnp.bool_(True)
   )
   local = {'0': jnp.full(4, 0.01)}  # 0.9 at the capture
-  adopted = exchange.adopt(pieces, codec, codec, alpha, local, flat_N(1.0), value)
+  adopted = exchange.adopt(pieces, codec, codec, local, flat_N(1.0), value)
   np.testing.assert_array_equal(adopted['0'], np.full(4, 0.2, np.float32))

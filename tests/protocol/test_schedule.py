@@ -36,7 +36,7 @@ def test_a_choice_is_written_as_a_word():
   assert config.rebases and adopt.written(config.adopt) == 'rebase'
   assert not config_lib.ProtocolConfig(adopt=adopt.read('overwrite')).rebases
   for wrong in ('rebases', 7, -1):
-    words = 'sync.adopt is .*; use one of: overwrite, blend, rebase'
+    words = 'sync.adopt is .*; use one of: overwrite, rebase'
     with pytest.raises(ValueError, match=words):
       config_lib.ProtocolConfig(adopt=adopt.read(wrong))
 

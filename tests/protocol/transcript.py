@@ -35,7 +35,6 @@ def protocol_config(**changes: Any) -> config_lib.ProtocolConfig:
   """A config with short times and no saves; `*_ms` may be given instead of `*_ns`."""
   settings = {
     'lease_ms': 1000,
-    'heartbeat_ms': 200,
     'start_wait_ms': 0,
     'redial_ms': 50,
     'longest_redial_ms': 500,

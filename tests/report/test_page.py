@@ -265,7 +265,7 @@ def opened(browser, url: str, said: list[str], **how):
 def test_a_browser_shows_a_kill_while_the_run_is_under_way(browser, tmp_path):
   workdir, said = tmp_path / 'run', []
   command = [sys.executable, '-m', 'diloco_jax', 'train', '--config=stdlib_lm:tiny', '--status']
-  command += [f'--workdir={workdir}', '--chaos=on', '--config.train.steps=500']
+  command += [f'--workdir={workdir}', '--kill=l1@0.45+8', '--config.train.steps=500']
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
     url = next(line for line in run.stdout if 'the page of this run' in line).split()[-1]
     threading.Thread(target=run.stdout.read, daemon=True).start()

@@ -4,7 +4,6 @@ exists."""
 import copy
 import dataclasses
 import errno
-import io
 import json
 import math
 import os
@@ -15,7 +14,6 @@ import sys
 from typing import Any
 
 import pytest
-from rich import console as console_lib
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
@@ -475,25 +473,6 @@ def test_a_learner_alone_has_no_ledger(config):
   assert (summary['tokens_trained'], summary['tokens_merged'], summary['outer_steps']) == (50, 0, 0)
 
 
-def test_the_live_picture_shows_learners_syncer_and_the_last_event():
-  view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
-  console = console_lib.Console(file=io.StringIO(), width=100)
-  console.print(live.picture(view, elapsed_s=14, width=100))
-  text = console.file.getvalue()
-  for words in (
-    'l0',
-    'importing',
-    'l1',
-    'training',
-    'held-out',
-    '5.500',
-    '20% of 10 steps',
-    'goodput',
-    'restarted',
-  ):
-    assert words in text
-
-
 def _costs():
   """l0 trains on TPUs, l1 on CPUs, whose peak and memory nobody tells."""
   tpu = {'kind': 'TPU v6 lite', 'peak_flops': 918e12, 'memory_limit_bytes': 32 << 30}
@@ -503,20 +482,9 @@ def _costs():
     yield name, row(12.5, facts.Cost(flops=flops, memory_bytes=memory, **given))
 
 
-def test_what_devices_do_is_in_the_table_and_in_the_summary_where_it_is_known(config, tmp_path):
+def test_what_devices_do_is_in_the_summary_where_it_is_known(config, tmp_path):
   """Steps take half a second."""
   run = run_facts.RunFacts(['l0', 'l1'], 10).take([*_ROWS[:9], *_costs()])
-  console = console_lib.Console(file=io.StringIO(), width=120)
-  console.print(live.picture(run, elapsed_s=14, width=120))
-  lines = console.file.getvalue().splitlines()
-  head = next(line for line in lines if 'TFLOP/s' in line)
-  cells = {line.split()[0]: line for line in lines if line.split()[:1] in (['l0'], ['l1'])}
-  assert head.index('tokens/s') < head.index('TFLOP/s') < head.index('MFU') < head.index('HBM')
-  assert all(word in cells['l0'].split() for word in ('300', '33%', '75%'))
-  assert '0.01' in cells['l1'].split() and '%' not in cells['l1'][: head.index('goodput')]
-  model = '2.5 million parameters, 1,024 tokens a step, 4 x'
-  assert f' l0: {model} TPU v6 lite' in lines and f' l1: {model} cpu' in lines
-
   run.take(_ROWS[9:])
   summary = summarized(config, run, _FATES)
   mine = summary['learners']['l0']
@@ -528,36 +496,9 @@ def test_what_devices_do_is_in_the_table_and_in_the_summary_where_it_is_known(co
   assert ', 4 x cpu, TFLOP/s 0.01, 1 updates' in text
 
 
-@pytest.mark.parametrize('width', [20, 50, 80, 88, 120])
-def test_a_narrow_terminal_gets_the_columns_that_fit_and_a_mark(width):
-  view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
-  console = console_lib.Console(file=io.StringIO(), width=width)
-  console.print(live.picture(view, elapsed_s=14, width=width))
-  lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-  assert '20%' in lines[0] or width == 20  # a low terminal shows the beginning
-  heads = [line for line in lines if line.strip().startswith(('learner', 'syncer'))]
-  assert len(heads) == 2 and all(len(line) <= width for line in lines)
-  for head, last in zip(heads, ('incarnation', 'merged')):
-    assert head.endswith(last if width > 100 else '…')
-
-
-def test_a_resized_terminal_is_drawn_anew():
-  """It has wrapped the lines of the old table, so they cannot be erased one by one."""
-  console = console_lib.Console(
-    file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={'TERM': 'xterm'}
-  )
-  display = live.LiveDisplay(console)
-  view = run_facts.RunFacts(['l0'], 10)
-  display.tick(view)
-  assert '\x1b[2J' not in console.file.getvalue()
-  console.size = (60, 20)
-  display.close()
-  assert console.file.getvalue().count('\x1b[2J') == 1
-
-
 def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_path):
   with open(tmp_path / 'out', 'w', encoding='utf-8') as stream:
-    display = live.make(stream)
+    display = live.Display(stream)
     display.listen('l0', '12:00:00 completed step: 1')
     display.tick(run_facts.RunFacts(['l0'], total_steps=10))
   display.listen('l0', 'after the end')

@@ -1,11 +1,11 @@
 """A real run of two honest learners, and what hostile processes do to it.
 
-One run of `tiny` meets every attack of hostile_attacks.py, one after the other, with quiet time
-before; the tests read what its processes wrote meanwhile. The honest learners are paced, so that
-two cores have time for the attacker, too. Their steps are counted by the second; or, should other
-tests need the cores meanwhile, the time is measured in which a learner is *blocked*: it neither
-runs nor waits for a CPU. Outer steps are counted by the second, or by the step of the run's clock,
-at each of which a sync is due.
+One run of `tiny` meets the attacks of hostile_attacks.py, by default one of each kind, one after
+the other, with quiet time before; the tests read what its processes wrote meanwhile. The honest
+learners are paced, so that two cores have time for the attacker, too. Their steps are counted by
+the second; or, should other tests need the cores meanwhile, the time is measured in which a learner
+is *blocked*: it neither runs nor waits for a CPU. Outer steps are counted by the second, or by the
+step of the run's clock, at each of which a sync is due.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import multiprocessing
 import pathlib
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent import futures
 
 import pytest
@@ -115,12 +116,18 @@ def _with_small_pages(program: supervisor_lib.Program) -> supervisor_lib.Program
 class Conductor(conductor.Conductor):
   """Attacks the run, one attack after the other; `seconds` for each."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, seconds: float):
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    recorder: records.Recorder,
+    seconds: float,
+    attacks: Sequence[str],
+  ):
     super().__init__(workdir, recorder, OVERRIDES, change=_with_small_pages)
     self._seconds = seconds
     self.shares = {name: Shares() for name in LEARNERS}
     self.phases: list[Phase] = []
-    self.attacks = list(hostile_attacks.ATTACKS)
+    self.attacks = attacks
 
   def look(self) -> None:
     """Also samples the learners."""
@@ -185,7 +192,8 @@ class Run(conductor.Run):
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory, counts) -> Run:
   seconds = 20.0 if counts.full else 1.5
-  make = functools.partial(Conductor, seconds=seconds)
+  attacks = hostile_attacks.ATTACKS if counts.full else hostile_attacks.BY_DEFAULT
+  make = functools.partial(Conductor, seconds=seconds, attacks=attacks)
   conducted, left = conductor.play(tmp_path_factory.mktemp('hostile'), make, DEADLINE_S)
   run = Run(**vars(left), phases={one.name: one for one in conducted.phases}, full=counts.full)
   for phase in run.phases.values():
@@ -217,7 +225,13 @@ def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
 
 # --- What must hold -------------------------------------------------------------------------------
 
-every_attack = pytest.mark.parametrize('name', hostile_attacks.ATTACKS)
+every_attack = pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name in hostile_attacks.BY_DEFAULT else pytest.mark.full)
+    for name in hostile_attacks.ATTACKS
+  ],
+)
 
 
 def test_honest_processes_end_well_and_only_once(run):

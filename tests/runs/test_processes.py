@@ -226,7 +226,6 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
     '--config.train.steps=1000000',
     '--config.sync.learners=1',
     '--config.sync.lease_s=3',
-    '--config.sync.heartbeat_s=1',
     '--config.train.log_every=20',
     '--config.train.eval_every=0',
     '--config.train.checkpoint_every_steps=1000',

@@ -28,7 +28,6 @@ DEADLINE_S = 280
 KEEP_EVERY = 6
 COMMON = (
   '--config=stdlib_lm:tiny',
-  '--chaos=off',
   slow_data.FLAG,
   '--config.train.steps=1000000',
   '--config.train.log_every=1000',

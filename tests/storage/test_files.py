@@ -57,7 +57,7 @@ def test_names_sizes_and_pieces(tmp_path: pathlib.Path):
 
 
 def test_no_descriptor_stays_open_behind_a_rename_a_removal_or_a_read(tmp_path: pathlib.Path):
-  """With `keep_log` a run has a file for each outer step."""
+  """A log may have a file for each outer step."""
   files = files_lib.Files(tmp_path)
   log = wal.open_log(files, RUN)
 

@@ -311,7 +311,7 @@ def test_a_tape_ends_at_its_limit_and_what_is_on_it_replays(tmp_path):
   with contextlib.closing(tapes.Tape(tmp_path, start, said.append, limit_bytes=64_000)) as out:
     for turn in turns:
       out.record(turn.now_ns, turn.event, turn.actions)
-    assert 'train.tapes_mib' in out.ended
+    assert 'half of what the tapes of a node may take' in out.ended
   assert len(said) == 1 and 'the tape ends here, the run continues: it has' in said[0]
   # A segment ends with the line that fills it; how many are packed by then is a matter of time.
   longest = max(map(len, (GOLDEN / 'learner.jsonl').read_bytes().splitlines(keepends=True)))

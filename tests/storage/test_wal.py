@@ -574,19 +574,6 @@ def test_a_programming_error_writes_nothing():
     log.append(1, b'')
 
 
-def test_a_log_that_is_read_only_changes_nothing():
-  disk = Storage()
-  write_log(disk, 3).append(1, payload(4))
-  before = disk.copy()
-  log = wal.read_log(disk, RUN)
-  assert read_log(log) == expected(3)
-  with pytest.raises(wal.WalBroken, match='reading only'):
-    log.append(1, b'')
-  assert disk.copy() == before
-  with pytest.raises(wal.WalDamaged, match='there is no log'):
-    wal.read_log(Storage(), RUN)
-
-
 def test_a_change_under_an_open_log_is_never_skipped():
   disk = Storage()
   write_log(disk, 3)

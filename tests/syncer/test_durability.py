@@ -296,18 +296,14 @@ def merge_with(participants: int) -> actions.Merge:
   )
 
 
-@pytest.mark.parametrize('sizes', [(5,), (3, 0, 8)])
-@pytest.mark.parametrize('kept', [False, True])
-def test_a_record_decodes_to_its_outer_step(sizes, kept):
-  gradient, given = os.urandom(7), [os.urandom(size) for size in sizes]
-  merge = merge_with(len(sizes))
+@pytest.mark.parametrize('participants', [1, 3])
+def test_a_record_decodes_to_its_outer_step(participants):
+  gradient, merge = os.urandom(7), merge_with(participants)
   done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
-  step = outer_log.OuterStep(merge, done, gradient, given if kept else ())
-  buffers = outer_log.encode(step)
-  assert all(a is b for a, b in zip(buffers[1:], (gradient, *step.payloads)))  # not copied
+  buffers = outer_log.encode(outer_log.OuterStep(merge, done, gradient))
+  assert buffers[1] is gradient  # not copied
   read = outer_log.decode(memoryview(b''.join(buffers)))
   assert (read.merge, read.done, bytes(read.gradient)) == (merge, done, gradient)
-  assert [bytes(view) for view in read.payloads] == list(step.payloads)
 
 
 @pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
@@ -315,7 +311,7 @@ def test_a_record_of_another_length_is_refused(damage):
   merge = merge_with(1)
   step = outer_log.OuterStep(merge, ended(merge), b'12345678')
   data = b''.join(outer_log.encode(step))
-  with pytest.raises(ValueError, match='bytes do not hold a gradient and payloads'):
+  with pytest.raises(ValueError, match='bytes are no gradient of'):
     outer_log.decode(memoryview(damage(data)))
 
 

@@ -10,7 +10,6 @@ import pytest
 from diloco_jax.storage import checkpoint, files
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import island as island_lib
-from diloco_jax.train import profile
 
 
 def _host(tree):
@@ -127,32 +126,6 @@ def test_a_learner_that_comes_back_holds_its_state_once(make_island, tmp_path, m
   island.params = published
   assert restored.step == 1 and not any(leaf() is not None for leaf in read)
   island.close()
-
-
-def test_a_trace_has_the_programs_of_the_chosen_steps(make_island, tmp_path):
-  island = make_island(profile=profile.Profile(tmp_path, range(1, 3)))
-  for clock in range(4):
-    island.step(clock)
-  (path,) = tmp_path.rglob('*.xplane.pb')  # xprof looks for these
-  names = [
-    event.name
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes
-    for line in plane.lines
-    for event in line.events
-  ]
-  assert names.count('inner step') == 2
-  assert any('train_step' in name for name in names)
-
-
-def test_of_two_islands_that_are_traced_at_once_one_trains_without(tmp_path, caplog):
-  """A process has one profiler. An island that ends early writes its trace, too."""
-  first, second = (profile.Profile(tmp_path / name, range(9)) for name in 'ab')
-  for one in (first, second):
-    one.begins(0)
-  assert str(tmp_path / 'b') in caplog.text
-  for one in (first, second):
-    one.close()
-  assert list(tmp_path.rglob('*.xplane.pb')) and not (tmp_path / 'b').exists()
 
 
 def test_a_second_island_in_the_same_folder_is_refused(make_island, tmp_path):

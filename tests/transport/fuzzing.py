@@ -266,7 +266,7 @@ def _record_file() -> bytes:
 
 
 def _read_record_file(data: bytes) -> None:
-  wal.read_log(disk_lib.Disk(random.Random(0), {wal.name_of(1): data}), 'r')
+  wal.open_log(disk_lib.Disk(random.Random(0), {wal.name_of(1): data}), 'r', after=1)
 
 
 def _mend_record_file(data: bytes) -> bytes:
@@ -282,7 +282,7 @@ def _outer_step() -> bytes:
   done = events.MergeDone(
     sync=2, fragment=0, payload_id=None, payload=_PAYLOAD, digest=77, norms=(5, 6), refused=('l0',)
   )
-  return b''.join(outer_log.encode(outer_log.OuterStep(merge, done, b'xyz', [b'abc', b'defg'])))
+  return b''.join(outer_log.encode(outer_log.OuterStep(merge, done, b'xyz')))
 
 
 def _json_of_outer_step(data: bytes) -> bytes:
@@ -292,7 +292,7 @@ def _json_of_outer_step(data: bytes) -> bytes:
 
 
 def _with_header(text: bytes) -> bytes:
-  return struct.pack('<I', len(text)) + text + b'xyzabcdefg'
+  return struct.pack('<I', len(text)) + text + b'xyz'
 
 
 def _mend_line(body: bytes) -> bytes:

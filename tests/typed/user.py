@@ -13,7 +13,7 @@ def get_config(steps: int = 60) -> run_config.Config:
   config = stdlib_lm.get_config('tiny')
   config.train.steps = steps
   config.sync.quorum, config.sync.max_lag = 2, None
-  config.sync.adopt = 'blend'
+  config.sync.adopt = 'overwrite'
   config.sync.quorum = 'all'  # wrong
   config.sync.qourum = 2  # wrong
   diloco_jax.SyncConfig(learners=2, codec_up='int4')

@@ -29,7 +29,6 @@ CONFIG = config_lib.ProtocolConfig(
   quorum=1,
   total_steps=2,
   lease_ns=1000 * MS,
-  heartbeat_ns=200 * MS,
   strikes=1,
 )
 PAYLOAD = m.Payload(size_bytes=64, crc32=0)
@@ -269,15 +268,6 @@ BROKEN = [  # what no mutant breaks before it breaks something else
     ),
   ),
   ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
-  (
-    'L7',
-    then(
-      LEARNER,
-      e.Stop(reason='preempted'),
-      a.Save(clock=2, machine_state={}),
-      a.Exit(code=0, text=''),
-    ),
-  ),
 ]
 
 
@@ -455,13 +445,6 @@ def test_a_sync_that_does_not_open_is_noticed():
   learner.clock = 99
   with pytest.raises(checkers.Violation, match='P1: .*is not open'):
     watcher.saw(SYNCER, 10_000 * MS, e.Wake(), ())
-
-
-def test_a_missing_sync_is_noticed():
-  watcher = watch(STORY)
-  watcher.run.syncer.lineage.next, watcher.run.syncer.exited = 99, True
-  with pytest.raises(checkers.Violation, match='L6: .*fragment 0 was due 2 times'):
-    watcher.finished(30 * MS)
 
 
 def test_finish_before_the_disk_shows_the_end_is_noticed():

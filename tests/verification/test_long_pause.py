@@ -44,7 +44,6 @@ def test_a_pause_of_many_tokens_is_merged_and_the_ledger_is_exact(steps):
     max_lag=None,
     total_steps=steps + 1_000,
     lease_ns=1_000 * MS,
-    heartbeat_ns=200 * MS,
     save_steps=0,
     max_step_tokens=TOKENS // steps,
   )

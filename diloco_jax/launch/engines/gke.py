@@ -6,6 +6,9 @@ all are started again together, except after exit code 42 of any of them. A lear
 its own, as the slices of one JobSet would become one program (MEGASCALE_*).
 """
 
+import json
+import math
+import re
 import shlex
 from typing import Any
 
@@ -14,33 +17,89 @@ from absl import flags
 
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
-from diloco_jax.launch.engines import google_cloud
 
+_PORT = 7070
+_SPARE_S = 10
+
+# A program that SIGTERM has ended in order exits with 0, which a cluster takes for the end of the
+# run. So a shell tells the two apart: after SIGTERM it exits with 143, and the program is started
+# again. It also makes SIGTERM end a program that has not set its handlers yet: the kernel keeps
+# that signal from the first process of a container.
+UNTIL_DONE = 'trap "kill -TERM \\$!" TERM; "$0" "$@" & wait $!; code=$?; wait; exit $code'
+
+_IMAGE = flags.DEFINE_string(
+  'image', '', 'gke: image with the extras tpu, gcs of this package (scripts/Dockerfile).'
+)
+_SPOT = flags.DEFINE_bool('spot', False, 'gke: take spot capacity for TPU slices.')
+_SERVICE_ACCOUNT = flags.DEFINE_string(
+  'service_account', '', 'gke: account of the programs; it may write to train.store.'
+)
+_METRICS_PORT = flags.DEFINE_integer(
+  'metrics_port', None, 'gke: where every program serves /metrics.', 1, 65535
+)
+_WITHOUT_STORE = flags.DEFINE_bool(
+  'without_store', False, 'gke: let learners lose their optimizer state with their machine.'
+)
 _NAMESPACE = flags.DEFINE_string('namespace', 'default', 'gke: namespace of the run.')
 _QUEUE = flags.DEFINE_string('kueue_queue', '', 'gke: LocalQueue of Kueue that admits learners.')
 _CPUS = flags.DEFINE_integer('syncer_cpus', 8, 'gke: CPUs of the syncer.')
 _MEMORY = flags.DEFINE_integer(
   'syncer_memory_gib', 32, 'gke: memory of the syncer; 16 bytes for each parameter of the model.'
 )
-flags.adopt_module_key_flags(google_cloud)
 
 _NODES = {'v5e': 'tpu-v5-lite-podslice', 'v5p': 'tpu-v5p-slice', 'v6e': 'tpu-v6e-slice'}
 _OWNER_READS = 0o400
 _UNLIMITED = 10**6
 
-needs = google_cloud.needs
-
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
-  return google_cloud.places(request, f'{request.run}-{spec_lib.SYNCER}')
+  config, port = json.dumps(request.config.to_dict()), _METRICS_PORT.value
+  return spec_lib.Places(
+    workdir=request.workdir or '/diloco',
+    syncer=f'{request.run}-{spec_lib.SYNCER}:{_PORT}',
+    listen=f'0.0.0.0:{_PORT}',
+    tls='/certs',
+    meet=['--hosts=auto'],  # jax finds the hosts of a TPU slice
+    flags=[f'--config={config}', *cli.file_flags(), *([f'--metrics_port={port}'] if port else ())],
+  )
+
+
+def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
+  config, tokenizer = request.config, request.config.data.tokenizer
+  train = any(one.role == spec_lib.LEARNER for one in described.programs)
+  alone = all(one.hosts == 1 for one in described.programs)
+  stored = config.train.store.startswith('gs://') or (alone and _WITHOUT_STORE.value)
+  paths = {  # those of this machine are not in an image; an absolute one may be of the image
+    'task': config.task if '.py:' in config.task else '',
+    'data.corpus': config.data.corpus,
+    'data.tokenizer': '' if '(' in tokenizer else tokenizer,
+    'train.init_from': config.train.init_from,
+  }
+  return {
+    '--image: docs/howto/launch.md shows how to build one': _IMAGE.value,
+    '--tls: the programs are on several machines (diloco certs --help)': request.tls,
+    '--topology, the TPU slice of each learner, as v6e:4x4 (for learners on CPUs: '
+    '--topology=cpu)': request.topology or not train,
+    'a slice, as the hosts of a learner find each other on TPUs only (or --engine=ray)': alone
+    or request.tpus,
+    '--config.train.store=gs://BUCKET/PREFIX, as a learner has no folder that outlives its machine '
+    'or that its hosts share (--without_store, if learners have one host)': stored or not train,
+    f'another --metrics_port than {_PORT}, which is that of the syncer': _METRICS_PORT.value
+    != _PORT,
+    **{
+      f'--config.{name}=/..., the path of {path} in the image': re.match('/|.*://|(stdlib)?$', path)
+      for name, path in paths.items()
+    },
+  }
 
 
 def render(
   described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places
 ) -> dict[str, str]:
   run, texts = described.name, {}
+  stop_s = math.ceil(request.config.train.drain_s) + _SPARE_S
   for program in described.programs:
-    pod = _pod(f'{run}-{program.name}', program, places, google_cloud.stop_s(request))
+    pod = _pod(f'{run}-{program.name}', program, places, stop_s)
     texts[f'{run}-{program.name}.yaml'] = yaml.safe_dump_all(
       _documents(run, program, pod), sort_keys=False, explicit_start=True, width=100
     )
@@ -59,7 +118,7 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
     return {'apiVersion': version, 'kind': kind, 'metadata': metadata, 'spec': spec}
 
   # The port where the hosts of a learner meet has no authentication.
-  port, documents = {'port': google_cloud.PORT}, []
+  port, documents = {'port': _PORT}, []
   ingress: list[dict[str, Any]] = [{'from': [{'podSelector': {'matchLabels': labels()}}]}]
   if program.role == spec_lib.SYNCER:
     ingress = [{'ports': [port]}]
@@ -68,7 +127,7 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
     documents.append(document('v1', 'PersistentVolumeClaim', disk))
     documents.append(document('v1', 'Service', {'selector': labels(), 'ports': [port]}))
   metadata: dict[str, Any] = {'labels': labels()}
-  if metrics := google_cloud.METRICS_PORT.value:
+  if metrics := _METRICS_PORT.value:
     ingress.append({'ports': [{'port': metrics}]})
     metadata['annotations'] = {'prometheus.io/scrape': 'true', 'prometheus.io/port': str(metrics)}
   rules = {'policyTypes': ['Ingress'], 'ingress': ingress}
@@ -112,13 +171,13 @@ def _pod(
 ) -> dict[str, Any]:
   pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': stop_s}
   environment, resources, disk = dict(program.environment), {}, {'emptyDir': {}}
-  if google_cloud.SERVICE_ACCOUNT.value:
-    pod['serviceAccountName'] = google_cloud.SERVICE_ACCOUNT.value
+  if _SERVICE_ACCOUNT.value:
+    pod['serviceAccountName'] = _SERVICE_ACCOUNT.value
   if program.topology:
     kind, _, shape = program.topology.partition(':')
     prefix = 'cloud.google.com/gke-'
     pod['nodeSelector'] = {f'{prefix}tpu-accelerator': _NODES[kind], f'{prefix}tpu-topology': shape}
-    if google_cloud.SPOT.value:
+    if _SPOT.value:
       pod['nodeSelector'][f'{prefix}spot'] = 'true'
     resources = {'limits': {'google.com/tpu': program.chips}}
   else:
@@ -129,14 +188,14 @@ def _pod(
   certs = {'name': 'certs', 'mountPath': f'{places.tls}/{program.name}', 'readOnly': True}
   container = {
     'name': program.role,
-    'image': google_cloud.IMAGE.value,
-    'command': ['sh', '-c', google_cloud.UNTIL_DONE],
+    'image': _IMAGE.value,
+    'command': ['sh', '-c', UNTIL_DONE],
     'args': list(program.argv),
     'env': [{'name': key, 'value': value} for key, value in environment.items()],
     'resources': resources,
     'volumeMounts': [{'name': 'workdir', 'mountPath': places.workdir}, certs],
   }
-  if port := google_cloud.METRICS_PORT.value:
+  if port := _METRICS_PORT.value:
     container['ports'] = [{'name': 'metrics', 'containerPort': port}]
   secret = {'name': 'certs', 'secret': {'secretName': name, 'defaultMode': _OWNER_READS}}
   return {**pod, 'containers': [container], 'volumes': [{'name': 'workdir', **disk}, secret]}

@@ -12,7 +12,7 @@ class Saving:
 
   def __init__(self, config: config_lib.ProtocolConfig, out: action_list.ActionList):
     self._every, self._keep_every = config.save_steps, config.keep_every
-    self._notices = rate_limited_log.Notices(config.say_again_ns, out.say)
+    self._notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, out.say)
     self._out = out
     self._saved_steps = 0
     self._interval: int | None = None  # of `keep_every`, of the newest save or of the start

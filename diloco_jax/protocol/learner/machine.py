@@ -366,8 +366,6 @@ class LearnerMachine:
     max_misses = self._config.max_misses if self._config.rebases else None
     new, keep, merged = anchor.adopt(publish, self.steps, self.tokens, max_misses)
     reason = '' if keep else new.reason
-    if self._config.blends:  # after a fault, and before its first anchor, there is nothing to keep
-      keep = publish.keep and not whole
     self._out.do(
       actions.Adopt(
         fragment=fragment,

@@ -19,7 +19,7 @@ A sync ends with a published version, or cancelled. Each participant receives it
 
 from collections.abc import Iterable
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
@@ -280,7 +280,7 @@ class Gathering:
 
   def say_if_idle(self, now_ns: int, contributors: int) -> None:
     """Says so if there was no outer step for a while, or none with a certain learner."""
-    pause_ns = self._config.say_again_ns
+    pause_ns = rate_limited_log.PAUSE_NS
     if self._merged_ns is None:
       self._merged_ns = now_ns
     if now_ns - self._merged_ns >= pause_ns:

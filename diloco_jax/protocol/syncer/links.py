@@ -7,7 +7,7 @@ sees anyway, and asks less of a slow one::
     service      of a payload: its arrival - max(when it was due, arrival of the one before)
     narrow       the regular codec does not fit: the learner encodes with `sync.codec_up_slow`
     r, 1 to 16   the narrow one does not fit either: the learner is pulled for a fragment in one of
-                 r periods only, with all its steps, which count less (`sync.slow_age_decay`)
+                 r periods only, with all its steps, which count less (contrib/aged.py)
     sparse       the other way does not carry every version: the learner is sent no deltas, but one
                  whole fragment after the other, the one that is most behind first (published.py)
 

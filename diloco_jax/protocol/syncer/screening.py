@@ -196,7 +196,7 @@ class Screening:
     self._members = members
     self._out = out
     self.usual = [Usual() for _ in range(config.fragments)]
-    self.notices = rate_limited_log.Notices(config.say_again_ns, out.say)
+    self.notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, out.say)
 
   def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""

@@ -1,6 +1,6 @@
 """An observer of a run sees what tapes hold: the start and end of processes, and every turn.
 
-So checkers, coverage, narration and tapes watch the simulated world live and read the tapes of real
+So checkers, narration and tapes watch the simulated world live and read the tapes of real
 processes afterwards.
 """
 

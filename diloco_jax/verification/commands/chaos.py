@@ -29,7 +29,7 @@ from diloco_jax.verification.faults import chaos_run, conductor
 DEFAULT_FLAGS = """
   --config.train.steps=1000000 --config.train.log_every=200 --config.train.eval_every=0
   --config.train.checkpoint_every_steps=100 --config.sync.lease_s=1.5
-  --config.sync.heartbeat_s=0.3 --config.sync.checkpoint_every_syncs=100 --config.sync.overlap=3
+  --config.sync.checkpoint_every_syncs=100 --config.sync.overlap=3
 """.split()
 
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.api import single_controller
 
     islands = single_controller.SingleController(config, workdir)
-  display = live.make()
+  display = live.Display()
   make = functools.partial(
     chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display
   )
@@ -94,8 +94,6 @@ def main(argv: list[str]) -> int:
   except conductor.EndedEarly as error:
     print(f'the run ended before its plan did: {error.outcome.text}', file=sys.stderr)
     return error.outcome.code or 1
-  finally:
-    display.close()
   text, as_promised = chaos.verdict()
   print(text)
   return run.outcome.code or int(not as_promised)

@@ -2,21 +2,15 @@
 
     diloco replay runs/cpu-20260101-120000          # every process of every node
     diloco replay runs/cpu-20260101-120000/tapes/l1.2.0.jsonl
-    diloco replay runs/cpu-20260101-120000 --arrays # and Theta, from the log
 
 The folder of a run (or its `tapes`) names all its tapes; a segment names the whole tape of its
 process. The program prints one line per tape, `identical: N events, hash H`, or the first
 divergence with the turns before it. For a machine that crashed as recorded it prints the traceback.
-With --arrays it carries out every outer step again from the payloads in the log (needs a run with
---config.sync.keep_log=true) and compares Theta at every version. Exit codes: 0 all identical, 1 a
-divergence, a damaged tape or no whole log, 42 no such tape.
+Exit codes: 0 all identical, 1 a divergence or a damaged tape, 42 no such tape.
 """
 
-import os
 import pathlib
 import traceback
-
-from absl import flags
 
 from diloco_jax.launch import cli
 from diloco_jax.protocol.tape import tape
@@ -25,9 +19,6 @@ from diloco_jax.verification.replay import tape_files
 
 POSITIONAL = True
 cli.define_files()
-_ARRAYS = flags.DEFINE_bool(
-  'arrays', False, 'also rebuild Theta from the log of each run (folders only) and compare it'
-)
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +27,6 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError):
     lives = [life for path in argv[1:] for life in tape_files.find(pathlib.Path(path))]
     identical = [_replay(life) for life in lives]
-    if _ARRAYS.value:
-      identical += [_rebuild(pathlib.Path(path)) for path in argv[1:]]
   return int(not all(identical))
 
 
@@ -60,21 +49,3 @@ def _replay(life: tapes.ProcessTape) -> bool:
       f'{tapes.versions()}.'
     )
   return replay.identical
-
-
-def _rebuild(workdir: pathlib.Path) -> bool:
-  """Prints the result for the arrays of a run; returns whether they are identical."""
-  os.environ['JAX_PLATFORMS'] = 'cpu'
-  from diloco_jax.api import load_params
-  from diloco_jax.storage import wal  # a replay without --arrays does not import jax
-  from diloco_jax.verification.replay import arrays
-
-  try:
-    assembled = load_params.assemble(workdir, data=True)
-    print(f'arrays of {workdir}: {arrays.rebuild(assembled, workdir).text()}')
-    return True
-  except arrays.Differs as error:
-    print(f'arrays of {workdir}: different: {error}')
-  except (ValueError, tape.TapeError, wal.WalError, OSError) as error:
-    print(f'arrays of {workdir}: {cli.one_line(error)}')
-  return False

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.checks import coverage as coverage_lib
 from diloco_jax.verification.sim import random_settings
 from diloco_jax.verification.sim import seeds as seeds_lib
 
@@ -26,14 +25,12 @@ class Summary:
   events: int = 0
   faults: int = 0
   failed: list[seeds_lib.Outcome] = dataclasses.field(default_factory=list)
-  points: coverage_lib.Points = dataclasses.field(default_factory=coverage_lib.Points)
 
   def add(self, other: 'Summary') -> None:
     self.seeds += other.seeds
     self.events += other.events
     self.faults += other.faults
     self.failed += other.failed
-    self.points.merge(other.points)
 
 
 def run_chunk(seeds: Sequence[int]) -> Summary:
@@ -41,15 +38,10 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
   gc.disable()  # a world lives for milliseconds; its garbage is collected below
   summary = Summary()
   for seed in seeds:
-    points = coverage_lib.Points()
-    with points.moves():
-      outcome = seeds_lib.run_seed(seed, [points])
-    summary.points.merge(points)
+    outcome = seeds_lib.run_seed(seed)
     summary.seeds += 1
     summary.events += outcome.events
     summary.faults += len(outcome.faults)
-    for kind in outcome.faults:
-      summary.points.fault(kind)
     if outcome.violation is not None:
       summary.failed.append(outcome)
   gc.enable()

@@ -72,7 +72,6 @@ def _config(
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
     lease_ns=lease_ns,
-    heartbeat_ns=lease_ns // 5,
     redial_ns=50 * MS,
     longest_redial_ns=500 * MS,
     save_steps=draw.choice([0, 3]),
@@ -195,9 +194,6 @@ def draw(seed: int) -> Setting:
     ahead=adopt.randint(0, min(2, max(1, config.period - 1))),
     max_misses=adopt.choice((0, 1, 2, 2)),
   )
-  if config_lib.ADOPT[config.adopt] == 'overwrite':
-    how = random_streams.random_stream(seed, 'blend').choice(('overwrite', 'blend'))
-    config = dataclasses.replace(config, adopt=config_lib.ADOPT.index(how))
   local = random_streams.random_stream(seed, 'local').choice((0, 0, 0, 1))
   keeping = random_streams.random_stream(seed, 'keeping')
   wait = random_streams.random_stream(seed, 'wait')

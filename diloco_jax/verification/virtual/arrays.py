@@ -259,7 +259,7 @@ def fresh_island(assembled: build.Assembly) -> island_lib.Island:
 def fresh_theta(assembled: build.Assembly) -> global_model.Theta:
   """A global model at version 0."""
   sync = assembled.config.sync
-  outer = sync.merge, sync.embedding_merge, sync.router_merge, sync.outer
+  outer = sync.merge, sync.embedding_merge, sync.outer
   return _theta(repr((_exchange_key(assembled), outer)), _Unkeyed(assembled)).twin(assembled)
 
 
@@ -275,7 +275,7 @@ def _step_key(config: run_config.Config) -> str:
 def _exchange_key(assembled: build.Assembly) -> str:
   """All that encoding and adoption depend on."""
   sync = assembled.config.sync
-  arithmetic = sync.codec_up, sync.codec_up_slow, sync.codec_down, sync.adopt, sync.alpha
+  arithmetic = sync.codec_up, sync.codec_up_slow, sync.codec_down, sync.adopt
   return repr((assembled.config.task, assembled.layout.digest(), arithmetic))
 
 

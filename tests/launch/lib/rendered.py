@@ -1,6 +1,6 @@
-"""The texts of the engines gke and queued, and how they are compared with those in `golden`.
+"""The texts of the engine gke, and how they are compared with those in `golden`.
 
-REWRITE_GOLDEN=1 python -m pytest tests/launch/test_gke.py tests/launch/test_queued.py
+REWRITE_GOLDEN=1 python -m pytest tests/launch/test_gke.py
 """
 
 import contextlib
@@ -18,10 +18,7 @@ from diloco_jax.launch import spec as spec_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'golden'
 STORE = 'gs://bucket/run'
-GIVEN = {  # what each engine cannot do without
-  'gke': {'image': 'registry/diloco:1'},
-  'queued': {'image': 'registry/diloco:1', 'project': 'p', 'zone': 'us-east5-b'},
-}
+GIVEN = {'gke': {'image': 'registry/diloco:1'}}  # what an engine cannot do without
 # With the number of their hosts, of four chips each.
 _V5P = {'v5p:2x2x1': 1, 'v5p:2x2x2': 2, 'v5p:2x2x4': 4, 'v5p:2x4x4': 8, 'v5p:4x4x4': 16}
 _V6E = {'v6e:2x2': 1, 'v6e:2x4': 2, 'v6e:4x4': 4, 'v6e:4x8': 8, 'v6e:8x8': 16}

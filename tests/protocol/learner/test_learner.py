@@ -88,27 +88,15 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
     assert not contents(out, messages.Decline)
 
 
-@pytest.mark.parametrize(
-  'adopt, whole, keep, carries',
-  [
-    ('blend', False, True, True),
-    ('blend', False, False, False),  # after a refused update
-    ('blend', True, True, False),  # its own value may be no step of this run: of a joiner
-    ('overwrite', False, True, False),
-  ],
-)
-def test_a_learner_blends_only_with_a_delta_and_without_a_fault(adopt, whole, keep, carries):
-  machine = new_learner(max_lag=None, adopt=config_lib.ADOPT.index(adopt))
+def test_a_learner_that_overwrites_keeps_nothing():
+  machine = new_learner(max_lag=None, adopt=config_lib.ADOPT.index('overwrite'))
   connect(machine, 1, 0)
-  said = publish(2, 0, version=1, keep=keep)
-  if whole:
-    said = dataclasses.replace(said, base_version=None)
-  machine.handle(MS, received(1, said, payload_id=4))
+  machine.handle(MS, received(1, publish(2, 0, version=1, keep=True), payload_id=4))
   out = train(machine, 10)
   (action,) = [one for one in out if isinstance(one, actions.Adopt)]
-  assert (action.whole, action.keep, action.merged) == (whole, carries, False)
+  assert (action.whole, action.keep, action.merged) == (False, False, False)
   reported = [one.fact.reason for one in out if isinstance(one, actions.Report)]
-  assert reported == ['overwritten'], 'the ledger settles what the learner keeps of it, too'
+  assert reported == ['overwritten'], 'the ledger settles them'
 
 
 # --- Rebase ---------------------------------------------------------------------------------------

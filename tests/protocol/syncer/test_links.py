@@ -25,7 +25,7 @@ class Syncer:
     members = members_lib.Members(config)
     for session, name in enumerate(('l0', 'l1')):
       members.bind(name, session, 1, session, 0)
-    notices = rate_limited_log.Notices(config.say_again_ns, self.said.append)
+    notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, self.said.append)
     sizes = (SIZE,) * P, (narrow,) * P
     self.tempo = tempo_lib.Tempo(config)
     schedule = schedule_lib.Schedule(config)
@@ -105,7 +105,7 @@ def test_the_smaller_codec_comes_first_and_stays_while_it_is_needed():
   assert not syncer.links.narrow(syncer.one)
 
 
-@pytest.mark.parametrize('settings', [{'adopt': 1}, {'wait_for': 1}, {'overlap': 0}])
+@pytest.mark.parametrize('settings', [{'adopt': 0}, {'wait_for': 1}, {'overlap': 0}])
 def test_where_learners_wait_or_drop_their_steps_every_sync_pulls(settings):
   syncer = Syncer(**settings)
   for _ in range(4):
@@ -159,7 +159,7 @@ def test_where_an_answer_takes_many_steps_syncs_wait_for_it_and_the_period_is_lo
   assert (syncer.tempo.delay, syncer.tempo.period) == (2, P)
 
 
-@pytest.mark.parametrize('settings', [{'adopt': 1}, {'wait_for': 1}, {'overlap': 0}])
+@pytest.mark.parametrize('settings', [{'adopt': 0}, {'wait_for': 1}, {'overlap': 0}])
 def test_where_learners_wait_or_drop_their_steps_the_period_is_that_of_the_settings(settings):
   syncer = Syncer(**settings)
   slow_links_of_all(syncer, 4.0)
@@ -202,7 +202,7 @@ def test_a_payload_that_comes_twice_is_measured_once():
 
 
 def test_a_slow_down_link_is_sparse_until_it_recovers():
-  syncer = Syncer(heartbeat_ns=10 * SLOT_NS, lease_ns=20 * SLOT_NS)
+  syncer = Syncer(lease_ns=20 * SLOT_NS)
   publish = messages.Publish(
     sync=1,
     fragment=0,

@@ -39,13 +39,11 @@ print(hash('tape'), *sys.version_info[:2])
 RUN = (
   '--config=stdlib_lm:tiny',
   '--config.train.steps=36',
+  '--config.train.checkpoint_every_steps=4',  # also on a busy machine one is done before the kill
   '--config.train.eval_every=0',
   '--config.sync.quorum=3',
   '--config.sync.max_lag=1',
-  '--config.chaos.enabled=true',
-  '--config.chaos.kills[0].victim=l1',
-  '--config.chaos.kills[0].at_fraction=0.5',
-  '--config.chaos.kills[0].down_s=0.2',
+  '--kill=l1@0.5+0.2',
 )
 
 

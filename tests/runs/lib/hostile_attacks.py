@@ -38,6 +38,14 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {}
+BY_DEFAULT = (  # one of each kind that takes seconds: bytes, joins, ids, floods, lies
+  'bad_frames',
+  'absurd_joins',
+  'theft_of_a_live_id',
+  'flood_of_progress',
+  'steps_in_one_report',
+  'a_past_that_was_not',
+)
 
 
 def attack(sessions: int = 1, says: bool = False) -> Callable[[Act], Act]:

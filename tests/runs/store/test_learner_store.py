@@ -98,7 +98,6 @@ def test_a_run_with_a_store_ends_goes_on_and_goes_back(kind, bucket, tmp_path):
   diloco(
     'train',
     '--config=stdlib_lm:tiny',
-    '--chaos=off',
     '--config.train.steps=12',
     '--config.sync.keep_every=6',
     f'--config.train.store={store}',

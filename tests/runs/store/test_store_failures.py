@@ -19,7 +19,6 @@ DEADLINE_S = 600
 RATE, FAILURES = 0.15, 100
 FLAGS = (
   '--config=stdlib_lm:tiny',
-  '--chaos=off',
   '--config.train.steps=500',
   '--config.train.store_log=true',
   '--config.train.checkpoint_every_steps=20',

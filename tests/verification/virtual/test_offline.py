@@ -26,7 +26,6 @@ def ledger_after(offline: int, lease_steps: int = LEASE_STEPS, **settings) -> fa
       'overlap': 2,
       'total_steps': STEPS,
       'lease_ns': lease_steps * STEP_NS,
-      'heartbeat_ns': lease_steps * STEP_NS // 5,
       'save_steps': 0,
     }
     | settings

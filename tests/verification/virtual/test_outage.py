@@ -39,7 +39,6 @@ def run(away: int, kind: str, dead: str = '', mute: str = '', period: int = FRAG
     overlap=2,
     total_steps=STEPS,
     lease_ns=20 * STEP_NS,
-    heartbeat_ns=4 * STEP_NS,
     save_steps=0,
   )
   checkers, merges = checkers_lib.Checkers(config), Merges()

@@ -174,40 +174,6 @@ class RefusedWithReason(invariant.Invariant):
       self.fail(book, action)
 
 
-class JoinerCatchesUp(invariant.Invariant):
-  id = 'I17'
-  sentence = (
-    'A joiner trains and contributes only on published values: each fragment that it does not hold '
-    'as published, or of which the syncer refused its update, is due to it, and it adopts that '
-    'first.'
-  )
-
-  @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    peer, due, lineage = book.peers[send.session], send.message.due, book.lineage
-    holder = lineage.holders[peer.join.learner]
-    for p, held in enumerate(peer.held):
-      published = held.version == lineage.versions[p] and held.digest == lineage.digests[p]
-      must = not published or p in holder.refused
-      if must and p not in due or p in due and not must and p not in holder.spoiled:
-        self.fail(send, peer, lineage.versions, lineage.digests)
-
-  @invariant.on(SYNCER, messages.Pull)
-  def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    if not book.peers[send.session].caught_up:
-      self.fail(send, book.peers[send.session])
-
-  @invariant.on(LEARNER, actions.Step)
-  def step(self, book: LearnerBook, now_ns: int, step: actions.Step, event: Event) -> None:
-    if not book.training:
-      self.fail(book, step, book.due)
-
-  @invariant.on(LEARNER, actions.Encode)
-  def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
-    if encode.fragment in book.due:
-      self.fail(book, encode, book.due)
-
-
 class OnlyMembers(invariant.Invariant):
   id = 'I19'
   sentence = (

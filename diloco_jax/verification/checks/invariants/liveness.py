@@ -255,41 +255,6 @@ class Contributes(invariant.Invariant):
       self._sends(book, peer)
 
 
-class NoFragmentStarves(invariant.Invariant):
-  id = 'L6'
-  sentence = (
-    'Every fragment has its turn: each of its due syncs became a version, was cancelled, was '
-    'skipped with all others of its period, had no turn in the period of the run, or ended with '
-    'its syncer.'
-  )
-
-  def finished(self, now_ns: int) -> bool | None:
-    syncer = self.run.syncer
-    if syncer is None or not syncer.over or not syncer.exited:
-      return False
-    lineage, schedule = syncer.lineage, syncer.schedule
-    for p, offset in enumerate(schedule.offsets):
-      dues = (schedule.last - offset) // schedule.period + 1
-      ended = lineage.versions[p] + lineage.cancelled[p] + lineage.passed[p] + lineage.abandoned[p]
-      if ended != dues:
-        self.fail(f'fragment {p} was due {dues} times', lineage)
-
-
-class QueuesDrain(invariant.Invariant):
-  id = 'L7'
-  sentence = 'A process that ends has no payload, no work and no save left.'
-
-  @invariant.after(SYNCER, EVERY)
-  def syncer(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
-    if book.exited and (book.payload_ids or book.merges or book.saving):
-      self.fail(book, book.payload_ids, book.gathers)
-
-  @invariant.after(LEARNER, EVERY)
-  def learner(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
-    if book.exited and (book.payload_ids or book.running or book.saving):
-      self.fail(book, book.payload_ids)
-
-
 class Heard(invariant.Invariant):
   id = 'L11'
   sentence = (

@@ -13,53 +13,6 @@ Reason = messages.Reason
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
 
-class HonestLearner(invariant.Invariant):
-  id = 'I7a'
-  sentence = 'A learner reports its steps, tokens and captures exactly as they are.'
-
-  @invariant.on(LEARNER, messages.Contribution)
-  def contribute(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
-    said, capture = send.message, book.payload_ids[send.payload_id]
-    true = (capture.sync, capture.fragment, capture.version, capture.steps, *capture.reported)
-    if true != (
-      said.sync,
-      said.fragment,
-      said.version,
-      said.steps,
-      said.tokens_from,
-      said.tokens_to,
-    ):
-      self.fail(book, said, capture)
-
-  @invariant.on(LEARNER, messages.Progress)
-  def progress(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
-    said = send.message
-    true = (
-      book.clock,
-      book.reported_steps,
-      book.reported_tokens,
-      book.clock >= self.config.total_steps,
-    )
-    if (said.clock, said.steps, said.tokens, said.finished) != true:
-      self.fail(book, said, true)
-
-  @invariant.on(LEARNER, messages.Confirm)
-  def confirm(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
-    said = send.message
-    continues = said.incarnation == book.incarnation
-    true = (book.reported_steps, book.reported_tokens) if continues else (0, 0)
-    held = tuple((anchor.version, anchor.digest) for anchor in book.anchors)
-    if (said.steps, said.tokens) != true or said.clock != book.clock:
-      self.fail(book, said, true, book.clock)
-    if tuple((one.version, one.digest) for one in said.held) != held:
-      self.fail(book, said, held)
-
-  @invariant.on(LEARNER, actions.Step)
-  def step(self, book: LearnerBook, now_ns: int, step: actions.Step, event: Event) -> None:
-    if step.clock != book.clock:
-      self.fail(book, step, f'its clock is {book.clock}')
-
-
 class HonestDigests(invariant.Invariant):
   id = 'I7b'
   sentence = (
@@ -189,7 +142,7 @@ class Rebased(invariant.Invariant):
 
   @invariant.on(LEARNER, actions.Adopt)
   def adopt(self, book: LearnerBook, now_ns: int, adopt: actions.Adopt, event: Event) -> None:
-    if (adopt.keep, adopt.merged) != book.carried(book.payload_ids[adopt.payload_id]):
+    if (adopt.keep, adopt.merged) != book.kept(book.payload_ids[adopt.payload_id]):
       self.fail(book, adopt, book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id])
 
   @invariant.on(LEARNER, messages.Adopted)

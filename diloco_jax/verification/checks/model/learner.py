@@ -114,10 +114,6 @@ class LearnerBook:
   def reported_tokens(self) -> int:
     return self.tokens - self.base_tokens
 
-  @property
-  def reported_steps(self) -> int:
-    return self.steps - self.base_steps
-
   def reported(self, anchor: Anchor) -> int:
     """The token count of an adoption, counted from the start of the incarnation."""
     return max(0, anchor.tokens - self.base_tokens)
@@ -301,13 +297,6 @@ class LearnerBook:
       return True, True
     fits = publish.settled_to <= self.reported(anchor)
     return fits and anchor.misses <= self.config.max_misses, False
-
-  def carried(self, publish: messages.Publish) -> tuple[bool, bool]:
-    """The same two of the Adopt. With adopt=blend a share of the learner's value survives where a
-    delta is adopted without a fault, and yet counts as overwritten."""
-    if self.config.blends:
-      return publish.keep and publish.base_version is not None, False
-    return self.kept(publish)
 
   def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
     publish, p = self.payload_ids.pop(adopt.payload_id), adopt.fragment

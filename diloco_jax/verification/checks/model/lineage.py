@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
-from diloco_jax.protocol import schedule as schedule_lib
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -143,8 +142,6 @@ class Lineage:
   digests: list[int]
   last_sync: list[int]
   cancelled: list[int]  # syncs that made no version
-  abandoned: list[int]  # open syncs that ended with their syncer, less those that open again
-  passed: list[int]  # due syncs that were not opened: overdue, or without a turn
   next: int
   opened: int = 0
   skipped: int = 0  # syncs, per fragment
@@ -158,7 +155,7 @@ class Lineage:
   readers: dict[int, str] = dataclasses.field(default_factory=dict)  # whose were merged last
 
   def copy(self) -> 'Lineage':
-    lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned', 'passed')
+    lists = ('versions', 'digests', 'last_sync', 'cancelled')
     return dataclasses.replace(
       self,
       **{name: list(getattr(self, name)) for name in lists},
@@ -169,13 +166,6 @@ class Lineage:
       batches=dict(self.batches),
       readers=dict(self.readers),
     )
-
-  def pass_over(self, schedule: schedule_lib.Schedule, upto: int) -> None:
-    """Sync `upto` opens, and those that were due before it do not."""
-    due = schedule.next(self.opened)
-    while due < upto:
-      self.passed[schedule.fragment(due)] += 1
-      due = schedule.next(due)
 
   def committed(self, shard: int) -> int:
     """The first batch that no merge has covered for any fragment."""

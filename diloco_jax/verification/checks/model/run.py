@@ -186,7 +186,7 @@ class Run:
     """The record and the lineage, if a machine state agrees with the lineage after that record."""
     for saved in reversed(self.saved):
       if saved.position == number and _are_equal(saved.machine_state, machine_state):
-        return number, self._reopened(self._after_end(saved), saved.undecided)
+        return number, self._reopened(saved.lineage.copy(), saved.undecided)
     record = self.records[number - 1] if number else None
     if record is None or not self._knows_participants(machine_state, record):
       return None
@@ -207,7 +207,7 @@ class Run:
   def _state_after(self, number: int, machine_state: dict[str, Any]) -> lineage_book.Lineage:
     """The lineage after a record if the syncer decided nothing more."""
     record = self.records[number - 1]
-    lineage = self._after_end(record)
+    lineage = record.lineage.copy()
     for one in record.under_way:
       p = one.merge.fragment
       if one.digest is None:  # unknown: take it from the machine state
@@ -223,13 +223,6 @@ class Run:
     """The sync that a syncer opens first if it starts there."""
     return min([after.lineage.next, *self._closing(after.undecided)])
 
-  def _after_end(self, after: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
-    """The lineage once the process has ended, and its open syncs with it."""
-    lineage = after.lineage.copy()
-    for sync in after.undecided:
-      lineage.abandoned[self.schedule.fragment(sync)] += 1
-    return lineage
-
   def _reopened(
     self, lineage: lineage_book.Lineage, undecided: Sequence[int]
   ) -> lineage_book.Lineage:
@@ -237,10 +230,7 @@ class Run:
     later sync follows them."""
     closing = self._closing(undecided)
     if closing:
-      sync = lineage.next = min(closing)
-      while sync <= lineage.opened:
-        lineage.abandoned[self.schedule.fragment(sync)] -= 1
-        sync = self.schedule.next(sync)
+      lineage.next = min(closing)
       lineage.opened = min(lineage.opened, lineage.next - 1)
     return lineage
 
@@ -259,7 +249,7 @@ class Run:
 
   def _initial(self, digests: Sequence[int]) -> lineage_book.Lineage:
     zeros = [0] * self.config.fragments
-    lists = list(zeros), list(digests), list(zeros), list(zeros), list(zeros), list(zeros)
+    lists = list(zeros), list(digests), list(zeros), list(zeros)
     return lineage_book.Lineage(*lists, self.schedule.next(0))
 
 

@@ -360,7 +360,6 @@ class SyncerBook:
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
     lineage = self.lineage
     lineage.skipped += (opened.sync - lineage.next) // self.config.period
-    lineage.pass_over(self.schedule, opened.sync)
     lineage.opened = opened.sync
     lineage.next = self.schedule.next(opened.sync, self.tempo.factor)
     for sync in [sync for sync in self.gathers if sync < opened.sync]:
