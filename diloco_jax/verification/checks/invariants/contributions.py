@@ -177,7 +177,8 @@ class DeltasFit(invariant.Invariant):
       return
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
-      holds = peer.sent.get(done.fragment) == version - 1 and done.fragment not in peer.differs
+      apart = peer.differs | peer.owed
+      holds = peer.sent.get(done.fragment) == version - 1 and done.fragment not in apart
       if peer.joined and holds and room.for_delta(book, peer, done.fragment):
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 

@@ -32,6 +32,7 @@ class Peer:
   left_out: dict[int, int] = dataclasses.field(default_factory=dict)  # versions without its steps
   repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   differs: set[int] = dataclasses.field(default_factory=set)  # it reported other bits since then
+  owed: set[int] = dataclasses.field(default_factory=set)  # wholes in the place of its own steps
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it

@@ -246,6 +246,7 @@ class SyncerBook:
 
   def _spoil(self, peer: Peer, fragment: int) -> None:
     self.lineage.holders[peer.join.learner].spoiled |= {fragment}
+    peer.owed.add(fragment)
 
   def adopted(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -293,6 +294,8 @@ class SyncerBook:
     self.run.ended += 1
     if done.failed:
       self.window.refused(done.fragment)
+      for peer, _ in gather.merged:
+        peer.owed.add(done.fragment)
     else:
       self.payload_ids.add(done.payload_id)
       self.run.publish(done.fragment, self.lineage.versions[done.fragment], done.digest)
@@ -409,6 +412,7 @@ class SyncerBook:
       peer.wholes[message.fragment] = message.version
       peer.repaired_ns[message.fragment] = now_ns
       peer.differs.discard(message.fragment)
+      peer.owed.discard(message.fragment)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
@@ -459,11 +463,9 @@ class SyncerBook:
     self.reads.add(read.fragment)
 
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
-    payload_id = drop.payload_id
-    self.payload_ids.discard(payload_id)
-    gather = self.pending.pop(payload_id, None)
-    if gather is not None:
-      del gather.payloads[payload_id]
+    self.payload_ids.discard(drop.payload_id)
+    if (gather := self.pending.pop(drop.payload_id, None)) is not None:
+      del gather.payloads[drop.payload_id]
 
   def closes(self, now_ns: int, close: actions.Close, event: Any) -> None:
     peer = self.peers.get(close.session)
