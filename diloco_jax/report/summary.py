@@ -478,13 +478,15 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
 def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   """Book.summary for people: a table of categories and learners, then the figures."""
   lines = []
-  rows, across = sorted(found['learners'].items()), max(1, (width - 26) // 8)
+  rows = sorted(found['learners'].items())
+  cell = max([6, *(len(name) for name, _ in rows)]) + 2
+  across = max(1, (width - 26) // cell)
   for some in (rows[first : first + across] for first in range(0, len(rows), across)):
-    lines.append('wall time, %'.ljust(26) + ''.join(f'{name:>8}' for name, _ in some))
+    lines.append('wall time, %'.ljust(26) + ''.join(name.rjust(cell) for name, _ in some))
     for category in book_lib.CATEGORIES:
-      cells = [f'{100 * row["shares"].get(category, 0):.1f}' for _, row in some]
-      if any(cell != '0.0' for cell in cells):
-        lines.append(f'  {category:24}' + ''.join(f'{cell:>8}' for cell in cells))
+      shares = [f'{100 * row["shares"].get(category, 0):.1f}' for _, row in some]
+      if any(share != '0.0' for share in shares):
+        lines.append(f'  {category:24}' + ''.join(share.rjust(cell) for share in shares))
   lines.append(
     f'goodput        {found["training"]:.1%} of the time of all learners in inner steps at the '
     f'ideal pace, merged or not; {found["training_since_joined"]:.1%} since they joined'

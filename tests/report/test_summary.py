@@ -567,6 +567,13 @@ def test_lines_end_with_the_terminal_and_the_headline_comes_first_and_last(confi
   assert not any(line.split()[1:] and set(line.split()[1:]) == {'0.0'} for line in lines)
 
 
+def test_a_long_name_does_not_touch_its_neighbour(config, run):
+  run.take([('supervisor', child(20, name, 'starting')) for name in ('vm-9a7b81', 'vm-c95bdb')])
+  found = summarized(config, run, _FATES)
+  (table,) = [line for line in summary_lib.goodput_lines(found['goodput'], 120) if 'wall' in line]
+  assert table.split()[-2:] == ['vm-9a7b81', 'vm-c95bdb']
+
+
 def test_runs_are_set_beside_each_other_after_equal_tokens_and_at_equal_clocks(config, workdir):
   """The second run is a learner alone: 5.0, 4.0 and 3.0 after 0, 100 and 200 tokens."""
   alone = workdir / 'alone'
