@@ -10,6 +10,7 @@ there, or the folder cannot be written.
 """
 
 import pathlib
+import shlex
 
 from diloco_jax.launch import cli
 
@@ -36,4 +37,5 @@ def main(argv: list[str]) -> None:
       with path.open('x', encoding='utf-8') as file:
         file.write(text.replace('NAME', folder.resolve().name))
       path.chmod(0o755 if path.suffix == '.sh' else 0o644)
-  print(f'{folder}: {", ".join(path.name for path in texts)}\n\n    cd {folder}\n    ./run.sh')
+  print(f'{folder}: {", ".join(path.name for path in texts)}')
+  print(f'\n    cd {shlex.quote(str(folder))}\n    ./run.sh')

@@ -26,9 +26,10 @@ _OPEN = flags.DEFINE_bool('open', False, 'Open the page in the browser.')
 def main(argv: list[str]) -> int:
   del argv
   with cli.never_retry(ValueError, OSError):
-    serve.watch_of(_WORKDIR.value).state()  # refuses what another release has written
+    workdir = folder.chosen(_WORKDIR.value)
+    serve.watch_of(workdir).state()  # refuses what another release has written
     try:
-      server, url = serve.make(folder.chosen(_WORKDIR.value), _PORT.value)
+      server, url = serve.make(workdir, _PORT.value)
     except OSError as error:
       if error.errno != errno.EADDRINUSE:
         raise

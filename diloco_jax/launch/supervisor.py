@@ -310,9 +310,12 @@ class Supervisor:
     self._look()  # the last records of the learners
     if natural:
       await self._wait(math.inf if self._is_complete() else self._finish_s, interrupts=0)
-    for child in list(self._running.values()):
-      child.terminate()
-    await self._wait(self._stop_s, interrupts=1)
+    # The learners first: the syncer merges what they send last.
+    for names in ([name for name in self._running if name != SYNCER], [SYNCER]):
+      for name in names:
+        if name in self._running:
+          self._running[name].terminate()
+      await self._wait(self._stop_s, interrupts=1, names=names)
     for name, child in list(self._running.items()):
       self._listen('local', f'{name}: did not end on SIGTERM; killed')
       self._cut(name, child)
@@ -328,10 +331,14 @@ class Supervisor:
     from outside: then the syncer would wait for them for ever."""
     return self._running.keys() == {SYNCER} and self._view.foremost >= 1.0
 
-  async def _wait(self, seconds: float, interrupts: int) -> None:
-    """Waits until no process is left, for `seconds`, or until there are more than `interrupts`."""
+  async def _wait(
+    self, seconds: float, interrupts: int, names: Sequence[str] | None = None
+  ) -> None:
+    """Waits until no process is left, or none of `names`, for `seconds`, or until there are more
+    than `interrupts`."""
     deadline_s = time.monotonic() + seconds
-    while self._running and time.monotonic() < deadline_s and self._interrupts.count <= interrupts:
+    left = lambda: self._running if names is None else self._running.keys() & names
+    while left() and time.monotonic() < deadline_s and self._interrupts.count <= interrupts:
       await asyncio.sleep(0.05)
 
   def _interrupt(self) -> None:

@@ -303,6 +303,15 @@ def _wrap(line: str, width: int) -> list[str]:
   return wrapped or ['']
 
 
+def _is_measured_twice(row: Mapping[str, Any]) -> bool:
+  return row['eval_loss_end'] != row['eval_loss_start']
+
+
+def _before_after(row: Mapping[str, Any]) -> str:
+  after = f'{row["eval_loss_end"]:.3f} after' if _is_measured_twice(row) else 'not measured later'
+  return f'{row["eval_loss_start"]:.3f} before, {after}'
+
+
 def _headline(summary: Mapping[str, Any]) -> list[str]:
   time = header.duration(summary['wall_seconds'])
   lines = [f'{summary["name"] or "run"}: {time}, {summary["tokens_trained"]:,} tokens']
@@ -312,17 +321,12 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
   own = {name: row for name, row in rows.items() if row['eval_loss_end'] is not None}
   if own:
     lines.append('held-out loss  of each learner, whose model is in part its own')
-    lines += [
-      f'{name:>13}  {row["eval_loss_start"]:.3f} before, {row["eval_loss_end"]:.3f} after'
-      for name, row in own.items()
-    ]
+    lines += [f'{name:>13}  {_before_after(row)}' for name, row in own.items()]
   elif summary['eval_loss_start'] is not None:
     unit = summary['loss_unit'] and f'{summary["loss_unit"]}, '
-    lines.append(
-      f'held-out loss  {summary["eval_loss_start"]:.3f} before, {summary["eval_loss_end"]:.3f} '
-      f'after ({unit}on unseen data)'
-    )
-    if bits := summary['bits_per_byte_end']:
+    lines.append(f'held-out loss  {_before_after(summary)} ({unit}on unseen data)')
+    bits = summary['bits_per_byte_end']
+    if bits and _is_measured_twice(summary):
       lines.append(f'               {bits:.3f} bits per byte after')
   else:
     lines.append('held-out loss  was not measured')
