@@ -386,7 +386,7 @@ def join(
       learner = hosts.of_lead(learner)
       if hosts.leads():
         nodes.require_own_certificate(access, learner)
-        header.say(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s')
+        header.say(f'[{learner}] waits for a syncer at {nodes.shown(syncer)}, at most {wait_s:g} s')
         with contextlib.suppress(addresses.RunEnded):
           settings = own_model.meet(model, config, address, access, wait_s)
       if not (settings := hosts.of_lead(settings)):

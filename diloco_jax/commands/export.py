@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
       begun, export = assembled.config.train.init_from, assembled.task and assembled.task.export
       if not export or not hugging_face.is_model(begun):
         raise ValueError(
-          f'{out}: a folder needs the Hugging Face folder in train.init_from, {begun!r}'
+          f'{out}: a folder needs the Hugging Face folder in train.init_from, {begun!r}; any other '
+          'model is exported to a file, --out=NAME.safetensors'
         )
       hugging_face.write(out, export(load_params.load_all(folder)), pathlib.Path(begun))
       out /= hugging_face.FILE

@@ -9,6 +9,7 @@ No file is ever overwritten: if one is there, nothing is written. Exit codes: 0 
 there, or the folder cannot be written.
 """
 
+import contextlib
 import pathlib
 import shlex
 
@@ -31,11 +32,18 @@ def main(argv: list[str]) -> None:
   for path in texts:
     if path.exists() or path.is_symlink():
       raise cli.NeverRetry(f'{path} is there already. Nothing was written: choose another folder')
-  with cli.never_retry(OSError):
+  written = []
+  try:
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
       with path.open('x', encoding='utf-8') as file:
+        written.append(path)
         file.write(text.replace('NAME', folder.resolve().name))
       path.chmod(0o755 if path.suffix == '.sh' else 0o644)
+  except OSError as error:
+    for path in written:
+      with contextlib.suppress(OSError):
+        path.unlink()
+    raise cli.NeverRetry(f'{folder} cannot be written: {error}. No file of it is left') from None
   print(f'{folder}: {", ".join(path.name for path in texts)}')
   print(f'\n    cd {shlex.quote(str(folder))}\n    ./run.sh')

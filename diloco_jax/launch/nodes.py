@@ -416,10 +416,20 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
     check.require_learner(access.tls, learner, proofs.utc_now())
 
 
+def shown(address: str) -> str:
+  """The same for people: a file with its whole path, and whether it is there."""
+  path = pathlib.Path(address.removeprefix(FILE)).absolute()
+  if not address.startswith(FILE):
+    return address
+  return f'{FILE}{path}{"" if path.exists() else ", which is not there yet"}'
+
+
 def resolver(address: str, access: addresses.Access, store: str = '') -> Callable[[], str]:
   """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
   'file:PATH' of a file with one; it raises RunEnded if the file says so, or the claim in `store`.
   Raises ValueError if it is neither, the file is no regular one, or `access` is not enough."""
+  if not isinstance(address, str):
+    raise ValueError(f'syncer is {address!r}: give HOST:PORT, unix:PATH, or file:PATH of a file')
   # A syncer that continues a run that was over may start after its learners.
   trust_claim_s = time.monotonic() + CLAIM_TRUSTED_S if store else math.inf
 

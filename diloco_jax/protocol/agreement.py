@@ -58,9 +58,10 @@ def refusal(here: str, there: str) -> str:
   if not found:
     return ''
   shown = '; '.join(found[:DIFFERENCES_SHOWN]) + ('; ...' if len(found) > DIFFERENCES_SHOWN else '')
+  count = f'{len(found)} difference{"s" * (len(found) > 1)}'
   return (
-    f'This learner does not match the run: {len(found)} differences: {shown}. Nothing was sent. '
-    'Start it with the config of the run; a loop takes each setting that it does not give `join`.'
+    f'This learner does not match the run: {count}: {shown}. Nothing was sent. Start it with the '
+    'config and the model of the run; a loop takes each setting that it does not give `join`.'
   )
 
 

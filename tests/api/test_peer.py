@@ -446,9 +446,9 @@ def test_what_a_loop_names_must_be_what_the_syncer_has():
 
     def refuse_settings() -> None:
       refuse('train.steps is 300 here, 4 there.*Nothing was sent', total_steps=300)
-      refuse('1 differences: data.shards is 16 here, 8 there', shards=16)
+      refuse('1 difference: data.shards is 16 here, 8 there', shards=16)
       refuse('data.local is True here, False there', shards=None)
-      refuse('1 differences: sync.lease_s is 8.0 here, 9.0 there',
+      refuse('1 difference: sync.lease_s is 8.0 here, 9.0 there',
              sync=diloco_jax.SyncConfig(fragments=2, lease_s=8.0))  # fmt: skip
       refuse('train.steps is 4.0, a float; it must be int', total_steps=4.0)
 
@@ -456,12 +456,12 @@ def test_what_a_loop_names_must_be_what_the_syncer_has():
     with diloco_jax.join(layers, learner='l0', syncer=server.address, total_steps=4, sync=sync):
       refuse_settings()
       same = lambda leaf: layers | {last: leaf}
-      refuse(r"1 differences: .*/98/a_long_name_of_a_kernel is 'float32\[4, 8\], body' here, "
+      refuse(r"1 difference: .*/98/a_long_name_of_a_kernel is 'float32\[4, 8\], body' here, "
              r"'float32\[8, 8\], body' there", same(jnp.ones((4, 8))))  # fmt: skip
       refuse("'bfloat16.*here, 'float32.* there", same(jnp.ones((8, 8), jnp.bfloat16)))
-      refuse(r"1 differences: array new is 'float32\[1\], body' here, 'absent' there",
+      refuse(r"1 difference: array new is 'float32\[1\], body' here, 'absent' there",
              layers | {'new': jnp.ones(1)})  # fmt: skip
-      refuse("1 differences: .* 'float32.*, head' here, .* body' there",
+      refuse("1 difference: .* 'float32.*, head' here, .* body' there",
              label=lambda name: 'head' if name == last else 'body')  # fmt: skip
 
 

@@ -76,6 +76,13 @@ def test_a_file_that_is_there_is_kept_and_nothing_is_written(tmp_path, name: str
   assert (tmp_path / name).read_text() == 'mine'
 
 
+def test_a_folder_that_cannot_be_written_is_left_as_it_was(tmp_path):
+  (tmp_path / 'file').write_text('mine')
+  refused = diloco('init', 'file', cwd=tmp_path)
+  assert refused.returncode == 42 and 'file cannot be written' in refused.stderr
+  assert (tmp_path / 'file').read_text() == 'mine'
+
+
 def test_other_files_may_be_there(tmp_path):
   (tmp_path / 'notes.txt').write_text('mine')
   assert diloco('init', '.', cwd=tmp_path).returncode == 0
