@@ -629,9 +629,9 @@ def test_the_command_reports_a_run_of_which_nobody_tells_the_end(workdir):
     'report.txt',
     'summary.json',
   ]
-  for words, why in ((), 'there is no run in runs'), (('none',), 'there is no run in'):
-    refused = diloco('report', *words)
-    assert (refused.returncode, refused.stdout) == (42, '') and why in refused.stderr
+  refused = diloco('report', 'none')
+  assert (refused.returncode, refused.stdout) == (42, '')
+  assert 'there is no run in' in refused.stderr
 
 
 def diloco(*words: str) -> subprocess.CompletedProcess:
