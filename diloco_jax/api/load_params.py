@@ -92,8 +92,8 @@ def load_all(workdir: pathlib.Path) -> Any:
   return params
 
 
-def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
-  """The objects of the run in a folder. Without `data`, to read its model only: the folder may have
+def assemble(workdir: pathlib.Path) -> build.Assembly:
+  """The objects of the run in a folder without its data, to read its model: the folder may have
   been copied to another machine. Raises ValueError."""
   files.require_name(workdir)
   model = own_model.read(workdir)
@@ -101,7 +101,7 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
     raise ValueError(f'there is no model in {workdir}: its config is {folder_lib.UNKNOWN}')
   if model is not None:
     return own_model.complete(model, config)
-  return build.assemble(config, data=data)
+  return build.assemble(config, data=False)
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -104,6 +105,29 @@ def test_a_killed_process_ends_its_sessions_and_another_one_answers():
     assert again != number
   finally:
     world.finish()
+
+
+def test_a_shutdown_while_a_process_starts_again_ends(monkeypatch):
+  """The new process is not among those that the shutdown has told."""
+  transport = parent.ProcessesTransport(
+    1, '127.0.0.1:0', print, payloads.PayloadStore(), test_transports.LIMITS, access=ACCESS
+  )
+  begin, starts, told = transport._begin, threading.Event(), threading.Event()
+
+  def begin_late(*where):
+    starts.set()
+    assert told.wait(test_transports.DEADLINE_S)
+    return begin(*where)
+
+  monkeypatch.setattr(transport, '_begin', begin_late)
+  os.kill(transport._processes[0]._popen.pid, signal.SIGKILL)
+  assert starts.wait(test_transports.DEADLINE_S)
+  ends = threading.Thread(target=transport.shutdown, args=(0.0,), daemon=True)
+  ends.start()
+  assert transport._closing.wait(test_transports.DEADLINE_S)
+  told.set()
+  ends.join(test_transports.DEADLINE_S)
+  assert not ends.is_alive()
 
 
 def test_a_second_syncer_cannot_share_the_port():

@@ -146,9 +146,12 @@ class ProcessesTransport:
     self._closing.set()
     for process in self._processes:
       process.channel.send(('shutdown', grace_s))
-    for process, reader in zip(self._processes, self._readers, strict=True):
-      process.end(grace_s + ports.SHUTDOWN_S)
-      reader.join()
+    for place, reader in enumerate(self._readers):
+      reader.join(grace_s + ports.SHUTDOWN_S)
+      if reader.is_alive():
+        self._processes[place].end(0.0)
+        reader.join()
+      self._processes[place].end(ports.SHUTDOWN_S)
 
   def _call(self, session: int, name: str, *arguments: Any, payload: Any = None) -> None:
     process = self._processes[(session - 1) % self._count]
@@ -188,6 +191,8 @@ class ProcessesTransport:
     except (OSError, ValueError) as error:
       self._say(f'no transport process starts: {error}. The others go on; it is tried again')
       return False
+    if self._closing.is_set():  # `shutdown` has not seen this one
+      self._processes[place].channel.send(('shutdown', 0.0))
     return True
 
   def _receive(self, process: _Process) -> int:
