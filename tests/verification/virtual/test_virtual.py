@@ -112,13 +112,6 @@ def test_a_run_ends_at_equal_trained_tokens(config, faults):
   assert result.tokens == 64 * sum(result.steps.values()) == result.ledger.trained
 
 
-def test_a_learner_that_joins_later_trains_the_rest(config):
-  config.train.steps = 60
-  joined = virtual.schedule(config, faults=conditions.Faults(joins=(30.0,)))
-  assert joined.steps['l3'] == pytest.approx(30, abs=3)
-  assert {merge.live for merge in joined.merges} == {3, 4}
-
-
 def test_a_fault_that_needs_a_disk_is_refused():
   rot = conditions.plans.Fault(at_ns=0, kind='rot', node='syncer')
   with pytest.raises(ValueError, match="no fault 'rot' of syncer; use one of: kill, freeze"):

@@ -11,24 +11,6 @@ from diloco_jax.verification.checks.model.syncer import SyncerBook
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
 
-class CountedOnce(invariant.Invariant):
-  id = 'I1'
-  sentence = 'The syncer merges each token of a process at most once per fragment.'
-
-  @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    gather = book.gathers[merge.sync]
-    for one in merge.participants:
-      peer, message = gather.payloads[one.payload_id]
-      true = book.true_range(peer, message)
-      upto = book.lineage.merged_upto.get((peer.join.nonce, merge.fragment), 0)
-      if true is not None and true[0] < upto:
-        self.fail(one, message, f'merged up to {upto}')
-      cursor = book.account(peer).cursors[merge.fragment]
-      if message.tokens_from < cursor:
-        self.fail(one, message, f'settled up to {cursor}')
-
-
 class OneAnswer(invariant.Invariant):
   id = 'I1b'
   sentence = (
@@ -226,9 +208,7 @@ class Quorum(invariant.Invariant):
   sentence = (
     'An outer step merges payloads of at least K different learners (of a closing sync, of any), '
     'all live and joined; it begins when every asked learner has answered or when the grace '
-    'window, computed as in the paper (of a closing sync, and with wait_for=live, a lease; of the '
-    'first ones of the fragments after an outage at least to the end of a lease for all of them), '
-    'is over.'
+    'window (of a closing sync, and with wait_for=live, a lease) is over.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -250,8 +230,9 @@ class Quorum(invariant.Invariant):
   def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The reason that is recorded holds."""
     gather = book.gathers[merging.sync]
-    if merging.grace_ns != gather.grace_ns:
-      self.fail(merging, f'the grace window is {gather.grace_ns} ns')
+    waits = self.config.closing(merging.sync) or self.config.waits_for_live
+    if waits and merging.grace_ns != self.config.lease_ns:
+      self.fail(merging)
     if gather.waiting and now_ns < gather.opened_ns + merging.grace_ns:
       self.fail(merging, f'{gather.waiting} have not answered')
     if merging.waited_ns != now_ns - gather.opened_ns:

@@ -84,8 +84,8 @@ class LearnerBook:
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
     self.untimed = 0  # counted steps of which no StepDone has told how long they took
     self.clock = self.incarnation = self.session = 0
-    self.joined = self.ever_joined = self.training = self.running = self.saving = False
-    self.ending = self.finished = self.exited = self.dead = False
+    self.joined = self.ever_joined = self.training = self.running = False
+    self.ending = self.exited = self.dead = False
     self.refused: messages.Refused | None = None
     self.due: set[int] = set()
     self.anchors = [
@@ -219,7 +219,7 @@ class LearnerBook:
 
   def finish(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if event.session == self.session:
-      self.finished = self.ending = True
+      self.ending = True
 
   def stopped(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
     self.ending = True
@@ -236,9 +236,6 @@ class LearnerBook:
   def adopt_done(self, now_ns: int, done: events.AdoptDone, out: Sequence) -> None:
     anchor = self.last_adopted = self.adopting.popleft()
     anchor.sound = anchor.digest == done.digest
-
-  def saved(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
-    self.saving = False
 
   # --- Actions ------------------------------------------------------------------------------------
 
@@ -332,9 +329,6 @@ class LearnerBook:
     if send.message.matched and type(event) is events.AdoptDone:
       self.last_adopted.reason = ''
 
-  def saves(self, now_ns: int, save: actions.Save, event: Any) -> None:
-    self.saving = True
-
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
     self.payload_ids.pop(drop.payload_id, None)
 
@@ -347,7 +341,6 @@ LEARNER_UPDATES: dict[type, Callable] = {
   events.Disconnected: LearnerBook.disconnected,
   events.Encoded: LearnerBook.encoded,
   events.AdoptDone: LearnerBook.adopt_done,
-  events.SaveDone: LearnerBook.saved,
   events.Stop: LearnerBook.stopped,
   messages.Joined: LearnerBook.welcomed,
   messages.Pull: LearnerBook.pulled,
@@ -360,7 +353,6 @@ LEARNER_UPDATES: dict[type, Callable] = {
   actions.Encode: LearnerBook.encodes,
   actions.UseShard: LearnerBook.uses,
   actions.Adopt: LearnerBook.adopts,
-  actions.Save: LearnerBook.saves,
   actions.Drop: LearnerBook.drops,
   actions.Exit: LearnerBook.exits,
   messages.Adopted: LearnerBook.tells,
