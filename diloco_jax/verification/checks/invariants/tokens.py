@@ -134,25 +134,18 @@ class TokensConserved(invariant.Invariant):
 class Rebased(invariant.Invariant):
   id = 'I25'
   sentence = (
-    'When learners rebase, a learner that adopts a version carries on exactly what the ledger has '
-    'not settled, and drops it only after a refused update, a repair, max_misses or more than 8 '
-    'versions at once, or where its link is too slow; the ranges of one fragment are contiguous '
-    'unless a fault undid steps.'
+    'When learners rebase, a learner that adopts a version carries on nothing that the ledger has '
+    'settled; the syncer asks it to drop the rest only after a refused update, a repair, or where '
+    'its link is too slow.'
   )
 
   @invariant.on(LEARNER, actions.Adopt)
   def adopt(self, book: LearnerBook, now_ns: int, adopt: actions.Adopt, event: Event) -> None:
-    if (adopt.keep, adopt.merged) != book.kept(book.payload_ids[adopt.payload_id]):
-      self.fail(book, adopt, book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id])
-
-  @invariant.on(LEARNER, messages.Adopted)
-  def adopted(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
-    """The reason is true: a learner that keeps its steps discards none."""
-    if not send.message.matched or not isinstance(event, events.AdoptDone):
-      return
-    anchor = book.last_adopted
-    if anchor.reason != send.message.reason:
-      self.fail(book, send, anchor)
+    anchor, publish = book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id]
+    capture, may = anchor.contributed, self.config.rebases and publish.keep
+    settled = capture is not None and capture.reported[1] == publish.settled_to
+    if (adopt.keep and not may) or adopt.merged != (adopt.keep and settled):
+      self.fail(book, adopt, anchor, publish)
 
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
