@@ -11,12 +11,9 @@ fault has a kind, begins at `at_ns` of the run and ends `for_ns` later:
 | freeze | its process is stopped (SIGSTOP, then SIGCONT) | |
 | replace | as freeze, and meanwhile another process starts under its learner id | |
 | slow | its steps take `amount` times as long | factor |
-| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens
-| factor |
 | cut_up, cut_down | no byte from it (to it) arrives; neither end gets an error | |
 | partition | both | |
 | reset | its sessions break, and bytes in flight are lost | |
-| delay | every byte on its link takes `amount` longer | ns |
 | throttle | its link carries `amount` bytes a second | bytes/s |
 | corrupt | a byte on its link is flipped: the checksum fails and the session is closed | |
 
@@ -24,6 +21,9 @@ Only in the simulated world:
 
 | kind | what happens to `node` | `amount` |
 |---|---|---|
+| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens
+| factor |
+| delay | every byte on its link takes `amount` longer | ns |
 | nan | its next capture of a fragment holds a NaN (syncer: its next outer step) | fragment |
 | huge, poison | its next `amount` captures of each fragment reach the syncer with an absurd norm,
 with NaN | number |
@@ -41,16 +41,24 @@ KINDS = (
   'freeze',
   'replace',
   'slow',
-  'shrink',
   'cut_up',
   'cut_down',
   'partition',
   'reset',
-  'delay',
   'throttle',
   'corrupt',
 )
-SIMULATED_KINDS = ('nan', 'huge', 'poison', 'flip', 'disk_full', 'fsync_fails', 'rot')
+SIMULATED_KINDS = (
+  'shrink',
+  'delay',
+  'nan',
+  'huge',
+  'poison',
+  'flip',
+  'disk_full',
+  'fsync_fails',
+  'rot',
+)
 SYNCER = 'syncer'
 
 
@@ -79,13 +87,11 @@ def describe(fault: Fault) -> str:
 
 # --- Plans for real processes ---------------------------------------------------------------------
 
-REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
 STORM = 'storm'
 SECOND_NS = 1_000_000_000
 DEFAULT_AMOUNTS = {
   'preempt': 5 * SECOND_NS,
   'slow': 5,
-  'delay': SECOND_NS // 5,
   'throttle': 20_000,
 }
 
@@ -95,19 +101,19 @@ def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   learner but the first.
 
   Raises:
-    ValueError: one of them is none of REAL_KINDS.
+    ValueError: one of them is none of KINDS.
 
-  >>> plan = named('kill,slow,delay', ['l0', 'l1', 'l2'], SECOND_NS)
+  >>> plan = named('kill,slow,reset', ['l0', 'l1', 'l2'], SECOND_NS)
   >>> [(fault.kind, fault.node) for fault in plan]
-  [('kill', 'l1'), ('slow', 'l2'), ('delay', 'l1')]
+  [('kill', 'l1'), ('slow', 'l2'), ('reset', 'l1')]
   """
   # Kinds that end a process come last in a storm: 'replace' leaves another process in its place.
   ends = ('kill', 'preempt', 'replace').__contains__
-  kinds = sorted(REAL_KINDS, key=ends) if names == STORM else names.split(',')
+  kinds = sorted(KINDS, key=ends) if names == STORM else names.split(',')
   for kind in kinds:
-    if kind not in REAL_KINDS:
+    if kind not in KINDS:
       raise ValueError(
-        f'{kind!r} is not a kind of fault here; use one of {", ".join((*REAL_KINDS, STORM))}'
+        f'{kind!r} is not a kind of fault here; use one of {", ".join((*KINDS, STORM))}'
       )
   victims = learners[1:] or learners
   return [

@@ -18,7 +18,6 @@ from unittest import mock
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
-from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
 from diloco_jax.protocol.syncer import (
@@ -39,8 +38,7 @@ from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.checks.invariants import data
-from diloco_jax.verification.sim import arrays, faults, network, processes
+from diloco_jax.verification.sim import arrays, network, processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -160,21 +158,6 @@ def discard_without_ledger(original):
 )
 def overwritten_payload_stays(original):
   return lambda self, member, fragment, upto: None
-
-
-@mutant(
-  'Of two payloads of a learner the syncer keeps the older, late one, and is silent about the new.',
-  gathering.Gathering,
-  '_judge',
-  'I7c',
-)
-def older_late_payload_stays(original):
-  def judge(self, member, message, gather):
-    if gather is not None and not gather.merging and member.learner in gather.payloads:
-      return verdicts.REPEATED
-    return original(self, member, message, gather)
-
-  return judge
 
 
 @mutant(
@@ -403,11 +386,6 @@ def closes_too_early(original):
 )
 def closing_does_not_wait(original):
   return lambda self, now_ns, gather: original(self, now_ns, dataclasses.replace(gather, sync=0))
-
-
-@mutant('A closing sync needs two payloads.', gather_lib, 'decide', 'L2a claim')
-def closing_needs_a_quorum(original):
-  return lambda gather, now_ns, needed, live: original(gather, now_ns, needed or 2, live)
 
 
 # --- A learner's answers --------------------------------------------------------------------------
@@ -788,32 +766,6 @@ def jumped_clock_is_implausible(original):
   return lambda self, member: member.claimed
 
 
-def _rots(original):
-  """Every kill damages the disk: a version comes back with another value after a repair only."""
-
-  def _kill(self, process):
-    self._odds = self._odds._replace(rotten=1000)
-    original(self, process)
-
-  return _kill
-
-
-@mutant(
-  'A fragment of the same version and another digest is not due to a learner.',
-  published.Published,
-  'compare',
-  'I4b',
-  also=((faults.Nemesis, '_kill', _rots),),
-)
-def versions_without_digests(original):
-  def compare(self, member, learner_held):
-    ours = (one.digest for one in self.fragments)
-    held = tuple(dataclasses.replace(one, digest=our) for one, our in zip(learner_held, ours))
-    original(self, member, held)
-
-  return compare
-
-
 @mutant(
   'The syncer sends a delta to every learner, whatever it holds.',
   published.Published,
@@ -1136,21 +1088,6 @@ def pull_is_forgotten(original):
 # --- States ---------------------------------------------------------------------------------------
 
 
-@mutant(
-  'A learner whose clock has reached T goes on training while it is not told to end.',
-  LearnerMachine,
-  '_may_step',
-  'crash',
-)
-def trains_after_the_last_step(original):
-  def _may_step(self):
-    if self._training == 'trained' and not self._ending:
-      self._train('training')
-    return original(self)
-
-  return _may_step
-
-
 # --- Data shards ----------------------------------------------------------------------------------
 
 
@@ -1240,61 +1177,6 @@ def leased_during_a_merge(original):
 )
 def number_not_kept(original):
   return lambda self, former: original(self, None)
-
-
-@mutant(
-  'Learners with data of their own wait for one of V shards.',
-  shards.Shards,
-  '__init__',
-  'I21a',
-)
-def own_data_are_leased(original):
-  return lambda self, shards, fragments, local: original(self, 3 if local else shards, fragments)
-
-
-def _says_one_batch_too_early(original):
-  def send(self, message, payload_id=None):
-    if isinstance(message, messages.Contribution) and message.cursor > message.steps:
-      message = dataclasses.replace(message, cursor=message.cursor - 1)
-    original(self, message, payload_id)
-
-  return send
-
-
-# No honest learner sends batches that were merged before, so the two guards below need a liar, and
-# the checker of honest learners looks away.
-LIES = (connection.Connection, 'send', _says_one_batch_too_early)
-UNNOTICED = (data.HonestReader, 'fail', lambda original: lambda self, *seen: None)
-
-
-@mutant(
-  'The syncer counts a range whose first batch was merged before.',
-  shards.Shards,
-  'counts',
-  'I21',
-  also=(LIES, UNNOTICED),
-)
-def last_merged_batch_counts(original):
-  def counts(self, learner, contribution):
-    later = dataclasses.replace(contribution, cursor=contribution.cursor + 1)
-    return original(self, learner, later)
-
-  return counts
-
-
-@mutant(
-  'A process that the syncer does not know continues the incarnation that it claims.',
-  members.Members,
-  'offer',
-  'I12',
-  also=((plausible.Plausibility, 'confirm_fault', lambda original: lambda self, *said: ''),),
-)
-def claimed_incarnations_continue(original):
-  def offer(self, join):
-    member = self.by_id.get(join.learner)
-    return 1 if member is None else member.incarnation + (member.nonce != join.nonce)
-
-  return offer
 
 
 @mutant(

@@ -139,8 +139,7 @@ def test_a_cut_keeps_the_end_of_a_stream_and_its_reset():
     syncer[1].write(b'nobody has told me')
     await soon(syncer[1].drain())
     reading = asyncio.create_task(syncer[0].read())
-    peers.proxy.down.set(proxy_lib.Toxics(delay_s=0.01))  # the other direction still works
-    await true(lambda: peers.proxy.down.passed_bytes)
+    await true(lambda: peers.proxy.down.passed_bytes)  # the other direction still works
     assert not reading.done()
     peers.proxy.heal()
     with _ended():
@@ -159,21 +158,6 @@ def test_while_cut_no_new_connection_reaches_the_other_side():
     peers.proxy.heal()
     syncer = await soon(peers.accepted.get())
     assert await soon(syncer[0].readexactly(5)) == b'hello'
-
-  run(scenario)
-
-
-def test_delayed_bytes_arrive_late_and_in_order():
-  async def scenario(peers):
-    learner, syncer = await peers.connect()
-    peers.proxy.up.set(proxy_lib.Toxics(delay_s=0.2))
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    for number in range(50):
-      learner[1].write(bytes([number]))
-      await asyncio.sleep(0)
-    assert await soon(syncer[0].readexactly(50)) == bytes(range(50))
-    assert 0.2 <= loop.time() - began_s
 
   run(scenario)
 

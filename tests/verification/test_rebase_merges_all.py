@@ -12,7 +12,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import anchor
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import arrays, engine, random_settings, seeds
+from diloco_jax.verification.sim import engine, random_settings, seeds
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 from tests.verification import mutants
@@ -125,7 +125,7 @@ def test_a_session_that_breaks_at_any_point_costs_no_token(counts):
 )
 def test_the_world_sees_lost_and_doubled_tokens(name, sentence):
   """By itself, without checkers: its arrays are the displacements."""
-  with mutants.MUTANTS[name].applied(), pytest.raises(arrays.Untrue, match=sentence):
+  with mutants.MUTANTS[name].applied(), pytest.raises(checkers_lib.Violation, match=sentence):
     for seed in range(30):
       setting = faultless(seed)
       world = world_lib.World(setting.config, seed)

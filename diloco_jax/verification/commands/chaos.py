@@ -36,7 +36,7 @@ cli_lib.define_config()
 cli_lib.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _PLAN = flags.DEFINE_string(
-  'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.REAL_KINDS, plans.STORM))
+  'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.KINDS, plans.STORM))
 )
 _FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'how long each fault of --plan lasts at least', 0.1)
 

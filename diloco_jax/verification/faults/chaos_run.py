@@ -186,8 +186,6 @@ class ChaosRun(conductor.Conductor):
         proxy.reset()
       case 'corrupt':
         proxy.up.flip(FLIP_BYTES)
-      case 'delay':
-        _set(proxy, *[proxy_lib.Toxics(delay_s=amount_s)] * 2)
       case 'throttle':
         _set(proxy, *[proxy_lib.Toxics(rate=fault.amount)] * 2)
       case _:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.storage import outer_log
+from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.sim import network
 
 Span = tuple[int, int]
@@ -30,18 +31,10 @@ NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
 
-class Untrue(AssertionError):
-  """A claim that does not hold: its sentence, and the contradicting values."""
-
-  def __init__(self, sentence: str, detail: str):
-    super().__init__(f'{sentence} {detail}')
-    self.sentence, self.detail = sentence, detail
-
-
 def claim(holds: bool, sentence: str, *detail: Any) -> None:
-  """Raises Untrue if a statement that only the world can judge does not hold."""
+  """Raises Violation if a statement that only the world can judge does not hold."""
   if not holds:
-    raise Untrue(sentence, ' '.join(map(str, detail)))
+    raise invariant.Violation('claim', sentence, ' '.join(map(str, detail)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -65,8 +65,6 @@ def run_seed(
     violation = Violation(
       invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail)
     )
-  except arrays.Untrue as broken:
-    violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
   except engine_lib.Circle as circle:
     violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
   except processes.MachineCrash as crash:

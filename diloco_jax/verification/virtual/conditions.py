@@ -14,7 +14,7 @@ from diloco_jax.verification.sim import world as world_lib
 
 # No faults that need what a virtual run does not have: a disk, a second process, fewer devices,
 # wrong arrays.
-LEARNER_KINDS = tuple(kind for kind in plans.KINDS if kind not in ('replace', 'shrink'))
+LEARNER_KINDS = (*(kind for kind in plans.KINDS if kind != 'replace'), 'delay')
 SYNCER_KINDS = ('kill', 'freeze', *LEARNER_KINDS[4:])
 PERMILLE = 1_000
 
