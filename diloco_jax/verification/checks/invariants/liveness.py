@@ -102,15 +102,11 @@ class MergesAgain(invariant.Invariant):
 
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
-    self._from_ns: int | None = None
     self._before: tuple[int, list[int]] | None = None
-
-  def healed(self, now_ns: int) -> None:
-    self._from_ns = now_ns + self.LEASES * self.config.lease_ns
 
   @invariant.on(SYNCER, facts.Ledger)
   def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
-    if self._before is None and self._from_ns is not None and now_ns >= self._from_ns:
+    if self._before is None and self.run.healed_for(now_ns, self.LEASES):
       self._before = self._clock(), list(book.lineage.versions)
 
   def _clock(self) -> int:
@@ -140,16 +136,12 @@ class Joins(invariant.Invariant):
 
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
-    self._healed_ns: int | None = None
     self._alive: dict[int, LearnerBook] = {}  # by the process's number
     self._changed_ns: dict[str, int] = {}  # when a process of an id began or ended last
 
   def born(self, now_ns: int, book: LearnerBook) -> None:
     self._alive[book.life.number] = book
     self._changed_ns[book.learner] = now_ns
-
-  def healed(self, now_ns: int) -> None:
-    self._healed_ns = now_ns
 
   def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
     if book.life.start.role != LEARNER:
@@ -163,10 +155,10 @@ class Joins(invariant.Invariant):
   def _waits_in_vain(self, now_ns: int, book: LearnerBook) -> bool:
     """Whether a process that has not joined has been the only one of its id for `LEASES` leases."""
     alone = sum(other.learner == book.learner for other in self._alive.values()) == 1
-    if self._healed_ns is None or not alone or book.ever_joined or book.ending:
+    if not alone or book.ever_joined or book.ending:
       return False
-    since_ns = max(self._healed_ns, self._changed_ns[book.learner])
-    return now_ns - since_ns > self.LEASES * self.config.lease_ns
+    long = now_ns - self._changed_ns[book.learner] > self.LEASES * self.config.lease_ns
+    return long and self.run.healed_for(now_ns, self.LEASES)
 
   @invariant.on(SYNCER, actions.Exit)
   def ends(self, syncer: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
@@ -259,13 +251,6 @@ class Heard(invariant.Invariant):
     'runs: heartbeats do not wait behind payloads.'
   )
 
-  def __init__(self, run: run_book.Run) -> None:
-    super().__init__(run)
-    self._since_ns: int | None = None
-
-  def healed(self, now_ns: int) -> None:
-    self._since_ns = now_ns + 2 * self.config.lease_ns
-
   @invariant.on(SYNCER, actions.Close)
   def syncer(self, book: SyncerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     if close.reason == 'lease expired':
@@ -280,5 +265,5 @@ class Heard(invariant.Invariant):
       self._silent(book, now_ns, close)
 
   def _silent(self, book: SyncerBook, now_ns: int, close: actions.Close) -> None:
-    if self._since_ns is not None and now_ns >= self._since_ns:
+    if self.run.healed_for(now_ns, leases=2):
       self.fail(book, close)

@@ -39,6 +39,7 @@ class Run:
     ended: how many of them have ended according to the machines.
     durable: how many survive a power loss; None: unknown, as with real processes.
     repaired: the log was damaged, so the state of the next syncer is not the syncer's fault.
+    healed_ns: when the last fault ended; None: faults may still come.
   """
 
   def __init__(self, config: config_lib.ProtocolConfig):
@@ -54,6 +55,7 @@ class Run:
     self.ended = 0
     self.durable: int | None = None
     self.repaired = False
+    self.healed_ns: int | None = None
     # Of the newest KEPT versions: by fragment, the digests by version; and by fragment, version
     # and digest, the digest of its base.
     self.history: list[dict[int, int]] = [{} for _ in range(config.fragments)]
@@ -76,6 +78,10 @@ class Run:
     book = self.books.pop(life.number)
     book.dead = True
     return book
+
+  def healed_for(self, now_ns: int, leases: int) -> bool:
+    """Whether the last fault ended so many leases ago."""
+    return self.healed_ns is not None and now_ns >= self.healed_ns + leases * self.config.lease_ns
 
   def publish(self, p: int, version: int, digest: int) -> None:
     """A fragment has its next version."""
