@@ -555,21 +555,6 @@ def closing_syncs_are_lost(original):
 # --- Quorum and pace ------------------------------------------------------------------------------
 
 
-@mutant(
-  'The payload of a dead learner counts for the quorum.',
-  gathering.Gathering,
-  'drop_learner',
-  'I5 I7c',
-)
-def dead_learner_counts(original):
-  def leave(self, name):
-    for gather in self._all():
-      gather.waiting.discard(name)
-      gather.asked.pop(name, None)
-
-  return leave
-
-
 @mutant('One payload too few makes a quorum.', gather_lib, 'decide', 'I5')
 def quorum_is_one_less(original):
   def decide(gather, now_ns, needed, live):
@@ -636,15 +621,6 @@ def skips_single_syncs(original):
 @mutant('Every fragment has a turn in every period.', pace.Pace, '_after', 'P1')
 def every_sync_has_a_turn(original):
   return lambda self, sync: self._schedule.next(sync)
-
-
-@mutant('A longer period begins in the past.', pace.Pace, 'retime', 'P1')
-def longer_period_from_the_last_opened_sync(original):
-  def retime(self):
-    original(self)
-    self.next = self.soon = self._schedule.next(self.opened)
-
-  return retime
 
 
 @mutant(
@@ -1118,22 +1094,6 @@ def cursors_forgotten(original):
 
 
 @mutant(
-  'Recovery forgets the cursors of outer steps in progress in the machine state.',
-  SyncerMachine,
-  'ended',
-  'I21 I21a',
-)
-def cursors_in_progress_forgotten(original):
-  end = shards.Shards.end
-
-  def ended(self, merge, done):
-    with mock.patch.object(shards.Shards, 'end', lambda *args, made: end(*args, made=False)):
-      original(self, merge, done)
-
-  return ended
-
-
-@mutant(
   'A batch is committed once it is merged for all fragments.',
   shards.Shards,
   'committed',
@@ -1231,19 +1191,6 @@ def payloads_before_heartbeats(original):
     original(self, *args, **(settings | {'queue_ns': 10**12}))
 
   return __init__
-
-
-@mutant(
-  'A sync waits for learners that it has not pulled.', gathering.Gathering, '_pull_from', 'L2a'
-)
-def waits_for_all(original):
-  def _pull_from(self, gather, members):
-    original(self, gather, members)
-    gather.waiting |= {
-      m.learner for m in members if m.caught_up and m.learner not in gather.payloads
-    }
-
-  return _pull_from
 
 
 @mutant('A learner with a slow link is pulled for every sync.', links.Links, 'pulls', 'L12')
