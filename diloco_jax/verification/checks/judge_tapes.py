@@ -54,13 +54,11 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-  """The result for all tapes: how much was read, and what did not hold. `open_ended` are the
-  invariants that say something about the end of a run that was stopped before it. `unread`: why the
-  turns after these could not be judged."""
+  """The result for all tapes: how much was read, and what did not hold. `unread`: why the turns
+  after these could not be judged."""
 
   tapes: int
   turns: int
-  open_ended: tuple[str, ...]
   broken: Broken | None
   unread: str = ''
 
@@ -68,16 +66,12 @@ class Verdict:
     """The verdict in text."""
     lines = [f'The judge read {self.turns} turns on {self.tapes} tapes.']
     if self.broken is None:
-      lines.append(f'All {len(checkers_lib.INVARIANTS)} invariants held.')
+      many = len(checkers_lib.INVARIANTS)
+      lines.append(f'All {many} invariants held, those of the end of a run if it came to its end.')
       if self.unread:
         lines.append(
           f'Only up to here: a tape of the syncer ended before its process, or is missing '
           f'({self.unread}). What the run did later is not judged.'
-        )
-      if self.open_ended:
-        lines.append(
-          'The run was stopped before its last step, so these invariants were not checked '
-          f'at its end: {", ".join(self.open_ended)}.'
         )
       return '\n'.join(lines)
     lines += [
@@ -117,13 +111,13 @@ class _Reading:
     self._turns = 0
 
   def run(self) -> Verdict:
-    broken, node_tape, now_ns, open_ended, unread = None, None, 0, (), ''
+    broken, node_tape, now_ns, unread = None, None, 0, ''
     try:
       for node_tape, life, turn, last in in_order(self._node_tapes):
         now_ns = turn.now_ns
         self._take(node_tape, life, turn, last)
       node_tape = None
-      open_ended = self._checkers.finished(now_ns)
+      self._checkers.finished(now_ns)
     except checkers_lib.Violation as error:
       broken = self._broken(node_tape, error.invariant, error.sentence, error.detail)
     except run_book.TapeMissing as error:
@@ -135,7 +129,7 @@ class _Reading:
       broken = self._broken(
         node_tape, 'model', 'Every turn follows from earlier turns.', tape.describe(error)
       )
-    return Verdict(len(self._node_tapes), self._turns, open_ended, broken, unread)
+    return Verdict(len(self._node_tapes), self._turns, broken, unread)
 
   def _take(
     self,

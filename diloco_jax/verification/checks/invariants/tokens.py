@@ -115,10 +115,10 @@ class TokensConserved(invariant.Invariant):
     if learner is not None and book.account(peer).trained != learner.reported_tokens:
       self.fail(learner, book.account(peer), f'it trained {learner.reported_tokens}')
 
-  def finished(self, now_ns: int) -> bool | None:
+  def finished(self, now_ns: int) -> None:
     syncer = self.run.syncer
     if syncer is None or not syncer.over or not syncer.exited:
-      return False
+      return
     totals = syncer.lineage.totals()
     settled = totals['merged'] + sum(totals['discarded'].values())
     trained = self.run.trained.copy()
