@@ -35,7 +35,6 @@ from diloco_jax.verification.checks.invariants import (
   links,
   liveness,
   pace,
-  screening,
   tokens,
 )
 from diloco_jax.verification.checks.model import learner as learner_book
@@ -61,7 +60,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   tokens.Rebased,
   tokens.Verdicts,
   tokens.Finite,
-  screening.Screened,
+  contributions.Screened,
   tokens.Bounded,
   durability.CheckpointIsACut,
   durability.DurableFirst,
