@@ -124,21 +124,6 @@ def merge_in_arrival_order(original):
   return merge
 
 
-@mutant(
-  'A contribution counts the reported tokens, not those of its range.',
-  gathering.Gathering,
-  '_participant',
-  'I7',
-)
-def tokens_of_the_report(original):
-  def _participant(self, name, message, *more):
-    account = self._ledger.of(self._members.by_id[name])
-    reported = account.trained - account.cursors[message.fragment]
-    return dataclasses.replace(original(self, name, message, *more), tokens=reported)
-
-  return _participant
-
-
 @mutant('The ledger does not record discarded tokens.', ledger.Account, 'settle', 'I7')
 def discard_without_ledger(original):
   def settle(self, fragment, start, end, reason, gap):

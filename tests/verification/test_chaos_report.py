@@ -1,7 +1,6 @@
 """What a chaos run looked like, folded from made-up records."""
 
 import dataclasses
-import doctest
 
 from diloco_jax.protocol import facts
 from diloco_jax.report import run_facts, steps
@@ -72,8 +71,3 @@ def test_a_fault_that_found_nobody_is_no_complaint():
   nobody.found = False
   assert chaos_report.complaints(run_of(), [nobody]) == []
   assert 'found no process' in chaos_report.text(run_of(), [nobody])
-
-
-def test_examples():
-  result = doctest.testmod(chaos_report)
-  assert result.attempted and not result.failed

@@ -1,7 +1,5 @@
 """Plans for real processes spare the first learner."""
 
-import doctest
-
 import pytest
 
 from diloco_jax.verification import plans
@@ -18,8 +16,3 @@ def test_a_storm_has_one_fault_of_each_kind_and_spares_the_first_learner():
 def test_the_refusal_of_an_unknown_kind_lists_the_known_ones():
   with pytest.raises(ValueError, match="'shrink' is not .* kill, preempt"):
     plans.named('kill,shrink', LEARNERS, plans.SECOND_NS)
-
-
-def test_examples():
-  result = doctest.testmod(plans)
-  assert result.attempted and not result.failed
