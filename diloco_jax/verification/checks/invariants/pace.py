@@ -102,18 +102,18 @@ class Pace(invariant.Invariant):
 
   @invariant.after(SYNCER, EVERY)
   def opens(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
-    """Checked once per heartbeat: the next sync waits for a slot, for learners, and for a heartbeat
-    in which the syncer comes to believe their clocks."""
+    """Checked once per heartbeat: the next sync waits for a slot, for learners, and as long as the
+    syncer comes to believe their clocks: a lease after they joined, and a heartbeat."""
     if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
       return
     self._look_ns = now_ns + self.config.heartbeat_ns
     sync = book.lineage.next
-    if self._late[:2] != (book, sync) or not self._could_open(book, sync):
+    if self._late[:2] != (book, sync) or not self._could_open(book, now_ns, sync):
       self._late = book, sync, now_ns
     elif now_ns - self._late[2] >= self._longest_wait_ns(book, sync):
       self.fail(f'sync {sync} is not open', book.members)
 
-  def _could_open(self, book: SyncerBook, sync: int) -> bool:
+  def _could_open(self, book: SyncerBook, now_ns: int, sync: int) -> bool:
     p = book.schedule.fragment(sync)
     flying = [gather.fragment for gather in book.open]
     if len(flying) >= pull_turns.in_flight(self.config, book.tempo) or p in flying:
@@ -122,7 +122,8 @@ class Pace(invariant.Invariant):
     for peer in book.members.values():
       holder = book.lineage.holders[peer.join.learner]
       believed = min(holder.claimed, book.lineage.opened + self.config.period)  # more only later
-      ready += peer.caught_up and (believed >= sync or holder.done)
+      long_here = now_ns - peer.entered_ns > self.config.lease_ns
+      ready += peer.caught_up and long_here and (believed >= sync or holder.done)
     caught_up = sum(peer.caught_up for peer in book.members.values())
     needed = self.config.quorum
     if sync > self.config.total_steps or self.config.waits_for_live:
