@@ -69,7 +69,7 @@ class Counts(NamedTuple):
     )
 
 
-DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
+DEFAULT = Counts(False, seeds=100, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
 _REAL_RUNS = (
   'tests/runs/',

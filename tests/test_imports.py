@@ -263,7 +263,5 @@ def test_only_the_loop_feeds_a_machine():
       if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == 'handle':
           callers.add(name)
-  replays = {'diloco_jax.verification.replay.machines', 'diloco_jax.verification.checks.checkers'}
-  assert callers == {'diloco_jax.node.loop', 'diloco_jax.verification.sim.processes'} | replays, (
-    callers
-  )
+  replay, sim = (f'diloco_jax.verification.{one}' for one in ('replay.machines', 'sim.processes'))
+  assert callers == {'diloco_jax.node.loop', sim, replay}, callers

@@ -6,7 +6,6 @@ An island whose devices fail or hang ends alone and comes back (islands.py); eve
 the run in order. For tests, notebooks and `diloco train --controller=single`.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -288,11 +287,7 @@ class SingleController:
       end = actions.Exit(code=1, text=str(error))
     return supervisor.Outcome(code=end.code, text=end.text, statuses={}, interrupted=False)
 
-  # --- As a supervisor, for faults (verification/faults) ------------------------------------------
-
-  async def run(self) -> supervisor.Outcome:
-    self.start()
-    return await asyncio.to_thread(self.outcome)
+  # --- Faults -------------------------------------------------------------------------------------
 
   def retire(self) -> None:
     self.stop('the plan was carried out')

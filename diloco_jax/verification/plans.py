@@ -11,12 +11,9 @@ fault has a kind, begins at `at_ns` of the run and ends `for_ns` later:
 | freeze | its process is stopped (SIGSTOP, then SIGCONT) | |
 | replace | as freeze, and meanwhile another process starts under its learner id | |
 | slow | its steps take `amount` times as long | factor |
-| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens
-| factor |
 | cut_up, cut_down | no byte from it (to it) arrives; neither end gets an error | |
 | partition | both | |
 | reset | its sessions break, and bytes in flight are lost | |
-| delay | every byte on its link takes `amount` longer | ns |
 | throttle | its link carries `amount` bytes a second | bytes/s |
 | corrupt | a byte on its link is flipped: the checksum fails and the session is closed | |
 
@@ -24,6 +21,9 @@ Only in the simulated world:
 
 | kind | what happens to `node` | `amount` |
 |---|---|---|
+| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens
+| factor |
+| delay | every byte on its link takes `amount` longer | ns |
 | nan | its next capture of a fragment holds a NaN (syncer: its next outer step) | fragment |
 | huge, poison | its next `amount` captures of each fragment reach the syncer with an absurd norm,
 with NaN | number |
@@ -34,9 +34,6 @@ with NaN | number |
 """
 
 import dataclasses
-import random
-
-from diloco_jax.verification import random_streams
 
 KINDS = (
   'kill',
@@ -44,16 +41,24 @@ KINDS = (
   'freeze',
   'replace',
   'slow',
-  'shrink',
   'cut_up',
   'cut_down',
   'partition',
   'reset',
-  'delay',
   'throttle',
   'corrupt',
 )
-SIMULATED_KINDS = ('nan', 'huge', 'poison', 'flip', 'disk_full', 'fsync_fails', 'rot')
+SIMULATED_KINDS = (
+  'shrink',
+  'delay',
+  'nan',
+  'huge',
+  'poison',
+  'flip',
+  'disk_full',
+  'fsync_fails',
+  'rot',
+)
 SYNCER = 'syncer'
 
 
@@ -82,79 +87,42 @@ def describe(fault: Fault) -> str:
 
 # --- Plans for real processes ---------------------------------------------------------------------
 
-REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
-ISLAND_KINDS = 'kill', 'freeze', 'slow'  # for islands of one process
 STORM = 'storm'
 SECOND_NS = 1_000_000_000
 DEFAULT_AMOUNTS = {
   'preempt': 5 * SECOND_NS,
   'slow': 5,
-  'delay': SECOND_NS // 5,
   'throttle': 20_000,
 }
 
 
-def named(
-  names: str, learners: list[str], for_ns: int, known: tuple[str, ...] = REAL_KINDS
-) -> list[Fault]:
+def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   """Faults of the kinds `names` (joined by commas; 'storm': all of them), in turn against every
   learner but the first.
 
   Raises:
-    ValueError: one of them is none of the `known` kinds.
+    ValueError: one of them is none of KINDS.
 
-  >>> plan = named('kill,slow,delay', ['l0', 'l1', 'l2'], SECOND_NS)
+  >>> plan = named('kill,slow,reset', ['l0', 'l1', 'l2'], SECOND_NS)
   >>> [(fault.kind, fault.node) for fault in plan]
-  [('kill', 'l1'), ('slow', 'l2'), ('delay', 'l1')]
+  [('kill', 'l1'), ('slow', 'l2'), ('reset', 'l1')]
   """
   # Kinds that end a process come last in a storm: 'replace' leaves another process in its place.
   ends = ('kill', 'preempt', 'replace').__contains__
-  kinds = sorted(known, key=ends) if names == STORM else names.split(',')
+  kinds = sorted(KINDS, key=ends) if names == STORM else names.split(',')
   for kind in kinds:
-    if kind not in known:
+    if kind not in KINDS:
       raise ValueError(
-        f'{kind!r} is not a kind of fault here; use one of {", ".join((*known, STORM))}'
+        f'{kind!r} is not a kind of fault here; use one of {", ".join((*KINDS, STORM))}'
       )
   victims = learners[1:] or learners
   return [
-    _with_default_amount(
-      kind, victims[index % len(victims)], index // len(victims) * for_ns, for_ns
+    Fault(
+      at_ns=index // len(victims) * for_ns,
+      kind=kind,
+      node=victims[index % len(victims)],
+      for_ns=for_ns,
+      amount=DEFAULT_AMOUNTS.get(kind, 0),
     )
     for index, kind in enumerate(kinds)
   ]
-
-
-def draw(seed: int, learners: list[str], duration_ns: int) -> list[Fault]:
-  """Draws a plan of about this length for real processes: faults of every learner but one, one
-  after the other with pauses between them. The same arguments give the same plan.
-
-  >>> draw(3, ['l0', 'l1'], SECOND_NS) == draw(3, ['l0', 'l1'], SECOND_NS)
-  True
-  """
-  spared = (
-    random_streams.random_stream(seed, 'spared').choice(learners) if len(learners) > 1 else None
-  )
-  found = []
-  for node in learners:
-    if node != spared:
-      found += _drawn(random_streams.random_stream(seed, 'plan', node), node, duration_ns)
-  return sorted(found, key=lambda fault: (fault.at_ns, fault.node))
-
-
-def _drawn(draw_: random.Random, node: str, duration_ns: int) -> list[Fault]:
-  found = []
-  at_ns = draw_.randrange(duration_ns // 8)
-  while at_ns < duration_ns * 7 // 8:
-    kind = draw_.choice(REAL_KINDS)
-    for_ns = draw_.randrange(duration_ns // 16, duration_ns // 4)
-    found.append(_with_default_amount(kind, node, at_ns, for_ns))
-    at_ns += for_ns + draw_.randrange(duration_ns // 16, duration_ns // 8)
-    if kind == 'replace':
-      break  # afterwards another process has the id, which the plan does not know
-  return found
-
-
-def _with_default_amount(kind: str, node: str, at_ns: int, for_ns: int) -> Fault:
-  return Fault(
-    at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=DEFAULT_AMOUNTS.get(kind, 0)
-  )

@@ -90,7 +90,6 @@ def described(workdir: pathlib.Path, found: dict[str, Any], alone_s: float) -> d
     'incarnations_of_the_victim': found['learners'][VICTIM]['incarnations'],
     'merged_of_the_victim': found['learners'][VICTIM]['contributions_merged'],
     'ledger_off_by': chaos_report.balance(dataclasses.asdict(folder.read(workdir).run.ledger)),
-    'invariants_held': len(verdict.held),
     'violation': verdict.broken and f'{verdict.broken.id}: {verdict.broken.detail}',
   }
 

@@ -294,7 +294,7 @@ def _newer(merge):
   'edit, invariant',
   [
     (lambda record: record, None),
-    (_merged_again(), 'I1'),
+    (_merged_again(), 'I7'),
     (_merge(_with_older_incarnations), 'I12'),
     (_merge(_newer), 'I3'),
     (

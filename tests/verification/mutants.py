@@ -18,13 +18,11 @@ from unittest import mock
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
-from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
 from diloco_jax.protocol.syncer import (
   checkpoints,
   gathering,
-  grace,
   ledger,
   links,
   members,
@@ -40,8 +38,7 @@ from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.checks.invariants import data
-from diloco_jax.verification.sim import arrays, faults, network, processes
+from diloco_jax.verification.sim import arrays, network, processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -100,7 +97,7 @@ SETTLES = (ledger.Account, 'settle', _never_refuses)
   'The syncer counts a settled range again.',
   verdicts,
   'judge',
-  'I1 I7',
+  'I7 I21 claim',
   also=(SETTLES, (shards.Shards, 'counts', lambda original: lambda *args: True)),
 )
 def no_dedup(original):
@@ -127,21 +124,6 @@ def merge_in_arrival_order(original):
   return merge
 
 
-@mutant(
-  'A contribution counts the reported tokens, not those of its range.',
-  gathering.Gathering,
-  '_participant',
-  'I7',
-)
-def tokens_of_the_report(original):
-  def _participant(self, name, message, *more):
-    account = self._ledger.of(self._members.by_id[name])
-    reported = account.trained - account.cursors[message.fragment]
-    return dataclasses.replace(original(self, name, message, *more), tokens=reported)
-
-  return _participant
-
-
 @mutant('The ledger does not record discarded tokens.', ledger.Account, 'settle', 'I7')
 def discard_without_ledger(original):
   def settle(self, fragment, start, end, reason, gap):
@@ -153,74 +135,14 @@ def discard_without_ledger(original):
 
 
 @mutant(
-  'The ledger forgets the tokens that a learner drops when it adopts.',
-  join_lib.Membership,
-  'adopted',
-  'I7 I16',
-)
-def overwrite_without_ledger(original):
-  def adopted(self, now_ns, member, message):
-    with mock.patch.object(ledger.Account, 'drop', lambda *args: None):
-      original(self, now_ns, member, message)
-
-  return adopted
-
-
-@mutant(
   'A payload stays in its open sync when its tokens are overwritten.',
   gathering.Gathering,
   '_withdraw',
-  'I1 I7',
+  'I7 claim',
   also=(SETTLES,),
 )
 def overwritten_payload_stays(original):
   return lambda self, member, fragment, upto: None
-
-
-@mutant('A refused outer step keeps its tokens as merged.', ledger.Account, 'revoke', 'I7 I16')
-def failed_merge_keeps_its_tokens(original):
-  return lambda self, count, reason: None
-
-
-@mutant(
-  'The ledger counts a late payload as discarded twice.', gathering.Gathering, '_reject', 'I7'
-)
-def late_counted_twice(original):
-  def _reject(self, member, message, payload_id, reason):
-    original(self, member, message, payload_id, reason)
-    if reason == Reason.LATE:
-      self._ledger.of(member)._discard(message.tokens_to - message.tokens_from, reason)
-
-  return _reject
-
-
-@mutant(
-  'The syncer drops a late payload without telling its learner.',
-  gathering.Gathering,
-  'settle',
-  'I7c',
-)
-def late_payload_is_not_reported(original):
-  def settle(self, member, sync, fragment, reason):
-    if reason != Reason.LATE:
-      original(self, member, sync, fragment, reason)
-
-  return settle
-
-
-@mutant(
-  'Of two payloads of a learner the syncer keeps the older, late one, and is silent about the new.',
-  gathering.Gathering,
-  '_judge',
-  'I7c',
-)
-def older_late_payload_stays(original):
-  def judge(self, member, message, gather):
-    if gather is not None and not gather.merging and member.learner in gather.payloads:
-      return verdicts.REPEATED
-    return original(self, member, message, gather)
-
-  return judge
 
 
 @mutant(
@@ -338,31 +260,6 @@ def whole_counts_the_step_in_progress(original):
   return lambda self, fragment: {}
 
 
-@mutant('A learner carries its steps on for ever.', anchor_lib.Anchor, 'adopt', 'I25')
-def misses_are_not_counted(original):
-  def adopt(self, publish, steps, tokens, max_misses):
-    return original(self, publish, steps, tokens, max_misses and 10**9)
-
-  return adopt
-
-
-@mutant(
-  'A learner waits for the version of a payload that was late.',
-  LearnerMachine,
-  '_settled',
-  'I1b I25 L4a',
-)
-def late_capture_stays(original):
-  def _settled(self, settled):
-    anchor = self._anchors[settled.fragment]
-    capture = anchor.capture
-    original(self, settled)
-    if settled.reason == Reason.LATE:
-      anchor.capture = capture
-
-  return _settled
-
-
 @mutant(
   'A learner drops a capture that is late before it knows what became of it.',
   anchor_lib.Anchor,
@@ -388,18 +285,6 @@ def late_payloads_are_not_counted(original):
     return found
 
   return _next
-
-
-@mutant('A late payload may be a version older than another.', gathering.Gathering, '_judge', 'I6')
-def late_payload_is_older(original):
-  def _judge(self, member, message, gather):
-    held, self.open = self.open, {}
-    try:
-      return original(self, member, message, gather)
-    finally:
-      self.open = held
-
-  return _judge
 
 
 @mutant('The verdict on a late payload names another sync.', gather_lib.Gather, 'given_for', 'I7c')
@@ -442,7 +327,7 @@ def late_tokens_are_settled(original):
   'The next syncer has forgotten which learners must drop their steps.',
   members.Members,
   'state',
-  'I2 I10 I16 I25',
+  'I10 I16 I25',
 )
 def spoiled_is_not_saved(original):
   return lambda self: [{**row, 'spoiled': []} for row in original(self)]
@@ -471,28 +356,10 @@ def announced_is_open(original):
   return _pull
 
 
-@mutant('The grace window counts from the quorum.', gathering.Gathering, 'contribution', 'I5 L2a')
-def window_from_the_quorum(original):
-  def contribution(self, now_ns, member, message, payload_id):
-    original(self, now_ns, member, message, payload_id)
-    gather = self.open.get(message.sync)
-    if gather is not None and len(gather.payloads) == self._config.quorum:
-      gather.grace_ns += now_ns - gather.opened_ns
-
-  return contribution
-
-
 @mutant('A closing sync opens while a learner still trains.', pace.Pace, '_needed', 'P1')
 def closes_too_early(original):
   return lambda self, sync: (
     self._config.quorum if self._config.closing(sync) else original(self, sync)
-  )
-
-
-@mutant('With wait_for=live a sync opens before a slow live learner.', pace.Pace, '_needed', 'P1')
-def slow_live_learner_is_left_behind(original):
-  return lambda self, sync: (
-    original(self, sync) if self._config.closing(sync) else self._config.quorum
   )
 
 
@@ -504,11 +371,6 @@ def slow_live_learner_is_left_behind(original):
 )
 def closing_does_not_wait(original):
   return lambda self, now_ns, gather: original(self, now_ns, dataclasses.replace(gather, sync=0))
-
-
-@mutant('A closing sync needs two payloads.', gather_lib, 'decide', 'L2a claim')
-def closing_needs_a_quorum(original):
-  return lambda gather, now_ns, needed, live: original(gather, now_ns, needed or 2, live)
 
 
 # --- A learner's answers --------------------------------------------------------------------------
@@ -602,11 +464,6 @@ def step_waits_for_verdict(original):
   return lambda self: original(self) and not any(one.capture for one in self._anchors)
 
 
-@mutant('A learner trains only while it is connected.', LearnerMachine, '_may_step', 'L1')
-def step_waits_for_connection(original):
-  return lambda self: original(self) and self._connection.joined
-
-
 @mutant('In lock-step modes a learner runs one step too far.', LearnerMachine, '_may_step', 'L1')
 def lag_is_one_more(original):
   def _may_step(self):
@@ -654,66 +511,6 @@ def tokens_of_the_last_incarnation(original):
 # --- Bad updates ----------------------------------------------------------------------------------
 
 
-@mutant('No norm is ever too large.', screening.Usual, 'limits', 'I9b')
-def no_limit(original):
-  return lambda *args: (original(*args)[0], None)
-
-
-@mutant('No norm is ever too small.', screening.Usual, 'limits', 'I9b')
-def no_least(original):
-  return lambda *args: (0, original(*args)[1])
-
-
-@mutant('The syncer applies limits before the warm-up is over.', screening.Usual, 'limits', 'I9b')
-def no_warm_up(original):
-  def limits(self, steps, config, shared_steps):
-    early = dataclasses.replace(config, norm_warmup=1)
-    return original(self, steps, early, shared_steps)
-
-  return limits
-
-
-@mutant('Each norm has a vote, not each learner.', screening.Usual, 'votes', 'I9b')
-def each_norm_votes(original):
-  def votes(self, lower=False):
-    return [pair for kept in self.pairs.values() for pair in kept] if original(self) else []
-
-  return votes
-
-
-@mutant(
-  'Of two votes the larger one is usual for the lower limit, too.', screening, 'medians', 'I9b'
-)
-def larger_vote_counts(original):
-  return lambda pairs, lower=False: original(pairs)
-
-
-@mutant('The first norm of a learner has a vote.', screening, 'VOTES_AFTER', 'I9b')
-def first_norm_votes(original):
-  return 1
-
-
-@mutant('Refused norms become usual.', screening.Screening, 'after_merge', 'I9b I10 I16')
-def refused_norms_are_kept(original):
-  def after_merge(self, now_ns, gather, done):
-    for one, norm in zip(gather.participants, done.norms):
-      if one.learner in done.refused and norm != screening.NOT_FINITE:
-        self.usual[done.fragment].pairs.setdefault(one.learner, []).append([norm, one.steps])
-    return original(self, now_ns, gather, done)
-
-  return after_merge
-
-
-@mutant(
-  'The syncer keeps usual norms that most learners are far from.',
-  screening.Screening,
-  '_forget_if_wrong',
-  'I13b I9b I10 I16',
-)
-def wrong_norms_stay(original):
-  return lambda self, fragment, live: None
-
-
 @mutant('The syncer merges a payload with NaN.', screening, 'refused', 'I9b')
 def nan_is_merged(original):
   return lambda norm, least, limit: norm >= 0 and original(norm, least, limit)
@@ -731,78 +528,6 @@ def refused_tokens_stay_merged(original):
 
 
 @mutant(
-  'One refused participant makes the syncer refuse all of them.',
-  gathering.Gathering,
-  '_publish',
-  'I7 I7c I16',
-)
-def all_participants_are_refused(original):
-  def _publish(self, gather, done):
-    all_of_them = tuple(one.learner for one in gather.participants) if done.refused else ()
-    original(self, gather, dataclasses.replace(done, refused=all_of_them))
-
-  return _publish
-
-
-@mutant(
-  'A merged contribution does not reset strikes.',
-  screening.Screening,
-  'after_merge',
-  'I16 I13 I13b I10',
-)
-def strikes_stay(original):
-  def ended(self, now_ns, gather, done):
-    names = [one.learner for one in gather.participants]
-    before = {name: self._members.by_id[name].strikes for name in names}
-    out = original(self, now_ns, gather, done)
-    for name, strikes in before.items():
-      member = self._members.by_id[name]
-      member.strikes = max(member.strikes, strikes)
-    return out
-
-  return ended
-
-
-@mutant(
-  'The syncer never quarantines a learner.',
-  members.Members,
-  'quarantined',
-  'I9c',
-)
-def no_quarantine(original):
-  return lambda self, member: False
-
-
-@mutant('A quarantined process joins again.', verdicts, 'refuse_if_held', 'I9c')
-def quarantined_joins_again(original):
-  def taken(*args):
-    refused = original(*args)
-    return None if refused is not None and refused.code == 'QUARANTINED' else refused
-
-  return taken
-
-
-@mutant('A restarted syncer has forgotten all strikes.', recovery, 'replay_log', 'I10 I2')
-def strikes_not_recovered(original):
-  def recovered(load, machine_state, records):
-    state = original(load, machine_state, records)
-    for row in state['members']:
-      row['strikes'] = row['max_strikes'] = 0
-    return state
-
-  return recovered
-
-
-@mutant('A restarted syncer has forgotten the norms.', recovery, 'replay_log', 'I10 I2')
-def norms_not_recovered(original):
-  def recovered(load, machine_state, records):
-    state = original(load, machine_state, records)
-    return {**state, 'norms': [screening.Usual().state() for _ in state['norms']]}
-
-  return recovered
-
-
-@mutant(
   'The next syncer does not reopen a closing sync that ended with the last one.',
   pace.Pace,
   'reopen',
@@ -812,27 +537,7 @@ def closing_syncs_are_lost(original):
   return lambda self, undecided: original(self, ())
 
 
-@mutant('A replayed outer step merges refused payloads.', SyncerMachine, 'ended', 'I10 I2')
-def recovery_merges_the_refused(original):
-  return lambda self, merge, done: original(self, merge, dataclasses.replace(done, refused=()))
-
-
 # --- Quorum and pace ------------------------------------------------------------------------------
-
-
-@mutant(
-  'The payload of a dead learner counts for the quorum.',
-  gathering.Gathering,
-  'drop_learner',
-  'I5 I7c',
-)
-def dead_learner_counts(original):
-  def leave(self, name):
-    for gather in self._all():
-      gather.waiting.discard(name)
-      gather.asked.pop(name, None)
-
-  return leave
 
 
 @mutant('One payload too few makes a quorum.', gather_lib, 'decide', 'I5')
@@ -843,42 +548,6 @@ def quorum_is_one_less(original):
   return decide
 
 
-def _decides_with_repeats(original):
-  def decide(gather, now_ns, needed, live):
-    repeats = sum(name.endswith(' again') for name in gather.asked)
-    return original(gather, now_ns, needed and max(1, needed - repeats), live)
-
-  return decide
-
-
-def _fails_without_repeats(original):
-  def _fail(self, now_ns, gather, why):
-    gather.asked = {name for name in gather.asked if not name.endswith(' again')}
-    original(self, now_ns, gather, why)
-
-  return _fail
-
-
-@mutant(
-  'The quorum counts a duplicated payload twice.',
-  gathering.Gathering,
-  'contribution',
-  'I5 L2a',
-  also=(
-    (gather_lib, 'decide', _decides_with_repeats),
-    (gathering.Gathering, '_fail', _fails_without_repeats),
-  ),
-)
-def quorum_counts_a_learner_twice(original):
-  def contribution(self, now_ns, member, message, payload_id):
-    gather = self._find(message.sync)
-    if gather is not None and member.learner in gather.payloads:
-      gather.asked[f'{member.learner} again'] = False
-    original(self, now_ns, member, message, payload_id)
-
-  return contribution
-
-
 @mutant('The syncer waits for no other learner once it has a quorum.', gather_lib, 'decide', 'I5')
 def no_grace(original):
   def decide(gather, now_ns, needed, live):
@@ -887,39 +556,6 @@ def no_grace(original):
     return original(gather, now_ns, needed, live)
 
   return decide
-
-
-@mutant('There is no grace window.', grace.Grace, 'window_ns', 'I5')
-def window_is_zero(original):
-  return lambda self, tempo, step_ns: 0
-
-
-@mutant('The grace window takes all of the overlap.', grace.Grace, 'window_ns', 'I5')
-def window_is_the_longest(original):
-  return lambda self, tempo, step_ns: tempo.overlap * step_ns
-
-
-@mutant(
-  'The grace window is of the step times that learners report.',
-  members.Member,
-  'inner_step_ns',
-  'I5',
-)
-def reported_steps_are_believed(original):
-  return property(lambda self: self.step_ns.value if self.step_ns.samples else 0)
-
-
-@mutant(
-  'The grace window is of the times between reports.', members.Member, 'inner_step_ns', 'I5 L2a'
-)
-def slow_reports_are_long_steps(original):
-  return property(lambda self: self.report_ns.value if self.step_ns.samples else 0)
-
-
-@mutant('The shortest step decides how long the others may take.', pace, 'step_ns', 'I5')
-def fastest_is_usual(original):
-  times = lambda of: filter(None, (one.inner_step_ns for one in of.by_session.values()))
-  return lambda of: min(times(of), default=0)
 
 
 @mutant('The grace window never closes.', gather_lib.Gather, 'close_ns', 'L2a')
@@ -943,25 +579,6 @@ def fastest_sets_the_pace(original):
       not self.over and bool(self._ready) and (len(self.contributors) >= self._config.quorum)
     )
   )
-
-
-@mutant('The syncer believes the clock of every learner.', pace.Pace, '_limit', 'I16 I10 P1 I7')
-def clock_is_believed(original):
-  return lambda self, now_ns, member: member.claimed
-
-
-@mutant('Twice the usual speed is too fast.', pace, 'SPEED', 'I16 P1')
-def twice_as_fast_is_too_fast(original):
-  return 2
-
-
-@mutant('What did not count of a clock never counts later.', pace.Pace, 'measure', 'I16 P1')
-def clock_is_not_caught_up(original):
-  def measure(self, now_ns):
-    with mock.patch.object(pace.Pace, 'advance', lambda *args: None):
-      original(self, now_ns)
-
-  return measure
 
 
 @mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
@@ -989,15 +606,6 @@ def skips_single_syncs(original):
 @mutant('Every fragment has a turn in every period.', pace.Pace, '_after', 'P1')
 def every_sync_has_a_turn(original):
   return lambda self, sync: self._schedule.next(sync)
-
-
-@mutant('A longer period begins in the past.', pace.Pace, 'retime', 'P1')
-def longer_period_from_the_last_opened_sync(original):
-  def retime(self):
-    original(self)
-    self.next = self.soon = self._schedule.next(self.opened)
-
-  return retime
 
 
 @mutant(
@@ -1042,14 +650,6 @@ def lease_never_ends(original):
   return lambda self, now_ns: []
 
 
-@mutant('A lease lasts ten times as long.', members.Members, 'lease_left_ns', 'L8 I13b')
-def lease_is_too_long(original):
-  def lease_left_ns(self, member, now_ns):
-    return max(0, member.heard_ns + 10 * self._config.lease_ns - now_ns)
-
-  return lease_left_ns
-
-
 # --- Ids and versions -----------------------------------------------------------------------------
 
 
@@ -1069,7 +669,7 @@ def no_hold_on_a_live_id(original):
   'A Join holds the id before its Confirm.',
   join_lib.Membership,
   'join',
-  'I7 I12 I13 I13b I16 I19',
+  'I7 I12 I13 I16 I19',
 )
 def one_phase_join(original):
   def join(self, now_ns, session, message):
@@ -1096,20 +696,6 @@ def join_not_idempotent(original):
 
 
 @mutant(
-  'A process that takes over an id continues the previous incarnation.',
-  members.Members,
-  'offer',
-  'I12',
-)
-def incarnation_is_reused(original):
-  def offer(self, join):
-    member = self.by_id.get(join.learner)
-    return 1 if member is None else member.incarnation
-
-  return offer
-
-
-@mutant(
   'The ledger forgets the unsettled tokens of a replaced process.',
   ledger.Account,
   'close',
@@ -1123,39 +709,12 @@ def lost_with_process_forgotten(original):
   return close
 
 
-@mutant(
-  'The ledger keeps only the last of the accounts of replaced processes.',
-  ledger.Ledger,
-  'fold',
-  'I7 I16',
-)
-def last_folded_account_only(original):
-  def fold(self, learner, incarnation, into=''):
-    self.accounts.pop((learner, ledger.FORMER), None)
-    original(self, learner, incarnation, into)
-
-  return fold
-
-
 @mutant('The account of a replaced process disappears.', ledger.Ledger, 'fold', 'I7 I16')
 def replaced_account_disappears(original):
   def fold(self, learner, incarnation, into=''):
     del self.accounts[learner, incarnation]
 
   return fold
-
-
-@mutant(
-  'A report of the last step, made when the run is over, is implausible.',
-  plausible.Plausibility,
-  '_totals',
-  'I13 I13b',
-)
-def last_step_is_implausible(original):
-  def _totals(self, clock, steps, tokens):
-    return original(self, clock + 2, steps, tokens)
-
-  return _totals
 
 
 @mutant(
@@ -1166,32 +725,6 @@ def last_step_is_implausible(original):
 )
 def jumped_clock_is_implausible(original):
   return lambda self, member: member.claimed
-
-
-def _rots(original):
-  """Every kill damages the disk: a version comes back with another value after a repair only."""
-
-  def _kill(self, process):
-    self._odds = self._odds._replace(rotten=1000)
-    original(self, process)
-
-  return _kill
-
-
-@mutant(
-  'A fragment of the same version and another digest is not due to a learner.',
-  published.Published,
-  'compare',
-  'I4b',
-  also=((faults.Nemesis, '_kill', _rots),),
-)
-def versions_without_digests(original):
-  def compare(self, member, learner_held):
-    ours = (one.digest for one in self.fragments)
-    held = tuple(dataclasses.replace(one, digest=our) for one, our in zip(learner_held, ours))
-    original(self, member, held)
-
-  return compare
 
 
 @mutant(
@@ -1338,24 +871,6 @@ def order_of_a_set(original):
 
 
 @mutant(
-  'The syncer reports an outer step before its record is durable.',
-  processes.Syncer,
-  '_commit',
-  'I8',
-)
-def ack_before_fsync(original):
-  def _commit(self, step):
-    job = original(self, step)
-    for delay_ns in job:
-      if self.log._appended:
-        self.world.engine.after(delay_ns, lambda: next(job, None))
-        return
-      yield delay_ns
-
-  return _commit
-
-
-@mutant(
   'The syncer sends Finish before the disk shows that the run is over.',
   SyncerMachine,
   '_close_run',
@@ -1372,19 +887,6 @@ def failed_save_counts(original):
   return lambda self, failed, again_ns: original(self, False, again_ns)
 
 
-def _without(method):
-  """The log without the calls of one method of its disk."""
-
-  def wrap(original):
-    def _do(self, doing, call, *args, needed=0):
-      if call.__name__ != method:
-        return original(self, doing, call, *args, needed=needed)
-
-    return _do
-
-  return wrap
-
-
 @mutant('The log ignores a failed fsync and goes on.', wal.Wal, '_do', 'I8')
 def failed_fsync_ignored(original):
   def _do(self, *args, **kwargs):
@@ -1398,12 +900,11 @@ def failed_fsync_ignored(original):
 
 @mutant('A commit does not fsync the record.', wal.Wal, '_do', 'I8')
 def record_is_not_fsynced(original):
-  return _without('fsync')(original)
+  def _do(self, doing, call, *args, needed=0):
+    if call.__name__ != 'fsync':
+      return original(self, doing, call, *args, needed=needed)
 
-
-@mutant('A commit does not fsync the folder.', wal.Wal, '_do', 'I8')
-def folder_is_not_fsynced(original):
-  return _without('fsync_names')(original)
+  return _do
 
 
 def _read_unchecked(files, run, base, last):
@@ -1413,12 +914,12 @@ def _read_unchecked(files, run, base, last):
     yield wal.Record(number, kind, chain, memoryview(payload))
 
 
-@mutant('Recovery accepts a record of which only the header is whole.', wal, '_records', 'I10 I2')
+@mutant('Recovery accepts a record of which only the header is whole.', wal, '_records', 'I10')
 def broken_payload_accepted(original):
   return _read_unchecked
 
 
-@mutant('Recovery drops a damaged record and those behind it.', wal, '_verify', 'I2')
+@mutant('Recovery drops a damaged record and those behind it.', wal, '_verify', 'I10')
 def damage_is_dropped(original):
   def _verify(files, run, *args):
     while True:
@@ -1443,7 +944,7 @@ def unfinished_record_counts(original):
   return open_log
 
 
-@mutant('Recovery forgets the last record.', recovery, 'replay_log', 'I2 I10')
+@mutant('Recovery forgets the last record.', recovery, 'replay_log', 'I10')
 def last_record_forgotten(original):
   return lambda load, machine_state, records: original(load, machine_state, records[:-1])
 
@@ -1457,22 +958,17 @@ def refused_merge_counts(original):
   'Recovery forgets the outer steps in progress in the machine state.',
   SyncerMachine,
   'ended',
-  'I10 I2',
+  'I10',
 )
 def outer_steps_in_progress_forgotten(original):
   return lambda self, merge, done: None
-
-
-@mutant('Recovery replays records that the checkpoint covers.', wal.Wal, 'records', 'I10')
-def replays_what_is_saved(original):
-  return lambda self, after=0: original(self, max(after - 1, 0))
 
 
 @mutant(
   'A checkpoint claims to cover one record too many.',
   outer_log,
   'position',
-  'I2 I10',
+  'I10',
 )
 def position_is_one_too_far(original):
   return lambda log: {**original(log), 'log': log.committed + 1}
@@ -1511,18 +1007,6 @@ def machine_state_after_the_turn(original):
   return handle
 
 
-@mutant('The machine state of an outer step lacks its own tokens.', SyncerMachine, '_merge', 'I16')
-def machine_state_before_the_merge(original):
-  def _merge(self, now_ns, gather, why):
-    books = self.state()
-    with mock.patch.object(
-      self, 'state', lambda: {**books, 'merging': [*books['merging'], gather.sync]}, create=True
-    ):
-      original(self, now_ns, gather, why)
-
-  return _merge
-
-
 @mutant(
   'The syncer counts wrong bits but does not replace them.', join_lib.Membership, '_repair', 'I4b'
 )
@@ -1550,20 +1034,6 @@ def taking_over_is_ignored(original):
 
 
 @mutant(
-  'The syncer refuses an id although its holder has disconnected.',
-  members.Members,
-  'held_by_other',
-  'I13b',
-)
-def disconnected_holder_holds(original):
-  def held_by_other(self, learner, nonce):
-    member = self.by_id.get(learner)
-    return member if member is not None and member.nonce != nonce else None
-
-  return held_by_other
-
-
-@mutant(
   'A learner forgets a pull while it has nothing to contribute.', LearnerMachine, '_answer', 'L4a'
 )
 def pull_is_forgotten(original):
@@ -1579,72 +1049,7 @@ def pull_is_forgotten(original):
 # --- States ---------------------------------------------------------------------------------------
 
 
-@mutant(
-  'A sync that has no quorum is tried once more after it was cancelled.',
-  gathering.Gathering,
-  'cancel',
-  'crash',
-)
-def cancelled_sync_gathers_again(original):
-  def cancel(self, gather, why):
-    original(self, gather, why)
-    if not why.startswith('all'):
-      return
-    gather.move('gathering')
-    for member in self._members.live():
-      if member.caught_up:
-        self._pull(gather, member)
-
-  return cancel
-
-
-@mutant(
-  'A learner that hears nothing while it joins dials at once, over the session that it has.',
-  connection.Connection,
-  'keep',
-  'crash',
-)
-def dials_while_joining(original):
-  def keep(self, now_ns, ending):
-    if self.state == 'joining' and now_ns - self._heard_ns > self._config.heartbeat_ns:
-      self._dial(now_ns)
-    original(self, now_ns, ending)
-
-  return keep
-
-
-@mutant(
-  'A learner whose clock has reached T goes on training while it is not told to end.',
-  LearnerMachine,
-  '_may_step',
-  'crash',
-)
-def trains_after_the_last_step(original):
-  def _may_step(self):
-    if self._training == 'trained' and not self._ending:
-      self._train('training')
-    return original(self)
-
-  return _may_step
-
-
 # --- Data shards ----------------------------------------------------------------------------------
-
-
-@mutant(
-  'A cursor moves when a contribution arrives, not when it is merged.',
-  gathering.Gathering,
-  'contribution',
-  'I21 I21a',
-)
-def cursor_moves_at_contribution(original):
-  def contribution(self, now_ns, member, message, payload_id):
-    original(self, now_ns, member, message, payload_id)
-    if member.learner in getattr(self.open.get(message.sync), 'payloads', ()):
-      self._shards.merge(-1, message.fragment, [(member.learner, message)])
-      self._shards.end(-1, (), made=True)
-
-  return contribution
 
 
 @mutant(
@@ -1671,27 +1076,6 @@ def refused_cursor_stays(original):
 @mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I21 I21a')
 def cursors_forgotten(original):
   return lambda self, machine_state: original(self, {**machine_state, 'merged': []})
-
-
-@mutant(
-  'Recovery forgets the cursors of outer steps in progress in the machine state.',
-  SyncerMachine,
-  'ended',
-  'I21 I21a',
-)
-def cursors_in_progress_forgotten(original):
-  end = shards.Shards.end
-
-  def ended(self, merge, done):
-    with mock.patch.object(shards.Shards, 'end', lambda *args, made: end(*args, made=False)):
-      original(self, merge, done)
-
-  return ended
-
-
-@mutant('Every reader begins at the first batch.', shards.Shards, '_begin', 'I21 I21a')
-def readers_begin_at_zero(original):
-  return lambda self, learner, shard: self._hold(learner, messages.ShardPosition(shard, 0))
 
 
 @mutant(
@@ -1731,20 +1115,6 @@ def leased_during_a_merge(original):
 
 
 @mutant(
-  'A learner with data of its own gets the number of another one that is away.',
-  shards.Shards,
-  '_number',
-  'I21 I21a',
-)
-def number_of_another(original):
-  def _number(self, former):
-    taken = [number for number in range(9) if number not in self._holders and number != former]
-    return min(taken) if self._merged.keys() & set(taken) else original(self, former)
-
-  return _number
-
-
-@mutant(
   'A learner with data of its own that returns begins them again, under a new number.',
   shards.Shards,
   '_number',
@@ -1752,96 +1122,6 @@ def number_of_another(original):
 )
 def number_not_kept(original):
   return lambda self, former: original(self, None)
-
-
-@mutant(
-  'Learners with data of their own wait for one of V shards.',
-  shards.Shards,
-  '__init__',
-  'I21a',
-)
-def own_data_are_leased(original):
-  return lambda self, shards, fragments, local: original(self, 3 if local else shards, fragments)
-
-
-def _says_one_batch_too_early(original):
-  def send(self, message, payload_id=None):
-    if isinstance(message, messages.Contribution) and message.cursor > message.steps:
-      message = dataclasses.replace(message, cursor=message.cursor - 1)
-    original(self, message, payload_id)
-
-  return send
-
-
-# No honest learner sends batches that were merged before, so the two guards below need a liar, and
-# the checker of honest learners looks away.
-LIES = (connection.Connection, 'send', _says_one_batch_too_early)
-UNNOTICED = (data.HonestReader, 'fail', lambda original: lambda self, *seen: None)
-
-
-@mutant(
-  'The syncer counts batches that were merged before.',
-  shards.Shards,
-  'counts',
-  'I21',
-  also=(LIES, UNNOTICED),
-)
-def merged_batches_count(original):
-  return lambda self, learner, contribution: self._holders.get(contribution.shard) == learner
-
-
-@mutant(
-  'The syncer counts a range whose first batch was merged before.',
-  shards.Shards,
-  'counts',
-  'I21',
-  also=(LIES, UNNOTICED),
-)
-def last_merged_batch_counts(original):
-  def counts(self, learner, contribution):
-    later = dataclasses.replace(contribution, cursor=contribution.cursor + 1)
-    return original(self, learner, later)
-
-  return counts
-
-
-def _claims_a_million_steps(original):
-  def send(self, message, payload_id=None):
-    if isinstance(message, messages.Contribution):
-      steps, cursor = message.steps + 10**6, message.cursor + 10**6
-      message = dataclasses.replace(message, steps=steps, cursor=cursor)
-    original(self, message, payload_id)
-
-  return send
-
-
-@mutant(
-  'The syncer believes the steps of a contribution.',
-  plausible.Plausibility,
-  '_contribution',
-  'P3',
-  also=(
-    (connection.Connection, 'send', _claims_a_million_steps),
-    UNNOTICED,
-  ),
-)
-def steps_are_believed(original):
-  return lambda self, member, said: ''
-
-
-@mutant(
-  'A process that the syncer does not know continues the incarnation that it claims.',
-  members.Members,
-  'offer',
-  'I12',
-  also=((plausible.Plausibility, 'confirm_fault', lambda original: lambda self, *said: ''),),
-)
-def claimed_incarnations_continue(original):
-  def offer(self, join):
-    member = self.by_id.get(join.learner)
-    return 1 if member is None else member.incarnation + (member.nonce != join.nonce)
-
-  return offer
 
 
 @mutant(
@@ -1896,19 +1176,6 @@ def payloads_before_heartbeats(original):
     original(self, *args, **(settings | {'queue_ns': 10**12}))
 
   return __init__
-
-
-@mutant(
-  'A sync waits for learners that it has not pulled.', gathering.Gathering, '_pull_from', 'L2a'
-)
-def waits_for_all(original):
-  def _pull_from(self, gather, members):
-    original(self, gather, members)
-    gather.waiting |= {
-      m.learner for m in members if m.caught_up and m.learner not in gather.payloads
-    }
-
-  return _pull_from
 
 
 @mutant('A learner with a slow link is pulled for every sync.', links.Links, 'pulls', 'L12')
@@ -1969,18 +1236,6 @@ def adopts_during_a_step(original):
       for publish, arrived in self._arrivals:
         self._adopt(publish, arrived)
       self._arrivals.clear()
-
-  return _receive
-
-
-@mutant(
-  'A learner answers a pull that arrives during a step at once.', LearnerMachine, '_receive', 'I26'
-)
-def captures_during_a_step(original):
-  def _receive(self, now_ns, message, payload_id):
-    original(self, now_ns, message, payload_id)
-    if isinstance(message, messages.Pull) and self._training == 'training':
-      self._answer_pulls()
 
   return _receive
 

@@ -1,7 +1,6 @@
 """What a chaos run looked like, folded from made-up records."""
 
 import dataclasses
-import doctest
 
 from diloco_jax.protocol import facts
 from diloco_jax.report import run_facts, steps
@@ -47,11 +46,10 @@ def test_the_clock_of_a_plan_starts_when_the_last_learner_has_joined():
 
 
 def test_a_good_run_has_no_complaints_and_its_text_says_what_was_done():
-  text = chaos_report.text(run_of(), [freeze()], 20.0)
+  text = chaos_report.text(run_of(), [freeze()])
   assert chaos_report.complaints(run_of(), [freeze()]) == []
   assert 'freeze l1' in text and '1 merges' in text and 'l0 3' in text
   assert 'l1 was merged again at 19.0' in text
-  assert 'l0: 3 steps, median 2000 ms apart, longest gap 5000 ms' in text
   assert '60 merged + 40 discarded (late 30, overwritten 10) + 0 unsettled' in text
   assert 'DOES NOT ADD UP' not in text
 
@@ -65,20 +63,11 @@ def test_whoever_stands_still_is_complained_of():
     'after the freeze of l1 it was not merged again',
     'the ledger does not add up, or has unsettled tokens',
   ]
-  assert '-1 fragment-tokens' in chaos_report.text(run, [freeze()], 20.0)
-
-
-def test_standing_still_to_the_end_is_a_gap():
-  assert chaos_report.pace([1.0], 0.0, 9.0).longest_s == 8.0
+  assert '-1 fragment-tokens' in chaos_report.text(run, [freeze()])
 
 
 def test_a_fault_that_found_nobody_is_no_complaint():
   nobody = freeze(recovered_s=None)
   nobody.found = False
   assert chaos_report.complaints(run_of(), [nobody]) == []
-  assert 'found no process' in chaos_report.text(run_of(), [nobody], 20.0)
-
-
-def test_examples():
-  result = doctest.testmod(chaos_report)
-  assert result.attempted and not result.failed
+  assert 'found no process' in chaos_report.text(run_of(), [nobody])

@@ -5,7 +5,6 @@ import pathlib
 
 import pytest
 
-from diloco_jax.verification import random_streams
 from diloco_jax.verification.sim import seeds, tapes
 from tests import interpreters
 
@@ -43,17 +42,3 @@ def test_a_seed_has_one_hash(version: str, hash_seed: str, counts):
 
 def test_another_seed_has_another_hash():
   assert len({line.split()[2] for line in here()}) == SEEDS
-
-
-def test_common_random_numbers():
-  """One learner's random draws do not affect another's: each has its own random streams."""
-
-  one, two = (
-    random_streams.random_stream(5, 'network', 'l0'),
-    random_streams.random_stream(5, 'network', 'l1'),
-  )
-  expected = [two.random() for _ in range(5)]
-  for _ in range(1_000):
-    one.random()
-  again = random_streams.random_stream(5, 'network', 'l1')
-  assert [again.random() for _ in range(5)] == expected

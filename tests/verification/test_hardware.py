@@ -1,11 +1,6 @@
 """Work on an island is stretched by all that happens to the island while it runs."""
 
 import itertools
-import math
-import random
-import statistics
-
-import pytest
 
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import hardware
@@ -62,35 +57,6 @@ def test_uptime_is_that_of_independent_islands():
   fleet = islands.alone(hardware.of_chips(600_000), 2, 48)
   one = fleet.uptime(2) + (fleet.uptime(1) - fleet.uptime(2)) / 2  # share of time that one runs
   assert fleet.uptime(0) == 1 and abs(fleet.uptime(1) - (1 - (1 - one) ** 2)) < 0.01
-
-
-def test_a_failed_region_takes_all_of_its_islands_and_a_failed_pod_some_slices():
-  engine = engine_lib.Engine()
-  slices = hardware.Slices(chips=1, count=8, region='eu', region_mtbf_s=600, pod_share=1.0, pod=3)
-  both = [hardware.island(engine, 0, name, slices) for name in ('l0', 'l1')]
-  changes = {island: [] for island in both}
-  for island in both:
-    island.changed = lambda running, island=island: changes[island].append(engine.now_ns)
-  engine.run(20_000 * SECOND)
-  first, second = changes.values()
-  assert len(first) > 20 and first == second
-  pods = hardware.Slices(chips=10**6, count=8, mtbi_s=1e9, pod_share=1.0, pod=3)
-  island, seen = hardware.island(engine, 0, 'l2', pods), set()
-  island.changed = lambda running: seen.add(island.live)
-  engine.run(40_000 * SECOND)
-  assert {5, 8} <= seen <= {8, 5, 2, 0, 3, 6}
-
-
-@pytest.mark.parametrize('weibull', [(1, 1), (0.8, 1.5), (2, 0.5)])
-def test_recovery_times_have_their_mean_and_shape(weibull):
-  slices, draw = hardware.Slices(chips=1, count=1, weibull=weibull), random.Random(0)
-  times_s = sorted(slices.recovery_ns(draw) / SECOND for _ in range(20_000))
-  assert abs(statistics.mean(times_s) - 65) < 2
-  shape, exponent = weibull
-  below = lambda x: (1 - math.exp(-(x**shape))) ** exponent  # of the distribution with scale 1
-  quarter, half = times_s[5_000], times_s[10_000]
-  scale = next(x / 1e3 for x in range(1, 10_000) if below(x / 1e3) > 0.5)
-  assert below(quarter / half * scale) == pytest.approx(0.25, abs=0.02)
 
 
 def test_all_islands_of_a_fleet_cost_by_their_failures_and_repeat():

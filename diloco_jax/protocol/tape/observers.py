@@ -45,7 +45,6 @@ class LogNote:
   digest: int = 0
   failed: str = ''
   text: str = ''
-  norms: tuple[int, ...] = ()
   refused: tuple[str, ...] = ()
 
 

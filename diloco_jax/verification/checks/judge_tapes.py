@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions
 from diloco_jax.protocol.tape import observers, tape
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.invariants import invariant
@@ -41,15 +41,6 @@ class Tape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Looked:
-  """An invariant that held: how many times it was checked (0: only at the end, or never)."""
-
-  id: str
-  sentence: str
-  looks: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
   """The first violation: the invariant, the contradicting values, the tape, and the turns
   before."""
@@ -63,73 +54,32 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-  """The result for all tapes: how much was read, what held, and what did not. `open_ended` are the
-  invariants of `held` that say something about the end of a run that was stopped before it.
-  `unread`: why the turns after these could not be judged."""
+  """The result for all tapes: how much was read, and what did not hold. `unread`: why the turns
+  after these could not be judged."""
 
   tapes: int
   turns: int
-  held: tuple[Looked, ...]
-  open_ended: tuple[str, ...]
   broken: Broken | None
   unread: str = ''
 
   def text(self) -> str:
-    """The verdict in text, with all invariants line by line."""
+    """The verdict in text."""
     lines = [f'The judge read {self.turns} turns on {self.tapes} tapes.']
-    lines += [f'  {one.id:4} held {one.looks:7}x  {one.sentence}' for one in self.held]
     if self.broken is None:
-      lines.append(f'All {len(self.held)} invariants held.')
+      many = len(checkers_lib.INVARIANTS)
+      lines.append(f'All {many} invariants held, those of the end of a run if it came to its end.')
       if self.unread:
         lines.append(
           f'Only up to here: a tape of the syncer ended before its process, or is missing '
           f'({self.unread}). What the run did later is not judged.'
         )
-      if self.open_ended:
-        lines.append(
-          'The run was stopped before its last step, so these invariants were not checked '
-          f'at its end: {", ".join(self.open_ended)}.'
-        )
       return '\n'.join(lines)
-    lines = lines[:1] + [
+    lines += [
       f'VIOLATION of {self.broken.id}: {self.broken.sentence}',
       f'  seen on {self.broken.node_tape}: {self.broken.detail}',
       f'The last {len(self.broken.before)} turns of all processes:',
     ]
     return '\n'.join([*lines, *(f'  {line}' for line in self.broken.before)])
-
-
-class _Counter:
-  """How often each kind of event and action occurred, hence how often each invariant was
-  checked."""
-
-  def __init__(self):
-    self._seen: dict[tuple[str, Any], int] = collections.Counter()
-
-  def take(self, role: str, event: events.Event, out: Sequence[actions.Action]) -> None:
-    seen = self._seen
-    seen[role, invariant.EVERY] += 1
-    seen[role, _kind(event)] += 1
-    for action in out:
-      seen[role, _kind(action)] += 1
-
-  def checks(self, statement: type[invariant.Invariant]) -> int:
-    records = {
-      record
-      for name in dir(statement)
-      for kind in ('_on', '_after')
-      for record in getattr(getattr(statement, name), kind, ())
-    }
-    return sum(self._seen[record] for record in records)
-
-
-def _kind(what: events.Event | actions.Action) -> Any:
-  match what:
-    case events.Received(message=message) | actions.Send(message=message):
-      return type(message)
-    case actions.Report(fact=fact):
-      return type(fact)
-  return type(what)
 
 
 def judge(node_tapes: Sequence[Tape], healed_ns: int | None = None) -> Verdict:
@@ -157,18 +107,17 @@ class _Reading:
     self._node_tapes = node_tapes
     self._healed_ns = healed_ns
     self._checkers = checkers_lib.Checkers(node_tapes[0].start.config)
-    self._count = _Counter()
     self._before: collections.deque = collections.deque(maxlen=SHOWN_TURNS)
     self._turns = 0
 
   def run(self) -> Verdict:
-    broken, node_tape, now_ns, open_ended, unread = None, None, 0, (), ''
+    broken, node_tape, now_ns, unread = None, None, 0, ''
     try:
       for node_tape, life, turn, last in in_order(self._node_tapes):
         now_ns = turn.now_ns
         self._take(node_tape, life, turn, last)
       node_tape = None
-      open_ended = self._checkers.finished(now_ns)
+      self._checkers.finished(now_ns)
     except checkers_lib.Violation as error:
       broken = self._broken(node_tape, error.invariant, error.sentence, error.detail)
     except run_book.TapeMissing as error:
@@ -180,14 +129,7 @@ class _Reading:
       broken = self._broken(
         node_tape, 'model', 'Every turn follows from earlier turns.', tape.describe(error)
       )
-    held = (
-      ()
-      if broken
-      else tuple(
-        Looked(one.id, one.sentence, self._count.checks(one)) for one in checkers_lib.INVARIANTS
-      )
-    )
-    return Verdict(len(self._node_tapes), self._turns, held, open_ended, broken, unread)
+    return Verdict(len(self._node_tapes), self._turns, broken, unread)
 
   def _take(
     self,
@@ -207,7 +149,6 @@ class _Reading:
       raise _Crashed(turn.error)
     if node_tape.start.role == invariant.LEARNER:
       self._checkers.run.heard(turn.event)
-    self._count.take(node_tape.start.role, turn.event, turn.actions)
     self._checkers.saw(life, turn.now_ns, turn.event, turn.actions)
     if last:
       ended = any(isinstance(action, actions.Exit) for action in turn.actions)

@@ -3,8 +3,6 @@
     diloco chaos --plan=kill            # one fault, three learners of `tiny`
     diloco chaos --plan=freeze,cut_up   # several, in turn against all but the first
     diloco chaos --plan=storm           # one of each kind
-    diloco chaos --seed=3               # a plan drawn from the seed
-    diloco chaos --controller=single --plan=kill,freeze,slow   # islands of one process
 
 One syncer and M learners run, each in a process behind a separate faulty proxy
 (verification/faults/chaos_run.py). Exit codes: 0 all invariants held and the untouched learners
@@ -19,7 +17,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli as cli_lib
-from diloco_jax.launch import local_run, run_folder
+from diloco_jax.launch import run_folder
 from diloco_jax.report import live
 from diloco_jax.verification import plans
 from diloco_jax.verification.faults import chaos_run, conductor
@@ -37,15 +35,10 @@ DEFAULT_CONFIG = 'stdlib_lm:tiny'
 cli_lib.define_config()
 cli_lib.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
-_SEED = flags.DEFINE_integer('seed', None, 'draw the plan from this seed')
 _PLAN = flags.DEFINE_string(
-  'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.REAL_KINDS, plans.STORM))
+  'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.KINDS, plans.STORM))
 )
 _FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'how long each fault of --plan lasts at least', 0.1)
-_CONTROLLER = flags.DEFINE_enum(
-  'controller', 'processes', ['processes', 'single'], 'single: one process for all nodes'
-)
-_DURATION_S = flags.DEFINE_float('duration_s', 40.0, 'about how long a drawn plan lasts', 1.0)
 
 
 def main(argv: list[str]) -> int:
@@ -53,44 +46,23 @@ def main(argv: list[str]) -> int:
   config = cli_lib.config()
   names = run_config.learner_ids(config.sync.learners)
   with cli_lib.never_retry(ValueError):
-    if _SEED.value is not None and flags.FLAGS['plan'].present:
-      raise ValueError('--seed and --plan exclude each other: give one of them')
-    for flag, applies_to, given in (
-      ('fault_s', 'plan', _SEED.value is None),
-      ('duration_s', 'seed', _SEED.value is not None),
-    ):
-      if flags.FLAGS[flag].present and not given:
-        raise ValueError(f'--{flag} applies to --{applies_to} only: leave it out')
     if len(names) < 2:
       raise ValueError(
         f'sync.learners is {len(names)}, chaos needs at least 2: one to fail, one to train on'
       )
-    single = _CONTROLLER.value == 'single'
-    if single and _SEED.value is not None:
-      raise ValueError('--controller=single has no drawn plans: give --plan')
-    if _SEED.value is None:
-      known = plans.ISLAND_KINDS if single else plans.REAL_KINDS
-      plan = plans.named(_PLAN.value, names, round(_FAULT_S.value * plans.SECOND_NS), known)
-    else:
-      plan = plans.draw(_SEED.value, names, round(_DURATION_S.value * plans.SECOND_NS))
-    config.name = f'chaos-{_PLAN.value if _SEED.value is None else _SEED.value}'
+    plan = plans.named(_PLAN.value, names, round(_FAULT_S.value * plans.SECOND_NS))
+    config.name = f'chaos-{_PLAN.value}'
     workdir = run_folder.open_workdir(
       config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
     )
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
   config_flags = cli_lib.config_flags_of_this_process()
-  islands = None
-  if single:
-    local_run.emulate(config)
-    from diloco_jax.api import single_controller
-
-    islands = single_controller.SingleController(config, workdir)
   display = live.Display()
   make = functools.partial(
     chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display
   )
   try:
-    chaos, run = conductor.play(workdir, functools.partial(make, islands=islands))
+    chaos, run = conductor.play(workdir, make)
   except conductor.EndedEarly as error:
     print(f'the run ended before its plan did: {error.outcome.text}', file=sys.stderr)
     return error.outcome.code or 1

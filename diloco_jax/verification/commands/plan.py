@@ -119,9 +119,6 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
   for learner, (up, down, *_) in zip(shares['steps'], itertools.cycle(run.lines or [(0, 0)])):
     computing, merged, due = (shares[one][learner] for one in ('computing', 'merged', 'on_time'))
     yield f'{learner:15}{_bits(up):>12}{_bits(down):>13}{computing:10.0%}{merged:8.0%}{due:10.0%}'
-  if found['losses']:
-    yield '\ncosts in loss, each by itself, as docs/studies measured it with small models:'
-  yield from found['losses']
 
 
 def _transport(processes: int) -> dict[str, str]:

@@ -5,7 +5,6 @@ Times are those of the run's facts (report/run_facts.py), which the processes wr
 
 import bisect
 import dataclasses
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,43 +48,19 @@ def untouched(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> list[str]:
   return [name for name in run.learners if all(fault_run.node != name for fault_run in fault_runs)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pace:
-  """A learner's steps in a span, and the times between the ends of two steps in s."""
-
-  steps: int
-  median_s: float
-  longest_s: float
-
-
-def pace(times: list[float], began_s: float, ended_s: float) -> Pace:
-  """The pace in a span. Its borders count as steps, so a learner without steps has a long gap."""
-  inside = [t for t in times if began_s <= t <= ended_s]
-  gaps = [b - a for a, b in zip([began_s, *inside], [*inside, ended_s])]
-  return Pace(len(inside), statistics.median(gaps), max(gaps))
-
-
 def balance(ledger: Mapping[str, Any]) -> int:
   """Fragment-tokens of a ledger fact that are unaccounted for; 0 if the ledger adds up."""
   settled = ledger['merged'] + sum(ledger['discarded'].values()) + ledger['unsettled']
   return ledger['fragments'] * ledger['trained'] - settled
 
 
-def text(run: run_facts.RunFacts, fault_runs: list[FaultRun], healed_s: float) -> str:
+def text(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> str:
   """The run in text: the faults, and what the untouched learners did meanwhile."""
   start_s = began_s(run) or 0.0
   lines = ['', 'Faults, in seconds since all learners had joined, and what happened meanwhile:']
   others = untouched(run, fault_runs)
   for fault_run in sorted(fault_runs, key=lambda fault_run: fault_run.began_s):
     lines.append('  ' + _describe_fault_run(run, fault_run, start_s, others))
-  lines.append('Untouched learners, from the first fault to the end of the last:')
-  first_s = min((fault_run.began_s for fault_run in fault_runs), default=start_s)
-  for name in others:
-    found = pace(step_times(run, name), first_s, healed_s)
-    lines.append(
-      f'  {name}: {found.steps} steps, median {found.median_s * 1e3:.0f} ms apart, '
-      f'longest gap {found.longest_s * 1e3:.0f} ms'
-    )
   return '\n'.join([*lines, *_describe_ledger(run.ledger)])
 
 

@@ -10,7 +10,6 @@ import asyncio
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import run_folder
@@ -52,16 +51,12 @@ class ChaosRun(conductor.Conductor):
     config_flags: Sequence[str],
     plan: list[plans.Fault],
     display: live.Display,
-    islands: Any = None,
   ):
     names = run_config.learner_ids(config.sync.learners)
-    super().__init__(
-      workdir, recorder, config, config_flags, self._connect_to_proxy, display, islands
-    )
+    super().__init__(workdir, recorder, config, config_flags, self._connect_to_proxy, display)
     address = workdir / run_folder.ADDRESS
-    behind = () if islands else names  # islands have no network
     syncer = lambda: address.read_text('utf-8').strip()
-    self._proxies = {name: proxy_lib.Proxy(syncer) for name in behind}
+    self._proxies = {name: proxy_lib.Proxy(syncer) for name in names}
     self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder
@@ -99,7 +94,7 @@ class ChaosRun(conductor.Conductor):
 
   def verdict(self) -> tuple[str, bool]:
     """The report and the judge's verdict, in text; whether every promise was kept."""
-    lines = [chaos_report.text(self.run, self.fault_runs, self.healed_s)]
+    lines = [chaos_report.text(self.run, self.fault_runs)]
     complaints = chaos_report.complaints(self.run, self.fault_runs)
     try:
       verdict = conductor.judge(self.workdir, self.healed_ns)
@@ -154,8 +149,7 @@ class ChaosRun(conductor.Conductor):
   def _has_had_effect(self, fault: plans.Fault, began_s: float) -> bool:
     """The fault had its effect, and the untouched learners have continued meanwhile."""
     victim = self.run.learners[fault.node]
-    unnoticed = fault.kind not in _LOSES or (fault.kind == 'freeze' and not self._proxies)
-    lost = unnoticed or any(t >= began_s for t, _ in victim.lost)
+    lost = fault.kind not in _LOSES or any(t >= began_s for t, _ in victim.lost)
     second = fault.kind != 'replace' or self._has_taken_over(victim, began_s)
     return lost and second and self._have_continued(self._others, began_s)
 
@@ -175,7 +169,7 @@ class ChaosRun(conductor.Conductor):
 
   def _begin(self, fault: plans.Fault) -> bool:
     """Begins a fault; returns whether its victim is running."""
-    node, nemesis, proxy = fault.node, self.nemesis, self._proxies.get(fault.node)
+    node, nemesis, proxy = fault.node, self.nemesis, self._proxies[fault.node]
     down_s, amount_s = fault.for_ns / SECOND_NS, fault.amount / SECOND_NS
     match fault.kind:
       case 'kill':
@@ -192,8 +186,6 @@ class ChaosRun(conductor.Conductor):
         proxy.reset()
       case 'corrupt':
         proxy.up.flip(FLIP_BYTES)
-      case 'delay':
-        _set(proxy, *[proxy_lib.Toxics(delay_s=amount_s)] * 2)
       case 'throttle':
         _set(proxy, *[proxy_lib.Toxics(rate=fault.amount)] * 2)
       case _:
@@ -206,7 +198,7 @@ class ChaosRun(conductor.Conductor):
         self.nemesis.thaw(fault.node)
       case 'slow':
         await self.nemesis.unslow(fault.node)
-      case _ if fault.node in self._proxies:
+      case _:
         self._proxies[fault.node].heal()
 
 

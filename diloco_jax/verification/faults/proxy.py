@@ -1,13 +1,12 @@
-"""A bad network on loopback: a TCP proxy that delays, throttles, holds, breaks and flips.
+"""A bad network on loopback: a TCP proxy that throttles, holds, breaks and flips.
 
 Each learner has a proxy: the learner dials the proxy, the proxy dials the syncer. The proxy does
 not parse gRPC; it sees the bytes of two *lanes*, `up` (from the learner) and `down`. The caller
 sets the faults of a lane while it runs (`Toxics`); they apply to all connections, open and future
 ones::
 
-    socket --read--> held, in order --due, not cut, within the rate--> socket
+    socket --read--> held, in order --not cut, within the rate--> socket
 
-* delay: every piece waits so long after its arrival; this does not lower the rate.
 * rate: at most so many bytes a second.
 * cut: no byte passes and neither end gets an error (half-open). The proxy keeps the bytes, as TCP
   would send them again, and also the end of a direction and its reset. While either lane is cut no
@@ -40,7 +39,6 @@ _RESET = None  # the sender's socket has failed
 class Toxics:
   """The faults of one lane. `rate`: bytes per second, None: no limit."""
 
-  delay_s: float = 0.0
   rate: float | None = None
   cut: bool = False
 
@@ -74,16 +72,6 @@ class Lane:
   async def until_open(self) -> None:
     while self._toxics.cut:
       await self._changed.wait()
-
-  async def until_due(self, came_s: float) -> None:
-    """Waits until data that arrived then may pass."""
-    loop = asyncio.get_running_loop()
-    while True:
-      await self.until_open()
-      left_s = came_s + self._toxics.delay_s - loop.time()
-      if left_s <= 0:
-        return
-      await self._wait(left_s)
 
   async def after(self, sent_bytes: int) -> None:
     """Waits until the rate allows more bytes after these."""
@@ -226,30 +214,29 @@ class Proxy:
 
 
 async def _read(source: _Side, sink: _Side) -> None:
-  """Holds the data of `source` for `sink`, with the time of its arrival."""
-  loop = asyncio.get_running_loop()
+  """Holds the data of `source` for `sink`."""
   data = None
   while data != _END:
     try:
       data = await source.reader.read(PIECE_BYTES)
     except OSError:
-      await sink.held.put((loop.time(), _RESET))
+      await sink.held.put(_RESET)
       return
     sink.lane.came_bytes += len(data)
-    await sink.held.put((loop.time(), data))
+    await sink.held.put(data)
 
 
 async def _write(source: _Side, sink: _Side) -> None:
   """Sends held data to `sink` when it may pass, until the connection is over."""
   while True:
-    came_s, data = await sink.held.get()
-    await sink.lane.until_due(came_s)
+    data = await sink.held.get()
+    await sink.lane.until_open()
     if data is _RESET:
       raise _Over
     try:
       await _pass_on(data, sink)
     except OSError:  # `sink` has failed; `source` gets a reset, as TCP would send it
-      await source.held.put((asyncio.get_running_loop().time(), _RESET))
+      await source.held.put(_RESET)
     if source.ended and sink.ended:
       raise _Over
 

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.storage import outer_log
-from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.sim import network
 
 Span = tuple[int, int]
-Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
 Answers = list[tuple[events.Event, Any]]
 AGREEMENT = '{"model.width":8}'
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
@@ -32,24 +31,16 @@ NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
 
-class Untrue(AssertionError):
-  """A claim that does not hold: its sentence, and the contradicting values."""
-
-  def __init__(self, sentence: str, detail: str):
-    super().__init__(f'{sentence} {detail}')
-    self.sentence, self.detail = sentence, detail
-
-
 def claim(holds: bool, sentence: str, *detail: Any) -> None:
-  """Raises Untrue if a statement that only the world can judge does not hold."""
+  """Raises Violation if a statement that only the world can judge does not hold."""
   if not holds:
-    raise Untrue(sentence, ' '.join(map(str, detail)))
+    raise invariant.Violation('claim', sentence, ' '.join(map(str, detail)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-  """The bytes of a pseudo-gradient: its learner and process, the range of its tokens, and the
-  batches that it really read. `exact`: its process has one incarnation only, so all tokens count.
+  """The bytes of a pseudo-gradient: its learner and process, and the range of its tokens. `exact`:
+  its process has one incarnation only, so all tokens count.
   `spoiled`: HUGE or NAN if its host is faulty. `overflows`: an outer step with it is not finite,
   although each payload is. `narrow`: they are of the smaller codec."""
 
@@ -59,7 +50,6 @@ class Gradient:
   end: int
   steps: int
   exact: bool = True
-  reads: tuple[Batches, ...] = ()
   spoiled: str = ''
   overflows: bool = False
   narrow: bool = False
@@ -78,13 +68,7 @@ class Gradient:
 
   @classmethod
   def decode(cls, data: memoryview | bytes) -> 'Gradient':
-    return cls.of(json.loads(bytes(data)))
-
-  @classmethod
-  def of(cls, fields: Sequence[Any]) -> 'Gradient':
-    """From JSON types."""
-    *rest, reads, spoiled, overflows, narrow = fields
-    return cls(*rest, tuple(tuple(one) for one in reads), spoiled, overflows, narrow)
+    return cls(*json.loads(bytes(data)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +112,7 @@ class Theta:
   """The syncer's arrays, and a record of what was really merged into them.
 
   `ranges` are the token ranges merged per (learner, fragment), in the tokens of the learner's last
-  process, which is named with them; `batches` is the end of those merged per (shard, fragment), by
-  any process; `finite`: all merged payloads were finite.
+  process, which is named with them; `finite`: all merged payloads were finite.
   """
 
   def __init__(self, values: list[int]):
@@ -138,7 +121,6 @@ class Theta:
     self.merged: dict[str, int] = {}
     self.ranges: dict[tuple[str, int], tuple[int, list[Span]]] = {}
     self.finite = True
-    self.batches: dict[tuple[int, int], int] = {}
 
   def merge(
     self,
@@ -148,8 +130,6 @@ class Theta:
     refused: Collection[str],
   ) -> Merged:
     """Carries out an outer step."""
-    names = [one.learner for one in participants]
-    claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
     shares = []
     for one, payload in zip(participants, payloads, strict=True):
       grad = Gradient.decode(payload)
@@ -188,7 +168,7 @@ class Theta:
     if not gradient:
       return Merged('refused', self.values[p], NONE)
     shares = [
-      ((learner, incarnation, tokens, steps), Gradient.of(grad))
+      ((learner, incarnation, tokens, steps), Gradient(*grad))
       for learner, incarnation, tokens, steps, grad in json.loads(bytes(gradient))
     ]
     for (_, _, tokens, _), grad in shares:
@@ -210,10 +190,6 @@ class Theta:
     )
     spans = joined([*spans, (grad.start, grad.end)])
     self.ranges[grad.learner, fragment] = grad.nonce, spans
-    for shard, first, end in grad.reads:
-      merged = self.batches.get((shard, fragment), 0)
-      claim(merged <= first, 'No batch is merged twice, or after a later one.', grad, merged)
-      self.batches[shard, fragment] = end
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
   def contents(self, p: int) -> dict[int, tuple[Span, ...]]:
@@ -223,13 +199,11 @@ class Theta:
   def saved(self) -> dict:
     """As JSON types."""
     ranges = [[*key, *merged] for key, merged in self.ranges.items()]
-    batches = [[*key, end] for key, end in self.batches.items()]
     return {
       'values': self.values,
       'versions': self.versions,
       'merged': self.merged,
       'ranges': ranges,
-      'batches': batches,
       'finite': self.finite,
     }
 
@@ -242,7 +216,6 @@ class Theta:
       (learner, p): (nonce, [tuple(span) for span in spans])
       for learner, p, nonce, spans in saved['ranges']
     }
-    theta.batches = {(shard, p): end for shard, p, end in saved['batches']}
     return theta
 
 
@@ -318,8 +291,6 @@ class Learner:
     # capture.
     self._contains = [(0, 0)] * len(digests)
     self._captured: dict[int, tuple[int, int]] = {}
-    self._reads: list[Batches] = []  # all batches of its steps, range after range
-    self._at = (-1, 0)  # shard and next batch
 
   @property
   def _now(self) -> tuple[int, int]:
@@ -327,11 +298,6 @@ class Learner:
 
   def perform(self, action: actions.Work) -> Answers:
     match action:
-      case actions.Step():
-        shard, batch = self._at
-        claim(shard >= 0, 'A learner that trains has a data shard.', self._process.name)
-        learner_book.add_batch(self._reads, shard, batch)
-        self._at = shard, batch + 1
       case actions.Encode(sync=sync, fragment=fragment, narrow=narrow):
         content = self._encode(fragment, narrow)
         given = content and (NARROW_PAYLOAD if narrow else PAYLOAD)
@@ -341,11 +307,9 @@ class Learner:
         self._adopt(action)
         digest = abs(self._values[fragment])
         return [(events.AdoptDone(fragment=fragment, version=version, digest=digest), None)]
-      case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
-        self._at = shard, cursor
-        if rewind:  # its parameters are the anchors
-          self._contains = [self._now] * len(self._contains)
-          self._captured.clear()
+      case actions.UseShard(rewind=True):  # its parameters are the anchors
+        self._contains = [self._now] * len(self._contains)
+        self._captured.clear()
     return []
 
   def _encode(self, fragment: int, narrow: bool) -> Gradient | None:
@@ -365,7 +329,6 @@ class Learner:
       tokens,
       steps - before,
       process.exact,
-      learner_book.last_batches(self._reads, steps - before),
       spoiled,
       narrow=narrow,
     )

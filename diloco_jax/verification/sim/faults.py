@@ -76,8 +76,7 @@ class Nemesis:
         world.island(name).fault(fault.kind, 1)
       case 'cut_up' | 'cut_down' | 'partition':
         for link in self._links(name):
-          for lane in _lanes(fault.kind):
-            world.network.mend(link, lane)
+          world.network.heal(link, *_lanes(fault.kind))
       case 'delay':
         for link in self._links(name):
           link.delay_ns = 0

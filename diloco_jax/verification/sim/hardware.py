@@ -12,8 +12,6 @@ times, so the defaults of `Slices` were fitted to its table of goodput.
 """
 
 import dataclasses
-import functools
-import math
 import random
 from collections.abc import Callable
 
@@ -32,20 +30,15 @@ class Slices:
   Failures are Poisson. A failed slice leaves; its island pauses `downscale_s`, then goes on with
   the others. The slice is healthy again some time after its failure. Healthy slices join at the end
   of any pause of their island; the first of them waits at most `hold_off_s` for one, then the
-  island pauses `upscale_s`, and all healthy slices join. A paused island has no further failure,
-  unless its region fails. An island without slices goes on once one has joined.
+  island pauses `upscale_s`, and all healthy slices join. A paused island has no further failure. An
+  island without slices goes on once one has joined.
 
   Attributes:
     chips: of the island.
     count: slices of the island.
     mtbi_s: mean time between failures of one chip.
     downscale_s, upscale_s, hold_off_s: see above.
-    recovery_s: mean time from a failure until the slice is healthy.
-    weibull: shape k and exponent a of the recovery times' exponentiated Weibull distribution,
-      `(1 - exp(-(x / scale)**k))**a`; (1, 1) is the exponential distribution.
-    pod: slices of a pod, and `pod_share`: the share of failures that take a whole pod.
-    region: islands with the same name fail together, with all slices, every `region_mtbf_s` in the
-      mean; '': none.
+    recovery_s: mean of the exponential time from a failure until the slice is healthy.
     rigid: any failure stops the island until the slice is healthy and then for `upscale_s`; it is
       spared further failures for the first `spared_s` of training.
   """
@@ -57,37 +50,17 @@ class Slices:
   upscale_s: float = 20.0
   hold_off_s: float = 75.0
   recovery_s: float = 65.0
-  weibull: tuple[float, float] = (1.0, 1.0)
-  pod: int = 1
-  pod_share: float = 0.0
-  region: str = ''
-  region_mtbf_s: float = 0.0
   rigid: bool = False
   spared_s: float = 5.0
 
   def recovery_ns(self, draw: random.Random) -> int:
     """Draws the time from a failure until the slice is healthy."""
-    shape, exponent = self.weibull
-    scale = self.recovery_s / _mean(shape, exponent)
-    return round(scale * _quantile(draw.random(), shape, exponent) * SECOND)
+    return round(draw.expovariate(1 / self.recovery_s) * SECOND)
 
 
 def of_chips(chips: float, **more) -> Slices:
   """Slices of about SLICE chips; `more`: other fields of Slices."""
   return Slices(chips=chips, count=max(1, round(chips / SLICE)), **more)
-
-
-def _quantile(share: float, shape: float, exponent: float) -> float:
-  """Of the exponentiated Weibull distribution with scale 1."""
-  return (-math.log1p(-(share ** (1 / exponent)))) ** (1 / shape)
-
-
-@functools.lru_cache
-def _mean(shape: float, exponent: float, parts: int = 20_000) -> float:
-  """Of the same distribution, by the midpoint rule over its quantiles."""
-  if (shape, exponent) == (1, 1):
-    return 1.0
-  return sum(_quantile((i + 0.5) / parts, shape, exponent) for i in range(parts)) / parts
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -111,7 +84,6 @@ class Island:
   engine: engine_lib.Engine
   draw: random.Random
   trace: random.Random | None = None  # of its failures
-  region: random.Random | None = None  # of its region's, equal for all islands of the region
   step_ns: int = 100 * MS
   encode_ns: int = 2 * MS
   adopt_ns: int = MS
@@ -138,8 +110,6 @@ class Island:
     self._plan = 0  # number of the newest end of the work
     if self.slices:
       self._next_failure()
-      if self.slices.region:
-        self._next_region_failure()
 
   @property
   def running(self) -> bool:
@@ -208,31 +178,20 @@ class Island:
     gap_s = trace.expovariate(slices.chips / slices.mtbi_s)
     which = trace.randrange(self.count)
     recovery_ns = slices.recovery_ns(trace)
-    lost = slices.pod if slices.pod_share and trace.random() < slices.pod_share else 1
-    self.engine.after(round(gap_s * SECOND), lambda: self._candidate(which, lost, recovery_ns))
+    self.engine.after(round(gap_s * SECOND), lambda: self._candidate(which, recovery_ns))
 
-  def _candidate(self, which: int, lost: int, recovery_ns: int) -> None:
+  def _candidate(self, which: int, recovery_ns: int) -> None:
     if which < self.live and self._paused_to is None and self.engine.now_ns >= self._spared_to:
-      self._fail(min(lost, self.live), recovery_ns)
+      self._fail(recovery_ns)
     self._next_failure()
 
-  def _next_region_failure(self) -> None:
-    gap_s = self.region.expovariate(1 / self.slices.region_mtbf_s)
-    recovery_ns = self.slices.recovery_ns(self.region)
-    self.engine.after(round(gap_s * SECOND), lambda: self._region_fails(recovery_ns))
-
-  def _region_fails(self, recovery_ns: int) -> None:
-    if self.live:
-      self._fail(self.live, recovery_ns)
-    self._next_region_failure()
-
-  def _fail(self, lost: int, recovery_ns: int) -> None:
+  def _fail(self, recovery_ns: int) -> None:
     slices = self.slices
     if slices.rigid:
       self._pause(recovery_ns + round(slices.upscale_s * SECOND))
       return
-    self._pause(round(slices.downscale_s * SECOND), lost)
-    self.engine.after(recovery_ns, lambda: self._recover(lost))
+    self._pause(round(slices.downscale_s * SECOND), lost=1)
+    self.engine.after(recovery_ns, self._recover)
 
   def _pause(self, time_ns: int, lost: int = 0) -> None:
     """Pauses, perhaps longer than until the end of a pause that has begun."""
@@ -258,9 +217,9 @@ class Island:
       self.changed(True)
       self._plan_end()
 
-  def _recover(self, slices: int) -> None:
-    self._healthy += slices
-    if self._paused_to is None and self._healthy == slices:  # the first that waits
+  def _recover(self) -> None:
+    self._healthy += 1
+    if self._paused_to is None and self._healthy == 1:  # the first that waits
       self._waiting += 1
       number = self._waiting
       wait_ns = round(self.slices.hold_off_s * SECOND) if self.live else 0
@@ -271,16 +230,7 @@ class Island:
       self._pause(round(self.slices.upscale_s * SECOND))
 
 
-def island(
-  engine: engine_lib.Engine, seed: int, name: str, slices: Slices | None = None, **more
-) -> Island:
-  """The island of a host, with random streams of its own; `more`: other fields of Island."""
-  stream = functools.partial(random_streams.random_stream, seed)
-  return Island(
-    engine=engine,
-    draw=stream('hardware', name),
-    trace=stream('failures', name),
-    region=stream('region', slices.region) if slices else None,
-    slices=slices,
-    **more,
-  )
+def island(engine: engine_lib.Engine, seed: int, name: str, slices: Slices | None = None) -> Island:
+  """The island of a host, with random streams of its own."""
+  draw, trace = (random_streams.random_stream(seed, of, name) for of in ('hardware', 'failures'))
+  return Island(engine=engine, draw=draw, trace=trace, slices=slices)

@@ -8,9 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from diloco_jax.protocol import events, messages
-from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.sim import random_settings
+from diloco_jax.verification.sim import narrate, random_settings
 from diloco_jax.verification.sim import seeds as seeds_lib
 
 CHUNK = 10
@@ -65,39 +63,11 @@ def run(
       pool.shutdown(cancel_futures=True)
 
 
-class _Last(observers.Observer):
-  """Keeps the last turns as text, without heartbeats that cause no more than an answer."""
-
-  def __init__(self):
-    self.lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
-    self._peers: dict[int, str] = {}  # by session of the syncer: the learner
-
-  def note(self, now_ns: int, text: str) -> None:
-    self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
-
-  def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
-  ) -> None:
-    message = getattr(event, 'message', None)
-    if type(message) is messages.Heartbeat and len(out) <= 1:
-      return
-    peer = ''
-    if life.start.role == 'syncer' and isinstance(event, events.Received):
-      if isinstance(message, messages.Join):
-        self._peers[event.session] = message.learner
-      peer = f' from {self._peers.get(event.session, "?")}'
-    self.note(now_ns, f'{life.start.node}{peer}: {event} -> {list(out)}')
-
-  def crashed(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
-  ) -> None:
-    self.note(now_ns, f'{life.start.node}: {event} -> {type(error).__name__}: {error}')
-
-
 def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
   """Everything that a developer needs to investigate a violation. Runs the seed again."""
-  last, setting = _Last(), random_settings.draw(outcome.seed)
-  seeds_lib.run_seed(outcome.seed, [last], last.note)
+  last: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+  story, setting = narrate.Story(last.append), random_settings.draw(outcome.seed)
+  seeds_lib.run_seed(outcome.seed, [story], story.note)
   broken = outcome.violation
   return '\n'.join(
     [
@@ -105,8 +75,8 @@ def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
       broken.detail,
       f'config: {setting.config}',
       f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
-      f'the last {len(last.lines)} events:',
-      *last.lines,
+      f'the last {len(last)} lines of its story, in ms:',
+      *last,
       f'replay: diloco simulate --seed={outcome.seed} --story',
     ]
   )

@@ -318,20 +318,13 @@ class Network:
       self._engine.after(session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
     return bool(sessions)
 
-  def heal(self, link: Link) -> None:
-    """Ends all cuts of a link; stalled messages arrive."""
-    link.cut.clear()
+  def heal(self, link: Link, *lanes: str) -> None:
+    """Ends the cuts of these directions (none: of both); stalled messages arrive."""
+    link.cut.difference_update(lanes or ('up', 'down'))
     held, link.held = link.held, []
-    for _, deliver in held:
-      deliver()
-
-  def mend(self, link: Link, lane: str) -> None:
-    """Ends the cut of one direction."""
-    link.cut.discard(lane)
-    held, link.held = link.held, []
-    for held_lane, deliver in held:
-      if held_lane in link.cut:
-        link.held.append((held_lane, deliver))
+    for lane, deliver in held:
+      if lane in link.cut:
+        link.held.append((lane, deliver))
       else:
         deliver()
 

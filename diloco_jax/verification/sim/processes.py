@@ -376,7 +376,6 @@ class Syncer(Process):
       number,
       digest=step.done.digest,
       failed=step.done.failed,
-      norms=step.done.norms,
       refused=step.done.refused,
     )
     if self.ambush is not None:

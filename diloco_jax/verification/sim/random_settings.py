@@ -5,6 +5,7 @@ common fault does not hide another. Every topic has its own random stream (rando
 """
 
 import dataclasses
+import functools
 import random
 
 from diloco_jax.protocol import config as config_lib
@@ -54,11 +55,10 @@ class Setting:
 LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
-def _config(
-  draw: random.Random, screen: random.Random, lease_ns: int, spare_shards: int
-) -> config_lib.ProtocolConfig:
-  learners = draw.randint(1, 5)
-  period = draw.randint(1, 6)
+def _config(seed: int) -> config_lib.ProtocolConfig:
+  stream = functools.partial(random_streams.random_stream, seed)
+  draw, screen, adopt = stream('config'), stream('screening'), stream('adopt')
+  learners, period = draw.randint(1, 5), draw.randint(1, 6)
   long = draw.randrange(4) == 0
   return config_lib.ProtocolConfig(
     learners=learners,
@@ -71,7 +71,7 @@ def _config(
     grace_permille=draw.choice([0, 500, 999]),
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
-    lease_ns=lease_ns,
+    lease_ns=stream('lease').choice(LEASES),
     redial_ns=50 * MS,
     longest_redial_ns=500 * MS,
     save_steps=draw.choice([0, 3]),
@@ -79,7 +79,15 @@ def _config(
     norm_factor=screen.choice([0, 10, 10]),
     norm_warmup=screen.choice([1, 1, 2, 8]),
     strikes=screen.choice([0, 1, 2, 3]),
-    shards=learners + spare_shards,
+    shards=learners + stream('streams').choice((0, 0, 1, 3)),
+    adopt=config_lib.ADOPT.index(adopt.choice(('rebase', 'rebase', 'rebase', 'overwrite'))),
+    ahead=adopt.randint(0, min(2, max(1, period - 1))),
+    max_misses=adopt.choice((0, 1, 2, 2)),
+    local=stream('local').choice((0, 0, 0, 1)),
+    wait_for=config_lib.WAIT_FOR.index(
+      stream('wait').choice(('quorum', 'quorum', 'quorum', 'live'))
+    ),
+    keep_every=stream('keeping').choice([0, 0, 7, 20]),
   )
 
 
@@ -179,34 +187,8 @@ def _with_slow_link(seed: int, setting: Setting) -> Setting:
 
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
-  lease_ns = random_streams.random_stream(seed, 'lease').choice(LEASES)
-  spare_shards = random_streams.random_stream(seed, 'streams').choice((0, 0, 1, 3))
-  config = _config(
-    random_streams.random_stream(seed, 'config'),
-    random_streams.random_stream(seed, 'screening'),
-    lease_ns,
-    spare_shards,
-  )
-  adopt = random_streams.random_stream(seed, 'adopt')
-  config = dataclasses.replace(
-    config,
-    adopt=config_lib.ADOPT.index(adopt.choice(('rebase', 'rebase', 'rebase', 'overwrite'))),
-    ahead=adopt.randint(0, min(2, max(1, config.period - 1))),
-    max_misses=adopt.choice((0, 1, 2, 2)),
-  )
-  local = random_streams.random_stream(seed, 'local').choice((0, 0, 0, 1))
-  keeping = random_streams.random_stream(seed, 'keeping')
-  wait = random_streams.random_stream(seed, 'wait')
-  config = dataclasses.replace(
-    config,
-    wait_for=config_lib.WAIT_FOR.index(wait.choice(('quorum', 'quorum', 'quorum', 'live'))),
-    keep_every=keeping.choice([0, 0, 7, 20]),
-    local=local,
-  )
-  net, hardware = (
-    random_streams.random_stream(seed, 'links'),
-    random_streams.random_stream(seed, 'islands'),
-  )
+  config = _config(seed)
+  net, hardware = (random_streams.random_stream(seed, of) for of in ('links', 'islands'))
   learners = range(config.learners)
   heal_ns = random_streams.random_stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
   setting = Setting(

@@ -65,8 +65,6 @@ def run_seed(
     violation = Violation(
       invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail)
     )
-  except arrays.Untrue as broken:
-    violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
   except engine_lib.Circle as circle:
     violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
   except processes.MachineCrash as crash:
@@ -127,14 +125,8 @@ def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
 
 
 def _check_ledger(world: world_lib.World) -> None:
-  """Compares the last ledger with what the world saw (fragment-tokens)."""
+  """Compares the last ledger with what the world saw (fragment-tokens); the rest is I7's."""
   ledger, theta = world.ledger(), world.syncer.theta
-  discarded = sum(ledger.discarded.values())
-  arrays.claim(
-    ledger.fragments * ledger.trained == ledger.merged + discarded and ledger.unsettled == 0,
-    'Every trained token is merged or discarded.',
-    ledger,
-  )
   arrays.claim(
     world.flipped or not ledger.repaired,
     'No adopted value differs unless a bit was flipped.',
@@ -154,11 +146,4 @@ def _check_ledger(world: world_lib.World) -> None:
       name,
       row,
       theta.merged,
-    )
-    arrays.claim(
-      world.rolled_back or row['tokens'] <= world.trained[name],
-      'The ledger counts no more tokens than were trained.',
-      name,
-      row,
-      world.trained,
     )

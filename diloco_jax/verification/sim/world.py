@@ -7,7 +7,6 @@ the machines meets the same faults.
 Observers see what tapes hold: the start and end of processes, and every turn of a machine.
 """
 
-import collections
 import dataclasses
 import itertools
 import types
@@ -58,9 +57,7 @@ class World:
     self._slices = slices
     self._disks: dict[str, disk_lib.Disk] = {}
     self.learners: dict[str, processes.Learner] = {}
-    self.trained: collections.Counter[str] = collections.Counter()  # tokens, of ended processes
     self.done: set[str] = set()  # learner ids whose process ended after Finish
-    self.rolled_back = False  # an operator repaired a damaged log: its records may be lost
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
     self.on_syncer_lost: Callable[[], None] = lambda: None
     self.flipped = 0  # adoptions with a wrong bit
@@ -162,7 +159,7 @@ class World:
     try:
       return simulated_log.recover(disk, start)
     except wal.WalDamaged as damaged:
-      self._note_repair(disk, str(damaged))  # also if the repair fails half-way
+      self.logged('repaired', len(disk.rot), text=str(damaged))  # also if the repair fails half-way
       try:
         simulated_log.repair(disk, self.model.agreement)
       except OSError as error:
@@ -171,10 +168,6 @@ class World:
       self.logged('not recovered', text=str(error))
       raise
     return self._recover(disk, start)
-
-  def _note_repair(self, disk: disk_lib.Disk, text: str) -> None:
-    self.rolled_back = True
-    self.logged('repaired', len(disk.rot), text=text)
 
   def lose_syncer(self, process: processes.Syncer, text: str = '') -> None:
     """Ends the syncer in the middle of its work; `text`: the reason, if its disk has failed."""
@@ -251,7 +244,6 @@ class World:
       watcher.died(self.now_ns, process.life, killed)
     if isinstance(process, processes.Learner):
       process.island.stop()
-      self.trained[process.learner] += process.tokens
       if process.done:
         self.done.add(process.name.rstrip('*'))
     self.network.gone(process, silent)

@@ -14,7 +14,7 @@ from diloco_jax.verification.sim import world as world_lib
 
 # No faults that need what a virtual run does not have: a disk, a second process, fewer devices,
 # wrong arrays.
-LEARNER_KINDS = tuple(kind for kind in plans.KINDS if kind not in ('replace', 'shrink'))
+LEARNER_KINDS = (*(kind for kind in plans.KINDS if kind != 'replace'), 'delay')
 SYNCER_KINDS = ('kill', 'freeze', *LEARNER_KINDS[4:])
 PERMILLE = 1_000
 
@@ -29,8 +29,7 @@ class Hardware:
     lognormal: sigma of a log-normal factor of every step, whose mean is 1.
     gaussian: standard deviation of a normal factor of every step.
     encode, adopt: of a fragment, on the learner, beside its next step.
-    merge, fsync: an outer step on the syncer, and its commit to the log.
-    read: of a whole fragment, on the syncer.
+    merge: an outer step on the syncer, with its commit to the log.
     exchange: what the exchange adds to every step, where it shares cores with the step.
   """
 
@@ -41,8 +40,6 @@ class Hardware:
   encode: float = 0.0
   adopt: float = 0.0
   merge: float = 0.0
-  fsync: float = 0.0
-  read: float = 0.0
   exchange: float = 0.0
 
   def __post_init__(self):
@@ -72,14 +69,12 @@ class Network:
 
   Attributes:
     latency: one way.
-    jitter: the largest random addition to it, per message.
     up, down: additional time of a fragment's payload to the syncer, and from it. It does not depend
       on the payload's size, so runs with different codecs have one schedule.
     lines: that of learner m is `lines[m % len(lines)]`; the size of a payload then counts instead.
   """
 
   latency: float = 0.0
-  jitter: float = 0.0
   up: float = 0.0
   down: float = 0.0
   lines: tuple[Line, ...] = ()
@@ -90,16 +85,14 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-  """Deaths, late starts and other faults. The log of the syncer does not fail in virtual runs.
+  """Deaths and other faults. The log of the syncer does not fail in virtual runs.
 
   Attributes:
     death_every: mean time from a start of a learner to its death, drawn for each learner by itself;
       0: no deaths.
     down: how long a learner is away after a death.
-    silent: the share of deaths of whole hosts, of which the syncer learns by the lease only.
     host_lost: the share of deaths after which the learner has no checkpoint.
     shared: whether it then reads the moments in another's newest one; else they are fresh.
-    joins: when further learners start, beyond `sync.learners`.
     plan: further faults (verification/plans.py).
     flipped: learners that send the opposite of what they have trained.
     noisy: learners that send noise, of the length of what they have trained, tensor by tensor.
@@ -107,10 +100,8 @@ class Faults:
 
   death_every: float = 0.0
   down: float = 24.0
-  silent: float = 0.0
   host_lost: float = 0.0
   shared: bool = True
-  joins: tuple[float, ...] = ()
   plan: tuple[plans.Fault, ...] = ()
   flipped: tuple[str, ...] = ()
   noisy: tuple[str, ...] = ()
@@ -127,11 +118,7 @@ class Faults:
 
   @property
   def odds(self) -> faults_lib.Odds:
-    return faults_lib.Odds(
-      power_lost=round(self.silent * PERMILLE),
-      rotten=0,
-      host_lost=round(self.host_lost * PERMILLE),
-    )
+    return faults_lib.Odds(power_lost=0, rotten=0, host_lost=round(self.host_lost * PERMILLE))
 
 
 def delays(name: str, **hardware: Any) -> dict[str, Any]:
@@ -174,8 +161,7 @@ def furnish(
 ) -> None:
   """Gives every learner its island and its link, and the syncer its times."""
   ns = hardware.ns
-  syncer = world.syncer
-  syncer.merge_ns, syncer.read_ns = ns(hardware.merge + hardware.fsync), ns(hardware.read)
+  world.syncer.merge_ns = ns(hardware.merge)
   pipes: dict[tuple[str, str], network_lib.Pipe] = {}
   for which, name in enumerate(learners):
     island, link = world.island(name), world.link(name)
@@ -184,7 +170,6 @@ def furnish(
     island.encode_ns, island.adopt_ns = ns(hardware.encode), ns(hardware.adopt)
     island.tokens = tokens
     link.up_ns = link.down_ns = ns(network.latency)
-    link.jitter_ns = ns(network.jitter)
     link.bulk_up_ns, link.bulk_down_ns = ns(network.up), ns(network.down)
     line = network.lines[which % len(network.lines)] if network.lines else Line()
     for lane, bytes_per_s in (('up', line.up), ('down', line.down)):

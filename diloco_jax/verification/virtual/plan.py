@@ -7,13 +7,12 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import tempo
 from diloco_jax.verification.sim import network as network_lib
-from diloco_jax.verification.virtual import conditions, links, losses
+from diloco_jax.verification.virtual import conditions, links
 
 FITS = 0.95  # of each learner's tokens are merged in the syncs for which they were due
 COMPUTES = 0.9  # of what it computes on links of any speed
@@ -155,21 +154,6 @@ def fitting(run: Run) -> Run | None:
   return None
 
 
-def loss(run: Run) -> list[str]:
-  """What its conditions cost, where learners do not wait; of thin links, if most are not."""
-  protocol, due = run.protocol, run.predict().on_time
-  if protocol.lag is not None or protocol.learners < 2:
-    return []
-  lines = losses.find('learners', protocol.learners) + losses.find('period', protocol.period)
-  lines += losses.find('when due', statistics.mean(due.values()))
-  for way, sizes, rates in zip(('up', 'down'), run.bytes, zip(*run.parts)):
-    periods = [sum(sizes) / rate / run.period_s for rate in rates]
-    if 1 < max(periods) and statistics.median_high(periods) <= 1:
-      for name, one in zip(due, periods):
-        lines += losses.find(way, one, f'{name}, ') if one > 1 else []
-  return lines
-
-
 def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
@@ -194,7 +178,6 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
     'syncer_bytes_per_s': run.syncer_bytes_per_s,
     'seconds': tokens / (step_tokens * sum(rates)) if tokens else protocol.total_steps / max(rates),
     'learners': {name: of for name, of in found._asdict().items() if name != 'period'},
-    'losses': loss(run),
     'fits': not misfit,
     'period': run.predict(adapts=True).period if misfit == 'links' else protocol.period,
     'change': misfit and f'{misfit}{_change(run)}',

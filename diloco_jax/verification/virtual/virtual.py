@@ -316,7 +316,7 @@ def _run(
 ) -> Result:
   begun = time.monotonic()
   config, hardware, faults = assembled.config, where.hardware, where.faults
-  learners = run_config.learner_ids(config.sync.learners + len(faults.joins))
+  learners = run_config.learner_ids(config.sync.learners)
   world = book.world = world_lib.World(assembled.protocol, where.seed, (book,), model)
   conditions.furnish(world, learners, hardware, where.network, assembled.task.tokens_per_batch)
   limit_ns = hardware.ns(LIMIT * assembled.protocol.total_steps * max(hardware.slowness)) + WAITS_NS
@@ -326,9 +326,8 @@ def _run(
     raise ValueError(f'the plan has faults of {strangers}; this run has {", ".join(nodes)}')
   plan = conditions.deaths(faults, hardware, where.seed, learners, limit_ns)
   faults_lib.Nemesis(world, plan, odds=faults.odds)
-  starts = [0.0] * config.sync.learners + list(faults.joins)
-  for name, start in zip(learners, starts, strict=True):
-    world.engine.at(hardware.ns(start), functools.partial(world.start, name))
+  for name in learners:
+    world.engine.at(0, functools.partial(world.start, name))
   world.run(limit_ns, done=lambda: world.finished)
   if not world.finished:
     raise RuntimeError(f'the virtual run has not ended in {limit_ns / 1e9} s:\n{world.stuck()}')

@@ -9,8 +9,10 @@ import pytest
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import grace, members, pace
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.syncer import pace
 from diloco_jax.verification.sim import engine, network
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol.recording import Recording, discarded
@@ -147,6 +149,44 @@ def test_kth_step_agrees_with_a_naive_count():
     for k in range(1, 6):
       naive = max((s for s in range(11) if sum(x >= s for x in steps) >= k), default=0)
       assert pace.kth_step(steps, k) == naive
+
+
+def _pace(*live: members.Member) -> pace.Pace:
+  """That of a syncer with these members."""
+  config = config_lib.ProtocolConfig(learners=len(live), period=4, fragments=4, total_steps=5_000)
+  of = members.Members(config)
+  of.by_id = {one.learner: one for one in live}
+  of.by_session = dict(enumerate(live))
+  return pace.Pace(config, schedule_lib.Schedule(config), of, tempo_lib.Tempo(config))
+
+
+def _reports(name: str, step_ns: int, report_ns: int) -> members.Member:
+  return members.Member(
+    name, step_ns=grace.Average(step_ns, 1), report_ns=grace.Average(report_ns, 1)
+  )
+
+
+@pytest.mark.parametrize('said, believed', [(100, 100), (1, 25), (10_000, 400)])
+def test_a_step_time_is_as_reported_within_what_the_reports_show(said: int, believed: int):
+  assert _reports('l0', said, 100).inner_step_ns == believed
+
+
+def test_the_usual_step_is_that_of_the_median_learner():
+  steps = {number: _reports(f'l{number}', number, number) for number in (10, 20, 30)}
+  of = members.Members(config_lib.ProtocolConfig(learners=3))
+  of.by_session = steps
+  assert pace.step_ns(of) == 20
+
+
+def test_a_clock_that_jumps_counts_at_16_times_the_usual_speed():
+  """Also without a further report."""
+  fast = _reports('l0', 100, 100)
+  fast.session, fast.since, fast.claimed = 1, (0, 0), 1_000
+  of = _pace(fast)
+  of.measure(100)
+  assert fast.clock == 16
+  of.measure(200)
+  assert fast.clock == 32
 
 
 def test_an_event_costs_the_same_with_many_learners():

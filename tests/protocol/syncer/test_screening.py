@@ -52,6 +52,7 @@ def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
   assert usual(*norms).limits(4, config())[1] == 20 * UNIT
   assert usual(*norms, commits=7).limits(4, config()) == (0, None)  # not yet
   assert usual(*norms, commits=2).limits(4, config(norm_warmup=2))[1] == 20 * UNIT
+  assert usual(*norms, commits=1).limits(4, config(norm_warmup=1)) == (0, None)  # no first norm
   assert usual(*norms).limits(4, config(norm_factor=3))[1] == 6 * UNIT
   assert usual(*norms).limits(4, config(norm_factor=0)) == (0, None)
 

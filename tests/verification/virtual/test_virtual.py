@@ -112,28 +112,20 @@ def test_a_run_ends_at_equal_trained_tokens(config, faults):
   assert result.tokens == 64 * sum(result.steps.values()) == result.ledger.trained
 
 
-def test_a_learner_that_joins_later_trains_the_rest(config):
-  config.train.steps = 60
-  joined = virtual.schedule(config, faults=conditions.Faults(joins=(30.0,)))
-  assert joined.steps['l3'] == pytest.approx(30, abs=3)
-  assert {merge.live for merge in joined.merges} == {3, 4}
-
-
 def test_a_fault_that_needs_a_disk_is_refused():
   rot = conditions.plans.Fault(at_ns=0, kind='rot', node='syncer')
   with pytest.raises(ValueError, match="no fault 'rot' of syncer; use one of: kill, freeze"):
     conditions.Faults(plan=(rot,))
 
 
-def test_a_fault_of_a_node_that_the_run_has_not_is_refused(config):
-  kill = conditions.plans.Fault(at_ns=0, kind='kill', node='l7')
+@pytest.mark.parametrize(
+  'wrong',
+  [{'plan': (conditions.plans.Fault(at_ns=0, kind='kill', node='l7'),)}, {'noisy': ('l7',)}],
+  ids=str,
+)
+def test_a_fault_of_a_node_that_the_run_has_not_is_refused(config, wrong):
   with pytest.raises(ValueError, match=r"the plan has faults of \['l7'\]; this run has l0, l1, l2"):
-    virtual.schedule(config, faults=conditions.Faults(plan=(kill,)))
-
-
-def test_a_lie_of_a_learner_that_the_run_has_not_is_refused(config):
-  with pytest.raises(ValueError, match=r"the plan has faults of \['l8'\]; this run has l0, l1, l2"):
-    virtual.schedule(config, faults=conditions.Faults(noisy=('l8',)))
+    virtual.schedule(config, faults=conditions.Faults(**wrong))
 
 
 def test_liars_change_the_arrays_only_and_not_the_length_of_a_payload(config):

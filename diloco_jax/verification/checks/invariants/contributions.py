@@ -1,4 +1,4 @@
-"""Safety: each payload counts once, against the right version, in one order."""
+"""Safety: each payload counts once, against the right version, in one order, unless it is bad."""
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
@@ -9,24 +9,6 @@ from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
-
-
-class CountedOnce(invariant.Invariant):
-  id = 'I1'
-  sentence = 'The syncer merges each token of a process at most once per fragment.'
-
-  @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    gather = book.gathers[merge.sync]
-    for one in merge.participants:
-      peer, message = gather.payloads[one.payload_id]
-      true = book.true_range(peer, message)
-      upto = book.lineage.merged_upto.get((peer.join.nonce, merge.fragment), 0)
-      if true is not None and true[0] < upto:
-        self.fail(one, message, f'merged up to {upto}')
-      cursor = book.account(peer).cursors[merge.fragment]
-      if message.tokens_from < cursor:
-        self.fail(one, message, f'settled up to {cursor}')
 
 
 class OneAnswer(invariant.Invariant):
@@ -226,9 +208,7 @@ class Quorum(invariant.Invariant):
   sentence = (
     'An outer step merges payloads of at least K different learners (of a closing sync, of any), '
     'all live and joined; it begins when every asked learner has answered or when the grace '
-    'window, computed as in the paper (of a closing sync, and with wait_for=live, a lease; of the '
-    'first ones of the fragments after an outage at least to the end of a lease for all of them), '
-    'is over.'
+    'window (of a closing sync, and with wait_for=live, a lease) is over.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -250,8 +230,9 @@ class Quorum(invariant.Invariant):
   def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The reason that is recorded holds."""
     gather = book.gathers[merging.sync]
-    if merging.grace_ns != gather.grace_ns:
-      self.fail(merging, f'the grace window is {gather.grace_ns} ns')
+    waits = self.config.closing(merging.sync) or self.config.waits_for_live
+    if waits and merging.grace_ns != self.config.lease_ns:
+      self.fail(merging)
     if gather.waiting and now_ns < gather.opened_ns + merging.grace_ns:
       self.fail(merging, f'{gather.waiting} have not answered')
     if merging.waited_ns != now_ns - gather.opened_ns:
@@ -298,3 +279,30 @@ class InOrder(invariant.Invariant):
     ]
     if names != sorted(names):
       self.fail(event, names)
+
+
+class Screened(invariant.Invariant):
+  id = 'I9b'
+  sentence = (
+    'The syncer leaves out of the outer step exactly the payloads that are not finite or whose '
+    'norm is beyond the limits of the decision; too large is none that is common among the live '
+    'learners.'
+  )
+
+  @invariant.on(SYNCER, events.MergeDone)
+  def merge_done(self, book: SyncerBook, now_ns: int, done: events.MergeDone, out: Out) -> None:
+    merge = book.gathers[done.sync].merging
+    participants = merge.participants
+    if len(done.norms) != len(participants):
+      self.fail(done, participants)
+    # A norm is common if as many others are no less as a half of the live learners, one at least.
+    others = max(1, len(merge.live) // 2)
+    common = [n for n in done.norms if sum(n <= other for other in done.norms) > others]
+    usual = self.config.norm_factor * max(common, default=0)
+    true = tuple(
+      one.learner
+      for one, norm in zip(participants, done.norms)
+      if norm < one.least or norm < 0 or (one.limit is not None and norm > max(one.limit, usual))
+    )
+    if done.refused != true or (len(true) == len(participants) and not done.failed):
+      self.fail(done, f'refused should be {true}')

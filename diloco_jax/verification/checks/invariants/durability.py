@@ -7,7 +7,6 @@ from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Send
 from diloco_jax.verification.checks.model import lineage as lineage_book
-from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 SYNCER = invariant.SYNCER
@@ -41,39 +40,6 @@ class CheckpointIsACut(invariant.Invariant):
     difference = lineage_book.difference(machine_state, lineage)
     if difference:
       self.fail(difference)
-
-
-class NothingSpokenIsLost(invariant.Invariant):
-  id = 'I2'
-  sentence = (
-    'No restart loses a version that the syncer has sent to a learner or mentioned to a peer, '
-    'unless an operator repaired a damaged log.'
-  )
-
-  @invariant.on(SYNCER, messages.Publish)
-  def publish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    message, spoken = send.message, self.run.sent_versions
-    spoken[message.fragment] = max(spoken[message.fragment], message.version)
-
-  @invariant.on(SYNCER, messages.Settled)
-  def settled(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    p, spoken = send.message.fragment, self.run.sent_versions
-    if send.message.merged:
-      spoken[p] = max(spoken[p], book.lineage.versions[p])
-
-  @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    self.run.sent_versions = list(map(max, self.run.sent_versions, book.lineage.versions))
-
-  def born(self, error: run_book.WrongState) -> None:
-    """A syncer continues from a wrong state."""
-    if error.lost:
-      self.fail(error)
-
-  def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    """The log is called damaged only if a bit of its disk has rotted."""
-    if note.kind == 'repaired' and not note.number:
-      self.fail(note.text)
 
 
 class DurableFirst(invariant.Invariant):
@@ -117,15 +83,13 @@ class RecoveredState(invariant.Invariant):
   id = 'I10'
   sentence = (
     'A syncer continues from the state at the last durable record, or from one record later if '
-    'that record reached the disk whole.'
+    'that record reached the disk whole: no restart loses a version of which anybody was told, '
+    'unless an operator repaired a damaged log.'
   )
 
-  def born(self, error: run_book.WrongState) -> None:
-    """A syncer continues from a wrong state."""
-    self.fail(error)
-
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    if note.kind == 'not recovered':
+    """The log is called damaged only if a bit of its disk has rotted."""
+    if note.kind == 'not recovered' or (note.kind == 'repaired' and not note.number):
       self.fail(note.text)
     if note.kind == 'recovered' and note.number != len(self.run.records):
       self.fail(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Peer, SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
@@ -35,24 +34,12 @@ class Incarnations(invariant.Invariant):
     if confirm.incarnation != due or confirm.nonce != peer.join.nonce or peer.offered != due:
       self.fail(event, peer, holder)
 
-  @invariant.on(SYNCER, messages.Joined)
-  def joined(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    peer = book.peers[send.session]
-    holder = book.lineage.holders[peer.join.learner]
-    if not peer.member or (holder.nonce, holder.incarnation) != (
-      peer.join.nonce,
-      send.message.incarnation,
-    ):
-      self.fail(send, peer, holder)
-
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    gather = book.gathers[merge.sync]
     for one in merge.participants:
-      peer, _ = gather.payloads[one.payload_id]
       holder = book.lineage.holders[one.learner]
-      if (one.incarnation, peer.join.nonce) != (holder.incarnation, holder.nonce):
-        self.fail(one, peer, holder)
+      if one.incarnation != holder.incarnation:
+        self.fail(one, holder)
 
 
 def _stays(peer: Peer, out: Sequence[actions.Action]) -> bool:
@@ -93,9 +80,9 @@ class HolderStays(invariant.Invariant):
         if book.learner(peer) is not None:
           self.fail(close, peer, event, 'its tape shows an honest learner')
         return
-    worst = book.lineage.holders[peer.join.learner].max_strikes
-    if 0 < self.config.strikes <= worst:
-      return  # quarantined
+    refusals = book.lineage.holders[peer.join.learner].refusals
+    if close.reason == 'QUARANTINED' and 0 < self.config.strikes <= refusals:
+      return
     merged = book.lineage.learners()
     idle = not peer.contributed and now_ns - peer.entered_ns >= self.config.lease_ns
     if close.reason == 'no free shard' and idle and not merged[peer.join.learner][2]:
@@ -119,66 +106,11 @@ class LeaseEnds(invariant.Invariant):
         self.fail(peer, now_ns)
 
 
-class RefusedWithReason(invariant.Invariant):
-  id = 'I13b'
-  sentence = 'The syncer refuses a process only for a reason that is true.'
-
-  @invariant.on(SYNCER, messages.Refused)
-  def refused(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    peer, said = book.peers[send.session], send.message
-    holder = book.lineage.holders.get(peer.join.learner)
-    live = book.members.get(peer.join.learner)
-    match said.code:
-      case 'FENCED':
-        true = (
-          holder is not None
-          and peer.join.nonce != holder.nonce
-          and 0 < peer.join.incarnation < holder.incarnation
-        )
-      case 'QUARANTINED':
-        true = (
-          holder is not None
-          and peer.join.nonce == holder.nonce
-          and (0 < self.config.strikes <= holder.max_strikes)
-        )
-      case 'ID_IN_QUARANTINE':
-        true = (
-          holder is not None
-          and peer.join.nonce != holder.nonce
-          and (0 < self.config.strikes <= holder.max_strikes)
-        )
-      case 'ID_IN_USE' | 'YOUR_ID_IN_USE':
-        true = live is not None and live.join.nonce != peer.join.nonce
-      case 'OFFER_PASSED':
-        due = holder and holder.incarnation + (holder.nonce != peer.join.nonce)
-        true = holder is not None and peer.offered != due
-      case 'NOT_YOURS':
-        true = peer.proved not in ('', peer.join.learner)
-      case 'MISMATCH':
-        true = peer.join.agreement != book.life.start.agreement
-      case 'PROTOCOL':
-        true = peer.join.protocol != messages.PROTOCOL_VERSION
-      case 'FULL':
-        true = len(book.members) > self.config.learners
-      case 'OTHER_RUN':
-        true = peer.join.run not in ('', book.life.start.run)
-      case _:
-        true = said.code == 'BAD_ID'
-    if not true:
-      self.fail(send, peer.join, holder)
-
-  @invariant.on(LEARNER, actions.Exit)
-  def exit(self, book: LearnerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
-    true = book.ending if action.code == 0 else book.refused is not None
-    if not true or book.exited:
-      self.fail(book, action)
-
-
 class OnlyMembers(invariant.Invariant):
   id = 'I19'
   sentence = (
-    'A node says nothing about the run to a peer before the join, and nothing at all on a closed '
-    'session.'
+    'The syncer says nothing about the run to a peer before the join, and nothing at all on a '
+    'closed session.'
   )
 
   @invariant.on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
@@ -186,16 +118,3 @@ class OnlyMembers(invariant.Invariant):
     peer = book.peers.get(send.session)
     if peer is None or not peer.open or not peer.joined:
       self.fail(send, peer)
-
-  @invariant.on(SYNCER, messages.Offer, messages.Joined, messages.Refused)
-  def handshake(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    peer = book.peers.get(send.session)
-    if peer is None or not peer.open:
-      self.fail(send, peer)
-
-  @invariant.on(
-    LEARNER, messages.Progress, messages.Contribution, messages.Decline, messages.Adopted
-  )
-  def learner(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
-    if not book.joined or send.session != book.session:
-      self.fail(book, send)

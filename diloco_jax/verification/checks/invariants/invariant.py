@@ -63,8 +63,5 @@ class Invariant:
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The syncer's log changed; called before the model is updated."""
 
-  def healed(self, now_ns: int) -> None:
-    """No fault happens from now on."""
-
-  def finished(self, now_ns: int) -> bool | None:
-    """The run is over. False: it was stopped too early to judge its end."""
+  def finished(self, now_ns: int) -> None:
+    """The run is over, or was stopped before its last step."""

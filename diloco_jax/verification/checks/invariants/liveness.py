@@ -3,7 +3,6 @@
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
@@ -44,13 +43,18 @@ class DecidedInTime(invariant.Invariant):
     for gather in book.open:
       enough = len(gather.payloads) >= self.config.needed(gather.sync)
       if gather.waiting:
-        if enough and now_ns > gather.opened_ns + gather.grace_ns:
-          self.fail(gather, 'the grace window never closes')
+        gather.left_ns = now_ns if enough else gather.left_ns
       elif enough or self._cannot_reach_quorum(book, gather):
         self.fail(gather, 'every asked learner has answered')
 
   def _cannot_reach_quorum(self, book: SyncerBook, gather: Gather) -> bool:
     return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
+
+  @invariant.on(SYNCER, facts.Merging)
+  def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
+    gather = book.gathers[merging.sync]
+    if gather.left_ns > gather.opened_ns + merging.grace_ns:
+      self.fail(gather, 'the grace window was over')
 
   @invariant.on(SYNCER, facts.Cancelled)
   def cancelled(self, book: SyncerBook, now_ns: int, fact: facts.Cancelled, event: Event) -> None:
@@ -58,7 +62,7 @@ class DecidedInTime(invariant.Invariant):
     if gather is None:
       return  # its outer step was refused
     if self.config.closing(gather.sync):
-      waits = gather.waiting and now_ns < gather.opened_ns + gather.grace_ns
+      waits = gather.waiting and now_ns < gather.opened_ns + self.config.lease_ns
       if gather.payloads or waits:
         self.fail(fact, gather)
     elif (
@@ -98,29 +102,24 @@ class MergesAgain(invariant.Invariant):
 
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
-    self._from_ns: int | None = None
     self._before: tuple[int, list[int]] | None = None
-
-  def healed(self, now_ns: int) -> None:
-    self._from_ns = now_ns + self.LEASES * self.config.lease_ns
 
   @invariant.on(SYNCER, facts.Ledger)
   def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
-    if self._before is None and self._from_ns is not None and now_ns >= self._from_ns:
+    if self._before is None and self.run.healed_for(now_ns, self.LEASES):
       self._before = self._clock(), list(book.lineage.versions)
 
   def _clock(self) -> int:
     steps = [book.clock for book in self.run.learners.values()]
     return max([self.run.syncer.lineage.opened, self.run.clock, *steps])
 
-  def finished(self, now_ns: int) -> bool | None:
+  def finished(self, now_ns: int) -> None:
     if self._before is None:
-      return False
+      return
     clock, before = self._before
     after = self.run.syncer.lineage.versions
-    if self._end() - clock < self.PERIODS * self.config.period:
-      return False
-    if not all(a > b for a, b in zip(after, before)):
+    long = self._end() - clock >= self.PERIODS * self.config.period
+    if long and not all(a > b for a, b in zip(after, before)):
       self.fail(f'versions at step {clock} {before}, at the end {after}')
 
   def _end(self) -> int:
@@ -130,58 +129,47 @@ class MergesAgain(invariant.Invariant):
 
 class Joins(invariant.Invariant):
   id = 'L3'
-  sentence = 'After healing, the only live process of an id ends up joined, not fenced.'
+  sentence = 'After healing, the only live process of an id ends up joined, not refused.'
 
   LEASES = 4
 
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
-    self._healed_ns: int | None = None
-    self._alive: dict[int, tuple[int, learner_book.LearnerBook]] = {}  # by the process's number
-    self._died_ns: dict[str, int] = {}  # when the last process of an id died
+    self._alive: dict[int, LearnerBook] = {}  # by the process's number
+    self._changed_ns: dict[str, int] = {}  # when a process of an id began or ended last
 
-  def born(self, now_ns: int, book: run_book.Book) -> None:
-    self._alive[book.life.number] = now_ns, book
-
-  def healed(self, now_ns: int) -> None:
-    self._healed_ns = now_ns
+  def born(self, now_ns: int, book: LearnerBook) -> None:
+    self._alive[book.life.number] = book
+    self._changed_ns[book.learner] = now_ns
 
   def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
     if book.life.start.role != LEARNER:
       return
-    born_ns, _ = self._alive.pop(book.life.number)
-    if (
-      not killed
-      and not book.ending
-      and not book.ever_joined
-      and book.refused is not None
-      and (
-        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
-        and self._is_only_one(now_ns, born_ns, book)
-      )
-    ):
+    busy = book.refused is not None and book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
+    if busy and not killed and self._waits_in_vain(now_ns, book):
       self.fail(book, book.refused)
-    self._died_ns[book.learner] = now_ns
+    del self._alive[book.life.number]
+    self._changed_ns[book.learner] = now_ns
 
-  def _is_only_one(self, now_ns: int, born_ns: int, book: LearnerBook) -> bool:
-    """Whether this process has been the only one of its id for `LEASES` leases."""
-    if self._healed_ns is None or any(
-      other is not book and other.learner == book.learner for _, other in self._alive.values()
-    ):
+  def _waits_in_vain(self, now_ns: int, book: LearnerBook) -> bool:
+    """Whether a process that has not joined has been the only one of its id for `LEASES` leases."""
+    alone = sum(other.learner == book.learner for other in self._alive.values()) == 1
+    if not alone or book.ever_joined or book.ending:
       return False
-    since_ns = max(born_ns, self._healed_ns, self._died_ns.get(book.learner, 0))
-    return now_ns - since_ns > self.LEASES * self.config.lease_ns
+    long = now_ns - self._changed_ns[book.learner] > self.LEASES * self.config.lease_ns
+    return long and self.run.healed_for(now_ns, self.LEASES)
 
   @invariant.on(SYNCER, actions.Exit)
   def ends(self, syncer: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
-    for born_ns, book in self._alive.values():
-      if not book.ever_joined and not book.ending and self._is_only_one(now_ns, born_ns, book):
-        self.fail(book, 'it has not joined')
+    self._check(now_ns)
 
-  def finished(self, now_ns: int) -> bool | None:
-    for born_ns, book in self._alive.values():
-      alone = self._is_only_one(now_ns, born_ns, book)
-      if not book.joined and not self.run.syncer.exited and alone:
+  def finished(self, now_ns: int) -> None:
+    if not self.run.syncer.exited:
+      self._check(now_ns)
+
+  def _check(self, now_ns: int) -> None:
+    for book in self._alive.values():
+      if self._waits_in_vain(now_ns, book):
         self.fail(book, 'it has not joined')
 
 
@@ -262,13 +250,6 @@ class Heard(invariant.Invariant):
     'runs: heartbeats do not wait behind payloads.'
   )
 
-  def __init__(self, run: run_book.Run) -> None:
-    super().__init__(run)
-    self._since_ns: int | None = None
-
-  def healed(self, now_ns: int) -> None:
-    self._since_ns = now_ns + 2 * self.config.lease_ns
-
   @invariant.on(SYNCER, actions.Close)
   def syncer(self, book: SyncerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     if close.reason == 'lease expired':
@@ -283,5 +264,5 @@ class Heard(invariant.Invariant):
       self._silent(book, now_ns, close)
 
   def _silent(self, book: SyncerBook, now_ns: int, close: actions.Close) -> None:
-    if self._since_ns is not None and now_ns >= self._since_ns:
+    if self.run.healed_for(now_ns, leases=2):
       self.fail(book, close)

@@ -27,7 +27,7 @@ class Pace(invariant.Invariant):
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._look_ns = 0
-    # A syncer's book, a sync, and since when that is late: a new process waits anew.
+    # A syncer's book, its next sync, and since when that could be open.
     self._late: tuple[object, int, int] = None, -1, 0
     self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
 
@@ -91,7 +91,7 @@ class Pace(invariant.Invariant):
     for peer in book.members.values():
       holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
       if peer.caught_up:
-        found.append(holder.clock if learner is None else max(holder.clock, learner.clock))
+        found.append(holder.claimed if learner is None else max(holder.claimed, learner.clock))
     return found
 
   def _alone(self, book: SyncerBook, sync: int, p: int, said: Any) -> None:
@@ -102,36 +102,41 @@ class Pace(invariant.Invariant):
 
   @invariant.after(SYNCER, EVERY)
   def opens(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
-    """Checked once per heartbeat: the next sync waits only for a slot or for learners."""
+    """Checked once per heartbeat: the next sync waits for a slot, for learners, and as long as the
+    syncer comes to believe their clocks: a lease after they joined, and a heartbeat."""
     if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
       return
     self._look_ns = now_ns + self.config.heartbeat_ns
     sync = book.lineage.next
+    if self._late[:2] != (book, sync) or not self._could_open(book, now_ns, sync):
+      self._late = book, sync, now_ns
+    elif now_ns - self._late[2] >= self._longest_wait_ns(book, sync):
+      self.fail(f'sync {sync} is not open', book.members)
+
+  def _could_open(self, book: SyncerBook, now_ns: int, sync: int) -> bool:
     p = book.schedule.fragment(sync)
     flying = [gather.fragment for gather in book.open]
     if len(flying) >= pull_turns.in_flight(self.config, book.tempo) or p in flying:
-      return
+      return False
     ready = 0
     for peer in book.members.values():
       holder = book.lineage.holders[peer.join.learner]
-      ready += peer.caught_up and (holder.clock >= sync or holder.done)
+      believed = min(holder.claimed, book.lineage.opened + self.config.period)  # more only later
+      long_here = now_ns - peer.entered_ns > self.config.lease_ns
+      ready += peer.caught_up and long_here and (believed >= sync or holder.done)
     caught_up = sum(peer.caught_up for peer in book.members.values())
     needed = self.config.quorum
     if sync > self.config.total_steps or self.config.waits_for_live:
       needed = max(needed, caught_up)
-    if ready >= needed and not self._returns(book, now_ns, sync):
-      self.fail(f'sync {sync} is not open, {ready} learners are ready')
+    return ready >= needed
 
-  def _returns(self, book: SyncerBook, now_ns: int, sync: int) -> bool:
-    """Whether the sync may wait for learners that were lost."""
+  def _longest_wait_ns(self, book: SyncerBook, sync: int) -> int:
+    """A sync that is late may wait for learners that were lost."""
     peers = [peer for peer in book.members.values() if peer.caught_up]
-    claimed = max((book.lineage.holders[peer.join.learner].claimed for peer in peers), default=0)
-    if claimed < sync + 2 * book.tempo.period:
-      return False
-    if self._late[:2] != (book, sync):
-      self._late = book, sync, now_ns
-    waits_ns = self.config.lease_ns + self.config.longest_redial_ns + self.config.heartbeat_ns
-    return now_ns <= self._late[2] + waits_ns
+    claimed = max(book.lineage.holders[peer.join.learner].claimed for peer in peers)
+    late = claimed >= sync + 2 * book.tempo.period
+    waits_ns = self.config.lease_ns + self.config.longest_redial_ns if late else 0
+    return self.config.heartbeat_ns + waits_ns
 
   def _reached(self, book: SyncerBook, sync: int, lead: int) -> None:
     steps = self._steps(book)
@@ -154,23 +159,3 @@ class LastWord(invariant.Invariant):
   def exit(self, book: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
     if not book.exiting or book.pending or book.saving:
       self.fail(action, book.pending)
-
-
-class PossibleSteps(invariant.Invariant):
-  id = 'P3'
-  sentence = (
-    'The steps that a merge counts for a learner are possible in the time since its last, with two '
-    'leases for a stalled network and one for a suspended machine: one in 0.1 ms.'
-  )
-
-  @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    for one in merge.participants:
-      holder = book.lineage.holders[one.learner]
-      since_ns = holder.merged_ns.get(merge.fragment, holder.joined_ns)
-      holder.merged_ns[merge.fragment] = now_ns
-      if since_ns is None:
-        continue  # a process of an earlier syncer
-      most = (now_ns - since_ns + 3 * self.config.lease_ns) // 100_000
-      if one.steps > most:
-        self.fail(one, f'{most} steps are possible')

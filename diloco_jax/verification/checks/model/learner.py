@@ -12,7 +12,6 @@ from diloco_jax.protocol.tape import observers
 
 Range = tuple[int, int]
 Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
-TOO_OLD = 9  # versions from an anchor to a value onto which no steps are carried
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,8 +25,6 @@ class Anchor:
   steps: int = 0
   sound: bool = True  # it has the published bits
   contributed: 'Capture | None' = None  # it may have been merged, or may be
-  misses: int = 0
-  reason: str = ''  # of unsettled tokens before `tokens` that are to be reported as discarded
   ended: int = 0  # the last due time for which this learner need not wait
 
 
@@ -84,8 +81,8 @@ class LearnerBook:
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
     self.untimed = 0  # counted steps of which no StepDone has told how long they took
     self.clock = self.incarnation = self.session = 0
-    self.joined = self.ever_joined = self.training = self.running = self.saving = False
-    self.ending = self.finished = self.exited = self.dead = False
+    self.joined = self.ever_joined = self.training = self.running = False
+    self.ending = self.exited = self.dead = False
     self.refused: messages.Refused | None = None
     self.due: set[int] = set()
     self.anchors = [
@@ -209,7 +206,6 @@ class LearnerBook:
     if message.reason in messages.kept(self.config.rebases):
       if anchor.contributed is not None and anchor.contributed.sync == message.sync:
         anchor.contributed = None
-        anchor.misses += message.reason != messages.CANCELLED
     if message.reason != messages.CANCELLED:
       return
     anchor.ended = max(anchor.ended, message.sync)
@@ -219,7 +215,7 @@ class LearnerBook:
 
   def finish(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if event.session == self.session:
-      self.finished = self.ending = True
+      self.ending = True
 
   def stopped(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
     self.ending = True
@@ -237,9 +233,6 @@ class LearnerBook:
     anchor = self.last_adopted = self.adopting.popleft()
     anchor.sound = anchor.digest == done.digest
 
-  def saved(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
-    self.saving = False
-
   # --- Actions ------------------------------------------------------------------------------------
 
   def dials(self, now_ns: int, dial: actions.Dial, event: Any) -> None:
@@ -256,8 +249,6 @@ class LearnerBook:
   def uses(self, now_ns: int, use: actions.UseShard, event: Any) -> None:
     self.at, self.next_position = (use.shard, use.cursor), None
     for anchor in self.anchors if use.rewind else ():
-      if self.reported(anchor) < self.reported_tokens:
-        anchor.reason = messages.Reason.UNDONE
       anchor.tokens, anchor.steps = self.tokens, self.steps
       anchor.contributed = None
 
@@ -284,40 +275,15 @@ class LearnerBook:
       del self.pulls[send.message.fragment]
       self.urgent.discard(send.message.fragment)
 
-  def kept(self, publish: messages.Publish) -> tuple[bool, bool]:
-    """Whether an adoption keeps the steps that are not merged, and whether the capture is merged:
-    the rule of protocol/learner/anchor.py, implemented a second time."""
-    anchor = self.anchors[publish.fragment]
-    capture = anchor.contributed
-    if not self.config.rebases or not publish.keep or anchor.version < 0:
-      return False, False
-    if anchor.version + TOO_OLD <= publish.version:
-      return False, False
-    if capture is not None and capture.reported[1] == publish.settled_to:
-      return True, True
-    fits = publish.settled_to <= self.reported(anchor)
-    return fits and anchor.misses <= self.config.max_misses, False
-
   def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
     publish, p = self.payload_ids.pop(adopt.payload_id), adopt.fragment
-    old, (keep, merged) = self.anchors[p], self.kept(publish)
+    old = self.anchors[p]
     new = Anchor(publish.version, publish.digest, self.tokens, self.steps)
     new.ended = max(old.ended, publish.sync)
-    if merged:
+    if adopt.merged:
       new.tokens, new.steps = old.contributed.true[1], old.contributed.steps_to
-    elif keep:
-      new.tokens, new.steps, new.reason = old.tokens, old.steps, old.reason
-      new.misses, new.contributed = old.misses, old.contributed
-    elif not self.config.rebases:
-      new.reason = messages.Reason.OVERWRITTEN
-    elif (
-      publish.keep
-      and old.version >= 0
-      and (publish.settled_to <= self.reported(old) or old.version + TOO_OLD <= publish.version)
-    ):
-      new.reason = messages.Reason.LATE
-    else:
-      new.reason = messages.Reason.UNDONE
+    elif adopt.keep:
+      new.tokens, new.steps, new.contributed = old.tokens, old.steps, old.contributed
     self.anchors[p] = new
     self.adopting.append(new)
     self._set_limit()
@@ -326,14 +292,6 @@ class LearnerBook:
     self.clock = max(self.clock, publish.sync)
     self.due.discard(p)
     self.begin()
-
-  def tells(self, now_ns: int, send: actions.Send, event: Any) -> None:
-    """The syncer is told the reason, once."""
-    if send.message.matched and type(event) is events.AdoptDone:
-      self.last_adopted.reason = ''
-
-  def saves(self, now_ns: int, save: actions.Save, event: Any) -> None:
-    self.saving = True
 
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
     self.payload_ids.pop(drop.payload_id, None)
@@ -347,7 +305,6 @@ LEARNER_UPDATES: dict[type, Callable] = {
   events.Disconnected: LearnerBook.disconnected,
   events.Encoded: LearnerBook.encoded,
   events.AdoptDone: LearnerBook.adopt_done,
-  events.SaveDone: LearnerBook.saved,
   events.Stop: LearnerBook.stopped,
   messages.Joined: LearnerBook.welcomed,
   messages.Pull: LearnerBook.pulled,
@@ -360,10 +317,8 @@ LEARNER_UPDATES: dict[type, Callable] = {
   actions.Encode: LearnerBook.encodes,
   actions.UseShard: LearnerBook.uses,
   actions.Adopt: LearnerBook.adopts,
-  actions.Save: LearnerBook.saves,
   actions.Drop: LearnerBook.drops,
   actions.Exit: LearnerBook.exits,
-  messages.Adopted: LearnerBook.tells,
   messages.Confirm: LearnerBook.confirms,
   messages.Decline: LearnerBook.declines,
 }

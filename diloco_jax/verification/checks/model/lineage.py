@@ -10,7 +10,7 @@ send an older version to a learner that holds a lost one.
 
 import copy
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
@@ -20,7 +20,6 @@ Range = tuple[int, int]
 FORMER = 0  # the incarnation under which accounts of replaced processes are summed up
 NEW_LEARNERS = 2  # ids of which nothing was merged, for each expected learner
 FORGOTTEN = '(forgotten)'  # the learner under which accounts of forgotten ids are summed up
-NORMS_KEPT = 16  # of a fragment, at least two of each learner
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,59 +78,13 @@ class Holder:
   nonce: int
   incarnation: int
   left: bool = False
-  clock: int = 0  # as far as it counts for the pace
-  claimed: int = 0
-  since: Range | None = None  # a clock and its time; None: of an earlier syncer process
+  claimed: int = 0  # its clock, as it says
   done: bool = False  # with its last step
-  strikes: int = 0  # refused updates in a row
-  max_strikes: int = 0  # that count for its quarantine
-  others_merged: bool = False  # since the first of its strikes
-  # By fragment: when it was merged last. None: the process joined an earlier syncer.
-  merged_ns: dict[int, int] = dataclasses.field(default_factory=dict)
-  joined_ns: int | None = None
+  refusals: int = 0  # of its updates and messages, each a strike unless others clear it
   # Fragments of which it must drop its own steps when it adopts next, since the merge refused an
   # update; and those of which the syncer may ask for it, since a repair or a refusal was due once.
   refused: frozenset[int] = frozenset()
   spoiled: frozenset[int] = frozenset()
-
-  def add_strike(self, needed: int = 0) -> None:
-    """`needed`: how many it takes to count while no other learner is merged."""
-    self.strikes += 1
-    if self.others_merged or self.strikes >= needed:
-      self.max_strikes = max(self.max_strikes, self.strikes)
-
-  def clear_strikes(self) -> None:
-    self.strikes, self.others_merged = 0, False
-
-
-@dataclasses.dataclass(slots=True)
-class Norms:
-  """What is usual for a fragment (syncer/screening.py): the last merged (norm, steps) of each
-  learner, the outer steps they are of, and the learners whose last norm was refused."""
-
-  commits: int = 0
-  doubted: set[str] = dataclasses.field(default_factory=set)
-  last: dict[str, tuple[Range, ...]] = dataclasses.field(default_factory=dict)
-
-  def add(self, merged: dict[str, Range]) -> None:
-    self.commits += 1
-    self.doubted -= merged.keys()
-    for learner, pair in merged.items():
-      if pair[0] > 0:
-        self.last[learner] = (*self.last.get(learner, ()), pair)
-    most = max(2, NORMS_KEPT // (len(self.last) or 1))
-    self.last = {learner: pairs[-most:] for learner, pairs in self.last.items()}
-
-  def copy(self) -> 'Norms':
-    return dataclasses.replace(self, doubted=set(self.doubted), last=dict(self.last))
-
-  def usual(self) -> tuple[Range, Range] | None:
-    """What is usual for the least norm, and for the greatest."""
-    votes = [medians(pairs) for pairs in self.last.values() if len(pairs) > 1]
-    if not votes:
-      return None
-    small, large = zip(*votes)
-    return medians(small)[0], medians(large)[1]
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,8 +101,6 @@ class Lineage:
   repaired: int = 0  # adoptions that differed from what was published
   holders: dict[str, Holder] = dataclasses.field(default_factory=dict)
   accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
-  merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-  norms: dict[int, 'Norms'] = dataclasses.field(default_factory=dict)  # by fragment
   # (data shard, fragment): the end of the batches that were merged.
   batches: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
   readers: dict[int, str] = dataclasses.field(default_factory=dict)  # whose were merged last
@@ -161,8 +112,6 @@ class Lineage:
       **{name: list(getattr(self, name)) for name in lists},
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
-      merged_upto=dict(self.merged_upto),
-      norms={p: one.copy() for p, one in self.norms.items()},
       batches=dict(self.batches),
       readers=dict(self.readers),
     )
@@ -195,21 +144,7 @@ class Lineage:
         self.fold(name, incarnation, FORGOTTEN)
       else:
         del self.accounts[name, incarnation]
-    for norms in self.norms.values():
-      norms.doubted.discard(learner)
-      norms.last.pop(learner, None)
     del self.holders[learner]
-
-  def returned(self, live: Collection[str], waits: bool) -> int:
-    """By how much more than a period the clocks of processes of an earlier syncer count: the rule
-    of syncer/pace.py, implemented a second time."""
-    clocks = sorted(
-      one.claimed for name, one in self.holders.items() if name in live and one.since is None
-    )
-    others = sum(not one.left for one in self.holders.values()) > 1
-    if not clocks or (len(clocks) < 2 and others and waits):
-      return 0
-    return 16 * max(0, clocks[(len(clocks) - 1) // 2] - self.opened)
 
   def fold(self, learner: str, incarnation: int, into: str = '') -> None:
     """The process of an incarnation is replaced, so its account is closed: adds it to those of
@@ -277,11 +212,8 @@ class Record:
   batches: tuple[tuple[int, int, int], ...] = ()  # data shard, first, the one after the last
   digest: int | None = None
   failed: str = ''
-  norms: tuple[int, ...] = ()
   refused: tuple[str, ...] = ()
   number: int = 0  # outer steps end in this order
-  norm_strikes: int = 0  # so many count if they are of norms
-  live: set[str] = dataclasses.field(default_factory=set)  # learners when it was decided
 
   def end(self, lineage: Lineage) -> None:
     """Updates the lineage with the end of this outer step."""
@@ -299,51 +231,10 @@ class Record:
         holder = lineage.holders[one.learner]
         if holder.incarnation == one.incarnation:
           holder.refused |= {p}
+          holder.refusals += one.learner in self.refused
       else:
         lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
         lineage.readers[shard] = one.learner
-    self._screen(lineage)
-
-  def _screen(self, lineage: Lineage) -> None:
-    """Adds strikes of refused participants, and norms of the others."""
-    good: dict[str, Range] = {}
-    norms = lineage.norms.setdefault(self.merge.fragment, Norms())
-    merged = {
-      one.learner
-      for one in self.merge.participants
-      if not self.failed and one.learner not in self.refused
-    }
-    for one, norm in zip(self.merge.participants, self.norms):
-      holder = lineage.holders[one.learner]
-      present = holder.incarnation == one.incarnation
-      if one.learner in self.refused:
-        if present and norm != 0:
-          holder.others_merged |= bool(merged)
-          holder.add_strike(self.norm_strikes if norm > 0 else 0)
-        if norm > 0:
-          norms.doubted.add(one.learner)
-      elif not self.failed:
-        good[one.learner] = norm, one.steps
-        if present:
-          holder.clear_strikes()
-    for name, holder in lineage.holders.items():
-      if holder.strikes and merged - {name}:
-        holder.others_merged = True
-    if good:
-      norms.add(good)
-    doubted = norms.doubted & self.live
-    if 2 * len(doubted) > len(self.live):
-      lineage.norms[self.merge.fragment] = Norms()
-      for learner in doubted:
-        lineage.holders[learner].clear_strikes()
-        lineage.holders[learner].max_strikes = 0
-
-
-def medians(pairs: Sequence[Range]) -> tuple[Range, Range]:
-  """The medians of norms and of steps: of two in the middle the lower ones, and the upper ones."""
-  norms, steps = map(sorted, zip(*pairs))
-  low, high = (len(pairs) - 1) // 2, len(pairs) // 2
-  return (norms[low], steps[low]), (norms[high], steps[high])
 
 
 def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
@@ -353,28 +244,11 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
   }
   seen = {name: machine_state[name] for name in true}
   seen['members'] = {
-    row['learner']: (
-      row['nonce'],
-      row['incarnation'],
-      row['left'],
-      row['clock'],
-      row['strikes'],
-      row['others_merged'],
-      row['max_strikes'],
-    )
+    row['learner']: (row['nonce'], row['incarnation'], row['left'])
     for row in machine_state['members']
   }
   true['members'] = {
-    name: (
-      one.nonce,
-      one.incarnation,
-      one.left,
-      one.clock,
-      one.strikes,
-      one.others_merged,
-      one.max_strikes,
-    )
-    for name, one in lineage.holders.items()
+    name: (one.nonce, one.incarnation, one.left) for name, one in lineage.holders.items()
   }
   seen['ledger'] = {
     (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
@@ -387,17 +261,7 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
   counts = 'synced', 'cancelled', 'repaired'
   seen['counts'] = tuple(machine_state['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
-  seen['norms'] = [norms_of(row) for row in machine_state['norms']]
-  true['norms'] = [lineage.norms.get(p, Norms()) for p in range(len(lineage.versions))]
   for name, value in true.items():
     if seen[name] != value:
       return f'{name}: {seen[name]}, it should be {value}'
   return ''
-
-
-def norms_of(row: list[Any]) -> Norms:
-  """The norms of a fragment in a machine state."""
-  commits, doubted, last = row
-  return Norms(
-    commits, set(doubted), {name: tuple(tuple(pair) for pair in pairs) for name, pairs in last}
-  )

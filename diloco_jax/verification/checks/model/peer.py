@@ -36,7 +36,6 @@ class Peer:
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it
-  proved: str = ''  # the id that its transport has proved; '': none
 
   @property
   def caught_up(self) -> bool:
@@ -53,7 +52,7 @@ class Gather:
   asked: set[int] = dataclasses.field(default_factory=set)  # sessions
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[int, tuple[Peer, messages.Contribution]] = dataclasses.field(default_factory=dict)
-  grace_ns: int = 0  # the grace window, which begins with the opening
+  left_ns: int = 0  # when it was last left open, with enough payloads
   merging: actions.Merge | None = None
   merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
   record: lineage_book.Record | None = None

@@ -22,11 +22,7 @@ KEPT = 256  # outer steps, and checkpoints, to which a syncer may go back
 
 
 class WrongState(LookupError):
-  """A syncer continues from a wrong state; `lost`: from an earlier record than it must."""
-
-  def __init__(self, text: str, lost: bool):
-    super().__init__(text)
-    self.lost = lost
+  """A syncer continues from a wrong state."""
 
 
 class TapeMissing(Exception):
@@ -43,7 +39,7 @@ class Run:
     ended: how many of them have ended according to the machines.
     durable: how many survive a power loss; None: unknown, as with real processes.
     repaired: the log was damaged, so the state of the next syncer is not the syncer's fault.
-    sent_versions: per fragment, the newest version that the syncer sent to any peer.
+    healed_ns: when the last fault ended; None: faults may still come.
   """
 
   def __init__(self, config: config_lib.ProtocolConfig):
@@ -59,7 +55,7 @@ class Run:
     self.ended = 0
     self.durable: int | None = None
     self.repaired = False
-    self.sent_versions = [0] * config.fragments
+    self.healed_ns: int | None = None
     # Of the newest KEPT versions: by fragment, the digests by version; and by fragment, version
     # and digest, the digest of its base.
     self.history: list[dict[int, int]] = [{} for _ in range(config.fragments)]
@@ -82,6 +78,10 @@ class Run:
     book = self.books.pop(life.number)
     book.dead = True
     return book
+
+  def healed_for(self, now_ns: int, leases: int) -> bool:
+    """Whether the last fault ended so many leases ago."""
+    return self.healed_ns is not None and now_ns >= self.healed_ns + leases * self.config.lease_ns
 
   def publish(self, p: int, version: int, digest: int) -> None:
     """A fragment has its next version."""
@@ -108,17 +108,13 @@ class Run:
       self.trained[book.learner] += book.tokens
       self.clock = max(self.clock, book.clock)
       del self.learners[book.nonce]
-    for key in [key for key in lineage.merged_upto if key[0] not in holders]:
-      if key[0] not in self.learners:
-        del lineage.merged_upto[key]
 
   def logged(self, note: observers.LogNote) -> None:
     """A fact about the log from the simulated world."""
     match note.kind:
       case 'appended':
         record = self.records[note.number - 1]
-        record.digest, record.failed = note.digest, note.failed
-        record.norms, record.refused = note.norms, note.refused
+        record.digest, record.failed, record.refused = note.digest, note.failed, note.refused
       case 'durable':
         self.durable = note.number
       case 'repaired':
@@ -146,8 +142,7 @@ class Run:
     number, lineage = self._find_record(start)
     self.records, self.ended = self.records[:number], number
     self.saved = [saved for saved in self.saved if saved.position <= number]
-    if self.repaired:
-      self.repaired, self.sent_versions = False, list(lineage.versions)
+    self.repaired = False
     if self.durable is not None:
       self.durable = min(self.durable, number)  # until the next fact about the log
     for p, history in enumerate(self.history):
@@ -169,15 +164,12 @@ class Run:
     else:
       found = (self._state_at(number, start.state) for number in range(len(self.records), -1, -1))
       number, lineage = next((one for one in found if one is not None), (None, None))
-    versions = [0] * self.config.fragments if number == 0 else start.state['versions']
-    is_behind = any(now < sent for now, sent in zip(versions, self.sent_versions))
     if number is None:
-      raise WrongState(self._describe_difference(start.state), is_behind and not self.repaired)
+      raise WrongState(self._describe_difference(start.state))
     first = self.ended if self.durable is None else max(self.ended, self.durable)
-    if not self.repaired and (number < first or is_behind):
-      raise WrongState(f'it continues after record {number}, {first} are durable', True)
-    if self.durable is not None and number > first + 1:
-      raise WrongState(f'it continues after record {number}, {first} are durable', False)
+    lost = number < first and not self.repaired
+    if lost or (self.durable is not None and number > first + 1):
+      raise WrongState(f'it continues after record {number}, {first} are durable')
     return number, lineage
 
   def _state_at(
@@ -213,10 +205,8 @@ class Run:
       if one.digest is None:  # unknown: take it from the machine state
         made = machine_state['versions'][p] == one.merge.version
         one.digest, one.failed = machine_state['digests'][p], '' if made else 'unknown'
-        one.refused = _newly_refused(one, lineage, machine_state)
+        one.refused = _refused(one, machine_state)
       one.end(lineage)
-      if not one.norms:
-        _take_norms_and_strikes(one, lineage, machine_state)
     return lineage
 
   def first_sync_after(self, after: lineage_book.Saved | lineage_book.Record) -> int:
@@ -253,28 +243,14 @@ class Run:
     return lineage_book.Lineage(*lists, self.schedule.next(0))
 
 
-def _newly_refused(
-  record: lineage_book.Record, before: lineage_book.Lineage, machine_state: dict[str, Any]
-) -> tuple[str, ...]:
-  """The learners refused in an outer step known only from a machine state: strikes went up."""
-  strikes = {row['learner']: row['strikes'] for row in machine_state['members']}
+def _refused(record: lineage_book.Record, machine_state: dict[str, Any]) -> tuple[str, ...]:
+  """The learners refused in an outer step known only from a machine state: their cursors stayed."""
+  ends = dict(machine_state['data']['merged'])
   return tuple(
     one.learner
-    for one in record.merge.participants
-    if strikes[one.learner] > before.holders[one.learner].strikes
+    for one, (shard, _, end) in zip(record.merge.participants, record.batches)
+    if shard not in ends or ends[shard][record.merge.fragment] < end
   )
-
-
-def _take_norms_and_strikes(
-  record: lineage_book.Record, after: lineage_book.Lineage, machine_state: dict[str, Any]
-) -> None:
-  """Takes strikes and norms after an outer step from the machine state, their only source."""
-  rows, p = {row['learner']: row for row in machine_state['members']}, record.merge.fragment
-  for name in after.holders.keys() & rows.keys():
-    holder = after.holders[name]
-    for field in ('strikes', 'others_merged', 'max_strikes'):
-      setattr(holder, field, rows[name][field])
-  after.norms[p] = lineage_book.norms_of(machine_state['norms'][p])
 
 
 def _are_equal(saved: dict[str, Any], machine_state: dict[str, Any]) -> bool:

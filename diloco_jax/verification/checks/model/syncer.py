@@ -7,9 +7,9 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.checks.model import grace_window, pull_turns
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.checks.model import lineage as lineage_book
+from diloco_jax.verification.checks.model import pull_turns
 from diloco_jax.verification.checks.model.peer import Gather, Peer
 
 Reason = messages.Reason
@@ -32,23 +32,14 @@ class SyncerBook:
     self.peer: Peer | None = None  # the sender in this turn
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
-    self.window = grace_window.Window(run.config)
     self.tempo = facts.Tempo(factor=1, delay=0, period=run.config.period, sync=lineage.next)
-    self.unmerged = set(range(run.config.fragments))  # no outer step since a learner was there
-    self.all_ns: int | None = None  # until when the first ones wait for all learners
     self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
-    self.usual_report_ns = 0
-    self.began_ns: int | None = None  # its first turn
-    self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
     self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
     self.end_is_durable = self.over  # the disk shows twice that the run is over
     self.ends = 0  # in so many checkpoints of this process
     lineage.holders = dict(sorted(lineage.holders.items()))  # as a machine state lists them
-    for holder in lineage.holders.values():
-      holder.claimed, holder.since = holder.clock, None
-      holder.joined_ns, holder.merged_ns = None, {}
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
@@ -70,7 +61,7 @@ class SyncerBook:
       for a in out
     )
     if self.implausible and peer.joined:
-      self.lineage.holders[peer.join.learner].add_strike()
+      self.lineage.holders[peer.join.learner].refusals += 1
 
   def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
     return self.run.learners.get(peer.join.nonce)
@@ -105,7 +96,7 @@ class SyncerBook:
   # --- Events -------------------------------------------------------------------------------------
 
   def connected(self, now_ns: int, event: events.Connected, out: Sequence) -> None:
-    self.peers[event.session] = Peer(event.session, now_ns, proved=event.learner)
+    self.peers[event.session] = Peer(event.session, now_ns)
 
   def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
     peer = self.peers.pop(event.session, None)
@@ -122,10 +113,6 @@ class SyncerBook:
       del self.members[learner]
       for gather in self.gathers.values():
         gather.waiting.discard(learner)
-      if not self.members:
-        self.window.all_lost()
-        self.unmerged.update(range(self.config.fragments))
-        self.all_ns = None
 
   def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if not self.exiting and not self.peer.member:
@@ -144,21 +131,16 @@ class SyncerBook:
   def _admit(self, now_ns: int, peer: Peer, confirm: messages.Confirm) -> None:
     learner, nonce = peer.join.learner, peer.join.nonce
     holder = self.lineage.holders.get(learner)
-    nonce_is_new = holder is None or holder.nonce != nonce
     if holder is None:
       self._forget_strangers()
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
       self.lineage.fold(learner, holder.incarnation)
-      self.window.ends_life(holder.nonce)
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
       self.run.forget_dead(self.lineage)
     elif learner in self.members:  # the same process on a new session: release the old one first
       self._release(self.members[learner])
-    if nonce_is_new:
-      holder.since = 0, now_ns
-      holder.joined_ns = now_ns
     holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
     self.turns_of(peer).begins_session()
@@ -166,38 +148,20 @@ class SyncerBook:
     peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
     self.members[learner] = peer
     self.account(peer).train(confirm.tokens)
-    self.window.begins_life(now_ns, nonce, confirm.steps)
-    self._advance(now_ns, holder)
 
   def _forget_strangers(self) -> None:
     busy = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
     for learner in self.lineage.surplus({*self.members, *busy}, self.config.learners):
-      self.window.ends_life(self.lineage.holders[learner].nonce)
       self.lineage.forget(learner)
       self.run.forget_dead(self.lineage)
-
-  def _advance(self, now_ns: int, holder: lineage_book.Holder) -> None:
-    """The rule of syncer/pace.py, implemented a second time."""
-    free = self.lineage.opened
-    if holder.since is None:
-      waits = now_ns < self.began_ns + self.config.lease_ns
-      free += self.lineage.returned(self.members, waits) + self.config.period
-    elif not self.usual_report_ns:
-      free += self.config.period
-    else:
-      passed_ns = now_ns - holder.since[1]
-      free = max(free, holder.since[0] + 16 * passed_ns // self.usual_report_ns)
-    holder.clock = max(holder.clock, min(holder.claimed, free))
 
   def progress(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
     if not self._counts(peer):
       return
     holder = self.lineage.holders[peer.join.learner]
-    self.window.step(now_ns, peer.join.nonce, message.steps, message.step_ns)
     holder.claimed = max(holder.claimed, message.clock)
-    self._advance(now_ns, holder)
-    holder.done = holder.done or holder.clock >= self.config.total_steps
+    holder.done = holder.done or holder.claimed >= self.config.total_steps
     self.account(peer).train(message.tokens)
 
   def _counts(self, peer: Peer) -> bool:
@@ -241,7 +205,7 @@ class SyncerBook:
       self.gathers[message.sync].waiting.discard(peer.join.learner)
     if message.reason == Reason.BAD_VALUE:
       self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
-      self.lineage.holders[peer.join.learner].add_strike()
+      self.lineage.holders[peer.join.learner].refusals += 1
       self._spoil(peer, message.fragment)
 
   def _spoil(self, peer: Peer, fragment: int) -> None:
@@ -258,7 +222,6 @@ class SyncerBook:
       peer.differs.add(message.fragment)
     else:
       peer.differs.discard(message.fragment)
-      self.window.adopted(now_ns, message.fragment, message.version)
       if message.reason:
         holder = self.lineage.holders[peer.join.learner]
         holder.refused -= {message.fragment}
@@ -289,23 +252,15 @@ class SyncerBook:
     self.ended, self.merges = gather, self.merges - 1
     record = gather.record
     record.digest, record.failed = done.digest, done.failed
-    record.norms, record.refused = done.norms, done.refused
+    record.refused = done.refused
     record.end(self.lineage)
     self.run.ended += 1
     if done.failed:
-      self.window.refused(done.fragment)
       for peer, _ in gather.merged:
         peer.owed.add(done.fragment)
     else:
       self.payload_ids.add(done.payload_id)
       self.run.publish(done.fragment, self.lineage.versions[done.fragment], done.digest)
-
-  def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
-    """The range of a contribution in the tokens of its process; None: that process has no tape."""
-    learner = self.learner(peer)
-    if learner is None or learner.incarnation != peer.incarnation:
-      return None
-    return message.tokens_from + learner.base_tokens, message.tokens_to + learner.base_tokens
 
   def read(self, now_ns: int, event: events.FragmentRead, out: Sequence) -> None:
     self.reads.discard(event.fragment)
@@ -333,9 +288,6 @@ class SyncerBook:
     holder = self.lineage.holders[peer.join.learner]
     peer.next_position = send.message.shard, send.message.cursor
     holder.claimed = max(holder.claimed, send.message.clock)
-    self._advance(now_ns, holder)
-    if holder.since is not None and not holder.since[0]:
-      holder.since = holder.clock, now_ns
     for p, held in enumerate(peer.held):
       if p not in peer.due:
         peer.sent[p] = held.version
@@ -370,14 +322,6 @@ class SyncerBook:
         del self.gathers[sync]
     gather = self._begin(opened.sync, opened.fragment)
     gather.opened_ns = now_ns
-    nonces = [member.join.nonce for member in self.members.values()]
-    late = opened.sync - lineage.last_sync[opened.fragment] >= 2 * self.tempo.period
-    waits = self.config.closing(opened.sync) or self.config.waits_for_live
-    gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces, self.tempo)
-    if late and opened.fragment in self.unmerged and not waits:
-      self.all_ns = self.all_ns or now_ns + self.config.lease_ns
-      answer_ns = pull_turns.in_flight(self.config, self.tempo) * self.window.usual_step_ns(nonces)
-      gather.grace_ns = max(self.all_ns - now_ns, answer_ns)
 
   def _begin(self, sync: int, fragment: int) -> Gather:
     if sync not in self.gathers:
@@ -417,22 +361,16 @@ class SyncerBook:
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
     gather.merging, self.merges = merge, self.merges + 1
-    self.window.merges(now_ns, merge.fragment, merge.version)
-    self.unmerged.discard(merge.fragment)
     gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
     for one, (peer, message) in zip(merge.participants, gather.merged):
       reported = message.tokens_from, message.tokens_to
       self.account(peer).settle(merge.fragment, reported, '', self.gap)
-      true = self.true_range(peer, message)
-      if true is not None:
-        self.lineage.merged_upto[peer.join.nonce, merge.fragment] = true[1]
       del self.pending[one.payload_id]
       self.payload_ids.discard(one.payload_id)
     gather.payloads.clear()
     decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
     gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
-    record.undecided, record.live = self._undecided(), set(self.members)
-    record.norm_strikes = self.config.strikes * self.config.fragments
+    record.undecided = self._undecided()
     record.batches = tuple(
       (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
     )
@@ -449,15 +387,6 @@ class SyncerBook:
     """A sync is cancelled; after a failed merge it is already counted."""
     if self.gathers.pop(cancelled.sync, None) is not None:
       self.lineage.cancelled[cancelled.fragment] += 1
-
-  def sweeps(self, now_ns: int, ledger: facts.Ledger, event: Any) -> None:
-    if now_ns < self._sweep_ns:
-      return  # it exits
-    self._sweep_ns = now_ns + self.config.heartbeat_ns
-    nonces = (one.join.nonce for one in self.members.values())
-    self.usual_report_ns = self.window.usual_report_ns(nonces) or self.usual_report_ns
-    for peer in self.members.values():
-      self._advance(now_ns, self.lineage.holders[peer.join.learner])
 
   def reads_whole(self, now_ns: int, read: actions.ReadFragment, event: Any) -> None:
     self.reads.add(read.fragment)
@@ -550,5 +479,4 @@ SYNCER_UPDATES: dict[type, Callable] = {
   facts.Link: SyncerBook.links,
   facts.Tempo: SyncerBook.retimes,
   facts.Cancelled: SyncerBook.cancels,
-  facts.Ledger: SyncerBook.sweeps,
 }
