@@ -1,14 +1,18 @@
 """The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
 
-from collections.abc import Callable
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from diloco_jax.config import run_config
 from diloco_jax.launch import own_model
 from diloco_jax.learner import hosts
-from diloco_jax.storage import checkpoint
+from diloco_jax.learner import moments as moments_lib
+from diloco_jax.storage import checkpoint, files, folders
 from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib
 
@@ -72,6 +76,26 @@ class OwnArrays:
       return lambda: clock
     record = {'shard': self.shard, 'protocol': protocol}
     return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
+
+  @contextlib.contextmanager
+  def saved(
+    self, workdir: pathlib.Path, learner: str, config: run_config.Config
+  ) -> Iterator[moments_lib.Found | None]:
+    """Takes the moments that are found, and a place to save these. Raises DirectoryError if another
+    process has it."""
+    place = folders.of_learners(workdir, config.train.store)
+    root = str(moments_lib.folder(place, learner))
+    with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
+      if hosts.leads():
+        locked.lock('learner')
+      saved = checkpoint.Checkpoints(root, config.sync.keep_every)
+      with contextlib.closing(saved) as self.checkpoints:
+        found = moments_lib.find(place, learner, self.moments)
+        hosts.require_same('the state', str(found and (found.learner, found.step)))
+        if found is not None:
+          self.take(self.params, found.moments)
+          found = found._replace(moments=None)
+        yield found
 
 
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:

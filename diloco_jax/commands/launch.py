@@ -42,7 +42,6 @@ _OUT = flags.DEFINE_string(
   'out', '', 'Folder for the texts of an engine that runs nothing; default: print them.'
 )
 cli.define_config()
-cli.define_files()
 for _engine in _ENGINES.values():
   flags.adopt_module_key_flags(_engine)
 

@@ -44,7 +44,6 @@ _COORDINATOR = flags.DEFINE_string(
 )
 cli.define_access()
 cli.define_config()
-cli.define_files()
 cli.define_metrics()
 
 

@@ -13,22 +13,19 @@ report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the
 
 import dataclasses
 import functools
-import os
 import pathlib
-import signal
 import threading
 
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, kill_plan, local_run, pathways, run_folder, supervisor
+from diloco_jax.launch import cli, local_run, pathways, run_folder, supervisor
 from diloco_jax.report import serve
 from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
 cli.define_config()
-cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir, with its own config')
 _CONTROLLER = flags.DEFINE_enum(
@@ -57,10 +54,10 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
-    if alone and _KILLS.value:
-      raise ValueError('--kill with --syncer=none: after a kill nothing would train on')
+    if (alone or single) and _KILLS.value:
+      raise ValueError('--kill needs a syncer, and learners that are processes: leave it out')
     learners = run_config.learner_ids(config.sync.learners)
-    kills = kill_plan.parse(_KILLS.value, [supervisor.SYNCER, *learners])
+    kills = supervisor.parse_kills(_KILLS.value, [supervisor.SYNCER, *learners])
     if _PATHWAYS.value:
       pathways.require(single)
       pathways.start(config.mesh.num_devices * config.sync.learners)
@@ -73,7 +70,7 @@ def main(argv: list[str]) -> int:
     print(f'the page of this run: {url}', flush=True)
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
   if single:
-    carry_out = functools.partial(_run_single, config, workdir, kills)
+    carry_out = functools.partial(_run_single, config, workdir)
   else:
     described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
     carry_out = functools.partial(local_run.run_processes, config, workdir, described, kills=kills)
@@ -81,9 +78,7 @@ def main(argv: list[str]) -> int:
   return local_run.run(config, workdir, carry_out, again)
 
 
-def _run_single(
-  config: run_config.Config, workdir: pathlib.Path, kills: list[kill_plan.Kill]
-) -> supervisor.Outcome:
+def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
   """Runs all nodes in this process."""
   if not _PATHWAYS.value:
     local_run.emulate(config)
@@ -92,31 +87,20 @@ def _run_single(
 
   with cli.never_retry():
     controller = single_controller.SingleController(config, workdir)
-  interrupts = cli.EndRequests()
+  asked = []
 
-  def interrupt(number: int, frame) -> None:
-    del number, frame
-    if not interrupts.add():
-      return
-    if interrupts.count > 1:
-      os._exit(cli.INTERRUPTED)  # a thread inside a step cannot be interrupted
+  def stop(reason: str) -> None:
+    asked.append(reason)
     controller.stop('interrupted')
 
-  def tick() -> None:
-    nonlocal kills
-    due, kills = kill_plan.due(kills, controller.progress)
-    for kill in due:
-      controller.bring_down(kill.victim, kill.down_s, 'killed by --kill')
-
-  for number in cli.end_signals():
-    signal.signal(number, interrupt)
   controller.start()
   with (
+    nodes.stops(stop, config.train.drain_s, nodes.LEARNER_SAFE, cli.INTERRUPTED),
     cli.log_failures(),
     nodes.checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
   ):
-    outcome = controller.outcome(tick)
-  if interrupts.count:
+    outcome = controller.outcome()
+  if asked:
     return dataclasses.replace(outcome, code=cli.INTERRUPTED, text='interrupted', interrupted=True)
   return outcome

@@ -330,4 +330,4 @@ def record_step(
       **curves,
     },
   )
-  records.completed(step, result.seconds, measured, cost, config.train.steps)
+  records.completed(step, result.seconds, measured, cost)

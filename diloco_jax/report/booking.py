@@ -1,7 +1,6 @@
 """Books the facts of the records in the account of the learners' time (accounting/book.py)."""
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol import ids
 from diloco_jax.report import facts
 
@@ -33,15 +32,3 @@ def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> 
       )
     case _:
       account.take(process, at_ns, fact)
-
-
-def book_steps(
-  account: book_lib.Book, at_ns: int, fact: protocol_facts.Progress, steps: int, tokens: int
-) -> None:
-  """Books the steps since the last time that the syncer told of a learner: the newest ones of this
-  time, one right after the other."""
-  learner = account.learners.get(fact.learner)
-  most_ns = max(0, at_ns - learner.at_ns) // steps if learner else 0
-  step_ns = min(fact.step_ns, most_ns)
-  for ahead in reversed(range(steps)):
-    account.stepped(fact.learner, at_ns - ahead * step_ns, tokens // steps, step_ns)

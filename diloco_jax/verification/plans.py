@@ -83,7 +83,6 @@ def describe(fault: Fault) -> str:
 # --- Plans for real processes ---------------------------------------------------------------------
 
 REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
-ISLAND_KINDS = 'kill', 'freeze', 'slow'  # for islands of one process
 STORM = 'storm'
 SECOND_NS = 1_000_000_000
 DEFAULT_AMOUNTS = {
@@ -94,14 +93,12 @@ DEFAULT_AMOUNTS = {
 }
 
 
-def named(
-  names: str, learners: list[str], for_ns: int, known: tuple[str, ...] = REAL_KINDS
-) -> list[Fault]:
+def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   """Faults of the kinds `names` (joined by commas; 'storm': all of them), in turn against every
   learner but the first.
 
   Raises:
-    ValueError: one of them is none of the `known` kinds.
+    ValueError: one of them is none of REAL_KINDS.
 
   >>> plan = named('kill,slow,delay', ['l0', 'l1', 'l2'], SECOND_NS)
   >>> [(fault.kind, fault.node) for fault in plan]
@@ -109,11 +106,11 @@ def named(
   """
   # Kinds that end a process come last in a storm: 'replace' leaves another process in its place.
   ends = ('kill', 'preempt', 'replace').__contains__
-  kinds = sorted(known, key=ends) if names == STORM else names.split(',')
+  kinds = sorted(REAL_KINDS, key=ends) if names == STORM else names.split(',')
   for kind in kinds:
-    if kind not in known:
+    if kind not in REAL_KINDS:
       raise ValueError(
-        f'{kind!r} is not a kind of fault here; use one of {", ".join((*known, STORM))}'
+        f'{kind!r} is not a kind of fault here; use one of {", ".join((*REAL_KINDS, STORM))}'
       )
   victims = learners[1:] or learners
   return [

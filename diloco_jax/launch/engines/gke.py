@@ -60,7 +60,7 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
     listen=f'0.0.0.0:{_PORT}',
     tls='/certs',
     meet=['--hosts=auto'],  # jax finds the hosts of a TPU slice
-    flags=[f'--config={config}', *cli.file_flags(), *([f'--metrics_port={port}'] if port else ())],
+    flags=[f'--config={config}', *([f'--metrics_port={port}'] if port else ())],
   )
 
 

@@ -4,7 +4,6 @@
     diloco chaos --plan=freeze,cut_up   # several, in turn against all but the first
     diloco chaos --plan=storm           # one of each kind
     diloco chaos --seed=3               # a plan drawn from the seed
-    diloco chaos --controller=single --plan=kill,freeze,slow   # islands of one process
 
 One syncer and M learners run, each in a process behind a separate faulty proxy
 (verification/faults/chaos_run.py). Exit codes: 0 all invariants held and the untouched learners
@@ -19,7 +18,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli as cli_lib
-from diloco_jax.launch import local_run, run_folder
+from diloco_jax.launch import run_folder
 from diloco_jax.report import live
 from diloco_jax.verification import plans
 from diloco_jax.verification.faults import chaos_run, conductor
@@ -35,16 +34,12 @@ DEFAULT_FLAGS = """
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
 cli_lib.define_config()
-cli_lib.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _SEED = flags.DEFINE_integer('seed', None, 'draw the plan from this seed')
 _PLAN = flags.DEFINE_string(
   'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.REAL_KINDS, plans.STORM))
 )
 _FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'how long each fault of --plan lasts at least', 0.1)
-_CONTROLLER = flags.DEFINE_enum(
-  'controller', 'processes', ['processes', 'single'], 'single: one process for all nodes'
-)
 _DURATION_S = flags.DEFINE_float('duration_s', 40.0, 'about how long a drawn plan lasts', 1.0)
 
 
@@ -65,12 +60,8 @@ def main(argv: list[str]) -> int:
       raise ValueError(
         f'sync.learners is {len(names)}, chaos needs at least 2: one to fail, one to train on'
       )
-    single = _CONTROLLER.value == 'single'
-    if single and _SEED.value is not None:
-      raise ValueError('--controller=single has no drawn plans: give --plan')
     if _SEED.value is None:
-      known = plans.ISLAND_KINDS if single else plans.REAL_KINDS
-      plan = plans.named(_PLAN.value, names, round(_FAULT_S.value * plans.SECOND_NS), known)
+      plan = plans.named(_PLAN.value, names, round(_FAULT_S.value * plans.SECOND_NS))
     else:
       plan = plans.draw(_SEED.value, names, round(_DURATION_S.value * plans.SECOND_NS))
     config.name = f'chaos-{_PLAN.value if _SEED.value is None else _SEED.value}'
@@ -79,18 +70,12 @@ def main(argv: list[str]) -> int:
     )
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
   config_flags = cli_lib.config_flags_of_this_process()
-  islands = None
-  if single:
-    local_run.emulate(config)
-    from diloco_jax.api import single_controller
-
-    islands = single_controller.SingleController(config, workdir)
   display = live.Display()
   make = functools.partial(
     chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display
   )
   try:
-    chaos, run = conductor.play(workdir, functools.partial(make, islands=islands))
+    chaos, run = conductor.play(workdir, make)
   except conductor.EndedEarly as error:
     print(f'the run ended before its plan did: {error.outcome.text}', file=sys.stderr)
     return error.outcome.code or 1

@@ -10,7 +10,6 @@ import asyncio
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import run_folder
@@ -52,16 +51,12 @@ class ChaosRun(conductor.Conductor):
     config_flags: Sequence[str],
     plan: list[plans.Fault],
     display: live.Display,
-    islands: Any = None,
   ):
     names = run_config.learner_ids(config.sync.learners)
-    super().__init__(
-      workdir, recorder, config, config_flags, self._connect_to_proxy, display, islands
-    )
+    super().__init__(workdir, recorder, config, config_flags, self._connect_to_proxy, display)
     address = workdir / run_folder.ADDRESS
-    behind = () if islands else names  # islands have no network
     syncer = lambda: address.read_text('utf-8').strip()
-    self._proxies = {name: proxy_lib.Proxy(syncer) for name in behind}
+    self._proxies = {name: proxy_lib.Proxy(syncer) for name in names}
     self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder

@@ -31,7 +31,6 @@ from diloco_jax.verification.faults import inject_faults
 from diloco_jax.verification.replay import tape_files
 
 POLL_S = 0.05
-ISLAND_SLICE_S = 1.0  # of a slow island; an inner step is shorter
 SECONDS = 'seconds'  # folder of the disks of second processes of frozen learners
 
 
@@ -92,7 +91,6 @@ class Conductor:
       program
     ),
     display: live.Display | None = None,
-    islands: Any = None,
   ):
     """Args:
 
@@ -101,7 +99,6 @@ class Conductor:
     config: of the run; `config_flags`: the same for the command line of its programs.
     change: changes each program before it starts; None: it does not run.
     display: shows the run.
-    islands: a SingleController in place of a supervisor.
     """
     self.workdir = workdir
     programs = [
@@ -114,7 +111,7 @@ class Conductor:
     self._programs = {program.name: program for program in programs}
     self._tail = records.TailAll(workdir)
     self._display = display
-    self.supervisor = islands or supervisor_lib.Supervisor(
+    self.supervisor = supervisor_lib.Supervisor(
       programs,
       workdir,
       run_facts.RunFacts(run_config.learner_ids(config.sync.learners), config.train.steps),
@@ -123,8 +120,7 @@ class Conductor:
       tick=display.tick if display else lambda view: None,
       stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
     )
-    slice_s = ISLAND_SLICE_S if islands else inject_faults.SLICE_S
-    self.nemesis = inject_faults.Nemesis(self.supervisor, self.second, slice_s)
+    self.nemesis = inject_faults.Nemesis(self.supervisor, self.second)
 
   async def carry_out(self) -> None:
     """The kills and faults of this run; a subclass defines them."""

@@ -6,9 +6,6 @@ still end a frozen process.
 
 `slow` freezes a process briefly, often: in every SLICE_S it may run a `factor`-th of the time. So
 the heartbeats of a learner are slow as well as its steps.
-
-An island of a single controller (api/single_controller.py) is frozen between two steps; its machine
-runs on, so that the syncer still receives its heartbeats.
 """
 
 import asyncio
@@ -25,17 +22,15 @@ class Nemesis:
   Args:
     second: makes the second program for the learner id of a frozen learner, with its own name and
       folder.
-    slice_s: of `slow`; much longer than what a freeze does not interrupt.
   """
 
   def __init__(
     self,
     supervisor: supervisor_lib.Supervisor,
     second: Callable[[str], supervisor_lib.Program],
-    slice_s: float = SLICE_S,
   ):
     self._supervisor = supervisor
-    self._second, self._slice_s = second, slice_s
+    self._second = second
     self._frozen: set[str] = set()
     self._slowed: dict[str, asyncio.Task] = {}
 
@@ -99,10 +94,10 @@ class Nemesis:
         child = self._supervisor.child(name)  # another one, after a restart
         if child is not None and name not in self._frozen:
           child.freeze()
-        await asyncio.sleep(self._slice_s * (1 - 1 / factor))
+        await asyncio.sleep(SLICE_S * (1 - 1 / factor))
         if child is not None and name not in self._frozen:
           child.thaw()
-        await asyncio.sleep(self._slice_s / factor)
+        await asyncio.sleep(SLICE_S / factor)
     finally:
       if child is not None and name not in self._frozen:
         child.thaw()
