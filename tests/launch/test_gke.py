@@ -45,14 +45,25 @@ def test_the_manifests_of_a_run(tmp_path):
   assert done.returncode == 0, done.stderr
   found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
   assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
-  rendered.require_golden('gke', found)
+  rendered.require_golden(found)
   assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
+
+
+def test_texts_without_a_folder_are_printed_and_one_that_cannot_be_written_is_named(tmp_path):
+  mint.owner(tmp_path / 'certs')
+  words = ['--engine=gke', '--config=stdlib_lm:tiny', '--topology=cpu', '--without_store']
+  words += ['--tls=certs', '--image=x', '--only=l0']
+  done = command_line.diloco('launch', *words, cwd=tmp_path)
+  assert done.returncode == 0 and done.stdout.startswith('# tiny-l0.yaml\n---\n'), done.stderr
+  done = command_line.diloco('launch', *words, '--out=/dev/null/x', cwd=tmp_path)
+  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
+  assert 'error: cannot write /dev/null/x/tiny-l0.yaml' in done.stderr
 
 
 def test_shellcheck_has_no_warning(tmp_path):
   (script,) = [
     text
-    for name, text in rendered.texts('gke', rendered.request(1, tls="it's mine")).items()
+    for name, text in rendered.texts(rendered.request(1, tls="it's mine")).items()
     if name.endswith('.sh')
   ]
   (tmp_path / 'run.sh').write_text(script)
@@ -64,7 +75,7 @@ def test_shellcheck_has_no_warning(tmp_path):
 @pytest.mark.parametrize('topology, hosts', rendered.TOPOLOGIES.items())
 def test_the_schemas_find_no_error(topology, hosts):
   for learners in (1, 2, 8):
-    files = manifests(rendered.texts('gke', rendered.request(learners, topology, name='run')))
+    files = manifests(rendered.texts(rendered.request(learners, topology, name='run')))
     ids = [f'l{number}' for number in range(learners)]
     assert list(files) == ['run-syncer.yaml', *(f'run-{one}.yaml' for one in ids)]
     syncer, l0, *others = files.values()
@@ -81,7 +92,7 @@ def test_the_schemas_find_no_error(topology, hosts):
 def test_long_names_fit():
   """JobSet refuses one whose pods would have names of more than 63 characters."""
   asked = rendered.request(12, 'v5p:4x4x4', name='run-' * 20)
-  for one in job_sets(rendered.texts('gke', asked)):
+  for one in job_sets(rendered.texts(asked)):
     (job,) = one['spec']['replicatedJobs']
     index = job['template']['spec']['completions'] - 1
     assert len(f'{one["metadata"]["name"]}-{job["name"]}-0-{index}-abcde') <= 63
@@ -89,20 +100,20 @@ def test_long_names_fit():
 
 def test_a_learner_without_tpus():
   with pytest.raises(ValueError, match='--topology, .* as v6e:4x4 .* --topology=cpu'):
-    rendered.texts('gke', rendered.request(1, ''))
-  _, l0 = job_sets(rendered.texts('gke', rendered.request(1, 'cpu')))
+    rendered.texts(rendered.request(1, ''))
+  _, l0 = job_sets(rendered.texts(rendered.request(1, 'cpu')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
   assert 'nodeSelector' not in pod and pod['containers'][0]['resources'] == {}
   assert {'name': 'JAX_PLATFORMS', 'value': 'cpu'} in pod['containers'][0]['env']
   asked = rendered.request(topology='cpu')
   asked.config.mesh.hosts = 2
   with pytest.raises(ValueError, match='a slice, as the hosts of a learner .*--engine=ray'):
-    rendered.texts('gke', asked)
+    rendered.texts(asked)
 
 
 def test_our_command_line_takes_the_commands():
   for topology in ('v5p:2x2x1', 'v6e:4x4'):
-    sets = job_sets(rendered.texts('gke', rendered.request(2, topology, name='run')))
+    sets = job_sets(rendered.texts(rendered.request(2, topology, name='run')))
     pods = [one['spec']['replicatedJobs'][0]['template']['spec']['template'] for one in sets]
     containers = [pod['spec']['containers'][0] for pod in pods]
     assert all(one['command'] == ['sh', '-c', gke.UNTIL_DONE] for one in containers)
@@ -131,10 +142,10 @@ def test_our_command_line_takes_the_commands():
 )
 def test_what_is_missing_is_named_in_one_line(asked, given, words):
   one_host = rendered.request(store='', topology='v6e:2x2')
-  assert rendered.texts('gke', one_host, without_store=True)
-  assert rendered.texts('gke', rendered.request(store='', topology='', only=['syncer']))
+  assert rendered.texts(one_host, without_store=True)
+  assert rendered.texts(rendered.request(store='', topology='', only=['syncer']))
   with pytest.raises(ValueError) as refused:
-    rendered.texts('gke', rendered.request(**asked), **given)
+    rendered.texts(rendered.request(**asked), **given)
   text = cli.one_line(refused.value)
   assert all(word in text for word in words), text
 
@@ -187,7 +198,7 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
   kubectl = tmp_path / 'kubectl'
   kubectl.write_text(f'#!{sys.executable}\n{KUBECTL}')
   kubectl.chmod(0o755)
-  texts = rendered.texts('gke', rendered.request(1, name='run'), namespace='research')
+  texts = rendered.texts(rendered.request(1, name='run'), namespace='research')
   for name, text in texts.items():
     (tmp_path / name).write_text(text)
   calls = tmp_path / 'calls'
@@ -215,7 +226,7 @@ def secret(name: str) -> list[list[str]]:
 
 
 def test_the_script_starts_nothing_without_all_certificates(tmp_path):
-  for name, text in rendered.texts('gke', rendered.request(2, name='run')).items():
+  for name, text in rendered.texts(rendered.request(2, name='run')).items():
     (tmp_path / name).write_text(text)
   for name in ('syncer', 'l0'):
     (tmp_path / 'certs' / name).mkdir(parents=True)

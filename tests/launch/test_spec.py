@@ -171,6 +171,10 @@ def test_what_this_machine_cannot_give(more, words):
       r'tls=certs/l0/l0: there is no such folder \(diloco certs --help\). Nothing was written',
     ),
     ([], 'no --config given; for example --config=stdlib_lm:cpu'),
+    (
+      ['--config=stdlib_lm:tiny', '--image=x'],
+      '--image applies to --engine=gke only, and this is --engine=local',
+    ),
   ],
 )
 def test_the_command_refuses_in_one_line(words, error, tmp_path):
