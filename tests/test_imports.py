@@ -25,7 +25,7 @@ ALLOWED = {
   'certs': {'protocol'},
   'transport': {'protocol', 'node', 'certs'},
   'accounting': {'protocol'},
-  'report': {'protocol', 'config', 'node', 'accounting', 'storage'},
+  'report': {'protocol', 'config', 'node', 'accounting', 'storage', 'train'},
   'learner': {
     'protocol',
     'protocol/learner',

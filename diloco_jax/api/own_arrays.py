@@ -57,14 +57,16 @@ class OwnArrays:
     """As of an Island; the FLOPs are not known."""
     devices = sorted(self.devices, key=lambda device: device.id)
     local = [device for device in devices if device.process_index == jax.process_index()]
+    used, limit = flops.memory(local)
     return flops.Cost(
-      sum(leaf.size for leaf in self.params.values()),
-      self.tokens_per_step,
-      len(devices),
-      devices[0].device_kind,
-      0.0,
-      flops.peak(devices[0].device_kind),
-      *flops.memory(local),
+      parameters=sum(leaf.size for leaf in self.params.values()),
+      tokens=self.tokens_per_step,
+      devices=len(devices),
+      kind=devices[0].device_kind,
+      flops=0.0,
+      peak_flops=flops.peak(devices[0].device_kind),
+      memory_bytes=used,
+      memory_limit_bytes=limit,
     )
 
   def must_finish(self, ahead: int) -> bool:  # the loop waits for its own steps

@@ -162,14 +162,16 @@ class Island:
     """What the steps of this island cost; the memory is that held until now."""
     devices, leaves = self.mesh.devices.size, jax.tree.leaves(self.params)
     kind = self.mesh.devices.flat[0].device_kind
+    used, limit = flops_lib.memory(self.mesh.local_devices)
     return flops_lib.Cost(
-      sum(leaf.size for leaf in leaves),
-      self.tokens_per_step,
-      devices,
-      kind,
-      self._task.flops_per_token * self.tokens_per_step / devices,
-      flops_lib.peak(kind),
-      *flops_lib.memory(self.mesh.local_devices),
+      parameters=sum(leaf.size for leaf in leaves),
+      tokens=self.tokens_per_step,
+      devices=devices,
+      kind=kind,
+      flops=self._task.flops_per_token * self.tokens_per_step / devices,
+      peak_flops=flops_lib.peak(kind),
+      memory_bytes=used,
+      memory_limit_bytes=limit,
     )
 
   def step(self, clock: int) -> StepResult:
