@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import booking, facts
+from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts
 from diloco_jax.report import steps as steps_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
@@ -178,7 +178,7 @@ class RunFacts:
     steps_per_sync: float = 1.0,
     told: tuple[int, int] | None = (0, 0),
   ):
-    """`quorum`, `steps_per_sync`: see accounting/book.py. `told`: of a new learner."""
+    """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
     self._told = told
     self.learners = {name: Learner(told=told) for name in learners}
     self.syncer = 'waiting' if syncer else None
@@ -276,7 +276,7 @@ class RunFacts:
     return self
 
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
-    booking.book(self.book, process, round(at_s * 1e9), fact)
+    self.book.take(process, round(at_s * 1e9), fact)
     if process in self.learners:
       self.learners[process].speaks = True
       self._of_learner(self.learners[process], at_s, fact)

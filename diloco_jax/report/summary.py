@@ -20,8 +20,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import load, run_config
+from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
@@ -195,7 +195,7 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
 
 
 def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
-  """Shares of each learner's time by category, and figures (accounting/book.py); None for a learner
+  """Shares of each learner's time by category, and figures (book.py); None for a learner
   without a syncer, or without a known quorum."""
   return run.figures and run.book.summary(round(run.end_s * 1e9))
 

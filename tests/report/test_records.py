@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import diloco_jax
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import booking, facts, records, run_facts, state
+from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts, records, run_facts, state
 from tests.report.rows import member, row, synced
 
 
@@ -351,8 +351,8 @@ def test_records_that_cannot_be_read_now_are_read_later(tmp_path):
 
 def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
   book = book_lib.Book()
-  booking.book(book, 'supervisor', 0, facts.Process(child='l0', state='starting', text=''))
-  booking.book(book, 'supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
+  book.take('supervisor', 0, facts.Process(child='l0', state='starting', text=''))
+  book.take('supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
   found = book.partition('l0', 100)
   assert (found[book_lib.INIT], found[book_lib.DOWN], found[book_lib.AFTER_END]) == (10, 90, 0)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts
+from diloco_jax.report import book as book_lib
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import engine, faults
 from diloco_jax.verification.sim import world as world_lib
