@@ -5,7 +5,6 @@
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
     diloco train --controller=single --pathways   # the same on the slices of Pathways
-    diloco train --status                         # and a page in the browser, as diloco status
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds what `diloco
 report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
@@ -14,13 +13,11 @@ report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the
 import dataclasses
 import functools
 import pathlib
-import threading
 
 from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli, local_run, pathways, run_folder, supervisor
-from diloco_jax.report import serve
 from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
@@ -43,7 +40,6 @@ _SYNCER = flags.DEFINE_enum(
 _KILLS = flags.DEFINE_multi_string(
   'kill', [], 'NAME@FRACTION+SECONDS: kill a program then, and start it again so much later'
 )
-_STATUS = flags.DEFINE_bool('status', False, 'Serve the page of `diloco status` meanwhile.')
 
 
 def main(argv: list[str]) -> int:
@@ -64,10 +60,6 @@ def main(argv: list[str]) -> int:
     workdir = run_folder.open_workdir(
       config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
     )
-  if _STATUS.value:
-    server, url = serve.make(workdir)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f'the page of this run: {url}', flush=True)
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
   if single:
     carry_out = functools.partial(_run_single, config, workdir)

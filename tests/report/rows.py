@@ -1,10 +1,12 @@
 """Lines of records, and the facts in them, with what a test does not care for filled in."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts
+from diloco_jax.report import facts, records
 
 
 def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:
@@ -35,3 +37,12 @@ def synced(sync: int = 1, *learners: str, **more: Any) -> protocol_facts.Synced:
 
 def member(learner: str, state: str, incarnation: int = 1, reason: str = ''):
   return protocol_facts.Member(learner=learner, state=state, incarnation=incarnation, reason=reason)
+
+
+def add(workdir: pathlib.Path, *rows: tuple[str, dict[str, Any]]) -> None:
+  """Appends the rows of processes to the records in a folder."""
+  for process in {name for name, _ in rows}:
+    path = workdir / records.RECORDS / f'{process}.jsonl'
+    path.parent.mkdir(exist_ok=True)
+    with open(path, 'a', encoding='utf-8') as file:
+      file.writelines(json.dumps(line) + '\n' for name, line in rows if name == process)

@@ -19,7 +19,7 @@ from diloco_jax.report import beside, facts, folder, live, records, run_facts, s
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import json_files
 from tests.launch.lib.command_line import diloco
-from tests.report.rows import child, exited, row, step, synced
+from tests.report.rows import add, child, exited, row, step, synced
 
 _LEDGER = protocol_facts.Ledger(
   fragments=4,
@@ -301,10 +301,7 @@ def test_the_text_has_the_summary(config, run, tmp_path):
 def _workdir(config, tmp_path):
   """The folder of a run with records."""
   load.write(tmp_path, config)
-  for name in ('supervisor', 'syncer', 'l0', 'l1'):
-    path = tmp_path / 'records' / f'{name}.jsonl'
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(''.join(json.dumps(fact) + '\n' for who, fact in _ROWS if who == name))
+  add(tmp_path, *_ROWS)
   return tmp_path
 
 
@@ -457,9 +454,7 @@ def test_a_run_is_read_from_its_folder_alone(config, workdir):
   assert found.config.to_dict() == config.to_dict() and found.wall_seconds == 15
   assert [found.run.fate(name) for name in found.run.learners] == ['stopped', 'stopped']
   assert found.run.syncer == 'merging'
-  _, refused = child(26, 'l1', 'refused', 'another model')
-  with open(workdir / 'records' / 'supervisor.jsonl', 'a', encoding='utf-8') as file:
-    file.write(json.dumps(refused) + '\n')
+  add(workdir, child(26, 'l1', 'refused', 'another model'))
   again = folder.read(workdir).run
   assert (again.fate('l1'), again.learners['l1'].said) == ('refused', 'another model')
   with pytest.raises(ValueError, match='there is no run in'):
