@@ -233,9 +233,8 @@ class Tail:
   Each `read` returns the facts that became complete since the last one.
   """
 
-  def __init__(self, path: str | os.PathLike, skip_bytes: int = 0):
-    self._path = pathlib.Path(path)
-    self._offset = skip_bytes
+  def __init__(self, path: str | os.PathLike):
+    self._path, self._offset = pathlib.Path(path), 0
 
   def read(self) -> list[dict[str, Any]]:
     return list(self.stream())
