@@ -135,25 +135,32 @@ def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
   return jax.device_put(leaf, sharding)
 
 
-def alike(mine: jax.Array, its: Any) -> bool:
+def require_alike(mine: Any, its: Any, what: str = '') -> None:
+  """Raises ValueError if a tree has other arrays than the one that `join` was given."""
+  same = jax.tree.structure(mine) == jax.tree.structure(its)
+  if not (same and all(map(_alike, jax.tree.leaves(mine), jax.tree.leaves(its)))):
+    raise ValueError(f'{what}{_difference(mine, its)}')
+
+
+def _alike(mine: jax.Array, its: Any) -> bool:
   """Whether both have one shape and dtype."""
   if isinstance(mine, jax.Array) and isinstance(its, jax.Array):  # each step asks it of each array
     return mine.shape == its.shape and mine.dtype == its.dtype
-  return shape(mine) == shape(its)
+  return _shape(mine) == _shape(its)
 
 
-def difference(mine: Any, its: Any) -> str:
+def _difference(mine: Any, its: Any) -> str:
   """The first leaf that differs in two trees, by its path, and both sides."""
   ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (mine, its))
   for path in {**ours, **theirs}:
-    before, now = map(shape, (ours.get(path), theirs.get(path)))
+    before, now = map(_shape, (ours.get(path), theirs.get(path)))
     if before != now:
       name = jax.tree_util.keystr(path, simple=True, separator='/')
       return f'{name} is {now}, join was given {before}'
   return 'its nodes are of other types than those given to join'
 
 
-def shape(leaf: Any) -> str:
+def _shape(leaf: Any) -> str:
   if leaf is None:
     return 'absent'
   value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number

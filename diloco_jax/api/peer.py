@@ -221,12 +221,9 @@ class Peer:
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
-    for name in held if same else sorted(held.keys() | named.keys()):
-      mine, its = held.get(name), named.get(name)
-      if mine is None or its is None or not own_arrays.alike(mine, its):
-        raise ValueError(
-          f'{name} is {own_arrays.shape(its)}, join was given {own_arrays.shape(mine)}'
-        )
+    own_arrays.require_alike(held, named)
+    for name, mine in held.items():
+      its = named[name]
       if isinstance(its, jax.Array) and its.is_deleted():
         raise ValueError(
           f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
@@ -242,10 +239,7 @@ class Peer:
     if (opt_state is None) != (moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    ours, theirs = jax.tree.leaves(moments), jax.tree.leaves(opt_state)
-    same = jax.tree.structure(moments) == jax.tree.structure(opt_state)
-    if not (same and all(map(own_arrays.alike, ours, theirs))):
-      raise ValueError(f'opt_state: {own_arrays.difference(moments, opt_state)}')
+    own_arrays.require_alike(moments, opt_state, 'opt_state: ')
     self._arrays.take(named, opt_state)
 
   def _next(self) -> None:
