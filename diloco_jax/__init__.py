@@ -51,10 +51,7 @@ if not TYPE_CHECKING:  # a checker would take every other name for one of ours
   def __getattr__(name: str) -> object:
     if name not in _HOME:
       raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    from diloco_jax.api import importing
-
-    with importing.whole():
-      return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
+    return getattr(importlib.import_module(f'{__name__}.{_HOME[name]}'), name)
 
 
 def __dir__() -> list[str]:

@@ -24,8 +24,7 @@ ALLOWED = {
   'configs': {'config', 'train'},
   'certs': {'protocol'},
   'transport': {'protocol', 'node', 'certs'},
-  'accounting': {'protocol'},
-  'report': {'protocol', 'config', 'node', 'accounting', 'storage'},
+  'report': {'protocol', 'config', 'node', 'storage', 'train'},
   'learner': {
     'protocol',
     'protocol/learner',
@@ -137,7 +136,6 @@ FOREIGN = {
   'protocol/syncer': set(),
   'protocol/learner': set(),
   'protocol/tape': set(),
-  'accounting': set(),
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
   'certs': {'cryptography'},

@@ -1,14 +1,18 @@
 """The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
 
-from collections.abc import Callable
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from diloco_jax.config import run_config
 from diloco_jax.launch import own_model
 from diloco_jax.learner import hosts
-from diloco_jax.storage import checkpoint
+from diloco_jax.learner import moments as moments_lib
+from diloco_jax.storage import checkpoint, files, folders
 from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib
 
@@ -53,14 +57,16 @@ class OwnArrays:
     """As of an Island; the FLOPs are not known."""
     devices = sorted(self.devices, key=lambda device: device.id)
     local = [device for device in devices if device.process_index == jax.process_index()]
+    used, limit = flops.memory(local)
     return flops.Cost(
-      sum(leaf.size for leaf in self.params.values()),
-      self.tokens_per_step,
-      len(devices),
-      devices[0].device_kind,
-      0.0,
-      flops.peak(devices[0].device_kind),
-      *flops.memory(local),
+      parameters=sum(leaf.size for leaf in self.params.values()),
+      tokens=self.tokens_per_step,
+      devices=len(devices),
+      kind=devices[0].device_kind,
+      flops=0.0,
+      peak_flops=flops.peak(devices[0].device_kind),
+      memory_bytes=used,
+      memory_limit_bytes=limit,
     )
 
   def must_finish(self, ahead: int) -> bool:  # the loop waits for its own steps
@@ -72,6 +78,26 @@ class OwnArrays:
       return lambda: clock
     record = {'shard': self.shard, 'protocol': protocol}
     return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
+
+  @contextlib.contextmanager
+  def saved(
+    self, workdir: pathlib.Path, learner: str, config: run_config.Config
+  ) -> Iterator[moments_lib.Found | None]:
+    """Takes the moments that are found, and a place to save these. Raises DirectoryError if another
+    process has it."""
+    place = folders.of_learners(workdir, config.train.store)
+    root = str(moments_lib.folder(place, learner))
+    with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
+      if hosts.leads():
+        locked.lock('learner')
+      saved = checkpoint.Checkpoints(root, config.sync.keep_every)
+      with contextlib.closing(saved) as self.checkpoints:
+        found = moments_lib.find(place, learner, self.moments)
+        hosts.require_same('the state', str(found and (found.learner, found.step)))
+        if found is not None:
+          self.take(self.params, found.moments)
+          found = found._replace(moments=None)
+        yield found
 
 
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -109,25 +135,32 @@ def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
   return jax.device_put(leaf, sharding)
 
 
-def alike(mine: jax.Array, its: Any) -> bool:
+def require_alike(mine: Any, its: Any, what: str = '') -> None:
+  """Raises ValueError if a tree has other arrays than the one that `join` was given."""
+  same = jax.tree.structure(mine) == jax.tree.structure(its)
+  if not (same and all(map(_alike, jax.tree.leaves(mine), jax.tree.leaves(its)))):
+    raise ValueError(f'{what}{_difference(mine, its)}')
+
+
+def _alike(mine: jax.Array, its: Any) -> bool:
   """Whether both have one shape and dtype."""
   if isinstance(mine, jax.Array) and isinstance(its, jax.Array):  # each step asks it of each array
     return mine.shape == its.shape and mine.dtype == its.dtype
-  return shape(mine) == shape(its)
+  return _shape(mine) == _shape(its)
 
 
-def difference(mine: Any, its: Any) -> str:
+def _difference(mine: Any, its: Any) -> str:
   """The first leaf that differs in two trees, by its path, and both sides."""
   ours, theirs = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (mine, its))
   for path in {**ours, **theirs}:
-    before, now = map(shape, (ours.get(path), theirs.get(path)))
+    before, now = map(_shape, (ours.get(path), theirs.get(path)))
     if before != now:
       name = jax.tree_util.keystr(path, simple=True, separator='/')
       return f'{name} is {now}, join was given {before}'
   return 'its nodes are of other types than those given to join'
 
 
-def shape(leaf: Any) -> str:
+def _shape(leaf: Any) -> str:
   if leaf is None:
     return 'absent'
   value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number

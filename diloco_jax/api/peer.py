@@ -17,10 +17,7 @@ import dataclasses
 import functools
 import operator
 import pathlib
-import sys
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
@@ -41,7 +38,7 @@ from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files, folders
+from diloco_jax.storage import arrays, folders
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import addresses
 from diloco_jax.transport import payloads as payloads_lib
@@ -74,9 +71,6 @@ class Peer:
     self._say: Callable[[str], None]
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
-    # Trained arrays that `sync` was given, by the names for which it returned others.
-    self._replaced: dict[str, weakref.ref] = {}
-    self._told = False
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
     self._newest: Any = ()  # an array that is ready once the newest step is done, if no metric is
@@ -111,7 +105,6 @@ class Peer:
       if not self._synced:
         raise RuntimeError('peer.sync was not called after the last step: call it once per step')
       self._synced = False
-      self._check_taken()
       begun_ns = time.monotonic_ns()
       given = self.clock if stream is None else (self.clock, stream(*self.shard))
       self._data_ns = time.monotonic_ns() - begun_ns
@@ -164,8 +157,14 @@ class Peer:
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
     parts = states.split(params, opt_state)
     self._rebuild = parts.rebuild
-    if not self._taken:
-      return self._begin()
+    if not self._taken:  # a first step, on arrays that are not the run's
+      if self._arrays.consumed:
+        raise RuntimeError(
+          'the first step has consumed the arrays that join was given (donate_argnums), and the '
+          'run may have others: begin with `params = peer.params`'
+        )
+      self._synced, self._boundary_ns = True, time.monotonic_ns()
+      return self.params
     held = self._arrays.params
     self._give(parts.params, parts.opt_state)
     trained = self._arrays.params
@@ -177,23 +176,6 @@ class Peer:
       made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
       self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
     self._next()
-    after = self._arrays.params
-    self._replaced = {
-      name: weakref.ref(leaf)
-      for name, leaf in trained.items()
-      if leaf is not after[name] and leaf is not held[name]
-    }
-    return self.params
-
-  def _begin(self) -> Any:
-    """Returns the run's parameters in the place of those of a first step, made before any of them
-    were taken."""
-    if self._arrays.consumed:
-      raise RuntimeError(
-        'the first step has consumed the arrays that join was given (donate_argnums), and the run '
-        'may have others: begin with `params = peer.params`'
-      )
-    self._synced, self._boundary_ns = True, time.monotonic_ns()
     return self.params
 
   def _measure(self, clock: int, tokens: int, metrics: dict[str, Any]) -> None:
@@ -234,33 +216,14 @@ class Peer:
       loss = metrics.pop('loss', None)
       self._work.record(result._replace(loss=loss, metrics=metrics), *between)
 
-  def _check_taken(self) -> None:
-    """Says once that the loop goes on with arrays other than those that `sync` returned: it still
-    holds replaced ones, and nothing holds those that took their places."""
-    replaced, self._replaced = self._replaced, {}
-    if self._told or all(ref() is None for ref in replaced.values()):
-      return
-    held, unheld = self._arrays.params, {'': object()}
-    least = sys.getrefcount(unheld[''])
-    if all(sys.getrefcount(held[name]) <= least for name in replaced):
-      self._told = True
-      self._say(
-        'The loop has not taken what peer.sync returned, so it trains without what other learners '
-        'have learned, on arrays that may be deleted. Nothing else is lost. Write `params = '
-        'peer.sync(params, ...)`, or put the result where the step reads its parameters.'
-      )
-
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
-    for name in held if same else sorted(held.keys() | named.keys()):
-      mine, its = held.get(name), named.get(name)
-      if mine is None or its is None or not own_arrays.alike(mine, its):
-        raise ValueError(
-          f'{name} is {own_arrays.shape(its)}, join was given {own_arrays.shape(mine)}'
-        )
+    own_arrays.require_alike(held, named)
+    for name, mine in held.items():
+      its = named[name]
       if isinstance(its, jax.Array) and its.is_deleted():
         raise ValueError(
           f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
@@ -276,10 +239,7 @@ class Peer:
     if (opt_state is None) != (moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    ours, theirs = jax.tree.leaves(moments), jax.tree.leaves(opt_state)
-    same = jax.tree.structure(moments) == jax.tree.structure(opt_state)
-    if not (same and all(map(own_arrays.alike, ours, theirs))):
-      raise ValueError(f'opt_state: {own_arrays.difference(moments, opt_state)}')
+    own_arrays.require_alike(moments, opt_state, 'opt_state: ')
     self._arrays.take(named, opt_state)
 
   def _next(self) -> None:
@@ -372,24 +332,19 @@ def join(
   nodes.keep_compiled()
   access = cli.make_access(tls, plaintext_loopback)
   address = nodes.resolver(syncer, access)
-  warning = own_model.about_statistics(params, model)
   at_once = nodes.at_once if several else contextlib.nullcontext
-  event_queue, settings = loop.EventQueue(), ''
+  event_queue = loop.EventQueue()
   with contextlib.ExitStack() as cleanup:
     with at_once():
       if several:
         sent = {name: leaf for name, leaf in arrays.by_name(params).items() if name in model.shapes}
         model = dataclasses.replace(model, values=hosts.gather(sent))
-      place = folder(workdir, cleanup) if hosts.leads() else pathlib.Path(workdir or '').absolute()
+      place = pathlib.Path(workdir or '').absolute()
       if hosts.leads():
-        learner = learner or admission_lib.choose(place, access, cleanup)
-      learner = hosts.of_lead(learner)
-      if hosts.leads():
-        nodes.require_own_certificate(access, learner)
-        header.say(f'[{learner}] waits for a syncer at {nodes.shown(syncer)}, at most {wait_s:g} s')
-        with contextlib.suppress(addresses.RunEnded):
-          settings = own_model.meet(model, config, address, access, wait_s)
-      if not (settings := hosts.of_lead(settings)):
+        place = run_folder.or_temporary(workdir, cleanup)
+      who = learner, place, syncer, access, cleanup
+      learner, settings = _meet(model, config, address, wait_s, *who)
+      if not settings:
         header.say(f'[{learner}] the run has ended: there are no steps left')
         yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
         return
@@ -399,19 +354,17 @@ def join(
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
-      saved = _checkpoints(place, learner, peer._arrays, config)
+      saved = peer._arrays.saved(place, learner, config)
       saves = bool(workdir is not None or store) and peer.opt_state is not None
       found = cleanup.enter_context(saved) if saves else None
       connect = lambda say: nodes.dialer(assembled, address, access, say)
       begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
       ended = begin(peer, assembled, learner, found, event_queue, cleanup)
-      if warning:
-        peer._say(warning)
       peer._next()
       if in_place:
         _ = peer.params  # the loop's objects have them from here on
-    _require_well(peer, ended)
     if peer.clock is None:
+      _require_well(ended)
       peer._say('the run has ended: there are no steps left')
     try:
       with at_once():
@@ -421,13 +374,34 @@ def join(
       if in_place and not lost:
         _ = peer.params  # what has been adopted since the last sync
     if not lost:
-      _require_well(peer, ended)
-      peer._say(ended.result().text)
+      peer._say(_require_well(ended))
+
+
+def _meet(
+  model: own_model.Model,
+  config: run_config.Config,
+  address: Callable[[], str],
+  wait_s: float,
+  learner: str,
+  place: pathlib.Path,
+  syncer: str,
+  access: addresses.Access,
+  cleanup: contextlib.ExitStack,
+) -> tuple[str, str]:
+  """Which learner this is, and the settings of the run, '': it has ended. Of several hosts the lead
+  asks for all."""
+  settings = ''
+  if hosts.leads():
+    learner = learner or admission_lib.choose(place, access, cleanup)
+    nodes.require_own_certificate(access, learner)
+    header.say(f'[{learner}] waits for a syncer at {nodes.shown(syncer)}, at most {wait_s:g} s')
+    with contextlib.suppress(addresses.RunEnded):
+      settings = own_model.meet(model, config, address, access, wait_s)
+  return hosts.of_lead(learner), hosts.of_lead(settings)
 
 
 def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
   """Ends the learner; returns whether its last step has consumed the parameters."""
-  peer._check_taken()
   with contextlib.suppress(Exception):  # of a step that has failed, whose error the loop has
     peer._record()
   lost = peer._arrays.consumed
@@ -497,7 +471,7 @@ def _follow(
   cleanup: contextlib.ExitStack,
 ) -> futures.Future[actions.Exit]:
   """As `_lead`, on another host."""
-  records = hosts.Quiet(f'{learner}.{jax.process_index()}')
+  records = hosts.quiet(learner)
   work = hosts.FollowerWork(assembled, peer._arrays, records)
   peer._work, peer._post, peer._say = work, lambda event: None, records.say
   work.exchange.compile_all()
@@ -506,44 +480,13 @@ def _follow(
   if found is None or found.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()
-  ended.set_result(actions.Exit(code=0, text='done: the lead has ended the work'))
+  ended.set_result(hosts.FOLLOWED)
   return ended
 
 
-@contextlib.contextmanager
-def _checkpoints(
-  workdir: pathlib.Path, learner: str, arrays: own_arrays.OwnArrays, config: run_config.Config
-) -> Iterator[moments_lib.Found | None]:
-  """Gives the arrays the moments that are found, and a place to save theirs. Raises DirectoryError
-  if another process has it."""
-  place = folders.of_learners(workdir, config.train.store)
-  root = str(moments_lib.folder(place, learner))
-  with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
-    if hosts.leads():
-      locked.lock('learner')
-    saved = checkpoint.Checkpoints(root, config.sync.keep_every)
-    with contextlib.closing(saved) as arrays.checkpoints:
-      found = moments_lib.find(place, learner, arrays.moments)
-      hosts.require_same('the state', str(found and (found.learner, found.step)))
-      if found is not None:
-        arrays.take(arrays.params, found.moments)
-        found = found._replace(moments=None)
-      yield found
-
-
-def _require_well(peer: Peer, ended: Any) -> None:
-  """Raises Ended if the node has failed or the syncer has refused this learner."""
-  if peer.clock is not None:
-    return
-  result: actions.Exit = ended.result()
+def _require_well(ended: futures.Future[actions.Exit]) -> str:
+  """How the node has ended. Raises Ended: it has failed, or the syncer has refused it."""
+  result = ended.result()
   if result.code:
     raise Ended(result.text)
-
-
-def folder(workdir: str | pathlib.Path | None, cleanup: contextlib.ExitStack) -> pathlib.Path:
-  """The folder to work in; a temporary one is removed by `cleanup`."""
-  if workdir is None:
-    return pathlib.Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='diloco-')))
-  made = pathlib.Path(workdir).absolute()
-  run_folder.claim(made)
-  return made
+  return result.text

@@ -1,10 +1,9 @@
-"""A run as a notebook shows it: what it has recorded, and a line that follows it."""
+"""A run as a notebook shows it: what it has recorded."""
 
 import html
 import pathlib
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,13 +12,12 @@ from diloco_jax.api import load_params
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import header, live, page, run_facts, state, summary
+from diloco_jax.report import live, page, state, summary
 from diloco_jax.report import records as records_lib
 
 if TYPE_CHECKING:
   from matplotlib import figure as figure_lib
 
-REDRAW_S = 2.0
 _HEIGHT = 900  # of the page, in pixels
 
 
@@ -62,12 +60,15 @@ class Run:
       self._size, self._found = size, folder_lib.read(self.workdir)
     return self._found
 
+  def _state(self) -> dict[str, Any]:
+    return state.state(self._read().run, self.config)
+
   def __repr__(self) -> str:
     name = self.config and self.config.name
     return f'<Run of {name!r} in {self.workdir}: {live.status_line(self._read().run)}>'
 
   def _repr_html_(self) -> str:
-    inner = html.escape(page.inline([state.state(self._read().run, self.config)]))
+    inner = html.escape(page.inline([self._state()]))
     return (
       f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="the page of the run" '
       f'style="width: 100%; height: {_HEIGHT}px; border: 0"></iframe>'
@@ -107,28 +108,16 @@ class Run:
     steps = list(learners[learner].steps)
     return _curve(*([getattr(s, what) for s in steps] for what in 'step tokens at_s loss'.split()))
 
-  def plot(self, *others: 'Run') -> 'figure_lib.Figure':
-    """The picture of the report: losses against tokens, processes against time. With `others` the
-    losses of all these runs, against tokens and against time."""
+  def plot(self) -> 'figure_lib.Figure':
+    """The picture of the report: losses against tokens, processes against time."""
     from matplotlib import pyplot  # pylint: disable=g-import-not-at-top  # 1 s
 
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top
 
-    if in_kernel():  # which shows figures once it has loaded its backend
-      pyplot.switch_backend(pyplot.get_backend())
-    if others:
-      return picture.draw_beside({one.workdir.name: one._read() for one in (self, *others)})
-    return picture.draw(folder_lib.read(self.workdir, longest_pause_s=summary.LONGEST_PAUSE_S))
-
-  def watch(self, until: Callable[[], bool]) -> None:
-    """Shows the state of the run under the cell of a notebook until `until()` is true."""
-    run = self._read().run
-    alone = run.syncer is None and any(one.steps for one in run.learners.values())
-    display = Display(self.workdir, self.config, alone)
-    while not until():
-      display.draw()
-      time.sleep(REDRAW_S)
-    display.draw()
+    ipython = sys.modules.get('IPython')
+    if getattr(ipython and ipython.get_ipython(), 'kernel', None):
+      pyplot.switch_backend(pyplot.get_backend())  # it shows figures once that is loaded
+    return picture.draw(self._state())
 
 
 def open_run(workdir: str | pathlib.Path) -> Run:
@@ -142,37 +131,3 @@ def open_run(workdir: str | pathlib.Path) -> Run:
 
 def _curve(*columns: Sequence[float]) -> Curve:
   return Curve(*map(np.array, columns, (int, int, float, float)))
-
-
-class Display:
-  """The state of a run in one line, under the cell of a notebook that trains it."""
-
-  def __init__(self, workdir: pathlib.Path, config: run_config.Config | None, alone: bool):
-    names = run_config.learner_ids(1 if alone else config.sync.learners) if config else []
-    self._view = run_facts.RunFacts(names, syncer=not alone, **folder_lib.pace(config))
-    self._tails = records_lib.TailAll(workdir)
-    self._shown = None
-    self.draw = header.until_it_fails(self._draw, 'the state', 'diloco_jax.open_run')
-
-  def _draw(self) -> None:
-    """Reads what is new and writes the line again."""
-    from IPython import display
-
-    self._view.take(self._tails.read())
-    line = {'text/plain': live.status_line(self._view)}
-    if self._shown is None:
-      self._shown = display.display(line, raw=True, display_id=True)
-    else:
-      self._shown.update(line, raw=True)
-
-
-class CellRecorder(records_lib.Recorder):
-  """The recorder of a node in a notebook: the line above has what others would say of progress."""
-
-  def say_progress(self, text: str) -> None: ...
-
-
-def in_kernel() -> bool:
-  """Whether this is the main thread's cell in a notebook."""
-  ipython = sys.modules.get('IPython')
-  return getattr(ipython and ipython.get_ipython(), 'kernel', None) is not None

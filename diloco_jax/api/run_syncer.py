@@ -14,16 +14,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco_jax.api import peer
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, nodes, own_model, run_folder
-from diloco_jax.node import loop, threads
-from diloco_jax.protocol import actions, events
+from diloco_jax.launch import cli, nodes, own_model, run_folder, syncer_node
+from diloco_jax.node import threads
+from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
-from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import process as syncer_process
-from diloco_jax.transport import addresses, grpc_server
+from diloco_jax.transport import addresses
 
 
 class Server:
@@ -33,14 +30,15 @@ class Server:
     address: for `diloco_jax.join`.
   """
 
-  def __init__(self):
+  def __init__(self, syncer: syncer_node.Syncer, make: Callable[[], own_model.Model] | None):
     self.address = ''
+    self._syncer, self._make = syncer, make
     self._listens = threading.Event()
-    self._stopped = threading.Event()
-    self._event_queue = loop.EventQueue()
-    self._theta: global_model_lib.Theta  # of a run that is not refused
     self._result: actions.Exit | BaseException | None = None
-    self._thread: threads.Thread  # set by run_syncer
+    syncer.listening = self._found
+    self._thread = threads.Thread(target=self._run, name='syncer')
+    self._thread.start()
+    self._listens.wait()
 
   def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
     """Waits for the end of the run; returns the global model, name -> array of the loop's type.
@@ -52,11 +50,10 @@ class Server:
     if self._thread.is_alive():
       raise TimeoutError(f'the run has not ended within {timeout_s:g} s')
     self._require_well()
-    return self._theta.params()
+    return self._syncer.theta.params()
 
   def _stop(self) -> None:
-    self._stopped.set()
-    self._event_queue.post(events.Stop(reason='the program ended'))
+    self._syncer.stop('the program ended')
     self._thread.join()
 
   def _require_well(self) -> None:
@@ -68,53 +65,15 @@ class Server:
     self.address = address
     self._listens.set()
 
-  def _run(
-    self,
-    model: own_model.Model | None,
-    workdir: pathlib.Path,
-    address: str,
-    access: addresses.Access,
-    config: run_config.Config,
-    records: records_lib.Recorder,
-  ) -> None:
-    given = model  # to be written
+  def _run(self) -> None:
     try:
-      if model is None:
-        model = own_model.obtain(
-          workdir, config, address, access, self._found, self._stopped, records.say
-        )
-      elif known := own_model.read(workdir):  # a run that continues keeps its version 0
-        model, given = known, None
-      assembled = own_model.complete(model, config)
-
-      def listen(post, payloads):
-        transport = grpc_server.GrpcSyncerTransport(
-          self.address or address,
-          post,
-          payloads,
-          nodes.limits(assembled),
-          records.say,
-          access=access,
-          about=assembled.about,
-        )
-        try:  # the log is locked and the address bound: no other syncer has this folder
-          if given is not None:
-            own_model.write(workdir, given, config)
-          run_folder.write_config(workdir, config)
-        except BaseException:
-          transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
-          raise
-        self._found(transport.address)
-        return transport
-
-      self._theta = global_model_lib.Theta(assembled)
-      self._result = syncer_process.run(
-        assembled, self._theta, workdir, self._event_queue, listen, records
-      )
+      self._result = self._syncer.run_loops(self._make)
+    except (cli.NeverRetry, cli.DiskFailed) as error:  # of a process: here its cause is raised
+      self._result = error.__cause__ or error
     except BaseException as error:  # `wait` and the end of the `with` raise it
       self._result = error
     finally:
-      records.ended(int(isinstance(self._result, BaseException)))
+      self._syncer.records.ended(int(isinstance(self._result, BaseException)))
       self._listens.set()
 
 
@@ -148,31 +107,28 @@ def run_syncer(
     OSError: the address is in use.
     Any error that ended the syncer, at the end of the `with`.
   """
-  server = Server()
-  access = cli.make_access(tls, plaintext_loopback)
   config = own_model.config(total_steps, sync, shards)
   config.validate()
   nodes.keep_compiled()
-  model = None
-  if init is not None:
+
+  def make() -> own_model.Model:
     tree = init() if callable(init) else init
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
-    model = own_model.describe(own_model.as_arrays(tree, 'init'), label)
+    return own_model.describe(own_model.as_arrays(tree, 'init'), label)
+
   with contextlib.ExitStack() as cleanup:
-    folder = peer.folder(workdir, cleanup)
-    records = cleanup.enter_context(
-      contextlib.closing(records_lib.Recorder(folder, 'syncer', prefix='[syncer] '))
+    folder = run_folder.or_temporary(workdir, cleanup)
+    recorder = records_lib.Recorder(folder, 'syncer', prefix='[syncer] ')
+    syncer = syncer_node.Syncer(
+      config=config,
+      folder=folder,
+      records=cleanup.enter_context(contextlib.closing(recorder)),
+      address=listen or addresses.in_folder(folder),
+      access=cli.make_access(tls, plaintext_loopback),
     )
-    server._thread = threads.Thread(
-      target=server._run,
-      args=(model, folder, listen or addresses.in_folder(folder), access, config, records),
-      name='syncer',
-    )
+    server = Server(syncer, None if init is None else make)
     cleanup.callback(server._stop)
-    server._thread.start()
-    server._listens.wait()
     server._require_well()
     yield server
     server._stop()
-    if not isinstance(server._result, InterruptedError):  # no learner has come: that is no error
-      server._require_well()
+    server._require_well()

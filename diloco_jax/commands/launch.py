@@ -14,14 +14,16 @@ done; 42 never started again; anything else started again.
 """
 
 import pathlib
+import types
 
 from absl import flags
 
 from diloco_jax.certs import allowlist, check, names, proofs
-from diloco_jax.launch import cli, engines
+from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
+from diloco_jax.launch.engines import gke, local, ray
 
-_ENGINES = {name: engines.load(name) for name in engines.names()}
+_ENGINES: dict[str, types.ModuleType] = {'gke': gke, 'local': local, 'ray': ray}
 _ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'Where the programs run.')
 _WORKDIR = flags.DEFINE_string(
   'workdir', '', 'Folder of the run, on the machines of its programs; default: see the engine.'
@@ -42,7 +44,6 @@ _OUT = flags.DEFINE_string(
   'out', '', 'Folder for the texts of an engine that runs nothing; default: print them.'
 )
 cli.define_config()
-cli.define_files()
 for _engine in _ENGINES.values():
   flags.adopt_module_key_flags(_engine)
 

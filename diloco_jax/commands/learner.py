@@ -44,8 +44,6 @@ _COORDINATOR = flags.DEFINE_string(
 )
 cli.define_access()
 cli.define_config()
-cli.define_files()
-cli.define_metrics()
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +57,6 @@ def main(argv: list[str]) -> int:
     from diloco_jax.learner import hosts as hosts_lib
 
   cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
-  cli.serve_metrics(_LEARNER.value)
   return nodes.learner(
     config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, cli.access(), cluster=cluster
   )

@@ -2,13 +2,13 @@
 
     diloco report                      # of the newest run in ./runs
     diloco report runs/x               # or --workdir=runs/x
-    diloco report runs/x runs/alone    # their losses after equal tokens, and in one picture
+    diloco report runs/x runs/alone    # their losses after equal tokens, and one page of all
 
 The run may have ended, been killed, or be under way, and any program may have started it: `diloco
 train`, a notebook, or a syncer whose learners are on other machines. All of it comes from the
 records in the folder, which may be a copy. Of one run the files are in DIR/report: report.txt,
 summary.json, index.html, timeline.png; of several in that of the first DIR: beside.txt,
-beside.html, beside.png. Exit codes: 0 done, 42 there is no such run, 74 a file is missing.
+beside.html. Exit codes: 0 done, 42 there is no such run, 74 a file is missing.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ POSITIONAL = True
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; as the first DIR.')
 _OUT = flags.DEFINE_string('out', '', 'Folder of the files; default report/ in the first DIR.')
-_PLOT = flags.DEFINE_bool('plot', True, 'Draw pictures.')
+_PLOT = flags.DEFINE_bool('plot', True, 'Draw the picture.')
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
       text, failed = summary.text(made, workdirs[0], width, out), made.get('missing')
     else:
       found = beside.read(workdirs)
-      text, failed = beside.text(found), beside.write(found, out, _PLOT.value)
-      text += f'\nin {out}: beside.txt, beside.html{", beside.png" * _PLOT.value}\n'
+      text, failed = beside.text(found), beside.write(found, out)
+      text += f'\nin {out}: beside.txt, beside.html\n'
   print(text, end='')
   return cli.DISK_FAILED if failed else 0

@@ -23,7 +23,6 @@ from diloco_jax.launch import cli
 from diloco_jax.storage import files, wal
 
 cli.define_config()
-cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _TO = flags.DEFINE_string(
   'to',
@@ -53,6 +52,6 @@ def main(argv: list[str]) -> int:
   if config.task == run_config.OWN_LOOP or not (workdir / 'islands').is_dir():
     print('continue the run: start its syncer and its learners again, with their own commands')
   else:
-    again = cli.command('train', '--resume', f'--workdir={workdir}', *cli.file_flags())
+    again = cli.command('train', '--resume', f'--workdir={workdir}')
     print(f'continue the run with: {again}')
   return 0

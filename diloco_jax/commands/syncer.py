@@ -55,8 +55,6 @@ _PROCESSES = flags.DEFINE_integer(
 )
 cli.define_access()
 cli.define_config()
-cli.define_files()
-cli.define_metrics()
 
 
 def main(argv: list[str]) -> int:
@@ -67,12 +65,9 @@ def main(argv: list[str]) -> int:
       failpoints.allow()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   with cli.importing_jax():  # after the config is validated
-    from diloco_jax.launch import nodes
+    from diloco_jax.launch import syncer_node
 
-  cli.serve_metrics('syncer')
+  if config.task != run_config.OWN_LOOP and _INIT.value:
+    raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
   place = config, _WORKDIR.value, _LISTEN.value, cli.access()
-  if config.task != run_config.OWN_LOOP:
-    if _INIT.value:
-      raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
-    return nodes.syncer(*place, processes=_PROCESSES.value)
-  return nodes.own_loop_syncer(*place, _INIT.value, _PROCESSES.value)
+  return syncer_node.main(*place, _INIT.value, _PROCESSES.value)

@@ -5,7 +5,6 @@
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
     diloco train --controller=single --pathways   # the same on the slices of Pathways
-    diloco train --status                         # and a page in the browser, as diloco status
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds what `diloco
 report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
@@ -13,22 +12,17 @@ report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the
 
 import dataclasses
 import functools
-import os
 import pathlib
-import signal
-import threading
 
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, kill_plan, local_run, pathways, run_folder, supervisor
-from diloco_jax.report import serve
+from diloco_jax.launch import cli, local_run, pathways, run_folder, supervisor
 from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
 cli.define_config()
-cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir, with its own config')
 _CONTROLLER = flags.DEFINE_enum(
@@ -46,7 +40,6 @@ _SYNCER = flags.DEFINE_enum(
 _KILLS = flags.DEFINE_multi_string(
   'kill', [], 'NAME@FRACTION+SECONDS: kill a program then, and start it again so much later'
 )
-_STATUS = flags.DEFINE_bool('status', False, 'Serve the page of `diloco status` meanwhile.')
 
 
 def main(argv: list[str]) -> int:
@@ -57,23 +50,19 @@ def main(argv: list[str]) -> int:
   with cli.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
-    if alone and _KILLS.value:
-      raise ValueError('--kill with --syncer=none: after a kill nothing would train on')
+    if (alone or single) and _KILLS.value:
+      raise ValueError('--kill needs a syncer, and learners that are processes: leave it out')
     learners = run_config.learner_ids(config.sync.learners)
-    kills = kill_plan.parse(_KILLS.value, [supervisor.SYNCER, *learners])
+    kills = supervisor.parse_kills(_KILLS.value, [supervisor.SYNCER, *learners])
     if _PATHWAYS.value:
       pathways.require(single)
       pathways.start(config.mesh.num_devices * config.sync.learners)
     workdir = run_folder.open_workdir(
       config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
     )
-  if _STATUS.value:
-    server, url = serve.make(workdir)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f'the page of this run: {url}', flush=True)
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
   if single:
-    carry_out = functools.partial(_run_single, config, workdir, kills)
+    carry_out = functools.partial(_run_single, config, workdir)
   else:
     described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
     carry_out = functools.partial(local_run.run_processes, config, workdir, described, kills=kills)
@@ -81,9 +70,7 @@ def main(argv: list[str]) -> int:
   return local_run.run(config, workdir, carry_out, again)
 
 
-def _run_single(
-  config: run_config.Config, workdir: pathlib.Path, kills: list[kill_plan.Kill]
-) -> supervisor.Outcome:
+def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
   """Runs all nodes in this process."""
   if not _PATHWAYS.value:
     local_run.emulate(config)
@@ -92,31 +79,20 @@ def _run_single(
 
   with cli.never_retry():
     controller = single_controller.SingleController(config, workdir)
-  interrupts = cli.EndRequests()
+  asked = []
 
-  def interrupt(number: int, frame) -> None:
-    del number, frame
-    if not interrupts.add():
-      return
-    if interrupts.count > 1:
-      os._exit(cli.INTERRUPTED)  # a thread inside a step cannot be interrupted
+  def stop(reason: str) -> None:
+    asked.append(reason)
     controller.stop('interrupted')
 
-  def tick() -> None:
-    nonlocal kills
-    due, kills = kill_plan.due(kills, controller.progress)
-    for kill in due:
-      controller.bring_down(kill.victim, kill.down_s, 'killed by --kill')
-
-  for number in cli.end_signals():
-    signal.signal(number, interrupt)
   controller.start()
   with (
+    nodes.stops(stop, config.train.drain_s, nodes.LEARNER_SAFE, cli.INTERRUPTED),
     cli.log_failures(),
     nodes.checkpoint_failures(),
     cli.never_retry(ValueError, files.DirectoryError),
   ):
-    outcome = controller.outcome(tick)
-  if interrupts.count:
+    outcome = controller.outcome()
+  if asked:
     return dataclasses.replace(outcome, code=cli.INTERRUPTED, text='interrupted', interrupted=True)
   return outcome

@@ -214,24 +214,6 @@ def define_access() -> None:
   )
 
 
-def define_metrics() -> None:
-  """Defines --metrics_port."""
-  text = 'Port of /metrics, for Prometheus, at every address of this machine; 0: any that is free.'
-  flags.DEFINE_integer('metrics_port', None, text, 0, 65535)
-
-
-def serve_metrics(process: str) -> None:
-  """As --metrics_port says; a port that is in use is no reason not to train."""
-  if (port := flags.FLAGS['metrics_port'].value) is not None:
-    from diloco_jax.report import serve  # pylint: disable=g-import-not-at-top
-
-    try:
-      port = serve.serve_metrics(config(), flags.FLAGS['workdir'].value, process, port)
-      print(f'/metrics is served at port {port}', flush=True)
-    except OSError as error:
-      print(f'/metrics is not served, port {port}: {error.strerror}', flush=True)
-
-
 def access() -> addresses.Access:
   """How this node proves its name, by its flags."""
   return make_access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
@@ -247,34 +229,11 @@ def overrides() -> dict[str, object]:
 
 
 def config_flags_of_this_process() -> list[str]:
-  """`--config` and its overrides as on this command line, and the flags of `define_files`, to pass
-  to a child process."""
+  """`--config` and its overrides as on this command line, to pass to a child process."""
   return [
     f'--config={flags.FLAGS["config"].config_filename}',
     *(f'--config.{name}={"none" if one is None else one}' for name, one in overrides().items()),
-    *file_flags(),
   ]
-
-
-def define_files() -> None:
-  """Defines --group_readable, which says how a program treats the files of a run."""
-  flags.DEFINE_bool(
-    'group_readable', False, 'The group of this user may read the files of the run (umask 027).'
-  )
-
-
-def file_flags() -> list[str]:
-  """The flags of `define_files` as on this command line."""
-  return ['--group_readable'] if _group_readable() else []
-
-
-def _group_readable() -> bool:
-  return 'group_readable' in flags.FLAGS and flags.FLAGS['group_readable'].value
-
-
-def folder_mode() -> int:
-  """The mode of the folder of a run."""
-  return 0o750 if _group_readable() else 0o700
 
 
 @contextlib.contextmanager
@@ -328,26 +287,16 @@ def run_command(module: types.ModuleType) -> NoReturn:
   (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
   POSITIONAL (whether it takes arguments that are not flags)."""
   for word in sys.argv[1:]:
-    if asked := re.fullmatch(r'-?-(?:h|help|helpfull|\?)(?:=(.*))?', word):
-      sys.exit(_guarded(lambda argv: print(_help(module, asked[1] or ''), flush=True), []))
+    if re.fullmatch(r'-?-(?:h|help|helpfull|\?)', word):
+      sys.exit(_guarded(lambda argv: print(_help(module), flush=True), []))
   sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
   run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
 
 
-_FIELDS = (
-  'Fields of the config, --config.NAME=VALUE (type, default); --help=sync prints one section:'
-)
+_FIELDS = 'Fields of the config, --config.NAME=VALUE (type, default):'
 
 
-def _help(module: types.ModuleType, section: str) -> str:
-  """The help of a command, or of one section of the config."""
-  if section and 'config' in flags.FLAGS:
-    parts: dict[str, list[str]] = {}
-    for field in fields.walk():
-      parts.setdefault(re.split(r'\W', field.name)[0], []).append(field.text())
-    if section not in parts:
-      raise NeverRetry(f'--help={section}: the config has {", ".join(parts)}')
-    return '\n'.join(parts[section])
+def _help(module: types.ModuleType) -> str:
   lines = [module.__doc__, 'Flags:', flags.FLAGS.module_help(module).strip().partition('\n')[2]]
   if 'config' in flags.FLAGS:
     lines += ['', _FIELDS, '']
@@ -451,7 +400,7 @@ def reading_a_model() -> Iterator[None]:
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
-  os.umask(0o777 & ~folder_mode())  # weights, tapes and keys are for this user
+  os.umask(0o077)  # weights, tapes and keys are for this user
   try:
     return main(argv) or 0
   except (NeverRetry, DiskFailed, NotInTime) as error:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import accelerators, cli, kill_plan, run_folder
+from diloco_jax.launch import accelerators, cli, run_folder
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import formats
@@ -167,7 +167,7 @@ def run(
   if not header.shown(tell, 'the summary', f'diloco report {shlex.quote(str(workdir))}'):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
-    words = [again[0], '--resume', f'--workdir={workdir}', *again[1:], *cli.file_flags()]
+    words = [again[0], '--resume', f'--workdir={workdir}', *again[1:]]
     print(f'{outcome.text}; continue with: {cli.command(*words)}', file=sys.stderr)
   return outcome.code
 
@@ -187,7 +187,7 @@ def run_processes(
   workdir: pathlib.Path,
   described: spec_lib.Spec,
   make: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = programs,
-  kills: Sequence[kill_plan.Kill] = (),
+  kills: Sequence[supervisor_lib.Kill] = (),
 ) -> supervisor_lib.Outcome:
   """Runs the programs under the supervisor. `make`: turns the programs into those that the
   supervisor runs. `kills`: of programs, on the way."""

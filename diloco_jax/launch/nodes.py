@@ -1,5 +1,5 @@
-"""Entry points of the syncer and learner processes: they build a node on gRPC from the flags and
-turn its end into an exit code.
+"""The entry point of the learner processes, and what the syncer's (syncer_node.py) shares with it:
+they build a node on gRPC from the flags and turn its end into an exit code.
 
 Errors that a retry cannot fix raise cli.NeverRetry (exit 42): a refused join, a port in use, a
 folder that is not writable or is locked by another syncer, a config that does not fit the model, a
@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from diloco_jax import version
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
-from diloco_jax.launch import accelerators, cli, own_model, run_folder
+from diloco_jax.launch import accelerators, cli, run_folder
 from diloco_jax.learner import baseline
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import process as learner_process
@@ -35,151 +35,19 @@ from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.protocol.syncer import published
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.storage import checkpoint, files, json_files
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
-from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_step, stored
-from diloco_jax.syncer import process as syncer_process
-from diloco_jax.train import task as task_lib
-from diloco_jax.transport import addresses, grpc_client, grpc_server, grpc_session, link
-from diloco_jax.transport.processes import parent
+from diloco_jax.transport import addresses, grpc_client, grpc_session, link
 
 FILE = 'file:'
 SPARE_SESSIONS = 16
 MAX_ADDRESS_BYTES = 4096
 CLAIM_TRUSTED_S = 300.0  # after the start of a learner
-_SYNCER_SAFE = (
-  'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
-  'again: it continues from the log, and learners send unmerged contributions again. If its disk '
-  'is full, make space first.'
-)
-_LEARNER_SAFE = (
+LEARNER_SAFE = (
   'Merged contributions and the last checkpoint are safe. Start the learner again: it continues '
   'from the checkpoint; the inner steps since then are lost.'
 )
-
-
-def syncer(
-  config: run_config.Config,
-  workdir: str,
-  listen: str,
-  access: addresses.Access,
-  processes: int = 0,
-) -> int:
-  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run;
-  `processes`: that serve its sessions (transport/processes/), 0: it does so itself."""
-  prepare_syncer()
-  with cli.never_retry(ValueError):
-    assembled = build.assemble(config.of('syncer'))
-  theta = global_model_lib.Theta(assembled)
-  folder, records = _open(workdir, 'syncer')
-  address = _address(folder, listen)
-  return _serve(config, assembled, theta, folder, records, address, access, processes)
-
-
-def own_loop_syncer(
-  config: run_config.Config,
-  workdir: str,
-  listen: str,
-  access: addresses.Access,
-  init: str = '',
-  processes: int = 0,
-) -> int:
-  """Runs the syncer process of a run without a task: learners are loops of the user's own.
-
-  The model is in the run's folder, or else at `init`, a tree of arrays that Orbax wrote, or else
-  the first learner brings it (own_model.py); then the folder keeps it, and the store.
-  """
-  prepare_syncer()
-  folder, records = _open(workdir, 'syncer')
-  with (
-    checkpoint_failures(),
-    cli.never_retry(ValueError, files.DirectoryError),
-    stored.opened(config, folder, records.say) as store,
-  ):
-    address = _address(folder, listen)
-
-    def listening(bound: str) -> None:
-      nonlocal address
-      address = bound
-      _write_address(folder, address)
-      records.say(f'the syncer waits on {address} for the first learner, which brings the model')
-
-    stopped = threading.Event()
-    with (
-      stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
-      cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
-    ):
-      addresses.check(address, access)
-      if init and own_model.read(folder) is None:
-        tree = arrays.load(pathlib.Path(init))
-        own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
-      try:
-        model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
-      except InterruptedError as error:
-        return _end(actions.Exit(code=0, text=str(error)), records)
-      assembled = own_model.complete(model, config)
-      theta = global_model_lib.Theta(assembled)
-    if stopped.is_set():  # while the model was read or written
-      return _end(actions.Exit(code=0, text='stopped before it listened'), records)
-    return _serve(config, assembled, theta, folder, records, address, access, processes, store)
-
-
-def _serve(
-  config: run_config.Config,
-  assembled: build.Assembly,
-  theta: global_model_lib.Theta,
-  folder: pathlib.Path,
-  records: records_lib.Recorder,
-  address: str,
-  access: addresses.Access,
-  processes: int,
-  store: stored.Stored | None = None,
-) -> int:
-  """Runs the syncer of a run whose model is known; returns the exit code of the process."""
-  records_lib.report_startup(records, 'assembled')
-  event_queue = loop.EventQueue()
-  about = assembled.about or assembled.agreement.encode()
-
-  def listen(post, payloads):
-    with cli.never_retry(ValueError, OSError):
-      place = address, post, payloads, limits(assembled), records.say
-      if processes:
-        transport = parent.ProcessesTransport(processes, *place, access=access, about=about)
-      else:
-        transport = grpc_server.GrpcSyncerTransport(*place, access=access, about=about)
-      try:
-        _write_address(folder, transport.address)
-        run_folder.write_config(folder, config)
-      except BaseException:
-        transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
-        raise
-    records.say(f'the syncer listens on {transport.address}')
-    return transport
-
-  def finished() -> None:
-    with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
-      _write_address(folder, addresses.ENDED)
-    with contextlib.suppress(store_lib.StoreError):
-      if store:
-        store.run_is_over()
-
-  with (
-    stops(
-      lambda reason: event_queue.post(events.Stop(reason=reason)),
-      assembled.config.train.drain_s,
-      _SYNCER_SAFE,
-      cli.DISK_FAILED,
-    ),
-    cli.log_failures(),
-    checkpoint_failures(),
-    cli.never_retry(ValueError, files.DirectoryError),
-  ):
-    result = syncer_process.run(
-      assembled, theta, folder, event_queue, listen, records, finished, store
-    )
-  return _end(result, records)
 
 
 def learner(
@@ -207,14 +75,11 @@ def learner(
       hosts, work_class = stack.enter_context(together(cluster, config)), hosts_lib.LeadWork
     devices = config.mesh.num_devices
     prepare_jax(devices // hosts, ahead=devices == 1)
-    if jax.process_index():
-      ended = _follow(config, workdir, learner_id)
-    else:
-      ended = _lead(config, workdir, learner_id, resolve, access, work_class)
-  return _end(*ended)
+    ended = _run(config, workdir, learner_id, resolve, access, work_class)
+  return end(*ended)
 
 
-def _lead(
+def _run(
   config: run_config.Config,
   workdir: str,
   learner_id: str,
@@ -222,56 +87,33 @@ def _lead(
   access: addresses.Access,
   work_class: type[learner_work.LearnerWork],
 ) -> tuple[actions.Exit, ports.Records]:
-  """Runs the learner, or the host that leads it."""
-  folder, records = _open(workdir, learner_id)
+  """Runs the learner, or one of its hosts."""
+  leads, stopped, event_queue = hosts_lib.leads(), threading.Event(), loop.EventQueue()
+  folder, records = pathlib.Path(workdir).absolute(), hosts_lib.quiet(learner_id)
+  if leads:
+    folder, records = open_folder(workdir, learner_id)
   records_lib.report_startup(records, 'imported')
+
+  def stop(reason: str) -> None:
+    stopped.set()
+    event_queue.post(events.Stop(reason=reason))
+
   with checkpoint_failures(), cli.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
-  records_lib.report_startup(records, 'built')
-  if access.tls:  # every dial checks again: files may be renewed meanwhile
-    for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
-      records.say(f'--tls={access.tls}: {problem}')
-  if resolve is None:
-    stopped = threading.Event()
-    with (
-      stops(lambda reason: stopped.set(), config.train.drain_s, _LEARNER_SAFE),
-      checkpoint_failures(),
-      cli.never_retry(ValueError),
-    ):
-      return baseline.run(config, island, records, stopped.is_set), records
-  event_queue = loop.EventQueue()
-  connect = dialer(assembled, resolve, access, records.say)
-  with (
-    stops(
-      lambda reason: event_queue.post(events.Stop(reason=reason)),
-      config.train.drain_s,
-      _LEARNER_SAFE,
-    ),
-    checkpoint_failures(),
-    cli.never_retry(),
-  ):
-    return learner_process.run(
-      assembled, island, folder, learner_id, event_queue, connect, records, work_class=work_class
-    ), records
-
-
-def _follow(
-  config: run_config.Config, workdir: str, learner_id: str
-) -> tuple[actions.Exit, ports.Records]:
-  """Runs a host that does not lead."""
-  records = hosts_lib.Quiet(f'{learner_id}.{jax.process_index()}')
-  folder = pathlib.Path(workdir).absolute()
-  with checkpoint_failures(), cli.never_retry(ValueError, files.DirectoryError):
-    assembled = build.assemble(config)
-    island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
-  with (
-    stops(hosts_lib.ask_to_stop, config.train.drain_s, _LEARNER_SAFE),
-    checkpoint_failures(),
-    cli.never_retry(),
-  ):
-    learner_process.follow(assembled, island, folder, learner_id, records)
-  return actions.Exit(code=0, text='done: the lead has ended the work'), records
+    records_lib.report_startup(records, 'built')
+    if access.tls and leads:  # every dial checks again: files may be renewed meanwhile
+      for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
+        records.say(f'--tls={access.tls}: {problem}')
+    node = assembled, island, folder, learner_id
+    with stops(stop if leads else hosts_lib.ask_to_stop, config.train.drain_s, LEARNER_SAFE):
+      if not leads:
+        return learner_process.follow(*node, records), records
+      if resolve is None:
+        return baseline.run(config, island, records, stopped.is_set), records
+      connect = dialer(assembled, resolve, access, records.say)
+      how = {'work_class': work_class}
+      return learner_process.run(*node, event_queue, connect, records, **how), records
 
 
 @contextlib.contextmanager
@@ -378,13 +220,7 @@ def keep_compiled() -> None:
     compilation_cache.reset_cache()  # else, after a first compilation, it stays off
 
 
-def prepare_syncer() -> None:
-  """As prepare_jax, for a process that is nothing but a syncer."""
-  outer_step.share_cores()
-  prepare_jax(1)
-
-
-def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
+def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
   folder = pathlib.Path(workdir).absolute()
   try:
     run_folder.claim(folder)
@@ -396,18 +232,6 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
       f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
       'choose a folder that this user may write to.'
     ) from error
-
-
-def _write_address(folder: pathlib.Path, address: str) -> None:
-  """Writes the address file atomically, so that no learner reads half of it."""
-  path = folder / 'syncer' / 'address'
-  json_files.replace(path, os.fsencode(address) + b'\n')
-
-
-def _address(folder: pathlib.Path, listen: str) -> str:
-  """Where to listen: the Unix socket of the run, unless `listen` says otherwise."""
-  with cli.never_retry(OSError):
-    return listen or addresses.in_folder(folder)
 
 
 def require_own_certificate(access: addresses.Access, learner: str) -> None:
@@ -513,7 +337,7 @@ def stops(
       signal.signal(number, handler)
 
 
-def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
+def end(result: actions.Exit, records: records_lib.Recorder) -> int:
   for refusal in (cli.NeverRetry, cli.NotInTime):
     if result.code == refusal.code:
       records.close()

@@ -156,19 +156,6 @@ def statistics(params: Any) -> set[str]:
   }
 
 
-def about_statistics(params: Any, model: Model) -> str:
-  """A warning if arrays look like running statistics and have no such label, else ''."""
-  found = statistics(params)
-  unlabelled = sorted(name for name in found if model.labels.get(name, 'statistic') != 'statistic')
-  if not unlabelled:
-    return ''
-  return (
-    f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and the '
-    'outer optimizer would move them beyond what the learners have counted: give them the label '
-    "'statistic', on all learners. Parameters that are trained are right as they are."
-  )
-
-
 def config(
   total_steps: int, sync: run_config.SyncConfig | None, shards: int | None
 ) -> run_config.Config:
@@ -396,10 +383,17 @@ def receive(
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
     if not busy.acquire(blocking=False):
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
-    limit = _TimeLimit(context, upload_s)
+    timers = [grpc_session.start_timer(upload_s, context.cancel)]
+
+    def extend(size_bytes: int) -> None:
+      """The size is known."""
+      timers.pop().cancel()
+      seconds = upload_s + size_bytes / _UPLOAD_BYTES_PER_S
+      timers.append(grpc_session.start_timer(seconds, context.cancel))
+
     try:
-      model = _read_pieces(requests, max_bytes, limit.extend)
-      limit.cancel()
+      model = _read_pieces(requests, max_bytes, extend)
+      timers[0].cancel()
       if not model.shapes:  # a learner that asks
         busy.release()
         return answer
@@ -415,7 +409,7 @@ def receive(
       busy.release()
       raise
     finally:
-      limit.cancel()
+      timers[0].cancel()
     arrived.put(model)
     return answer
 
@@ -448,23 +442,6 @@ def _wait(
         raise found
       return found
   raise InterruptedError('stopped before a learner brought the model')
-
-
-class _TimeLimit:
-  """Ends a call after `seconds`, and another second for each _UPLOAD_BYTES_PER_S, once its size is
-  known."""
-
-  def __init__(self, context: grpc.ServicerContext, seconds: float):
-    self._context, self._seconds = context, seconds
-    self._timer = grpc_session.start_timer(seconds, context.cancel)
-
-  def extend(self, size_bytes: int) -> None:
-    self.cancel()
-    seconds = self._seconds + size_bytes / _UPLOAD_BYTES_PER_S
-    self._timer = grpc_session.start_timer(seconds, self._context.cancel)
-
-  def cancel(self) -> None:
-    self._timer.cancel()
 
 
 def _read_pieces(

@@ -19,11 +19,11 @@ import os
 import pathlib
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 
 from diloco_jax.config import load, run_config
-from diloco_jax.launch import cli
 from diloco_jax.protocol import agreement
 from diloco_jax.storage import files, folders
 from diloco_jax.train import corpus_files
@@ -97,7 +97,7 @@ def _claim_new(workdir: pathlib.Path) -> pathlib.Path:
   for number in itertools.count(1):
     path = workdir if number == 1 else workdir.with_name(f'{workdir.name}-{number}')
     with contextlib.suppress(FileExistsError):  # of a run that began in the same second
-      path.mkdir(mode=cli.folder_mode(), parents=True)
+      path.mkdir(mode=0o700, parents=True)
       return path
   raise AssertionError
 
@@ -106,7 +106,7 @@ def claim(workdir: pathlib.Path) -> None:
   """Makes the folder of a run, for this user alone; warns if other users can write to it. Raises
   OSError, and ValueError for a path that `files.require_name` refuses."""
   files.require_name(workdir)
-  workdir.mkdir(mode=cli.folder_mode(), parents=True, exist_ok=True)
+  workdir.mkdir(mode=0o700, parents=True, exist_ok=True)
   found = workdir.stat()
   if found.st_mode & 0o022:
     print(
@@ -115,6 +115,15 @@ def claim(workdir: pathlib.Path) -> None:
       file=sys.stderr,
       flush=True,
     )
+
+
+def or_temporary(workdir: str | os.PathLike | None, cleanup: contextlib.ExitStack) -> pathlib.Path:
+  """The folder to work in, as `claim`; None: a temporary one, which `cleanup` removes."""
+  if workdir is None:
+    return pathlib.Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='diloco-')))
+  made = pathlib.Path(workdir).absolute()
+  claim(made)
+  return made
 
 
 def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files.Files]:

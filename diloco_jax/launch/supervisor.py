@@ -20,8 +20,9 @@ model. Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) starts the same endin
 signal, half a second later, kills at once. `retire` ends a run in order: all learners leave, then
 the syncer ends.
 
-Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
-injector (verification/faults), which calls `child`, `bring_down` and `add`.
+Faults come from outside: from kills, at fractions of the run's progress, so that they mean the same
+on a fast and a slow machine; or from the fault injector (verification/faults), which calls `child`,
+`bring_down` and `add`.
 
 A learner of several hosts is one program: its processes end together, and are restarted together
 (process_group.py).
@@ -35,12 +36,12 @@ import dataclasses
 import math
 import pathlib
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.launch import children, process_group, run_folder
 from diloco_jax.launch import cli as cli_lib
-from diloco_jax.launch import kill_plan as kill_plan_lib
 from diloco_jax.report import facts, run_facts
 from diloco_jax.report import records as records_lib
 
@@ -51,6 +52,7 @@ TICK_S = 0.25
 SHORT_LIFE_S = 20.0
 MAX_SHORT_LIVES = 5
 _BACKOFF_S = (0.5, 30.0)
+_KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?))?', re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +72,49 @@ class Program:
   hosts: Sequence[Mapping[str, str]] = ({},)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kill:
+  """SIGKILL `victim` once `at_fraction` of the run is done; start it again `down_s` later."""
+
+  victim: str
+  at_fraction: float
+  down_s: float
+
+
+def parse_kills(texts: Sequence[str], names: Sequence[str]) -> list[Kill]:
+  """The kills of programs with these names, as `--kill` has them. Raises ValueError.
+
+  >>> parse_kills(['l0@0.5+3'], ['l0', 'syncer'])
+  [Kill(victim='l0', at_fraction=0.5, down_s=3.0)]
+  """
+  kills = []
+  for text in texts:
+    found = _KILL.fullmatch(text)
+    if not found or found['victim'] not in names or float(found['at']) > 1:
+      raise ValueError(
+        f'--kill={text}: use NAME@FRACTION+SECONDS, as {names[0]}@0.45+8, for a kill when 45 % of '
+        f'the run is done and a start 8 s later, with one of the names {", ".join(names)}'
+      )
+    kills.append(Kill(found['victim'], float(found['at']), float(found['down'] or 0)))
+  return kills
+
+
+@dataclasses.dataclass(slots=True)
+class Status:
+  """The state of a program (top of this file), and the number of its processes."""
+
+  state: str = 'waiting'
+  starts: int = 0
+  last_error: str = ''
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
   """How a run ended: the exit code, one line, and the status of each program."""
 
   code: int
   text: str
-  statuses: dict[str, run_facts.Status]
+  statuses: dict[str, Status]
   interrupted: bool
 
 
@@ -96,7 +134,7 @@ class Supervisor:
     workdir: pathlib.Path,
     view: run_facts.RunFacts,
     recorder: records_lib.Recorder,
-    kills: Sequence[kill_plan_lib.Kill] = (),
+    kills: Sequence[Kill] = (),
     listen: children.Listen = lambda name, line: None,
     tick: Callable[[run_facts.RunFacts], None] = lambda view: None,
     finish_s: float = FINISH_S,
@@ -120,7 +158,7 @@ class Supervisor:
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._retired = False  # by `retire`
     self._interrupts = cli_lib.EndRequests()
-    self.statuses = {name: run_facts.Status() for name in self._programs}
+    self.statuses = {name: Status() for name in self._programs}
 
   async def run(self) -> Outcome:
     """Returns once every process has ended. Raises DirectoryError: the run has a supervisor."""
@@ -160,7 +198,7 @@ class Supervisor:
     assert program.name not in self._programs, program.name
     self._programs[program.name] = program
     self._learners.append(program.name)
-    self.statuses[program.name] = run_facts.Status()
+    self.statuses[program.name] = Status()
     self._begin(program)
 
   def bring_down(
@@ -284,8 +322,8 @@ class Supervisor:
 
   def _look(self) -> None:
     self._view.take(self._tails.read())
-    due, self._kills = kill_plan_lib.due(self._kills, self._view.foremost)
-    for kill in due:
+    for kill in [one for one in self._kills if one.at_fraction <= self._view.foremost]:
+      self._kills.remove(kill)
       self.bring_down(kill.victim, kill.down_s, 'killed by --kill')
 
   async def _until_over(self) -> None:
@@ -373,8 +411,8 @@ class Supervisor:
 
 
 def _verdict(
-  syncer: run_facts.Status | None,
-  learners: list[run_facts.Status],
+  syncer: Status | None,
+  learners: list[Status],
   interrupted: bool,
   progress: float,
 ) -> dict:

@@ -299,6 +299,14 @@ class FollowerWork(_HostWork):
       pass
 
 
+FOLLOWED = actions.Exit(code=0, text='done: the lead has ended the work')  # of a follower
+
+
+def quiet(learner: str) -> 'Quiet':
+  """The records of this host, if it does not lead."""
+  return Quiet(f'{learner}.{_STATE.process_id}')
+
+
 class Quiet:
   """The records of a follower (node.ports.Records): its lines for people, and nothing else."""
 

@@ -144,8 +144,8 @@ def follow(
   island: island_lib.Island,
   workdir: pathlib.Path,
   learner_id: str,
-  records: records_lib.Recorder,
-) -> None:
+  records: ports.Records,
+) -> actions.Exit:
   """Runs a host that does not lead, as `run` runs the lead, until the lead ends the work."""
   with contextlib.closing(island):
     restored, _ = _restore(assembled, island, workdir, learner_id, records)
@@ -154,6 +154,7 @@ def follow(
     if restored is None:
       work.exchange.digests()  # as for the tape of the lead
     work.run()
+  return hosts.FOLLOWED
 
 
 def _restore(

@@ -273,7 +273,7 @@ def evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int
 
 def introduce(island: island_lib.Island, records: records_lib.Recorder) -> None:
   """Records and says what the learner trains, before it compiles that."""
-  cost = facts.Cost(**island.cost()._asdict())
+  cost = island.cost()
   records.report(cost)
   flops = f', {cost.flops * cost.devices / 1e9:.3g} GFLOP a step' if cost.flops else ''
   records.say(f'compiles the step: {cost}{flops}')
@@ -317,7 +317,7 @@ def record_step(
     curves['learning/grad_norm'] = result.grad_norm
     rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
     curves['learning/learning_rate'] = rate
-  cost = facts.Cost(**island.cost()._asdict())
+  cost = island.cost()
   records.report(cost)
   records.scalars(
     step,
@@ -330,4 +330,4 @@ def record_step(
       **curves,
     },
   )
-  records.completed(step, result.seconds, measured, cost, config.train.steps)
+  records.completed(step, result.seconds, measured, cost)

@@ -19,13 +19,11 @@ def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
   return dict(zip(names, map(folder_lib.read, workdirs)))
 
 
-def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path, plot: bool) -> list[str]:
-  """Writes table, page and picture; returns the names of those that could not be written."""
+def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
+  """Writes table and page; returns the names of those that could not be written."""
   states = lambda: [{**state(one.run, one.config), 'name': name} for name, one in found.items()]
   views: dict[str, Any] = {'beside.txt': lambda: text(found)}
   views['beside.html'] = lambda: page.inline(states())
-  if plot:
-    views['beside.png'] = lambda: summary.png(lambda picture: picture.draw_beside(found))
   folders = shlex.join(str(one.workdir) for one in found.values())
   return summary.write_views(out, views, f'diloco report {folders}')
 

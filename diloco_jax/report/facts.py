@@ -4,11 +4,11 @@ The facts of the protocol's machines are in protocol/facts.py.
 """
 
 import dataclasses
-import math
 import typing
 from typing import Any
 
 from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.train import flops
 
 # --- Of a learner ---------------------------------------------------------------------------------
 
@@ -38,38 +38,7 @@ class Metrics:
   values: dict[str, float]
 
 
-@protocol_facts.fact
-class Cost:
-  """What a learner trains, and on what (train/flops.py), at each log line. `tokens` of an inner
-  step; `flops` of an inner step on one of its `devices`, `peak_flops` of one in a second;
-  `memory_bytes`: the most that one has held. 0: not known."""
-
-  parameters: int
-  tokens: int
-  devices: int
-  kind: str
-  flops: float
-  peak_flops: float
-  memory_bytes: int
-  memory_limit_bytes: int
-
-  def __str__(self) -> str:
-    count = self.parameters
-    millions = f'{count / 1e6:.4g} million' if count >= 10**6 else f'{count:,}'
-    return f'{millions} parameters, {self.tokens:,} tokens a step, {self.devices} x {self.kind}'
-
-  def speed(self, seconds: float) -> dict[str, float]:
-    """The figures of a step of `seconds` that are known: TFLOP/s of one device, as a share of the
-    peak, and the share of its memory that was held at most."""
-    rate = self.flops / seconds if seconds > 0 else 0.0
-    found = {
-      'tflops': rate / 1e12,
-      'mfu': rate / (self.peak_flops or math.inf),
-      'memory': self.memory_bytes / (self.memory_limit_bytes or math.inf),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
+Cost = flops.Cost
 SPEED = {'tflops': ('TFLOP/s', '{:.3g}'), 'mfu': ('MFU', '{:.0%}'), 'memory': ('HBM', '{:.0%}')}
 """The title and form for people of each figure of Cost.speed."""
 

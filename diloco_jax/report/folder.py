@@ -18,17 +18,11 @@ UNKNOWN = f'not recorded: there is no {load.FILE}, which the syncer writes when 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-  """What `read` has found.
-
-  Attributes:
-    config: None: UNKNOWN.
-    statuses: of each program; 'training' and the like if its end is not in the records.
-  """
+  """What `read` has found; `config` None: UNKNOWN."""
 
   workdir: pathlib.Path
   config: run_config.Config | None
   run: run_facts.RunFacts
-  statuses: dict[str, run_facts.Status]
 
   @property
   def wall_seconds(self) -> float:
@@ -57,8 +51,8 @@ def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   return newest
 
 
-def read(workdir: str | pathlib.Path, **how: Any) -> Read:
-  """Reads the run in a folder. `how`: arguments of RunFacts, beyond those of the config.
+def read(workdir: str | pathlib.Path) -> Read:
+  """Reads the run in a folder.
 
   Raises:
     ValueError: there is no run in the folder.
@@ -69,12 +63,8 @@ def read(workdir: str | pathlib.Path, **how: Any) -> Read:
   if not learners and config and config.task != run_config.OWN_LOOP:
     learners = run_config.learner_ids(config.sync.learners)
   syncer = 'syncer' in names or not names
-  run = run_facts.RunFacts(learners, **{'syncer': syncer, **pace(config), **how})
-  run.take(records_lib.TailAll(folder).stream())
-  statuses = {name: _status(learner, run.total_steps) for name, learner in run.learners.items()}
-  if run.syncer is not None:
-    statuses['syncer'] = run_facts.Status(run.syncer, len(run.syncer_processes))
-  return Read(folder, config, run, statuses)
+  run = run_facts.RunFacts(learners, syncer=syncer, **pace(config))
+  return Read(folder, config, run.take(records_lib.TailAll(folder).stream()))
 
 
 def config_of(folder: pathlib.Path) -> run_config.Config | None:
@@ -103,10 +93,3 @@ def pace(config: run_config.Config | None) -> dict[str, Any]:
     return {'total_steps': math.inf}
   one, total = config.sync, config.train.steps
   return {'total_steps': total, 'quorum': one.quorum, 'steps_per_sync': one.period / one.fragments}
-
-
-def _status(learner: run_facts.Learner, total_steps: float) -> run_facts.Status:
-  state = learner.state
-  if state not in run_facts.ENDED and (state == 'trained' or learner.step >= total_steps):
-    state = 'done'  # nobody has told of its end
-  return run_facts.Status(state, len(learner.processes), learner.said)

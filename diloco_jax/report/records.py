@@ -11,7 +11,6 @@ space again, a fact says how many others are missing (facts.Missing). A file tha
 LIMIT_BYTES long is reported once, too, and grows no more.
 """
 
-import collections
 import contextlib
 import dataclasses
 import heapq
@@ -63,7 +62,6 @@ class Recorder:
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
-    self._calls = collections.deque[tuple[int, float]](maxlen=16)  # of `left`: clock and time
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
@@ -96,40 +94,24 @@ class Recorder:
     """Prints a line for people on standard output."""
     self._guard(lambda: header.say(f'{self._prefix}{header.clock()}{text}'))
 
-  def say_progress(self, text: str) -> None:
-    """As `say`; a view of the run makes the line needless."""
-    self.say(text)
-
-  def left(self, clock: int, total: int) -> str:
-    """The time until the last step, at the pace of the newer half of the last calls; '' in the
-    first two, after which functions are compiled, and at the end."""
-    self._calls.append((clock, time.monotonic()))
-    old, old_s = self._calls[(len(self._calls) - 1) // 2]
-    done, seconds = clock - old, self._calls[-1][1] - old_s
-    if len(self._calls) < 3 or done <= 0 or clock >= total:
-      return ''
-    return f'{header.duration((total - clock) * seconds / done)} left'
-
   def completed(
     self,
     step: int,
     seconds: float,
     measured: dict[str, float],
     cost: facts.Cost,
-    total: int = 0,
   ) -> None:
-    """Prints a line about a step like MaxText's; what follows the metrics is of one device, and the
-    time until step `total`."""
+    """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
     found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
-    told = [line, *found, facts.speed_text(cost.speed(seconds)), self.left(step, total)]
-    self.say_progress(', '.join(filter(None, told)))
+    told = [line, *found, facts.speed_text(cost.speed(seconds))]
+    self.say(', '.join(filter(None, told)))
 
   def evaluated(self, fact: facts.Eval) -> None:
     """Reports a held-out loss, as a fact, a line and a point of a curve."""
     self.report(fact)
-    self.say_progress(f'held-out loss at clock {fact.step}: {fact.text}')
+    self.say(f'held-out loss at clock {fact.step}: {fact.text}')
     self.scalars(fact.step, {'evaluation/loss': fact.loss})
 
   def ended(self, code: int) -> None:
@@ -251,10 +233,8 @@ class Tail:
   Each `read` returns the facts that became complete since the last one.
   """
 
-  def __init__(self, path: str | os.PathLike, skip_bytes: int = 0):
-    self._path = pathlib.Path(path)
-    self._offset = skip_bytes
-    self.skipped = 0
+  def __init__(self, path: str | os.PathLike):
+    self._path, self._offset = pathlib.Path(path), 0
 
   def read(self) -> list[dict[str, Any]]:
     return list(self.stream())
@@ -269,11 +249,8 @@ class Tail:
       known = fact if isinstance(fact, dict) and isinstance(fact.get('name'), str) else {}
       if known.get('name') == FIRST:
         self._require_format(known, len(line))
-        continue
-      if known and isinstance(known.get('time', 0.0), int | float):
+      elif known and isinstance(known.get('time', 0.0), int | float):
         yield known
-      else:
-        self.skipped += 1
 
   def _require_format(self, opening: dict[str, Any], size: int) -> None:
     """Raises OtherFormat, and again at the next call."""

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import booking, facts
+from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts
 from diloco_jax.report import steps as steps_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
@@ -23,15 +23,6 @@ _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 ENDED = ('down', 'done', 'stopped', 'killed', 'refused', 'failed')
 _times = functools.partial(array.array, 'd')
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
-
-
-@dataclasses.dataclass(slots=True)
-class Status:
-  """The state of a program (top of launch/supervisor.py), and the number of its processes."""
-
-  state: str = 'waiting'
-  starts: int = 0
-  last_error: str = ''
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,9 +63,6 @@ class Learner:
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
-    narrow: how many of its updates were merged from narrow payloads (sync.codec_up_slow).
-    most_periods: the greatest of its period factors, 1: it was always pulled (syncer/links.py).
-    sparse: whether its link was for a time too slow for every version.
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.
     held_out: losses of its own model, of which parts are never sent.
@@ -92,9 +80,6 @@ class Learner:
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
-  narrow: int = 0
-  most_periods: int = 1
-  sparse: bool = False
   fresh: int = 0
   cost: facts.Cost | None = None
   processes: list[Process] = dataclasses.field(default_factory=list)
@@ -182,8 +167,6 @@ class RunFacts:
     missing: of each process, how many facts could not be written, and why.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
-    pauses: (when, seconds) of each time without a fact that was longer than `longest_pause_s`; all
-      times are without what is above it, so that a run continued on the next day can be drawn.
   """
 
   def __init__(
@@ -191,14 +174,11 @@ class RunFacts:
     learners: Iterable[str],
     total_steps: float,
     syncer: bool = True,
-    longest_pause_s: float = math.inf,
     quorum: int = 1,
     steps_per_sync: float = 1.0,
-    told: tuple[int, int] | None = (0, 0),
   ):
-    """`quorum`, `steps_per_sync`: see accounting/book.py. `told`: of a new learner."""
-    self._told = told
-    self.learners = {name: Learner(told=told) for name in learners}
+    """`quorum`, `steps_per_sync`: see book.py."""
+    self.learners = {name: Learner() for name in learners}
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps, self.period = total_steps, 0
@@ -221,8 +201,6 @@ class RunFacts:
     self.began_s: float | None = None
     self.end_s = 0.0
     self.went_back: list[tuple[float, int]] = []
-    self.pauses: list[tuple[float, float]] = []
-    self._longest_pause_s, self._cut_s = longest_pause_s, 0.0
     self._reached = array.array('q'), array.array('q')  # clocks, ascending, and tokens of all then
 
   @property
@@ -256,6 +234,12 @@ class RunFacts:
     pace = pace or max(learner.pace for learner in self.learners.values())[1]
     return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
 
+  def fate(self, name: str) -> str:
+    """How a learner has ended, or its state if its end is not in the records."""
+    learner = self.learners[name]
+    trained = learner.state == 'trained' or learner.step >= self.total_steps
+    return 'done' if trained and learner.state not in ENDED else learner.state
+
   def training(self, name: str) -> float | None:
     """The share of the time since a learner joined that it spent in inner steps at the ideal pace;
     None: it has not joined."""
@@ -266,8 +250,9 @@ class RunFacts:
 
   @property
   def figures(self) -> book_lib.Figures | None:
-    """Those of the run so far; None: no ledger has told of a merge, or the quorum is unknown."""
-    known = self.ledger and self.total_steps < math.inf
+    """Those of the run so far; None: no ledger has told of a merge, the quorum is unknown, or no
+    learner has its records here."""
+    known = self.ledger and self.total_steps < math.inf and self.book.learners
     return self.book.figures(round(self.end_s * 1e9)) if known else None
 
   def tokens_at(self, step: int) -> int:
@@ -282,28 +267,14 @@ class RunFacts:
       if (fact := facts.parse(row)) is not None:
         if self.began_s is None:
           self.began_s = row['time']
-        at_s = row['time'] - self.began_s - self._cut_s
-        if (pause_s := at_s - self.end_s) > self._longest_pause_s:
-          self.pauses.append((self.end_s, pause_s))
-          self._cut_s += pause_s - self._longest_pause_s
-          at_s -= pause_s - self._longest_pause_s
-        elif -pause_s > SET_BACK_S:
-          at_s = self._set_back(at_s)
-        self.end_s = max(self.end_s, at_s)
+        at_s = row['time'] - self.began_s
+        set_back = self.end_s - at_s > SET_BACK_S  # the clock, which was ahead
+        self.end_s = at_s if set_back else max(self.end_s, at_s)
         self._take(process, at_s, fact)
     return self
 
-  def _set_back(self, at_s: float) -> float:
-    """The wall clock was ahead and has been set right: what looked like a pause was none."""
-    undone_s = min(self.end_s - at_s, self._cut_s)
-    if self.pauses and undone_s >= self.pauses[-1][1] - self._longest_pause_s:
-      self.pauses.pop()
-    self._cut_s -= undone_s
-    self.end_s = at_s + undone_s
-    return self.end_s
-
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
-    booking.book(self.book, process, round(at_s * 1e9), fact)
+    self.book.take(process, round(at_s * 1e9), fact)
     if process in self.learners:
       self.learners[process].speaks = True
       self._of_learner(self.learners[process], at_s, fact)
@@ -346,10 +317,6 @@ class RunFacts:
         self._member(at_s, fact)
       case protocol_facts.Progress(learner=name) if name in self.learners:
         self._progressed(self.learners[name], at_s, fact)
-      case protocol_facts.Link(learner=name) if name in self.learners:
-        one = self.learners[name]
-        one.most_periods = max(one.most_periods, fact.periods)
-        one.sparse |= fact.sparse
       case facts.Process():
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code, stopped=stopped):
@@ -395,7 +362,7 @@ class RunFacts:
   def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, Learner(told=self._told))
+      learner = self.learners.setdefault(fact.learner, Learner())
       learner.joined.append((at_s, fact.incarnation))
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
       learner.lost.append((at_s, fact.reason))
@@ -415,18 +382,15 @@ class RunFacts:
     self, learner: Learner, at_s: float, fact: protocol_facts.Member, left: bool
   ) -> None:
     """Follows a process of which only the syncer tells."""
-    processes, at_ns = learner.processes, round(at_s * 1e9)
+    processes = learner.processes
     if fact.state == 'lost':
-      self.book.died(fact.learner, at_ns, killed=not left)
       if processes:
         processes[-1].end(at_s, 'done' if left else 'lost')
       return
     if not processes or fact.incarnation > learner.incarnation:
-      self.book.starts(fact.learner, at_ns)
       self._begin(processes, at_s)
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
-    self.book.joined(fact.learner, at_ns)
 
   def _progressed(self, learner: Learner, at_s: float, fact: protocol_facts.Progress) -> None:
     before = learner.told or (fact.steps, fact.tokens)
@@ -442,10 +406,6 @@ class RunFacts:
       process.steps, process.last_s = process.steps + steps, at_s
       if process.first_step_s is None:
         process.first_step_s = at_s
-    at_ns = round(at_s * 1e9)
-    booking.book_steps(self.book, at_ns, fact, steps, tokens)
-    if fact.clock >= self.total_steps:
-      self.book.trained(fact.learner, at_ns)
 
   def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
     match fact:
@@ -511,7 +471,6 @@ class RunFacts:
     for name in fact.participants:
       if name in self.learners:
         self.learners[name].merged_s.append(at_s)
-        self.learners[name].narrow += name in fact.narrow
 
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import heapq
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from diloco_jax.config import run_config
 from diloco_jax.report import folder, run_facts
 
 POINTS = 400  # of a curve
+PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
 _OF_RUN = 'end_s total_steps tokens tokens_per_second seconds_left syncer'.split()
@@ -37,6 +39,7 @@ def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
     'syncer_lives': _lives(run.syncer_processes),
     'learners': {name: _learner(run, name) for name in run.learners},
+    'pauses': _pauses(run),
     'merges': [column[:: _stride(run.merges_s)].tolist() for column in merges],
     'events': heapq.nlargest(_EVENTS, _events(run)),
   }
@@ -82,6 +85,29 @@ def _lives(processes: list[run_facts.Process]) -> list[list]:
   """Of each process: began, first step, end or else last fact, and how it ended ('': not known)."""
   ends = [one.last_s if one.ended_s is None else one.ended_s for one in processes]
   return [[p.started_s, p.first_step_s, end_s, p.ended] for p, end_s in zip(processes, ends)]
+
+
+def _pauses(run: run_facts.RunFacts) -> list[tuple[float, float]]:
+  """(when, seconds) of each long time without a process."""
+  pauses, until_s = [], 0.0
+  programs = [run.syncer_processes, *(one.processes for one in run.learners.values())]
+  for began_s, _, end_s, _ in sorted(
+    itertools.chain(*map(_lives, programs)), key=lambda one: one[0]
+  ):
+    if began_s - until_s > PAUSE_S:
+      pauses.append((until_s, began_s - until_s))
+    until_s = max(until_s, end_s)
+  return pauses
+
+
+def shortened(pauses: Sequence[Sequence[float]], at_s: float) -> float:
+  """A time without the long part of each pause before it, so that a run which was continued on the
+  next day can be drawn.
+
+  >>> shortened([(10.0, 100.0)], 115.0)
+  45.0
+  """
+  return at_s - sum(max(0.0, min(long_s, at_s - when_s) - PAUSE_S) for when_s, long_s in pauses)
 
 
 def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:

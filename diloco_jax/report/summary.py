@@ -20,34 +20,19 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import load, run_config
+from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts, header, page, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import state as state_lib
 from diloco_jax.storage import folders, json_files
 
-_REASONS = {
-  'late': 'arrived after their sync had closed',
-  'undone': 'given up: back to the published value (after a repair or refusal), or shard lost',
-  'slow_link': 'trained while the link to their learner was too slow for every version',
-  'stale': 'measured from an anchor that was too old',
-  'overwritten': 'trained while a newer version was on its way',
-  'bad_value': 'NaN, Inf, or a norm far from the usual (or 0)',
-  'lost_with_process': 'lost with a killed process',
-  'left': 'their learner left',
-  'end_of_run': 'the run ended first',
-  'duplicate': 'already counted',
-  'unsettled': 'not settled before the records ended',
-}
-
 REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
 TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
 LAST_STEPS = 10  # whose training loss is told
-LONGEST_PAUSE_S = 30.0  # a longer one is cut to this in the picture
 
 
 def write(
@@ -57,16 +42,14 @@ def write(
   summary; an error line names each file that is missing, and `missing` in the summary all of them.
   Raises ValueError: there is no run in the folder."""
   found = folder_lib.read(workdir)
-  summary = summarize(found)
+  summary, shown = summarize(found), state_lib.state(found.run, found.config)
   folder = out or workdir / REPORT
   views: dict[str, Callable[[], str | bytes]] = {
     SUMMARY: lambda: json.dumps(summary, indent=2) + '\n',
-    PAGE: lambda: page.inline([state_lib.state(found.run, found.config)]),
+    PAGE: lambda: page.inline([shown]),
   }
   if plot and any(learner.steps for learner in found.run.learners.values()):
-    views[TIMELINE] = lambda: png(
-      lambda picture: picture.draw(folder_lib.read(workdir, longest_pause_s=LONGEST_PAUSE_S))
-    )
+    views[TIMELINE] = lambda: _png(shown)
   with contextlib.suppress(OSError):
     (folder / TIMELINE).unlink()  # of the run before it continued
   views[TEXT] = lambda: text(summary, workdir, out=folder)
@@ -75,13 +58,12 @@ def write(
   return summary
 
 
-def png(draw: Callable[[Any], Any]) -> bytes:
-  """What `draw` makes with the module report/picture.py."""
+def _png(shown: dict[str, Any]) -> bytes:
   if not folders.home_cache():
     os.environ.setdefault('MPLCONFIGDIR', str(folders.cache() / 'matplotlib'))
   from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-  draw(picture).savefig(file := io.BytesIO(), dpi=picture.DPI)
+  picture.draw(shown).savefig(file := io.BytesIO(), dpi=picture.DPI)
   return file.getvalue()
 
 
@@ -107,7 +89,6 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'name': config and config.name,
     'task': config and config.task,
     'store': config and config.train.store,
-    'learners_expected': config and config.sync.learners,
     'steps': config and config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
     'layout': run.layout.lines if run.layout else [],
@@ -162,8 +143,7 @@ def _waited_steps(run: run_facts.RunFacts) -> float | None:
 
 
 def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
-  run, status = found.run, found.statuses[name]
-  learner = run.learners[name]
+  run, learner = found.run, found.run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
   # Of one on another machine there is a step for each heartbeat.
   last = itertools.islice(reversed(learner.steps), LAST_STEPS if learner.speaks else 1)
@@ -180,15 +160,12 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'eval_loss_end': learner.held_out[-1] if learner.held_out else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
-    'contributions_narrow': learner.narrow,
-    'most_periods': learner.most_periods,
-    'sparse': learner.sparse,
     'processes': len(learner.processes),
     'kills': sum(process.ended == 'killed' for process in learner.processes),
     'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
-    'status': status.state,
-    'error': status.last_error,
+    'status': run.fate(name),
+    'error': learner.said,
     'step_seconds_median': median_s,
     'cost': cost and dataclasses.asdict(cost),
     'speed': cost and cost.speed(median_s or 0.0),
@@ -218,7 +195,7 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
 
 
 def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
-  """Shares of each learner's time by category, and figures (accounting/book.py); None for a learner
+  """Shares of each learner's time by category, and figures (book.py); None for a learner
   without a syncer, or without a known quorum."""
   return run.figures and run.book.summary(round(run.end_s * 1e9))
 
@@ -393,12 +370,6 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
-    if row['contributions_narrow']:
-      line += f', {row["contributions_narrow"]} of them narrow (sync.codec_up_slow)'
-    if row['most_periods'] > 1:
-      line += f', slow link: asked in one of {row["most_periods"]} periods at the least'
-    if row['sparse']:
-      line += ', slow link: left out while it could not receive every version'
     if row['incarnations'] > 1 or row['staleness']:
       line += f', incarnation {row["incarnations"]}, staleness {row["staleness"]}'
     lines.append(line + _describe_status(row))
@@ -464,9 +435,7 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
   ]
   for reason, count in summary['tokens_discarded'].items():
     if count:
-      lines.append(
-        f'  discarded    {count:>12,}  {count / trained:6.1%}  {reason}: {_REASONS.get(reason, "")}'
-      )
+      lines.append(f'  discarded    {count:>12,}  {count / trained:6.1%}  {reason}')
   if summary['waited_steps_median'] is not None:
     lines.append(
       f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} connected '

@@ -79,10 +79,9 @@ class SyncerRecords:
     """Says a line about the whole run, every now and then."""
     if 0 < ledger.sync < self._steps and time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _SAY_S
-      left = self._records.left(ledger.sync, self._steps)
       self.say(
         f'{ledger.sync / self._steps:.0%}: clock {ledger.sync} of {self._steps}, {ledger.synced} '
-        f'outer steps, {ledger.trained:,} tokens{left and f", {left}"}'
+        f'outer steps, {ledger.trained:,} tokens'
       )
 
   def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:

@@ -3,12 +3,15 @@
 The compiler's own count is no measure: it counts the body of a scan once and no Pallas kernel.
 """
 
+import dataclasses
+import math
 import re
-from typing import NamedTuple
-
-import jax
+from typing import TYPE_CHECKING
 
 from diloco_jax.train import config as config_lib
+
+if TYPE_CHECKING:
+  import jax
 
 # Dense bfloat16 FLOPs a second of one device, by its `device_kind`; from the makers' data sheets.
 _PEAKS = (
@@ -21,17 +24,36 @@ _PEAKS = (
 )
 
 
-class Cost(NamedTuple):
-  """What a learner trains, and on what; 0: not known."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+  """What a learner trains, and on what (train/flops.py), at each log line. `tokens` of an inner
+  step; `flops` of an inner step on one of its `devices`, `peak_flops` of one in a second;
+  `memory_bytes`: the most that one has held. 0: not known."""
 
   parameters: int
-  tokens: int  # of an inner step
+  tokens: int
   devices: int
-  kind: str  # of the devices
-  flops: float  # of an inner step on one device, by the formula of the task
-  peak_flops: float  # of one device, in a second
-  memory_bytes: int  # the most that any device of this host has held
+  kind: str
+  flops: float
+  peak_flops: float
+  memory_bytes: int
   memory_limit_bytes: int
+
+  def __str__(self) -> str:
+    count = self.parameters
+    millions = f'{count / 1e6:.4g} million' if count >= 10**6 else f'{count:,}'
+    return f'{millions} parameters, {self.tokens:,} tokens a step, {self.devices} x {self.kind}'
+
+  def speed(self, seconds: float) -> dict[str, float]:
+    """The figures of a step of `seconds` that are known: TFLOP/s of one device, as a share of the
+    peak, and the share of its memory that was held at most."""
+    rate = self.flops / seconds if seconds > 0 else 0.0
+    found = {
+      'tflops': rate / 1e12,
+      'mfu': rate / (self.peak_flops or math.inf),
+      'memory': self.memory_bytes / (self.memory_limit_bytes or math.inf),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def decoder(model: config_lib.ModelConfig, seq_len: int) -> float:
@@ -56,9 +78,11 @@ def peak(kind: str) -> float:
   return next((flops for pattern, flops in _PEAKS if re.search(pattern, kind)), 0.0)
 
 
-def memory(devices: list[jax.Device]) -> tuple[int, int]:
+def memory(devices: 'list[jax.Device]') -> tuple[int, int]:
   """The most bytes that any of these devices of this host has held, and its limit; 0 each: a
   backend that does not count, as on CPUs, or does not tell, as Pathways."""
+  import jax  # pylint: disable=g-import-not-at-top  # who reads records needs none
+
   try:
     stats = [device.memory_stats() or {} for device in devices]
   except jax.errors.JaxRuntimeError:

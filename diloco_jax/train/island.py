@@ -102,7 +102,7 @@ class Island:
     self.read_from(shard)
     self._dispatched: collections.deque[_Dispatched] = collections.deque()
     self._watcher = futures.ThreadPoolExecutor(1)  # sees when a step ends, whatever others do then
-    self._ended_ns = self._finished = 0
+    self._ended_ns = 0
     self.mesh = mesh_lib.make_mesh(mesh, devices)
     tx = optimizer_lib.make_optimizer(optimizer, task)
     self._rate = optimizer_lib.schedule(optimizer, total_steps)
@@ -162,14 +162,16 @@ class Island:
     """What the steps of this island cost; the memory is that held until now."""
     devices, leaves = self.mesh.devices.size, jax.tree.leaves(self.params)
     kind = self.mesh.devices.flat[0].device_kind
+    used, limit = flops_lib.memory(self.mesh.local_devices)
     return flops_lib.Cost(
-      sum(leaf.size for leaf in leaves),
-      self.tokens_per_step,
-      devices,
-      kind,
-      self._task.flops_per_token * self.tokens_per_step / devices,
-      flops_lib.peak(kind),
-      *flops_lib.memory(self.mesh.local_devices),
+      parameters=sum(leaf.size for leaf in leaves),
+      tokens=self.tokens_per_step,
+      devices=devices,
+      kind=kind,
+      flops=self._task.flops_per_token * self.tokens_per_step / devices,
+      peak_flops=flops_lib.peak(kind),
+      memory_bytes=used,
+      memory_limit_bytes=limit,
     )
 
   def step(self, clock: int) -> StepResult:
@@ -219,7 +221,6 @@ class Island:
       if after.ended.result()[1] < ended_ns:  # computed at its dispatch, and the watcher is late
         ended_ns = after.begun_ns
     self._ended_ns = ended_ns = max(ended_ns, start_ns + 1)
-    self._finished += 1
     return StepResult(
       metrics.pop('loss'),
       metrics.pop('grad_norm'),
@@ -364,14 +365,6 @@ class Island:
         self._checkpoints.close()
       finally:
         self._folder.close()
-
-  def abandon(self) -> None:
-    """Takes arrays, functions and folder from a thread that may hang in this island, so that it
-    raises when it wakes, and another island may have them. From another thread."""
-    self._train_step = self._eval_step = self._state = None
-    for thread in self._watcher._threads:  # else the process would wait for it at its end
-      futures.thread._threads_queues.pop(thread, None)
-    self.close()
 
   def _require_checkpoints(self) -> checkpoint.Checkpoints:
     if self._checkpoints is None:

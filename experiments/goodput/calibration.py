@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
+from diloco_jax.report import book as book_lib
 from diloco_jax.verification import random_streams
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network, no_arrays, processes, world

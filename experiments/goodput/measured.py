@@ -3,9 +3,9 @@
 import pathlib
 from typing import Any
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.report import booking, facts, records
+from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts, records
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.replay import tape_files
 
@@ -25,7 +25,7 @@ def account(
   book = book_lib.Book(config.quorum, config.period / config.fragments)
   for at_ns, who, fact in facts_of(workdir, object):
     if at_ns <= until_ns and fact is not None:
-      booking.book(book, who, at_ns, fact)
+      book.take(who, at_ns, fact)
   return book
 
 

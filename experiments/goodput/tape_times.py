@@ -7,12 +7,12 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.tape import observers
-from diloco_jax.report import booking, facts
+from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts
 from diloco_jax.verification.checks import judge_tapes
 from experiments.goodput import measured
 
@@ -149,8 +149,8 @@ def _lives(rows: Iterable[tuple[int, str, Any]]) -> list[_Life]:
       case facts.Process(child=name, state='starting') if name not in ids.NO_LEARNERS:
         present[name] = _Life(name, at_ns, [(at_ns, book_lib.INIT)])
         found.append(present[name])
-      case facts.Startup(phase=phase) if who in present and phase in booking.PHASES:
-        present[who].phases.append((at_ns, booking.PHASES[phase]))
+      case facts.Startup(phase=phase) if who in present and phase in book_lib.PHASES:
+        present[who].phases.append((at_ns, book_lib.PHASES[phase]))
       case facts.Exit(child=name, code=code) if name in present:
         present[name].ended_ns, present[name].killed = at_ns, code < 0
   return found

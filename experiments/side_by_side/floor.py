@@ -49,7 +49,6 @@ def define_flags() -> None:
   """Those of a program that stands in for `diloco learner`."""
   cli.define_config()
   cli.define_access()
-  cli.define_files()
   for name in ('workdir', 'learner', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_float('floor_s', 0.0, 'the least time between two inner steps')

@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from diloco_jax.configs import own_loop
-from diloco_jax.launch import nodes
+from diloco_jax.launch import syncer_node
 from diloco_jax.storage import checkpoint, json_files
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored as stored_lib
@@ -208,5 +208,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  nodes.prepare_syncer()
+  syncer_node.prepare()
   main()

@@ -90,12 +90,6 @@ def test_join_needs_nothing_but_the_address(tmp_path, capfd):
   assert f'[{seen[0]}] waits for a syncer at ' in capfd.readouterr().out
 
 
-def test_an_address_that_needs_certificates_says_what_to_pass():
-  with pytest.raises(ValueError, match='needs certificates: give tls, a folder made by `diloco c'):
-    with diloco_jax.join(_ones(), syncer='10.0.0.1:7070'):
-      pass
-
-
 # --- The first step -------------------------------------------------------------------------------
 
 
@@ -186,7 +180,6 @@ def test_a_train_state_is_joined_as_a_whole(make, names, tmp_path, capfd):
   assert set(peer._names) == names
   said = capfd.readouterr().out
   assert re.search('continues with the moments of its checkpoint at step', said)
-  assert 'look like running statistics' not in said
 
 
 class _Model(nnx.Module):

@@ -56,10 +56,7 @@ def test_an_opened_run_tells_what_it_has_recorded(run):
   with pytest.raises(ValueError, match='no evaluation is before and after'):
     opened.loss_at(tokens[-1] + 1)
   assert opened.params['embedding'].shape == (256, 32)
-  beside = opened.plot(opened)
-  assert (
-    len(opened.plot().axes) == len(beside.axes) == 2 and 'matplotlib' in type(beside).__module__
-  )
+  assert len(opened.plot().axes) == 2
   with pytest.raises(ValueError, match='there is no run in'):
     diloco_jax.open_run(run / 'model')
 
@@ -89,17 +86,6 @@ def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
     pytest.raises(checkpoint.CheckpointError, match='nothing was read'),
   ):
     diloco_jax.load_params(folder)
-
-
-def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_path):
-  """The last checkpoint of an ended run has all its outer steps."""
-  shutil.copytree(run, tmp_path / 'run')
-  shutil.rmtree(tmp_path / 'run' / 'model')
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    diloco_jax.load_params(tmp_path / 'run'),
-    diloco_jax.load_params(run),
-  )
 
 
 def test_a_baseline_gives_its_model_and_goes_on(tmp_path):

@@ -2,30 +2,17 @@
 
 import importlib.util
 import os
-import pathlib
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import aot
+from tests.launch.lib.command_line import diloco
 
-ROOT = pathlib.Path(__file__).parents[2]
 HAS_COMPILER = importlib.util.find_spec('libtpu') is not None
 compiles = pytest.mark.skipif(not HAS_COMPILER, reason='no libtpu: pip install .[aot]')
 PRESETS = [('1b', 'v6e:4x4'), ('4b', 'v6e:8x8'), ('12b', 'v5p:4x4x4')]
-
-
-def diloco_aot(*words: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'aot', *words],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    check=False,
-  )
 
 
 def function(name: str, outputs: int, temporaries: int) -> aot.Function:
@@ -59,7 +46,7 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_largest_item(held, temp
 
 @pytest.mark.parametrize('topology', ['', 'v6e', 'v4:2x2', 'v6e:4', '4x4'], ids=str)
 def test_a_wrong_topology_is_one_line_and_42(topology: str):
-  done = diloco_aot(f'--topology={topology}', '--config=stdlib_lm:tiny')
+  done = diloco('aot', f'--topology={topology}', '--config=stdlib_lm:tiny')
   assert (done.returncode, done.stdout) == (42, '')
   assert done.stderr == (
     f'error: --topology is {topology!r}: name one, for example v6e:4x4, v5e:2x4 or v5p:2x2x1\n'
@@ -71,7 +58,7 @@ def test_without_the_compiler_it_names_the_package():
     with pytest.raises(ValueError, match=r'-m pip install "libtpu==[\d.]+'):
       aot.prepare()
   if not HAS_COMPILER:
-    done = diloco_aot('--topology=v6e:2x2', '--config=stdlib_lm:tiny')
+    done = diloco('aot', '--topology=v6e:2x2', '--config=stdlib_lm:tiny')
     assert done.returncode == 42 and 'pip install "libtpu' in done.stderr
 
 
@@ -120,7 +107,8 @@ def test_adopt_is_no_larger_a_program_than_what_it_does(compiled):
 
 @compiles
 def test_a_step_that_the_compiler_refuses_is_the_largest_item():
-  done = diloco_aot(
+  done = diloco(
+    'aot',
     '--topology=v5e:2x2',
     '--config=stdlib_lm:tiny',
     '--config.mesh.fsdp=2',
@@ -132,7 +120,7 @@ def test_a_step_that_the_compiler_refuses_is_the_largest_item():
 
 @compiles
 def test_a_topology_with_another_number_of_chips_than_the_mesh_is_refused():
-  done = diloco_aot('--topology=v6e:2x2', '--config=stdlib_lm:tiny')
+  done = diloco('aot', '--topology=v6e:2x2', '--config=stdlib_lm:tiny')
   assert done.returncode == 42
   assert 'the topology has 4 chips and the mesh 2: for example --config.mesh' in done.stderr
 
@@ -142,6 +130,6 @@ def test_a_topology_with_another_number_of_chips_than_the_mesh_is_refused():
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize('variant, topology', PRESETS, ids=str)
 def test_the_presets_fit(variant: str, topology: str):
-  done = diloco_aot(f'--topology={topology}', f'--config=gemma:{variant}')
+  done = diloco('aot', f'--topology={topology}', f'--config=gemma:{variant}')
   assert done.returncode == 0, done.stderr
   assert int(done.stdout.split()[-1].removesuffix('%')) <= 90

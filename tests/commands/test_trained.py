@@ -5,8 +5,6 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,19 +14,12 @@ from safetensors import numpy as safetensors
 import diloco_jax
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import cli
-from diloco_jax.report import records
 from diloco_jax.storage import arrays
 from diloco_jax.storage import store as store_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
+from tests.launch.lib.command_line import diloco
 
 LINES = 'def f{0}(x):\n  """Adds {0}."""\n  return x + {0}\n\n\n'
-
-
-def diloco(*words: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', *words], capture_output=True, text=True, timeout=300
-  )
 
 
 @pytest.fixture(name='config')
@@ -127,19 +118,6 @@ def test_a_run_keeps_its_tokenizer(config, tmp_path):
     load.write(moved, config)
 
 
-@pytest.mark.full
-def test_a_task_without_a_suite_is_refused(config, tmp_path):
-  (tmp_path / 'own.py').write_text(
-    'import dataclasses\n\nfrom diloco_jax.train import decoder\n\n\ndef task(config):\n'
-    '  made = decoder.task(config.model, config.data)\n'
-    '  return dataclasses.replace(made, suite=None)\n'
-  )
-  config.task = f'{tmp_path / "own.py"}:task'
-  load.write(tmp_path / 'run', config)
-  done = diloco('evaluate', f'--workdir={tmp_path / "run"}', '--suite')
-  assert done.returncode == cli.NEVER_RETRY and 'has no `suite` and `logits`' in done.stderr
-
-
 def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket, counts):
   """By default by one command; they all read it in the same way (load_params.local)."""
   config.sync.learners = config.sync.quorum = config.mesh.data = config.sync.overlap = 1
@@ -169,44 +147,3 @@ def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket, 
     assert done.returncode == 0 and done.stdout.startswith('def '), done.stderr
   done = diloco('evaluate', f'--workdir={url}')
   assert done.returncode == 0 and done.stdout.startswith('held-out loss '), done.stderr
-
-
-@pytest.mark.full
-def test_train_sample_evaluate_export_and_train_on(config, tmp_path):
-  run, out = tmp_path / 'run', tmp_path / 'm.safetensors'
-  load.write(tmp_path, config)
-  for name in ('config.json', 'tokenizer.json'):
-    shutil.move(tmp_path / name, tmp_path / 'cache' / name)
-  done = diloco('train', f'--config={tmp_path / "cache"}', f'--workdir={run}')
-  assert done.returncode == 0, done.stderr
-  first, *_, last = _evaluations(run)
-  assert last['loss'] < first['loss'] and last['bits_per_byte'] < 0.8 * last['loss']
-
-  shutil.rmtree(tmp_path / 'text')  # a model is read without it
-  done = diloco('sample', f'--workdir={run}', '--prompt=def ', '--tokens=40')
-  assert (done.returncode, done.stderr) == (0, '')
-  assert done.stdout.startswith('def ') and len(done.stdout) > 20
-  done = diloco('export', f'--workdir={run}', f'--out={out}')
-  assert done.returncode == 0, done.stderr
-  params = diloco_jax.load_params(run)
-  _same(safetensors.load_file(out), dict(sorted(arrays.by_name(params).items())))
-  done = diloco('evaluate', f'--workdir={run}')
-  assert done.returncode == cli.NEVER_RETRY and 'has no files' in done.stderr
-
-  (tmp_path / 'text').mkdir()
-  (tmp_path / 'text' / 'one.py').write_text(LINES.format(3) * 3000)
-  done = diloco('evaluate', f'--workdir={run}')
-  assert done.returncode == 0, done.stderr
-  loss, bits = re.fullmatch(
-    r'held-out loss (\S+) \((\S+) bits per byte\) in 2 batches of .*text\n', done.stdout
-  ).groups()
-  words = [f'--config.train.init_from={out}', '--config.train.steps=40', '--syncer=none']
-  done = diloco('train', f'--config={run}', f'--workdir={tmp_path / "more"}', *words)
-  assert done.returncode == 0, done.stderr
-  first = _evaluations(tmp_path / 'more')[0]
-  assert first['loss'] == pytest.approx(float(loss), abs=2e-4)
-  assert first['bits_per_byte'] == pytest.approx(float(bits), abs=2e-4)
-
-
-def _evaluations(workdir: pathlib.Path) -> list[dict]:
-  return [row for row in records.records(workdir) if row['name'] == 'eval']

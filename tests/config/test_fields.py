@@ -31,21 +31,9 @@ def test_a_field(name: str, kind: str, default: str, doc: str):
   assert (field.type, field.default) == (kind, default) and field.doc.startswith(doc)
 
 
-def _help(*words: str) -> subprocess.CompletedProcess[str]:
-  command = [sys.executable, '-m', 'diloco_jax', 'train', *words]
-  return subprocess.run(command, text=True, capture_output=True, check=False)
-
-
-def test_help_of_a_section_shows_its_fields_alone():
-  done = _help('--help=optimizer')
-  heads = [line.split()[0] for line in done.stdout.splitlines() if line[2] != ' ']
-  assert heads == [name for name in FIELDS if name.startswith('optimizer')]
-  refused = _help('--help=optim')
-  assert refused.returncode == 42 and 'optimizer, data, mesh, sync' in refused.stderr
-
-
 def test_help_shows_every_field():
-  done = _help('--help')
+  command = [sys.executable, '-m', 'diloco_jax', 'train', '--help']
+  done = subprocess.run(command, text=True, capture_output=True, check=False)
   shown = ' '.join(done.stdout.split())
   for field in FIELDS.values():
     assert ' '.join(field.text().split()) in shown

@@ -13,7 +13,6 @@ import pytest
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch.engines import gke
-from diloco_jax.report import records
 from tests.certs import mint
 from tests.launch.lib import command_line, rendered, schemas
 
@@ -32,31 +31,38 @@ def manifests(texts: dict[str, str]) -> dict[str, str]:
 def test_the_manifests_of_a_run(tmp_path):
   """With every flag, through the command line."""
   mint.owner(tmp_path / 'certs')
-  done = subprocess.run(
-    [
-      *(sys.executable, '-m', 'diloco_jax', 'launch', '--engine=gke', '--out=out'),
+  done = command_line.diloco(
+    *[
+      *('launch', '--engine=gke', '--out=out'),
       *('--config=gemma:1b', '--config.sync.learners=1', f'--config.train.store={rendered.STORE}'),
       *('--name=Run 1', '--topology=v6e:4x4', '--tls=certs/', '--image=registry/diloco:1'),
       *('--spot', '--service_account=trainer', '--namespace=research', '--kueue_queue=tpu'),
       *('--syncer_cpus=4', '--syncer_memory_gib=20', '--disk_gib=100', '--config.train.drain_s=20'),
-      '--metrics_port=9090',
     ],
     cwd=tmp_path,
-    env={**os.environ, 'PYTHONPATH': str(command_line.ROOT)},
-    capture_output=True,
-    text=True,
   )
   assert done.returncode == 0, done.stderr
   found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
   assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
-  rendered.require_golden('gke', found)
+  rendered.require_golden(found)
   assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
+
+
+def test_texts_without_a_folder_are_printed_and_one_that_cannot_be_written_is_named(tmp_path):
+  mint.owner(tmp_path / 'certs')
+  words = ['--engine=gke', '--config=stdlib_lm:tiny', '--topology=cpu', '--without_store']
+  words += ['--tls=certs', '--image=x', '--only=l0']
+  done = command_line.diloco('launch', *words, cwd=tmp_path)
+  assert done.returncode == 0 and done.stdout.startswith('# tiny-l0.yaml\n---\n'), done.stderr
+  done = command_line.diloco('launch', *words, '--out=/dev/null/x', cwd=tmp_path)
+  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
+  assert 'error: cannot write /dev/null/x/tiny-l0.yaml' in done.stderr
 
 
 def test_shellcheck_has_no_warning(tmp_path):
   (script,) = [
     text
-    for name, text in rendered.texts('gke', rendered.request(1, tls="it's mine")).items()
+    for name, text in rendered.texts(rendered.request(1, tls="it's mine")).items()
     if name.endswith('.sh')
   ]
   (tmp_path / 'run.sh').write_text(script)
@@ -68,7 +74,7 @@ def test_shellcheck_has_no_warning(tmp_path):
 @pytest.mark.parametrize('topology, hosts', rendered.TOPOLOGIES.items())
 def test_the_schemas_find_no_error(topology, hosts):
   for learners in (1, 2, 8):
-    files = manifests(rendered.texts('gke', rendered.request(learners, topology, name='run')))
+    files = manifests(rendered.texts(rendered.request(learners, topology, name='run')))
     ids = [f'l{number}' for number in range(learners)]
     assert list(files) == ['run-syncer.yaml', *(f'run-{one}.yaml' for one in ids)]
     syncer, l0, *others = files.values()
@@ -85,7 +91,7 @@ def test_the_schemas_find_no_error(topology, hosts):
 def test_long_names_fit():
   """JobSet refuses one whose pods would have names of more than 63 characters."""
   asked = rendered.request(12, 'v5p:4x4x4', name='run-' * 20)
-  for one in job_sets(rendered.texts('gke', asked)):
+  for one in job_sets(rendered.texts(asked)):
     (job,) = one['spec']['replicatedJobs']
     index = job['template']['spec']['completions'] - 1
     assert len(f'{one["metadata"]["name"]}-{job["name"]}-0-{index}-abcde') <= 63
@@ -93,38 +99,20 @@ def test_long_names_fit():
 
 def test_a_learner_without_tpus():
   with pytest.raises(ValueError, match='--topology, .* as v6e:4x4 .* --topology=cpu'):
-    rendered.texts('gke', rendered.request(1, ''))
-  _, l0 = job_sets(rendered.texts('gke', rendered.request(1, 'cpu')))
+    rendered.texts(rendered.request(1, ''))
+  _, l0 = job_sets(rendered.texts(rendered.request(1, 'cpu')))
   pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
   assert 'nodeSelector' not in pod and pod['containers'][0]['resources'] == {}
   assert {'name': 'JAX_PLATFORMS', 'value': 'cpu'} in pod['containers'][0]['env']
-
-
-@pytest.mark.parametrize(
-  'right, wrong, error',
-  [
-    ('maxRestarts', 'maxRestart', "'maxRestart' was unexpected"),
-    ('replicas: 1', 'replicas: one', "'one' is not of type 'integer'"),
-    ('backoffLimit: 0', 'backoffLimits: 0', "'backoffLimits'"),
-    ('defaultMode: 256', "defaultMode: '0400'", "'0400' is not of type 'integer'"),
-    ('action: FailJobSet', 'action: Fail', "'Fail' is not one of"),
-    ('containerName', 'container', "'container'"),
-    ('ReadWriteOncePod', '{}', 'is not of type'),
-    ('podSelector', 'selector', "'selector' was unexpected"),
-    ('port: 7070', 'ports: 7070', "'ports'"),
-  ],
-)
-def test_the_schemas_find_an_error(right, wrong, error):
-  texts = manifests(rendered.texts('gke', rendered.request(1)))
-  text = ''.join(texts.values())
-  assert right in text
-  found = schemas.errors(text.replace(right, wrong))
-  assert any(error in one for one in found), found
+  asked = rendered.request(topology='cpu')
+  asked.config.mesh.hosts = 2
+  with pytest.raises(ValueError, match='a slice, as the hosts of a learner .*--engine=ray'):
+    rendered.texts(asked)
 
 
 def test_our_command_line_takes_the_commands():
   for topology in ('v5p:2x2x1', 'v6e:4x4'):
-    sets = job_sets(rendered.texts('gke', rendered.request(2, topology, name='run')))
+    sets = job_sets(rendered.texts(rendered.request(2, topology, name='run')))
     pods = [one['spec']['replicatedJobs'][0]['template']['spec']['template'] for one in sets]
     containers = [pod['spec']['containers'][0] for pod in pods]
     assert all(one['command'] == ['sh', '-c', gke.UNTIL_DONE] for one in containers)
@@ -148,28 +136,16 @@ def test_our_command_line_takes_the_commands():
     ({'tls': ''}, {}, ('--tls', 'diloco certs')),
     ({}, {'image': ''}, ('--image', 'launch.md')),
     ({'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
-    ({}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
   ],
 )
 def test_what_is_missing_is_named_in_one_line(asked, given, words):
+  one_host = rendered.request(store='', topology='v6e:2x2')
+  assert rendered.texts(one_host, without_store=True)
+  assert rendered.texts(rendered.request(store='', topology='', only=['syncer']))
   with pytest.raises(ValueError) as refused:
-    rendered.texts('gke', rendered.request(**asked), **given)
+    rendered.texts(rendered.request(**asked), **given)
   text = cli.one_line(refused.value)
   assert all(word in text for word in words), text
-
-
-def test_what_needs_no_store():
-  one_host = rendered.request(store='', topology='v6e:2x2')
-  assert rendered.texts('gke', one_host, without_store=True)
-  syncer = rendered.request(store='', topology='', only=['syncer'])
-  assert rendered.texts('gke', syncer)
-
-
-def test_hosts_without_tpus_are_refused():
-  asked = rendered.request(topology='cpu')
-  asked.config.mesh.hosts = 2
-  with pytest.raises(ValueError, match='a slice, as the hosts of a learner .*--engine=ray'):
-    rendered.texts('gke', asked)
 
 
 PROGRAM = """
@@ -220,7 +196,7 @@ def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):
   kubectl = tmp_path / 'kubectl'
   kubectl.write_text(f'#!{sys.executable}\n{KUBECTL}')
   kubectl.chmod(0o755)
-  texts = rendered.texts('gke', rendered.request(1, name='run'), namespace='research')
+  texts = rendered.texts(rendered.request(1, name='run'), namespace='research')
   for name, text in texts.items():
     (tmp_path / name).write_text(text)
   calls = tmp_path / 'calls'
@@ -248,7 +224,7 @@ def secret(name: str) -> list[list[str]]:
 
 
 def test_the_script_starts_nothing_without_all_certificates(tmp_path):
-  for name, text in rendered.texts('gke', rendered.request(2, name='run')).items():
+  for name, text in rendered.texts(rendered.request(2, name='run')).items():
     (tmp_path / name).write_text(text)
   for name in ('syncer', 'l0'):
     (tmp_path / 'certs' / name).mkdir(parents=True)
@@ -269,22 +245,8 @@ def test_one_error_names_all_that_is_missing_and_nothing_is_written(tmp_path):
   (certs / 'l1').rename(certs / 'l3')  # l1 has none, l3 that of l1
   owner.revoke('l0')
   words = ['--config=gemma:1b', '--config.sync.learners=4', '--config.data.corpus=texts/*.txt']
-  done = subprocess.run(
-    [
-      sys.executable,
-      '-m',
-      'diloco_jax',
-      'launch',
-      '--engine=gke',
-      '--tls=certs',
-      '--out=out',
-      *words,
-    ],
-    cwd=tmp_path,
-    env={**os.environ, 'PYTHONPATH': str(command_line.ROOT)},
-    capture_output=True,
-    text=True,
-  )
+  words = ['--engine=gke', '--tls=certs', '--out=out', *words]
+  done = command_line.diloco('launch', *words, cwd=tmp_path)
   assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
   for named in (
     *('--image', '--topology', '--config.train.store=gs://', '--config.data.corpus=/...'),
@@ -293,85 +255,6 @@ def test_one_error_names_all_that_is_missing_and_nothing_is_written(tmp_path):
   ):
     assert named in done.stderr, done.stderr
   assert [path.name for path in tmp_path.iterdir()] == ['certs']
-
-
-class Pod:
-  """The container of a program with one host, on this machine: it has the command, environment and
-  mounts of the manifest, and is started again as the manifest says."""
-
-  def __init__(self, job_set: dict, folder: pathlib.Path, certs: pathlib.Path, syncer: str):
-    self._rules = job_set['spec']
-    job = self._rules['replicatedJobs'][0]['template']['spec']
-    (rule,) = job['podFailurePolicy']['rules']
-    self._never = rule['onExitCodes']['values']
-    (self._container,) = job['template']['spec']['containers']
-    places = {'workdir': folder, 'certs': certs}
-    mounts = {one['mountPath']: places[one['name']] for one in self._container['volumeMounts']}
-    mounts |= {'0.0.0.0:7070': '127.0.0.1:0', 'run-syncer:7070': syncer}
-    diloco, *words = self._container['args']
-    assert diloco == 'diloco'  # of the image
-    self._words = [sys.executable, '-m', 'diloco_jax', *(self._place(one, mounts) for one in words)]
-    self.process = self._start()
-    self.codes: list[int] = []
-
-  def _place(self, word: str, places: dict[str, object]) -> str:
-    name, is_flag, value = word.partition('=')
-    return f'{name}={places[value]}' if is_flag and value in places else word
-
-  def _start(self) -> subprocess.Popen:
-    environment = {one['name']: one['value'] for one in self._container['env']}
-    return subprocess.Popen(
-      [*self._container['command'], *self._words],
-      cwd=command_line.ROOT,
-      env={**os.environ, **environment},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-
-  def until(self, words: str) -> str:
-    said = []
-    for line in self.process.stdout:
-      said.append(line)
-      if words in line:
-        return line.strip()
-    raise AssertionError(''.join(said))
-
-  def end(self) -> None:
-    """Starts the program again until it is done."""
-    while True:
-      with self.process as process:
-        said = process.stdout.read()
-      self.codes.append(process.returncode)
-      assert process.returncode not in self._never, said
-      if process.returncode == 0:
-        return
-      assert len(self.codes) <= self._rules['failurePolicy']['maxRestarts']
-      self.process = self._start()
-
-
-@pytest.mark.full
-def test_the_containers_train(tmp_path):
-  """Each program with a disk and a secret of its own, over mutual TLS. Node l1 is drained."""
-  asked = rendered.request(2, 'cpu', '', 'stdlib_lm:tiny', name='run')
-  asked.config.sync.quorum, asked.config.train.steps = 2, 60  # so the run waits for l1
-  syncer, l0, l1 = job_sets(rendered.texts('gke', asked, without_store=True))
-  owner = mint.owner(tmp_path / 'certs')
-
-  def start(name: str, job_set: dict, address: str = '') -> Pod:
-    mounted = mount_secret(owner.folder / name, tmp_path / 'mounted' / name)
-    return Pod(job_set, tmp_path / name, mounted, address)
-
-  first = start('syncer', syncer)
-  address = first.until('the syncer listens on').rpartition(' ')[2]
-  learners = [start('l0', l0, address), start('l1', l1, address)]
-  learners[1].until('joined')
-  learners[1].process.send_signal(signal.SIGTERM)
-  for pod in (*reversed(learners), first):  # the others wait for l1
-    pod.end()
-  assert [pod.codes for pod in (first, *learners)] == [[0], [0], [143, 0]]
-  merged = [fact for fact in records.records(tmp_path / 'syncer') if fact['name'] == 'synced']
-  assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
 
 
 WITHOUT = """

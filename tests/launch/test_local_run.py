@@ -13,22 +13,17 @@ from concurrent import futures
 import pytest
 
 import diloco_jax
-from diloco_jax.api import peer
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder, spec
 from diloco_jax.report import facts, records
 from diloco_jax.storage import files
+from tests.launch.lib.command_line import diloco
 
 
 @pytest.fixture(name='config')
 def _config():
   return stdlib_lm.get_config('tiny')
-
-
-def test_a_new_run_writes_its_config(config, tmp_path):
-  workdir = run_folder.open_workdir(config, tmp_path / 'a' / 'b', resume=False)
-  assert load.read(workdir) == config
 
 
 def test_a_run_without_a_folder_gets_one_with_its_name(config, tmp_path, monkeypatch):
@@ -102,9 +97,9 @@ def test_a_path_without_readable_checkpoints_is_refused(config, tmp_path, monkey
   with pytest.raises(ValueError, match=match):
     restore.restore(config, pathlib.Path('run'), restore.LATEST, print)
   with pytest.raises(ValueError, match=match), contextlib.ExitStack() as cleanup:
-    peer.folder('run', cleanup)
+    run_folder.or_temporary('run', cleanup)
   with pytest.raises(cli.NeverRetry, match=match):
-    nodes._open('run', 'syncer')
+    nodes.open_folder('run', 'syncer')
   assert not list(pathlib.Path().iterdir())
 
 
@@ -135,11 +130,7 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
   with contextlib.closing(files.Files(workdir / 'syncer' / 'wal')) as log:
     log.lock()
     (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
-    ended = subprocess.run(
-      [sys.executable, '-m', 'diloco_jax', 'train', '--resume', f'--workdir={workdir}'],
-      capture_output=True,
-      text=True,
-    )
+    ended = diloco('train', '--resume', f'--workdir={workdir}')
     assert ended.returncode == cli.NEVER_RETRY
     assert f'already used by syncer pid {os.getpid()}' in ended.stderr
     with pytest.raises(files.DirectoryError, match='already used by syncer'):
@@ -243,11 +234,6 @@ def test_the_hosts_of_a_learner_share_its_devices(config, tmp_path):
   config.mesh.hosts = 3
   with pytest.raises(ValueError, match='mesh.hosts is 3: 8 devices do not split evenly'):
     config.validate()
-
-
-def test_a_lone_learner_has_no_syncer(config, tmp_path):
-  [learner] = local_run.programs(local_run.describe(config, tmp_path, [], alone=True))
-  assert '--syncer=none' in learner.command
 
 
 def test_the_users_environment_wins():

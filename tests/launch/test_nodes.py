@@ -15,7 +15,7 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import cli, nodes, own_model, restore, run_folder
+from diloco_jax.launch import cli, nodes, own_model, restore, run_folder, syncer_node
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import published
 from diloco_jax.report import records as recording
@@ -26,17 +26,19 @@ from tests.certs import mint
 from tests.launch.lib import command_line
 
 
-def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
-  with pytest.raises(cli.NeverRetry, match="--learner='L0!'"):
-    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'L0!', 'none')
+@pytest.mark.parametrize(
+  'learner, address, said',
+  [
+    ('L0!', 'none', "--learner='L0!'"),
+    ('syncer', 'none', 'syncer and supervisor are taken'),  # records would be in one file
+    ('supervisor', 'none', 'syncer and supervisor are taken'),
+    ('l0', 'localhost', "'localhost' is not unix:PATH, nor HOST:PORT"),
+  ],
+)
+def test_a_wrong_id_or_address_is_refused(learner, address, said, tmp_path):
+  with pytest.raises(cli.NeverRetry, match=said):
+    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), learner, address)
   assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.parametrize('taken', ['syncer', 'supervisor'])
-def test_a_learner_cannot_have_the_id_of_another_program(taken, tmp_path):
-  """Its records would be in one file with theirs."""
-  with pytest.raises(cli.NeverRetry, match='syncer and supervisor are taken'):
-    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), taken, 'none')
 
 
 @pytest.mark.parametrize('nohup', [False, True])
@@ -51,12 +53,6 @@ def test_a_closed_terminal_ends_a_process_in_order_but_not_under_nohup(nohup):
   assert asked == ([] if nohup else ['stopped by SIGHUP'])
 
 
-def test_an_address_without_a_port_is_refused(tmp_path):
-  with pytest.raises(cli.NeverRetry, match="'localhost' is not unix:PATH, nor HOST:PORT"):
-    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')
-  assert not (tmp_path / 'run').exists()
-
-
 def _without_haste(config: run_config.Config) -> run_config.Config:
   """A node that ends late, on a busy machine, ends the process: here that of the tests."""
   config.train.drain_s = 1_800.0
@@ -66,19 +62,19 @@ def _without_haste(config: run_config.Config) -> run_config.Config:
 def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monkeypatch):
   """So load_params, sample and restore know the run without --config."""
 
-  def stop_once_it_listens(folder, address):
-    write(folder, address)
+  def stop_once_it_listens(syncer, address):
+    write(syncer, address)
     signal.raise_signal(signal.SIGTERM)
 
   jax.devices()  # before the syncer asks for one
-  write = nodes._write_address
-  monkeypatch.setattr(nodes, '_write_address', stop_once_it_listens)
+  write = syncer_node.Syncer._write_address
+  monkeypatch.setattr(syncer_node.Syncer, '_write_address', stop_once_it_listens)
   config = _without_haste(stdlib_lm.get_config('tiny'))
   config.sync.fragments = config.sync.period = 1
   config.sync.overlap = config.train.eval_every = 0
   for steps in (50, 60):
     config.train.steps = steps
-    assert nodes.syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert load.read(tmp_path).train.steps == 50
   assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
   restore.restore(load.read(tmp_path), tmp_path, restore.LATEST, print)
@@ -99,14 +95,14 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
 
   with futures.ThreadPoolExecutor(1) as pool:
     steps = pool.submit(loop, 'l0')
-    assert nodes.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert steps.result() == 3
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
   assert loop('l1') == 0
   said = capfd.readouterr().out
   assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
   assert ' the run has ended: there are no steps left\n' in said
-  assert nodes.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+  assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
 
 
@@ -116,7 +112,7 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   records = recording.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
-  assert cli._guarded(lambda argv: nodes._end(waited, records), []) == 75
+  assert cli._guarded(lambda argv: nodes.end(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
 
 
@@ -139,9 +135,10 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
   config = _without_haste(own_loop.get_config())
   config.sync.fragments = 1
   monkeypatch.setattr(module, name, stopped_meanwhile)
-  monkeypatch.setattr(nodes, '_serve', lambda *args: pytest.fail('the syncer was started'))
+  started = lambda *args: pytest.fail('the syncer was started')
+  monkeypatch.setattr(syncer_node.Syncer, 'run', started)
   where = config, str(tmp_path / 'run'), '', addresses.LOCAL, str(tmp_path / 'init')
-  assert nodes.own_loop_syncer(*where) == 0
+  assert syncer_node.main(*where) == 0
 
 
 _LEARNER = """
@@ -154,9 +151,9 @@ cli.run_main(lambda argv: nodes.learner(
 _SYNCER = """
 import sys
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import cli, nodes
+from diloco_jax.launch import cli, syncer_node
 from diloco_jax.transport import addresses
-cli.run_main(lambda argv: nodes.syncer(
+cli.run_main(lambda argv: syncer_node.main(
   stdlib_lm.get_config('tiny'), argv[1], '', addresses.LOCAL), positional=True)
 """
 
@@ -215,9 +212,7 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
   file = tmp_path / 'not_finite.py'
   file.write_text(_NOT_FINITE)
   words = [*command, f'--config={file}', f'--workdir={tmp_path / "run"}']
-  ended = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', *words], capture_output=True, text=True
-  )
+  ended = command_line.diloco(*words)
   assert ended.returncode == cli.NEVER_RETRY, ended.stderr
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
   assert line.startswith("error: ['gain'] has initial values that are not finite")
@@ -262,14 +257,7 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
 )
 def test_a_learner_says_what_is_wrong_with_jax_and_is_not_started_again(setting, remedy, tmp_path):
   words = ['--config=stdlib_lm:tiny', f'--workdir={tmp_path}/run', '--learner=l0']
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'learner', *words, '--syncer=none'],
-    cwd=command_line.ROOT,
-    env={**os.environ, **setting},
-    text=True,
-    capture_output=True,
-    check=False,
-  )
+  done = command_line.diloco('learner', *words, '--syncer=none', **setting)
   errors = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
   assert done.returncode == 42 and remedy in errors[0] and 'Traceback' not in done.stderr
   assert not (tmp_path / 'run').exists()

@@ -1,7 +1,6 @@
 """Real runs on a Ray cluster of three machines, each a raylet of its own on this one."""
 
 import json
-import shutil
 import signal
 
 import pytest
@@ -99,35 +98,6 @@ def test_a_process_that_ray_has_lost_sight_of_keeps_its_id_while_it_lives(tmp_pa
     until(lambda: run.joined('l1') == [1, 2], 'the second process joins')
     at = run.merges('l1')
     until(lambda: run.merges('l1') > at, 'the second process contributes')
-
-
-def test_a_process_ends_with_its_raylet(tmp_path, certs):
-  with (
-    ray_cluster.start(tmp_path / 'machines', MACHINES) as cluster,
-    ray_cluster.launch(cluster, certs, APART, *TWO, ENDLESS, name='driver') as run,
-  ):
-    until(lambda: run.merges('l1') >= 3, 'l1 contributes')
-    first = cluster.where('l1')
-    cluster.raylet(first).kill()
-    until(lambda: not cluster.programs(first, 'l1'), 'the process of l1 ends')
-    until(lambda: run.joined('l1') == [1, 2], 'l1 joins again', BACK_S)
-    assert not run.said('in use')
-    run.process.kill()  # the supervisor, by SIGKILL
-    until(lambda: leaves_nothing(cluster), 'nothing is left')
-
-
-def test_a_program_that_is_refused_is_not_started_again(tmp_path, certs):
-  for file in ('cert.pem', 'key.pem'):
-    shutil.copy(certs / 'l0' / file, certs / 'l1' / file)
-  with (
-    ray_cluster.start(tmp_path / 'machines', MACHINES) as cluster,
-    ray_cluster.launch(
-      cluster, certs, APART, *TWO, '--config.train.steps=60', name='driver'
-    ) as run,
-  ):
-    assert run.end() == 0, 'l0 goes on'
-    assert len(run.said('[l1] error: the certificate in')) == len(run.said('[l1] starts on')) == 1
-    assert run.merges('l0') > 0 and not run.joined('l1')
 
 
 @pytest.mark.parametrize('store_log', [True, False])

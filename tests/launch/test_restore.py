@@ -6,6 +6,7 @@ last tests restore a syncer that has merged and saved (tests/syncer/test_durabil
 
 import copy
 import errno
+import functools
 import gc
 import pathlib
 import random
@@ -25,6 +26,7 @@ from diloco_jax.launch import cli, own_model, restore, run_folder
 from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
+from tests.launch.lib import command_line
 from tests.syncer import test_durability as durability
 
 # Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make
@@ -225,16 +227,6 @@ def test_what_is_damaged_is_passed_over_and_said(config, workdir):
   gc.collect()
 
 
-def test_no_checkpoint_that_is_whole_is_refused(config, workdir):
-  for number in ('105', '205'):
-    damage(workdir / 'syncer' / 'ckpt' / number)
-  before = _contents(workdir)
-  with pytest.raises(ValueError, match='no checkpoint in .* is whole .*there are: 105, 205'):
-    _restore(config, workdir)
-  assert _contents(workdir) == before
-  gc.collect()
-
-
 # --- What is done ---------------------------------------------------------------------------------
 
 
@@ -254,21 +246,6 @@ def test_a_run_goes_on_from_its_checkpoints_and_nothing_is_deleted(config, workd
   assert (workdir / 'aside-1' / 'model' / 'array').exists() and not (workdir / 'model').exists()
   assert (workdir / 'aside-1' / 'islands' / 'l0' / 'ckpt' / '299').exists()
   assert any(re.search('l2 starts from.*no checkpoint of it', line) for line in said), said
-
-
-def test_its_log_begins_behind_the_checkpoint(config, agreement, workdir):
-  _restore(config, workdir)
-  files = files_lib.Files(workdir / 'syncer' / 'wal')
-  log = wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN)
-  assert (log.committed, list(log.records(20))) == (20, [])
-  files.close()
-
-
-def test_the_checkpoint_stays_and_can_be_restored_again(config, workdir):
-  _restore(config, workdir, '199')
-  _restore(config, workdir)
-  assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
-  assert _held(workdir / 'islands' / 'l1' / 'ckpt').data_state == 11
 
 
 def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
@@ -349,20 +326,12 @@ def test_not_under_a_process_that_runs(config, workdir, role, folder):
 def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   """Without --config it takes that of the run."""
 
-  def diloco(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-      [sys.executable, '-m', 'diloco_jax', 'restore', *words],
-      cwd=pathlib.Path(__file__).parents[2],
-      text=True,
-      capture_output=True,
-      check=False,
-    )
-
-  done = diloco(f'--workdir={workdir}', '--to=104')
+  restored = functools.partial(command_line.diloco, 'restore')
+  done = restored(f'--workdir={workdir}', '--to=104')
   assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
   assert 'no checkpoint at or before clock 104' in done.stderr
   damage(workdir / 'syncer' / 'ckpt' / '205')
-  done = diloco(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
+  done = restored(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
   assert done.returncode == 0, done.stderr
   assert 'the run continues from the checkpoint of clock 105' in done.stdout
   again = f' train --resume --workdir={workdir}'
@@ -370,11 +339,11 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   assert restore_note.read(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
   shutil.rmtree(workdir / 'islands')  # learners on other machines
-  done = diloco(f'--workdir={workdir}', '--to=latest')
+  done = restored(f'--workdir={workdir}', '--to=latest')
   assert done.stdout.splitlines()[-1].endswith('learners again, with their own commands')
-  done = diloco(f'--workdir={workdir}')
+  done = restored(f'--workdir={workdir}')
   assert done.returncode == cli.NEVER_RETRY and '(there are: 105)' in done.stderr
-  done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
+  done = restored(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == cli.NEVER_RETRY and 'there is no run in' in done.stderr
 
 
@@ -486,15 +455,6 @@ def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, dama
   assert all(data in after for data in before.values()), 'something was deleted'
   assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.rec'))
   _goes_on(assembled, damaged, expected, 5)
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(assembled, damaged, expected):
-  durability._damage(damaged / 'syncer' / 'ckpt' / '5')
-  said = _restore(assembled.config, damaged)
-  assert 'ckpt/5 is damaged and is passed over' in said[0]
-  assert (damaged / 'aside-1' / 'syncer' / 'ckpt' / '5').is_dir()
-  _goes_on(assembled, damaged, expected, 2)
-  gc.collect()
 
 
 def test_no_checkpoint_that_is_whole_is_refused_and_none_at_all_is_the_beginning(

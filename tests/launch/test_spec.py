@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -173,11 +171,14 @@ def test_what_this_machine_cannot_give(more, words):
       r'tls=certs/l0/l0: there is no such folder \(diloco certs --help\). Nothing was written',
     ),
     ([], 'no --config given; for example --config=stdlib_lm:cpu'),
+    (
+      ['--config=stdlib_lm:tiny', '--image=x'],
+      '--image applies to --engine=gke only, and this is --engine=local',
+    ),
   ],
 )
 def test_the_command_refuses_in_one_line(words, error, tmp_path):
-  command = [sys.executable, '-m', 'diloco_jax', 'launch', f'--workdir={tmp_path}/run', *words]
-  done = subprocess.run(command, cwd=command_line.ROOT, capture_output=True, text=True)
+  done = command_line.diloco('launch', f'--workdir={tmp_path}/run', *words)
   assert (done.returncode, done.stdout) == (cli.NEVER_RETRY, '')
   assert done.stderr.count('\n') == 1
   assert re.search(error, done.stderr), done.stderr

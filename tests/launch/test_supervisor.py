@@ -17,7 +17,7 @@ import time
 import psutil
 import pytest
 
-from diloco_jax.launch import kill_plan, run_folder
+from diloco_jax.launch import run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
@@ -144,16 +144,6 @@ def test_a_run_has_one_supervisor(tmp_path):
   assert Run(tmp_path, [program('l0', '')]).run().code == 0
 
 
-def test_a_failed_learner_is_restarted(tmp_path):
-  script = (
-    'import pathlib, sys; first = pathlib.Path(sys.argv[1], "first"); '
-    'again = first.exists(); first.touch(); sys.exit(0 if again else 3)'
-  )
-  outcome = Run(tmp_path, [program('l0', script, str(tmp_path))]).run()
-  assert outcome.code == 0
-  assert outcome.statuses['l0'].starts == 2
-
-
 def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeypatch):
   monkeypatch.setattr(supervisor_lib, '_BACKOFF_S', (0.01, 0.01))
   outcome = Run(tmp_path, [program('l0', 'raise SystemExit(3)')]).run()
@@ -184,13 +174,6 @@ def test_a_learner_whose_restart_fails_is_started_again(tmp_path):
   assert 'l0: could not be started: [Errno 21]' in ' '.join(run.said('local'))
 
 
-def test_exit_42_of_the_syncer_ends_the_run_with_its_error_line(tmp_path):
-  syncer = 'import sys; print("error: port 7 is taken", file=sys.stderr); sys.exit(42)'
-  run = Run(tmp_path, [program('syncer', syncer), program('l0', _FOREVER), program('l1', _FOREVER)])
-  outcome = run.run()
-  assert (outcome.code, outcome.text) == (42, 'port 7 is taken')
-
-
 def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
   refused = 'import sys; print("error: another model", file=sys.stderr); sys.exit(42)'
   run = Run(
@@ -204,7 +187,7 @@ def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
 
   run._kwargs['finish_s'] = 0.1
   outcome = run.run(tick)
-  assert outcome.statuses['l0'] == run_facts.Status(
+  assert outcome.statuses['l0'] == supervisor_lib.Status(
     state='refused', starts=1, last_error='another model'
   )
   assert outcome.statuses['syncer'].state == 'done'
@@ -222,7 +205,7 @@ def test_exit_74_of_the_syncer_is_retried_and_exit_42_ends_the_run(tmp_path):
   run = Run(tmp_path, [program('syncer', syncer, str(tmp_path)), program('l0', _FOREVER)])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (42, 'damaged log')
-  assert outcome.statuses['syncer'] == run_facts.Status(
+  assert outcome.statuses['syncer'] == supervisor_lib.Status(
     state='refused', starts=2, last_error='damaged log'
   )
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
@@ -262,17 +245,6 @@ def test_the_syncer_of_a_complete_run_has_the_time_that_it_needs(tmp_path, step,
   assert run.run(tick).code == code
 
 
-def test_programs_that_were_stopped_from_outside_have_not_finished_the_run(tmp_path):
-  """Both end with 0 on SIGTERM, after saving."""
-  run = Run(
-    tmp_path,
-    [program('syncer', 'pass'), program('l0', _reports_step(50), str(tmp_path))],
-    finish_s=_DEADLINE_S,
-  )
-  outcome = run.run()
-  assert (outcome.code, outcome.text) == (1, 'the run was stopped from outside at 50% of its steps')
-
-
 def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
   run = Run(
     tmp_path,
@@ -289,28 +261,18 @@ def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
 
 def test_the_chaos_plan_kills_and_restarts(tmp_path):
   learner = _reports_step(50) + 'again or threading.Event().wait()'
-  kills = [kill_plan.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
+  kills = [supervisor_lib.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
   outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
-  assert outcome.statuses['l0'] == run_facts.Status(state='done', starts=2)
+  assert outcome.statuses['l0'] == supervisor_lib.Status(state='done', starts=2)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0]
 
 
-def test_a_syncer_that_dies_is_restarted(tmp_path):
-  run = Run(tmp_path, [program('syncer', _FOREVER), program('l0', _FOREVER)], stop_s=0.5)
-  killed = []
-
-  def tick(run: Run) -> None:
-    child = run.supervisor.child('syncer')
-    if child is not None and not killed:
-      killed.append(os.kill(child.pid, signal.SIGKILL))
-    elif run.supervisor.statuses['syncer'].starts == 2:
-      os.kill(os.getpid(), signal.SIGINT)
-
-  run.run(tick)
-  assert any('syncer: killed by SIGKILL; restart in' in line for line in run.said('local'))
-  assert 'syncer: restarted (process 2)' in run.said('local')
+@pytest.mark.parametrize('text', ['l9@0.5', 'l0', 'l0@1.5', 'l0@-1', 'l0@0.5+', 'l0@0.5+-1', ''])
+def test_a_kill_that_cannot_be_is_refused(text):
+  with pytest.raises(ValueError, match='use NAME@FRACTION.SECONDS.* names syncer, l0, l1'):
+    supervisor_lib.parse_kills([text], ['syncer', 'l0', 'l1'])
 
 
 def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
@@ -476,7 +438,7 @@ def test_backoff_grows_to_its_cap_and_is_jittered():
   ],
 )
 def test_verdict(states, progress, code):
-  statuses = {name: run_facts.Status(state=state) for name, state in states.items()}
+  statuses = {name: supervisor_lib.Status(state=state) for name, state in states.items()}
   syncer = statuses.pop('syncer')
   learners = list(statuses.values())
   assert supervisor_lib._verdict(syncer, learners, False, progress)['code'] == code

@@ -22,7 +22,6 @@ from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records, summary
 from diloco_jax.syncer import global_model
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import evaluate
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
 from experiments.examples import lora_decoder
@@ -253,29 +252,3 @@ def test_a_personal_head(tmp_path):
   np.testing.assert_array_equal(named['codes'], begun['codes'])
   with pytest.raises(ValueError, match=r'1 parameters \(head\) of the run in .* never leave'):
     load_params.load_all(tmp_path)
-
-
-@pytest.mark.full
-def test_lora_on_the_decoder_learns_and_its_model_is_whole(tmp_path):
-  config = stdlib_lm.get_config('small')
-  config.task = f'{lora_decoder.__file__}:task(rank=8)'
-  model, sync = config.model, config.sync
-  model.embed_dim, model.hidden_dim, model.num_heads, model.head_dim = 512, 2048, 8, 64
-  config.data.seq_len, config.data.batch_size, config.data.eval_batches = 32, 2, 1
-  config.mesh = config_lib.MeshConfig()
-  sync.learners = sync.quorum = sync.fragments = 2
-  sync.period, sync.overlap = 6, 1
-  config.train.steps, config.optimizer.warmup_steps, config.optimizer.learning_rate = 24, 4, 1e-2
-  run = diloco_jax.run(config, tmp_path)
-  assembled = build.assemble(config)
-  whole = build.assemble(dataclasses.replace(config, task='decoder')).parameters
-  assert assembled.parameters <= 0.03 * whole
-  of_whole = codecs.get('int8').encoded_size(whole) / sync.fragments
-  require_exact_wire(tmp_path, assembled.parameters / whole * of_whole)
-
-  rows = run.summary['learners'].values()
-  assert all(row['eval_loss_end'] < row['eval_loss_start'] - 0.3 for row in rows)
-  params = load_params.load_all(tmp_path)
-  jax.tree.map(np.testing.assert_array_equal, params['base'], assembled.init()['base'])
-  loss, _ = evaluate.HeldOut(assembled.task, assembled.shapes).evaluate(params)
-  assert loss == pytest.approx(np.mean([row['eval_loss_end'] for row in rows]), rel=0.02)

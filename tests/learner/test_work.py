@@ -21,6 +21,17 @@ def _host(tree):
   return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
 
 
+def _made(tmp_path, **sync):
+  """A config with these settings of `sync`, what is assembled of it, and its island."""
+  config = stdlib_lm.get_config('tiny')
+  for name, value in sync.items():
+    setattr(config.sync, name, value)
+  config.train.log_every = 2
+  assembled = build.assemble(config)
+  devices = jax.devices()[: config.mesh.num_devices]
+  return config, assembled, learner_process.make_island(assembled, tmp_path, 'l0', devices)
+
+
 def _same(one, other) -> bool:
   return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
@@ -36,11 +47,7 @@ def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
 
 
 def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
-  config = stdlib_lm.get_config('tiny')
-  assembled, posted = build.assemble(config), []
-  island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
-  )
+  (_, assembled, island), posted = _made(tmp_path), []
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(
       assembled, island, posted.append, None, payloads.PayloadStore(), recorder
@@ -71,13 +78,8 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
 def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
   """The time before it is booked already, as that of joining. A step is recorded once it is done,
   also while the learner has no other one to make."""
-  config = stdlib_lm.get_config('tiny')
-  config.sync.overlap, config.train.log_every = 0, 2
-  assembled = build.assemble(config)
+  _, assembled, island = _made(tmp_path, overlap=0)
   assert assembled.protocol.lag == 0
-  island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
-  )
   with contextlib.closing(records.Recorder(tmp_path, 'l0')) as recorder:
     posted = []
     work = learner_work.LearnerWork(
@@ -113,10 +115,7 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
 
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   """Or all learners, which save at the same clock, would stop training for the first time."""
-  config = stdlib_lm.get_config('tiny')
-  assembled = build.assemble(config)
-  devices = jax.devices()[: config.mesh.num_devices]
-  island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
+  _, _, island = _made(tmp_path)
   island.warm_up()
   island.step(0)
   compiled = []
@@ -150,11 +149,8 @@ class _Functions(dict):
 def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tmp_path):
   """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
   needs later is compiled from its first step on."""
-  config = stdlib_lm.get_config('tiny')
-  config.sync.fragments = config.sync.period = 5  # the embedding is cut
-  assembled, posted, store = build.assemble(config), [], payloads.PayloadStore()
-  devices = jax.devices()[: config.mesh.num_devices]
-  island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
+  config, assembled, island = _made(tmp_path, fragments=5, period=5)  # the embedding is cut
+  posted, store = [], payloads.PayloadStore()
   functions = _Functions()
   exchange = on_device.Exchange(assembled, island, functions).begin()
   post = lambda event: posted.append((event, len(functions)))
@@ -187,12 +183,7 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
 
 def test_an_adoption_keeps_steps_only_where_it_is_told_to(tmp_path):
   """So a NaN, or a step that was refused, does not survive the adoption after it."""
-  config = stdlib_lm.get_config('tiny')
-  config.sync.fragments = 1
-  assembled = build.assemble(config)
-  island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
-  )
+  _, assembled, island = _made(tmp_path, fragments=1)
   exchange = on_device.Exchange(assembled, island).begin()
   like = jax.tree.map(np.zeros_like, _host(island.params))
   value = np.asarray(fragments.gather(assembled.layout, 0, like))

@@ -1,31 +1,21 @@
 """What a run shows while it runs: phases, rates, the time that is left."""
 
-import contextlib
 import io
 
 import pytest
 
-from diloco_jax.api import run as run_lib
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, live, records, run_facts
-from tests.report.test_records import row
+from diloco_jax.report import facts, live, run_facts
+from tests.report.rows import child, member, row, step, synced
 
 
-def _step(at_s: float, step: int, steps: int) -> dict:
-  return row(at_s, facts.Step(step=step, steps=steps, tokens=50 * steps, loss=4.0, seconds=0.5))
-
-
-def _process(at_s: float, child: str, state: str) -> tuple[str, dict]:
-  return 'supervisor', row(at_s, facts.Process(child=child, state=state, text=''))
-
-
-def test_a_starting_process_tells_its_phase_and_trains_no_token_before_its_first_step():
+def test_a_starting_process_tells_its_phase_and_trains_no_token_before_its_firststep():
   run = run_facts.RunFacts(['l0', 'l1'], 100)
   learner = run.learners['l0']
   seen = []
   for start_s in (0, 100):  # the second process of a learner has the rates of the first one
     for rows in [
-      [_process(start_s, 'l0', 'starting')],
+      [child(start_s, 'l0', 'starting')],
       *(
         [('l0', row(start_s + at_s, facts.Startup(phase=phase, cpu_s=1.0)))]
         for at_s, phase in enumerate(('imported', 'built', 'restored', 'compiled'), 1)
@@ -35,9 +25,9 @@ def test_a_starting_process_tells_its_phase_and_trains_no_token_before_its_first
       run.take(rows)
       seen.append(learner.phase)
       assert run.tokens_per_second == 0
-    run.take([('l0', _step(start_s + 6, 1 + start_s // 2, 1))])
+    run.take([('l0', step(start_s + 6, 1 + start_s // 2, 1))])
     assert learner.phase == '' and run.tokens_per_second == 100
-    run.take([_process(start_s + 50, 'l0', 'down')])
+    run.take([child(start_s + 50, 'l0', 'down')])
     assert run.tokens_per_second == 0
   phases = ['importing', 'building', 'restoring', 'compiling', 'joining', 'waiting']
   assert seen == 2 * phases
@@ -48,54 +38,37 @@ def test_the_time_left_is_that_of_the_steps_since_a_restart():
   run = run_facts.RunFacts(['l0', 'l1'], 100)
   for day, first in enumerate((0, 20)):
     start_s = 86_400 * day
-    run.take([_process(start_s, name, 'starting') for name in run.learners])
+    run.take([child(start_s, name, 'starting') for name in run.learners])
     for count in range(1, 21):
       at_s = start_s + 30 + 2 * count + (count > 3) * 60
-      run.take([(name, _step(at_s, first + count, count)) for name in run.learners])
+      run.take([(name, step(at_s, first + count, count)) for name in run.learners])
       if count < 8:
         assert run.seconds_left is None
     assert run.seconds_left == pytest.approx(2 * (80 - first))
-    run.take([_process(at_s, 'l0', 'down')])
+    run.take([child(at_s, 'l0', 'down')])
     assert run.seconds_left == pytest.approx(2 * (80 - first))
-    run.take([_process(at_s, 'l1', 'down')])
+    run.take([child(at_s, 'l1', 'down')])
     assert run.seconds_left is None
 
 
 def _joined(at_s: float, name: str) -> list[tuple[str, dict]]:
   state = protocol_facts.State(state='joined', incarnation=1, clock=0)
-  member = protocol_facts.Member(learner=name, state='joined', incarnation=1)
-  return [(name, row(at_s, state)), ('syncer', row(at_s, member))]
+  return [(name, row(at_s, state)), ('syncer', row(at_s, member(name, 'joined')))]
 
 
 def test_the_state_tells_what_is_waited_for_and_what_is_left():
   run = run_facts.RunFacts(['l0', 'l1'], 100)
-  run.take([_process(0, 'l0', 'starting'), _process(0, 'l1', 'starting')])
+  run.take([child(0, 'l0', 'starting'), child(0, 'l1', 'starting')])
   run.take(_joined(2, 'l0'))
   run.take([('l1', row(2, facts.Startup(phase='restored', cpu_s=1.0)))])
   assert live.status_line(run) == '0%: l0 waiting for l1, l1 compiling'
 
   run.take(_joined(14, 'l1'))
   for count in range(1, 21):
-    run.take([(name, _step(14 + 2 * count, count, count)) for name in run.learners])
+    run.take([(name, step(14 + 2 * count, count, count)) for name in run.learners])
   assert live.status_line(run) == (
     '20%: l0 training 20, l1 training 20; 2,000 tokens, 200 tokens/s, 2 min 40 s left'
   )
-
-
-def _synced(at_s: float, sync: int, learners: tuple[str, ...] = ('l1',)) -> tuple[str, dict]:
-  fact = protocol_facts.Synced(
-    sync=sync,
-    fragment=0,
-    version=1,
-    participants=learners,
-    late=(),
-    waited_ns=0,
-    grace_ns=0,
-    tokens=1,
-    why='all',
-    staleness=0,
-  )
-  return 'syncer', row(at_s, fact)
 
 
 def test_progress_and_the_time_left_are_those_of_the_global_model():
@@ -103,18 +76,18 @@ def test_progress_and_the_time_left_are_those_of_the_global_model():
   run = run_facts.RunFacts(['l0', 'l1'], 100, steps_per_sync=2.0)
   run.take([*_joined(0, 'l0'), *_joined(0, 'l1')])
   for count in range(1, 51):
-    steps = [2 * count - 1, 2 * count]
-    run.take(
-      [('l0', _step(2 * count - 2 + number, step, step)) for number, step in enumerate(steps)]
-    )
-    run.take([('l1', _step(2 * count, count, count))])
+    for clock in (2 * count - 1, 2 * count):
+      run.take([('l0', step(clock - 1, clock, clock))])
+    run.take([('l1', step(2 * count, count, count))])
     if count % 2 == 0:
-      run.take([_synced(2 * count, count)])
+      run.take([('syncer', row(2 * count, synced(count, 'l1')))])
     if count == 48:
       assert run.progress == 0.5 and run.foremost == 0.96  # the next outer step is at clock 50
   assert run.progress == 0.52
   for count in range(52, 101, 2):
-    run.take([('l1', _step(2 * count, count, count)), _synced(2 * count, count)])
+    run.take(
+      [('l1', step(2 * count, count, count)), ('syncer', row(2 * count, synced(count, 'l1')))]
+    )
     assert run.progress == pytest.approx(min(1.0, count / 100 + 0.02))
     if count < 98:
       assert run.seconds_left == pytest.approx(2 * (98 - count))
@@ -134,35 +107,19 @@ def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
 ):
   """Of threads of a notebook, a baseline, or loops of the user's own: nobody supervises them."""
   run = run_facts.RunFacts(['l0'], 100, syncer=syncer)
-  run.take([('l0', _step(2 * count, clock - 30 + count, count)) for count in range(1, 31)])
+  run.take([('l0', step(2 * count, clock - 30 + count, count)) for count in range(1, 31)])
   assert 'training' in live.status_line(run) and 'tokens/s' in live.status_line(run)
   run.take([('syncer', row(60, facts.Startup(phase='listens', cpu_s=1.0)))] * syncer)
   alone = protocol_facts.State(state='disconnected', incarnation=1, clock=clock)
   run.take([('l0', row(61, alone))] * syncer)
-  for child in ('syncer',) * syncer + ('l0',):
-    run.take([(child, row(62, facts.Exit(child=child, pid=1, code=code)))])
+  for name in ('syncer',) * syncer + ('l0',):
+    run.take([(name, row(62, facts.Exit(child=name, pid=1, code=code)))])
   assert live.status_line(run) == f'{clock}%: l0 {shown} {clock}; 1,500 tokens'
   assert run.seconds_left is None and run.syncer in (None, shown)
   run.take([('l0', row(70, facts.Startup(phase='restored', cpu_s=1.0)))])
   assert 'l0 compiling' in live.status_line(run)
-  run.take([('l0', _step(80, clock, 1))])
+  run.take([('l0', step(80, clock, 1))])
   assert 'l0 training' in live.status_line(run)
-
-
-def test_a_cell_drops_the_lines_that_its_state_has(tmp_path, capsys):
-  for kind, lines in ((run_lib.CellRecorder, 1), (records.Recorder, 3)):
-    with contextlib.closing(kind(tmp_path, 'l0', tensorboard=False)) as recorder:
-      recorder.evaluated(facts.Eval(step=5, loss=2.0))
-      cost = facts.Cost(
-        **dict.fromkeys(
-          'parameters tokens devices flops peak_flops memory_bytes memory_limit_bytes'.split(), 1
-        ),
-        kind='cpu',
-      )
-      recorder.completed(5, 0.5, {'loss': 2.0}, cost)
-      recorder.say('something else')
-    assert len(capsys.readouterr().out.splitlines()) == lines
-  assert [fact['loss'] for fact in records.records(tmp_path)] == [2.0, 2.0]
 
 
 def test_a_fault_of_the_display_is_none_of_the_run(monkeypatch, capsys):
@@ -184,7 +141,7 @@ def test_a_status_line_is_printed_only_if_it_says_something_new(monkeypatch):
   for at_s in range(0, 60, 6):
     now_s[0] = at_s
     if at_s == 30:
-      run.take([_process(0, 'l0', 'starting')])
+      run.take([child(0, 'l0', 'starting')])
     display.tick(run)
   assert [line.split(' ', 2)[2] for line in stream.getvalue().splitlines()] == [
     '0%: l0 waiting',

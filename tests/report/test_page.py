@@ -1,7 +1,6 @@
 """The page of a run: its state, the file without a server, the server, and a browser (--all)."""
 
 import contextlib
-import dataclasses
 import html.parser
 import http.client
 import json
@@ -21,46 +20,28 @@ from prometheus_client import parser
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, folder, page, records, serve, state, summary
+from diloco_jax.report import facts, folder, page, serve, state, summary
+from tests.report.rows import add, child, exited, member, row, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 2_000
-
-
-def row(at_s: float, fact: facts.Fact) -> str:
-  line = {'t_ns': 0, 'time': 1e9 + at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}
-  return json.dumps(line) + '\n'
-
-
-def step(at_s: float, clock: int, steps: int, loss: float) -> str:
-  fact = facts.Step(step=clock, steps=steps, tokens=50 * steps, loss=loss, seconds=0.1)
-  return row(at_s, fact)
-
-
-def add(workdir: pathlib.Path, process: str, *lines: str) -> None:
-  path = workdir / records.RECORDS / f'{process}.jsonl'
-  path.parent.mkdir(exist_ok=True)
-  with open(path, 'a', encoding='utf-8') as file:
-    file.writelines(lines)
 
 
 @pytest.fixture(name='workdir')
 def _workdir(tmp_path) -> pathlib.Path:
   """l0 is killed at 60 s and trains again from 80 s on; l1 has a loss of NaN."""
   load.write(tmp_path, stdlib_lm.get_config('tiny'))
-  starts = [row(0, facts.Process(child=name, state='starting', text='')) for name in ('l0', 'l1')]
-  killed = [
-    row(60, facts.Process(child='l0', state='down', text='killed')),
-    row(60, facts.Exit(child='l0', pid=1, code=-9)),
-    row(70, facts.Process(child='l0', state='starting', text='restarted')),
-  ]
-  add(tmp_path, 'supervisor', *starts, *killed)
+  add(tmp_path, *[child(0, name, 'starting') for name in ('l0', 'l1')])
+  killed = [child(60, 'l0', 'down', 'killed'), exited(60, 'l0', -9)]
+  add(tmp_path, *killed, child(70, 'l0', 'starting', 'restarted'))
   before = [step(10 + i / 40, i + 1, i + 1, 5 - i / STEPS) for i in range(STEPS)]
-  add(tmp_path, 'l0', *before, *[step(80 + i, STEPS + i, i + 1, 4.0) for i in range(10)])
-  add(tmp_path, 'l1', step(11, 1, 1, math.nan), step(12, 2, 2, 4.5), step(65, 3, 3, 4.5))
-  member = protocol_facts.Member(learner='l1', state='joined', incarnation=1)
-  left = protocol_facts.Member(learner='l1', state='lost', incarnation=1, reason='left: done')
-  add(tmp_path, 'syncer', row(9, member), row(85, facts.Eval(step=2, loss=3.25)), row(90, left))
+  after = [step(80 + i, STEPS + i, i + 1, 4.0) for i in range(10)]
+  add(tmp_path, *[('l0', one) for one in (*before, *after)])
+  own = step(11, 1, 1, math.nan), step(12, 2, 2, 4.5), step(65, 3, 3, 4.5)
+  add(tmp_path, *[('l1', one) for one in own])
+  joined, left = member('l1', 'joined'), member('l1', 'lost', 1, 'left: done')
+  told = row(9, joined), row(85, facts.Eval(step=2, loss=3.25)), row(90, left)
+  add(tmp_path, *[('syncer', one) for one in told])
   return tmp_path
 
 
@@ -72,7 +53,8 @@ def read(workdir: pathlib.Path) -> dict:
 def test_page_and_report_name_the_period_that_the_syncer_has_chosen(workdir):
   sentence = 'a period of 24 inner steps'
   assert sentence not in read(workdir)['about']
-  add(workdir, 'syncer', row(91, protocol_facts.Tempo(factor=2, delay=3, period=24, sync=30)))
+  tempo = protocol_facts.Tempo(factor=2, delay=3, period=24, sync=30)
+  add(workdir, ('syncer', row(91, tempo)))
   assert sentence in read(workdir)['about']
   text = summary.text(summary.summarize(folder.read(workdir)), workdir, 200)
   assert f'the syncer chose {sentence}' in text
@@ -182,7 +164,7 @@ def test_scripts_come_from_itself_alone(port):
 def test_the_state_follows_the_records(port, workdir):
   before = json.loads(ask(port, '/run.json')[1])
   assert before == read(workdir) | {'behind': False}
-  add(workdir, 'l7', step(95, 2_500, 1, 3.0))  # that nobody has told of
+  add(workdir, ('l7', step(95, 2_500, 1, 3.0)))  # that nobody has told of
   while 'l7' not in (now := json.loads(ask(port, '/run.json')[1]))['learners']:
     time.sleep(0.05)
   assert now['learners']['l7']['step'] == 2_500 and now['tokens'] == before['tokens'] + 50
@@ -195,7 +177,7 @@ def test_events_are_sent_as_they_come(port, workdir):
     assert answer.headers['Content-Type'] == 'text/event-stream'
     (first,) = json.loads(answer.readline().removeprefix(b'data: '))
     assert first['learners']['l0']['state'] != 'down'
-    add(workdir, 'supervisor', row(100, facts.Process(child='l0', state='down', text='')))
+    add(workdir, child(100, 'l0', 'down'))
     while True:
       line = answer.readline()
       if (
@@ -233,12 +215,6 @@ def test_the_command_serves_a_run_until_ctrl_c(workdir):
     assert program.wait(60) == 0
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-  command = [sys.executable, '-m', 'diloco_jax', 'status', f'--workdir={tmp_path}']
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-  assert done.returncode == 42 and 'there is no run in' in done.stderr
-
-
 @pytest.fixture(name='browser')
 def _browser():
   sync_api = pytest.importorskip('playwright.sync_api', reason='pip install playwright')
@@ -259,30 +235,6 @@ def opened(browser, url: str, said: list[str], **how):
   shown.goto(url)
   shown.wait_for_selector('#runs td')
   return shown
-
-
-@pytest.mark.full
-def test_a_browser_shows_a_kill_while_the_run_is_under_way(browser, tmp_path):
-  workdir, said = tmp_path / 'run', []
-  command = [sys.executable, '-m', 'diloco_jax', 'train', '--config=stdlib_lm:tiny', '--status']
-  command += [f'--workdir={workdir}', '--kill=l1@0.45+8', '--config.train.steps=500']
-  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
-    url = next(line for line in run.stdout if 'the page of this run' in line).split()[-1]
-    threading.Thread(target=run.stdout.read, daemon=True).start()
-    shown = opened(browser, url, said)
-    titles, late_s = [shown.title()], None
-    while run.poll() is None:
-      if late_s is None and 'killed' in shown.inner_text('#runs ol'):
-        rows = records.records(workdir)
-        late_s = time.time() - next(r['time'] for r in rows if r['name'] == 'exit' and r['code'])
-        assert 'killed' in shown.inner_text('#runs table')
-      titles.append(shown.title())
-      shown.wait_for_timeout(100)
-    assert run.returncode == 0 and late_s < 30  # 3 s on a machine that is not busy
-    parts = [int(title.removesuffix(' % tiny')) for title in titles]
-    assert parts == sorted(parts) and len(set(parts)) > 10
-    shown.wait_for_selector('text=The page has lost its server', timeout=30_000)
-  assert not [text for text in said if 'ERR_' not in text]  # the server has gone
 
 
 @pytest.mark.full

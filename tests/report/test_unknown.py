@@ -8,12 +8,11 @@ import pathlib
 import pytest
 
 import diloco_jax
-from diloco_jax.api import run as run_lib
 from diloco_jax.config import load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import beside, facts, folder, page, picture, records, serve, state, summary
+from diloco_jax.report import beside, facts, folder, page, records, serve, state, summary
 
 NOT_RECORDED = 'not recorded: there is no config.json'
 INVENTED = ('own_loop', 'of 300', 'M=2', f' {math.inf}')
@@ -48,14 +47,13 @@ def test_a_report_without_a_config_invents_none(workdir):
     assert not any(word in text for word in INVENTED), text
     assert 'learner l0  4 steps, 512 tokens' in text
   told = json.loads((workdir / 'report' / 'summary.json').read_text())
-  unknown = {'name', 'task', 'store', 'learners_expected', 'steps', 'goodput'}
+  unknown = {'name', 'task', 'store', 'steps', 'goodput'}
   assert all(told[name] is None for name in unknown) and told['clock'] == 4
-  assert picture._title(folder.read(workdir)).startswith('config not recorded, ')
   assert 'own_loop' not in beside.text(beside.read([workdir]))
 
 
 def test_neither_do_the_page_and_the_metrics(workdir):
-  watch = serve.watch_of(workdir)
+  watch = serve.Watch(workdir)
   shown = watch.state()
   assert shown['about'] == f'config {folder.UNKNOWN}' and shown['name'] == 'run'
   assert shown['progress'] is shown['total_steps'] is shown['seconds_left'] is None
@@ -68,7 +66,7 @@ def test_neither_do_the_page_and_the_metrics(workdir):
 
 def test_the_page_learns_the_config_once_the_syncer_has_started(workdir, monkeypatch):
   monkeypatch.setattr(serve, '_EVERY_S', 0.0)
-  watch = serve.watch_of(workdir)
+  watch = serve.Watch(workdir)
   assert watch.state()['total_steps'] is None
   config = own_loop.get_config()
   config.train.steps = 40
@@ -83,8 +81,6 @@ def test_a_run_of_a_notebook_does_not_either(workdir):
   assert run.config is None and run.summary['steps'] is None
   assert 'length not recorded: l0' in repr(run)
   assert folder.UNKNOWN in run._repr_html_()
-  display = run_lib.Display(workdir, run.config, alone=False)
-  assert display._view.total_steps == math.inf
 
 
 @pytest.mark.parametrize('by', ['itself', 'the syncer', 'nobody'])
@@ -102,7 +98,7 @@ def test_who_was_done_is_said_by_those_who_know(by: str, workdir):
     facts.Process(child='l0', state='done', text=''),
   )
   expected = 'stopped' if by == 'nobody' else 'done'
-  assert folder.read(workdir).statuses['l0'].state == expected
+  assert folder.read(workdir).run.fate('l0') == expected
 
 
 @pytest.mark.parametrize('command', ['evaluate', 'sample', 'export'])

@@ -14,9 +14,9 @@ import sys
 
 import pytest
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import tape
+from diloco_jax.report import book as book_lib
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import judge_tapes

@@ -325,8 +325,8 @@ def test_a_narrow_payload_is_merged_as_the_values_that_it_decodes_to(name):
 def test_the_syncer_leaves_xla_the_cores_that_the_pieces_do_not_use():
   code = """
 import pathlib
-from diloco_jax.launch import nodes
-nodes.prepare_syncer()
+from diloco_jax.launch import syncer_node
+syncer_node.prepare()
 import jax.numpy as jnp
 jnp.ones(8).block_until_ready()
 names = [one.read_text() for one in pathlib.Path('/proc/self/task').glob('*/comm')]

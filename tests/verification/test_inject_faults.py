@@ -162,7 +162,7 @@ def test_a_second_process_runs_beside_a_frozen_one_and_the_run_waits_for_it(tmp_
     await stage.ticking('l1-second')
 
   outcome, stage = run(tmp_path, scenario)
-  assert outcome.statuses['l1-second'] == run_facts.Status(state='done', starts=1)
+  assert outcome.statuses['l1-second'] == supervisor_lib.Status(state='done', starts=1)
   assert stage.lines.count(('l1-second', 'bye')) == 1
 
 

@@ -9,17 +9,6 @@ A module here without an underscore in its name is an engine: `diloco launch --e
   render(described, request, places) -> {file name: text}
 
 and defines the flags that it alone reads. `places` raises ValueError, one line with a remedy,
-for what cannot be. All engines are imported, so none imports anything heavy at its top.
+for what cannot be. All engines are imported (commands/launch.py), so none imports anything heavy at
+its top.
 """
-
-import importlib
-import pkgutil
-import types
-
-
-def names() -> list[str]:
-  return [one.name for one in pkgutil.iter_modules(__path__) if '_' not in one.name]
-
-
-def load(name: str) -> types.ModuleType:
-  return importlib.import_module(f'{__name__}.{name}')

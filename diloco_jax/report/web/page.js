@@ -33,15 +33,7 @@ const time = s => s == null ? '–' : s < 120 ? num(s) + ' s'
 const clock = (s, how) => new Date(1000 * s).toLocaleString(undefined, how);
 const lives = run => [run.syncer_lives, ...Object.values(run.learners).map(one => one.lives)];
 
-function shorten(run) {  // returns a function that takes the long part of each pause out of a time, and the pauses
-  const pauses = [];
-  let until = 0;
-  for (const [began, , end] of lives(run).flat().sort((a, b) => a[0] - b[0])) {
-    if (began - until > PAUSE_S) pauses.push([until, began - until]);
-    until = Math.max(until, end);
-  }
-  return [s => pauses.reduce((t, [at, long]) => t - Math.max(0, Math.min(long, s - at) - PAUSE_S), s), pauses];
-}
+const shorten = pauses => s => pauses.reduce((t, [at, long]) => t - Math.max(0, Math.min(long, s - at) - PAUSE_S), s);
 
 const plots = {};
 function plot(id, tables, series, options) {  // a new chart only if its lines, its width or its ink change
@@ -82,8 +74,8 @@ function drawLoss(runs) {
   if (tables.length) plot('loss', tables, series, {height: 320, axes: [{values}, log ? y : {}], scales: {x: {time: false}, y: log ? scale : {}}});
 }
 
-function drawLanes(run, short, pauses) {
-  const width = wide('runs') - 84, end_s = Math.max(.001, short(run.end_s)), x = s => 60 + width * short(s) / end_s;
+function drawLanes(run) {
+  const {pauses} = run, short = shorten(pauses), width = wide('runs') - 84, end_s = Math.max(.001, short(run.end_s)), x = s => 60 + width * short(s) / end_s;
   const names = ['syncer', ...Object.keys(run.learners)], bottom = 28 * names.length;
   const rect = (from, to, y, fill, opacity) => el('rect', {x: from, y, width: Math.max(0, to - from), height: 14, fill, opacity});
   const text = (x, y, words, more) => el('text', {x, y, ...more}, words);
@@ -107,7 +99,7 @@ function drawRun(run, r, many) {
       el('span', {style: `color:${STATES[one.state] ?? BAD}`}, one.phase || one.state), num(one.step), num(one.tokens_per_second),
       num(one.loss, 3), percent(one.goodput), num(one.merged), num(one.staleness), num(one.incarnation)])),
     head('Processes against time', `light: starting; ticks: merged; ✖ killed or lost; began ${clock(run.began_s, {timeZoneName: 'short'})}`),
-    drawLanes(run, ...shorten(run)),
+    drawLanes(run),
     head('Where the time went'), table([[''], ['', 'rest']], learners.map(([name, one]) =>
       [name, el('div', {class: 'bar'}, ...Object.entries(one.spent_s).map(part))])),
     el('div', {class: 'key'}, ...Object.entries(sum).filter(one => one[1] > all / 2000).sort((a, b) => b[1] - a[1]).map(([category, s]) =>

@@ -33,7 +33,6 @@ DEFAULT_FLAGS = """
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
 cli_lib.define_config()
-cli_lib.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _PLAN = flags.DEFINE_string(
   'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.KINDS, plans.STORM))

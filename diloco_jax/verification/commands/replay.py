@@ -18,7 +18,6 @@ from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
 
 POSITIONAL = True
-cli.define_files()
 
 
 def main(argv: list[str]) -> int:

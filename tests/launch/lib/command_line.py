@@ -1,4 +1,4 @@
-"""Whether our own command line takes the commands of a description of a run."""
+"""Our own command line: runs a command, or says whether it takes those of a description."""
 
 import json
 import os
@@ -43,6 +43,20 @@ for argv in json.load(sys.stdin):
   if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
     sys.exit(f'{argv} ends with {code}')
 """
+
+
+def diloco(
+  *words: str, cwd: pathlib.Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+  """Runs a command to its end."""
+  return subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', *words],
+    cwd=cwd,
+    env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
 
 
 def read(

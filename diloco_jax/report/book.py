@@ -32,8 +32,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_jax.accounting import step_times
-from diloco_jax.protocol import facts
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol import ids
+from diloco_jax.report import facts, step_times
 
 MERGED, WASTED, SLOW = 'merged_progress', 'wasted_progress', 'slow_step'
 DATA, COMM, SAVE = 'data_wait', 'comm_exposed', 'checkpoint_save_blocking'
@@ -58,6 +59,7 @@ CATEGORIES = (
   AFTER_END,
   OTHER,
 )
+PHASES = {'imported': PREP, 'built': RESTORE, 'restored': COMPILE}  # of a start, that follow
 # What a learner may be doing beside these.
 _WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
 LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
@@ -123,7 +125,7 @@ class Book:
   def __init__(self, quorum: int = 1, steps_per_sync: float = 1.0):
     self._quorum, self._steps_per_sync = quorum, steps_per_sync
     self.learners: dict[str, Learner] = {}
-    self.ledger: facts.Ledger | None = None
+    self.ledger: protocol_facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
     # What a learner waits for, by time; the number of learners that train, by time.
@@ -250,25 +252,39 @@ class Book:
 
   # --- The run ------------------------------------------------------------------------------------
 
-  def take(self, name: str, at_ns: int, fact: Any) -> None:
-    """A machine reports a fact."""
+  def take(self, name: str, at_ns: int, fact: facts.Fact) -> None:
+    """A process reports a fact."""
     match fact:
-      case facts.State(state='joined'):
+      case facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
+        self.starts(child, at_ns)
+      case facts.Exit(child='syncer'):
+        self.syncer_died(at_ns)
+      case facts.Exit(child=child, code=code, stopped=stopped):
+        self.died(child, at_ns, killed=code != 0 and not stopped)
+      case facts.Startup(phase='compiled') if name not in ids.NO_LEARNERS:
+        self.waits(name, at_ns)
+      case facts.Startup(phase=phase) if name not in ids.NO_LEARNERS:
+        self.enters(name, at_ns, PHASES[phase])
+      case facts.Step():
+        seconds = fact.seconds, fact.data_s, fact.saving_s, fact.waited_s
+        times_ns = (round(one * 1e9) for one in seconds)
+        self.stepped(name, at_ns, fact.tokens // fact.steps, *times_ns)
+      case protocol_facts.State(state='joined'):
         self.joined(name, at_ns)
-      case facts.State(state='trained'):
+      case protocol_facts.State(state='trained'):
         self.trained(name, at_ns)
-      case facts.Member(state='joined', learner=member):
+      case protocol_facts.Member(state='joined', learner=member):
         self._members.add(member)
         self._syncer_died = False
         self._await(at_ns)
-      case facts.Member(state='lost', learner=member):
+      case protocol_facts.Member(state='lost', learner=member):
         self._members.discard(member)
         self._await(at_ns)
-      case facts.Synced():
+      case protocol_facts.Synced():
         if self._merged_ns is not None:
           self._gaps.add(at_ns - self._merged_ns)
         self._merged_ns = at_ns
-      case facts.Ledger():
+      case protocol_facts.Ledger():
         self.ledger = fact
 
   def syncer_died(self, at_ns: int) -> None:
@@ -369,7 +385,7 @@ class Book:
     return 1 - self._gaps.beyond_ns(LONG_GAP * usual_ns) * _inverse(self._gaps.total_ns)
 
 
-def shares(ledger: facts.Ledger | None) -> dict[str, Any]:
+def shares(ledger: protocol_facts.Ledger | None) -> dict[str, Any]:
   """Of the fragment-tokens trained: those merged, and the others by reason."""
   if ledger is None:
     return {'merged': 0.0, 'discarded': {}}

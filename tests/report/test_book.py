@@ -2,13 +2,14 @@
 
 import pytest
 
-from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts
+from diloco_jax.report import book as book_lib
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import engine, faults
 from diloco_jax.verification.sim import world as world_lib
 from experiments.goodput import calibration
 from tests.protocol import transcript
+from tests.report import rows
 
 MS, SECOND = engine.MS, engine.SECOND
 
@@ -77,20 +78,8 @@ def test_a_wait_that_has_not_ended_is_booked_by_what_was_awaited():
 
 def test_outer_steps_at_one_moment_have_no_gaps():
   book = book_lib.Book()
-  synced = facts.Synced(
-    sync=2,
-    fragment=0,
-    version=1,
-    participants=('l0',),
-    late=(),
-    waited_ns=0,
-    grace_ns=0,
-    tokens=20,
-    why='',
-    staleness=0,
-  )
   for _ in range(3):
-    book.take('', 5, synced)
+    book.take('', 5, rows.synced(2, 'l0'))
   assert book.figures(10).system_uptime == 1
 
 
@@ -145,19 +134,7 @@ def test_the_night_before_a_run_is_resumed_is_no_downtime():
       book.joined(name, start_ns + 10)
       book.trains(name, start_ns + 10)
     for n in range(1, 10):
-      synced = facts.Synced(
-        sync=n,
-        fragment=0,
-        version=n,
-        participants=('l0',),
-        late=(),
-        waited_ns=0,
-        grace_ns=0,
-        tokens=1,
-        why='',
-        staleness=0,
-      )
-      book.take('syncer', start_ns + 10 + 10 * n, synced)
+      book.take('syncer', start_ns + 10 + 10 * n, rows.synced(n, 'l0'))
     for name in ('l0', 'l1'):
       book.stepped(name, start_ns + 110, tokens=1, step_ns=100)
       book.died(name, start_ns + 110, killed=False)

@@ -1,0 +1,190 @@
+"""The syncer as a node on gRPC: of a process (`diloco syncer`), and of a program of the user's own
+(api/run_syncer.py). Errors and exit codes are those of nodes.py.
+
+The model of a run without a task, whose learners are loops of the user's own, is in the run's
+folder, or else is given, or else the first learner brings it (own_model.py); then the folder keeps
+it, and the store.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import threading
+from collections.abc import Callable
+
+from diloco_jax.config import build, run_config
+from diloco_jax.launch import cli, nodes, own_model, run_folder
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions, events
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import outer_step, stored
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import task as task_lib
+from diloco_jax.transport import addresses, grpc_server
+from diloco_jax.transport.processes import parent
+
+_SAFE = (
+  'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
+  'again: it continues from the log, and learners send unmerged contributions again. If its disk '
+  'is full, make space first.'
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Syncer:
+  """A syncer in this process.
+
+  Attributes:
+    folder: of the run.
+    address: where to listen (transport/addresses.py), and then where it listens.
+    processes: that serve its sessions (transport/processes/); 0: this one does so itself.
+    listening: called with the address, also before there is a model.
+  """
+
+  config: run_config.Config
+  folder: pathlib.Path
+  records: records_lib.Recorder
+  address: str
+  access: addresses.Access
+  processes: int = 0
+  listening: Callable[[str], object] = lambda address: None
+  stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
+  event_queue: loop.EventQueue = dataclasses.field(default_factory=loop.EventQueue)
+  theta: global_model_lib.Theta = dataclasses.field(init=False)
+
+  def stop(self, reason: str) -> None:
+    """Asks it to end in order, at any moment."""
+    self.stopped.set()
+    self.event_queue.post(events.Stop(reason=reason))
+
+  def run_loops(self, make: Callable[[], own_model.Model] | None = None) -> actions.Exit:
+    """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
+    none. Raises ValueError, OSError, CheckpointError, and as `run`."""
+    with stored.opened(self.config, self.folder, self.records.say) as store:
+      with cli.never_retry(ValueError, OSError, checkpoint.CheckpointError):
+        addresses.check(self.address, self.access)
+        if make and own_model.read(self.folder) is None:
+          own_model.write(self.folder, make(), self.config)
+        try:
+          model = own_model.obtain(
+            self.folder,
+            self.config,
+            self.address,
+            self.access,
+            self._waits,
+            self.stopped,
+            self.records.say,
+          )
+        except InterruptedError as error:
+          return actions.Exit(code=0, text=str(error))
+        assembled = own_model.complete(model, self.config)
+        self.theta = global_model_lib.Theta(assembled)
+      if self.stopped.is_set():  # while the model was read or written
+        return actions.Exit(code=0, text='stopped before it listened')
+      return self.run(assembled, store)
+
+  def _waits(self, address: str) -> None:
+    self.records.say(f'the syncer waits on {address} for the first learner, which brings the model')
+    self._found(address)
+
+  def _found(self, address: str) -> None:
+    self.address = address
+    self._write_address(address)
+    self.listening(address)
+
+  def run(self, assembled: build.Assembly, store: stored.Stored | None = None) -> actions.Exit:
+    """Runs a syncer whose model is known, with `theta`. Raises as syncer/process.py, and
+    NeverRetry: it cannot listen."""
+    records_lib.report_startup(self.records, 'assembled')
+
+    def listen(post, payloads):
+      with cli.never_retry(ValueError, OSError):
+        place = self.address, post, payloads, nodes.limits(assembled), self.records.say
+        how = {'access': self.access, 'about': assembled.about or assembled.agreement.encode()}
+        if self.processes:
+          transport = parent.ProcessesTransport(self.processes, *place, **how)
+        else:
+          transport = grpc_server.GrpcSyncerTransport(*place, **how)
+        try:
+          run_folder.write_config(self.folder, self.config)
+          self._found(transport.address)
+        except BaseException:
+          transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
+          raise
+      self.records.say(f'the syncer listens on {transport.address}')
+      return transport
+
+    def finished() -> None:
+      with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
+        self._write_address(addresses.ENDED)
+      with contextlib.suppress(store_lib.StoreError):
+        if store:
+          store.run_is_over()
+
+    return syncer_process.run(
+      assembled, self.theta, self.folder, self.event_queue, listen, self.records, finished, store
+    )
+
+  def _write_address(self, address: str) -> None:
+    """Writes the address file atomically, so that no learner reads half of it."""
+    json_files.replace(self.folder / run_folder.ADDRESS, os.fsencode(address) + b'\n')
+
+
+def main(
+  config: run_config.Config,
+  workdir: str,
+  listen: str,
+  access: addresses.Access,
+  init: str = '',
+  processes: int = 0,
+) -> int:
+  """Runs the syncer process and returns its exit code.
+
+  Args:
+    config: of the run.
+    workdir: its folder.
+    listen: where to; '': the Unix socket of the run.
+    access: how it proves its name.
+    init: of loops of the user's own, the model: a tree of arrays that Orbax wrote; '': the first
+      learner brings it.
+    processes: see Syncer.
+  """
+  prepare()
+  assembled = None
+  if config.task != run_config.OWN_LOOP:
+    with cli.never_retry(ValueError):
+      assembled = build.assemble(config.of('syncer'))
+  folder, records = nodes.open_folder(workdir, 'syncer')
+  with cli.never_retry(OSError):
+    address = listen or addresses.in_folder(folder)
+  syncer = Syncer(
+    config=config,
+    folder=folder,
+    records=records,
+    address=address,
+    access=access,
+    processes=processes,
+  )
+  brought = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
+  with (
+    nodes.stops(syncer.stop, config.train.drain_s, _SAFE, cli.DISK_FAILED),
+    cli.log_failures(),
+    nodes.checkpoint_failures(),
+    cli.never_retry(ValueError, files.DirectoryError),
+  ):
+    if assembled is None:
+      result = syncer.run_loops(brought if init else None)
+    else:
+      syncer.theta = global_model_lib.Theta(assembled)
+      result = syncer.run(assembled)
+  return nodes.end(result, records)
+
+
+def prepare() -> None:
+  """As prepare_jax, for a process that is nothing but a syncer."""
+  outer_step.share_cores()
+  nodes.prepare_jax(1)
