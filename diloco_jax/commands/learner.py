@@ -44,6 +44,7 @@ _COORDINATOR = flags.DEFINE_string(
 )
 cli.define_access()
 cli.define_config()
+cli.define_metrics()
 
 
 def main(argv: list[str]) -> int:
@@ -57,6 +58,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.learner import hosts as hosts_lib
 
   cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
+  cli.serve_metrics(_LEARNER.value)
   return nodes.learner(
     config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, cli.access(), cluster=cluster
   )

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
   del argv
   with cli.never_retry(ValueError, OSError):
     workdir = folder.chosen(_WORKDIR.value)
-    serve.Watch(workdir).state()  # refuses what another release has written
+    serve.watch_of(workdir).state()  # refuses what another release has written
     try:
       server, url = serve.make(workdir, _PORT.value)
     except OSError as error:

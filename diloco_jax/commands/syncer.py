@@ -55,6 +55,7 @@ _PROCESSES = flags.DEFINE_integer(
 )
 cli.define_access()
 cli.define_config()
+cli.define_metrics()
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> int:
   with cli.importing_jax():  # after the config is validated
     from diloco_jax.launch import syncer_node
 
+  cli.serve_metrics('syncer')
   if config.task != run_config.OWN_LOOP and _INIT.value:
     raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
   place = config, _WORKDIR.value, _LISTEN.value, cli.access()

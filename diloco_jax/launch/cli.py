@@ -214,6 +214,24 @@ def define_access() -> None:
   )
 
 
+def define_metrics() -> None:
+  """Defines --metrics_port."""
+  text = 'Port of /metrics, for Prometheus, at every address of this machine; 0: any that is free.'
+  flags.DEFINE_integer('metrics_port', None, text, 0, 65535)
+
+
+def serve_metrics(process: str) -> None:
+  """As --metrics_port says; a port that is in use is no reason not to train."""
+  if (port := flags.FLAGS['metrics_port'].value) is not None:
+    from diloco_jax.report import serve  # pylint: disable=g-import-not-at-top
+
+    try:
+      port = serve.serve_metrics(config(), flags.FLAGS['workdir'].value, process, port)
+      print(f'/metrics is served at port {port}', flush=True)
+    except OSError as error:
+      print(f'/metrics is not served, port {port}: {error.strerror}', flush=True)
+
+
 def access() -> addresses.Access:
   """How this node proves its name, by its flags."""
   return make_access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)

@@ -176,9 +176,11 @@ class RunFacts:
     syncer: bool = True,
     quorum: int = 1,
     steps_per_sync: float = 1.0,
+    told: tuple[int, int] | None = (0, 0),
   ):
-    """`quorum`, `steps_per_sync`: see book.py."""
-    self.learners = {name: Learner() for name in learners}
+    """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
+    self._told = told
+    self.learners = {name: Learner(told=told) for name in learners}
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps, self.period = total_steps, 0
@@ -362,7 +364,7 @@ class RunFacts:
   def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, Learner())
+      learner = self.learners.setdefault(fact.learner, Learner(told=self._told))
       learner.joined.append((at_s, fact.incarnation))
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
       learner.lost.append((at_s, fact.reason))

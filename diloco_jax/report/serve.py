@@ -3,16 +3,19 @@ answers GET and HEAD alone, and only under this host's own names: no page of ano
 leads to 127.0.0.1 may read it (DNS rebinding). Every user of this machine can."""
 
 import http.server
+import itertools
 import json
 import mimetypes
 import os
 import pathlib
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
 from diloco_jax.report import folder, page, records, run_facts, state
 
@@ -31,21 +34,28 @@ _OF_LEARNER = 'loss step tokens_per_second staleness incarnation goodput merged'
 class Watch:
   """The newest state of a run, at most half a second old. Thread-safe. Raises ValueError."""
 
-  def __init__(self, workdir: str | os.PathLike):
-    """`workdir`: the folder of the run."""
-    self._workdir = pathlib.Path(workdir)
+  def __init__(
+    self,
+    config_of: Callable[[], run_config.Config | None],
+    begin: Callable[[], Callable[[], Iterator]],
+    **how: Any,
+  ):
+    """`config_of`: None until the syncer has started. `begin` returns what returns, at each call,
+    the records that are new. `how`: arguments of RunFacts."""
+    self._config_of, self._stream_of, self._how = config_of, begin, how
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
     self._begin()
 
   def _begin(self) -> None:
-    self._config = folder.config_of(self._workdir)  # None until the syncer has started
-    self._run = run_facts.RunFacts((), syncer=bool(self._config), **folder.pace(self._config))
-    self._stream, self._rows = records.TailAll(self._workdir).stream, iter(())
+    self._config = self._config_of()
+    how = {'syncer': bool(self._config), **folder.pace(self._config), **self._how}
+    self._run = run_facts.RunFacts((), **how)
+    self._stream, self._rows = self._stream_of(), iter(())
 
   def state(self) -> dict[str, Any]:
     with self._lock:
       if time.monotonic() > self._made_s + _EVERY_S / 2:
-        if self._config is None and folder.config_of(self._workdir):  # the syncer has started
+        if self._config is None and self._config_of():  # the syncer has started
           self._begin()
         self._run.take(self._new(time.monotonic() + _READ_S))
         self._state = state.state(self._run, self._config) | {'behind': self._behind}
@@ -110,17 +120,56 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def log_message(self, format: str, *args: Any) -> None: ...
 
 
+class _Metrics(_Handler):
+  """/metrics alone, for whoever reaches the port."""
+
+  protocol_version, timeout = 'HTTP/1.0', 5
+
+  def do_GET(self) -> None:
+    if self.path != '/metrics':
+      self._answer('none.txt', 'not found\n', 404)
+    else:  # a follower has no records
+      self._answer('metrics.txt', metrics(run) if (run := self.watch.state())['began_s'] else '')
+
+  do_HEAD = do_GET
+
+
 class _Server(http.server.ThreadingHTTPServer):
   def handle_error(self, request, client_address) -> None:
     if not isinstance(sys.exception(), OSError):  # else the reader has gone
       super().handle_error(request, client_address)
 
 
+class _OneReader(_Server):
+  """With one thread and one connection, whoever asks; it looks up no name."""
+
+  process_request = socketserver.BaseServer.process_request  # type: ignore[assignment]
+  server_bind = socketserver.TCPServer.server_bind
+
+
+def watch_of(workdir: str | os.PathLike) -> Watch:
+  """Of the run in a folder. Raises ValueError: there is none."""
+  run = pathlib.Path(workdir)
+  return Watch(lambda: folder.config_of(run), lambda: records.TailAll(run).stream)
+
+
 def make(workdir: str | os.PathLike, port: int = 0) -> tuple[http.server.HTTPServer, str]:
   """A server and its URL. Raises ValueError: there is no run; OSError: the port is in use."""
-  watch = Watch(workdir)
+  watch = watch_of(workdir)
   server = _Server(('127.0.0.1', port), type('Handler', (_Handler,), {'watch': watch}))
   return server, f'http://127.0.0.1:{server.server_port}/'
+
+
+def serve_metrics(config: run_config.Config, workdir: str, process: str, port: int) -> int:
+  """Serves /metrics of this process, from now on, at every address of its machine; returns the
+  port. Raises OSError."""
+  path = pathlib.Path(workdir, records.RECORDS, f'{process}.jsonl')
+  tail = records.Tail(path, path.stat().st_size if path.exists() else 0)
+  stream = lambda: zip(itertools.repeat(process), tail.stream())
+  watch = Watch(lambda: config, lambda: stream, told=None)
+  server = _OneReader(('', port), type('Handler', (_Metrics,), {'watch': watch}))
+  threading.Thread(target=server.serve_forever, name='metrics', daemon=True).start()
+  return server.server_address[1]
 
 
 def metrics(run: dict[str, Any]) -> str:

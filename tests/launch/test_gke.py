@@ -38,6 +38,7 @@ def test_the_manifests_of_a_run(tmp_path):
       *('--name=Run 1', '--topology=v6e:4x4', '--tls=certs/', '--image=registry/diloco:1'),
       *('--spot', '--service_account=trainer', '--namespace=research', '--kueue_queue=tpu'),
       *('--syncer_cpus=4', '--syncer_memory_gib=20', '--disk_gib=100', '--config.train.drain_s=20'),
+      '--metrics_port=9090',
     ],
     cwd=tmp_path,
   )
@@ -136,6 +137,7 @@ def test_our_command_line_takes_the_commands():
     ({'tls': ''}, {}, ('--tls', 'diloco certs')),
     ({}, {'image': ''}, ('--image', 'launch.md')),
     ({'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
+    ({}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
   ],
 )
 def test_what_is_missing_is_named_in_one_line(asked, given, words):

@@ -53,7 +53,7 @@ def test_a_report_without_a_config_invents_none(workdir):
 
 
 def test_neither_do_the_page_and_the_metrics(workdir):
-  watch = serve.Watch(workdir)
+  watch = serve.watch_of(workdir)
   shown = watch.state()
   assert shown['about'] == f'config {folder.UNKNOWN}' and shown['name'] == 'run'
   assert shown['progress'] is shown['total_steps'] is shown['seconds_left'] is None
@@ -66,7 +66,7 @@ def test_neither_do_the_page_and_the_metrics(workdir):
 
 def test_the_page_learns_the_config_once_the_syncer_has_started(workdir, monkeypatch):
   monkeypatch.setattr(serve, '_EVERY_S', 0.0)
-  watch = serve.Watch(workdir)
+  watch = serve.watch_of(workdir)
   assert watch.state()['total_steps'] is None
   config = own_loop.get_config()
   config.train.steps = 40

@@ -34,6 +34,9 @@ _SPOT = flags.DEFINE_bool('spot', False, 'gke: take spot capacity for TPU slices
 _SERVICE_ACCOUNT = flags.DEFINE_string(
   'service_account', '', 'gke: account of the programs; it may write to train.store.'
 )
+_METRICS_PORT = flags.DEFINE_integer(
+  'metrics_port', None, 'gke: where every program serves /metrics.', 1, 65535
+)
 _WITHOUT_STORE = flags.DEFINE_bool(
   'without_store', False, 'gke: let learners lose their optimizer state with their machine.'
 )
@@ -50,14 +53,14 @@ _UNLIMITED = 10**6
 
 
 def places(request: spec_lib.Request) -> spec_lib.Places:
-  config = json.dumps(request.config.to_dict())
+  config, port = json.dumps(request.config.to_dict()), _METRICS_PORT.value
   return spec_lib.Places(
     workdir=request.workdir or '/diloco',
     syncer=f'{request.run}-{spec_lib.SYNCER}:{_PORT}',
     listen=f'0.0.0.0:{_PORT}',
     tls='/certs',
     meet=['--hosts=auto'],  # jax finds the hosts of a TPU slice
-    flags=[f'--config={config}'],
+    flags=[f'--config={config}', *([f'--metrics_port={port}'] if port else ())],
   )
 
 
@@ -81,6 +84,8 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
     or request.tpus,
     '--config.train.store=gs://BUCKET/PREFIX, as a learner has no folder that outlives its machine '
     'or that its hosts share (--without_store, if learners have one host)': stored or not train,
+    f'another --metrics_port than {_PORT}, which is that of the syncer': _METRICS_PORT.value
+    != _PORT,
     **{
       f'--config.{name}=/..., the path of {path} in the image': re.match('/|.*://|(stdlib)?$', path)
       for name, path in paths.items()
@@ -121,11 +126,15 @@ def _documents(run: str, program: spec_lib.Program, pod: dict[str, Any]) -> list
     disk = {'accessModes': ['ReadWriteOncePod'], 'resources': size}
     documents.append(document('v1', 'PersistentVolumeClaim', disk))
     documents.append(document('v1', 'Service', {'selector': labels(), 'ports': [port]}))
+  metadata: dict[str, Any] = {'labels': labels()}
+  if metrics := _METRICS_PORT.value:
+    ingress.append({'ports': [{'port': metrics}]})
+    metadata['annotations'] = {'prometheus.io/scrape': 'true', 'prometheus.io/port': str(metrics)}
   rules = {'policyTypes': ['Ingress'], 'ingress': ingress}
   policy = {'podSelector': {'matchLabels': labels()}, **rules}
   documents.append(document('networking.k8s.io/v1', 'NetworkPolicy', policy))
 
-  job = _job(program, {'metadata': {'labels': labels()}, 'spec': pod})
+  job = _job(program, {'metadata': metadata, 'spec': pod})
   found = document('jobset.x-k8s.io/v1alpha2', 'JobSet', _job_set(program, job))
   if program.hosts > 1:  # all pods on the nodes of one slice, and no other pod there
     key = 'alpha.jobset.sigs.k8s.io/exclusive-topology'
@@ -186,6 +195,8 @@ def _pod(
     'resources': resources,
     'volumeMounts': [{'name': 'workdir', 'mountPath': places.workdir}, certs],
   }
+  if port := _METRICS_PORT.value:
+    container['ports'] = [{'name': 'metrics', 'containerPort': port}]
   secret = {'name': 'certs', 'secret': {'secretName': name, 'defaultMode': _OWNER_READS}}
   return {**pod, 'containers': [container], 'volumes': [{'name': 'workdir', **disk}, secret]}
 
