@@ -37,8 +37,6 @@ class SyncConfig(protocol_sections.Sync):
     fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
-    codec_up_slow: the same for a learner whose up-link does not carry the payloads of `codec_up`,
-      as the syncer measures it; no effect if it is not smaller. '': all learners use `codec_up`.
     codec_down: encoding of a published version, a delta from the version before.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its
@@ -49,23 +47,17 @@ class SyncConfig(protocol_sections.Sync):
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
       default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
-    uplink_mbit_s: bandwidth that the payloads of a learner may use, in 10^6 bits per second; 0: all
-      that there is. A learner says when it starts which steps they fit. With 4/3 of their mean rate
-      all steps are merged (docs/findings.md).
   """
 
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
-  codec_up_slow: str = 'int4'
   codec_down: str = 'int8'
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.5, momentum=0.3)'
-  uplink_mbit_s: int = 0
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
-    _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')
 
 
 SyncConfig.__doc__ = protocol_config.described(
@@ -158,8 +150,9 @@ class Config:
     """The settings of the protocol: integers, times in nanoseconds."""
     values = {}
     for field, one in protocol_config.TABLE.items():
-      section, name = one.name.split('.')
-      values[field] = one.read(getattr(getattr(self, section), name))
+      section, _, name = one.name.partition('.')
+      if name:
+        values[field] = one.read(getattr(getattr(self, section), name))
     return protocol_config.ProtocolConfig(**values)
 
   def to_dict(self) -> dict[str, Any]:
@@ -191,7 +184,6 @@ class Config:
     digest of the data. With `data.local` the data may differ, and build.py adds one of the
     tokenizer."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
-    own |= {'sync.uplink_mbit_s'}
     own |= {'model.remat', 'model.loss_chunk'}
     if self.data.local:
       own |= {'data.shards', 'data.seed'}

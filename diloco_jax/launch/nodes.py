@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from diloco_jax import version
 from diloco_jax.certs import check, names, proofs
-from diloco_jax.config import build, run_config, uplink
+from diloco_jax.config import build, run_config
 from diloco_jax.launch import accelerators, cli, own_model, run_folder
 from diloco_jax.learner import baseline
 from diloco_jax.learner import hosts as hosts_lib
@@ -241,7 +241,7 @@ def _lead(
     ):
       return baseline.run(config, island, records, stopped.is_set), records
   event_queue = loop.EventQueue()
-  connect = dialer(assembled, resolve, access, records.say)
+  connect = dialer(assembled, resolve, access)
   with (
     stops(
       lambda reason: event_queue.post(events.Stop(reason=reason)),
@@ -308,12 +308,8 @@ def dialer(
   assembled: build.Assembly,
   resolve: Callable[[], str],
   access: addresses.Access,
-  say: Callable[[str], None],
 ) -> ports.MakeTransport:
-  """Makes a learner's transport, which asks the learner to stop once the run has ended; says which
-  inner steps a capped uplink allows."""
-  if note := uplink.note(assembled):
-    say(note)
+  """Makes a learner's transport, which asks the learner to stop once the run has ended."""
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
     def address() -> str:
@@ -341,10 +337,8 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    narrow_bytes=assembled.narrow_bytes,
     max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
-    uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=2 * sync.learners + SPARE_SESSIONS,
     max_strangers=sync.learners + 2 * SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,

@@ -72,7 +72,6 @@ class Learner:
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
-    narrow: how many of its updates were merged from narrow payloads (sync.codec_up_slow).
     most_periods: the greatest of its period factors, 1: it was always pulled (syncer/links.py).
     sparse: whether its link was for a time too slow for every version.
     fresh: how many of its processes joined a run in progress with fresh moments.
@@ -92,7 +91,6 @@ class Learner:
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
-  narrow: int = 0
   most_periods: int = 1
   sparse: bool = False
   fresh: int = 0
@@ -511,7 +509,6 @@ class RunFacts:
     for name in fact.participants:
       if name in self.learners:
         self.learners[name].merged_s.append(at_s)
-        self.learners[name].narrow += name in fact.narrow
 
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""

@@ -180,7 +180,6 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'eval_loss_end': learner.held_out[-1] if learner.held_out else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
-    'contributions_narrow': learner.narrow,
     'most_periods': learner.most_periods,
     'sparse': learner.sparse,
     'processes': len(learner.processes),
@@ -393,8 +392,6 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
-    if row['contributions_narrow']:
-      line += f', {row["contributions_narrow"]} of them narrow (sync.codec_up_slow)'
     if row['most_periods'] > 1:
       line += f', slow link: asked in one of {row["most_periods"]} periods at the least'
     if row['sparse']:

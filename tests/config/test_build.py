@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.config import build, uplink
+from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import nodes
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
-from diloco_jax.syncer import global_model, process
+from diloco_jax.syncer import global_model
 from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
 
@@ -52,20 +50,6 @@ def test_a_wrong_spec_is_named_with_its_setting(config, name, value, words):
   with pytest.raises(ValueError) as caught:
     build.assemble(config)
   assert str(caught.value).startswith(words)
-
-
-def test_a_learner_with_a_capped_uplink_and_its_syncer_say_which_steps_fit(config):
-  assert uplink.note(build.assemble(config)) == ''
-  config.sync.uplink_mbit_s, config.sync.overlap = 2, 1
-  config.validate()
-  assembled = build.assemble(config)
-  assert nodes.limits(assembled).uplink_bytes_per_s == 250_000
-  sizes = assembled.payload_bytes
-  step_s = max(max(sizes), sum(sizes) / 2) / 250_000
-  assert f'if a step takes {step_s:.3g} s or more' in uplink.note(assembled)
-  records = mock.Mock()
-  process._introduce(assembled, records)
-  records.say.assert_called_with(uplink.note(assembled))
 
 
 def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):

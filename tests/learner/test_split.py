@@ -43,7 +43,6 @@ def _exchange(
   assembled = types.SimpleNamespace(
     layout=layout,
     codec_up=codecs.get(codec),
-    codec_up_slow=codecs.get('int4'),
     codec_down=codecs.get(codec),
     protocol=types.SimpleNamespace(rebases=True),
   )
@@ -97,16 +96,6 @@ def _is_equal(one, other, params) -> None:
       given = _given(exchange, sent[0], np.uint8)
       held.append(digest.as_int(exchange.adopt(p, given, False, p != 1, p % 2 == 0)))
     assert sent[0] == sent[1] and held[0] == held[1], p
-  for p in range(layout.num_fragments):  # a narrow capture, and the version that contains it
-    sent = []
-    for exchange, _ in pair:
-      data, ok = exchange.encode(p, narrow=True)
-      assert ok
-      sent.append(_sent(exchange, p, data))
-      no_delta = bytes(exchange._codec_down.encoded_size(layout.size(p)))
-      given = _given(exchange, no_delta, np.uint8)
-      exchange.adopt(p, given, whole=False, keep=True, merged=True)
-    assert sent[0] == sent[1] and len(sent[0]) == codecs.get('int4').encoded_size(layout.size(p))
   _same(one[1].params, other[1].params)
   whole = np.random.default_rng(2).standard_normal(layout.size(0), np.float32)
   for keep in (False, True):

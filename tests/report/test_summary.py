@@ -146,15 +146,6 @@ def test_the_summary_adds_up(config, run):
   ]
 
 
-def test_the_text_says_which_learner_was_asked_for_narrow_payloads(config, run):
-  narrow = dataclasses.replace(_SYNCED, sync=2, version=2, narrow=('l1',))
-  run.take([('syncer', row(26, narrow))])
-  text = summary_lib.text(summarized(config, run, _FATES), pathlib.Path('x'), width=200)
-  [told] = [line for line in text.splitlines() if 'narrow' in line]
-  assert told.startswith('learner l1')
-  assert '2 updates of a fragment merged, 1 of them narrow (sync.codec_up_slow)' in told
-
-
 def test_one_line_says_which_tokens_were_not_merged_if_they_are_many(config, run):
   summary = summarized(config, run, _FATES)
   line = 'trained 250 tokens, merged 60%, late 15%, overwritten 25%: see docs/howto/report.md'

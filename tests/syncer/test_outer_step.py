@@ -213,7 +213,7 @@ def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
   devices = jax.devices()
   for where in ({'piece': 32}, {'piece': 640}, {}, {'devices': devices[5:7]}):
     one = _fragment(1, name, outer.make(text), rules=rules, **where)
-    made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2], narrow=(k,)) for k in range(2)]
+    made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2]) for k in range(2)]
     ends = [(np.asarray(stepped.delta).tobytes(), stepped.digest) for stepped in made]
     found.add(str((ends, _bits(one.whole))))
   assert len(found) == 1
@@ -229,7 +229,7 @@ def test_the_size_of_the_pieces_changes_no_bit_of_a_large_tensor_either():
   for piece, devices in ((1 << 19, ()), (size, ()), (0, jax.devices()[7:])):
     tx = outer.nesterov()
     one = one_fragment.Fragment(layout, 0, first_N, _RULES, tx, 'int8', 'int8', piece, devices)
-    found.add((one.merge(deltas, [2, 1], narrow=(1,)).digest, str(_bits(one.whole))))
+    found.add((one.merge(deltas, [2, 1]).digest, str(_bits(one.whole))))
   assert len(found) == 1
 
 
@@ -300,26 +300,6 @@ def test_a_payload_of_another_size_is_refused():
   one = _fragment(0)
   with pytest.raises(ValueError, match='a payload has 33 bytes, fragment 0 needs'):
     one.lengths(np.zeros(33, np.uint8))
-
-
-@pytest.mark.parametrize('name', ['avg', 'rda', 'majority'])
-def test_a_narrow_payload_is_merged_as_the_values_that_it_decodes_to(name):
-  """Beside payloads of the other codec, and in any place among them; one with their norm."""
-  deltas_MxN, rules = _deltas(1, 3), {label: merge.make(name) for label in _RULES}
-  for m in range(3):
-    one, exact = (_fragment(1, codec, rules=rules) for codec in ('int8', 'float32'))
-    each = [one.slow if m == k else one.codec for k in range(3)]
-    payloads = [np.asarray(codec.encode(row)[0]) for codec, row in zip(each, deltas_MxN)]
-    rows = [codec.decode(data, deltas_MxN.shape[1]) for codec, data in zip(each, payloads)]
-    assert payloads[m].size < 0.52 * payloads[m - 1].size
-    one.step(payloads, [3, 1, 2])
-    exact.merge(np.stack(rows), [3, 1, 2])
-    # The outer gradient is rounded to 8 bits, by 1/128 of the largest value of a block at most.
-    moved_N = one.whole.master_n - exact.whole.master_n
-    largest = np.abs(exact.gradient.view(np.float32)).max()
-    assert np.abs(moved_N).max() < 0.7 * 1.9 * largest / 128
-    ratio = np.linalg.norm(one.lengths(payloads[m])) / np.linalg.norm(deltas_MxN[m])
-    assert 0.98 < ratio < 1.02
 
 
 def test_the_syncer_leaves_xla_the_cores_that_the_pieces_do_not_use():

@@ -51,7 +51,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.Quorum,
   contributions.CountedOnce,
   contributions.OneAnswer,
-  contributions.CodecAsAsked,
   contributions.AtBoundaries,
   contributions.VersionsInOrder,
   contributions.NeverBack,

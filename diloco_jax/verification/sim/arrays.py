@@ -27,7 +27,6 @@ Batches = tuple[int, int, int]  # data shard, first batch, the one after the las
 Answers = list[tuple[events.Event, Any]]
 AGREEMENT = '{"model.width":8}'
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
-NARROW_PAYLOAD = messages.Payload(size_bytes=network.NARROW_BYTES, crc32=0)
 NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
@@ -51,7 +50,7 @@ class Gradient:
   """The bytes of a pseudo-gradient: its learner and process, the range of its tokens, and the
   batches that it really read. `exact`: its process has one incarnation only, so all tokens count.
   `spoiled`: HUGE or NAN if its host is faulty. `overflows`: an outer step with it is not finite,
-  although each payload is. `narrow`: they are of the smaller codec."""
+  although each payload is."""
 
   learner: str
   nonce: int
@@ -62,7 +61,6 @@ class Gradient:
   reads: tuple[Batches, ...] = ()
   spoiled: str = ''
   overflows: bool = False
-  narrow: bool = False
 
   @property
   def norm(self) -> int:
@@ -83,8 +81,8 @@ class Gradient:
   @classmethod
   def of(cls, fields: Sequence[Any]) -> 'Gradient':
     """From JSON types."""
-    *rest, reads, spoiled, overflows, narrow = fields
-    return cls(*rest, tuple(tuple(one) for one in reads), spoiled, overflows, narrow)
+    *rest, reads, spoiled, overflows = fields
+    return cls(*rest, tuple(tuple(one) for one in reads), spoiled, overflows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +151,6 @@ class Theta:
     shares = []
     for one, payload in zip(participants, payloads, strict=True):
       grad = Gradient.decode(payload)
-      claim(one.narrow == grad.narrow, 'A payload is decoded with its own codec.', one, grad)
       if one.learner not in refused:
         shares.append(((one.learner, one.incarnation, one.tokens, one.steps), grad))
     for (learner, _, tokens, steps), grad in shares:
@@ -294,7 +291,6 @@ class Model:
 
   def __init__(self, fragments: int):
     self.payload_bytes = (network.PAYLOAD_BYTES,) * fragments
-    self.narrow_bytes = (network.NARROW_BYTES,) * fragments
     self.digests = initial(fragments)
 
   def learner(self, process: Any) -> 'Learner':
@@ -332,9 +328,9 @@ class Learner:
         claim(shard >= 0, 'A learner that trains has a data shard.', self._process.name)
         learner_book.add_batch(self._reads, shard, batch)
         self._at = shard, batch + 1
-      case actions.Encode(sync=sync, fragment=fragment, narrow=narrow):
-        content = self._encode(fragment, narrow)
-        given = content and (NARROW_PAYLOAD if narrow else PAYLOAD)
+      case actions.Encode(sync=sync, fragment=fragment):
+        content = self._encode(fragment)
+        given = content and PAYLOAD
         event = events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=given)
         return [(event, content)]
       case actions.Adopt(fragment=fragment, version=version):
@@ -348,7 +344,7 @@ class Learner:
           self._captured.clear()
     return []
 
-  def _encode(self, fragment: int, narrow: bool) -> Gradient | None:
+  def _encode(self, fragment: int) -> Gradient | None:
     """The bytes of a capture, None with a NaN in it."""
     process, (start, before) = self._process, self._contains[fragment]
     tokens, steps = self._captured[fragment] = self._now
@@ -367,7 +363,6 @@ class Learner:
       process.exact,
       learner_book.last_batches(self._reads, steps - before),
       spoiled,
-      narrow=narrow,
     )
 
   def _adopt(self, adopt: actions.Adopt) -> None:
