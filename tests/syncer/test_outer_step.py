@@ -163,7 +163,7 @@ def test_an_outer_optimizer_with_a_schedule_counts_its_steps():
 
 def test_an_outer_optimizer_may_hold_its_state_in_another_type():
   small = lambda updates, state, params: (updates, state + updates.astype(jnp.bfloat16))
-  tx = optax.GradientTransformation(lambda params: params.astype(jnp.bfloat16), small)
+  tx = outer.Elementwise(lambda params: params.astype(jnp.bfloat16), small)
   one = _fragment(0, tx=tx)
   one.merge(_deltas(0, 2), [1, 1])
   assert one.whole.tx_state.dtype == jnp.bfloat16

@@ -784,7 +784,7 @@ def dead_learner_counts(original):
   def leave(self, name):
     for gather in self._all():
       gather.waiting.discard(name)
-      gather.asked.pop(name, None)
+      gather.asked.discard(name)
 
   return leave
 
@@ -827,7 +827,7 @@ def quorum_counts_a_learner_twice(original):
   def contribution(self, now_ns, member, message, payload_id):
     gather = self._find(message.sync)
     if gather is not None and member.learner in gather.payloads:
-      gather.asked[f'{member.learner} again'] = False
+      gather.asked.add(f'{member.learner} again')
     original(self, now_ns, member, message, payload_id)
 
   return contribution
@@ -1256,7 +1256,7 @@ def withdrawn_payload_leaks(original):
   def leave(self, name):
     for gather in self._all():
       gather.waiting.discard(name)
-      gather.asked.pop(name, None)
+      gather.asked.discard(name)
       gather.withdraw(name)
 
   return leave

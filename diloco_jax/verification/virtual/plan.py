@@ -32,7 +32,7 @@ class Run:
 
   protocol: config_lib.ProtocolConfig
   values: tuple[int, ...]
-  codecs: tuple[str, ...]
+  codecs: tuple[str, str]
   step_s: tuple[float, ...]
   lines: tuple[conditions.Line, ...] = ()
 

@@ -34,7 +34,7 @@ def costs(**settings) -> list[str]:
   run = plan.Run(
     protocol=config_lib.ProtocolConfig(**config),
     values=(320_000,) * config['fragments'],
-    codecs=('int8', 'int8', 'int4'),
+    codecs=('int8', 'int8'),
     step_s=(1.0,),
   )
   half = conditions.Line(up=sum(run.bytes[0]) / run.period_s / 2)
