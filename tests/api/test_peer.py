@@ -210,7 +210,7 @@ def test_a_scanned_nnx_model_on_eight_devices_learns_with_a_plain_one():
 
 def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, capfd):
   """Each process takes a few steps and is left, as by an exception."""
-  kwargs = {'total_steps': 1_000_000, 'sync': _sync(), 'opt_state': _TX.init(_params())}
+  kwargs = {'total_steps': 1_000_000, 'sync': _sync(learners=1), 'opt_state': _TX.init(_params())}
   sync = _sync(learners=1)
   with diloco_jax.run_syncer(_params(), total_steps=1_000_000, sync=sync) as server:
 
@@ -321,7 +321,7 @@ def test_the_arrays_that_join_was_given_do_not_live_on():
       learner='l0',
       syncer=server.address,
       total_steps=120,
-      sync=_sync(),
+      sync=_sync(learners=1),
       opt_state=opt_state,
     ) as peer:
       params, opt_state = peer.params, peer.opt_state
