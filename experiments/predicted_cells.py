@@ -64,7 +64,7 @@ def predict(cell: dict[str, Any], seed: int) -> Shares:
   lines = (conditions.Line(cell['mbit'] * MBIT or 1e12, cell['mbit'] * MBIT or 1e12),)
   found = links.predict(
     config,
-    links.sizes([values] * config.fragments, sync.codec_up, sync.codec_down, sync.codec_up_slow),
+    links.sizes([values] * config.fragments, sync.codec_up, sync.codec_down),
     hardware,
     conditions.Network(lines=lines),
     warm_up,

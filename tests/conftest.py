@@ -96,7 +96,6 @@ _LONGEST_FIRST = (
   _ALONE,
   *_REAL_RUNS,
   'tests/api/',
-  'tests/protocol/test_hostile_words.py',
   'tests/verification/test_seeds.py',
   'tests/launch/test_restore.py',
   'tests/train/',

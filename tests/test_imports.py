@@ -139,7 +139,7 @@ FOREIGN = {
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
   'certs': {'cryptography'},
-  'transport': {'google', 'grpc', 'grpc_health', 'isal', 'numpy'},
+  'transport': {'google', 'grpc', 'isal', 'numpy'},
   'verification/checks': set(),
   'verification/sim': set(),
   'verification/virtual': {'absl', 'jax', 'numpy'},

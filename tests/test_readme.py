@@ -25,7 +25,7 @@ def test_the_loop_of_the_readme_learns():
     'step': lambda params, opt_state, batch: own.step(params, opt_state, batch, 5e-3),
   }
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-    sync = dataclasses.replace(own_loop.get_config().sync, start_wait_s=0.0)
+    sync = dataclasses.replace(own_loop.get_config().sync, learners=1)
     with diloco_jax.run_syncer(total_steps=300, sync=sync) as server:
       exec(compile(loop, 'README.md', 'exec'), page | {'address': server.address})
       merged = server.wait(60)

@@ -43,7 +43,7 @@ def test_the_task_of_the_page_learns(tmp_path):
 
 
 def test_the_loop_of_the_page_learns_by_the_clock(tmp_path):
-  steps, sync = 40, dataclasses.replace(own_loop.get_config().sync, start_wait_s=0.0)
+  steps, sync = 40, dataclasses.replace(own_loop.get_config().sync, learners=1)
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
     with diloco_jax.run_syncer(total_steps=steps, sync=sync) as server:
       page = {'steps': steps, 'address': server.address, 'workdir': tmp_path}

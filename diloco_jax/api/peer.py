@@ -289,8 +289,8 @@ def join(
       that of the certificate in `tls`; else a new one, which `workdir` keeps for the next process
       there after the end of this one.
     total_steps: T, the clock at which the run ends; 0: what the syncer has.
-    sync: what this learner alone sets, such as `uplink_mbit_s`. A shared setting counts as given if
-      it is not the default of SyncConfig.
+    sync: shared settings that the run must have; one counts as given if it is not the default of
+      SyncConfig.
     opt_state: the inner optimizer's state, a tree of arrays. It is saved under `workdir` or
       `store`, and a process that joins a run begins with the newest saved one, of this learner or
       else of any other there: `peer.opt_state`.
@@ -357,8 +357,8 @@ def join(
       saved = peer._arrays.saved(place, learner, config)
       saves = bool(workdir is not None or store) and peer.opt_state is not None
       found = cleanup.enter_context(saved) if saves else None
-      connect = lambda say: nodes.dialer(assembled, address, access, say)
-      begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
+      dial = nodes.dialer(assembled, address, access)
+      begin = functools.partial(_lead, place, dial, wait_s) if hosts.leads() else _follow
       ended = begin(peer, assembled, learner, found, event_queue, cleanup)
       peer._next()
       if in_place:
@@ -417,7 +417,7 @@ def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
 
 def _lead(
   place: pathlib.Path,
-  connect: Callable[[Callable[[str], None]], ports.MakeTransport],
+  dial: ports.MakeTransport,
   wait_s: float,
   peer: Peer,
   assembled: build.Assembly,
@@ -445,7 +445,6 @@ def _lead(
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
   cleanup.enter_context(work.threads())
-  dial = connect(records.say)
   return cleanup.enter_context(
     learner_process.running_node(
       assembled,

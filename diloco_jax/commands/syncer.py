@@ -24,14 +24,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
-from diloco_jax.node import failpoints
 
-_FAILPOINTS = flags.DEFINE_bool(
-  'allow_failpoints',
-  False,
-  'For tests: the environment may name a place where this process kills itself.',
-  module_name=failpoints.__name__,  # so --help does not list it
-)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LISTEN = flags.DEFINE_string(
   'listen',
@@ -61,9 +54,6 @@ cli.define_metrics()
 def main(argv: list[str]) -> int:
   del argv
   config = cli.config()
-  if _FAILPOINTS.value:
-    with cli.never_retry(ValueError):
-      failpoints.allow()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   with cli.importing_jax():  # after the config is validated
     from diloco_jax.launch import syncer_node

@@ -48,7 +48,6 @@ class Assembly:
   never_sent: tuple[str, ...]  # the names of these
   layout: fragments.Layout
   codec_up: codecs.Codec
-  codec_up_slow: codecs.Codec  # of narrow payloads; codec_up if there is no smaller one
   codec_down: codecs.Codec
   rules: dict[str, merge.MergeRule | None]  # by label (train/task.py); None: never sent
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
@@ -65,16 +64,8 @@ class Assembly:
   @property
   def payload_bytes(self) -> tuple[int, ...]:
     """Size of each fragment's pseudo-gradient on the wire."""
-    return self._encoded(self.codec_up)
-
-  @property
-  def narrow_bytes(self) -> tuple[int, ...]:
-    """The same of a learner with a slow up-link."""
-    return self._encoded(self.codec_up_slow)
-
-  def _encoded(self, codec: codecs.Codec) -> tuple[int, ...]:
     layout = self.layout
-    return tuple(codec.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
+    return tuple(self.codec_up.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
 
   def frozen(self) -> dict[str, Any]:
     """The frozen parameters of version 0 of a task, by name."""
@@ -190,7 +181,6 @@ def _assemble(
     never_sent=never_sent,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
-    codec_up_slow=_slow(config),
     codec_down=_make(config, 'codec_down', codecs.get),
     rules=rules,
     transform=_make(config, 'outer', outer.make),
@@ -226,12 +216,6 @@ def _module(where: str) -> types.ModuleType:
   if where.endswith('.py'):
     return load.module(pathlib.Path(where))
   return importlib.import_module(where)
-
-
-def _slow(config: run_config.Config) -> codecs.Codec:
-  names = ('codec_up', 'codec_up_slow') if config.sync.codec_up_slow else ('codec_up',)
-  made = [_make(config, name, codecs.get) for name in names]
-  return min(made, key=lambda codec: codec.encoded_size(codecs.BLOCK))
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

@@ -17,7 +17,7 @@ def settings(section: str) -> dict[str, protocol_config.Setting]:
   """The rows of the table that a section holds, by the names of its fields."""
   rows = {}
   for one in protocol_config.TABLE.values():
-    where, name = one.name.split('.')
+    where, _, name = one.name.partition('.')
     if where == section:
       rows[name] = one
   return rows

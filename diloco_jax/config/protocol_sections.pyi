@@ -39,35 +39,16 @@ class Sync:
   adopt: Literal['overwrite', 'rebase'] = 'rebase'
   """what becomes of a learner's own steps when it adopts a version. rebase: it carries those that
   were not merged onto the new value; overwrite: it drops them, as in the paper"""
-  max_misses: int = 2
-  """how many payloads of a fragment in a row may come too late to be merged, while the learner
-  carries their steps on; after one more it drops them, as too old"""
-  max_staleness: int = 1
-  """a payload whose anchor is more versions old than this is not merged"""
   gamma: float = 0.9
   """gamma, the share of the slack that the grace window may use"""
-  max_step_tokens: int = 16777216
-  """the most tokens of one inner step; a learner that reports more is refused. A task of the
-  config lowers it to the tokens of its batch"""
   lease_s: float = 10.0
   """a learner that sends nothing for this long is lost; a live peer sends something five times in
   it. A learner whose session closes is lost at once"""
-  start_wait_s: float = 20.0
-  """a new run starts once M learners have joined, or this long after the first of them"""
-  longest_redial_s: float = 2.0
-  """the longest pause of a learner before a new attempt to connect"""
-  redial_s: float = 0.2
-  """the first pause of a learner before a new attempt to connect; each is a quarter longer"""
   checkpoint_every_syncs: int = 0
   """after how many outer steps the syncer saves (0: only at the end)"""
   norm_factor: int = 4
   """the syncer refuses a pseudo-gradient whose norm is more than this many times the running
   median norm of its fragment (0: no such limit; NaN and Inf are always refused)"""
-  norm_warmup: int = 8
-  """how many outer steps of a fragment come before its first norm limit"""
-  strikes: int = 3
-  """how many refused updates or implausible messages in a row put a learner into quarantine (0:
-  never)"""
   keep_every: int = 0
   """every node keeps its first checkpoint of every so many inner steps of its clock, and saves
   then (0: only the newest two are kept)"""

@@ -24,7 +24,7 @@ from diloco_jax.train import config as train_config
 DECODER = 'decoder'  # the reference task
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 NODE = '{node}'  # in data.corpus
-FRAGMENTATIONS = ('balanced', 'layer', 'strided')
+FRAGMENTATIONS = ('balanced', 'layer')
 _BUCKET = re.compile(r'gs://\w[\w.-]*(/\w[\w.=+-]*)+', re.ASCII)  # and a folder in it
 
 
@@ -34,11 +34,9 @@ class SyncConfig(protocol_sections.Sync):
   are in protocol/config.py; here are those that concern arrays and bytes only.
 
   Attributes:
-    fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
+    fragmentation: 'balanced' or 'layer' (paper section 5).
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
-    codec_up_slow: the same for a learner whose up-link does not carry the payloads of `codec_up`,
-      as the syncer measures it; no effect if it is not smaller. '': all learners use `codec_up`.
     codec_down: encoding of a published version, a delta from the version before.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its
@@ -46,26 +44,20 @@ class SyncConfig(protocol_sections.Sync):
     embedding_merge: the same for the embedding, an untied head, and the router of a Mixture of
       Experts. Learners change it in directions of their own, which rda would not shorten: it ended
       0.2 and 0.6 % worse with two seeds (docs/findings.md).
-    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
-      default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
-      wants a longer outer step, as 0.7 and 0.5.
-    uplink_mbit_s: bandwidth that the payloads of a learner may use, in 10^6 bits per second; 0: all
-      that there is. A learner says when it starts which steps they fit. With 4/3 of their mean rate
-      all steps are merged (docs/findings.md).
+    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)'. The default is the
+      best of docs/studies/outer.md at the best inner rate; a low inner rate wants a longer outer
+      step, as 0.7 and 0.5.
   """
 
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
-  codec_up_slow: str = 'int4'
   codec_down: str = 'int8'
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.5, momentum=0.3)'
-  uplink_mbit_s: int = 0
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
-    _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')
 
 
 SyncConfig.__doc__ = protocol_config.described(
@@ -158,8 +150,9 @@ class Config:
     """The settings of the protocol: integers, times in nanoseconds."""
     values = {}
     for field, one in protocol_config.TABLE.items():
-      section, name = one.name.split('.')
-      values[field] = one.read(getattr(getattr(self, section), name))
+      section, _, name = one.name.partition('.')
+      if name:
+        values[field] = one.read(getattr(getattr(self, section), name))
     return protocol_config.ProtocolConfig(**values)
 
   def to_dict(self) -> dict[str, Any]:
@@ -191,7 +184,6 @@ class Config:
     digest of the data. With `data.local` the data may differ, and build.py adds one of the
     tokenizer."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
-    own |= {'sync.uplink_mbit_s'}
     own |= {'model.remat', 'model.loss_chunk'}
     if self.data.local:
       own |= {'data.shards', 'data.seed'}

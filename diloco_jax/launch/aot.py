@@ -161,16 +161,11 @@ class Learner:
     }
 
   def functions(self) -> Iterator[Function]:
-    """Compiles the step, and for the largest fragment encode, adopt and apply; the first two also
-    for narrow payloads."""
+    """Compiles the step, and for the largest fragment encode, adopt and apply."""
     yield _compiled('step', lambda: self._step.lower(*self._arguments))
     for name in ('encode', 'adopt', 'apply'):
       lower = getattr(self._exchange, f'lower_{name}')
       yield _compiled(name, lambda: lower(self.kind))
-    if self.assembled.codec_up_slow != self.assembled.codec_up:
-      for name in ('encode', 'adopt'):
-        lower = getattr(self._exchange, f'lower_{name}')
-        yield _compiled(f'{name} narrow', lambda: lower(self.kind, True))
 
 
 def _bytes(tree: Any) -> int:

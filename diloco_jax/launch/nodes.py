@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from diloco_jax import version
 from diloco_jax.certs import check, names, proofs
-from diloco_jax.config import build, run_config, uplink
+from diloco_jax.config import build, run_config
 from diloco_jax.launch import accelerators, cli, run_folder
 from diloco_jax.learner import baseline
 from diloco_jax.learner import hosts as hosts_lib
@@ -150,12 +150,8 @@ def dialer(
   assembled: build.Assembly,
   resolve: Callable[[], str],
   access: addresses.Access,
-  say: Callable[[str], None],
 ) -> ports.MakeTransport:
-  """Makes a learner's transport, which asks the learner to stop once the run has ended; says which
-  inner steps a capped uplink allows."""
-  if note := uplink.note(assembled):
-    say(note)
+  """Makes a learner's transport, which asks the learner to stop once the run has ended."""
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
     def address() -> str:
@@ -183,10 +179,8 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
-    narrow_bytes=assembled.narrow_bytes,
     max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
-    uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=2 * sync.learners + SPARE_SESSIONS,
     max_strangers=sync.learners + 2 * SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,

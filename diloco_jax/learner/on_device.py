@@ -45,8 +45,7 @@ class Exchange:
     the syncer is in this process, and payloads are arrays of jax (node/payload.py)."""
     self._island = island
     self._layout = assembled.layout
-    self._codecs_up = assembled.codec_up, assembled.codec_up_slow  # [narrow]
-    self._codec_down = assembled.codec_down
+    self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
     self._rebases = assembled.protocol.rebases
     # By fragment: where its leaves are among those of the parameters, and the first row of each of
     # its pieces.
@@ -102,16 +101,14 @@ class Exchange:
     ]
     return self
 
-  def compile_all(self, stopped: Callable[[], bool] = lambda: False, narrow: bool = False) -> None:
-    """`narrow`: those of narrow payloads, if there is a codec for them. Ends early, between two
-    functions, once `stopped` returns true."""
-    usual, slow = self._codecs_up
-    for kind in () if narrow and slow == usual else self.kinds:
+  def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Ends early, between two functions, once `stopped` returns true."""
+    for kind in self.kinds:
       for lower, *key in (
-        (self.lower_encode, kind, narrow),
-        (self.lower_adopt, kind, narrow),
+        (self.lower_encode, kind),
+        (self.lower_adopt, kind),
         (self.lower_apply, kind),
-        *([(self._lower_wire, kind, narrow)] if self._changes(kind) else []),
+        *([(self._lower_wire, kind)] if self._changes(kind) else []),
         *([(self._lower_flat, kind, False)] if self._in_process and kind.parts > 1 else []),
       ):
         if stopped():
@@ -149,8 +146,8 @@ class Exchange:
     each = kind.on_each(kind.digest, (kind.flat,), jax.P())
     return kind.jit(each, self._island.replicated).lower(kind.like(kind.size, np.float32))
 
-  def lower_encode(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:
-    codec = self._codecs_up[narrow]
+  def lower_encode(self, kind: split.Kind) -> jax.stages.Lowered:
+    codec = self._codec_up
     size = codec.encoded_size(kind.size)
 
     def encode(data, rows, anchor_n):
@@ -176,8 +173,8 @@ class Exchange:
     its lead, or in the order of the wire."""
     return jax.process_count() > 1 or (self._in_process and kind.parts > 1)
 
-  def _lower_wire(self, kind: split.Kind, narrow: bool) -> jax.stages.Lowered:
-    codec, at = self._codecs_up[narrow], self._island.replicated
+  def _lower_wire(self, kind: split.Kind) -> jax.stages.Lowered:
+    codec, at = self._codec_up, self._island.replicated
     flat = kind.like(codec.encoded_size(kind.size), np.uint8)
     if not self._in_process:
       return kind.jit(lambda data: data, at).lower(flat)
@@ -197,10 +194,8 @@ class Exchange:
       self._orders[kind] = jax.device_put(split.order(kind), self._island.replicated)
     return self._orders[kind]
 
-  def lower_adopt(self, kind: split.Kind, narrow: bool = False) -> jax.stages.Lowered:
-    """`narrow`: of the capture."""
-    codec_up = self._codecs_up[narrow]
-    adopt = functools.partial(exchange.adopt, kind.local, codec_up, self._codec_down)
+  def lower_adopt(self, kind: split.Kind) -> jax.stages.Lowered:
+    adopt = functools.partial(exchange.adopt, kind.local, self._codec_up, self._codec_down)
     specs = exchange.Published(*3 * (kind.flat,), *2 * (jax.P(),))
     each = kind.on_each(adopt, (kind.rows_specs, kind.flat, specs), kind.rows_specs)
 
@@ -210,7 +205,8 @@ class Exchange:
 
     anchor, flag = kind.like(kind.size, np.float32), self._like((), np.bool_)
     data, capture = (
-      kind.like(codec.encoded_size(kind.size), np.uint8) for codec in (self._codec_down, codec_up)
+      kind.like(codec.encoded_size(kind.size), np.uint8)
+      for codec in (self._codec_down, self._codec_up)
     )
     shardings = split.named(leaf.sharding for leaf in kind.leaves)
     return kind.jit(adopt_all, shardings, donate=0).lower(
@@ -247,17 +243,17 @@ class Exchange:
     ]
     return tuple(map(digest_lib.as_int, found))
 
-  def encode(self, p: int, narrow: bool = False) -> tuple[jax.Array, jax.Array]:
+  def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
     kind = self.kinds[p]
-    encode = self._get(self.lower_encode, kind, narrow)
+    encode = self._get(self.lower_encode, kind)
     merged = None
     if self._reuses:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
-      codec = self._codecs_up[narrow]
-      merged = self._merged.pop(kind.parts * codec.encoded_size(kind.size), None)
-      merged = self._zeros(codec, kind) if merged is None else merged
+      size = kind.parts * self._codec_up.encoded_size(kind.size)
+      merged = self._merged.pop(size, None)
+      merged = self._zeros(self._codec_up, kind) if merged is None else merged
     self.launches += 1
     data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
@@ -265,7 +261,7 @@ class Exchange:
     if self._changes(kind):
       self.launches += 1
       order = (self._order(kind).flat_B,) if self._in_process else ()
-      data = self._get(self._lower_wire, kind, narrow)(data, *order)
+      data = self._get(self._lower_wire, kind)(data, *order)
     return data, ok
 
   def wire(self, p: int, data: jax.Array) -> payload_lib.Payload:
@@ -274,12 +270,7 @@ class Exchange:
       return data
     if not data.is_fully_addressable:
       data = data.addressable_data(0)
-    codec = self._codecs_up[self._is_narrow(self.kinds[p], data)]
-    return split.to_wire(self.kinds[p], codec, data)
-
-  def _is_narrow(self, kind: split.Kind, data: jax.Array) -> bool:
-    """Whether an encoded pseudo-gradient is of the smaller codec."""
-    return data.size < kind.parts * self._codecs_up[0].encoded_size(kind.size)
+    return split.to_wire(self.kinds[p], self._codec_up, data)
 
   def adopt(
     self, p: int, data: payload_lib.Payload, whole: bool, keep: bool, merged: bool
@@ -360,12 +351,11 @@ class Exchange:
     if delta is None:
       delta = self._zeros(self._codec_down, kind)
     if capture is None:  # its bytes do not count: those of another array of the same size will do
-      usual, _ = self._codecs_up
-      alike = kind.parts * usual.encoded_size(kind.size) == delta.size
-      capture = delta if alike else self._zeros(usual, kind)
+      alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
+      capture = delta if alike else self._zeros(self._codec_up, kind)
     self.launches += 2
     value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
-    adopted = self._get(self.lower_adopt, kind, self._is_narrow(kind, capture))(
+    adopted = self._get(self.lower_adopt, kind)(
       self._leaves(p), self._starts[p], self.anchors[p], value
     )
     self._assign(p, adopted)

@@ -90,8 +90,7 @@ class LearnerWork:
 
   @contextlib.contextmanager
   def threads(self) -> Iterator[None]:
-    """Runs the egress thread, and one that compiles what is not compiled yet: at last the functions
-    of narrow payloads, for which no learner waits at its start, since most never need them."""
+    """Runs the egress thread, and one that compiles what is not compiled yet."""
     ended = threading.Event()
     both = [
       threading.Thread(target=self._drain, name='egress', daemon=True),
@@ -112,8 +111,7 @@ class LearnerWork:
     """After the first step, which it would delay: tracing holds the GIL."""
     try:
       self._stepped.wait()
-      for narrow in (False, True):
-        self.exchange.compile_all(ended.is_set, narrow)
+      self.exchange.compile_all(ended.is_set)
     except Exception as error:
       self._records.say(
         f'compiling ahead of use failed: {error}. Training continues; what is missing is compiled '
@@ -150,8 +148,8 @@ class LearnerWork:
 
   def _perform(self, action: actions.Work) -> None:
     match action:
-      case actions.Encode(sync=sync, fragment=fragment, narrow=narrow):
-        data, ok = self.exchange.encode(fragment, narrow)
+      case actions.Encode(sync=sync, fragment=fragment):
+        data, ok = self.exchange.encode(fragment)
         self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
       case actions.Adopt():
         self._adopt(action)

@@ -63,13 +63,11 @@ class Step:
 
 @_action
 class Encode:
-  """Capture anchor - local of a fragment and encode it on the device, with the smaller codec if
-  `narrow`; answered by Encoded. The shell keeps what was encoded, and with which codec, until the
-  next Encode or Adopt(merged) of the fragment."""
+  """Capture anchor - local of a fragment and encode it on the device; answered by Encoded. The
+  shell keeps what was encoded until the next Encode or Adopt(merged) of the fragment."""
 
   sync: int
   fragment: int
-  narrow: bool = False
 
 
 @_action
@@ -107,8 +105,8 @@ class Participant:
   """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps).
 
   Its norm must be at least `least` and at most `limit`, else it is left out (screening.py); None:
-  any finite norm is allowed. `crc32`: of the payload's bytes, as they arrived. `narrow`: they are
-  of the smaller codec. `slow`: the learner's link is too slow for a payload in each period.
+  any finite norm is allowed. `crc32`: of the payload's bytes, as they arrived. `slow`: the
+  learner's link is too slow for a payload in each period.
   """
 
   learner: str
@@ -119,7 +117,6 @@ class Participant:
   least: int = 0
   limit: int | None = None
   crc32: int = 0
-  narrow: bool = False
   slow: bool = False
 
 

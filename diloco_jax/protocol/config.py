@@ -21,6 +21,7 @@ WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
 MAX_FRAGMENTS = 10**4
 MAX_SHARDS = 10**6
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
+OF_MACHINE = ''  # the name of what is no setting of a run: only a simulator, or a task, changes it
 
 Bound = int | Callable[['ProtocolConfig'], int]
 
@@ -30,7 +31,7 @@ class Setting:
   """One row of the table.
 
   Attributes:
-    name: in the config of a run: 'sync.gamma', 'train.steps'.
+    name: in the config of a run: 'sync.gamma', 'train.steps'; one without a section is not in it.
     default: the protocol's value; None: the setting is optional.
     doc: its meaning.
     low, high: the least and the greatest value of the protocol; a function of the config where a
@@ -99,7 +100,10 @@ def _setting_of(field: dataclasses.Field) -> Setting:
   name, unit = f'sync.{field.name}', 1
   if name.endswith('_ns'):
     name, unit = name.removesuffix('ns') + 's', SECOND_NS
-  return Setting(**{'name': name, 'unit': unit, 'default': field.default, **field.metadata})
+  given = {**field.metadata}
+  if given.get('name') == OF_MACHINE:
+    given |= {'name': field.name, 'unit': 1}
+  return Setting(**{'name': name, 'unit': unit, 'default': field.default, **given})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +184,13 @@ class ProtocolConfig:
     'how many payloads of a fragment in a row may come too late to be merged, while the learner '
     'carries their steps on; after one more it drops them, as too old',
     high=10**6,
+    name=OF_MACHINE,
   )
   max_staleness: int = setting(
-    1, 'a payload whose anchor is more versions old than this is not merged', high=10**6
+    1,
+    'a payload whose anchor is more versions old than this is not merged',
+    high=10**6,
+    name=OF_MACHINE,
   )
   grace_permille: int = setting(
     900,
@@ -208,6 +216,7 @@ class ProtocolConfig:
     low=1,
     high=1 << 40,
     remedy='tokens of a batch',
+    name=OF_MACHINE,
   )
   lease_ns: int = setting(
     10 * SECOND_NS,
@@ -221,22 +230,7 @@ class ProtocolConfig:
     20 * SECOND_NS,
     'a new run starts once M learners have joined, or this long after the first of them',
     high=86_400 * SECOND_NS,
-    shared=False,
-  )
-  longest_redial_ns: int = setting(
-    2 * SECOND_NS,
-    'the longest pause of a learner before a new attempt to connect',
-    low=SECOND_NS // 1000,
-    high=3_600 * SECOND_NS,
-    shared=False,
-  )
-  redial_ns: int = setting(
-    SECOND_NS // 5,
-    'the first pause of a learner before a new attempt to connect; each is a quarter longer',
-    low=SECOND_NS // 1000,
-    high=lambda config: config.longest_redial_ns,
-    remedy='at most sync.longest_redial_s',
-    shared=False,
+    name=OF_MACHINE,
   )
   shards: int | None = setting(
     None,
@@ -293,14 +287,14 @@ class ProtocolConfig:
     low=1,
     high=NORM_WINDOW,
     remedy=f'a median needs a few commits, and the syncer keeps {NORM_WINDOW}',
-    shared=False,
+    name=OF_MACHINE,
   )
   strikes: int = setting(
     3,
     'how many refused updates or implausible messages in a row put a learner into quarantine '
     '(0: never)',
     high=10**6,
-    shared=False,
+    name=OF_MACHINE,
   )
   keep_every: int = setting(
     0,
@@ -318,6 +312,16 @@ class ProtocolConfig:
   def heartbeat_ns(self) -> int:
     """The longest time that a live peer sends nothing; a lease outlives lost heartbeats."""
     return self.lease_ns // 5
+
+  @property
+  def redial_ns(self) -> int:
+    """The first pause of a learner before a new attempt to connect; each is a quarter longer."""
+    return min(SECOND_NS // 5, self.lease_ns // 50)
+
+  @property
+  def longest_redial_ns(self) -> int:
+    """The longest of these pauses."""
+    return min(2 * SECOND_NS, self.lease_ns // 5)
 
   @property
   def lag(self) -> int | None:

@@ -37,7 +37,6 @@ class Opened:
 @fact
 class _OuterStep:
   """`participants`: learner ids; `late`: those of them whose payload was late for an earlier sync;
-  `narrow`: those whose payload was of the smaller codec (sync.codec_up_slow);
   `waited_ns`: from the opening to the decision; `grace_ns`: the grace window, from the opening;
   `staleness`: versions since the oldest anchor."""
 
@@ -51,7 +50,6 @@ class _OuterStep:
   tokens: int
   why: str
   staleness: int
-  narrow: tuple[str, ...] = ()
 
 
 @fact
@@ -61,7 +59,7 @@ class Merging(_OuterStep):
 
 @fact
 class Synced(_OuterStep):
-  """The outer step is durable; `participants`, `late`, `narrow`, `tokens` exclude refused ones."""
+  """The outer step is durable; `participants`, `late`, `tokens` exclude refused ones."""
 
 
 @fact
@@ -137,13 +135,11 @@ class Progress:
 
 @fact
 class Link:
-  """What the syncer asks of a learner has changed with its link (syncer/links.py): whether it
-  encodes with the smaller codec, the period factor r, and whether it is sent whole fragments only.
-  `up_ns`, `down_ns`: the time of a regular payload and of a delta of mean size; `slot_ns`: between
-  two syncs."""
+  """What the syncer asks of a learner has changed with its link (syncer/links.py): the
+  period factor r, and whether it is sent whole fragments only. `up_ns`, `down_ns`: the time of a
+  payload and of a delta of mean size; `slot_ns`: between two syncs."""
 
   learner: str
-  narrow: bool
   periods: int
   sparse: bool
   up_ns: int

@@ -115,8 +115,7 @@ class Contribution:
 
   It covers the learner's own token count from `tokens_from` (what the syncer had settled before)
   to `tokens_to` (the capture): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
-  are the batches [cursor - steps, cursor) of data shard `shard` (syncer/shards.py). `narrow`: as in
-  the Pull, whose codec the learner has used.
+  are the batches [cursor - steps, cursor) of data shard `shard` (syncer/shards.py).
   """
 
   sync: int
@@ -128,7 +127,6 @@ class Contribution:
   shard: int
   cursor: int
   payload: Payload
-  narrow: bool = False
 
 
 @_message
@@ -209,13 +207,11 @@ class Joined:
 @_message
 class Pull:
   """Asks for a pseudo-gradient of `fragment` for sync `sync`: at the step boundary where it is due,
-  or, if the sync has opened (`now`), at the next one. `narrow`: encoded with the smaller codec, for
-  a link that does not carry the payloads of the other one (syncer/links.py)."""
+  or, if the sync has opened (`now`), at the next one."""
 
   sync: int
   fragment: int
   now: bool
-  narrow: bool = False
 
 
 @_message

@@ -1,10 +1,10 @@
 """A directory on a real disk (the port storage/files_port.py), its lock, and a write test at start.
 
 The descriptor of a written file stays open until it is renamed or removed, so the kernel reports a
-failed fsync to the process that wrote. Writes are split into pieces of at most 1 MiB, each without
-the interpreter lock, so no step waits for the disk. A large file is written around the page cache
-where the file system allows it (O_DIRECT). The cache needs a new page for each 4 KiB, and the first
-touch of these pages can cost more than the write itself. Only a recovery reads the bytes again.
+failed fsync to the process that wrote. A write has no interpreter lock, so no step waits for the
+disk. A large file is written around the page cache where the file system allows it (O_DIRECT). The
+cache needs a new page for each 4 KiB, and the first touch of these pages can cost more than the
+write itself. Only a recovery reads the bytes again.
 
 The lock is flock(2) on the file `lock`; the kernel releases it at any end of the process. It works
 between processes of one host, and between two hosts only on a shared file system that supports it
@@ -20,11 +20,11 @@ import os
 import pathlib
 import platform
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from diloco_jax.protocol import safe_json
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20  # of a direct write
 PIECES = 64  # most buffers in one write
 DIRECT_BYTES = 4 << 20  # of a file that is written around the page cache
 BLOCK = 4096  # bytes; such a write has whole blocks, in the file and in memory
@@ -236,26 +236,12 @@ def _plain(path: str, flags: int) -> int:
 
 
 def _write(descriptor: int, views: Sequence[memoryview]) -> None:
-  for batch in _batches(views):
-    while batch:
-      written = os.writev(descriptor, batch)
-      if not written:
-        raise OSError(errno.EIO, 'the disk took nothing')
-      _, batch = _cut(batch, written)  # a full disk takes a part; the next write fails
-
-
-def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-  """Yields the buffers of each write: at most PIECE_BYTES and PIECES together."""
-  batch, room = [], PIECE_BYTES
-  for view in views:
-    while len(view):
-      batch.append(view[:room])
-      view, room = view[room:], room - len(batch[-1])
-      if not room or len(batch) == PIECES:
-        yield batch
-        batch, room = [], PIECE_BYTES
-  if batch:
-    yield batch
+  left = [view for view in views if len(view)]
+  while left:
+    written = os.writev(descriptor, left[:PIECES])
+    if not written:
+      raise OSError(errno.EIO, 'the disk took nothing')
+    _, left = _cut(left, written)  # a full disk takes a part; the next write fails
 
 
 def _cut(

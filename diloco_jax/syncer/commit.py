@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.storage import checkpoint, json_files, outer_log, wal
 from diloco_jax.storage import files as files_lib
@@ -101,7 +100,6 @@ class CommitLog:
       Refused: another syncer has the claim.
       WalBroken: the disk failed; nothing about this outer step may leave the process.
     """
-    failpoints.reached('wal.before_append')
     buffers = outer_log.encode(step)
     said_s = full_s = number = None  # times of the last line, and of the first refusal
     durable = False
@@ -109,7 +107,6 @@ class CommitLog:
       try:
         if number is None:
           number = self._wal.append(outer_log.OUTER_STEP, *buffers)
-          failpoints.reached('wal.after_append')
         if self._store and not durable:
           self._store.before_commit(number, lambda: self._files.read(wal.NEW))
         self._wal.commit()
@@ -134,7 +131,6 @@ class CommitLog:
       self._closed.wait(self._retry_s)
     else:
       raise Closed
-    failpoints.reached('wal.after_commit')
     if said_s is not None:
       self._say(f'{self._files.place} has space again, its store answers: steps are committed.')
 

@@ -63,7 +63,7 @@ class Theta:
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
     self._pieces = outer_step_lib.Pieces(
       layout,
-      (assembled.codec_up, assembled.codec_up_slow),
+      assembled.codec_up,
       assembled.codec_down,
       assembled.codec_log,
       assembled.transform,
@@ -243,9 +243,8 @@ class Theta:
     """Compiles the outer steps, with a payload of zeros whose result is dropped."""
     if not self._warm:
       values = self._whole()
-      sizes = self._assembled.payload_bytes, self._assembled.narrow_bytes
       for p in self._pieces.unlike:
-        zeros = [np.zeros(of[p], np.uint8) for of in sizes] * 2
+        zeros = [np.zeros(self._assembled.payload_bytes[p], np.uint8)] * 2
         lengths = [self.lengths(p, one) for one in zeros]
         if self._rules[p].cosines:
           self._pieces.cosines(p, zeros, np.stack(lengths))

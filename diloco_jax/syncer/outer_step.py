@@ -106,28 +106,27 @@ class Pieces:
   def __init__(
     self,
     layout: fragments.Layout,
-    codecs_up: tuple[codecs.Codec, codecs.Codec],
+    codec_up: codecs.Codec,
     codec_down: codecs.Codec,
     codec_log: codecs.Codec,
     tx: optax.GradientTransformation,
     devices: Sequence[jax.Device],
     piece: int | None = PIECE,
   ):
-    """`codecs_up`: that of narrow payloads last; the size of a payload tells which one is its own.
-    `devices`: fragment p is on the one at p modulo their number. `piece`: values in a piece, a
+    """`devices`: fragment p is on the one at p modulo their number. `piece`: values in a piece, a
     multiple of 32; None: each fragment is one, and payloads are arrays of jax, wherever they are.
     """
     self._on_host = piece is not None  # payloads
-    self._ups, self._down, self._log = codecs_up, codec_down, codec_log
+    self._up, self._down, self._log = codec_up, codec_down, codec_log
     self._places = [jax.sharding.SingleDeviceSharding(one) for one in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(piece or PIECE, max(self._sizes))
-    by_value = outer_lib.elementwise(tx)
+    by_value = isinstance(tx, outer_lib.Elementwise)
     self._whole = not (self._on_host and by_value)
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
-    measured = round(4 * widest / codecs_up[0].encoded_size(widest)) * widest
+    measured = round(4 * widest / codec_up.encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
     self._tx = [tx if by_value else outer_lib.by_tensor(tx, layout, p) for p in range(count)]
     # By fragment: how many blocks each tensor has, how many values each block has.
@@ -237,7 +236,8 @@ class Pieces:
   def lengths(self, p: int, payload: np.ndarray) -> np.ndarray:
     """The length of each tensor in a payload, float64[T]. One is not finite if a value is not, or
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
-    codec, n = self._codec(p, payload), self._measured[p]
+    self._check_size(p, payload, self._up)
+    codec, n = self._up, self._measured[p]
     squares_of = lambda start: self._squares(codec, n, self._sections(codec, p, payload, start, n))
     return self._lengths(p, self._each(range(0, self._sizes[p], n), squares_of))
 
@@ -308,7 +308,7 @@ class Pieces:
   ) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
     another size."""
-    self._codec(p, data, self._log)
+    self._check_size(p, data, self._log)
 
     def gradient(start: int) -> tuple[jax.Array, bool]:
       sections = self._sections(self._log, p, data, start, self._n[p])
@@ -373,12 +373,10 @@ class Pieces:
     an island."""
     return jax.default_device(next(iter(self.place(0).device_set)))
 
-  def _codec(self, p: int, payload: np.ndarray, *of: codecs.Codec) -> codecs.Codec:
-    """The codec of a payload, by its size. Raises ValueError for another size."""
-    sizes = {codec.encoded_size(self._sizes[p]): codec for codec in of or self._ups}
-    if payload.size not in sizes:
-      raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {min(sizes)}')
-    return sizes[payload.size]
+  def _check_size(self, p: int, payload: np.ndarray, codec: codecs.Codec) -> None:
+    size = codec.encoded_size(self._sizes[p])
+    if payload.size != size:
+      raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {size}')
 
   def _sections(self, codec: codecs.Codec, p: int, payload: Any, start: int, n: int) -> list[Any]:
     """The sections of n values of a payload, filled up with zeros, which decode to zeros."""
@@ -394,8 +392,7 @@ class Pieces:
 
   def _read(self, p: int, payload: np.ndarray, start: int, values_n: jax.Array) -> tuple[Any, ...]:
     """What reads one piece of a payload: its codec, `values_n`, its sections."""
-    codec = self._codec(p, payload)
-    return codec, values_n, self._sections(codec, p, payload, start, self._n[p])
+    return self._up, values_n, self._sections(self._up, p, payload, start, self._n[p])
 
   def _encoded(self, codec: codecs.Codec, p: int) -> _Encoded:
     return _Encoded(codec, self._sizes[p], self._on_host)

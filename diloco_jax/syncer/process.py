@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax.config import build, uplink
+from diloco_jax.config import build
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, tempo
 from diloco_jax.protocol import facts as protocol_facts
@@ -206,7 +206,6 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
     f'overlap tau = {sync.overlap}{waits}; outer optimizer {sync.outer}',
     f'{header.size(up)} up as {sync.codec_up} and {header.size(down)} down as {sync.codec_down} '
     f'for each learner in {sync.period} steps',
-    *filter(None, [uplink.note(assembled)]),
   ]
   records.report(
     facts.Layout(
@@ -281,7 +280,7 @@ def recover(
     agreement=assembled.agreement,
     run=name,
     payload_bytes=sizes,
-    narrow_bytes=assembled.narrow_bytes if tempo.are_measured(sizes) else (),
+    links_measured=tempo.are_measured(sizes),
   )
   load = functools.partial(_load, start)
   if restored is None:
@@ -332,7 +331,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
     if value is not None and type(machine_state[name]) is not type(value):
       raise TypeError(f'{name} is {type(machine_state[name]).__name__}')
   return syncer_machine.SyncerMachine.load(
-    start.config, start.agreement, start.payload_bytes, machine_state, start.narrow_bytes
+    start.config, start.agreement, start.payload_bytes, machine_state, start.links_measured
   )
 
 

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_jax.config import load, run_config
-from diloco_jax.node import failpoints, loop
+from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events, formats, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import (
@@ -325,7 +325,6 @@ class Stored:
           f'{self._store.place}/{name} is a record of the syncer before this one, which came late. '
           'Nothing is lost: start again, the syncer continues behind it'
         )
-      failpoints.reached('store.after_put')
       self._claim.require()
 
   def run_is_over(self) -> None:
@@ -385,7 +384,6 @@ class Stored:
     about = {'log': state[outer_log.POSITION], 'chain': state[outer_log.CHAIN]}
     if self._store.read(f'{name}.json') is None:
       self._upload(folder, name, files, about)
-      failpoints.reached('store.after_copy')
     self._remove_old()
 
   def _upload(
@@ -401,7 +399,6 @@ class Stored:
       if self._closed:
         raise store_lib.StoreError('the process ends')
       self._store.put_file(f'{name}/{path}', folder / path)
-      failpoints.reached('store.in_copy')
     self._claim.require()
     if about is not None:
       manifest = formats.stamp('manifest') | {'files': files, **about}

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import build
-from diloco_jax.node import failpoints, ports
+from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
@@ -170,16 +170,13 @@ class SyncerWork:
     )
 
   def _save(self, save: actions.Save) -> None:
-    failpoints.reached('save.before')
     record = {**save.machine_state, **self._log.position}
     try:
       number = self._checkpoints.save(save.clock, self._theta.arrays(), 0, record)()
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
-    failpoints.reached('save.after')
     if self._store:
       self._store.copy(number)
     self._log.compact_behind(self._checkpoints)
-    failpoints.reached('compact.after')
     self._post(events.SaveDone(clock=save.clock))

@@ -13,6 +13,7 @@ _DTYPES = ('float32', 'bfloat16')
 STYLES = ('gemma', 'llama')
 REMATS = ('none', 'dots', 'full')
 _OPTIMIZERS = ('adamw', 'muon')
+EXPERTS_PER_TOKEN = 2  # C, how many a token is given to
 MAX_LAYERS = 10**4
 MAX_PARAMETERS = 10**12
 
@@ -44,8 +45,6 @@ class ModelConfig:
     head_dim: H, even, because RoPE rotates pairs.
     hidden_dim: F, of the gated feed-forward block, or of each expert.
     num_experts: E, of the Mixture of Experts in every layer (experts.py); 0 = none, a dense model.
-    experts_per_token: C, how many of them a token is given to.
-    balance_loss: how much the loss that spreads tokens over the experts weighs in the gradient.
     tied_head: whether the output head is the embedding, transposed.
     style: 'gemma': GELU, embeddings times sqrt(D), norms times 1 + s; 'llama': SiLU, and neither.
     norm_eps: what a norm adds to the mean square.
@@ -74,8 +73,6 @@ class ModelConfig:
   head_dim: int = 32
   hidden_dim: int = 512
   num_experts: int = 0
-  experts_per_token: int = 2
-  balance_loss: float = 0.01
   tied_head: bool = True
   style: str = 'gemma'
   norm_eps: float = 1e-6
@@ -115,7 +112,6 @@ class ModelConfig:
       'num_kv_heads',
       'head_dim',
       'hidden_dim',
-      'experts_per_token',
       'norm_eps',
       'rope_theta',
       'rope_factor',
@@ -135,15 +131,10 @@ class ModelConfig:
       raise ValueError(
         f'head_dim {self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}'
       )
-    if self.num_experts < 0:
-      raise ValueError(f'num_experts is {self.num_experts}: use 0 for a dense model')
-    if self.num_experts and self.experts_per_token > self.num_experts:
+    if self.num_experts < 0 or 0 < self.num_experts < EXPERTS_PER_TOKEN:
       raise ValueError(
-        f'experts_per_token {self.experts_per_token} is more than num_experts '
-        f'{self.num_experts}: use at most that'
+        f'num_experts is {self.num_experts}: use 0 (dense), or {EXPERTS_PER_TOKEN} or more'
       )
-    if not 0 <= self.balance_loss < math.inf:
-      raise ValueError(f'balance_loss is {self.balance_loss}: use 0 to switch it off')
     if not 0 <= self.logit_softcap < math.inf:
       raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')
     choices = {'dtype': _DTYPES, 'param_dtype': _DTYPES, 'remat': REMATS, 'style': STYLES}
@@ -168,9 +159,7 @@ class OptimizerConfig:
     learning_rate: the peak, for all tensors; an update of Muon is as large as one of AdamW.
     warmup_steps: linear, from peak / warmup_steps at clock 0.
     end_lr_ratio: the rate at train.steps and after (cosine), as a share of the peak.
-    b1: of AdamW, decay of the mean of the gradients.
     b2: of AdamW, decay of the mean of their squares.
-    eps: of AdamW, added to the root of the second moment.
     momentum: of Muon, decay of the mean of the gradients.
     weight_decay: of tensors of two axes and more.
     clip_norm: the largest global norm of the gradient; 0 = no clipping.
@@ -180,9 +169,7 @@ class OptimizerConfig:
   learning_rate: float = 6e-3
   warmup_steps: int = 50
   end_lr_ratio: float = 0.1
-  b1: float = 0.9
   b2: float = 0.95
-  eps: float = 1e-8
   momentum: float = 0.95
   weight_decay: float = 0.1
   clip_norm: float = 1.0
@@ -190,8 +177,8 @@ class OptimizerConfig:
   def validate(self) -> None:
     if self.name not in _OPTIMIZERS:
       raise ValueError(f'optimizer {self.name!r} is unknown: choose one of {_OPTIMIZERS}')
-    _require_positive(self, 'learning_rate', 'eps')
-    _require_fraction(self, 'b1', 'b2', 'momentum')
+    _require_positive(self, 'learning_rate')
+    _require_fraction(self, 'b2', 'momentum')
     for name in ('warmup_steps', 'weight_decay', 'clip_norm'):
       if not getattr(self, name) >= 0:
         raise ValueError(f'OptimizerConfig.{name} is {getattr(self, name)}: use 0 for none')

@@ -71,6 +71,7 @@ _SAVED = {  # by config.remat: what a layer keeps for the backward pass
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   'full': jax.checkpoint_policies.nothing_saveable,
 }
+BALANCE_LOSS = 0.01  # the weight of the loss that spreads tokens over the experts
 _EMBED_STD = 0.02
 _LLAMA3_TURNS = (1.0, 4.0)  # in _LLAMA3_LENGTH positions: wavelengths with fewer are longer, with
 _LLAMA3_LENGTH = 8192  # more they stay
@@ -359,7 +360,7 @@ def loss(
 
   cut = lambda array: array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
   total, _ = jax.lax.scan(jax.checkpoint(part), jnp.float32(0), (cut(x_BxLxD), cut(targets_BxL)))
-  return total / targets_BxL.size + _only_gradient(config.balance_loss * balance)
+  return total / targets_BxL.size + _only_gradient(BALANCE_LOSS * balance)
 
 
 def text_loss(
@@ -371,7 +372,7 @@ def text_loss(
   """The mean cross-entropy, with the gradient of the balance loss but not its value: so losses of
   training, held-out losses, and those of models without experts can be compared."""
   entropies_BxL = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL)
-  return jnp.mean(entropies_BxL) + _only_gradient(config.balance_loss * balance)
+  return jnp.mean(entropies_BxL) + _only_gradient(BALANCE_LOSS * balance)
 
 
 def _only_gradient(value: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ def make_optimizer(
     Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
   """
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-  adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+  adam = optax.scale_by_adam(b2=config.b2)
   return _in_float32(
     optax.chain(
       clip,

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import grpc
-from grpc_health.v1 import health, health_pb2
 
 from diloco_jax.certs import proofs
 from diloco_jax.node import ports
@@ -45,7 +44,6 @@ from diloco_jax.transport import (
 )
 
 _LINE = 128  # newcomers that wait for a place
-_CHECKS = 8  # calls that ask for the syncer's health, at the same time
 _SPARE_CALLS = 16  # calls that are about to be refused, or to end
 _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
@@ -108,15 +106,14 @@ class GrpcSyncerTransport(sessions.Sessions):
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
     self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
-    self._checks = threading.BoundedSemaphore(_CHECKS)
-    threads = 2 * places + _LINE + _CHECKS + _SPARE_CALLS
+    threads = 2 * places + _LINE + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
     # Without this option a second syncer would silently share the port.
     options = (*_OPTIONS, ('grpc.so_reuseport', int(shared_port)))
     self._server = grpc.server(
       self._pool, options=options, maximum_concurrent_rpcs=threads + _WAITING_CALLS
     )
-    self._health = self._add_services()
+    self._add_service()
     try:
       self._listener = listen.Listener(self._server, address, access, say)
     except (ValueError, OSError):
@@ -140,14 +137,13 @@ class GrpcSyncerTransport(sessions.Sessions):
     with self._lock:
       self._closing = True
       self._room.notify_all()
-    self._health.enter_graceful_shutdown()
     self._close_all('the syncer shut down', grace_s)
     self._ended.set()
     self._server.stop(grace=None).wait()
     self._pool.shutdown()
     self._listener.close()
 
-  def _add_services(self) -> health.HealthServicer:
+  def _add_service(self) -> None:
     handlers = {
       'Control': grpc.stream_stream_rpc_method_handler(self._control),
       'Bulk': grpc.stream_stream_rpc_method_handler(self._bulk),
@@ -155,34 +151,6 @@ class GrpcSyncerTransport(sessions.Sessions):
     }
     generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
     self._server.add_generic_rpc_handlers((generic,))
-    servicer = health.HealthServicer()
-    # Only the call that ends at once: a Watch would stay open as long as its caller likes.
-    check = grpc.stream_unary_rpc_method_handler(
-      self._check,
-      health_pb2.HealthCheckRequest.FromString,
-      health_pb2.HealthCheckResponse.SerializeToString,
-    )
-    checks = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {'Check': check})
-    self._server.add_generic_rpc_handlers((checks,))
-    for service in ('', grpc_session.SERVICE):
-      servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    return servicer
-
-  def _check(
-    self, requests: Iterator[health_pb2.HealthCheckRequest], context: grpc.ServicerContext
-  ) -> health_pb2.HealthCheckResponse:
-    """Takes one request, for which gRPC by itself would wait without a limit, on one of the threads
-    that sessions need."""
-    if not self._checks.acquire(blocking=False):
-      context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f'{_CHECKS} other checks wait. Ask again')
-    limit = grpc_session.start_timer(self._limits.handshake_s, context.cancel)
-    try:
-      for request in requests:
-        return self._health.Check(request, context)
-      context.abort(grpc.StatusCode.INVALID_ARGUMENT, 'a check without a request')
-    finally:
-      limit.cancel()
-      self._checks.release()
 
   def _tell(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     self._prove(context)  # and reads no request, for which a caller could let it wait

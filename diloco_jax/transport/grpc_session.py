@@ -110,8 +110,6 @@ class Session:
     self._byte_rate = peer_limits.Rate(
       limits.message_bytes_per_s, room_s * limits.message_bytes_per_s
     )
-    capped = dialed and limits.uplink_bytes_per_s
-    self._uplink = peer_limits.Rate(limits.uplink_bytes_per_s, burst=0) if capped else None
     self._unhandled = 0  # delivered messages that the machine has not handled
     self._sent, self._received = control_crc.Seal(), control_crc.Seal()
     self._window, self._receipts = flow_control.Window(), flow_control.Receipts()
@@ -268,9 +266,8 @@ class Session:
         frames = found
 
   def _split(self, payload: link.Buffer) -> Iterator[bytes]:
-    """The frames of a transfer, which begins now. A capped uplink sends small ones, evenly."""
-    large = self._window.fast and self._uplink is None
-    size = chunks.LARGE_CHUNK_BYTES if large else chunks.CHUNK_BYTES
+    """The frames of a transfer, which begins now."""
+    size = chunks.LARGE_CHUNK_BYTES if self._window.fast else chunks.CHUNK_BYTES
     return chunks.split(payload, size, None if self._dialed else _SHARED)
 
   def _wait_for_room(self, size: int) -> bytes | None:
@@ -282,12 +279,8 @@ class Session:
           return chunks.acknowledgement(received)
         takes = self._window.takes(size)
         pause_s = self._window.wait_s(now_s) if takes else 0.0
-        if self._uplink:
-          pause_s = max(pause_s, self._uplink.wait_s(now_s))
         if takes and not pause_s:
           self._window.add(size, now_s)
-          if self._uplink:
-            self._uplink.spend(size, now_s)
           return None
         waits_s = (pause_s or None, self._receipts.wait_s(now_s))
         self._bulk_changed.wait(min((one for one in waits_s if one is not None), default=None))

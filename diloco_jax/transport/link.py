@@ -48,10 +48,8 @@ class Limits:
 
   contribution_bytes: tuple[int, ...]  # by fragment: an encoded pseudo-gradient
   publish_bytes: tuple[int, ...]  # by fragment: the largest published value
-  narrow_bytes: tuple[int, ...] = ()  # as contribution_bytes, for a narrow Pull; empty: none comes
   max_queued_bytes: int = 8 << 30  # payloads that wait to be sent (by reference, often shared)
   max_queued_messages: int = 1 << 14  # control messages that wait to be sent
-  uplink_bytes_per_s: int = 0  # of all payloads that leave a learner; 0: no limit
   max_announced: int = 64  # incoming payloads whose announcement is ahead of their bytes
   max_members: int = 64  # sessions of members at the same time (syncer)
   max_strangers: int = 24  # sessions beside them that are no member's yet (syncer)

@@ -54,12 +54,10 @@ class OfLearner:
     match message:
       case messages.Offer() | messages.Refused():
         return  # any process may get these
-      case messages.Pull(sync=sync, fragment=fragment, narrow=narrow):
+      case messages.Pull(sync=sync, fragment=fragment):
         if sync > self._pulled.get(fragment, 0):  # else it is asked again, for the same answer
           self._pulled[fragment] = sync
-          limits = self._limits
-          sizes = limits.narrow_bytes if narrow else limits.contribution_bytes
-          self._ask((sync, fragment), sizes[fragment])
+          self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
     self.member = True
 
   def begins(self, size: int) -> None:

@@ -198,8 +198,8 @@ of Decoupled DiLoCo compute all the time at any bandwidth.
 Assumed for machines: a site's link has the same rate each way, and those that send at the same time
 have equal shares of it; 4.8 % headers; no latency, no time for work on payloads, no noise, nothing
 fails; fragments of one size; deltas down have the codec of payloads up; the syncer's own link is no
-limit; P = H = 24, tau = 2, K = 1 as in the paper (Decoupled), or K = M; no narrower codec for slow
-links; `ahead`, `gamma` and all else as by default. DiLoCo: P = 1.
+limit; P = H = 24, tau = 2, K = 1 as in the paper (Decoupled), or K = M;
+`ahead`, `gamma` and all else as by default. DiLoCo: P = 1.
 Assumed for the ring: 48 layers of one size in bf16, reduced one after the other while the backward
 pass, 2/3 of a step, is at the layers before; within a site for nothing.
 The paper states neither model, bits, step time nor utilisation of "198 to 0.84 Gbit/s", and neither

@@ -34,8 +34,7 @@ class Method:
   sync: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def decoupled(codec: str, slow: str = '') -> dict[str, Any]:
-  """Settings; `slow`: the codec for an up-link that does not carry `codec`, '' for none."""
+def decoupled(codec: str) -> dict[str, Any]:
   return {
     'learners': LEARNERS,
     'quorum': 1,
@@ -44,7 +43,6 @@ def decoupled(codec: str, slow: str = '') -> dict[str, Any]:
     'overlap': 2,
     'ahead': AHEAD,
     'codec_up': codec,
-    'codec_up_slow': slow,
     'codec_down': codec,
     'lease_s': 60.0,
     'checkpoint_every_syncs': 10**6,  # a save of all values every 25 s would be measured, too
@@ -62,7 +60,7 @@ def _thin(thin: int, *rest: int) -> Callable[[float], int]:
   return lambda mbit: found.get(mbit, rest[-1] if rest else thin)
 
 
-INT8, INT4, BY_LINK = 'Decoupled int8', 'Decoupled int4', 'Decoupled int8, int4 up if slow'
+INT8, INT4 = 'Decoupled int8', 'Decoupled int4'
 LOCK_STEP = 'DiLoCo in lock step, int8'
 ALL_REDUCE = 'data-parallel float32'
 TORCHFT_24, TORCHFT_128 = "torchft's DiLoCo, H=24", "torchft's DiLoCo, H=128"
@@ -71,13 +69,6 @@ METHODS = {
   for one in (
     Method(name=INT8, program=TASK, period=PERIOD, rounds=_thin(8, 8, 4), sync=decoupled('int8')),
     Method(name=INT4, program=TASK, period=PERIOD, rounds=_thin(5, 5, 4), sync=decoupled('int4')),
-    Method(
-      name=BY_LINK,
-      program=TASK,
-      period=PERIOD,
-      rounds=_thin(8, 5),
-      sync=decoupled('int8', slow='int4'),
-    ),
     Method(name=LOCK_STEP, program=TASK, period=PERIOD, rounds=_thin(2, 3), sync=lock_step('int8')),
     Method(name=ALL_REDUCE, program=DATA_PARALLEL, period=1, rounds=_thin(1, 2, 4, 10, 20)),
     Method(name=TORCHFT_24, program=TORCHFT, period=24, rounds=_thin(1, 2, 2, 3)),
@@ -130,5 +121,4 @@ def plan(short: bool) -> list[Cell]:
     for name, method in METHODS.items()
     for mbit in LINKS
     if mbit or method.program != TORCHFT  # which is nearly as fast at 1000 Mbit/s
-    if 0 < mbit <= 50 or name != BY_LINK  # whose wider links carry int8
   ]

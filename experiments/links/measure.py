@@ -243,7 +243,6 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
   Each token counts once for each fragment, as in the syncer's ledger."""
   counts = links.Counts()
   before = due = 0.0
-  payloads = narrow = 0
   ledger, names = None, []
   opened: set[int] = set()
   for node_tape, _, turn, _ in judge_tapes.in_order(node_tapes):
@@ -259,12 +258,9 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
           opened.add(sync)
         case actions.Report(fact=facts.Ledger() as ledger):
           pass
-        case actions.Merge(sync=sync, participants=participants):
+        case actions.Merge(sync=sync):
           if turn.now_ns < since_ns:
             before = counts.merged.total()
-          else:
-            payloads += len(participants)
-            narrow += sum(one.narrow for one in participants)
           if sync in opened:
             due, already = due + counts.on_time.total() - already, counts.on_time.total()
   if ledger is None:
@@ -273,6 +269,5 @@ def merged(node_tapes: Sequence[judge_tapes.Tape], since_ns: int, until_ns: int,
     'merged': (counts.merged.total() - before) / (ledger.fragments * ledger.trained - before),
     'on_time': due / (ledger.fragments * programs.TOKENS * steps),
     'discarded': ledger.discarded,
-    'narrow': narrow / max(1, payloads),
     'fragments': ledger.fragments,
   }

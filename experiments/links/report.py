@@ -118,10 +118,7 @@ def _merged(rows: Sequence[Row]) -> str:
   return _grid(
     '## Share of the tokens merged, and of it in the sync that they were due for',
     ours,
-    lambda row: (
-      f'{100 * row["merged"]:.1f}, {100 * row["on_time"]:.1f} %'
-      + (f', {100 * row["narrow"]:.0f} % int4' if row.get('narrow') else '')
-    ),
+    lambda row: f'{100 * row["merged"]:.1f}, {100 * row["on_time"]:.1f} %',
   )
 
 
@@ -167,7 +164,7 @@ def verdicts(large: Sequence[Row], tiny: Sequence[Row]) -> list[str]:
     if row and free:
       ratio = row['computes'] / free['computes']
       found.append((ratio >= 0.97, f'... and at {mbit} Mbit/s {ratio:.1%} of that (97 % at least)'))
-  for method in (cells.INT8, cells.BY_LINK):
+  for method in (cells.INT8, cells.INT4):
     row = _find(large, method, 50)
     if row:
       text = (
@@ -189,7 +186,7 @@ def verdicts(large: Sequence[Row], tiny: Sequence[Row]) -> list[str]:
   }
   usual = losses.get((cells.INT8, 0))
   alone = losses.get((small.ALONE, 0))
-  for method in (cells.BY_LINK, *small.LONGER):
+  for method in (cells.INT4, *small.LONGER):
     thin, thinner = (losses.get((method, mbit)) for mbit in (10, 2))
     if usual and thin:
       text = (

@@ -136,7 +136,7 @@ def plan(short: bool) -> list[Cell]:
   if short:
     return [*found, Cell(method=list(LONGER)[-1], mbit=cells.THINNEST, steps=steps)]
   for mbit in (cells.THINNEST, 2):
-    found += [Cell(method=name, mbit=mbit, steps=steps) for name in (cells.BY_LINK, *LONGER)]
+    found += [Cell(method=name, mbit=mbit, steps=steps) for name in (cells.INT4, *LONGER)]
   return [*found, Cell(method=ALONE, mbit=0, steps=steps)]
 
 

@@ -22,11 +22,11 @@ LARGE = (
   *('model.head_dim=64', 'model.hidden_dim=2560', 'model.scan=true', 'model.dtype=bfloat16'),
   *('model.remat=dots', 'data.seq_len=1024', 'data.batch_size=64', 'mesh.data=1'),
   *('data.eval_batches=1', 'data.eval_batch_size=1', 'sync.fragmentation=layer'),
-  *('sync.fragments=14', 'sync.period=14', 'sync.codec_up_slow='),  # embedding, layers, last norm
+  *('sync.fragments=14', 'sync.period=14'),  # embedding, layers, last norm
 )
 TINY = (
   *('model.scan=true', 'model.dtype=bfloat16', 'model.embed_dim=64', 'data.seq_len=128'),
-  *('mesh.data=1', 'sync.fragmentation=layer', 'sync.codec_up_slow='),
+  *('mesh.data=1', 'sync.fragmentation=layer'),
 )
 NAME, PERIODS = 'beside', 10
 KEPT = (

@@ -20,8 +20,7 @@ from diloco_jax.verification.faults import chaos_report, conductor
 from scripts.accelerator import figures, warm
 
 LEARNERS, VICTIM = 3, 'l2'
-# Without narrow payloads, which nothing here needs, half of the functions are compiled.
-COMMON = ('mesh.data=1', 'train.eval_every=0', 'sync.codec_up_slow=')
+COMMON = ('mesh.data=1', 'train.eval_every=0')
 LARGE = (
   *('model.num_layers=10', 'model.embed_dim=512', 'model.num_heads=8', 'model.num_kv_heads=4'),
   *('model.head_dim=64', 'model.hidden_dim=1408', 'model.scan=true', 'model.dtype=bfloat16'),

@@ -33,7 +33,7 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
   for module, name in (*SEAMS, (payloads_lib, 'to_host')):
     setattr(module, name, counted(calls, name, getattr(module, name)))
   config = stdlib_lm.get_config('tiny' if rehearse else 'decoupled')
-  config.mesh.data, config.train.eval_every, config.sync.codec_up_slow = 1, 0, ''
+  config.mesh.data, config.train.eval_every = 1, 0
   with tempfile.TemporaryDirectory() as folder_of_both:
     warm, workdir = (pathlib.Path(folder_of_both) / name for name in ('warm', 'run'))
     # One learner alone compiles everything: two would compile it twice, at once.

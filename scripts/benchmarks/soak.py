@@ -19,9 +19,9 @@ from absl import app, flags
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from diloco_jax.node import failpoints
 from diloco_jax.verification.faults import chaos_report
 from tests.runs import test_syncer_kills as kills
+from tests.runs.lib import failpoints
 
 _KILLS = flags.DEFINE_integer('kills', 200, 'number of kills', 10)
 _SEED = flags.DEFINE_integer('seed', 1, 'seed of the random moments')

@@ -23,7 +23,7 @@ _TX = optax.adamw(1e-2)
 
 
 def _sync(**settings) -> diloco_jax.SyncConfig:
-  settings = {'fragments': 1, 'period': 2, 'overlap': 1, 'start_wait_s': 0.0} | settings
+  settings = {'fragments': 1, 'period': 2, 'overlap': 1} | settings
   return diloco_jax.SyncConfig(learners=1, **settings)
 
 

@@ -13,7 +13,7 @@ FIELDS = {field.name: field for field in fields.walk()}
 
 def test_every_field_has_a_doc():
   assert not [name for name, field in FIELDS.items() if not field.doc]
-  assert FIELDS.keys() > {one.name for one in protocol_config.TABLE.values()}
+  assert FIELDS.keys() > {one.name for one in protocol_config.TABLE.values() if '.' in one.name}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def turn(now_s: int, *out: actions.Action) -> types.SimpleNamespace:
   return types.SimpleNamespace(now_ns=now_s, index=1, event=None, actions=out)
 
 
-def outer_step(sync: int, learners: dict[str, int], narrow: tuple[str, ...] = ()) -> list:
+def outer_step(sync: int, learners: dict[str, int]) -> list:
   names = tuple(learners)
   common = {'sync': sync, 'fragment': 0, 'version': sync}
   merging = facts.Merging(
@@ -49,9 +49,7 @@ def outer_step(sync: int, learners: dict[str, int], narrow: tuple[str, ...] = ()
     staleness=0,
   )
   participants = tuple(
-    actions.Participant(
-      learner=name, incarnation=1, payload_id=1, tokens=tokens, steps=1, narrow=name in narrow
-    )
+    actions.Participant(learner=name, incarnation=1, payload_id=1, tokens=tokens, steps=1)
     for name, tokens in learners.items()
   )
   merge = actions.Merge(**common, participants=participants, machine_state={})
@@ -79,12 +77,12 @@ def account(*turns: types.SimpleNamespace, steps: int) -> measure.Row:
 def test_what_was_merged_before_the_links_were_shaped_does_not_count():
   found = account(
     turn(5, opened(1), *outer_step(1, {'l0': TOKENS, 'l1': TOKENS})),
-    turn(15, opened(2), *outer_step(2, {'l0': TOKENS, 'l1': TOKENS}, narrow=('l1',))),
+    turn(15, opened(2), *outer_step(2, {'l0': TOKENS, 'l1': TOKENS})),
     turn(30, ledger(5 * TOKENS, 4 * TOKENS)),
     steps=48,
   )
   assert found['merged'] == pytest.approx(2 / 3) and found['on_time'] == 1.0
-  assert found['discarded'] == {'late': TOKENS} and found['narrow'] == 0.5
+  assert found['discarded'] == {'late': TOKENS}
 
 
 def test_tokens_that_were_late_are_merged_but_not_when_due():
@@ -149,8 +147,8 @@ def test_the_report_has_every_figure_and_what_does_not_hold(tmp_path: pathlib.Pa
     row(cells.ALL_REDUCE, 50, 0.009),
     row(cells.TORCHFT_24, 50, 0.31),
     tiny_row(cells.INT8, 0, 2.00),
-    tiny_row(cells.BY_LINK, 10, 2.01),
-    tiny_row(cells.BY_LINK, 2, 2.20),
+    tiny_row(cells.INT4, 10, 2.01),
+    tiny_row(cells.INT4, 2, 2.20),
     tiny_row(small.ALONE, 0, 2.10),
     tiny_row(cells.INT8, 10, 1.0, small.TIME),
   ]

@@ -34,7 +34,7 @@ def new_machine(**settings: Any) -> Any:
     world_lib.RUN,
     (77,) * count,
     (network.PAYLOAD_BYTES,) * count,
-    (network.NARROW_BYTES,) * count,
+    links_measured=True,
   )
 
 

@@ -36,8 +36,6 @@ def protocol_config(**changes: Any) -> config_lib.ProtocolConfig:
   settings = {
     'lease_ms': 1000,
     'start_wait_ms': 0,
-    'redial_ms': 50,
-    'longest_redial_ms': 500,
     'save_steps': 0,
     **changes,
   }

@@ -23,12 +23,11 @@ from typing import Any
 import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.node import failpoints
 from diloco_jax.protocol import events, messages
 from diloco_jax.report import records
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.replay import tape_files
-from tests.runs.lib import batches, conductor, promises
+from tests.runs.lib import batches, conductor, failpoints, promises
 from tests.runs.lib import pulse as pulse_lib
 
 DEADLINE_S = 800
@@ -118,7 +117,7 @@ class NextLife(collections.abc.Mapping):
 
   def _now(self) -> dict[str, str]:
     place = self._place()
-    return {**self._environment, failpoints.VARIABLE: f'{place}:kill' if place else ''}
+    return {**self._environment, failpoints.VARIABLE: place}
 
   def __getitem__(self, name: str) -> str:
     return self._now()[name]
@@ -155,11 +154,7 @@ class Conductor(conductor.Conductor):
   def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name != 'syncer':
       return conductor.paced(program, STEP_S)
-    return dataclasses.replace(
-      program,
-      command=[*program.command, '--allow_failpoints'],
-      environment=NextLife(program.environment, self._place_of_next_life),
-    )
+    return failpoints.instead(program, NextLife(program.environment, self._place_of_next_life))
 
   def _place_of_next_life(self) -> str:
     lived = self.supervisor.statuses['syncer'].starts

@@ -132,13 +132,6 @@ def test_a_path_in_which_orbax_finds_nothing_is_refused(letter, tmp_path):
   assert not folder.parent.exists()
 
 
-def test_keeps_the_last_two(tmp_path):
-  _save(tmp_path, 1, 2, 3, 4)
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.numbers == [3, 4]
-  checkpoints.close()
-
-
 @pytest.mark.parametrize('left', ['state', 'record'])
 def test_the_next_save_removes_a_checkpoint_that_a_killed_process_was_deleting(tmp_path, left):
   _save(tmp_path, 5, 7)
@@ -310,18 +303,6 @@ def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(
   checkpoints.save(2, _state(2), 20)()
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 2)
-
-
-def test_a_last_save_that_failed_and_was_reported_is_no_error_at_the_end(tmp_path, caplog):
-  """A process with an orderly end keeps its exit code."""
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  with _small_files():
-    wait = checkpoints.save(2, _noise(), 20)
-    with pytest.raises(checkpoint.CheckpointError):
-      wait()
-  with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
-    checkpoints.close()
-  assert not caplog.text  # its caller has said it
 
 
 def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, caplog):

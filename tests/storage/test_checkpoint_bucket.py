@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.launch import local_run
 from diloco_jax.learner import moments
 from diloco_jax.storage import checkpoint, folders
 from diloco_jax.train import config as config_lib
@@ -119,17 +118,6 @@ def test_an_unreadable_checkpoint_is_set_aside_and_the_one_before_it_read(bucket
   on_disk._assert_holds(_restore(url)[0], 2)
 
 
-@pytest.mark.full  # the pauses between attempts are real
-@pytest.mark.parametrize('seed', range(3))
-def test_requests_that_fail_cost_time_only(seed, bucket):
-  url = f'{bucket.url}/run/ckpt'
-  bucket.door.faults = fake_gcs.Faults(seed, rate=0.1, kinds=('500', '503', 'reset', 'slow'))
-  on_disk._save(url, 1, 2)
-  assert bucket.door.faults.injected.total() >= 3
-  bucket.door.faults = None
-  on_disk._assert_holds(_restore(url)[0], 2)
-
-
 def test_no_step_waits_for_the_bucket(bucket):
   """`save` returns before anything was asked of it."""
   checkpoints = checkpoint.Checkpoints(f'{bucket.url}/run/ckpt')
@@ -167,24 +155,6 @@ def test_a_bucket_that_cannot_be_written_is_refused_at_the_start(
   with pytest.raises(kind, match=words) as refused:
     checkpoint.Checkpoints(url or f'{bucket.url}/run/ckpt')
   assert '\n' not in str(refused.value) and not capfd.readouterr().err
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('shut, code', [(False, 42), (True, 74)])
-def test_a_learner_that_cannot_save_does_not_start(shut, code, bucket, tmp_path):
-  bucket.door.refuses_with, bucket.door.shut = 403, shut
-  words = ['--config=stdlib_lm:tiny', '--learner=l0', '--syncer=none', f'--workdir={tmp_path}']
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'learner', *words, f'--config.train.store={bucket.url}/x'],
-    cwd=ROOT,
-    env=local_run.environment(2),
-    capture_output=True,
-    text=True,
-    timeout=280,
-  )
-  assert done.returncode == code, done.stderr
-  lines = [line for line in done.stderr.splitlines() if 'GOOGLE_AUTH_TOKEN' not in line]
-  assert len(lines) == 1 and lines[0].startswith('error: ') and bucket.url in lines[0], done.stderr
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):

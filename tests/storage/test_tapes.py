@@ -8,19 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 
 import jax
 import pytest
 
-from diloco_jax.api import single_controller
-from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events, facts
+from diloco_jax.protocol import events
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
-from diloco_jax.report import records
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
 
@@ -409,48 +405,3 @@ def test_the_program_starts_without_jax():
     check=True,
   )
   assert done.stdout == 'set()\n'
-
-
-# --- A real run -----------------------------------------------------------------------------------
-
-
-class Watched(records.Recorder):
-  """Records that set an event after a number of outer steps."""
-
-  def __init__(self, workdir: pathlib.Path, name: str, enough: threading.Event):
-    super().__init__(workdir, name, tensorboard=False)
-    self._left, self._enough = 6, enough
-
-  def report(self, fact: facts.Fact) -> None:
-    super().report(fact)
-    if isinstance(fact, facts.Synced):
-      self._left -= 1
-      if not self._left:
-        self._enough.set()
-
-
-@pytest.mark.full  # the day of tests/runs/test_day.py stops, resumes and replays, too
-def test_a_stopped_and_resumed_run_replays(tmp_path):
-  config = stdlib_lm.get_config('tiny')
-  config.sync.learners = config.sync.quorum = 2  # so that both have trained before the stop
-  config.train.steps, config.train.eval_every = 100_000, 0
-  config.train.checkpoint_every_steps = config.sync.checkpoint_every_syncs = 4
-  config.validate()
-  for _ in range(2):
-    enough = threading.Event()
-    controller = single_controller.SingleController(
-      config, tmp_path, lambda name, enough=enough: Watched(tmp_path, name, enough)
-    )
-    controller.start()
-    assert enough.wait(DEADLINE_S)
-    controller.stop('enough')
-    assert {end.code for end in controller.join(DEADLINE_S).values()} == {0}
-
-  lives = tape_files.find(tmp_path)
-  assert [life.name for life in lives] == ['l0.1', 'l0.2', 'l1.1', 'l1.2', 'syncer.1', 'syncer.2']
-  results = [tape_files.replay(life) for life in lives]
-  for life, result in zip(lives, results):
-    assert result.identical, f'{life.name}: {result.text()}'
-    assert (result.end, result.torn) == ('exit', False)
-    assert (result.header.start.state is not None) == (life.number == 2)  # from its checkpoint
-  assert len({result.header.config_digest for result in results}) == 1

@@ -472,36 +472,7 @@ def test_a_failed_call_ends_the_log(doing: str):
       call()
 
 
-def test_a_name_without_its_fsync_is_made_durable_by_recovery():
-  """The process was killed between the rename and the fsync of the folder; the next one
-  acknowledges the record, then the power is lost."""
-  for seed in range(20):
-    disk = Storage(seed)
-    log = write_log(disk, 3)
-    log.append(1, payload(4))
-    disk.plan[len(disk.calls) + 2] = 'killed within'  # after fsync and rename
-    with pytest.raises(Killed):
-      log.commit()
-    assert wal.open_log(disk, RUN).committed == 4
-    disk.crash()
-    assert read_log(wal.open_log(disk, RUN)) == expected(4)
-
-
 # --- What is refused ------------------------------------------------------------------------------
-
-
-def test_damage_names_the_file_and_what_helps():
-  disk = Storage()
-  write_log(disk, 5)
-  name = wal.name_of(3)
-  data = disk.copy()[name]
-  disk.put(name, b'\0' + data[1:])
-  assert refused(disk) == (
-    f'WAL state/{name} is damaged: its header is damaged or cut off. Nothing was changed; records '
-    '1 to 2 are whole. Put the file back, or go back to the newest checkpoint with diloco restore '
-    '--to=latest: it moves the log aside, and the run repeats the outer steps behind that '
-    'checkpoint.'
-  )
 
 
 def test_a_log_of_another_version_is_refused_with_both(monkeypatch):
@@ -604,27 +575,6 @@ def test_compaction_keeps_every_record_behind_the_number():
     again.append(1, payload(21))
     again.commit()
     assert again.chain == chain_after(expected(21))
-
-
-@pytest.mark.parametrize('fault', DEATHS)
-def test_an_interrupted_compaction_loses_nothing_behind_the_checkpoint(fault: str):
-  """Whatever a crash brings back; the next compaction removes it."""
-  gaps = 0
-  for seed in range(60):
-    disk = Storage(seed)
-    log = write_log(disk, 8)
-    disk.plan[len(disk.calls) + seed % 6] = fault
-    with pytest.raises((PowerLoss, Killed)):
-      log.drop_before(6)
-    if 'power' in fault:
-      disk.crash()
-    found = wal.numbers(disk)
-    gaps += found != list(range(found[0], 9))
-    log = wal.open_log(disk, RUN, after=6)
-    assert read_log(log, after=6) == expected(8)[6:]
-    log.drop_before(7)
-    assert wal.numbers(disk) == [7, 8]
-  assert (gaps > 0) == ('power' in fault)
 
 
 # --- The payload's own form -----------------------------------------------------------------------

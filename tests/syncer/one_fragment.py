@@ -12,7 +12,6 @@ from diloco_jax.syncer import outer_step as outer_step_lib
 
 class Fragment:
   """Fragment p of a layout, at version 0; `gradient`: the encoded outer gradient of its last step.
-  Payloads of int4 are narrow.
 
   Args:
     values_N: its first values.
@@ -36,8 +35,7 @@ class Fragment:
     self.codec = codecs.get(up)
     self._p = p
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
-    self.slow = codecs.get('int4')
-    made = layout, (self.codec, self.slow), codecs.get(down), self.codec, tx
+    made = layout, self.codec, codecs.get(down), self.codec, tx
     places = devices or jax.local_devices(backend='cpu')[:1]
     self._lib = outer_step_lib.Pieces(*made, places, None if devices else piece)
     self._pieces = self._lib.begin(p, values_N)
@@ -76,13 +74,9 @@ class Fragment:
       self._pieces = stepped.pieces
     return stepped
 
-  def merge(
-    self, deltas_MxN: np.ndarray, weights: np.ndarray, narrow: tuple[int, ...] = ()
-  ) -> outer_step_lib.Stepped | None:
-    """An outer step of these pseudo-gradients; the rows `narrow` come in narrow payloads."""
-    used = [self.slow if m in narrow else self.codec for m in range(len(deltas_MxN))]
-    payloads = [np.asarray(one.encode(row)[0]) for one, row in zip(used, deltas_MxN, strict=True)]
-    return self.step(payloads, weights)
+  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step_lib.Stepped | None:
+    """An outer step of these pseudo-gradients."""
+    return self.step([np.asarray(self.codec.encode(row)[0]) for row in deltas_MxN], weights)
 
   @property
   def whole(self):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.launch import nodes, own_model, restore, run_folder
-from diloco_jax.node import failpoints, loop
+from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, folders, restore_note, wal
 from diloco_jax.storage import store as store_lib
@@ -183,14 +183,13 @@ def test_without_it_the_run_continues_behind_the_last_copy_and_says_what_is_gone
 def test_a_record_that_was_put_and_not_committed_counts(site, expected, monkeypatch):
   """It may have been published: nobody can tell."""
 
-  def dies(name: str) -> None:
-    if name == 'store.after_put':
-      raise RuntimeError(name)
+  def dies(log: wal.Wal) -> None:
+    raise RuntimeError('before the commit')
 
   life = site.live('a', store_log=True)
   run_until(life, range(1, 3))
   with monkeypatch.context() as patch:
-    patch.setattr(failpoints, 'reached', dies)
+    patch.setattr(wal.Wal, 'commit', dies)
     life.submit(3)
     assert isinstance(life.failed.get(timeout=DEADLINE_S), RuntimeError)
   assert life.log.position['log'] == 2
@@ -257,12 +256,14 @@ def test_a_copy_without_its_manifest_does_not_exist(site, expected, monkeypatch)
   life = site.live('a')
   run_until(life, range(1, 3), saves=(2,))
 
-  def dies(name: str) -> None:
-    if name == 'store.in_copy':
-      raise claim_lib.Refused(name)  # ends the thread
+  put_file = store_lib.Store.put_file
+
+  def dies(store: store_lib.Store, name: str, path: pathlib.Path) -> None:
+    put_file(store, name, path)
+    raise claim_lib.Refused(name)  # ends the thread
 
   with monkeypatch.context() as patch:
-    patch.setattr(failpoints, 'reached', dies)
+    patch.setattr(store_lib.Store, 'put_file', dies)
     life.merge(3)
     life.save(3)
     life.store._thread.join()

@@ -137,7 +137,7 @@ def _rate(count):
 
 def _adamw(mask):
   c = _CONFIG
-  return optax.adamw(_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=mask)
+  return optax.adamw(_rate, b2=c.b2, weight_decay=c.weight_decay, mask=mask)
 
 
 def _three_steps(tx, params, grads=None):

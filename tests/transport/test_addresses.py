@@ -199,18 +199,6 @@ def test_a_unix_socket_takes_no_certificates(tmp_path):
   assert 'leave tls out' in refused(f'unix:{tmp_path}/socket', access)
 
 
-def test_a_live_socket_is_never_stolen(tmp_path):
-  address = addresses.in_folder(tmp_path)
-  syncer = listen(address)
-  with pytest.raises(OSError, match='another syncer listens there'):
-    listen(address)
-  assert connects(address)
-  syncer.shutdown(0.0)
-  again = listen(address)
-  assert connects(address)
-  again.shutdown(0.0)
-
-
 _SYNCER = """
 import queue, sys
 from diloco_jax.transport import grpc_server, link, payloads

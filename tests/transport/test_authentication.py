@@ -15,7 +15,6 @@ from concurrent import futures
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco_jax.certs import allowlist, authority, check, names, proofs
 from diloco_jax.launch import own_model
@@ -35,7 +34,6 @@ DEADLINE_S = 20
 LIMITS = link.Limits(
   contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=20.0, drain_s=0.5
 )
-PLAIN = addresses.Access(plaintext_loopback=True)
 
 
 class End:
@@ -179,7 +177,7 @@ CLIENTS = {
   'right': (lambda world: _raw(world.of('l0')), None),
 }
 DOORS = ('mutual TLS', 'plaintext loopback')
-SERVICES = ('Control', 'Bulk', 'health', 'model')
+SERVICES = ('Control', 'Bulk', 'model')
 
 CELLS = [(client, door, service) for client in CLIENTS for door in DOORS for service in SERVICES]
 _ALWAYS = {'plaintext', 'ended', 'another run', 'not listed', 'right'}
@@ -236,10 +234,6 @@ def _ask(channel, service):
         call.cancel()
       case 'Bulk':
         list(channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=DEADLINE_S))
-      case 'health':
-        health_pb2_grpc.HealthStub(channel).Check(
-          health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
-        )
       case 'model' | 'settings':
         bring = channel.stream_unary(f'/{grpc_session.SERVICE}/{grpc_session.BRING}')
         bring(iter([b'no header']), timeout=DEADLINE_S)
@@ -252,7 +246,6 @@ def _ask(channel, service):
 WELCOME = {
   'Control': None,
   'Bulk': 'unknown session token',
-  'health': None,
   'settings': None,
   'model': 'not the header of a model',
 }
@@ -268,8 +261,6 @@ def test_matrix(served, came, client, door, service):
     answer = _ask(channel, service)
   if door == DOORS[1]:
     due = WELCOME[service] if came[client] is None else SHUT
-  elif service == 'health' and refused != SHUT:
-    due = None  # every certificate of the authority may ask whether the syncer is up
   else:
     due = WELCOME[service] if refused is None else refused
   assert (answer is None) if due is None else (answer is not None and due in answer), answer

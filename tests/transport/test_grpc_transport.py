@@ -1,5 +1,5 @@
-"""Tests that need real sockets and processes: killed, frozen and hostile peers, refused addresses,
-health."""
+"""Tests that need real sockets and processes: killed, frozen and hostile peers, and refused
+addresses."""
 
 import dataclasses
 import os
@@ -14,7 +14,6 @@ from concurrent import futures
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
@@ -418,19 +417,6 @@ def test_an_unencodable_message_ends_the_session_with_the_reason(syncer, dial):
   connected(learner)
   learner.send(1, messages.Leave(reason='x' * 1000))
   assert 'Leave.reason has length 1000, at most 255' in event_of(learner).reason
-
-
-# --- Health ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('service', ['', grpc_session.SERVICE])
-def test_health_is_answered_but_cannot_be_watched(syncer, service):
-  with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
-    stub = health_pb2_grpc.HealthStub(channel)
-    request = health_pb2.HealthCheckRequest(service=service)
-    assert stub.Check(request, timeout=DEADLINE_S).status == health_pb2.HealthCheckResponse.SERVING
-    code, _ = status_of(stub.Watch(request, timeout=DEADLINE_S))
-  assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_the_wire_constants_agree_with_the_schema():

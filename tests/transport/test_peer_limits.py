@@ -1,14 +1,12 @@
 """What the other end of a session may send."""
 
-import dataclasses
-
 import pytest
 
 from diloco_jax.protocol import messages
 from diloco_jax.transport import link, peer_limits
 from tests.transport import answers
 
-LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80), narrow_bytes=(6, 11))
+LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80))
 JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
 CONFIRM = messages.Confirm(
   nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
@@ -122,20 +120,6 @@ def test_a_declined_pull_allows_no_payload():
   one.begins(10)
   with pytest.raises(link.LinkError, match='not asked for'):
     one.received(decline(2))  # although its bytes have begun
-
-
-def test_a_narrow_pull_is_answered_with_a_narrow_payload():
-  for size in (10, 6):
-    one = member()
-    one.sent(dataclasses.replace(pull(1), narrow=True))
-    if size == 6:
-      one.begins(6)
-      one.received(contribution(1, size=6))
-      continue
-    with pytest.raises(link.LinkError, match='not asked for'):
-      one.begins(size)
-    with pytest.raises(link.LinkError, match='announces 10 bytes, 6 were asked for'):
-      one.received(contribution(1, size=size))
 
 
 def test_what_a_learner_owes_is_bounded():

@@ -15,7 +15,6 @@ import time
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
@@ -195,40 +194,6 @@ def test_a_session_that_is_not_admitted_gives_its_place_back(made):
   syncer.transport.send(number, messages.Offer(run='r0', incarnation=1))
   assert learner.hears().message == messages.Offer(run='r0', incarnation=1)
   assert 'not admitted as a learner within 10 s' in learner.hears().reason
-
-
-def test_a_member_has_all_the_time_that_it_wants(made):
-  syncer = made.syncer(HASTY)
-  learner = made.learner(syncer)
-  number = member(syncer, learner)
-  silent = made.learner(syncer)  # opened later, and over earlier
-  opened(syncer, silent)
-  assert 'no Join' in silent.hears().reason
-  syncer.transport.send(number, messages.Heartbeat())
-  assert learner.hears().message == messages.Heartbeat()
-
-
-def test_checks_whose_request_never_comes_keep_no_learner_out(made, monkeypatch):
-  monkeypatch.setattr(grpc_server, '_LINE', 4)  # a small pool of threads
-  monkeypatch.setattr(grpc_server, '_SPARE_CALLS', 4)
-  syncer = made.syncer(HASTY)
-  target = f'127.0.0.1:{syncer.transport.port}'
-  over, ended = threading.Event(), queue.Queue()
-  with contextlib.ExitStack() as cleanup:
-    cleanup.callback(over.set)
-    for number in range(12):
-      options = (('grpc.use_local_subchannel_pool', 1), ('number', number))
-      channel = cleanup.enter_context(grpc.insecure_channel(target, options))
-      for _ in range(4):
-        silent = iter(over.wait, True)  # sends nothing until the end of the test
-        check = channel.stream_unary(f'/{health.SERVICE_NAME}/Check')
-        check.future(_ for _ in silent).add_done_callback(lambda call: ended.put(call.code()))
-    member(syncer, made.learner(syncer))
-    codes = {ended.get(timeout=DEADLINE_S) for _ in range(48)}
-    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
-    stub = health_pb2_grpc.HealthStub(channel)
-    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_line_of_a_kind_is_said_once_a_minute_with_its_count():

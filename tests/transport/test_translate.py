@@ -135,34 +135,6 @@ def test_hostile_bytes_are_a_typed_error(data, clause):
   assert caught.value.clause == clause
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=60))
-def test_any_bytes_are_a_message_or_a_wire_error(data):
-  for direction in DIRECTIONS:
-    try:
-      message, _ = direction.decode(data)
-    except control_crc.WireError:
-      continue
-    assert type(message) in direction.classes
-
-
-@pytest.mark.parametrize('case', CASES, ids=ident)
-def test_truncation_never_raises_anything_else(case):
-  direction, cls = case
-
-  @settings(max_examples=3, deadline=None)
-  @given(instances(cls))
-  def check(message):
-    data = direction.encode(message, 1)
-    for end in range(min(len(data), 100)):
-      try:
-        direction.decode(data[:end])
-      except control_crc.WireError:
-        pass
-
-  check()
-
-
 def test_text_of_a_peer_arrives_on_one_printable_line():
   forged = messages.Leave(reason='done\r\n[syncer] all good\x1b[2J\u202e')
   data = translate.LEARNER_TO_SYNCER.encode(forged)

@@ -315,17 +315,6 @@ def test_shutdown_sends_the_queued_messages(world):
   assert isinstance(learner.next(), events.Disconnected)
 
 
-def test_a_close_just_before_the_shutdown_sends_the_queued_messages(world):
-  syncer, learner = world.syncer(), world.learner()
-  number = connect(syncer, learner)
-  data = os.urandom(5 * MIB)
-  pull(syncer, number, learner, data)
-  learner.transport.send(1, contribution(data), data)
-  learner.transport.close(1, 'done')
-  learner.transport.shutdown(DEADLINE_S)
-  assert received_bytes(syncer, contribution(data)) == data
-
-
 def test_two_learners_at_once_do_not_mix(world):
   syncer, learners = world.syncer(), [world.learner(), world.learner()]
   numbers = [connect(syncer, learner) for learner in learners]

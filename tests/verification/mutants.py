@@ -159,52 +159,6 @@ def merged_payload_is_not_reported(original):
   return settle
 
 
-# --- Narrow payloads ------------------------------------------------------------------------------
-
-
-@mutant(
-  'The syncer decodes a narrow payload with the other codec.',
-  gathering.Gathering,
-  '_participant',
-  'I1c',
-)
-def narrow_payload_is_decoded_as_another(original):
-  return lambda *how: dataclasses.replace(original(*how), narrow=False)
-
-
-@mutant(
-  'A learner encodes with the other codec than its message says.', LearnerMachine, '_answer', 'I1c'
-)
-def narrow_pull_is_encoded_as_another(original):
-  encode = actions.Encode
-
-  def _answer(self, fragment, sync):
-    wide = lambda **fields: encode(**(fields | {'narrow': False}))
-    with mock.patch.object(actions, 'Encode', wide):
-      original(self, fragment, sync)
-
-  return _answer
-
-
-@mutant('A learner uses the codec of its first pull for ever.', pulls_lib.Pulls, 'add', 'I1c')
-def first_codec_stays(original):
-  def add(self, pull):
-    before = dict(self.narrow)
-    original(self, pull)
-    self.narrow |= before
-
-  return add
-
-
-@mutant('The second pull of a sync may ask for another codec.', gathering.Gathering, '_pull', 'I1c')
-def second_pull_asks_anew(original):
-  def _pull(self, gather, member):
-    gather.asked.pop(member.learner, None)
-    original(self, gather, member)
-
-  return _pull
-
-
 # --- Rebase ---------------------------------------------------------------------------------------
 
 
@@ -835,7 +789,7 @@ def withdrawn_payload_leaks(original):
   def leave(self, name):
     for gather in self._all():
       gather.waiting.discard(name)
-      gather.asked.pop(name, None)
+      gather.asked.discard(name)
       gather.withdraw(name)
 
   return leave

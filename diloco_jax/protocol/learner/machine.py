@@ -445,10 +445,9 @@ class LearnerMachine:
     else:
       self._unsettled.add(sync)
       covers = anchor.give(sync, self.steps, self.tokens)
-      narrow = self._pulls.narrow[fragment]
-      covers |= {'fragment': fragment, 'narrow': narrow, **self._position._asdict()}
+      covers |= {'fragment': fragment, **self._position._asdict()}
       self._encoding.append((self._connection.session, covers))
-      self._out.do(actions.Encode(sync=sync, fragment=fragment, narrow=narrow))
+      self._out.do(actions.Encode(sync=sync, fragment=fragment))
     self._pulls.answered(fragment)
 
   # --- Saving and ending --------------------------------------------------------------------------

@@ -12,7 +12,6 @@ class Pulls:
     self._waiting: dict[int, int] = {}
     self._newest: dict[int, int] = {}  # answered or not
     self._open: set[int] = set()  # fragments whose sync has opened
-    self.narrow: dict[int, bool] = {}  # whether the payload of that sync is of the smaller codec
 
   def forget(self) -> None:
     """The session is over."""
@@ -25,7 +24,6 @@ class Pulls:
     if sync > self._newest.get(fragment, 0):  # else it is repeated
       self._waiting[fragment] = self._newest[fragment] = sync
       self._open.discard(fragment)
-      self.narrow[fragment] = pull.narrow
     if pull.now and self._waiting.get(fragment) == sync:
       self._open.add(fragment)
 

@@ -35,7 +35,7 @@ class Gather:
   fragment: int
   opened_ns: int = 0
   state: str = 'due'
-  asked: dict[str, bool] = dataclasses.field(default_factory=dict)  # learner: Pull.narrow
+  asked: set[str] = dataclasses.field(default_factory=set)
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
   grace_ns: int = 0  # from the opening
@@ -96,7 +96,6 @@ class Gather:
       'tokens': sum(one.tokens for one in self.participants),
       'why': why,
       'staleness': max(base - message.version for message, _ in self.payloads.values()),
-      'narrow': tuple(one.learner for one in self.participants if one.narrow),
     }
 
   def check(self, live: set[str], needed: int) -> None:

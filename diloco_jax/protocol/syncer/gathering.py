@@ -147,7 +147,7 @@ class Gathering:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
     if the sync has its quorum without it."""
     able = [m.learner for m in self._members.live() if m.caught_up]
-    turns = gather.asked.keys() | gather.payloads.keys()
+    turns = gather.asked | gather.payloads.keys()
     turns |= {m.learner for m in self._members.live() if self._links.pulls(m, gather.sync)}
     every = len(turns & {*able}) < self._config.quorum
     for member in members:
@@ -159,13 +159,10 @@ class Gathering:
         self._pull(gather, member)
 
   def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    pull = messages.Pull(
-      sync=gather.sync,
-      fragment=gather.fragment,
-      now=gather.state != 'announced',
-      narrow=gather.asked.setdefault(member.learner, self._links.narrow(member)),
-    )
+    gather.asked.add(member.learner)
     gather.waiting.add(member.learner)
+    now = gather.state != 'announced'
+    pull = messages.Pull(sync=gather.sync, fragment=gather.fragment, now=now)
     self._out.send(member.session, pull)
 
   def enter(self, member: members_lib.Member) -> None:
@@ -178,7 +175,7 @@ class Gathering:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
     for gather in self._all():
       gather.waiting.discard(learner)
-      gather.asked.pop(learner, None)
+      gather.asked.discard(learner)
       self._out.drop(gather.withdraw(learner))
     if not self._members.by_session:
       self.grace.all_lost()
@@ -380,7 +377,6 @@ class Gathering:
       least=least,
       limit=limit,
       crc32=message.payload.crc32,
-      narrow=message.narrow,
       slow=member.up.periods > 1,
     )
 
@@ -401,9 +397,8 @@ class Gathering:
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if gather.facts:  # else it was decided by the process before
-      changed = {'participants': names, 'tokens': tokens}
-      for some in ('late', 'narrow'):
-        changed[some] = tuple(name for name in gather.facts[some] if name in names)
+      late = tuple(name for name in gather.facts['late'] if name in names)
+      changed = {'participants': names, 'late': late, 'tokens': tokens}
       self._out.report(facts.Synced(**(gather.facts | changed)))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
@@ -443,7 +438,7 @@ class Gathering:
     learners can send again."""
     for sync in [sync for sync in self.announced if sync < upto]:
       gather = self.announced.pop(sync)
-      told = gather.asked.keys() | gather.payloads.keys()
+      told = gather.asked | gather.payloads.keys()
       self._end_without_version(gather, [m for m in self._members.live() if m.learner in told])
 
   def abandon(self) -> None:

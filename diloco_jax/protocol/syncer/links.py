@@ -5,9 +5,8 @@ builds a queue, and its payloads come later and later. So the syncer measures ea
 sees anyway, and asks less of a slow one::
 
     service      of a payload: its arrival - max(when it was due, arrival of the one before)
-    narrow       the regular codec does not fit: the learner encodes with `sync.codec_up_slow`
-    r, 1 to 16   the narrow one does not fit either: the learner is pulled for a fragment in one of
-                 r periods only, with all its steps, which count less (contrib/aged.py)
+    r, 1 to 16   its payloads do not fit: the learner is pulled for a fragment in one of r periods
+                 only, with all its steps, which count less (contrib/aged.py)
     sparse       the other way does not carry every version: the learner is sent no deltas, but one
                  whole fragment after the other, the one that is most behind first (published.py)
 
@@ -42,7 +41,7 @@ SAMPLES = 3
 DOWN_SAMPLES = 8
 SLOTS = 8  # between the first syncs of a run, before anything is asked of its links
 MAX_MARKS = 4_096  # reported steps whose payloads may still come
-TOO_FULL, FREE = 800, 600  # shares of a budget, in 1/1000: a narrow link uses more, a wide one less
+TOO_FULL = 800  # share of a slot, in 1/1000: the reports of a learner wait behind its payloads
 SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no deltas, and to send them
 LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
 
@@ -55,7 +54,7 @@ class Links:
     config: config_lib.ProtocolConfig,
     members: members_lib.Members,
     payload_bytes: Sequence[int],
-    narrow_bytes: Sequence[int],
+    measured: bool,
     schedule: schedule_lib.Schedule,
     tempo: tempo_lib.Tempo,
     notices: rate_limited_log.Notices,
@@ -66,25 +65,22 @@ class Links:
     Args:
       config: the protocol's settings.
       members: whose links they are.
-      payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient with the regular
-        and with the narrow codec. Without the latter nothing less is asked of any link.
+      payload_bytes: sizes of each fragment's encoded pseudo-gradient.
+      measured: whether their time is that of the link; else nothing less is asked of any.
       schedule: which sync has its turn.
       tempo: the period of the run, which the links change.
       notices, out: for what is said and reported.
     """
     self._schedule, self._tempo = schedule, tempo
     self._config, self._members, self._notices, self._out = config, members, notices, out
-    self._largest = max(payload_bytes)
     self._total = sum(payload_bytes)
-    self._narrow_total = sum(narrow_bytes) or self._total
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.
     self._goes_on = config.rebases and config.lag is None and not config.waits_for_live
-    self._adapts = bool(narrow_bytes) and self._goes_on
+    self._adapts = measured and self._goes_on
     self.now_ns = 0  # of the present turn
     self._opened_ns: int | None = None
     self._delta_bytes: dict[int, int] = {}  # of the newest version of each fragment
-    self._budget_ns = 0  # from when a payload is due to when its sync ends; 0: not known yet
     self.slot_ns = grace_lib.Average()  # between two syncs
 
   # --- What happens -------------------------------------------------------------------------------
@@ -98,8 +94,6 @@ class Links:
       usual_ns = self.slot_ns.value
       self.slot_ns.add(min(time_ns, 4 * usual_ns) if usual_ns else time_ns)
     self._opened_ns = self.now_ns
-    ahead_ns = self._config.steps_ahead * pace_lib.step_ns(self._members)
-    self._budget_ns = gather.grace_ns and gather.grace_ns + ahead_ns
 
   def reported(self, member: members_lib.Member, tokens: int) -> None:
     """The learner has done a step, so that the payloads up to these tokens are due."""
@@ -115,7 +109,7 @@ class Links:
     link.marks = [mark for mark in link.marks if mark[0] >= message.tokens_to]
     last_ns, link.arrived_ns = link.arrived_ns, self.now_ns
     asked_ns = link.asked.get(self._schedule.number(message.sync))  # None: it is repeated
-    usual = 4 * size * self._config.fragments >= self._narrow_total
+    usual = 4 * size * self._config.fragments >= self._total
     known = due_ns is not None and asked_ns is not None
     if known and usual and not self._config.closing(message.sync):
       captured_ns = due_ns + member.inner_step_ns  # complete behind the step that is dispatched
@@ -159,39 +153,30 @@ class Links:
   def _judge(self, member: members_lib.Member) -> None:
     """Changes what is asked of the learner, if its link says so."""
     up, down = member.up, member.down
-    before = up.narrow, up.periods, down.sparse
-    if self.slot_ns.samples < min(SLOTS, self._config.fragments) or not self.slot_ns.value:
+    before = up.periods, down.sparse
+    known = self.slot_ns.samples >= min(SLOTS, self._config.fragments) and self.slot_ns.value
+    if not (self._adapts and known):
       return
     if len(up.samples) == SAMPLES:
       self._judge_up(member)
-    if len(down.samples) == DOWN_SAMPLES and self._adapts:
+    if len(down.samples) == DOWN_SAMPLES:
       self._judge_down(member)
-    if (up.narrow, up.periods, down.sparse) != before:
+    if (up.periods, down.sparse) != before:
       self._out.report(
         facts.Link(
           learner=member.learner,
-          narrow=up.narrow,
           periods=up.periods,
           sparse=down.sparse,
-          up_ns=self._payload_ns(up, self._total),
+          up_ns=self._payload_ns(up),
           down_ns=self._delta_ns(down),
           slot_ns=self.slot_ns.value,
         )
       )
-      if before[1:] == (1, False) and (up.periods > 1 or down.sparse):
+      if before == (1, False):
         self._say(member)
 
   def _judge_up(self, member: members_lib.Member) -> None:
-    up, slot_ns = member.up, self.slot_ns.value
-    full = self._payload_ns(up, self._total) * PERMILLE // slot_ns
-    if self._budget_ns and self._config.lag is None:
-      largest_ns = self._payload_ns(up, self._largest * self._config.fragments)
-      full = max(full, largest_ns * PERMILLE // self._budget_ns)
-    if self._narrow_total < self._total:
-      up.narrow = full > (FREE if up.narrow else TOO_FULL)
-    if not self._adapts:
-      return
-    share = self._up_share(member) // self._tempo.factor
+    up, share = member.up, self._up_share(member) // self._tempo.factor
     if up.periods > 1 or self._median(self._up_share) <= PERMILLE * self._tempo.factor:
       up.periods = tempo_lib.factor(share, up.periods, MOST_PERIODS, tempo_lib.ONE_LINK)
 
@@ -207,8 +192,7 @@ class Links:
       down.sparse = share > SPARSE and long and self._median(self._down_share) <= PERMILLE * factor
 
   def _up_share(self, member: members_lib.Member) -> int:
-    total = self._narrow_total if member.up.narrow else self._total
-    return self._payload_ns(member.up, total) * PERMILLE // self.slot_ns.value
+    return self._payload_ns(member.up) * PERMILLE // self.slot_ns.value
 
   def _down_share(self, member: members_lib.Member) -> int:
     return self._delta_ns(member.down) * PERMILLE // self.slot_ns.value
@@ -224,7 +208,7 @@ class Links:
       what = f'a version takes {self._delta_ns(member.down) / second_ns:.3g} s to it'
       then = 'nothing of it is merged'
     else:
-      what = f'a payload takes {self._payload_ns(member.up, self._total) / second_ns:.3g} s from it'
+      what = f'a payload takes {self._payload_ns(member.up) / second_ns:.3g} s from it'
       then = f'it is asked in one of {member.up.periods} periods, and its steps count less'
     self._notices.say(
       self.now_ns,
@@ -234,21 +218,17 @@ class Links:
       'faster. A longer sync.period or a smaller sync.codec_up asks less of the link.',
     )
 
-  def _payload_ns(self, up: members_lib.Uplink, total: int) -> int:
-    """The time of a payload of mean size; `total`: the sizes of all fragments."""
+  def _payload_ns(self, up: members_lib.Uplink) -> int:
+    """The time of a payload of mean size."""
     if len(up.samples) < SAMPLES:
       return 0
-    return sorted(up.samples)[SAMPLES // 2] * total // (KIB * self._config.fragments)
+    return sorted(up.samples)[SAMPLES // 2] * self._total // (KIB * self._config.fragments)
 
   def _delta_ns(self, down: members_lib.Downlink) -> int:
     """The time of a delta of mean size. One stall changes nothing."""
     time_ns, size = (sum(values) for values in zip((0, 1), *sorted(down.samples)[:-1]))
     deltas = self._delta_bytes.values()
     return time_ns * sum(deltas) // (size * max(1, len(deltas)))
-
-  def narrow(self, member: members_lib.Member) -> bool:
-    """Whether the learner is to encode with the narrow codec."""
-    return member.up.narrow
 
   def pulls(self, member: members_lib.Member, sync: int) -> bool:
     """Whether the learner is pulled for a sync that has its quorum without it."""
@@ -314,6 +294,5 @@ class Links:
 
   def _longest_ns(self, member: members_lib.Member) -> int:
     """The time of a payload or of a delta of mean size, whichever is longer."""
-    total = self._narrow_total if self._narrow_total < self._total else self._total
-    up_ns = self._payload_ns(member.up, total)
-    return max(up_ns, self._delta_ns(member.down) if len(member.down.samples) > SAMPLES else 0)
+    up_ns, down = self._payload_ns(member.up), member.down
+    return max(up_ns, self._delta_ns(down) if len(down.samples) > SAMPLES else 0)

@@ -72,7 +72,7 @@ class SyncerMachine:
     run: str,
     digests: tuple[int, ...],
     payload_bytes: tuple[int, ...],
-    narrow_bytes: tuple[int, ...] = (),
+    links_measured: bool = False,
   ):
     """Starts a run at version 0.
 
@@ -82,8 +82,7 @@ class SyncerMachine:
       run: the name of the run, for its whole life.
       digests: of each fragment's published value, version 0.
       payload_bytes: size of each fragment's encoded pseudo-gradient.
-      narrow_bytes: the same of the smaller codec, or of the same one if there is none; empty: links
-        are not measured.
+      links_measured: whether the time of a payload is that of its link (tempo.are_measured).
     """
     self._config = config
     self._run = run
@@ -98,14 +97,14 @@ class SyncerMachine:
       config,
       self._members,
       payload_bytes,
-      narrow_bytes,
+      links_measured,
       self._schedule,
       self._tempo,
       self._screening.notices,
       self._out,
     )
     self._published = published_lib.Published(
-      list(map(published_lib.Fragment, digests, payload_bytes, narrow_bytes or payload_bytes)),
+      list(map(published_lib.Fragment, digests, payload_bytes)),
       self._members,
       self._ledger,
       self._links,
@@ -490,12 +489,12 @@ class SyncerMachine:
     agreement: str,
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
-    narrow_bytes: tuple[int, ...] = (),
+    links_measured: bool = False,
   ) -> 'SyncerMachine':
     """A syncer that continues from a machine state. No learner is live; learners reconnect.
 
     Beside the items of `state()`, the machine state may hold recovery.UNSAVED."""
-    machine = cls.load(config, agreement, payload_bytes, machine_state, narrow_bytes)
+    machine = cls.load(config, agreement, payload_bytes, machine_state, links_measured)
     machine._pace.reopen(machine_state['undecided'])
     machine._saving.end_is_durable = machine._pace.over
     machine._saving.resume(machine_state.get(recovery.UNSAVED, 0), machine.clock)
@@ -508,13 +507,13 @@ class SyncerMachine:
     agreement: str,
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
-    narrow_bytes: tuple[int, ...] = (),
+    links_measured: bool = False,
   ) -> 'SyncerMachine':
     """The machine of a machine state without its open syncs: recovery.py ends the merging ones,
     `restore` opens the undecided ones again."""
     machine_state = copy.deepcopy(machine_state)
     digests = tuple(machine_state['digests'])
-    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes, narrow_bytes)
+    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes, links_measured)
     machine._published.load(machine_state)
     machine._members.load(machine_state['members'])
     machine._pace.load(machine_state['next'], machine_state['opened'])

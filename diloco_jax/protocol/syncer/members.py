@@ -30,7 +30,7 @@ class Uplink:
     marks: (tokens, time) of the reported steps whose payloads have not all arrived.
     arrived_ns: of the last payload.
     samples: the newest measures, in ns per KiB.
-    narrow, periods: what follows.
+    periods: what follows.
     asked: by the numbers of the syncs for which it was pulled: when; until an answer arrives.
     asked_at: of the newest one, answered or not.
   """
@@ -38,7 +38,6 @@ class Uplink:
   marks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   arrived_ns: int = 0
   samples: list[int] = dataclasses.field(default_factory=list)
-  narrow: bool = False
   periods: int = 1
   asked: dict[int, int] = dataclasses.field(default_factory=dict)
   asked_at: int = 0

@@ -112,8 +112,7 @@ class Plausibility:
     account = self._ledger.of(member)
     if said.sync > self._pace.last:
       return f'sync {said.sync} of a run that ends at {self._pace.last}'
-    fragment = self._published.fragments[said.fragment]
-    size = fragment.narrow_bytes if said.narrow else fragment.payload_bytes
+    size = self._published.fragments[said.fragment].payload_bytes
     if said.payload.size_bytes != size:
       return f'{said.payload.size_bytes} bytes of a fragment of {size}'
     if not 1 <= said.steps <= account.steps:

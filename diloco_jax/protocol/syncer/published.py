@@ -48,7 +48,6 @@ class Fragment:
 
   digest: int
   payload_bytes: int  # of an encoded pseudo-gradient
-  narrow_bytes: int  # of one of the smaller codec; the same number: there is none
   version: int = 0
   last_sync: int = 0
 

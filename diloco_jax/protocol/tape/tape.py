@@ -60,7 +60,8 @@ class Start:
     config: the numbers of the run.
     agreement: the agreement that every learner must share (syncer).
     run: the name of a new run (syncer).
-    payload_bytes, narrow_bytes: sizes of each fragment's encoded pseudo-gradient (syncer).
+    payload_bytes: sizes of each fragment's encoded pseudo-gradient (syncer).
+    links_measured: whether the time of a payload is that of its link (syncer).
     digests: of each fragment at version 0; None: the machine is restored.
     identity: the learner's id and process (learner).
     snapshot: the machine state to restore; None: a new machine.
@@ -72,7 +73,7 @@ class Start:
   agreement: str = ''
   run: str = ''
   payload_bytes: tuple[int, ...] = ()
-  narrow_bytes: tuple[int, ...] = ()
+  links_measured: bool = False
   digests: tuple[int, ...] | None = None
   identity: connection.Identity | None = None
   state: dict[str, Any] | None = None
@@ -87,11 +88,11 @@ class Start:
           self.run,
           self.digests,
           self.payload_bytes,
-          self.narrow_bytes,
+          self.links_measured,
         )
       case 'syncer':
         return syncer_machine.SyncerMachine.restore(
-          self.config, self.agreement, self.payload_bytes, self.state, self.narrow_bytes
+          self.config, self.agreement, self.payload_bytes, self.state, self.links_measured
         )
       case 'learner' if self.state is None:
         return learner_machine.LearnerMachine(self.config, self.identity, self.digests)

@@ -49,7 +49,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.InOrder,
   contributions.Quorum,
   contributions.OneAnswer,
-  contributions.CodecAsAsked,
   contributions.AtBoundaries,
   contributions.VersionsInOrder,
   contributions.NeverBack,

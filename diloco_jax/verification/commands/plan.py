@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
     run = plan.Run(
       protocol=config.protocol(),
       values=values,
-      codecs=(sync.codec_up, sync.codec_down, sync.codec_up_slow),
+      codecs=(sync.codec_up, sync.codec_down),
       step_s=tuple(_STEP_S.value),
       lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
     )

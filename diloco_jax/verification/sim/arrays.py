@@ -26,7 +26,6 @@ Span = tuple[int, int]
 Answers = list[tuple[events.Event, Any]]
 AGREEMENT = '{"model.width":8}'
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
-NARROW_PAYLOAD = messages.Payload(size_bytes=network.NARROW_BYTES, crc32=0)
 NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
@@ -42,7 +41,7 @@ class Gradient:
   """The bytes of a pseudo-gradient: its learner and process, and the range of its tokens. `exact`:
   its process has one incarnation only, so all tokens count.
   `spoiled`: HUGE or NAN if its host is faulty. `overflows`: an outer step with it is not finite,
-  although each payload is. `narrow`: they are of the smaller codec."""
+  although each payload is."""
 
   learner: str
   nonce: int
@@ -52,7 +51,6 @@ class Gradient:
   exact: bool = True
   spoiled: str = ''
   overflows: bool = False
-  narrow: bool = False
 
   @property
   def norm(self) -> int:
@@ -133,7 +131,6 @@ class Theta:
     shares = []
     for one, payload in zip(participants, payloads, strict=True):
       grad = Gradient.decode(payload)
-      claim(one.narrow == grad.narrow, 'A payload is decoded with its own codec.', one, grad)
       if one.learner not in refused:
         shares.append(((one.learner, one.incarnation, one.tokens, one.steps), grad))
     for (learner, _, tokens, steps), grad in shares:
@@ -267,7 +264,6 @@ class Model:
 
   def __init__(self, fragments: int):
     self.payload_bytes = (network.PAYLOAD_BYTES,) * fragments
-    self.narrow_bytes = (network.NARROW_BYTES,) * fragments
     self.digests = initial(fragments)
 
   def learner(self, process: Any) -> 'Learner':
@@ -298,9 +294,9 @@ class Learner:
 
   def perform(self, action: actions.Work) -> Answers:
     match action:
-      case actions.Encode(sync=sync, fragment=fragment, narrow=narrow):
-        content = self._encode(fragment, narrow)
-        given = content and (NARROW_PAYLOAD if narrow else PAYLOAD)
+      case actions.Encode(sync=sync, fragment=fragment):
+        content = self._encode(fragment)
+        given = content and PAYLOAD
         event = events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=given)
         return [(event, content)]
       case actions.Adopt(fragment=fragment, version=version):
@@ -312,7 +308,7 @@ class Learner:
         self._captured.clear()
     return []
 
-  def _encode(self, fragment: int, narrow: bool) -> Gradient | None:
+  def _encode(self, fragment: int) -> Gradient | None:
     """The bytes of a capture, None with a NaN in it."""
     process, (start, before) = self._process, self._contains[fragment]
     tokens, steps = self._captured[fragment] = self._now
@@ -330,7 +326,6 @@ class Learner:
       steps - before,
       process.exact,
       spoiled,
-      narrow=narrow,
     )
 
   def _adopt(self, adopt: actions.Adopt) -> None:

@@ -68,8 +68,8 @@ def _message(message: Any) -> str:
         f'Joined incarnation {incarnation}, clock {step}, shard {v} from {cursor}, due {list(due)}'
       )
       return told + (f', settled to {list(settled)}' if any(settled) else '')
-    case messages.Pull(sync=sync, fragment=p, now=now, narrow=narrow):
-      return f'Pull sync {sync} fragment {p}{", now" if now else ""}{", narrow" if narrow else ""}'
+    case messages.Pull(sync=sync, fragment=p, now=now):
+      return f'Pull sync {sync} fragment {p}{", now" if now else ""}'
     case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):
       return f'Contribution sync {sync} from version {version}, tokens [{start}, {end})'
     case messages.Decline(sync=sync, reason=reason):

@@ -36,7 +36,6 @@ MS = engine_lib.MS
 RESEND_NS = 200 * MS  # delay of a lost packet
 ECHO_NS = 400 * MS  # longest time from a message to its duplicate
 PAYLOAD_BYTES = 64  # of an encoded fragment here
-NARROW_BYTES = 32  # of a narrow one
 CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
 
 # On a pipe. An Ethernet frame of 1514 bytes carries 1448 of TCP; every 16 KiB have 34 bytes of TLS,

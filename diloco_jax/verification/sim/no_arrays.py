@@ -14,8 +14,8 @@ Answers = list[tuple[events.Event, Any]]
 
 
 class Model:
-  """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, of narrow
-  payloads, each by fragment."""
+  """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, each by
+  fragment."""
 
   durable = False
 
@@ -25,10 +25,8 @@ class Model:
     payload_bytes: tuple[int, ...],
     delta_bytes: tuple[int, ...],
     whole_bytes: tuple[int, ...],
-    narrow_bytes: tuple[int, ...] = (),
   ):
     self.agreement, self.payload_bytes = agreement, payload_bytes
-    self.narrow_bytes = narrow_bytes or payload_bytes
     self.digests = (_DIGEST,) * len(payload_bytes)
     self.delta_bytes, self.whole_bytes = delta_bytes, whole_bytes
 
@@ -81,9 +79,8 @@ class Learner:
 
   def perform(self, action: actions.Work) -> Answers:
     match action:
-      case actions.Encode(sync=sync, fragment=p, narrow=narrow):
-        model = self._model
-        size = _sized((model.narrow_bytes if narrow else model.payload_bytes)[p])
+      case actions.Encode(sync=sync, fragment=p):
+        size = _sized(self._model.payload_bytes[p])
         return [(events.Encoded(sync=sync, fragment=p, **size), b'')]
       case actions.Adopt(fragment=p, version=version, payload_id=payload_id):
         del self._contents[payload_id]

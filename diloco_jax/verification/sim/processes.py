@@ -38,14 +38,13 @@ class Model(Protocol):
   """The arrays of a run.
 
   Attributes:
-    agreement, payload_bytes, narrow_bytes, digests: of the run (protocol/tape/tape.py, Start).
+    agreement, payload_bytes, digests: of the run (protocol/tape/tape.py, Start).
     durable: whether the syncer has a log and checkpoints; if not, it dies between two outer steps
       only, and saves take no time.
   """
 
   agreement: str
   payload_bytes: tuple[int, ...]
-  narrow_bytes: tuple[int, ...]
   digests: tuple[int, ...]
   durable: bool
 

@@ -72,8 +72,6 @@ def _config(seed: int) -> config_lib.ProtocolConfig:
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
     lease_ns=stream('lease').choice(LEASES),
-    redial_ns=50 * MS,
-    longest_redial_ns=500 * MS,
     save_steps=draw.choice([0, 3]),
     save_syncs=draw.choice([0, 1, 4]),
     norm_factor=screen.choice([0, 10, 10]),

@@ -54,7 +54,7 @@ def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
   theta = arrays.Theta(list(start.digests)) if saved is None else arrays.Theta.load(saved['theta'])
   torn = wal.NEW in disk.names()
   load = lambda machine_state: syncer_machine.SyncerMachine.load(
-    start.config, start.agreement, start.payload_bytes, machine_state, start.narrow_bytes
+    start.config, start.agreement, start.payload_bytes, machine_state, start.links_measured
   )
   try:
     log, ended = outer_log.recover(disk, start.agreement, theta, saved or {})

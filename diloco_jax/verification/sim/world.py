@@ -119,7 +119,7 @@ class World:
       agreement=self.model.agreement,
       run=RUN,
       payload_bytes=self.model.payload_bytes,
-      narrow_bytes=self.model.narrow_bytes,
+      links_measured=True,
       digests=self.model.digests,
     )
     if not self.model.durable:

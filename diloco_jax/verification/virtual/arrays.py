@@ -93,7 +93,6 @@ class Model:
     self.theta = fresh_theta(assembled)
     self._saved: dict[str, tuple[int, island_lib.Island]] = {}  # with the clock
     self.agreement, self.payload_bytes = assembled.agreement, assembled.payload_bytes
-    self.narrow_bytes = assembled.narrow_bytes
     self.digests = tuple(map(self.theta.digest, range(assembled.layout.num_fragments)))
 
   def syncer(self, process: Any) -> 'Syncer':
@@ -171,17 +170,15 @@ class Liar(Learner):
   def __init__(self, assembled: build.Assembly, *rest: Any):
     *rest, self._lie = rest
     self._layout = assembled.layout
-    self._codecs = assembled.codec_up, assembled.codec_up_slow
+    self._codec = assembled.codec_up
     super().__init__(assembled, *rest)
 
   def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
-    size = self._layout.size(fragment)
-    codec = next(one for one in self._codecs if one.encoded_size(size) == data.size)
-    values_N = np.array(codec.decode(data, size))
+    values_N = np.array(self._codec.decode(data, self._layout.size(fragment)))
     ends = np.cumsum([piece.padded_size for piece in self._layout.fragments[fragment]])
     for values_n in np.split(values_N, ends[:-1]):  # views
       values_n[:] = self._lie(values_n)
-    super()._encoded(sync, fragment, *codec.encode(jnp.asarray(values_N)))
+    super()._encoded(sync, fragment, *self._codec.encode(jnp.asarray(values_N)))
 
 
 def noise(rng: np.random.Generator) -> Lie:
@@ -275,7 +272,7 @@ def _step_key(config: run_config.Config) -> str:
 def _exchange_key(assembled: build.Assembly) -> str:
   """All that encoding and adoption depend on."""
   sync = assembled.config.sync
-  arithmetic = sync.codec_up, sync.codec_up_slow, sync.codec_down, sync.adopt
+  arithmetic = sync.codec_up, sync.codec_down, sync.adopt
   return repr((assembled.config.task, assembled.layout.digest(), arithmetic))
 
 

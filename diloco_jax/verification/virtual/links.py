@@ -24,14 +24,10 @@ TOKENS = 1_000  # of an inner step
 LIMIT = 1_000  # a run may take so many times its steps
 
 
-def sizes(
-  values: Sequence[int], up: str, down: str, slow: str = '', agreement: str = '{}'
-) -> no_arrays.Model:
-  """The payloads of fragments of so many values with these codecs, `slow` up from learners with
-  slow links ('': as others); whole fragments are float32."""
-  encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down, slow or up)]
-  narrow = tuple(map(min, encoded[0], encoded[2]))
-  return no_arrays.Model(agreement, *encoded[:2], tuple(4 * size for size in values), narrow)
+def sizes(values: Sequence[int], up: str, down: str, agreement: str = '{}') -> no_arrays.Model:
+  """The payloads of fragments of so many values with these codecs; whole fragments are float32."""
+  encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down)]
+  return no_arrays.Model(agreement, *encoded, tuple(4 * size for size in values))
 
 
 class Prediction(NamedTuple):

@@ -26,13 +26,12 @@ PROCESS_BYTES_PER_S = 1.2e9  # through the process of a syncer, or a transport p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """A run to plan. `values`: of each fragment; `codecs`: up, down, and up on a slow link
-  (links.sizes). Learner m has the step time `step_s[m % len(step_s)]` and the line
-  `lines[m % len(lines)]`, of any speed without lines."""
+  """A run to plan. `values`: of each fragment; `codecs`: up and down. Learner m has the step time
+  `step_s[m % len(step_s)]` and the line `lines[m % len(lines)]`, of any speed without lines."""
 
   protocol: config_lib.ProtocolConfig
   values: tuple[int, ...]
-  codecs: tuple[str, ...]
+  codecs: tuple[str, str]
   step_s: tuple[float, ...]
   lines: tuple[conditions.Line, ...] = ()
 
@@ -135,10 +134,10 @@ def fitting(run: Run) -> Run | None:
   """The run with other settings that fit, in the order of what they cost: as much overlap as a
   payload takes, narrower codecs (0.1 % of the loss), longer periods (1 % for twice as long). None:
   none of them do."""
-  up, down, slow = run.codecs
+  up, down = run.codecs
   codecs = dict.fromkeys(((up, down), ('int4', down), ('int4', 'int4')))
   for factor, (up, down) in itertools.product((1, 2, 4, 8, 16), codecs):
-    one = dataclasses.replace(run, codecs=(up, down, slow))
+    one = dataclasses.replace(run, codecs=(up, down))
     busy, takes = (
       max(part(of) / rate for of, rate in zip(one.bytes, run.rates)) / min(run.step_s)
       for part in (sum, max)

@@ -143,7 +143,7 @@ def train(
 
   Args:
     config: of the run, as for real processes. Not used are its mesh (each island has one device of
-      this process), chaos, times of saves of the syncer, and `sync.uplink_mbit_s`.
+      this process), chaos and times of saves of the syncer.
     hardware, network, faults: how long everything takes, and what goes wrong.
     seed: draws noise and deaths; not the initial parameters, which `config.train.seed` draws.
     trained_tokens: how many tokens the learners train together, as near as one can get: at least so
@@ -306,9 +306,7 @@ def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
   """The model of an assembled run, without its arrays."""
   layout, sync = assembled.layout, assembled.config.sync
   values = [layout.size(p) for p in range(layout.num_fragments)]
-  return links.sizes(
-    values, sync.codec_up, sync.codec_down, sync.codec_up_slow, assembled.agreement
-  )
+  return links.sizes(values, sync.codec_up, sync.codec_down, assembled.agreement)
 
 
 def _run(

@@ -1,6 +1,5 @@
 """An arm of a study: one training run in virtual time, and the small model that most arms train."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -8,7 +7,6 @@ import json
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -17,7 +15,6 @@ from absl import flags
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.numerics import outer
-from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 from diloco_jax.train import evaluate
@@ -51,7 +48,6 @@ class Arm:
     against: the arm that its loss is compared with, of the same seed; '' for none.
     tokens: trained by all learners; 0: those of M learners in T steps.
     suite: whether the model is asked the questions of its suite at the end.
-    narrow: learners that are asked for narrow payloads (sync.codec_up_slow), whatever their links.
   """
 
   study: str
@@ -61,7 +57,6 @@ class Arm:
   where: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(USUAL))
   against: str = ''
   tokens: int = 0
-  narrow: tuple[str, ...] = ()
   suite: bool = False
 
   @property
@@ -72,7 +67,7 @@ class Arm:
     if self.kind == 'alone':
       del config['sync']
       where = {}
-    spec = [self.kind, config, where, self.tokens, self.narrow, *(['suite'] if self.suite else [])]
+    spec = [self.kind, config, where, self.tokens, *(['suite'] if self.suite else [])]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
   @property
@@ -113,10 +108,7 @@ def _run(arm: Arm, progress: Callable[[int, int], None] | None) -> dict[str, Any
   if arm.kind == 'schedule':
     return _row(arm, found)
   config.train.steps = found.config.train.steps
-  asked = lambda links, member: member.learner in arm.narrow
-  forced = mock.patch.object(links_lib.Links, 'narrow', asked)
-  with forced if arm.narrow else contextlib.nullcontext():
-    return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
+  return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """When a learner answers a pull: where it is due, or at once if the sync has opened."""
 
-import dataclasses
-
 import pytest
 
 from diloco_jax.protocol import messages
@@ -28,16 +26,6 @@ def test_an_announced_sync_is_answered_where_it_is_due(ahead, given_at):
   for clock in range(given_at):
     assert not waiting.due(clock, ends=False)
   assert waiting.due(given_at, ends=False) == [(0, 6)]
-
-
-def test_a_pull_keeps_the_codec_that_it_was_first_asked_with():
-  waiting = pulls()
-  waiting.add(dataclasses.replace(pull(6), narrow=True))
-  waiting.add(pull(6, fragment=1))
-  waiting.add(pull(6, now=True))  # no syncer sends it
-  assert waiting.narrow == {0: True, 1: False}
-  waiting.add(pull(12))
-  assert waiting.narrow == {0: False, 1: False}
 
 
 def test_in_lock_step_a_fragment_is_given_at_its_sync():

@@ -10,8 +10,8 @@ import pytest
 from diloco_jax.protocol import actions, events, facts, messages, tempo
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
-from diloco_jax.protocol.syncer import grace, links
-from diloco_jax.verification.sim import engine, network
+from diloco_jax.protocol.syncer import grace
+from diloco_jax.verification.sim import engine
 from tests.protocol import transcript
 from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (
@@ -275,31 +275,3 @@ def test_a_delta_is_sent_only_to_holders_of_the_version_before():
   )
   (whole,) = [a for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
   assert (whole.session, whole.message.base_version) == (2, None)
-
-
-def test_the_pulls_of_a_sync_ask_a_learner_for_one_codec_and_its_participant_has_it(monkeypatch):
-  # syncer/links.py may decide anew at any time; the transport awaits one size for each answer.
-  asked = {'l1'}
-  monkeypatch.setattr(links.Links, 'narrow', lambda self, member: member.learner in asked)
-  machine, _ = joined(learners=2, quorum=2, total_steps=12)
-  machine.handle(1, received(2, join(learner='l1', nonce=8)))
-  out = machine.handle(1, received(2, confirm(nonce=8)))
-  asked ^= {'l0', 'l1'}
-  for session in (1, 2):
-    out += machine.handle(2, received(session, progress(2)))
-  pulls = [(one.session, one.message.now, one.message.narrow) for one in sends(out)]
-  assert sorted(pulls) == [(1, False, False), (1, True, False), (2, False, True), (2, True, True)]
-  narrow = messages.Payload(size_bytes=network.NARROW_BYTES, crc32=0)
-  given = dataclasses.replace(contribution(shard=1), narrow=True, payload=narrow)
-  machine.handle(3, received(2, given, payload_id=4))
-  out = machine.handle(3, received(1, contribution(), payload_id=5))
-  [merge] = [one for one in out if isinstance(one, actions.Merge)]
-  assert [one.narrow for one in merge.participants] == [False, True]
-  [told] = [one.fact for one in out if isinstance(one, actions.Report)]
-  assert told.narrow == ('l1',)
-
-
-def sends(out: list) -> list[actions.Send]:
-  return [
-    one for one in out if isinstance(one, actions.Send) and isinstance(one.message, messages.Pull)
-  ]

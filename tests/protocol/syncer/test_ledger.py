@@ -5,10 +5,20 @@ Each test opens with the sentence that it checks and its source.
 
 import dataclasses
 
+import pytest
+
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger
 from tests.protocol.recording import Recording, discarded
-from tests.protocol.single import adopted, advance, contribution, joined, received, two_learners
+from tests.protocol.single import (
+  adopted,
+  advance,
+  contribution,
+  decline,
+  joined,
+  received,
+  two_learners,
+)
 
 
 def test_the_ledger_settles_ranges_once():
@@ -114,11 +124,16 @@ def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
   assert seen.world.ledger().trained == 40
 
 
-def test_a_payload_whose_anchor_was_replaced_is_withdrawn():
+@pytest.mark.parametrize(
+  'word', [dataclasses.replace(adopted(), tokens=30, matched=True), decline()], ids=type
+)
+def test_a_payload_whose_tokens_are_disowned_is_withdrawn(
+  word: messages.Adopted | messages.Decline,
+):
   # Ledger: tokens trained before an adoption are overwritten, so they cannot be merged too.
   machine = two_learners(quorum=2)
   machine.handle(3, received(1, contribution(), payload_id=1))
-  out = machine.handle(3, received(1, dataclasses.replace(adopted(), tokens=30, matched=True)))
+  out = machine.handle(3, received(1, word))
   assert actions.Drop(payload_id=1) in out
   out = machine.handle(3, received(2, contribution(shard=1), payload_id=3))
   assert not any(isinstance(a, actions.Merge) for a in out)

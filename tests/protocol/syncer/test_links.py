@@ -19,17 +19,16 @@ SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
 class Syncer:
   """Links of two learners; l0's link is good. Time passes in slots."""
 
-  def __init__(self, narrow: int = SIZE, **settings):
+  def __init__(self, **settings):
     config = config_lib.ProtocolConfig(period=P, fragments=P, **settings)
     self.out, self.said = action_list.ActionList(), []
     members = members_lib.Members(config)
     for session, name in enumerate(('l0', 'l1')):
       members.bind(name, session, 1, session, 0)
     notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, self.said.append)
-    sizes = (SIZE,) * P, (narrow,) * P
-    self.tempo = tempo_lib.Tempo(config)
-    schedule = schedule_lib.Schedule(config)
-    self.links = links_lib.Links(config, members, *sizes, schedule, self.tempo, notices, self.out)
+    self.tempo, schedule = tempo_lib.Tempo(config), schedule_lib.Schedule(config)
+    made = config, members, (SIZE,) * P, True, schedule, self.tempo
+    self.links = links_lib.Links(*made, notices, self.out)
     self.one = members.by_id['l1']
     self.sync = self.tokens = 0
     for _ in range(P):
@@ -90,19 +89,6 @@ def test_neither_an_idle_link_nor_small_payloads_make_it_slow():
     syncer.payload(0.5, idle=50)
     syncer.payload(3.0, size=SIZE // 10)
   assert syncer.r == 1
-
-
-def test_the_smaller_codec_comes_first_and_stays_while_it_is_needed():
-  syncer = Syncer(narrow=SIZE // 2)
-  for _ in range(3):
-    syncer.payload(2.0)
-  assert syncer.links.narrow(syncer.one) and syncer.r == 1
-  for _ in range(3):
-    syncer.payload(1.0, size=SIZE // 2)
-  assert syncer.links.narrow(syncer.one), 'a regular payload would take two slots'
-  for _ in range(3):
-    syncer.payload(0.2, size=SIZE // 2)
-  assert not syncer.links.narrow(syncer.one)
 
 
 @pytest.mark.parametrize('settings', [{'adopt': 0}, {'wait_for': 1}, {'overlap': 0}])

@@ -1,5 +1,5 @@
 """The syncer believes no number of a peer: a lie closes the session of the liar, is a strike, and
-changes nothing of the run. What honest and hostile learners say together: test_hostile_words.py."""
+changes nothing of the run."""
 
 import copy
 import dataclasses
@@ -50,10 +50,6 @@ LIES = [
   dataclasses.replace(CONTRIBUTION, cursor=5),
   dataclasses.replace(CONTRIBUTION, sync=FAR),
   dataclasses.replace(CONTRIBUTION, payload=messages.Payload(size_bytes=1, crc32=0)),
-  dataclasses.replace(CONTRIBUTION, narrow=True),
-  dataclasses.replace(
-    CONTRIBUTION, payload=messages.Payload(size_bytes=network.NARROW_BYTES, crc32=0)
-  ),
   dataclasses.replace(single.decline(), tokens_to=41),
   dataclasses.replace(single.decline(), reason='because'),
   messages.Adopted(fragment=0, version=1, tokens=0, matched=True),

@@ -52,11 +52,10 @@ def main(hosts: str, host: str, coordinator: str) -> None:
   island.params = jax.tree.map(moved, island.params)
   found = []
   for p in range(assembled.layout.num_fragments):
-    narrow, size = p % 4 == 3, assembled.layout.size(p)
-    data, ok = exchange.encode(p, narrow)
+    size = assembled.layout.size(p)
+    data, ok = exchange.encode(p)
     payload = bytes(exchange.wire(p, data))
-    delta = bytes(assembled.payload_bytes[p]) if narrow else payload
-    digest = exchange.adopt(p, delta, whole=False, keep=True, merged=bool(p % 2))
+    digest = exchange.adopt(p, payload, whole=False, keep=True, merged=bool(p % 2))
     value = rng.normal(0, 0.1, size).astype(np.float32).tobytes()
     taken = exchange.adopt(p, value, whole=True, keep=bool(p // 2), merged=False)
     found.append([bool(ok), zlib.crc32(payload), np.asarray(digest).tolist()])

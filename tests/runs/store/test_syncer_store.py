@@ -21,12 +21,11 @@ import pytest
 
 import diloco_jax
 from diloco_jax.configs import own_loop
-from diloco_jax.node import failpoints
 from diloco_jax.report import records
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
 from tests.runs import test_syncer_kills as kills
-from tests.runs.lib import conductor, promises
+from tests.runs.lib import conductor, failpoints, promises
 
 DEADLINE_S = 1500
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1600)]

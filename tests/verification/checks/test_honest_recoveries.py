@@ -1,5 +1,8 @@
 """What an honest syncer does after odd peers, full disks and its own death is no violation."""
 
+import itertools
+from typing import Any
+
 import pytest
 
 from diloco_jax.protocol import messages
@@ -10,7 +13,7 @@ from diloco_jax.verification.replay import tape_files
 from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import tapes as sim_tapes
 from diloco_jax.verification.sim import world as world_lib
-from tests.protocol import hostile, transcript
+from tests.protocol import transcript
 
 MS = transcript.MS
 
@@ -30,6 +33,29 @@ def start(world, name):
   process = world.start(name)
   process.island.step_ns = 100 * MS
   return process
+
+
+class Stranger:
+  """A process without a machine: it dials, says a word, and hears nothing."""
+
+  alive, frozen, name = True, False, 'stranger'
+
+  def __init__(self, world: world_lib.World):
+    self._world = world
+    self._numbers = itertools.count(1)
+
+  def post(self, event: Any, content: Any = None) -> None:
+    pass
+
+  def say(self, *words: Any) -> None:
+    """Says these words on a new session."""
+    number, world = next(self._numbers), self._world
+    world.network.dial(self, world.link(self.name), number)
+    world.run(world.now_ns + 20 * MS)
+    for word in words:
+      content = 'bytes' if getattr(word, 'payload', None) else None
+      world.network.send(self, number, word, content)
+    world.run(world.now_ns + 20 * MS)
 
 
 PROGRESS = messages.Progress(clock=1, steps=1, tokens=10, step_ns=100 * MS, finished=False)
@@ -57,7 +83,7 @@ PROGRESS = messages.Progress(clock=1, steps=1, tokens=10, step_ns=100 * MS, fini
 def test_sessions_that_are_closed_as_implausible(word):
   """A liar without a tape is closed, and in quarantine after some strikes."""
   world = watched(strikes=2)
-  liar = hostile.Stranger(world)
+  liar = Stranger(world)
   join = messages.Join(
     protocol=messages.PROTOCOL_VERSION,
     learner='x',

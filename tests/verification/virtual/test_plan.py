@@ -26,7 +26,7 @@ def run_of(config, **more) -> plan.Run:
   return plan.Run(
     protocol=config.protocol(),
     values=tuple(map(layout.size, range(layout.num_fragments))),
-    codecs=(config.sync.codec_up, config.sync.codec_down, ''),
+    codecs=(config.sync.codec_up, config.sync.codec_down),
     **{'step_s': (0.1,)} | more,
   )
 
@@ -48,21 +48,19 @@ def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
 def test_what_one_process_cannot_carry_needs_transport_processes_until_the_machine_ends():
   protocol = config_lib.ProtocolConfig(learners=8, fragments=24, period=24)
   run = plan.Run(
-    protocol=protocol, values=(500_000_000,) * 24, codecs=('int8', 'int8', ''), step_s=(2.6,)
+    protocol=protocol, values=(500_000_000,) * 24, codecs=('int8', 'int8'), step_s=(2.6,)
   )
   found = plan.facts(run, step_tokens=1_000, tokens=None)
   assert found['fits'] and found['transport_processes'] == 6 and found['syncer_cores'] < 6
   small = dataclasses.replace(run, values=(50_000_000,) * 24)
   assert plan.facts(small, 1_000, None)['transport_processes'] == 0
-  fast = dataclasses.replace(run, step_s=(0.6,), codecs=('int4', 'int4', ''))
+  fast = dataclasses.replace(run, step_s=(0.6,), codecs=('int4', 'int4'))
   assert fast.misfit().startswith('syncer (outer steps fill 5.3 cores, it uses 4)')
 
 
 def test_with_the_needed_links_a_run_fits_and_with_half_of_them_other_settings_do():
   protocol = config_lib.ProtocolConfig(learners=2, fragments=6, period=6, overlap=2)
-  run = plan.Run(
-    protocol=protocol, values=(32_000,) * 6, codecs=('int8', 'int8', ''), step_s=(1.0,)
-  )
+  run = plan.Run(protocol=protocol, values=(32_000,) * 6, codecs=('int8', 'int8'), step_s=(1.0,))
   enough = plan.needed(run)
   on = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),))
   assert not on(enough).misfit() and on(enough / 2).misfit() == 'links'
@@ -124,7 +122,7 @@ def test_the_period_that_the_syncer_will_choose_is_in_the_plan():
     run = plan.Run(
       protocol=protocol,
       values=(values,) * 6,
-      codecs=('int8', 'int8', ''),
+      codecs=('int8', 'int8'),
       step_s=(1.0,),
       lines=(line,),
     )

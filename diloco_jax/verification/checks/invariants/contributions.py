@@ -4,7 +4,6 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
-from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
@@ -44,46 +43,6 @@ class OneAnswer(invariant.Invariant):
     pulled = book.pulls.get(message.fragment) == message.sync or isinstance(event, events.Encoded)
     if not holds or not pulled or not book.joined:
       self.fail(book, message, anchor, f'{trained} steps since')
-
-
-class CodecAsAsked(invariant.Invariant):
-  id = 'I1c'
-  sentence = (
-    'Each pull of a sync asks a learner for the same codec; the learner encodes with it and names '
-    'it, and the syncer merges the payload as one of that codec.'
-  )
-
-  def __init__(self, run: run_book.Run):
-    super().__init__(run)
-    self._asked: dict[tuple[int, int, int], bool] = {}  # by process, session and sync: Pull.narrow
-
-  @invariant.on(SYNCER, messages.Pull)
-  def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    pull, start = send.message, book.life.start
-    number, oldest = book.life.number, pull.sync - 2 * self.config.period
-    self._asked = {key: v for key, v in self._asked.items() if key[0] == number and key[2] > oldest}
-    asked = self._asked.setdefault((number, send.session, pull.sync), pull.narrow)
-    smaller = start.narrow_bytes and start.narrow_bytes < start.payload_bytes
-    if asked != pull.narrow or (pull.narrow and not smaller):
-      self.fail(send, asked, start)
-
-  @invariant.on(LEARNER, actions.Encode)
-  def encode(self, book: LearnerBook, now_ns: int, encode: actions.Encode, event: Event) -> None:
-    if encode.narrow != book.narrow.get(encode.fragment):
-      self.fail(book, encode, book.narrow)
-
-  @invariant.on(LEARNER, messages.Contribution)
-  def contribute(self, book: LearnerBook, now_ns: int, send: Send, event: Event) -> None:
-    capture = book.payload_ids.get(send.payload_id)
-    if capture is not None and capture.narrow != send.message.narrow:
-      self.fail(book, send, capture)
-
-  @invariant.on(SYNCER, actions.Merge)
-  def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    for one in merge.participants:
-      _, message = book.gathers[merge.sync].payloads[one.payload_id]
-      if one.narrow != message.narrow:
-        self.fail(one, message)
 
 
 class AtBoundaries(invariant.Invariant):

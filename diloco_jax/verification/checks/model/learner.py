@@ -41,7 +41,6 @@ class Capture:
   steps_to: int  # of the process
   true: Range
   reported: Range
-  narrow: bool
   reads: tuple[Batches, ...]
 
 
@@ -89,7 +88,6 @@ class LearnerBook:
       Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
     ]
     self.pulls: dict[int, int] = {}  # fragment: sync, on this session
-    self.narrow: dict[int, bool] = {}  # fragment: as its newest pull asks
     self.urgent: set[int] = set()  # fragments pulled for an open sync
     self.pulled_to: dict[int, int] = {}  # the newest pull, answered or not
     self.encoding: collections.deque[Capture] = collections.deque()
@@ -190,7 +188,6 @@ class LearnerBook:
       return
     if sync > self.pulled_to.get(p, 0):  # else a duplicate
       self.pulls[p] = self.pulled_to[p] = sync
-      self.narrow[p] = event.message.narrow
       self.urgent.discard(p)
     if event.message.now and self.pulls.get(p) == sync:
       self.urgent.add(p)
@@ -265,7 +262,6 @@ class LearnerBook:
       self.steps,
       (anchor.tokens, self.tokens),
       (self.reported(anchor), self.reported_tokens),
-      encode.narrow,
       last_batches(self.reads, self.steps - anchor.steps),
     )
     self.encoding.append(anchor.contributed)
