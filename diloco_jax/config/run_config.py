@@ -24,7 +24,7 @@ from diloco_jax.train import config as train_config
 DECODER = 'decoder'  # the reference task
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 NODE = '{node}'  # in data.corpus
-FRAGMENTATIONS = ('balanced', 'layer')
+FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 _BUCKET = re.compile(r'gs://\w[\w.-]*(/\w[\w.=+-]*)+', re.ASCII)  # and a folder in it
 
 
@@ -34,7 +34,7 @@ class SyncConfig(protocol_sections.Sync):
   are in protocol/config.py; here are those that concern arrays and bytes only.
 
   Attributes:
-    fragmentation: 'balanced' or 'layer' (paper section 5).
+    fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
     codec_down: encoding of a published version, a delta from the version before.
@@ -44,9 +44,9 @@ class SyncConfig(protocol_sections.Sync):
     embedding_merge: the same for the embedding, an untied head, and the router of a Mixture of
       Experts. Learners change it in directions of their own, which rda would not shorten: it ended
       0.2 and 0.6 % worse with two seeds (docs/findings.md).
-    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)'. The default is the
-      best of docs/studies/outer.md at the best inner rate; a low inner rate wants a longer outer
-      step, as 0.7 and 0.5.
+    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
+      default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
+      wants a longer outer step, as 0.7 and 0.5.
   """
 
   fragmentation: str = 'balanced'

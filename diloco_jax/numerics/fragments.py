@@ -8,7 +8,7 @@ A fragment travels as one flat float32 vector of N_p values: its pieces in tree 
 with zeros to a multiple of 32. So a block of the codec never spans two tensors, and a tensor of
 small values does not share a scale with one of large values.
 
-Two kinds (paper section 5 and its ablation of fragmentations):
+Three kinds (paper section 5 and its ablation of fragmentations; Streaming DiLoCo for the third):
 
   balanced   tensors sorted by size, the largest first, each into the fragment that is smallest so
              far (the LPT rule). Tensors stay whole if that keeps every fragment within 4/3 of the
@@ -19,14 +19,15 @@ Two kinds (paper section 5 and its ablation of fragmentations):
              has at most m + x <= 4/3 m, so the search ends unless single rows are too large. So
              the peak bandwidth is within 4/3 of an ideally even one.
   layer      consecutive layers, the same number of layers (+-1) in each fragment.
+  strided    layer i in fragment i mod P.
 
-The second takes the order of layers from the numbers in the paths, behind 'layer' or 'block', or
+The last two take the order of layers from the numbers in the paths, behind 'layer' or 'block', or
 else alone between two separators: embeddings are the first layer, then come the numbered layers,
 and all other leaves are the last layer.
 
 A leaf labelled 'layer' is a stack of tensors, one per layer, as a scan over layers wants them; one
 labelled 'expert' has one per expert of a Mixture of Experts. Every kind cuts them between all their
-rows first, so that each layer or expert is merged by itself. For the second kind the rows i of
+rows first, so that each layer or expert is merged by itself. For the last two kinds the rows i of
 all stacks of layers are layer i; each expert of a layer, with all its tensors, is a layer of its
 own after the rest of that layer: it can be a fragment.
 """
@@ -43,7 +44,7 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 32  # values that share a scale in the integer codecs; the length of pieces is a multiple
-KINDS = ('balanced', 'layer')
+KINDS = ('balanced', 'layer', 'strided')
 EXPERT = 'expert'  # the label of stacks of experts
 LAYER = 'layer'  # the label of stacks of layers
 LOCAL = 'local'  # the label of parameters that each learner trains for itself and never sends
@@ -140,7 +141,7 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
   if kind == 'balanced':
     fragments = _balanced(leaves, num_fragments)
   else:
-    fragments = _by_layer(leaves, num_fragments)
+    fragments = _by_layer(leaves, num_fragments, kind)
   order = {piece.path: i for i, piece in enumerate(leaves)}
   tree_order = lambda piece: (order[piece.path], piece.start)
   return Layout(tuple(tuple(sorted(f, key=tree_order)) for f in fragments), kind)
@@ -203,6 +204,12 @@ def flat(piece: Piece, values: jax.Array) -> jax.Array:
   return jnp.pad(values, (0, padding)) if padding else values
 
 
+def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
+  """Piece.key -> label, of fragment p or (p=None) of all fragments."""
+  fragments = layout.fragments if p is None else layout.fragments[p : p + 1]
+  return {piece.key: piece.label for fragment in fragments for piece in fragment}
+
+
 def keep(tree: PyTree, wanted: Callable[[str], bool]) -> PyTree:
   """The tree with None, which jax takes for no leaf, where `wanted` is false of a leaf's path."""
   return jax.tree_util.tree_map_with_path(
@@ -263,7 +270,7 @@ def replace_rows(leaves: dict[str, jax.Array], piece: Piece, values: jax.Array) 
   leaves[piece.path] = values if whole else leaf.at[piece.start : piece.stop].set(values)
 
 
-# --- the two kinds -----------------------------------------------------------------------------
+# --- the three kinds ---------------------------------------------------------------------------
 
 
 def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
@@ -317,7 +324,7 @@ def _pack(pieces: list[Piece], num_fragments: int) -> list[list[Piece]]:
   return fragments
 
 
-def _by_layer(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
+def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[Piece]]:
   layers: dict[tuple[float, int], list[Piece]] = {}
   for leaf in leaves:
     expert = leaf.start if leaf.label == EXPERT else -1
@@ -325,13 +332,14 @@ def _by_layer(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
     layers.setdefault((number, expert), []).append(leaf)
   if num_fragments > len(layers):
     raise ValueError(
-      f"fragments: {num_fragments} fragments of kind 'layer' but only {len(layers)} layers "
+      f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
       '(embeddings count as one layer, all leaves without a number as one, and each expert); '
       f"use fewer (sync.fragments={len(layers)}), or sync.fragmentation='balanced'"
     )
   fragments = [[] for _ in range(num_fragments)]
   for i, number in enumerate(sorted(layers)):
-    fragments[i * num_fragments // len(layers)].extend(layers[number])
+    p = i % num_fragments if kind == 'strided' else i * num_fragments // len(layers)
+    fragments[p].extend(layers[number])
   return fragments
 
 

@@ -12,13 +12,16 @@ An outer step of r periods, as after an outage of the syncer, moves Theta as any
 becomes that of r outer steps with D / r (docs/protocol.md): else the momentum would carry the model
 on by the displacement of the whole outage in the next periods.
 
-A config chooses the transform by a spec, a name of OUTERS.
+A config chooses the transform by a spec: a name of OUTERS, else any optimizer of optax that takes a
+`learning_rate` and needs only gradients: 'sgd(learning_rate=1.0)', 'adam(learning_rate=0.01)'.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 
@@ -28,10 +31,41 @@ PyTree = Any
 
 MOST_PERIODS = 256
 
+# The primitives of jax that compute each value from the values at the same place.
+_BY_VALUE = frozenset(
+  'abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy div eq exp floor ge '
+  'gt integer_pow is_finite le log log1p lt max min mul ne neg not or pow round rsqrt select_n '
+  'sign sqrt square sub tanh'.split()
+)
 
-class Elementwise(optax.GradientTransformation):
-  """The update of each value depends on this value's gradient, state and parameter only, so that a
-  fragment may be updated in pieces. Any other transform gets whole tensors."""
+
+def elementwise(tx: optax.GradientTransformation) -> bool:
+  """Whether the update of each value depends on this value's gradient, state and parameter only, so
+  that a fragment may be updated in pieces. False for a transform that looks at whole tensors, as
+  lamb, and for one that this module does not know to be elementwise.
+
+  >>> elementwise(optax.adam(0.1)), elementwise(optax.lamb(0.1)), elementwise(optax.sm3(0.1))
+  (True, False, False)
+  """
+  for shape in ((2,), (2, 3)):  # sm3 has another way for vectors
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    jaxpr = jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like)
+    if not _elementwise(jaxpr.jaxpr, shape):
+      return False
+  return True
+
+
+def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:
+  for equation in jaxpr.eqns:
+    inner = jax.extend.core.jaxprs_in_params(equation.params)
+    known = (
+      all(_elementwise(one, shape) for one in inner)
+      if inner
+      else (equation.primitive.name in _BY_VALUE)
+    )
+    if not known or any(one.aval.shape not in ((), shape) for one in equation.outvars):
+      return False
+  return True
 
 
 def periods(steps: Sequence[int], period: int) -> int:
@@ -69,16 +103,35 @@ def by_tensor(
   return optax.GradientTransformation(lambda params_N: tx.init(split(params_N)), update)
 
 
-def nesterov(learning_rate: float = 0.7, momentum: float = 0.9) -> Elementwise:
+def nesterov(learning_rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
   """SGD with Nesterov momentum; the defaults are those of DiLoCo (arXiv 2311.08105)."""
   if not (0 < learning_rate <= 10 and 0 <= momentum < 1):
     raise ValueError('learning_rate must be in (0, 10], usually 0.3 to 1, and momentum in [0, 1)')
-  return Elementwise(*optax.sgd(learning_rate, momentum, nesterov=True))
+  return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
 OUTERS: dict[str, Callable[..., optax.GradientTransformation]] = {'nesterov': nesterov}
 
 
 def make(text: str) -> optax.GradientTransformation:
-  """The transform of a spec. Raises ValueError."""
-  return spec.make(text, OUTERS, use=lambda tx: tx.init(jnp.zeros(2)))
+  """The transform of a spec. Raises ValueError, also if it needs more than gradients, or makes of
+  zeros, as in the padding of a fragment, what is not finite."""
+  return spec.make(text, _of_optax() | OUTERS, use=_try)
+
+
+def _try(tx: optax.GradientTransformation) -> None:
+  step = jax.jit(lambda zeros: tx.update(zeros, tx.init(zeros), zeros))
+  for leaf in jax.tree.leaves(step(jnp.zeros(2))):
+    if not bool(jnp.all(jnp.isfinite(leaf))):
+      raise ValueError('its step on a gradient of zeros is not finite; an eps must be above 0')
+
+
+def _of_optax() -> dict[str, Callable[..., optax.GradientTransformation]]:
+  """Its optimizers. A transform without a learning rate is a part of one, and may not descend."""
+  return {
+    name: value
+    for name, value in vars(optax).items()
+    if inspect.isfunction(value)
+    and not name.startswith(('_', 'scale_by_'))
+    and 'learning_rate' in inspect.signature(value).parameters
+  }

@@ -122,7 +122,7 @@ class Pieces:
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(piece or PIECE, max(self._sizes))
-    by_value = isinstance(tx, outer_lib.Elementwise)
+    by_value = outer_lib.elementwise(tx)
     self._whole = not (self._on_host and by_value)
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.

@@ -13,7 +13,6 @@ _DTYPES = ('float32', 'bfloat16')
 STYLES = ('gemma', 'llama')
 REMATS = ('none', 'dots', 'full')
 _OPTIMIZERS = ('adamw', 'muon')
-EXPERTS_PER_TOKEN = 2  # C, how many a token is given to
 MAX_LAYERS = 10**4
 MAX_PARAMETERS = 10**12
 
@@ -45,6 +44,7 @@ class ModelConfig:
     head_dim: H, even, because RoPE rotates pairs.
     hidden_dim: F, of the gated feed-forward block, or of each expert.
     num_experts: E, of the Mixture of Experts in every layer (experts.py); 0 = none, a dense model.
+    experts_per_token: C, how many of them a token is given to.
     tied_head: whether the output head is the embedding, transposed.
     style: 'gemma': GELU, embeddings times sqrt(D), norms times 1 + s; 'llama': SiLU, and neither.
     norm_eps: what a norm adds to the mean square.
@@ -73,6 +73,7 @@ class ModelConfig:
   head_dim: int = 32
   hidden_dim: int = 512
   num_experts: int = 0
+  experts_per_token: int = 2
   tied_head: bool = True
   style: str = 'gemma'
   norm_eps: float = 1e-6
@@ -112,6 +113,7 @@ class ModelConfig:
       'num_kv_heads',
       'head_dim',
       'hidden_dim',
+      'experts_per_token',
       'norm_eps',
       'rope_theta',
       'rope_factor',
@@ -131,9 +133,12 @@ class ModelConfig:
       raise ValueError(
         f'head_dim {self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}'
       )
-    if self.num_experts < 0 or 0 < self.num_experts < EXPERTS_PER_TOKEN:
+    if self.num_experts < 0:
+      raise ValueError(f'num_experts is {self.num_experts}: use 0 for a dense model')
+    if self.num_experts and self.experts_per_token > self.num_experts:
       raise ValueError(
-        f'num_experts is {self.num_experts}: use 0 (dense), or {EXPERTS_PER_TOKEN} or more'
+        f'experts_per_token {self.experts_per_token} is more than num_experts '
+        f'{self.num_experts}: use at most that'
       )
     if not 0 <= self.logit_softcap < math.inf:
       raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')

@@ -53,6 +53,7 @@ class Experts(nnx.Module):
       residual: divides the standard deviation of `down` (decoder.Block).
     """
     E, D, F = config.num_experts, config.embed_dim, config.hidden_dim
+    self.choices = config.experts_per_token
     self.router = normal((D, E), _ROUTER_STD)
     self.gate = normal((E, D, F), D**-0.5)
     self.up = normal((E, D, F), D**-0.5)
@@ -64,7 +65,7 @@ class Experts(nnx.Module):
     """Returns y_BxLxD and `balance`, a float32 scalar. `sharding`: of x_BxLxD, None for one device;
     its mesh has an axis 'tensor', over which F is split."""
     probabilities_BxLxE = jax.nn.softmax((x_BxLxD @ self.router[...]).astype(jnp.float32))
-    weights_BxLxC, chosen_BxLxC = jax.lax.top_k(probabilities_BxLxE, config_lib.EXPERTS_PER_TOKEN)
+    weights_BxLxC, chosen_BxLxC = jax.lax.top_k(probabilities_BxLxE, self.choices)
     experts = self.gate[...], self.up[...], self.down[...]
     apply = mix
     if sharding is not None:

@@ -67,7 +67,7 @@ def decoder(model: config_lib.ModelConfig, seq_len: int) -> float:
   D, N, K = model.embed_dim, model.num_heads, model.num_kv_heads
   mixed = 3 * D * model.hidden_dim
   if model.num_experts:
-    mixed = mixed * config_lib.EXPERTS_PER_TOKEN + D * model.num_experts
+    mixed = mixed * model.experts_per_token + D * model.num_experts
   layer = 6 * (2 * D * model.head_dim * (N + K) + mixed)
   keys = sum(seq_len if sees_all else min(model.window, seq_len) for sees_all in model.sees_all)
   return model.num_layers * layer + 12 * model.head_dim * N * keys + 6.0 * D * model.vocab_size

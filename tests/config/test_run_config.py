@@ -108,7 +108,7 @@ def test_a_run_of_too_many_fragments_is_refused():
       17,
       'data.shards is 16, it must be between 17 and 1000000: every learner reads',
     ),
-    ('sync.fragmentation', 'tensor', 'use one of: balanced, layer'),
+    ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
     ('sync.lease_s', 0.01, 'sync.lease_s is 0.01, it must be between 0.02 and 7200.0: usual'),
     (
@@ -169,7 +169,7 @@ def test_the_agreement_has_what_learners_and_syncer_must_share():
   config.sync.checkpoint_every_syncs += 1
   assert config.agreement() == agreement
   for section, name, value in (
-    (config.sync, 'outer', 'nesterov(learning_rate=1.0, momentum=0.0)'),
+    (config.sync, 'outer', 'sgd(learning_rate=1.0)'),
     (config.optimizer, 'name', 'muon'),
   ):
     before = getattr(section, name)

@@ -25,7 +25,7 @@ def _config():
   sync.learners = sync.quorum = 1
   sync.overlap = 0
   sync.codec_up = sync.codec_down = 'float32'
-  sync.outer = 'nesterov(learning_rate=1.0, momentum=0.0)'
+  sync.outer = 'sgd(learning_rate=1.0)'
   sync.merge = sync.embedding_merge = 'avg'
   config.train.steps = 16
   config.optimizer.warmup_steps = 4

@@ -18,7 +18,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 MESHES = (1, 8, 1), (2, 4, 1), (2, 2, 2)
 CELLS = list(itertools.product(MESHES, codecs.CODECS, fragments.KINDS))
-SAMPLED = [((1, 8, 1), 'int8', 'layer'), ((2, 4, 1), 'float32', 'layer')]
+SAMPLED = [((1, 8, 1), 'int8', 'layer'), ((2, 4, 1), 'float32', 'strided')]
 SAMPLED += [((2, 2, 2), 'int4', 'balanced')]
 P = jax.sharding.PartitionSpec
 
@@ -187,5 +187,5 @@ def _compiled(depth: int, kind: str) -> list[str]:
 
 def test_of_a_deeper_stack_no_more_functions_are_compiled():
   found = _compiled(2, 'layer')
-  assert found == _compiled(6, 'layer')
+  assert found == _compiled(6, 'layer') == _compiled(6, 'strided')
   assert len(found) == len(set(found))

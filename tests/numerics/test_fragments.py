@@ -111,13 +111,14 @@ def test_a_tensor_larger_than_a_fair_share_is_cut_by_rows():
   assert {p.label for p in cut} == {'avg'}
 
 
-def test_layers_are_contiguous():
+def test_layers_are_contiguous_or_strided():
   tree = _decoder(num_layers=4)
   layers = lambda layout: [
     sorted({fragments._layer(piece.path) for piece in f}) for f in layout.fragments
   ]
   inf = float('inf')  # the final norm and the temperature; -1 is the embedding
   assert layers(fragments.make_layout('layer', tree, 3, _label)) == [[-1, 0], [1, 2], [3, inf]]
+  assert layers(fragments.make_layout('strided', tree, 3, _label)) == [[-1, 2], [0, 3], [1, inf]]
 
 
 def test_the_number_of_a_layer_in_its_path():
@@ -153,8 +154,9 @@ def test_experts_are_cut_from_each_other(kind):
   assert len(cut) == 2 * 2 * 4
 
 
-def test_each_expert_of_a_layer_can_be_a_fragment():
-  layout = fragments.make_layout('layer', _with_experts(), 11, _expert_label)
+@pytest.mark.parametrize('kind', ['layer', 'strided'])
+def test_each_expert_of_a_layer_can_be_a_fragment(kind):
+  layout = fragments.make_layout(kind, _with_experts(), 11, _expert_label)
   held = [{(fragments._layer(p.path), p.label, p.start) for p in f} for f in layout.fragments]
   assert all(len(one) == 1 for one in held)
   experts = [one for fragment in held for one in fragment if one[1] == fragments.EXPERT]
@@ -198,16 +200,18 @@ def test_scatter_touches_only_its_fragment_and_keeps_dtypes():
   np.testing.assert_array_equal(new['b'], tree['b'])
 
 
-def test_join_of_split_is_the_identity():
+def test_join_of_split_is_the_identity_and_keys_are_the_labels_keys():
   tree = _filled(_decoder(vocab=2048))
   layout = fragments.make_layout('balanced', tree, 2, _label)
   for p in range(2):
     flat_N = fragments.gather(layout, p, tree)
     pieces = fragments.split(layout, p, flat_N)
-    assert pieces.keys() == {piece.key for piece in layout.fragments[p]}
+    assert pieces.keys() == fragments.labels(layout, p).keys()
     np.testing.assert_array_equal(fragments.join(layout, p, pieces), flat_N)
     stacked = fragments.split(layout, p, jnp.stack([flat_N, flat_N]))
     assert all(stacked[key].shape == (2, *piece.shape) for key, piece in pieces.items())
+  union = {k for p in range(2) for k in fragments.labels(layout, p)}
+  assert union == fragments.labels(layout).keys()
 
 
 def test_the_digest_tells_layouts_apart():
@@ -252,7 +256,7 @@ def test_gather_and_scatter_of_sharded_parameters():
     ('balanced', {'a': jnp.zeros(4)}, 5, '5 balanced fragments.* use fewer, sync.fragments=4'),
     ('balanced', {'a': jnp.zeros((1, 1000)), 'b': jnp.zeros(32)}, 2, '32 to 1024 values'),
     ('layer', {'layer_0': jnp.zeros(4)}, 2, '2 fragments'),
-    ('layer', {'layer_0': jnp.zeros(4), 'layer_1': jnp.zeros(4)}, 3, 'only 2 layers'),
+    ('strided', {'layer_0': jnp.zeros(4), 'layer_1': jnp.zeros(4)}, 3, 'only 2 layers'),
   ],
 )
 def test_impossible_layouts_say_why(kind, tree, count, message):

@@ -19,11 +19,7 @@ from tests.numerics import codecs_numpy
 from tests.syncer import one_fragment
 
 _RULES = {'avg': merge.avg(), 'rda': merge.rda()}
-_OUTERS = {
-  'nesterov': outer.nesterov(),
-  'rmsprop': outer.Elementwise(*optax.rmsprop(0.05, momentum=0.9)),
-  'lars': optax.lars(0.1),  # it looks at whole tensors
-}
+_OUTERS = (*outer.OUTERS, 'sgd(learning_rate=1.0)', 'rmsprop(learning_rate=0.05)')
 
 
 def _tree(seed=0):
@@ -97,8 +93,7 @@ def test_error_feedback_keeps_the_codecs_error_in_the_master(name):
 def _expected(deltas_MxN, weights, p, tx, rules):
   """The master after each outer step, by whole tensors in float64."""
   params = fragments.split(_layout(), p, _fragment(p).whole.master_n)
-  labels = {piece.key: piece.label for piece in _layout().fragments[p]}
-  state = tx.init(params)
+  labels, state = fragments.labels(_layout(), p), tx.init(params)
   for rows_MxN in deltas_MxN:
     merged = {}
     for key, rows in fragments.split(_layout(), p, np.float64(rows_MxN)).items():
@@ -112,11 +107,11 @@ def _expected(deltas_MxN, weights, p, tx, rules):
   return np.asarray(fragments.join(_layout(), p, params))
 
 
-@pytest.mark.parametrize('name', _OUTERS)
+@pytest.mark.parametrize('text', [*_OUTERS, 'lars(learning_rate=0.1)'])
 @jax.numpy_dtype_promotion('standard')  # optax's lamb multiplies a float with an int
-def test_it_is_the_rule_of_each_tensor_then_the_transform(name):
+def test_it_is_the_rule_of_each_tensor_then_the_transform(text):
   """Also with a transform that looks at whole tensors."""
-  tx, weights = _OUTERS[name], [3, 1, 2]
+  tx, weights = outer.make(text), [3, 1, 2]
   one = _fragment(1, 'float32', tx, piece=96)
   steps = [_deltas(1, 3, seed=10 * k) for k in range(3)]
   for deltas_MxN in steps:
@@ -125,10 +120,10 @@ def test_it_is_the_rule_of_each_tensor_then_the_transform(name):
   np.testing.assert_allclose(one.whole.master_n, want_N, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['nesterov', 'rmsprop'])
-def test_it_descends_a_parabola_when_learners_do(name):
+@pytest.mark.parametrize('text', ['nesterov', 'rmsprop(learning_rate=0.05)'])
+def test_it_descends_a_parabola_when_learners_do(text):
   """Learners move towards 0 by a tenth each; so must the outer parameters (the sign)."""
-  one = _fragment(0, 'float32', _OUTERS[name])
+  one = _fragment(0, 'float32', outer.make(text))
   start = np.linalg.norm(one.whole.master_n)
   for _ in range(60):
     one.merge(np.stack([0.1 * one.whole.published_n] * 2), [1, 1])
@@ -206,7 +201,7 @@ def test_a_flipped_payload_changes_no_outer_step_that_does_not_trust():
   'name, text, rules',
   [
     ('int8', 'nesterov', _RULES),
-    ('float32', 'rmsprop', _RULES),
+    ('float32', 'rmsprop(learning_rate=0.05, momentum=0.9)', _RULES),
     ('int8', 'nesterov', {'avg': merge.avg(), 'rda': merge.majority(agree=1.0)}),
   ],
   ids=['int8', 'float32', 'majority'],
@@ -217,7 +212,7 @@ def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
   found = set()
   devices = jax.devices()
   for where in ({'piece': 32}, {'piece': 640}, {}, {'devices': devices[5:7]}):
-    one = _fragment(1, name, _OUTERS[text], rules=rules, **where)
+    one = _fragment(1, name, outer.make(text), rules=rules, **where)
     made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2]) for k in range(2)]
     ends = [(np.asarray(stepped.delta).tobytes(), stepped.digest) for stepped in made]
     found.add(str((ends, _bits(one.whole))))
@@ -324,8 +319,8 @@ print(sum('XLA' in name for name in names))
   assert int(found.stdout) == max(1, outer_step.cores() - outer_step.MOST_THREADS)
 
 
-@pytest.mark.parametrize('name', ['nesterov', 'lars'])
-def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(name):
+@pytest.mark.parametrize('outer_spec', ['nesterov', 'lars(learning_rate=0.1)'])
+def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(outer_spec):
   """A variance that falls from 1 to 0.01 does not fall below 0, as by momentum."""
   layout = fragments.make_layout(
     'balanced',
@@ -335,7 +330,7 @@ def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(n
   )
   rules = {'statistic': merge.avg(), 'body': merge.avg()}
   value_N = np.ones(layout.size(0), np.float32)
-  one = one_fragment.Fragment(layout, 0, value_N, rules, _OUTERS[name], piece=64)
+  one = one_fragment.Fragment(layout, 0, value_N, rules, outer.make(outer_spec), piece=64)
   for _ in range(3):
     var_N, w_N = np.split(np.asarray(one.whole.published_n), 2)
     held_N = np.concatenate([0.2 * var_N, w_N - 1.0])

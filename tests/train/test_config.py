@@ -20,7 +20,7 @@ from diloco_jax.train import config as config_lib
     (config_lib.ModelConfig(num_layers=0), ['num_layers', '0', 'more than 0']),
     (config_lib.ModelConfig(logit_softcap=-1.0), ['-1.0', 'use 0']),
     (config_lib.ModelConfig(num_experts=-1), ['-1', 'use 0']),
-    (config_lib.ModelConfig(num_experts=1), ['1', '2 or more']),
+    (config_lib.ModelConfig(num_experts=2, experts_per_token=3), ['3', '2', 'at most']),
     (config_lib.OptimizerConfig(name='sgd'), ['sgd', 'adamw', 'muon']),
     (config_lib.OptimizerConfig(b2=1.0), ['b2', '1.0', '[0, 1)']),
     (config_lib.OptimizerConfig(end_lr_ratio=2.0), ['2.0', '[0, 1]', '0.006']),

@@ -14,7 +14,7 @@ B, L, D, F, E = 2, 5, 4, 6, 3
 
 @pytest.fixture(name='model')
 def _model(model):
-  model.num_experts, model.hidden_dim = 4, 16
+  model.num_experts, model.experts_per_token, model.hidden_dim = 4, 2, 16
   return model
 
 
@@ -80,8 +80,10 @@ def test_descending_on_balance_spreads_the_tokens():
   assert float(jnp.max(balance(bias_E)[1])) < 0.35
 
 
-def test_router_and_experts_get_gradients_from_the_text_alone(model, monkeypatch):
+@pytest.mark.parametrize('choices', [1, pytest.param(2, marks=pytest.mark.full)])
+def test_router_and_experts_get_gradients_from_the_text_alone(model, choices, monkeypatch):
   monkeypatch.setattr(decoder, 'BALANCE_LOSS', 0.0)
+  model.experts_per_token = choices
   params = decoder.init_params(model, seed=0)
   grads = jax.jit(jax.grad(lambda p: decoder.loss(model, p, _tokens(4))))(params)
   for path, grad in jax.tree_util.tree_leaves_with_path(grads):

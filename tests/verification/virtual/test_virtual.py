@@ -68,11 +68,7 @@ def test_in_lock_step_it_is_the_mean_of_the_learners(config):
   sync.learners = sync.quorum = 2
   sync.overlap = 0
   sync.codec_up = sync.codec_down = 'float32'
-  sync.outer, sync.merge, sync.embedding_merge = (
-    'nesterov(learning_rate=1.0, momentum=0.0)',
-    'avg',
-    'avg',
-  )
+  sync.outer, sync.merge, sync.embedding_merge = 'sgd(learning_rate=1.0)', 'avg', 'avg'
   sync.fragments, sync.period, config.train.steps = 1, 4, 12
   virtually = virtual.train(config, **conditions.delays('wan', slowness=(1, 2)))
 
