@@ -140,6 +140,7 @@ def test_a_task_without_a_suite_is_refused(config, tmp_path):
   assert done.returncode == cli.NEVER_RETRY and 'has no `suite` and `logits`' in done.stderr
 
 
+@pytest.mark.full
 def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket, counts):
   """By default by one command; they all read it in the same way (load_params.local)."""
   config.sync.learners = config.sync.quorum = config.mesh.data = config.sync.overlap = 1

@@ -25,6 +25,13 @@ def _same(one, other) -> bool:
   return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
+def _config():
+  """Of one layer on one device, which compile the soonest."""
+  config = stdlib_lm.get_config('tiny')
+  config.mesh.data = config.model.num_layers = 1
+  return config
+
+
 def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
   before = jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', '/proc/nowhere')
@@ -36,11 +43,9 @@ def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
 
 
 def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
-  config = stdlib_lm.get_config('tiny')
+  config = _config()
   assembled, posted = build.assemble(config), []
-  island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
-  )
+  island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(
       assembled, island, posted.append, None, payloads.PayloadStore(), recorder
@@ -71,13 +76,11 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
 def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, capsys):
   """The time before it is booked already, as that of joining. A step is recorded once it is done,
   also while the learner has no other one to make."""
-  config = stdlib_lm.get_config('tiny')
+  config = _config()
   config.sync.overlap, config.train.log_every = 0, 2
   assembled = build.assemble(config)
   assert assembled.protocol.lag == 0
-  island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
-  )
+  island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
   with contextlib.closing(records.Recorder(tmp_path, 'l0')) as recorder:
     posted = []
     work = learner_work.LearnerWork(
@@ -103,8 +106,8 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
 
   (cost,) = [fact for fact in facts if fact['name'] == 'cost']  # as every log line
   assert cost['parameters'] == assembled.parameters
-  assert (cost['tokens'], cost['devices']) == (island.tokens_per_step, 2)
-  assert cost['flops'] == assembled.task.flops_per_token * cost['tokens'] / 2
+  assert (cost['tokens'], cost['devices']) == (island.tokens_per_step, 1)
+  assert cost['flops'] == assembled.task.flops_per_token * cost['tokens']
   (line,) = [one for one in capsys.readouterr().out.splitlines() if 'TFLOP/s ' in one]
   assert ' completed step: 2, ' in line and 'MFU' not in line and 'HBM' not in line
   curves = b''.join(path.read_bytes() for path in (tmp_path / 'tensorboard' / 'l0').iterdir())
@@ -113,9 +116,9 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
 
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   """Or all learners, which save at the same clock, would stop training for the first time."""
-  config = stdlib_lm.get_config('tiny')
+  config = _config()
   assembled = build.assemble(config)
-  devices = jax.devices()[: config.mesh.num_devices]
+  devices = jax.devices()[:1]
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
   island.warm_up()
   island.step(0)
@@ -150,10 +153,10 @@ class _Functions(dict):
 def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tmp_path):
   """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
   needs later is compiled from its first step on."""
-  config = stdlib_lm.get_config('tiny')
+  config = _config()
   config.sync.fragments = config.sync.period = 5  # the embedding is cut
   assembled, posted, store = build.assemble(config), [], payloads.PayloadStore()
-  devices = jax.devices()[: config.mesh.num_devices]
+  devices = jax.devices()[:1]
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
   functions = _Functions()
   exchange = on_device.Exchange(assembled, island, functions).begin()
@@ -187,12 +190,10 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
 
 def test_an_adoption_keeps_steps_only_where_it_is_told_to(tmp_path):
   """So a NaN, or a step that was refused, does not survive the adoption after it."""
-  config = stdlib_lm.get_config('tiny')
+  config = _config()
   config.sync.fragments = 1
   assembled = build.assemble(config)
-  island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
-  )
+  island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
   exchange = on_device.Exchange(assembled, island).begin()
   like = jax.tree.map(np.zeros_like, _host(island.params))
   value = np.asarray(fragments.gather(assembled.layout, 0, like))
@@ -222,9 +223,8 @@ def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_p
   """Only a learner that carries steps on has a payload to use again."""
   found = set()
   for adopt, ahead, overlap in (('rebase', 1, 3), ('overwrite', 0, 2)):
-    config = stdlib_lm.get_config('tiny')
+    config = _config()
     config.sync.adopt, config.sync.ahead, config.sync.overlap = adopt, ahead, overlap
-    config.mesh.data = 1
     assembled = build.assemble(config)
     island = learner_process.make_island(assembled, tmp_path / adopt, 'l0', jax.devices()[:1])
     exchange = on_device.Exchange(assembled, island).begin()
@@ -238,8 +238,8 @@ def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_p
 
 
 def test_a_merged_payload_gives_its_memory_to_the_next_one_unless_the_transport_reads_it(tmp_path):
-  config = stdlib_lm.get_config('tiny')
-  config.sync.fragments, config.mesh.data = 1, 1
+  config = _config()
+  config.sync.fragments = 1
   assembled = build.assemble(config)
   assert assembled.protocol.rebases
   island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
