@@ -24,7 +24,7 @@ SEAMS = (
 )
 
 
-def _config(steps: int, axis: str, learners: int):
+def _config(steps: int, axis: str, learners: int = 3):
   config = stdlib_lm.get_config('tiny')
   config.model.num_kv_heads = config.model.num_heads
   config.sync.learners, config.sync.quorum = learners, 1
@@ -35,11 +35,10 @@ def _config(steps: int, axis: str, learners: int):
   return config
 
 
-@pytest.mark.parametrize(
-  'axis, codec', [('data', 'int8'), pytest.param('tensor', 'int4', marks=pytest.mark.full)]
-)
-def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, counts, axis, codec):
-  """Islands of two devices, the syncer on two more. The log is the one copy,
+@pytest.mark.full
+@pytest.mark.parametrize('axis, codec', [('data', 'int8'), ('tensor', 'int4')])
+def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, axis, codec):
+  """Three islands of two devices, the syncer on two more. The log is the one copy,
   and the Theta of a syncer process repeats it, with the same digest after every outer step."""
   calls, copied = collections.Counter(), []
   for module, name in SEAMS:
@@ -49,7 +48,7 @@ def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, counts, axis,
     payloads_lib, 'to_host', lambda one: copied.append(to_host(one)) or copied[-1]
   )
   monkeypatch.setattr(commit.CommitLog, 'compact_behind', lambda *args: None)  # it stays whole
-  config = _config(*((300, axis, 3) if counts.full else (24, axis, 2)))
+  config = _config(300, axis)
   config.sync.codec_up = codec
   exits = single_controller.run(config, tmp_path).exits
   assert {one.code for one in exits.values()} == {0}, exits
