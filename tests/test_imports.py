@@ -1,6 +1,7 @@
 """Who may import whom, read from the syntax trees."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import sys
@@ -159,6 +160,7 @@ def module_name(path: pathlib.Path) -> str:
 MODULES = {module_name(path): path for path in sources(PACKAGE)}
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> set[str]:
   """Modules that a file imports, wherever in it; `from package import module` gives the module."""
   found = set()

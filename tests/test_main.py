@@ -78,6 +78,7 @@ def test_hosts_that_cannot_meet_are_refused(hosts: str, words: list[str], tmp_pa
   assert hosts in done.stderr and done.stderr.count('\n') == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('command', __main__.COMMANDS)
 def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   done = diloco(command, '--help')

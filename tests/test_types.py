@@ -29,8 +29,9 @@ def checked(*words: str) -> str:
   return done.stdout
 
 
-def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_modules():
-  modules = [f'diloco_jax/{name}' for name in PUBLIC]
+@pytest.mark.parametrize('public', [(), pytest.param(PUBLIC, marks=pytest.mark.full)])
+def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_modules(public):
+  modules = [f'diloco_jax/{name}' for name in public]
   found = json.loads(
     checked(
       'pyright',

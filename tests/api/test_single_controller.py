@@ -95,6 +95,7 @@ def test_two_learners_with_the_same_text_of_their_own_run_to_the_end(tmp_path):
   assert losses['l0'] != losses['l1'], 'both have read their text in the same order'
 
 
+@pytest.mark.full
 def test_stacked_layers_in_bfloat16_learn_with_anchors_in_float32(tmp_path):
   """Learners of two devices and the syncer hold the same bits all the time. The trained
   model has the type of the parameters."""

@@ -48,6 +48,7 @@ def test_a_new_project_is_five_short_files(mine):
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.full
 def test_it_trains_two_learners_and_ends_with_the_report(mine):
   done = run('./run.sh', '--config.train.steps=40', cwd=mine)
   assert done.returncode == 0

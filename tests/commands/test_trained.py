@@ -118,6 +118,7 @@ def test_a_run_keeps_its_tokenizer(config, tmp_path):
     load.write(moved, config)
 
 
+@pytest.mark.full
 def test_a_trained_model_is_read_from_the_store_alone(config, tmp_path, bucket, counts):
   """By default by one command; they all read it in the same way (load_params.local)."""
   config.sync.learners = config.sync.quorum = config.mesh.data = config.sync.overlap = 1

@@ -22,7 +22,7 @@ L = 26
 @pytest.fixture(name='model')
 def _model() -> config_lib.ModelConfig:
   return config_lib.ModelConfig(
-    num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
+    num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
   )
 
 
@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_the_caption_alone(model, batch):
 
 
 def test_a_small_one_learns_to_read_images(model, data, optimizer):
-  model.num_layers, model.embed_dim, model.hidden_dim = 1, 32, 64
+  model.embed_dim, model.hidden_dim = 32, 64
   island = island_lib.Island(
     task=_task(model, data),
     optimizer=optimizer,

@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LLAMA = ROOT / 'tests' / 'storage' / 'hugging_face' / 'llama'
 REFERENCE = ROOT / 'tests' / 'storage' / 'hugging_face' / 'reference.py'
 PACKAGES = 'torch==2.14.1', 'transformers==5.24.0'
+pytestmark = pytest.mark.full  # tests/learner/test_never_sent.py has what is on the wire
 LINES = 'def f{0}(x):\n  """Adds {0}."""\n  return x + {0}\n\n\n'
 WIDE = {  # so that matrices of rank 8 are at most 3 % of it
   'hidden_size': 512,
@@ -88,7 +89,7 @@ def _run(model) -> Callable[[str], pathlib.Path]:
   return run
 
 
-@pytest.mark.parametrize('name', ['lora', pytest.param('full', marks=pytest.mark.full)])
+@pytest.mark.parametrize('name', TASKS)
 def test_three_learners_learn_and_the_export_is_in_the_layout_of_the_model(model, run, name):
   folder = run(name)
   summary = json.loads((folder / 'report' / 'summary.json').read_text('utf-8'))
@@ -117,7 +118,6 @@ def test_lora_has_at_most_3_percent_of_the_bytes_of_full_payloads_on_the_wire(ru
   assert 0 < wire.bytes_down <= 0.03 * mean * 3 * len(rows)
 
 
-@pytest.mark.full
 def test_lora_has_at_most_3_percent_of_the_bytes_of_a_full_run_on_the_wire(run):
   lora, full = (folder_lib.read(run(name)).run.wire for name in TASKS)
   assert 0 < lora.bytes_up <= 0.03 * full.bytes_up

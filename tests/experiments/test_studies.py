@@ -50,7 +50,8 @@ def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
 
 
 WHICH = [*((name, 0) for name in run.STUDIES), ('deaths', -1), ('joining', 1), ('unequal_data', -1)]
-ALIKE = (  # as parity's
+ALIKE = (  # as parity's, or as the test of a suite
+  'accuracies',
   'headline',
   'batch',
   'learners',
@@ -116,7 +117,7 @@ def test_an_arm_with_a_suite_has_the_same_bits_and_answers_again(monkeypatch):
   assert arm.key != dataclasses.replace(arm, suite=False).key
 
 
-@pytest.mark.parametrize('kind', ['alone', 'train'])
+@pytest.mark.parametrize('kind', [pytest.param('alone', marks=pytest.mark.full), 'train'])
 def test_two_runs_of_one_seed_end_with_the_same_bits(kind):
   make = lambda seed: tiny(arms.decoupled('toy', 'a', True, seed=seed))
   rows = []

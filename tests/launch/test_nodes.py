@@ -175,7 +175,7 @@ def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
   assert f'l0/ckpt is already used by learner pid {os.getpid()}' in ended.stderr
 
 
-@pytest.mark.parametrize('node', ['syncer', 'islands/l0'])
+@pytest.mark.parametrize('node', ['syncer', pytest.param('islands/l0', marks=pytest.mark.full)])
 def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_path, node):
   record = tmp_path / node / 'ckpt' / '1' / 'record' / 'data.json'
   record.parent.mkdir(parents=True)

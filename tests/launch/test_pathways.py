@@ -109,6 +109,7 @@ def test_all_slices_are_local_and_the_global_model_lies_on_their_hosts():
   }
 
 
+@pytest.mark.full
 def test_each_island_of_a_run_is_a_whole_slice(config, tmp_path):
   workdir = tmp_path / 'run'
   done = train(config, '--controller=single', '--pathways', f'--workdir={workdir}')

@@ -28,6 +28,7 @@ def _config():
   sync.outer = 'sgd(learning_rate=1.0)'
   sync.merge = sync.embedding_merge = 'avg'
   config.train.steps = 16
+  config.train.eval_every, config.mesh.data, config.model.num_layers = 0, 1, 1
   config.optimizer.warmup_steps = 4
   config.train.checkpoint_every_steps = config.sync.checkpoint_every_syncs = 0
   config.validate()

@@ -18,8 +18,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 MESHES = (1, 8, 1), (2, 4, 1), (2, 2, 2)
 CELLS = list(itertools.product(MESHES, codecs.CODECS, fragments.KINDS))
-SAMPLED = [((1, 8, 1), 'int8', 'layer'), ((2, 4, 1), 'float32', 'strided')]
-SAMPLED += [((2, 2, 2), 'int4', 'balanced')]
+SAMPLED = [((1, 8, 1), 'int8', 'layer'), ((2, 2, 2), 'int4', 'balanced')]
 P = jax.sharding.PartitionSpec
 
 
@@ -132,7 +131,7 @@ def test_of_eight_devices_as_of_one(shape, codec, kind):
 
 @pytest.mark.parametrize(
   'shape, codec, kind',
-  [pytest.param(*cell, marks=[] if cell == SAMPLED[2] else pytest.mark.full) for cell in SAMPLED],
+  [pytest.param(*cell, marks=[] if cell == SAMPLED[1] else pytest.mark.full) for cell in SAMPLED],
 )
 def test_within_a_process_payloads_of_several_devices_have_the_order_of_the_wire(
   shape, codec, kind

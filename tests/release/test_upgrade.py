@@ -135,6 +135,7 @@ def _train(home: pathlib.Path, workdir: pathlib.Path, steps: int) -> None:
     assert [program.wait(DEADLINE_S) for program in programs] == [0, 0]
 
 
+@pytest.mark.full
 def test_a_run_that_has_ended_gets_more_steps_from_another_release_and_back_again(ended, homes):
   versions = [releases.version_of(home) for home in (*homes, homes[0])]
   assert _wrote(ended) == {'l0': versions, 'syncer': versions}
@@ -146,6 +147,7 @@ def test_a_run_that_has_ended_gets_more_steps_from_another_release_and_back_agai
   assert max(fact['step'] for fact in facts if fact['name'] == 'step') >= 72
 
 
+@pytest.mark.full
 def test_a_release_with_other_numbers_refuses_the_run_and_changes_nothing(ended, tmp_path):
   other, before = releases.with_other_formats(tmp_path), _bytes(ended)
   for words in (

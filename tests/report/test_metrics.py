@@ -114,6 +114,7 @@ def line(process: subprocess.Popen, words: str) -> str:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.full
 def test_a_syncer_and_a_learner_serve_their_own_while_they_train(tmp_path):
   """One after the other is asked; a reader that never asks stops no step; both end in order."""
   learner = ('--learner=l0', f'--syncer=file:{tmp_path}/syncer/address')

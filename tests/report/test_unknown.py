@@ -101,7 +101,9 @@ def test_who_was_done_is_said_by_those_who_know(by: str, workdir):
   assert folder.read(workdir).run.fate('l0') == expected
 
 
-@pytest.mark.parametrize('command', ['evaluate', 'sample', 'export'])
+@pytest.mark.parametrize(
+  'command', ['sample', *(pytest.param(c, marks=pytest.mark.full) for c in ('evaluate', 'export'))]
+)
 def test_who_reads_the_model_says_what_is_missing(command: str, workdir, capfd):
   words = [command, f'--workdir={workdir}'] + ['--out=m.safetensors'] * (command == 'export')
   code = os.waitstatus_to_exitcode(os.system(f'{cli.command(*words)} >/dev/null'))

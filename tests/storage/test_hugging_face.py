@@ -87,7 +87,7 @@ def _model(told: dict, folder: pathlib.Path) -> config_lib.ModelConfig:
   return pretrained.model_config(folder)
 
 
-@pytest.mark.parametrize('scan', [False, True])
+@pytest.mark.parametrize('scan', [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize('name', NAMES)
 def test_logits_are_those_of_the_reference(name, scan):
   model = dataclasses.replace(pretrained.model_config(MODELS / name), scan=scan)

@@ -107,7 +107,14 @@ def _expected(deltas_MxN, weights, p, tx, rules):
   return np.asarray(fragments.join(_layout(), p, params))
 
 
-@pytest.mark.parametrize('text', [*_OUTERS, 'lars(learning_rate=0.1)'])
+@pytest.mark.parametrize(
+  'text',
+  [
+    'nesterov',
+    'lars(learning_rate=0.1)',
+    *(pytest.param(text, marks=pytest.mark.full) for text in _OUTERS if text != 'nesterov'),
+  ],
+)
 @jax.numpy_dtype_promotion('standard')  # optax's lamb multiplies a float with an int
 def test_it_is_the_rule_of_each_tensor_then_the_transform(text):
   """Also with a transform that looks at whole tensors."""
@@ -201,7 +208,9 @@ def test_a_flipped_payload_changes_no_outer_step_that_does_not_trust():
   'name, text, rules',
   [
     ('int8', 'nesterov', _RULES),
-    ('float32', 'rmsprop(learning_rate=0.05, momentum=0.9)', _RULES),
+    pytest.param(
+      'float32', 'rmsprop(learning_rate=0.05, momentum=0.9)', _RULES, marks=pytest.mark.full
+    ),
     ('int8', 'nesterov', {'avg': merge.avg(), 'rda': merge.majority(agree=1.0)}),
   ],
   ids=['int8', 'float32', 'majority'],
@@ -219,6 +228,7 @@ def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
   assert len(found) == 1
 
 
+@pytest.mark.full
 def test_the_size_of_the_pieces_changes_no_bit_of_a_large_tensor_either():
   """Several of the pieces that a run has, and a border inside of one."""
   shape = jax.ShapeDtypeStruct((5, 300_001), jnp.float32)
@@ -319,7 +329,9 @@ print(sum('XLA' in name for name in names))
   assert int(found.stdout) == max(1, outer_step.cores() - outer_step.MOST_THREADS)
 
 
-@pytest.mark.parametrize('outer_spec', ['nesterov', 'lars(learning_rate=0.1)'])
+@pytest.mark.parametrize(
+  'outer_spec', ['nesterov', pytest.param('lars(learning_rate=0.1)', marks=pytest.mark.full)]
+)
 def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(outer_spec):
   """A variance that falls from 1 to 0.01 does not fall below 0, as by momentum."""
   layout = fragments.make_layout(

@@ -35,10 +35,9 @@ def _config(steps: int, axis: str, learners: int = 3):
   return config
 
 
-@pytest.mark.parametrize(
-  'axis, codec', [('data', 'int8'), pytest.param('tensor', 'int4', marks=pytest.mark.full)]
-)
-def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, counts, axis, codec):
+@pytest.mark.full
+@pytest.mark.parametrize('axis, codec', [('data', 'int8'), ('tensor', 'int4')])
+def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, axis, codec):
   """Three islands of two devices, the syncer on two more. The log is the one copy,
   and the Theta of a syncer process repeats it, with the same digest after every outer step."""
   calls, copied = collections.Counter(), []
@@ -49,7 +48,7 @@ def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, counts, axis,
     payloads_lib, 'to_host', lambda one: copied.append(to_host(one)) or copied[-1]
   )
   monkeypatch.setattr(commit.CommitLog, 'compact_behind', lambda *args: None)  # it stays whole
-  config = _config(300 if counts.full else 24, axis)
+  config = _config(300, axis)
   config.sync.codec_up = codec
   exits = single_controller.run(config, tmp_path).exits
   assert {one.code for one in exits.values()} == {0}, exits

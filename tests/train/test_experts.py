@@ -15,6 +15,7 @@ B, L, D, F, E = 2, 5, 4, 6, 3
 @pytest.fixture(name='model')
 def _model(model):
   model.num_experts, model.experts_per_token, model.hidden_dim = 4, 2, 16
+  model.num_layers = 1
   return model
 
 

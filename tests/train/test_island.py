@@ -20,6 +20,7 @@ def _assert_same(one, other):
   jax.tree.map(np.testing.assert_array_equal, _host(one), _host(other))
 
 
+@pytest.mark.full
 def test_learns_alone(make_island):
   island = make_island(config_lib.MeshConfig(fsdp=2))
   island.warm_up()

@@ -69,6 +69,7 @@ def test_sharded_step_equals_the_unsharded_one(model, optimizer):
   assert moments['rest'].inner_state.nu['embedding'].sharding == embedding.sharding
 
 
+@pytest.mark.full
 def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
   """Muon, too: a matrix of an expert is one matrix of its tensor."""
   model.num_layers, model.num_experts, optimizer.name = 1, 4, 'muon'
@@ -83,7 +84,6 @@ def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
   assert moments['up'].sharding == sharded_layer['up'].sharding
 
 
-@pytest.mark.full
 def _text(*shape: int) -> np.ndarray:
   return np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
 

@@ -166,6 +166,7 @@ def test_a_run_its_report_and_its_page(world):
 
 
 @worlds(latin_1)
+@pytest.mark.full
 def test_an_own_loop(world):
   """Its script is elsewhere: what lies beside a script is imported first, by Python's own rule."""
   steps = f'--config.train.steps={OWN_STEPS}'
