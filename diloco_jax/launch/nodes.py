@@ -111,7 +111,7 @@ def _run(
         return learner_process.follow(*node, records), records
       if resolve is None:
         return baseline.run(config, island, records, stopped.is_set), records
-      connect = dialer(assembled, resolve, access, records.say)
+      connect = dialer(assembled, resolve, access)
       how = {'work_class': work_class}
       return learner_process.run(*node, event_queue, connect, records, **how), records
 

@@ -18,10 +18,12 @@ import dataclasses
 import functools
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax import __main__
+from diloco_jax.launch import cli
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.storage import checkpoint, outer_log, store, wal
 from diloco_jax.syncer import commit, stored
@@ -46,8 +48,11 @@ def instead(
   program: supervisor_lib.Program, environment: Mapping[str, str]
 ) -> supervisor_lib.Program:
   """Replaces a syncer's program by this one."""
-  words = [__spec__.name if word == 'diloco_jax' else word for word in program.command]
-  return dataclasses.replace(program, command=words, environment=environment)
+  words = list(program.command)
+  start = list(cli.PROGRAM)
+  assert words[: len(start)] == start, words
+  command = [sys.executable, '-X', 'utf8', '-m', __spec__.name, *words[len(start) :]]
+  return dataclasses.replace(program, command=command, environment=environment)
 
 
 def arm(place: str) -> None:
