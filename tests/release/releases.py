@@ -28,10 +28,10 @@ def before(folder: pathlib.Path) -> pathlib.Path:
   return _today(folder / 'first')
 
 
-def after(folder: pathlib.Path, version: str = '') -> pathlib.Path:
+def after(folder: pathlib.Path) -> pathlib.Path:
   """Today's code, under a later version."""
   home = _today(folder / 'after')
-  (home / _VERSION).write_text(f"__version__ = '{version or later()}'\n", 'utf-8')
+  (home / _VERSION).write_text(f"__version__ = '{later()}'\n", 'utf-8')
   return home
 
 
@@ -51,13 +51,12 @@ def numbers(home: pathlib.Path) -> dict[str, int]:
     'import json; from diloco_jax.protocol import formats; print(json.dumps(formats.NUMBERS))'
   )
   done = subprocess.run(
-    [sys.executable, '-P', '-c', program], env=environment(home), capture_output=True, check=False
+    [sys.executable, '-P', '-c', program],
+    env={**os.environ, 'PYTHONPATH': str(home)},
+    capture_output=True,
+    check=False,
   )
   return json.loads(done.stdout) if not done.returncode else {}
-
-
-def environment(home: pathlib.Path) -> dict[str, str]:
-  return {**os.environ, 'PYTHONPATH': str(home)}
 
 
 def command(home: pathlib.Path, *words: str) -> list[str]:

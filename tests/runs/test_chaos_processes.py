@@ -129,13 +129,9 @@ def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
   assert reason in reasons[0], reasons
 
 
-def test_a_thawed_process_keeps_its_incarnation(run):
-  assert _incarnations(run, 'freeze') == {1}
-
-
-def test_a_broken_session_keeps_the_incarnation(run):
-  assert _incarnations(run, 'cut_up') == _incarnations(run, 'partition') == {1}
-  assert _incarnations(run, 'cut_down') == _incarnations(run, 'corrupt') == {1}
+@pytest.mark.parametrize('kind', ['freeze', 'cut_up', 'cut_down', 'partition', 'corrupt'])
+def test_a_process_that_comes_back_keeps_its_incarnation(run, kind):
+  assert _incarnations(run, kind) == {1}
 
 
 def test_a_restarted_process_has_the_next_incarnation(run):

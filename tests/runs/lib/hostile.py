@@ -36,11 +36,6 @@ STEP_TOKENS = 4 * 32  # of `tiny`: batch_size * seq_len
 _OPTIONS = (*grpc_session.COMMON_OPTIONS, ('grpc.use_local_subchannel_pool', 1))
 
 
-def dial(address: str) -> grpc.Channel:
-  """A connection to a syncer: the one place that knows how."""
-  return listen.dial(address, addresses.LOCAL, _OPTIONS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
   """What a hostile process knows of a run: where it is, and what a member is told; `learner`: the
@@ -120,7 +115,7 @@ class Client:
     self._sealed, self._opened = control_crc.Seal(), control_crc.Seal()
     self._lock = threading.Lock()
     self._out: dict[str, queue.Queue[bytes | None]] = {}
-    self._channel = dial(address)
+    self._channel = listen.dial(address, addresses.LOCAL, _OPTIONS)
     try:
       control = self._stream('Control', ())
       token = dict(control.initial_metadata()).get(grpc_session.TOKEN)
