@@ -28,6 +28,7 @@ _WIDTH, _WORDS = 16, 32
 _RULE = np.random.default_rng(7).permutation(_WORDS)
 _TX = optax.adamw(1e-2)
 _DEADLINE_S = 240.0
+_ONE = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
 
 
 def _sync(learners: int = 2, **settings) -> diloco_jax.SyncConfig:
@@ -221,10 +222,9 @@ def test_a_jitted_step_is_compiled_once():
   """Also if its other arguments are committed to no device, as those of an optimizer are."""
   params = {'w': jnp.ones((8, 8))}
   step = jax.jit(lambda params, count: ({'w': params['w'] * 0.9}, count + params['w'].sum()))
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
   with (
-    diloco_jax.run_syncer(params, total_steps=8, sync=sync) as server,
-    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
+    diloco_jax.run_syncer(params, total_steps=8, sync=_ONE) as server,
+    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=_ONE) as peer,
   ):
     mine, count = peer.params, jnp.zeros(())
     for _ in peer.steps():
@@ -259,8 +259,7 @@ def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
   params = lambda: {'w': jnp.ones((8, 8))}
   moments = lambda: {'m': jnp.ones((8, 8), jnp.bfloat16), 'n': jnp.int32(0)}
   step = jax.jit(lambda *held: jax.tree.map(lambda leaf: leaf + 1, held), donate_argnums=(0, 1))
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
-  kwargs = {'total_steps': 100, 'sync': sync}
+  kwargs = {'total_steps': 100, 'sync': _ONE}
   with diloco_jax.run_syncer(params(), **kwargs) as server:
     before = threading.active_count()
     kwargs |= {'learner': 'l0', 'syncer': server.address}
@@ -283,8 +282,7 @@ def test_arrays_that_have_moved_are_refused_or_put_back():
   mesh = jax.make_mesh((2,), ('d',))
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('d'))
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
-  kwargs = {'total_steps': 9, 'sync': sync}
+  kwargs = {'total_steps': 9, 'sync': _ONE}
   with diloco_jax.run_syncer(params, **kwargs) as server:
     kwargs |= {'learner': 'l0', 'syncer': server.address}
     with diloco_jax.join(params, opt_state=moments, **kwargs) as peer:
@@ -471,8 +469,7 @@ def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay():
   table = jnp.ones((8, 8))
   inner = jax.jit(lambda trained: 0.9 * trained)
   params = {'w': jnp.ones((8, 8)), 'embed': table, 'head': table, 'scale': 1.0}
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
-  with diloco_jax.run_syncer(total_steps=8, sync=sync) as server:
+  with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
     with diloco_jax.join(params, learner='l0', syncer=server.address) as peer:
       held = peer.params
       for _ in peer.steps():
@@ -495,11 +492,10 @@ def test_a_run_that_continues_keeps_its_version_0(tmp_path):
 
 def test_a_syncer_that_is_refused_leaves_the_folder_as_it_is(tmp_path):
   """Another one has it, or the run in it is not one of own loops."""
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
   init, folder = {'w': jnp.ones((8, 8))}, tmp_path / 'loops'
-  with diloco_jax.run_syncer(init, total_steps=20, sync=sync, workdir=folder):
+  with diloco_jax.run_syncer(init, total_steps=20, sync=_ONE, workdir=folder):
     with pytest.raises(files.DirectoryError, match='already used by syncer'):
-      with diloco_jax.run_syncer(init, total_steps=30, sync=sync, workdir=folder):
+      with diloco_jax.run_syncer(init, total_steps=30, sync=_ONE, workdir=folder):
         pass
   assert load.read(folder).train.steps == 20
   config = stdlib_lm.get_config('tiny')
@@ -508,7 +504,7 @@ def test_a_syncer_that_is_refused_leaves_the_folder_as_it_is(tmp_path):
   (folder / 'syncer' / 'run').write_text('0' * 16)
   for given in (init, None):
     with pytest.raises(ValueError, match='none of own loops. Nothing was changed'):
-      with diloco_jax.run_syncer(given, total_steps=20, sync=sync, workdir=folder):
+      with diloco_jax.run_syncer(given, total_steps=20, sync=_ONE, workdir=folder):
         pass
   assert load.read(folder) == config and own_model.read(folder) is None
 
@@ -548,8 +544,7 @@ def test_an_interrupt_while_join_waits_leaves_no_learner(monkeypatch):
     raise KeyboardInterrupt
 
   nodes = lambda: [thread for thread in threading.enumerate() if thread.name == 'node']
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
-  kwargs = {'total_steps': 100, 'sync': sync}
+  kwargs = {'total_steps': 100, 'sync': _ONE}
   before = nodes()
   with diloco_jax.run_syncer(**kwargs) as server:
     kwargs |= {'learner': 'l0', 'syncer': server.address}
@@ -564,20 +559,19 @@ def test_an_interrupt_while_join_waits_leaves_no_learner(monkeypatch):
 
 def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monkeypatch):
   """The syncer had a model, so the learner joins; but then the syncer is gone, or admits none."""
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
-  kwargs = {'total_steps': 4, 'sync': sync, 'wait_s': _DEADLINE_S}
+  kwargs = {'total_steps': 4, 'sync': _ONE, 'wait_s': _DEADLINE_S}
 
   def late():
     with diloco_jax.join(_params(), learner='l1', **kwargs | {'wait_s': 0.5}):
       raise AssertionError('it has joined a run that is over')
 
-  with diloco_jax.run_syncer(total_steps=4, sync=sync) as server:
+  with diloco_jax.run_syncer(total_steps=4, sync=_ONE) as server:
     kwargs['syncer'] = server.address
     with diloco_jax.join(_params(), learner='l0', **kwargs) as peer:
       for _ in peer.steps():
         peer.sync(peer.params, tokens=1)
     server.wait(_DEADLINE_S)
-    settings = own_model.about(own_model.config(4, sync, 16)).decode()
+    settings = own_model.about(own_model.config(4, _ONE, 16)).decode()
     monkeypatch.setattr(own_model, 'meet', lambda *args: settings)
     with pytest.raises(
       TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
@@ -595,8 +589,7 @@ def test_a_loop_ends_with_its_egress_thread(monkeypatch):
     return keep(store, data)
 
   monkeypatch.setattr(payloads, 'keep', keep_unless_it_leaves_a_learner)
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
-  kwargs = {'total_steps': 1_000_000, 'sync': sync}
+  kwargs = {'total_steps': 1_000_000, 'sync': _ONE}
   with diloco_jax.run_syncer(**kwargs) as server:
     with pytest.raises(MemoryError, match='no room for the contribution'):
       with diloco_jax.join(_params(), learner='l0', syncer=server.address, **kwargs) as peer:
@@ -609,8 +602,7 @@ def test_a_loop_ends_with_its_egress_thread(monkeypatch):
 def test_loops_over_mutual_tls(tmp_path):
   """The first learner brings the model under its own name; a loop of another run gets nothing."""
   owner = mint.owner(tmp_path / 'certs')
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
-  kwargs = {'total_steps': 6, 'sync': sync}
+  kwargs = {'total_steps': 6, 'sync': _ONE}
   params = {'w': jnp.ones((8, 8))}
   where = {'listen': '127.0.0.1:0', 'tls': owner.folder / 'syncer'}
   with diloco_jax.run_syncer(**where, **kwargs) as server:

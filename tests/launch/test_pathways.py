@@ -110,9 +110,10 @@ def test_all_slices_are_local_and_the_global_model_lies_on_their_hosts():
 
 
 @pytest.mark.full
-def test_each_island_of_a_run_is_a_whole_slice(config, tmp_path):
+def test_each_island_of_a_run_is_a_whole_slice_and_comes_back_from_its_checkpoint(config, tmp_path):
   workdir = tmp_path / 'run'
-  done = train(config, '--controller=single', '--pathways', f'--workdir={workdir}')
+  words = ['--controller=single', '--pathways', f'--workdir={workdir}']
+  done = train(config, *words)
   assert done.returncode == 0, done.stderr
   meshes = set((tmp_path / 'meshes').read_text().splitlines())
   assert meshes == {f'{[(id, index) for id in range(index, 8, 2)]}' for index in (0, 1)}
@@ -122,14 +123,7 @@ def test_each_island_of_a_run_is_a_whole_slice(config, tmp_path):
   assert [(one['devices'], one['kind'], one['memory_bytes']) for one in costs] == [
     (4, 'TPU stub', 0)
   ] * 2
-
-
-@pytest.mark.full
-def test_checkpoints_of_slices_and_syncer_are_restored(config, tmp_path):
-  words = ['--controller=single', '--pathways', f'--workdir={tmp_path / "run"}']
-  done = train(config, *words)
-  assert done.returncode == 0, done.stderr
-  done = train(tmp_path / 'run', *words, '--resume', '--config.train.steps=40')
+  done = train(workdir, *words, '--resume', '--config.train.steps=40')
   assert done.returncode == 0, done.stderr
   for node in ('the syncer', 'l0', 'l1'):
     assert f'{node} continues from its checkpoint' in done.stdout, done.stdout

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.certs import check, names, proofs
-from diloco_jax.config import build, load
-from diloco_jax.configs import stdlib_lm
+from diloco_jax.config import load
 from diloco_jax.launch import nodes
 from diloco_jax.report import records
 from diloco_jax.storage import arrays, files, tapes
@@ -160,13 +159,3 @@ def test_a_command_names_it_in_one_line(word: str, tmp_path):
 def diloco(*words: str, **how) -> subprocess.CompletedProcess:
   command = [sys.executable, '-m', 'diloco_jax', *words]
   return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False, **how)
-
-
-def test_a_process_reads_its_corpus_beside_a_pipe(tmp_path):
-  corpus = tmp_path / 'corpus'
-  corpus.mkdir()
-  (corpus / 'text.txt').write_text('words of a text, again and again. ' * 4000)
-  os.mkfifo(corpus / 'pipe.txt')
-  config = stdlib_lm.get_config('tiny')
-  config.data.corpus = str(corpus)
-  assert build.assemble(config).config is config

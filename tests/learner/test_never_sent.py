@@ -18,8 +18,7 @@ from diloco_jax.launch import own_model
 from diloco_jax.learner import process as learner_process
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import agreement
-from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import records, summary
+from diloco_jax.report import summary
 from diloco_jax.syncer import global_model
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import island as island_lib
@@ -200,19 +199,6 @@ def test_lora_of_rank_8_sends_and_holds_at_most_3_percent(size):
 # --- Real runs ------------------------------------------------------------------------------------
 
 
-def require_exact_wire(folder: pathlib.Path, payload_bytes: float) -> None:
-  """Payloads of one size: up for each contribution, of which a cancelled sync merges none, and down
-  for each outer step and learner."""
-  rows = list(records.records(folder))
-  syncs = [row for row in rows if row['name'] == 'synced']
-  opened = sum(row['name'] == 'opened' for row in rows)
-  wire = folder_lib.read(folder).run.wire
-  sent = round(wire.bytes_up / payload_bytes)
-  assert sum(len(row['participants']) for row in syncs) <= sent <= 2 * opened
-  assert wire.bytes_up == pytest.approx(sent * payload_bytes, rel=0.01)
-  assert wire.bytes_down == pytest.approx(2 * len(syncs) * payload_bytes, rel=0.01)
-
-
 def island_of(folder: pathlib.Path, config: run_config.Config, learner: str) -> island_lib.Island:
   """As its newest checkpoint has it."""
   devices = jax.devices()[: config.mesh.num_devices]
@@ -225,13 +211,10 @@ def island_of(folder: pathlib.Path, config: run_config.Config, learner: str) -> 
 @pytest.mark.full
 def test_a_personal_head(tmp_path):
   """Two learners whose data contradict each other share a body. Each has a head that fits its own,
-  and the report has a held-out loss for each; the wire carries the share that is exchanged."""
+  and the report has a held-out loss for each."""
   config = make_config('task(width=1024)')
   run = diloco_jax.run(config, tmp_path)
   begun = build.make_task(config).init(0)
-  whole = sum(leaf.size for leaf in begun.values())
-  share = begun['body'].size / whole  # about a half
-  require_exact_wire(tmp_path, share * codecs.get('int8').encoded_size(whole) / 2)
 
   ends = {name: row['eval_loss_end'] for name, row in run.summary['learners'].items()}
   starts = {row['eval_loss_start'] for row in run.summary['learners'].values()}

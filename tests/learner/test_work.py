@@ -214,11 +214,8 @@ def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_p
   """Only a learner that carries steps on has a payload to use again."""
   found = set()
   for adopt, ahead, overlap in (('rebase', 1, 3), ('overwrite', 0, 2)):
-    config = stdlib_lm.get_config('tiny')
-    config.sync.adopt, config.sync.ahead, config.sync.overlap = adopt, ahead, overlap
-    config.mesh.data = 1
-    assembled = build.assemble(config)
-    island = learner_process.make_island(assembled, tmp_path / adopt, 'l0', jax.devices()[:1])
+    how = {'adopt': adopt, 'ahead': ahead, 'overlap': overlap}
+    _, assembled, island = _made(tmp_path / adopt, **how)
     exchange = on_device.Exchange(assembled, island).begin()
     island.params = jax.tree.map(lambda leaf: 0.5 * leaf + 0.01, island.params)
     data, ok = exchange.encode(0)
@@ -230,11 +227,8 @@ def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_p
 
 
 def test_a_merged_payload_gives_its_memory_to_the_next_one_unless_the_transport_reads_it(tmp_path):
-  config = stdlib_lm.get_config('tiny')
-  config.sync.fragments, config.mesh.data = 1, 1
-  assembled = build.assemble(config)
+  _, assembled, island = _made(tmp_path, fragments=1)
   assert assembled.protocol.rebases
-  island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
   exchange = on_device.Exchange(assembled, island).begin()
   draw = np.random.default_rng(0)
 

@@ -18,7 +18,6 @@ from diloco_jax.protocol import formats
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _VERSION = pathlib.Path('diloco_jax', 'version.py')
-_NUMBERS = re.compile(r"^(  '[a-z ]+': )(\d+),$", re.M)
 
 
 def before(folder: pathlib.Path) -> pathlib.Path:
@@ -29,22 +28,10 @@ def before(folder: pathlib.Path) -> pathlib.Path:
   return _today(folder / 'first')
 
 
-def after(folder: pathlib.Path, version: str = '') -> pathlib.Path:
+def after(folder: pathlib.Path) -> pathlib.Path:
   """Today's code, under a later version."""
   home = _today(folder / 'after')
-  (home / _VERSION).write_text(f"__version__ = '{version or later()}'\n", 'utf-8')
-  return home
-
-
-def with_other_formats(folder: pathlib.Path) -> pathlib.Path:
-  """A later release that has raised every number."""
-  home = after(folder)
-  path = home / 'diloco_jax' / 'protocol' / 'formats.py'
-  text, count = _NUMBERS.subn(
-    lambda found: f'{found[1]}{int(found[2]) + 1},', path.read_text('utf-8')
-  )
-  assert count == len(formats.NUMBERS)
-  path.write_text(text, 'utf-8')
+  (home / _VERSION).write_text(f"__version__ = '{later()}'\n", 'utf-8')
   return home
 
 
@@ -64,13 +51,12 @@ def numbers(home: pathlib.Path) -> dict[str, int]:
     'import json; from diloco_jax.protocol import formats; print(json.dumps(formats.NUMBERS))'
   )
   done = subprocess.run(
-    [sys.executable, '-P', '-c', program], env=environment(home), capture_output=True, check=False
+    [sys.executable, '-P', '-c', program],
+    env={**os.environ, 'PYTHONPATH': str(home)},
+    capture_output=True,
+    check=False,
   )
   return json.loads(done.stdout) if not done.returncode else {}
-
-
-def environment(home: pathlib.Path) -> dict[str, str]:
-  return {**os.environ, 'PYTHONPATH': str(home)}
 
 
 def command(home: pathlib.Path, *words: str) -> list[str]:

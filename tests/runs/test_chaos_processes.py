@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol import actions
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import book as book_lib
 from diloco_jax.report import records, run_facts
@@ -129,13 +129,9 @@ def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
   assert reason in reasons[0], reasons
 
 
-def test_a_thawed_process_keeps_its_incarnation(run):
-  assert _incarnations(run, 'freeze') == {1}
-
-
-def test_a_broken_session_keeps_the_incarnation(run):
-  assert _incarnations(run, 'cut_up') == _incarnations(run, 'partition') == {1}
-  assert _incarnations(run, 'cut_down') == _incarnations(run, 'corrupt') == {1}
+@pytest.mark.parametrize('kind', ['freeze', 'cut_up', 'cut_down', 'partition', 'corrupt'])
+def test_a_process_that_comes_back_keeps_its_incarnation(run, kind):
+  assert _incarnations(run, kind) == {1}
 
 
 def test_a_restarted_process_has_the_next_incarnation(run):
@@ -177,25 +173,6 @@ def test_a_replaced_process_is_fenced_and_never_merged(run):
     for action in record.actions:
       if isinstance(action, actions.Merge) and record.now_ns > ended_ns:
         assert all(one.incarnation == 2 for one in action.participants if one.learner == replaced)
-
-
-def test_the_ledger_agrees_with_the_learners_tapes(run):
-  ledger = run.facts.ledger
-  assert ledger.unsettled == 0 and chaos_report.balance(dataclasses.asdict(ledger)) == 0
-  assert ledger.merged > 0
-  trained = dict.fromkeys(LEARNERS, 0)
-  for _, life in run.lives():
-    if life.node != 'syncer':
-      trained[life.node] += sum(
-        record.event.tokens
-        for record in _records(life)
-        if isinstance(record.event, events.StepDone)
-      )
-  books = {name: row['tokens'] for name, row in ledger.learners.items()}
-  assert books['l0'] == trained['l0']  # it ended in order: no token is missing
-  assert all(
-    books[name] <= trained[name] for name in LEARNERS
-  )  # unreported tokens died with their process
 
 
 def test_the_records_account_for_all_time_of_every_learner(run):
@@ -240,40 +217,14 @@ def _node_tapes(run: Run, edit=lambda record: record) -> list[judge_tapes.Tape]:
   return found
 
 
-def _asks(record: tape.Record, change) -> tape.Record:
-  return dataclasses.replace(record, actions=tuple(change(action) for action in record.actions))
-
-
 def _merge(change):
   """Edits every Merge."""
 
-  def edit(action):
-    return change(action) if isinstance(action, actions.Merge) else action
+  def edit(record: tape.Record) -> tape.Record:
+    asked = (change(one) if isinstance(one, actions.Merge) else one for one in record.actions)
+    return dataclasses.replace(record, actions=tuple(asked))
 
-  return lambda record: _asks(record, edit)
-
-
-def _merged_again():
-  """A payload is merged a second time: the next range of its learner starts where this one did."""
-  first = {}
-
-  def again(event):
-    if not isinstance(getattr(event, 'message', None), messages.Contribution):
-      return event
-    message = event.message
-    start = first.setdefault((event.session, message.fragment), message.tokens_from)
-    return dataclasses.replace(event, message=dataclasses.replace(message, tokens_from=start))
-
-  return lambda record: dataclasses.replace(record, event=again(record.event))
-
-
-def _report(kind: type, change):
-  def edit(action):
-    if isinstance(action, actions.Report) and isinstance(action.fact, kind):
-      return actions.Report(fact=change(action.fact))
-    return action
-
-  return lambda record: _asks(record, edit)
+  return edit
 
 
 def _with_older_incarnations(merge):
@@ -294,15 +245,8 @@ def _newer(merge):
   'edit, invariant',
   [
     (lambda record: record, None),
-    (_merged_again(), 'I7'),
     (_merge(_with_older_incarnations), 'I12'),
     (_merge(_newer), 'I3'),
-    (
-      _report(
-        facts.Ledger, lambda fact: dataclasses.replace(fact, merged=fact.merged + bool(fact.merged))
-      ),
-      'I7',
-    ),
   ],
 )
 def test_the_judge_refuses_an_edited_tape(run, edit, invariant):

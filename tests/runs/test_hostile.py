@@ -1,7 +1,7 @@
 """A real run of two honest learners, and what hostile processes do to it.
 
-One run of `tiny` meets the attacks of hostile_attacks.py, by default one of each kind, one after
-the other, with quiet time before; the tests read what its processes wrote meanwhile. The honest
+One run of `tiny` meets the attacks of hostile_attacks.py, one after the other, with quiet time
+before; the tests read what its processes wrote meanwhile. The honest
 learners are paced, so that two cores have time for the attacker, too. Their steps are counted by
 the second; or, should other tests need the cores meanwhile, the time is measured in which a learner
 is *blocked*: it neither runs nor waits for a CPU. Outer steps are counted by the second, or by the
@@ -17,7 +17,6 @@ import multiprocessing
 import pathlib
 import statistics
 import time
-from collections.abc import Sequence
 from concurrent import futures
 
 import pytest
@@ -116,18 +115,11 @@ def _with_small_pages(program: supervisor_lib.Program) -> supervisor_lib.Program
 class Conductor(conductor.Conductor):
   """Attacks the run, one attack after the other; `seconds` for each."""
 
-  def __init__(
-    self,
-    workdir: pathlib.Path,
-    recorder: records.Recorder,
-    seconds: float,
-    attacks: Sequence[str],
-  ):
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, seconds: float):
     super().__init__(workdir, recorder, OVERRIDES, change=_with_small_pages)
     self._seconds = seconds
     self.shares = {name: Shares() for name in LEARNERS}
     self.phases: list[Phase] = []
-    self.attacks = attacks
 
   def look(self) -> None:
     """Also samples the learners."""
@@ -143,7 +135,7 @@ class Conductor(conductor.Conductor):
     with futures.ProcessPoolExecutor(1, spawn, hostile_attacks.prepare) as attacker:
       await loop.run_in_executor(attacker, hostile_attacks.ready)
       await self._phase('quiet', asyncio.sleep(2 * self._seconds))
-      for name in self.attacks:
+      for name in hostile_attacks.ATTACKS:
         doing = loop.run_in_executor(attacker, hostile_attacks.act, name, run, self._seconds)
         await self._phase(name, doing)
     self.supervisor.retire()
@@ -192,8 +184,7 @@ class Run(conductor.Run):
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory, counts) -> Run:
   seconds = 20.0 if counts.full else 1.5
-  attacks = hostile_attacks.ATTACKS if counts.full else hostile_attacks.BY_DEFAULT
-  make = functools.partial(Conductor, seconds=seconds, attacks=attacks)
+  make = functools.partial(Conductor, seconds=seconds)
   conducted, left = conductor.play(tmp_path_factory.mktemp('hostile'), make, DEADLINE_S)
   run = Run(**vars(left), phases={one.name: one for one in conducted.phases}, full=counts.full)
   for phase in run.phases.values():
@@ -225,13 +216,7 @@ def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
 
 # --- What must hold -------------------------------------------------------------------------------
 
-every_attack = pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=() if name in hostile_attacks.BY_DEFAULT else pytest.mark.full)
-    for name in hostile_attacks.ATTACKS
-  ],
-)
+every_attack = pytest.mark.parametrize('name', hostile_attacks.ATTACKS)
 
 
 def test_honest_processes_end_well_and_only_once(run):
@@ -278,8 +263,7 @@ def test_the_model_learns_on(run, name):
 
 @every_attack
 def test_the_syncer_stays_small(run, name):
-  allowed = min(ALL_BYTES, SESSION_BYTES * hostile_attacks.ATTACKS[name].sessions)
-  assert run.phases[name].more_bytes <= allowed
+  assert run.phases[name].more_bytes <= SESSION_BYTES
 
 
 def test_the_syncer_stays_small_over_all_attacks(run):
@@ -288,10 +272,8 @@ def test_the_syncer_stays_small_over_all_attacks(run):
 
 @every_attack
 def test_the_syncer_says_it_briefly(run, name):
-  """A few lines a minute, which name the liar, and no text of a stranger as it came."""
+  """A few lines a minute, and no text of a stranger as it came."""
   phase = run.phases[name]
-  if run.full and hostile_attacks.ATTACKS[name].says:  # a short phase may get no payload in
-    assert any(name in line for line in phase.said), phase.said
   minutes = 1 + int(phase.seconds // 60)
   assert len(phase.said) <= LINES_PER_MINUTE * minutes, phase.said[:10]
   assert all(line.isprintable() for line in phase.said), phase.said

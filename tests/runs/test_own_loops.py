@@ -52,9 +52,8 @@ def _changed(before: str, after: str) -> list[str]:
   return [line for line in difflib.ndiff(*lines) if line.startswith('+ ')]
 
 
-@pytest.mark.parametrize('name', ['loop_nnx', pytest.param('loop_optax', marks=pytest.mark.full)])
-def test_two_loops_learn_together_as_threads(name):
-  module, losses = gated_loop.example(name), {}
+def test_two_loops_learn_together_as_threads():
+  module, losses = gated_loop.example('loop_nnx'), {}
   alone = _in_standard_types(module.train_alone)
 
   def learn(learner: str) -> None:
@@ -186,20 +185,9 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
   assert syncer.wait(DEADLINE_S) == 0
 
 
-@pytest.mark.parametrize(
-  ('flags', 'text'),
-  [
-    (['--config=stdlib_lm:tiny', '--init=there'], 'that of its task'),
-    *(
-      pytest.param(*one, marks=pytest.mark.full)
-      for one in (
-        (['--config=own_loop', '--init=nowhere'], 'cannot read nowhere'),
-        (['--config=own_loop', '--listen=0.0.0.0:0'], 'needs certificates'),
-      )
-    ),
-  ],
-)
-def test_a_syncer_that_cannot_work_is_refused_in_one_line(start, tmp_path, flags, text):
-  refused = start('-m', 'diloco_jax', 'syncer', f'--workdir={tmp_path / "run"}', *flags)
+def test_a_syncer_that_cannot_work_is_refused_in_one_line(start, tmp_path):
+  flags = f'--workdir={tmp_path / "run"}', '--config=stdlib_lm:tiny', '--init=there'
+  refused = start('-m', 'diloco_jax', 'syncer', *flags)
   said = refused.communicate(timeout=DEADLINE_S)[0]
-  assert refused.returncode == 42 and said.count('error: ') == 1 and text in said, said
+  assert refused.returncode == 42 and said.count('error: ') == 1
+  assert 'that of its task' in said, said

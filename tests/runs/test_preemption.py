@@ -38,22 +38,6 @@ def test_a_preempted_learner_leaves_in_order_and_in_time(day):
   assert day.asked_ns['l1'] < left['t_ns'] < end['t_ns']
 
 
-def test_its_contributions_have_verdicts_before_it_leaves(day):
-  """Every pulled contribution has its verdict; the ledger has its steps and tokens to the last
-  one."""
-  left_ns = next(
-    fact['t_ns']
-    for fact in day.of('syncer', 'member')
-    if fact['learner'] == 'l1' and fact['state'] == 'lost'
-  )
-  steps = [fact for fact in day.of('l1', 'step') if fact['t_ns'] < left_ns]
-  ledger = next(fact for fact in day.of('syncer', 'ledger') if fact['t_ns'] > left_ns)
-  row = ledger['learners']['l1']
-  assert row['tokens'] == steps[-1]['tokens'] and row['steps'] == steps[-1]['steps']
-  fragments = ledger['fragments']
-  assert fragments * row['tokens'] == row['merged'] + row['discarded']
-
-
 def test_a_preempted_learner_rejoins_from_its_checkpoint(day):
   end = day.end('l1')
   lives = {
@@ -67,13 +51,6 @@ def test_a_preempted_learner_rejoins_from_its_checkpoint(day):
     for fact in day.of('syncer', 'synced')
     if end['t_ns'] < fact['t_ns'] < day.killed_ns
   )
-
-
-def test_open_syncs_continue_without_a_learner_that_left(day):
-  """Open syncs that had asked it continue without it, and the next ones open at once."""
-  end = day.end('l1')
-  following = [fact for fact in day.of('syncer', 'synced') if fact['t_ns'] > end['t_ns']]
-  assert following[0]['participants'] == ['l0']
 
 
 def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(day):

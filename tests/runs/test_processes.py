@@ -165,42 +165,6 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   assert ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
 
 
-@pytest.mark.full
-def test_a_run_whose_supervisor_was_killed_has_a_report(start, tmp_path):
-  workdir = tmp_path / 'run'
-  run = start(
-    'train',
-    CONFIG,
-    f'--workdir={workdir}',
-    '--config.train.steps=100000',
-    '--config.sync.learners=2',
-    slow_data.FLAG,
-  )
-  run.wait_for('completed step: ')
-  while sum(fact['name'] == 'eval' for fact in _facts(workdir, 'syncer')) < 3:
-    run.wait_for('completed step: ')
-  os.kill(run.process.pid, signal.SIGKILL)
-  assert run.end() == -signal.SIGKILL
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'report', 'run'],
-    cwd=tmp_path,
-    env={**_environment(), 'PYTHONPATH': str(ROOT), 'COLUMNS': '80'},
-    text=True,
-    capture_output=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert max(map(len, done.stdout.splitlines())) <= 80
-  *_, loss, ended = [line for line in done.stdout.splitlines() if line.startswith(('held', 'not'))]
-  assert loss.startswith('held-out loss  5.5') and ended.endswith(' of 100000')
-  report = workdir / 'report'
-  assert (report / 'report.txt').read_text() == done.stdout
-  assert (report / 'timeline.png').is_file() and (report / 'index.html').is_file()
-  evaluations = json.loads((report / 'summary.json').read_text())['evaluations']
-  tokens = [one['tokens'] for one in evaluations]
-  assert len(tokens) > 1 and tokens == sorted(set(tokens))
-
-
 @pytest.mark.parametrize(
   'command,flags,words',
   [
@@ -269,26 +233,3 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   for program in (first, syncer):
     program.process.send_signal(signal.SIGTERM)
     assert program.end() == 0, program.lines
-
-
-@pytest.mark.full
-def test_learners_of_unequal_batches_train_one_run(start, tmp_path):
-  """One of them on all four rows of its batches, one on one row and with other memory."""
-  workdir, rows = tmp_path / 'run', {'l0': 4, 'l1': 1}
-  flags = (CONFIG, f'--workdir={workdir}', '--config.sync.learners=2', '--config.sync.quorum=2')
-  flags += '--config.mesh.data=1', '--config.train.eval_every=0', '--config.sync.lease_s=60'
-  own = '--config.data.batch_rows=1', '--config.model.remat=full', '--config.model.loss_chunk=8'
-  address = f'--syncer=file:{workdir}/syncer/address'
-  nodes = [
-    start('syncer', *flags),
-    start('learner', *flags, address, '--learner=l0'),
-    start('learner', *flags, address, '--learner=l1', *own),
-  ]
-  assert [node.end() for node in nodes] == [0, 0, 0], [node.lines for node in nodes]
-  ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
-  for name, account in ledger['learners'].items():
-    assert account['tokens'] == account['steps'] * rows[name] * 32 > 0
-    assert account['merged'] > 0
-  assert ledger['trained'] * ledger['fragments'] == (
-    ledger['merged'] + sum(ledger['discarded'].values())
-  )

@@ -4,8 +4,6 @@ import dataclasses
 import math
 
 import pytest
-from absl import flags
-from ml_collections import config_flags
 
 from diloco_jax.train import config as config_lib
 
@@ -57,21 +55,3 @@ def test_parts_must_fit_together():
     config_lib.validate_decoder(**parts | {'data': config_lib.DataConfig(batch_size=7)})
   with pytest.raises(ValueError, match='vocab_size 100 .* at least 256'):
     config_lib.validate_decoder(**parts | {'model': config_lib.ModelConfig(vocab_size=100)})
-
-
-@pytest.mark.parametrize(
-  'config, argument, expected',
-  [
-    (config_lib.ModelConfig(), '--config.num_layers=8', ('num_layers', 8)),
-    (config_lib.OptimizerConfig(), '--config.learning_rate=0.5', ('learning_rate', 0.5)),
-    (config_lib.DataConfig(), '--config.corpus=/texts', ('corpus', '/texts')),
-    (config_lib.MeshConfig(), '--config.data=4', ('data', 4)),
-  ],
-)
-def test_flags_override_fields(config, argument, expected):
-  values = flags.FlagValues()
-  holder = config_flags.DEFINE_config_dataclass(
-    'config', config, flag_values=values, sys_argv=['main', argument]
-  )
-  values(['main', argument])
-  assert getattr(holder.value, expected[0]) == expected[1]

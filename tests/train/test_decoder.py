@@ -1,6 +1,5 @@
 """Properties of the decoder at any size."""
 
-import doctest
 import math
 
 import jax
@@ -88,10 +87,6 @@ def test_each_layer_has_its_own_leaves(model):
   assert paths["['layers'][1]['query']"] == (16, 4, 8)
   assert paths["['layers'][1]['key']"] == (16, 2, 8)
   assert {decoder.label(path) for path in paths} == {'embedding', 'body'}
-
-
-def test_examples_in_docstrings():
-  assert doctest.testmod(decoder) == (0, 3)
 
 
 def test_initial_parameters_are_a_function_of_the_seed(model):

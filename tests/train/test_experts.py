@@ -1,7 +1,5 @@
 """A Mixture of Experts computes what its equations say, spreads the tokens, and learns."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,7 +120,3 @@ def test_a_small_one_learns(make_island, model):
   for clock in range(30):
     island.step(clock)
   assert island.evaluate() < before - 2.0
-
-
-def test_examples_in_docstrings():
-  assert doctest.testmod(experts) == (0, 2)

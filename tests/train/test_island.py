@@ -20,18 +20,6 @@ def _assert_same(one, other):
   jax.tree.map(np.testing.assert_array_equal, _host(one), _host(other))
 
 
-@pytest.mark.full
-def test_learns_alone(make_island):
-  island = make_island(config_lib.MeshConfig(fsdp=2))
-  island.warm_up()
-  start = island.evaluate()
-  results = [island.step(clock) for clock in range(40)]
-  assert results[0].tokens == island.tokens_per_step == 4 * 16
-  assert all(r.seconds > 0 and np.isfinite(r.grad_norm) for r in results)
-  assert island.evaluate() < start - 1.5
-  assert island.data_state == 40
-
-
 def test_a_watcher_that_wakes_late_changes_no_time_of_a_step(make_island):
   """On a busy machine the next step, which is computed at its dispatch, has ended before."""
   island = make_island()

@@ -1,6 +1,5 @@
 """An own model is one file: its task trains on an island like the decoder's, on any mesh."""
 
-import doctest
 import pathlib
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 from diloco_jax.config import build, load
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import island as island_lib
-from diloco_jax.train import task as task_lib
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'experiments' / 'examples'
 
@@ -43,7 +41,3 @@ def test_the_text_example_needs_text_for_its_evaluation_before_it_trains():
   config.data.eval_batches = 1_000_000
   with pytest.raises(ValueError, match='held-out examples of 64 ids, fewer than 1000000 x'):
     build.assemble(config)
-
-
-def test_examples_in_docstrings():
-  assert doctest.testmod(task_lib) == (0, 4)

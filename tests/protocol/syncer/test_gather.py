@@ -192,18 +192,6 @@ def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption
       assert message.steps >= 1
 
 
-@pytest.mark.parametrize('slow', ['l0', 'l1', 'l2'])
-def test_participants_are_in_id_order_whatever_their_arrival(slow: str):
-  # Design section 4: "folded in the order of learner ids, never of arrival".
-  seen = Recording(learners=3, fragments=1, period=2, overlap=1, quorum=3, total_steps=6)
-  seen.start('l2', 'l0', 'l1')
-  seen.world.link(slow).up_ns = 60 * MS
-  seen.run(20_000)
-  merges = {m.sync: [one.learner for one in m.participants] for _, _, m in seen.of(actions.Merge)}
-  assert [merges[sync] for sync in (2, 4, 6)] == [['l0', 'l1', 'l2']] * 3
-  assert merges[8] == [slow], 'the closing sync takes what is left'
-
-
 @pytest.mark.parametrize('staleness, reason', [(0, 'stale'), (1, '')])
 def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str):
   # Design section 4: "counts with its own displacement if it is at most max_staleness versions

@@ -46,13 +46,17 @@ LIES = [
   dataclasses.replace(CONTRIBUTION, steps=FAR),  # D5
   dataclasses.replace(CONTRIBUTION, tokens_to=41),
   dataclasses.replace(CONTRIBUTION, tokens_from=20),
+  dataclasses.replace(CONTRIBUTION, tokens_from=10, tokens_to=0),
+  dataclasses.replace(CONTRIBUTION, fragment=9),
   dataclasses.replace(CONTRIBUTION, steps=1),  # 20 tokens in one step
   dataclasses.replace(CONTRIBUTION, cursor=5),
   dataclasses.replace(CONTRIBUTION, sync=FAR),
   dataclasses.replace(CONTRIBUTION, payload=messages.Payload(size_bytes=1, crc32=0)),
   dataclasses.replace(single.decline(), tokens_to=41),
   dataclasses.replace(single.decline(), reason='because'),
+  dataclasses.replace(single.decline(), fragment=1),
   messages.Adopted(fragment=0, version=1, tokens=0, matched=True),
+  messages.Adopted(fragment=1, version=0, tokens=0, matched=False),
   messages.Adopted(fragment=0, version=0, tokens=41, matched=False),
 ]
 

@@ -29,18 +29,10 @@ _LEARNER = [*cli.PROGRAM, 'learner']
 
 def paced(program: supervisor_lib.Program, step_s: float = STEP_S) -> supervisor_lib.Program:
   """A learner's program with a floor under the time of its steps; another one as it is."""
-  return instead(program, PACED, f'--floor_s={step_s}') if is_learner(program) else program
-
-
-def is_learner(program: supervisor_lib.Program) -> bool:
-  return list(program.command[: len(_LEARNER)]) == _LEARNER
-
-
-def instead(program: supervisor_lib.Program, module: str, *more: str) -> supervisor_lib.Program:
-  """Another module for a learner's program, with more flags."""
-  assert is_learner(program), program.command
+  if list(program.command[: len(_LEARNER)]) != _LEARNER:
+    return program
   words = program.command[len(_LEARNER) :]
-  command = [sys.executable, '-X', 'utf8', '-m', module, *words, *more]
+  command = [sys.executable, '-X', 'utf8', '-m', PACED, *words, f'--floor_s={step_s}']
   return dataclasses.replace(program, command=command)
 
 

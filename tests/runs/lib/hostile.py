@@ -36,11 +36,6 @@ STEP_TOKENS = 4 * 32  # of `tiny`: batch_size * seq_len
 _OPTIONS = (*grpc_session.COMMON_OPTIONS, ('grpc.use_local_subchannel_pool', 1))
 
 
-def dial(address: str) -> grpc.Channel:
-  """A connection to a syncer: the one place that knows how."""
-  return listen.dial(address, addresses.LOCAL, _OPTIONS)
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
   """What a hostile process knows of a run: where it is, and what a member is told; `learner`: the
@@ -49,7 +44,6 @@ class Run:
   workdir: pathlib.Path
   agreement: str
   payload_bytes: tuple[int, ...]
-  digests: tuple[int, ...]
   learner: str = 'x'
 
   @classmethod
@@ -57,7 +51,7 @@ class Run:
     """Reads it from the syncer's tape."""
     life = next(life for life in tape_files.find(workdir) if life.node == 'syncer')
     start = tape_files.read(life).header.start
-    return cls(workdir, start.agreement, start.payload_bytes, start.digests)
+    return cls(workdir, start.agreement, start.payload_bytes)
 
   @property
   def address(self) -> str:
@@ -114,23 +108,22 @@ class Client:
     ended: set once the syncer has ended the session; `why`: its words.
   """
 
-  def __init__(self, address: str, bulk: bool = True):
+  def __init__(self, address: str):
     self.heard: queue.SimpleQueue[messages.FromSyncer] = queue.SimpleQueue()
     self.ended, self.why = threading.Event(), ''
     self._transfers = itertools.count(1)
     self._sealed, self._opened = control_crc.Seal(), control_crc.Seal()
     self._lock = threading.Lock()
     self._out: dict[str, queue.Queue[bytes | None]] = {}
-    self._channel = dial(address)
+    self._channel = listen.dial(address, addresses.LOCAL, _OPTIONS)
     try:
       control = self._stream('Control', ())
       token = dict(control.initial_metadata()).get(grpc_session.TOKEN)
       if token is None:
         raise Refused(f'no token: {control.code()} {control.details()}')
-      if bulk:
-        data = self._stream('Bulk', ((grpc_session.TOKEN, token),))
-        data.initial_metadata()
-        self._start(self._skip, data)
+      data = self._stream('Bulk', ((grpc_session.TOKEN, token),))
+      data.initial_metadata()
+      self._start(self._skip, data)
     except grpc.RpcError as error:
       self._channel.close()
       raise Refused(grpc_session.describe(error)) from error
@@ -241,17 +234,13 @@ class Member(Client):
     run: Run,
     learner: str,
     answer: Callable[['Member', messages.Pull], None] | None = None,
-    **joins: Any,
   ):
     self.run, self.learner, self._answer = run, learner, answer
     self.versions = [-1] * len(run.payload_bytes)
     self.anchors = [(0, 0)] * len(run.payload_bytes)  # (steps, tokens) at the adoption
     self.steps = self.tokens = self.clock = 0
-    self.step_ns = 20_000_000
-    self.matched = True
     super().__init__(run.address)
-    join = run.join(learner, **joins)
-    self.nonce = join.nonce
+    join = run.join(learner)
     self.say(join)
     offer = self.hear(messages.Offer)
     held = tuple(messages.Held(version=-1, digest=0) for _ in self.versions)
@@ -281,64 +270,51 @@ class Member(Client):
         self.anchors[fragment] = self.steps, self.tokens
         self.clock = max(self.clock, sync)
         self.say(
-          messages.Adopted(
-            fragment=fragment, version=version, tokens=self.tokens, matched=self.matched
-          )
+          messages.Adopted(fragment=fragment, version=version, tokens=self.tokens, matched=True)
         )
       case messages.Pull() if self._answer is not None:
         self._answer(self, message)
       case _:
         super().on_message(message)
 
-  def step(self, **lies: Any) -> None:
+  def step(self) -> None:
     """Reports one more inner step."""
     self.steps += 1
     self.clock += 1
     self.cursor += 1
     self.tokens += STEP_TOKENS
-    self.say(self.progress(**lies))
+    self.say(self.progress())
 
-  def progress(self, **lies: Any) -> messages.Progress:
-    values = {
-      'clock': self.clock,
-      'steps': self.steps,
-      'tokens': self.tokens,
-      'step_ns': self.step_ns,
-      'finished': False,
-    }
-    return messages.Progress(**values | lies)
+  def progress(self) -> messages.Progress:
+    return messages.Progress(
+      clock=self.clock, steps=self.steps, tokens=self.tokens, step_ns=20_000_000, finished=False
+    )
 
-  def contribution(self, pull: messages.Pull, payload: bytes, **lies: Any) -> Any:
+  def contribution(self, pull: messages.Pull, payload: bytes) -> messages.Contribution:
     """The contribution that an honest learner would send now."""
     steps, tokens = self.anchors[pull.fragment]
-    values = {
-      'sync': pull.sync,
-      'fragment': pull.fragment,
-      'version': self.versions[pull.fragment],
-      'steps': self.steps - steps,
-      'tokens_from': tokens,
-      'tokens_to': self.tokens,
-      'shard': self.shard,
-      'cursor': self.cursor,
-      'payload': announced(payload),
-    }
-    return messages.Contribution(**values | lies)
+    return messages.Contribution(
+      sync=pull.sync,
+      fragment=pull.fragment,
+      version=self.versions[pull.fragment],
+      steps=self.steps - steps,
+      tokens_from=tokens,
+      tokens_to=self.tokens,
+      shard=self.shard,
+      cursor=self.cursor,
+      payload=messages.Payload(size_bytes=len(payload), crc32=zlib.crc32(payload)),
+    )
 
-  def train(self, seconds: float, pause_s: float = 0.02, **lies: Any) -> None:
+  def train(self, seconds: float, pause_s: float) -> None:
     """Reports steps for a while, or until the session ends."""
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s and not self.ended.is_set():
-      self.step(**lies)
+      self.step()
       time.sleep(pause_s)
 
 
-def announced(payload: bytes) -> messages.Payload:
-  return messages.Payload(size_bytes=len(payload), crc32=zlib.crc32(payload))
-
-
-def gradient(run: Run, fragment: int, exponent: int, element: int = 64) -> bytes:
-  """The bytes of a pseudo-gradient (int8 codec): every value is element / 64 * 2^(exponent -
-  127)."""
+def gradient(run: Run, fragment: int, exponent: int) -> bytes:
+  """The bytes of a pseudo-gradient (int8 codec): every value is 2^(exponent - 127)."""
   size = run.payload_bytes[fragment]
   blocks = size // 33
-  return bytes([exponent]) * blocks + bytes([element % 256]) * (size - blocks)
+  return bytes([exponent]) * blocks + bytes([64]) * (size - blocks)

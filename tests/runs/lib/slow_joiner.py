@@ -38,18 +38,8 @@ ACCESS = addresses.Access(plaintext_loopback=True)
 
 
 class Bytes:
-  """Payloads of a size, with their announcement."""
-
-  def __init__(self, store: payloads.PayloadStore, size: int):
-    self._store, self._data = store, bytes(size)
-    self.payload = messages.Payload(size_bytes=size, crc32=zlib.crc32(self._data))
-
-  def put(self) -> int:
-    return self._store.put(self._data)
-
-
-class Fresh:
-  """Payloads of a size, each in memory of its own; counts those that exist."""
+  """Payloads of a size, each in memory of its own, with their announcement; counts those that
+  exist."""
 
   def __init__(self, store: payloads.PayloadStore, size: int):
     self._store, self._size = store, size
@@ -70,7 +60,7 @@ class Work:
 
   def __init__(self, post, store, sizes: argparse.Namespace):
     self._post, self._store = post, store
-    self._delta, self.wholes = Bytes(store, sizes.delta), Fresh(store, sizes.whole)
+    self._delta, self.wholes = Bytes(store, sizes.delta), Bytes(store, sizes.whole)
     self._step_s = sizes.step_s
     self._versions: dict[int, int] = {}
 

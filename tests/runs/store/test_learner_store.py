@@ -1,4 +1,4 @@
-"""Real processes whose learners save in a store: a bucket of a fake that serves HTTP, or a folder.
+"""Real processes whose learners save in a store: a bucket of a fake that serves HTTP.
 
 A killed learner comes back with its moments from there, or with those of another learner.
 """
@@ -90,11 +90,8 @@ def diloco(*words: str) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
-@pytest.mark.parametrize('kind', ['folder', 'bucket'])
-def test_a_run_with_a_store_ends_goes_on_and_goes_back(kind, bucket, tmp_path):
-  store, workdir = str(tmp_path / 'store'), f'--workdir={tmp_path / "run"}'
-  if kind == 'bucket':
-    store = f'{bucket.url}/run'
+def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
+  store, workdir = f'{bucket.url}/run', f'--workdir={tmp_path / "run"}'
   diloco(
     'train',
     '--config=stdlib_lm:tiny',

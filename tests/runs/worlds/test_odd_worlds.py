@@ -88,10 +88,6 @@ def _world(tmp_path, request):
   shutil.rmtree(made.short)
 
 
-def ascii_only(world: World) -> None:
-  world.environment |= {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONIOENCODING': 'ascii'}
-
-
 def latin_1(world: World) -> None:
   """Where the system can make the locale; else LANG names one that it does not have."""
   with contextlib.suppress(OSError):
@@ -117,26 +113,17 @@ def no_home(world: World) -> None:
     world.environment['PYTHONPATH'] = str(world.folder / 'stub')
 
 
-def shadows(world: World) -> None:
+def all_at_once(world: World) -> None:
+  """But for Latin 1, which is instead of ASCII."""
+  no_home(world)
+  world.environment |= {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONIOENCODING': 'ascii'}
   for name in sys.stdlib_module_names:
     (world.cwd / f'{name}.py').write_text('raise RuntimeError(__file__)\n', 'utf-8')
 
 
-def all_at_once(world: World) -> None:
-  """But for Latin 1, which is instead of ASCII."""
-  for one in (no_home, ascii_only, shadows):
-    one(world)
-
-
-def worlds(by_default) -> pytest.MarkDecorator:
-  """Each of them with --all."""
-  full = lambda one: () if one is by_default else pytest.mark.full
-  every = ascii_only, latin_1, no_home, shadows, all_at_once
-  rows = [pytest.param(one, marks=full(one), id=one.__name__) for one in every]
-  return pytest.mark.parametrize('world', rows, indirect=True)
-
-
-@worlds(all_at_once)
+@pytest.mark.parametrize(
+  'world', [all_at_once, pytest.param(latin_1, marks=pytest.mark.full)], indirect=True
+)
 def test_a_run_its_report_and_its_page(world):
   """`diloco train` begins in a folder, and writes into one, whose names are not ASCII."""
   words = '--config=stdlib_lm:tiny', f'--config.train.steps={STEPS}', '--workdir=läuft'
@@ -165,8 +152,8 @@ def test_a_run_its_report_and_its_page(world):
     page.communicate()
 
 
-@worlds(latin_1)
 @pytest.mark.full
+@pytest.mark.parametrize('world', [all_at_once, latin_1], indirect=True)
 def test_an_own_loop(world):
   """Its script is elsewhere: what lies beside a script is imported first, by Python's own rule."""
   steps = f'--config.train.steps={OWN_STEPS}'
