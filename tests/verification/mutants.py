@@ -24,7 +24,6 @@ from diloco_jax.protocol.syncer import (
   checkpoints,
   gathering,
   ledger,
-  links,
   members,
   pace,
   plausible,
@@ -1132,26 +1131,6 @@ def payloads_before_heartbeats(original):
   return __init__
 
 
-@mutant('A learner with a slow link is pulled for every sync.', links.Links, 'pulls', 'L12')
-def slow_links_are_asked_for_everything(original):
-  return lambda self, member, sync: True
-
-
-@mutant('A learner with a slow link is never pulled.', links.Links, 'pulls', 'L5')
-def slow_links_are_never_asked(original):
-  return lambda self, member, sync: original(self, member, sync) and member.up.periods == 1
-
-
-@mutant('The period factor never shrinks.', links.Links, '_judge_up', 'L13')
-def periods_never_shrink(original):
-  def _judge_up(self, member):
-    before = member.up.periods
-    original(self, member)
-    member.up.periods = max(before, member.up.periods)
-
-  return _judge_up
-
-
 @mutant(
   'Deltas go to a learner whose link carries no more.', published.Published, '_has_room', 'I4b I11'
 )
@@ -1172,7 +1151,7 @@ def steps_on_old_wholes_are_carried(original):
   return _send
 
 
-@mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'L12')
+@mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'I7')
 def long_payloads_count_in_full(original):
   return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)
 

@@ -32,7 +32,6 @@ from diloco_jax.verification.checks.invariants import (
   durability,
   ids,
   invariant,
-  links,
   liveness,
   pace,
   tokens,
@@ -81,8 +80,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.Joins,
   liveness.Contributes,
   liveness.Heard,
-  links.PulledInTurn,
-  links.Recovers,
   durability.FinishIsKnown,
 )
 
