@@ -464,7 +464,7 @@ def tokens_of_the_last_incarnation(original):
 # --- Bad updates ----------------------------------------------------------------------------------
 
 
-@mutant('The syncer merges a payload with NaN.', screening, 'refused', 'I9b')
+@mutant('The syncer merges a payload with NaN.', screening, 'refused', 'claim')
 def nan_is_merged(original):
   return lambda norm, least, limit: norm >= 0 and original(norm, least, limit)
 
@@ -974,7 +974,7 @@ def wrong_bits_are_left(original):
   'The syncer never answers a process that takes over an id.',
   join_lib.Membership,
   'confirm',
-  'I7 L3 L5 I13',
+  'I7 L5 I13',
 )
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
@@ -1009,7 +1009,7 @@ def pull_is_forgotten(original):
   'A cursor moves when the outer step is decided, and its machine state has the new one.',
   shards.Shards,
   'merge',
-  'I21',
+  'I16',
 )
 def cursor_moves_at_decision(original):
   def merge(self, sync, fragment, payloads):
@@ -1021,12 +1021,12 @@ def cursor_moves_at_decision(original):
   return merge
 
 
-@mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I21 I21a')
+@mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I10 I16 I21 I21a')
 def refused_cursor_stays(original):
   return lambda self, sync, refused, made: original(self, sync, (), True)
 
 
-@mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I21 I21a')
+@mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I10 I16 I21 I21a')
 def cursors_forgotten(original):
   return lambda self, machine_state: original(self, {**machine_state, 'merged': []})
 
@@ -1035,7 +1035,7 @@ def cursors_forgotten(original):
   'A batch is committed once it is merged for all fragments.',
   shards.Shards,
   'committed',
-  'I21 I21a',
+  'I10 I16 I21 I21a',
 )
 def committed_for_all_fragments(original):
   return lambda self, shard: min(self._merged.get(shard, (0,)))
@@ -1045,7 +1045,7 @@ def committed_for_all_fragments(original):
   'The syncer gives a shard to a learner although another one reads it.',
   shards.Shards,
   '_hold',
-  'I21 I21a',
+  'I10 I16 I21 I21a',
 )
 def two_learners_one_shard(original):
   def _hold(self, learner, position):
