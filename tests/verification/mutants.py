@@ -24,7 +24,6 @@ from diloco_jax.protocol.syncer import (
   checkpoints,
   gathering,
   ledger,
-  links,
   members,
   pace,
   plausible,
@@ -465,7 +464,7 @@ def tokens_of_the_last_incarnation(original):
 # --- Bad updates ----------------------------------------------------------------------------------
 
 
-@mutant('The syncer merges a payload with NaN.', screening, 'refused', 'I9b')
+@mutant('The syncer merges a payload with NaN.', screening, 'refused', 'claim')
 def nan_is_merged(original):
   return lambda norm, least, limit: norm >= 0 and original(norm, least, limit)
 
@@ -975,7 +974,7 @@ def wrong_bits_are_left(original):
   'The syncer never answers a process that takes over an id.',
   join_lib.Membership,
   'confirm',
-  'I7 L3 L5 I13',
+  'I7 L5 I13',
 )
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
@@ -1010,7 +1009,7 @@ def pull_is_forgotten(original):
   'A cursor moves when the outer step is decided, and its machine state has the new one.',
   shards.Shards,
   'merge',
-  'I21',
+  'I16',
 )
 def cursor_moves_at_decision(original):
   def merge(self, sync, fragment, payloads):
@@ -1022,12 +1021,12 @@ def cursor_moves_at_decision(original):
   return merge
 
 
-@mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I21 I21a')
+@mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I10 I16 I21 I21a')
 def refused_cursor_stays(original):
   return lambda self, sync, refused, made: original(self, sync, (), True)
 
 
-@mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I21 I21a')
+@mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I10 I16 I21 I21a')
 def cursors_forgotten(original):
   return lambda self, machine_state: original(self, {**machine_state, 'merged': []})
 
@@ -1036,7 +1035,7 @@ def cursors_forgotten(original):
   'A batch is committed once it is merged for all fragments.',
   shards.Shards,
   'committed',
-  'I21 I21a',
+  'I10 I16 I21 I21a',
 )
 def committed_for_all_fragments(original):
   return lambda self, shard: min(self._merged.get(shard, (0,)))
@@ -1046,7 +1045,7 @@ def committed_for_all_fragments(original):
   'The syncer gives a shard to a learner although another one reads it.',
   shards.Shards,
   '_hold',
-  'I21 I21a',
+  'I10 I16 I21 I21a',
 )
 def two_learners_one_shard(original):
   def _hold(self, learner, position):
@@ -1132,26 +1131,6 @@ def payloads_before_heartbeats(original):
   return __init__
 
 
-@mutant('A learner with a slow link is pulled for every sync.', links.Links, 'pulls', 'L12')
-def slow_links_are_asked_for_everything(original):
-  return lambda self, member, sync: True
-
-
-@mutant('A learner with a slow link is never pulled.', links.Links, 'pulls', 'L5')
-def slow_links_are_never_asked(original):
-  return lambda self, member, sync: original(self, member, sync) and member.up.periods == 1
-
-
-@mutant('The period factor never shrinks.', links.Links, '_judge_up', 'L13')
-def periods_never_shrink(original):
-  def _judge_up(self, member):
-    before = member.up.periods
-    original(self, member)
-    member.up.periods = max(before, member.up.periods)
-
-  return _judge_up
-
-
 @mutant(
   'Deltas go to a learner whose link carries no more.', published.Published, '_has_room', 'I4b I11'
 )
@@ -1172,7 +1151,7 @@ def steps_on_old_wholes_are_carried(original):
   return _send
 
 
-@mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'L12')
+@mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'I7')
 def long_payloads_count_in_full(original):
   return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)
 

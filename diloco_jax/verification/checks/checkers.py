@@ -32,7 +32,6 @@ from diloco_jax.verification.checks.invariants import (
   durability,
   ids,
   invariant,
-  links,
   liveness,
   pace,
   tokens,
@@ -59,7 +58,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   tokens.Rebased,
   tokens.Verdicts,
   tokens.Finite,
-  contributions.Screened,
   tokens.Bounded,
   durability.CheckpointIsACut,
   durability.DurableFirst,
@@ -78,11 +76,8 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.DecidedInTime,
   liveness.EveryPullIsAnswered,
   liveness.MergesAgain,
-  liveness.Joins,
   liveness.Contributes,
   liveness.Heard,
-  links.PulledInTurn,
-  links.Recovers,
   durability.FinishIsKnown,
 )
 
@@ -117,11 +112,9 @@ class Checkers(observers.Observer):
 
   def born(self, now_ns: int, life: ObservedProcess) -> None:
     try:
-      book = self.run.born(life)
+      self.run.born(life)
     except run_book.WrongState as error:
       self.invariants[durability.RecoveredState].fail(error)
-    if life.start.role == LEARNER:
-      self.invariants[liveness.Joins].born(now_ns, book)
 
   def saw(
     self, life: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
@@ -150,9 +143,7 @@ class Checkers(observers.Observer):
       look(book, now_ns, event, out)
 
   def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
-    book = self.run.died(life)
-    for one in self.invariants.values():
-      one.died(now_ns, book, killed)
+    self.run.died(life)
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The syncer's log changed; only the simulated world reports this."""

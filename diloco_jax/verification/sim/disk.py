@@ -140,14 +140,6 @@ class Disk:
 
   # --- Known to the simulated world only ----------------------------------------------------------
 
-  def contents(self) -> dict[str, bytes]:
-    """All files as a process reads them."""
-    return {name: bytes(file.data) for name, file in self._files.items()}
-
-  def put(self, name: str, data: bytes) -> None:
-    """Replaces the bytes of a file without a call of a process."""
-    self._files[name].data[:] = data
-
   def durable(self, name: str) -> bool:
     """Whether a file exists and no power loss can destroy its name or its bytes."""
     file = self._files.get(name)

@@ -125,9 +125,8 @@ def delays(name: str, **hardware: Any) -> dict[str, Any]:
   """Hardware and network of a name, as arguments of a virtual run; `hardware`: its other fields.
 
   'none', 'lan', 'wan' (25 ms, and 0.4 s for a fragment of 12 billion parameters in int8 at 10
-  Gbit/s, with steps of 1 s), 'mid' between them, 'thin' (half of the wan's bandwidth), 'capped' (a
-  lan with an uplink of 4/3 of the mean rate of the payloads, if P = H), and 'demo', measured in the
-  run of stdlib_lm:cpu on two cores.
+  Gbit/s, with steps of 1 s), and 'capped' (a lan with an uplink of 4/3 of the mean rate of the
+  payloads, if P = H).
 
   >>> delays('lan', slowness=(1, 1.5))['hardware'].merge
   0.02
@@ -148,11 +147,8 @@ def delays(name: str, **hardware: Any) -> dict[str, Any]:
 _DELAYS = {  # latency, up, down, encode, adopt, merge
   'none': (0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
   'lan': (0.001, 0.02, 0.02, 0.005, 0.005, 0.02),
-  'mid': (0.025, 0.2, 0.2, 0.02, 0.02, 0.05),
   'wan': (0.025, 0.4, 0.4, 0.02, 0.02, 0.1),
-  'thin': (0.05, 0.8, 0.8, 0.02, 0.02, 0.1),
   'capped': (0.001, 0.75, 0.02, 0.005, 0.005, 0.02),
-  'demo': (0.011, 0.001, 0.05, 0.12, 0.09, 0.04),
 }
 
 

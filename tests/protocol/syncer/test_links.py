@@ -83,6 +83,45 @@ def test_a_link_that_carries_less_is_asked_less_at_once_and_again_when_it_recove
   assert told == [5, 1]
 
 
+def asked_in(syncer: Syncer, periods: int, answers: bool) -> list[int]:
+  """The places of the syncs, of so many periods, for which l1 is pulled."""
+  pulled = []
+  for sync in range(syncer.sync + 1, syncer.sync + 1 + periods * P):
+    if syncer.links.pulls(syncer.one, sync):
+      syncer.links.asked(syncer.one, sync)
+      pulled.append(sync - 1)
+      if answers:
+        syncer.links.answered(syncer.one, sync)
+  return pulled
+
+
+def test_a_slow_link_is_asked_for_each_fragment_once_in_r_periods():
+  syncer = Syncer()
+  assert len(asked_in(syncer, 5, answers=True)) == 5 * P
+  for _ in range(3):
+    syncer.payload(4.0)
+  assert syncer.r == 5
+  asked = asked_in(syncer, 2 * syncer.r, answers=True)
+  assert collections.Counter(place % P for place in asked) == dict.fromkeys(range(P), 2)
+  assert all(b - a in (4, 5) for a, b in zip(asked, asked[1:])), 'they do not queue on the link'
+
+
+def test_a_slow_link_that_answers_nothing_is_asked_for_little():
+  syncer = Syncer()
+  for _ in range(3):
+    syncer.payload(4.0)
+  assert syncer.r == 5
+  asked = asked_in(syncer, 2, answers=False)
+  assert 2 <= len(asked) <= 3, 'two under way, and what may be announced'
+
+
+def test_a_link_of_which_no_fragment_has_its_turn_is_asked_once_in_a_period():
+  syncer = Syncer()
+  syncer.one.up.periods = links_lib.MOST_PERIODS
+  asked = asked_in(syncer, links_lib.MOST_PERIODS, answers=True)
+  assert max(b - a for a, b in zip(asked, asked[1:])) <= P, 'or its recovery would show late'
+
+
 def test_neither_an_idle_link_nor_small_payloads_make_it_slow():
   syncer = Syncer()
   for _ in range(4):

@@ -16,7 +16,7 @@ class CheckpointIsACut(invariant.Invariant):
   id = 'I16'
   sentence = (
     'The machine state that a syncer saves is of one moment between two outer steps: its versions, '
-    'ids and ledger agree with each other.'
+    'ids, ledger and cursors in the data agree with each other.'
   )
 
   @invariant.on(SYNCER, actions.Save)
@@ -30,11 +30,14 @@ class CheckpointIsACut(invariant.Invariant):
     """The same holds for the machine state in a Merge, at the moment of its decision."""
     merge = book.gathers[merging.sync].merging
     self._same(merge.machine_state, book.lineage)
-    under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
+    under_way = {sync: one.record.moves for sync, one in book.gathers.items() if one.merging}
     if sorted(merge.machine_state['merging']) != sorted(under_way):
       self.fail(
-        f'the outer steps in progress are {under_way}, not {merge.machine_state["merging"]}'
+        f'the outer steps in progress are {[*under_way]}, not {merge.machine_state["merging"]}'
       )
+    moves = dict(merge.machine_state['data']['moves'])
+    if moves != under_way:
+      self.fail(f'the moves in progress are {under_way}, not {moves}')
 
   def _same(self, machine_state: dict[str, Any], lineage: lineage_book.Lineage) -> None:
     difference = lineage_book.difference(machine_state, lineage)

@@ -127,59 +127,13 @@ class MergesAgain(invariant.Invariant):
     return self.config.total_steps if self.run.syncer.over else self._clock()
 
 
-class Joins(invariant.Invariant):
-  id = 'L3'
-  sentence = 'After healing, the only live process of an id ends up joined, not refused.'
-
-  LEASES = 4
-
-  def __init__(self, run: run_book.Run) -> None:
-    super().__init__(run)
-    self._alive: dict[int, LearnerBook] = {}  # by the process's number
-    self._changed_ns: dict[str, int] = {}  # when a process of an id began or ended last
-
-  def born(self, now_ns: int, book: LearnerBook) -> None:
-    self._alive[book.life.number] = book
-    self._changed_ns[book.learner] = now_ns
-
-  def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
-    if book.life.start.role != LEARNER:
-      return
-    busy = book.refused is not None and book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
-    if busy and not killed and self._waits_in_vain(now_ns, book):
-      self.fail(book, book.refused)
-    del self._alive[book.life.number]
-    self._changed_ns[book.learner] = now_ns
-
-  def _waits_in_vain(self, now_ns: int, book: LearnerBook) -> bool:
-    """Whether a process that has not joined has been the only one of its id for `LEASES` leases."""
-    alone = sum(other.learner == book.learner for other in self._alive.values()) == 1
-    if not alone or book.ever_joined or book.ending:
-      return False
-    long = now_ns - self._changed_ns[book.learner] > self.LEASES * self.config.lease_ns
-    return long and self.run.healed_for(now_ns, self.LEASES)
-
-  @invariant.on(SYNCER, actions.Exit)
-  def ends(self, syncer: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
-    self._check(now_ns)
-
-  def finished(self, now_ns: int) -> None:
-    if not self.run.syncer.exited:
-      self._check(now_ns)
-
-  def _check(self, now_ns: int) -> None:
-    for book in self._alive.values():
-      if self._waits_in_vain(now_ns, book):
-        self.fail(book, 'it has not joined')
-
-
 class Contributes(invariant.Invariant):
   id = 'L5'
   sentence = (
     'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, the '
     'next as soon as fewer than two are read or in flight whole, and once it has caught up, every '
     'open sync and every new one pulls from it or has its payload, or has its quorum without it '
-    'while it has no turn (L12).'
+    'while its link is slow.'
   )
 
   def __init__(self, run: run_book.Run) -> None:
@@ -220,9 +174,9 @@ class Contributes(invariant.Invariant):
     able = [peer for peer in book.members.values() if peer.caught_up]
     all_needed = sum(map(takes_part, able)) < self.config.quorum
     for peer in peers:
-      due = all_needed or book.turns_of(peer).includes(self.config, gather.sync, book.tempo.factor)
-      if due and not takes_part(peer):
-        self.fail(gather, f'{peer.join.learner} was not asked', book.turns_of(peer))
+      slow = book.is_pulled_less(peer) or book.is_sparse(peer)
+      if (all_needed or not slow) and not takes_part(peer):
+        self.fail(gather, f'{peer.join.learner} was not asked')
 
   @invariant.on(SYNCER, messages.Adopted)
   def adopts(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import pull_turns
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.syncer import SyncerBook
 
@@ -42,17 +41,16 @@ class Pace(invariant.Invariant):
     if sync < book.lineage.next or book.schedule.fragment(sync) != p:
       self.fail(send, f'the next sync is {book.lineage.next}')
     self._alone(book, sync, p, send)
-    lead = 0 if send.message.now else pull_turns.lead(self.config, book.tempo)
+    lead = 0 if send.message.now else book.lead
     self._reached(book, sync, lead)
 
   @invariant.on(SYNCER, facts.Tempo)
   def retimed(self, book: SyncerBook, now_ns: int, tempo: facts.Tempo, event: Event) -> None:
     """The first sync after the change has a turn, and comes within a period and the lead."""
     longest = self.config.period * max(book.tempo.factor, tempo.factor) + self.config.period
-    place = pull_turns.place(self.config, tempo.sync) % (self.config.fragments * tempo.factor)
-    turn = place in pull_turns.cycle(self.config.fragments, tempo.factor)
+    turn = book.schedule.turn(tempo.sync, tempo.factor) is not None
     changed = tempo.factor != book.tempo.factor
-    late = tempo.sync - book.lineage.opened - pull_turns.lead(self.config, book.tempo)
+    late = tempo.sync - book.lineage.opened - book.lead
     if changed and not (turn or self.config.closing(tempo.sync)) or late > longest:
       self.fail(tempo, book.lineage.opened)
     if tempo.period != tempo.factor * self.config.period or tempo.period > max(
@@ -116,7 +114,7 @@ class Pace(invariant.Invariant):
   def _could_open(self, book: SyncerBook, now_ns: int, sync: int) -> bool:
     p = book.schedule.fragment(sync)
     flying = [gather.fragment for gather in book.open]
-    if len(flying) >= pull_turns.in_flight(self.config, book.tempo) or p in flying:
+    if len(flying) >= book.most_open or p in flying:
       return False
     ready = 0
     for peer in book.members.values():

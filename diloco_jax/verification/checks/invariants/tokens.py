@@ -4,7 +4,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import pull_turns, room
+from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
 from diloco_jax.verification.checks.model.syncer import Gather, SyncerBook
@@ -60,7 +60,8 @@ class TokensConserved(invariant.Invariant):
   id = 'I7'
   sentence = (
     "Every fragment-token is merged, discarded with a reason or unsettled: the syncer's ledger "
-    "agrees with the learners' own counts and with its verdicts."
+    "agrees with the learners' own counts and with its verdicts. A merge marks the payloads of "
+    'learners that are pulled in few periods.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -68,8 +69,9 @@ class TokensConserved(invariant.Invariant):
     gather = book.gathers[merge.sync]
     for one in merge.participants:
       peer, said = gather.payloads[one.payload_id]
-      true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps
-      if (one.learner, one.tokens, one.steps) != true:
+      slow = book.is_pulled_less(peer)
+      true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps, slow
+      if (one.learner, one.tokens, one.steps, one.slow) != true:
         self.fail(one, said)
 
   @invariant.on(SYNCER, facts.Ledger)
@@ -153,7 +155,7 @@ class Rebased(invariant.Invariant):
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.contained(peer, said.fragment):
       self.fail(send, book.account(peer))
-    must = said.fragment in holder.refused or book.turns_of(peer).sparse
+    must = said.fragment in holder.refused or book.is_sparse(peer)
     may = said.fragment in holder.spoiled
     if said.keep and must or not (said.keep or must or may):
       self.fail(send, holder)
@@ -325,8 +327,8 @@ class Bounded(invariant.Invariant):
       self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
     announced = len(book.gathers) - len(book.open)
     opened = any(type(a) is actions.Report and type(a.fact) is facts.Opened for a in out)
-    full = opened and len(book.open) > pull_turns.in_flight(self.config, book.tempo)
-    if full or announced > pull_turns.lead(self.config, book.tempo):
+    full = opened and len(book.open) > book.most_open
+    if full or announced > book.lead:
       self.fail(book.gathers)
     for gather in book.next.values():
       gave = {peer.join.learner for peer, _ in gather.payloads.values()}

@@ -215,6 +215,12 @@ class Record:
   refused: tuple[str, ...] = ()
   number: int = 0  # outer steps end in this order
 
+  @property
+  def moves(self) -> list[list[Any]]:
+    """Which cursors in the data it moves, as a machine state has them."""
+    shares = zip(self.merge.participants, self.batches)
+    return [[one.learner, shard, self.merge.fragment, end] for one, (shard, _, end) in shares]
+
   def end(self, lineage: Lineage) -> None:
     """Updates the lineage with the end of this outer step."""
     p = self.merge.fragment
@@ -261,6 +267,13 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
   counts = 'synced', 'cancelled', 'repaired'
   seen['counts'] = tuple(machine_state['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
+  seen['batches'] = {
+    (shard, p): cursor
+    for shard, cursors in machine_state['data']['merged']
+    for p, cursor in enumerate(cursors)
+    if cursor
+  }
+  true['batches'] = lineage.batches
   for name, value in true.items():
     if seen[name] != value:
       return f'{name}: {seen[name]}, it should be {value}'

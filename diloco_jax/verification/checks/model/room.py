@@ -8,7 +8,7 @@ from diloco_jax.verification.checks.model import syncer as syncer_book
 def for_delta(book: syncer_book.SyncerBook, peer: syncer_book.Peer, fragment: int) -> bool:
   sizes, in_flight = book.life.start.payload_bytes, peer.versions_in_flight
   waiting = sum(sizes[p] * len(versions) for p, versions in in_flight.items())
-  if book.turns_of(peer).sparse:
+  if book.is_sparse(peer):
     return False
   few = len(in_flight[fragment]) < published.MAX_VERSIONS_IN_FLIGHT
   return few and waiting + sizes[fragment] <= published.most_delta_bytes(sizes)
@@ -16,5 +16,5 @@ def for_delta(book: syncer_book.SyncerBook, peer: syncer_book.Peer, fragment: in
 
 def for_whole(book: syncer_book.SyncerBook, peer: syncer_book.Peer) -> bool:
   """Whether one more fragment may be read for a peer, if all that are read are for it."""
-  most = 1 if book.turns_of(peer).sparse else published.MAX_WHOLES
+  most = 1 if book.is_sparse(peer) else published.MAX_WHOLES
   return len(peer.wholes.keys() | book.reads) < most

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.checks.model import lineage as lineage_book
-from diloco_jax.verification.checks.model import pull_turns
 from diloco_jax.verification.checks.model.peer import Gather, Peer
 
 Reason = messages.Reason
@@ -33,7 +33,7 @@ class SyncerBook:
     self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.tempo = facts.Tempo(factor=1, delay=0, period=run.config.period, sync=lineage.next)
-    self.turns: dict[str, tuple[int, pull_turns.Turns]] = {}  # by learner: of which process
+    self.slow: dict[str, facts.Link] = {}  # by learner: what is asked of its process
     self.merges = 0
     self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
@@ -66,11 +66,25 @@ class SyncerBook:
   def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
     return self.run.learners.get(peer.join.nonce)
 
-  def turns_of(self, peer: Peer) -> pull_turns.Turns:
-    learner, nonce = peer.join.learner, peer.join.nonce
-    if self.turns.get(learner, (None,))[0] != nonce:
-      self.turns[learner] = nonce, pull_turns.Turns()
-    return self.turns[learner][1]
+  def is_pulled_less(self, peer: Peer) -> bool:
+    """Whether the learner is pulled in one of several periods only."""
+    link = self.slow.get(peer.join.learner)
+    return link is not None and link.periods > 1
+
+  def is_sparse(self, peer: Peer) -> bool:
+    """Whether the learner is sent whole fragments only, and never pulled."""
+    link = self.slow.get(peer.join.learner)
+    return link is not None and link.sparse
+
+  @property
+  def lead(self) -> int:
+    """How many steps before it opens a sync may be announced, and how many at once."""
+    return max(1, self.config.overlap * self.tempo.factor + self.config.steps_ahead)
+
+  @property
+  def most_open(self) -> int:
+    """How many syncs may be open at once."""
+    return max(1, self.config.overlap + math.ceil(self.tempo.delay / self.tempo.factor))
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
@@ -131,6 +145,8 @@ class SyncerBook:
   def _admit(self, now_ns: int, peer: Peer, confirm: messages.Confirm) -> None:
     learner, nonce = peer.join.learner, peer.join.nonce
     holder = self.lineage.holders.get(learner)
+    if holder is None or holder.nonce != nonce:
+      self.slow.pop(learner, None)
     if holder is None:
       self._forget_strangers()
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
@@ -143,7 +159,6 @@ class SyncerBook:
       self._release(self.members[learner])
     holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
-    self.turns_of(peer).begins_session()
     peer.held = confirm.held
     peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
     self.members[learner] = peer
@@ -175,7 +190,6 @@ class SyncerBook:
     if not self._counts(peer):
       return
     peer.contributed = True
-    self.turns_of(peer).answered(self.config, message.sync)
     gather = self.gathers.get(message.sync)
     if gather is not None:
       gather.waiting.discard(peer.join.learner)
@@ -200,7 +214,6 @@ class SyncerBook:
     peer, message = self.peer, event.message
     if not self._counts(peer):
       return
-    self.turns_of(peer).answered(self.config, message.sync)
     if message.sync in self.gathers:
       self.gathers[message.sync].waiting.discard(peer.join.learner)
     if message.reason == Reason.BAD_VALUE:
@@ -295,15 +308,11 @@ class SyncerBook:
   def pulls(self, now_ns: int, send: actions.Send, event: Any) -> None:
     message = send.message
     gather = self._begin(message.sync, message.fragment)
-    peer = self.peers[send.session]
-    if send.session not in gather.asked:
-      self.turns_of(peer).asked(self.config, message.sync, self.tempo.factor)
     gather.asked.add(send.session)
-    gather.waiting.add(peer.join.learner)
+    gather.waiting.add(self.peers[send.session].join.learner)
 
   def links(self, now_ns: int, link: facts.Link, event: Any) -> None:
-    turns = self.turns_of(self.members[link.learner])
-    turns.r, turns.sparse = link.periods, link.sparse
+    self.slow[link.learner] = link
 
   def retimes(self, now_ns: int, fact: facts.Tempo, event: Any) -> None:
     """Another period, or only another delay. With another period the announced syncs end."""
@@ -349,7 +358,7 @@ class SyncerBook:
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
-    if self.turns_of(peer).sparse:
+    if self.is_sparse(peer):
       peer.left_out[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
