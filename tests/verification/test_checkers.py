@@ -370,6 +370,15 @@ def test_versions_go_back_only_when_a_log_was_repaired():
   )
 
 
+def test_a_process_that_never_joins_is_noticed():
+  watcher = checkers.Checkers(CONFIG)
+  for life in (SYNCER, LEARNER):
+    watcher.born(0, life)
+  watcher.healed(0)
+  with pytest.raises(checkers.Violation, match='L3'):
+    watcher.finished(9_000 * MS)
+
+
 def test_every_invariant_has_its_own_id_and_sentence():
   everything = checkers.INVARIANTS
   assert len({one.id for one in everything}) == len({one.sentence for one in everything})

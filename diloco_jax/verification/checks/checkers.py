@@ -76,6 +76,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.DecidedInTime,
   liveness.EveryPullIsAnswered,
   liveness.MergesAgain,
+  liveness.Joins,
   liveness.Contributes,
   liveness.Heard,
   durability.FinishIsKnown,
@@ -112,9 +113,11 @@ class Checkers(observers.Observer):
 
   def born(self, now_ns: int, life: ObservedProcess) -> None:
     try:
-      self.run.born(life)
+      book = self.run.born(life)
     except run_book.WrongState as error:
       self.invariants[durability.RecoveredState].fail(error)
+    if life.start.role == LEARNER:
+      self.invariants[liveness.Joins].born(now_ns, book)
 
   def saw(
     self, life: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
@@ -143,7 +146,9 @@ class Checkers(observers.Observer):
       look(book, now_ns, event, out)
 
   def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
-    self.run.died(life)
+    book = self.run.died(life)
+    for one in self.invariants.values():
+      one.died(now_ns, book, killed)
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The syncer's log changed; only the simulated world reports this."""

@@ -57,6 +57,9 @@ class Invariant:
   def fail(self, *seen: Any) -> None:
     raise Violation(self.id, self.sentence, ', '.join(str(one) for one in seen))
 
+  def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
+    """A process has ended."""
+
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The syncer's log changed; called before the model is updated."""
 

@@ -127,6 +127,52 @@ class MergesAgain(invariant.Invariant):
     return self.config.total_steps if self.run.syncer.over else self._clock()
 
 
+class Joins(invariant.Invariant):
+  id = 'L3'
+  sentence = 'After healing, the only live process of an id ends up joined, not refused.'
+
+  LEASES = 4
+
+  def __init__(self, run: run_book.Run) -> None:
+    super().__init__(run)
+    self._alive: dict[int, LearnerBook] = {}  # by the process's number
+    self._changed_ns: dict[str, int] = {}  # when a process of an id began or ended last
+
+  def born(self, now_ns: int, book: LearnerBook) -> None:
+    self._alive[book.life.number] = book
+    self._changed_ns[book.learner] = now_ns
+
+  def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
+    if book.life.start.role != LEARNER:
+      return
+    busy = book.refused is not None and book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
+    if busy and not killed and self._waits_in_vain(now_ns, book):
+      self.fail(book, book.refused)
+    del self._alive[book.life.number]
+    self._changed_ns[book.learner] = now_ns
+
+  def _waits_in_vain(self, now_ns: int, book: LearnerBook) -> bool:
+    """Whether a process that has not joined has been the only one of its id for `LEASES` leases."""
+    alone = sum(other.learner == book.learner for other in self._alive.values()) == 1
+    if not alone or book.ever_joined or book.ending:
+      return False
+    long = now_ns - self._changed_ns[book.learner] > self.LEASES * self.config.lease_ns
+    return long and self.run.healed_for(now_ns, self.LEASES)
+
+  @invariant.on(SYNCER, actions.Exit)
+  def ends(self, syncer: SyncerBook, now_ns: int, action: actions.Exit, event: Event) -> None:
+    self._check(now_ns)
+
+  def finished(self, now_ns: int) -> None:
+    if not self.run.syncer.exited:
+      self._check(now_ns)
+
+  def _check(self, now_ns: int) -> None:
+    for book in self._alive.values():
+      if self._waits_in_vain(now_ns, book):
+        self.fail(book, 'it has not joined')
+
+
 class Contributes(invariant.Invariant):
   id = 'L5'
   sentence = (

@@ -80,8 +80,9 @@ class LearnerBook:
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
     self.untimed = 0  # counted steps of which no StepDone has told how long they took
     self.clock = self.incarnation = self.session = 0
-    self.joined = self.training = self.running = False
+    self.joined = self.ever_joined = self.training = self.running = False
     self.ending = self.exited = self.dead = False
+    self.refused: messages.Refused | None = None
     self.due: set[int] = set()
     self.anchors = [
       Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
@@ -160,7 +161,7 @@ class LearnerBook:
     message = event.message
     if event.session != self.session or self.joined:
       return  # of an old session, or a duplicate
-    self.joined = True
+    self.joined = self.ever_joined = True
     if (message.shard, message.cursor) != self.claim:
       self.next_position = message.shard, message.cursor
     if message.incarnation != self.incarnation:
@@ -215,6 +216,10 @@ class LearnerBook:
 
   def stopped(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
     self.ending = True
+
+  def was_refused(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    if event.session == self.session:
+      self.refused = event.message
 
   def encoded(self, now_ns: int, event: events.Encoded, out: Sequence) -> None:
     capture = self.last_encoded = self.encoding.popleft()
@@ -301,6 +306,7 @@ LEARNER_UPDATES: dict[type, Callable] = {
   messages.Pull: LearnerBook.pulled,
   messages.Publish: LearnerBook.published,
   messages.Settled: LearnerBook.settled,
+  messages.Refused: LearnerBook.was_refused,
   messages.Finish: LearnerBook.finish,
   actions.Dial: LearnerBook.dials,
   actions.Step: LearnerBook.begins_step,

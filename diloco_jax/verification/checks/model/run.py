@@ -62,7 +62,7 @@ class Run:
     self.bases: dict[tuple[int, int, int], int] = {}
     self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
-  def born(self, life: observers.ObservedProcess) -> None:
+  def born(self, life: observers.ObservedProcess) -> Book:
     """A new process. Raises WrongState if a syncer continues from a wrong state, TapeMissing if it
     continues from one after the end of the tapes."""
     if life.start.role == 'learner':
@@ -71,10 +71,13 @@ class Run:
     else:
       book = self.syncer = syncer_book.SyncerBook(self, life, self._lineage(life.start))
     self.books[life.number] = book
+    return book
 
-  def died(self, life: observers.ObservedProcess) -> None:
+  def died(self, life: observers.ObservedProcess) -> Book:
     """A process has ended."""
-    self.books.pop(life.number).dead = True
+    book = self.books.pop(life.number)
+    book.dead = True
+    return book
 
   def healed_for(self, now_ns: int, leases: int) -> bool:
     """Whether the last fault ended so many leases ago."""
