@@ -548,6 +548,24 @@ def test_a_change_under_an_open_log_is_never_skipped():
     disk.put(name, data)
 
 
+# --- Compaction -----------------------------------------------------------------------------------
+
+
+def test_compaction_keeps_every_record_behind_the_number():
+  for number in range(23):
+    disk = Storage()
+    log = write_log(disk, 20)
+    before, base = len(disk.calls), min(number, 20)
+    log.drop_before(number)
+    assert disk.calls[before:] == ['remove'] * base
+    assert wal.numbers(disk) == list(range(base, 21)) and log.first == base
+    for again in (log, wal.open_log(disk, RUN, after=base, chain=chain_after(expected(base)))):
+      assert read_log(again) == expected(20)[base:]
+    again.append(1, payload(21))
+    again.commit()
+    assert again.chain == chain_after(expected(21))
+
+
 # --- The payload's own form -----------------------------------------------------------------------
 
 
