@@ -341,6 +341,14 @@ def test_one_changed_bit_is_detected(tmp_path):
   _assert_holds(_restore(tmp_path), 1)
 
 
+def test_arrays_of_another_checkpoint_are_not_restored(tmp_path):
+  """Whole files in the wrong place, which Orbax reads: only the digests of the record tell."""
+  _save(tmp_path, 1, 2)
+  shutil.rmtree(tmp_path / '2' / 'state')
+  shutil.copytree(tmp_path / '1' / 'state', tmp_path / '2' / 'state')
+  _assert_holds(_restore(tmp_path), 1)
+
+
 def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
   assert _restore(tmp_path) is None
   _save(tmp_path, 1)
