@@ -87,20 +87,6 @@ def test_numpy_and_xla_read_any_bytes_alike(name):
 
 @_QUICK
 @hypothesis.given(
-  npst.arrays(np.uint32, _N, elements=st.integers(0, 2**32 - 1)),
-  st.sampled_from(sorted(codecs.CODECS)),
-)
-def test_twins_agree_on_any_bits(bits, name):
-  values = bits.view(np.float32)
-  data, ok = _jitted(name)[0](values)
-  want, want_ok = codecs_numpy.TWINS[name].encode(values)
-  assert bool(ok) == want_ok
-  if want_ok:
-    np.testing.assert_array_equal(np.asarray(data), want)
-
-
-@_QUICK
-@hypothesis.given(
   npst.arrays(np.float32, _N, elements=st.floats(-(2.0**100), 2.0**100, width=32)),
   st.integers(-20, 20),
   st.sampled_from(['int8', 'int4']),

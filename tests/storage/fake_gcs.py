@@ -14,9 +14,9 @@ come in pages of 100 names instead of 1,000, nothing is kept of a deleted object
 reads no older version, moveTo, rewriteTo and compose compare no generations, and a resumable upload
 keeps any number of bytes, not multiples of 256 KiB.
 
-    python -m tests.storage.fake_gcs --bucket=bucket [--delay-ms=50] [--rate=0.1 --seed=7]
+    python -m tests.storage.fake_gcs --bucket=bucket [--delay-ms=50]
 
-serves until Ctrl-C and prints the environment of its clients; SIGUSR1 shuts the door or opens it.
+serves until Ctrl-C and prints the environment of its clients.
 """
 
 import argparse
@@ -55,7 +55,6 @@ KINDS = (
   'truncated answer',
   'truncated upload',  # of a resumable one the half stays, of others nothing
 )
-HALF_KEPT = 'half kept'  # no failure of the real service: half of the bytes are stored, with a 200
 _UPLOAD = re.compile(r'/upload/storage/v1/b/([^/]+)/o')
 _LIST = re.compile(r'/storage/v1/b/([^/]+)/o')
 _MOVE = re.compile(r'/storage/v1/b/([^/]+)/o/([^/]+)/moveTo/o/([^/]+)')
@@ -126,14 +125,13 @@ class Faults:
 class Door:
   """An address of the fake. `environment` brings a process there that knows nothing of fakes."""
 
-  def __init__(self, fake: 'FakeGcs', port: int = 0):
+  def __init__(self, fake: 'FakeGcs'):
     self.faults: Faults | None = None
     self.shut = False  # every connection is reset
     self.silent = False  # no request is carried out or answered; once it is False they are reset
     self.refuses_with = 0  # an HTTP status for every request, such as 403
     self.delay_s = 0.0  # of every answer
-    self.requests: collections.Counter[str] = collections.Counter()  # by method and kind
-    self._server = _Server(('127.0.0.1', port), _Handler)
+    self._server = _Server(('127.0.0.1', 0), _Handler)
     self._server.fake, self._server.door = fake, self
     serve = lambda: self._server.serve_forever(poll_interval=0.05)
     threading.Thread(target=serve, name='fake-gcs', daemon=True).start()
@@ -170,8 +168,8 @@ class FakeGcs:
     self._finished: dict[str, Answer] = {}  # of resumable uploads
     self.broken: list[str] = []  # tracebacks of the fake itself
 
-  def door(self, port: int = 0) -> Door:
-    self._doors.append(Door(self, port))
+  def door(self) -> Door:
+    self._doors.append(Door(self))
     return self._doors[-1]
 
   def add_bucket(self, name: str) -> None:
@@ -189,13 +187,6 @@ class FakeGcs:
     """Replaces an object, as something else than a client would."""
     with self._lock:
       self._store(bucket, name, data)
-
-  def halve(self, bucket: str, name: str) -> None:
-    """Cuts an object off, if there is one."""
-    with self._lock:
-      if self._generation(bucket, name):
-        data = self._storage.get_file(bucket, name)
-        self._store(bucket, name, data[: len(data) // 2])
 
   def remove(self, bucket: str, name: str) -> None:
     with self._lock:
@@ -374,7 +365,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     asked = asked._replace(body=self.rfile.read(length))
     if len(asked.body) < length:
       return self._reset()  # the client has died: nothing is carried out
-    door.requests[f'{self.command} {kind}'.strip()] += 1
     time.sleep(door.delay_s + SLOW_S * (kind == 'slow'))
     if kind in ('500', '503') or door.refuses_with:
       return self._write(_error(int(kind or door.refuses_with), 'backendError').to_bytes())
@@ -383,8 +373,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if kind == 'truncated upload':
       asked = asked._replace(body=asked.body[: length // 2])
     data = self.server.fake.answer(asked, self).to_bytes()
-    if kind == HALF_KEPT and (uploaded := _UPLOAD.fullmatch(asked.path)):
-      self.server.fake.halve(uploaded[1], asked.name)
     if kind == 'truncated answer':
       head = data.index(b'\r\n\r\n') + 4
       self._write(data[: head + (len(data) - head) // 2])
@@ -468,10 +456,6 @@ class Bucket(NamedTuple):
     return f'gs://{self.name}'
 
   @property
-  def environment(self) -> dict[str, str]:
-    return self.door.environment
-
-  @property
   def objects(self) -> dict[str, bytes]:
     return self.fake.objects(self.name)
 
@@ -499,18 +483,12 @@ def forget_in_this_process() -> None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
   parser.add_argument('--bucket', default='bucket')
-  parser.add_argument('--port', type=int, default=0)
   parser.add_argument('--delay-ms', type=float, default=0)
-  parser.add_argument('--rate', type=float, default=0, help='the share of requests that fail')
-  parser.add_argument('--seed', type=int, default=0)
   flags = parser.parse_args()
   with serving() as fake:
     fake.add_bucket(flags.bucket)
-    door = fake.door(flags.port)
+    door = fake.door()
     door.delay_s = flags.delay_ms / 1e3
-    if flags.rate:
-      door.faults = Faults(flags.seed, flags.rate)
-    signal.signal(signal.SIGUSR1, lambda *_: setattr(door, 'shut', not door.shut))
     for name, value in door.environment.items():
       print(f'export {name}={shlex.quote(value)}', flush=True)
     print(f'# gs://{flags.bucket}', flush=True)

@@ -212,18 +212,6 @@ def test_what_was_saved_is_durable(tmp_path, monkeypatch, what):
     checkpoints.close()
 
 
-def test_restores_onto_another_mesh(tmp_path):
-  like = {'embedding': jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
-  saved_on = _shardings(config_lib.MeshConfig(fsdp=4, tensor=2), like)
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  checkpoints.save(1, jax.device_put(like, saved_on), 0)
-  wanted = _shardings(config_lib.MeshConfig(tensor=4), like)
-  restored = checkpoints.restore(wanted, like)
-  assert restored.state['embedding'].sharding == wanted['embedding']
-  np.testing.assert_array_equal(restored.state['embedding'], like['embedding'])
-  checkpoints.close()
-
-
 def test_killed_in_the_middle_of_a_save(tmp_path):
   """SIGKILL during the second save: the first checkpoint is the newest one, and whole."""
   child = textwrap.dedent("""
@@ -288,39 +276,27 @@ def _small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path, caplog):
-  _save(tmp_path, 1)
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  with _small_files():
-    wait = checkpoints.save(2, _noise(), 20)
-    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
-      wait()
-  assert not [one.name for one in tmp_path.iterdir() if one.name.startswith('2')]
-  with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
-    checkpoints.wait()
-  assert 'Traceback' not in caplog.text
-  _assert_holds(_restore(tmp_path), 1)
-  checkpoints.save(2, _state(2), 20)()
-  checkpoints.close()
-  _assert_holds(_restore(tmp_path), 2)
-
-
 def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, caplog):
   """With a wait for each save its caller says it; without one there is one warning."""
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  checkpoints.save(1, _state(1), 10)()
   (tmp_path / '1.orbax-checkpoint-tmp').mkdir()  # threads of an earlier save have written on
   with _small_files():
     for step in range(2, 5):
-      with pytest.raises(checkpoint.CheckpointError):
+      with pytest.raises(checkpoint.CheckpointError, match=f'saving .*/{step} failed'):
         checkpoints.save(step, _noise(), 20)()
-    checkpoints.save(5, _state(5), 20)
+  _assert_holds(_restore(tmp_path), 1)
+  checkpoints.save(5, _state(5), 50)()
   assert not caplog.text
   with _small_files():
     for step in range(6, 9):
       checkpoints.save(step, _noise(), 20)
-    checkpoints.close()
+    with pytest.raises(checkpoint.CheckpointError, match='saving .* failed'):
+      checkpoints.wait()
+  checkpoints.close()
   assert caplog.text.count('failed') == 1 and 'Traceback' not in caplog.text
-  assert [one.name for one in tmp_path.iterdir()] == ['5']
+  assert sorted(one.name for one in tmp_path.iterdir()) == ['1', '5']
+  _assert_holds(_restore(tmp_path), 5)
 
 
 _IN_A_THREAD_OF_TENSORSTORE = """
@@ -365,6 +341,14 @@ def test_one_changed_bit_is_detected(tmp_path):
   _assert_holds(_restore(tmp_path), 1)
 
 
+def test_arrays_of_another_checkpoint_are_not_restored(tmp_path):
+  """Whole files in the wrong place, which Orbax reads: only the digests of the record tell."""
+  _save(tmp_path, 1, 2)
+  shutil.rmtree(tmp_path / '2' / 'state')
+  shutil.copytree(tmp_path / '1' / 'state', tmp_path / '2' / 'state')
+  _assert_holds(_restore(tmp_path), 1)
+
+
 def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
   assert _restore(tmp_path) is None
   _save(tmp_path, 1)
@@ -404,21 +388,9 @@ def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
   _assert_holds(_restore(tmp_path), 1)
 
 
-def test_a_small_folder_that_would_fill_the_memory_is_refused_unread(tmp_path, monkeypatch):
-  """Zeros take no space on a disk: 35 KB held 3 GiB."""
-  _save(tmp_path, 1)
-  folder, most = tmp_path / '1', tree_digest.most_bytes(np.zeros(1_000))
-  checkpoint.verify(folder, most_bytes=most)
-  arrays.save(tmp_path / 'model', _state(1))
-  arrays.load(tmp_path / 'model', most_bytes=most)
-  with monkeypatch.context() as patch:
-    for name in ('load', 'load_checkpointables'):
-      patch.setattr(checkpoint.ocp, name, lambda *given: pytest.fail('it was read'))
-    with pytest.raises(checkpoint.CheckpointError, match='at most 8; nothing was read'):
-      checkpoint.verify(folder, most_bytes=8)
-    with pytest.raises(checkpoint.CheckpointError, match='at most 8; nothing was read'):
-      arrays.load(tmp_path / 'model', most_bytes=8)
-  chunk = types.SimpleNamespace(chunk_shape=(1 << 20,))  # a small array in a large chunk
+def test_a_small_array_in_a_large_chunk_is_measured_by_its_chunk():
+  """Zeros take no space on a disk."""
+  chunk = types.SimpleNamespace(chunk_shape=(1 << 20,))
   leaf = types.SimpleNamespace(shape=(1,), dtype=np.dtype('f4'), storage_metadata=chunk)
   with pytest.raises(ValueError, match=f'take {4 << 20} bytes'):
     tree_digest.require_size([leaf], 1 << 20)

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import random
-import signal
 import subprocess
 import sys
 
@@ -17,17 +16,6 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import json_files, wal
 
 RUN = 'files'
-
-
-def payload(number: int, least: int = 1) -> bytes:
-  return random.Random(number).randbytes(least + number * 7919 % 30_000)
-
-
-def python(code: str, *arguments: object, **kwargs) -> subprocess.Popen:
-  """Another process that runs `code`."""
-  return subprocess.Popen(
-    [sys.executable, '-c', code, *map(str, arguments)], stdout=subprocess.PIPE, text=True, **kwargs
-  )
 
 
 # --- The port -------------------------------------------------------------------------------------
@@ -70,7 +58,7 @@ def test_no_descriptor_stays_open_behind_a_rename_a_removal_or_a_read(tmp_path: 
 
   before = opened()
   for number in range(1, 51):
-    log.append(1, payload(number))
+    log.append(1, bytes(number))
     log.commit()
   assert opened() == before
   assert wal.open_log(files, RUN).committed == sum(1 for _ in log.records()) == 50
@@ -144,7 +132,9 @@ sys.stdin.read()
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: pathlib.Path):
-  holder = python(HOLD, tmp_path, stdin=subprocess.PIPE)
+  command = [sys.executable, '-c', HOLD, str(tmp_path)]
+  pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+  holder = subprocess.Popen(command, text=True, **pipes)
   try:
     assert holder.stdout.readline() == 'held\n'
     files = files_lib.Files(tmp_path)
@@ -208,87 +198,6 @@ def test_an_unwritable_directory_is_one_line(tmp_path: pathlib.Path, monkeypatch
     files.probe()
   assert '\n' not in str(e.value)
   files.close()
-
-
-# --- A disk that is full --------------------------------------------------------------------------
-
-FILL = """
-import os, resource, sys
-from diloco_jax.storage import wal
-from diloco_jax.storage import files
-limit, size = int(sys.argv[2]), int(sys.argv[3])
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-log = wal.open_log(files.Files(sys.argv[1]), 'files')
-try:
-  for count in (1, 2, 3, 5):
-    log.append(1, bytes(count * size))
-    print(log.commit(), flush=True)
-except wal.WalFull as error:
-  print(str(error).split()[0], log.committed, flush=True)
-  print('record.new:', 'record.new' in os.listdir(sys.argv[1]), flush=True)
-resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-log.append(1, b'there is space again')
-print(log.commit(), flush=True)
-"""
-
-
-@pytest.mark.parametrize('size', [7_001, files_lib.DIRECT_BYTES + 7_001])
-def test_a_file_at_its_size_limit_takes_the_record_later(tmp_path: pathlib.Path, size: int):
-  """The limit gives a short write, then EFBIG: the log removes the part."""
-  child = python(FILL, tmp_path, 4 * size, size)
-  lines = child.communicate(timeout=120)[0].splitlines()
-  assert child.returncode == 0
-  assert lines == ['1', '2', '3', 'No 3', 'record.new: False', '4']
-  files = files_lib.Files(tmp_path)
-  log = wal.open_log(files, RUN)
-  assert log.words == ()
-  *_, newest = log.records()
-  assert (newest.number, bytes(newest.payload)) == (4, b'there is space again')
-  files.close()
-
-
-# --- kill -9 --------------------------------------------------------------------------------------
-
-WRITE = """
-import random, sys
-from diloco_jax.storage import wal
-from diloco_jax.storage import files
-def payload(number):
-  return random.Random(number).randbytes(int(sys.argv[2]) + number * 7919 % 30_000)
-held = files.Files(sys.argv[1])
-held.lock()
-log = wal.open_log(held, 'files')
-while True:
-  log.append(1, payload(log.committed + 1))
-  print(log.commit(), flush=True)
-"""
-
-
-@pytest.mark.parametrize('least', [1, files_lib.DIRECT_BYTES])
-def test_a_killed_writer_loses_no_committed_record(tmp_path: pathlib.Path, least: int):
-  """Five rounds on one log, each killed after a number of commits at an arbitrary moment."""
-  draw, committed = random.Random(9), 0
-  for _ in range(5):
-    writer = python(WRITE, tmp_path, least)
-    try:
-      for _ in range(draw.randrange(1, 25 if least == 1 else 5)):
-        committed = int(writer.stdout.readline())
-    finally:
-      writer.kill()
-    for line in writer.communicate()[0].splitlines(keepends=True):
-      if line.endswith('\n'):  # a whole line before the kill
-        committed = int(line)
-    assert writer.returncode == -signal.SIGKILL
-    files = files_lib.Files(tmp_path)
-    files.lock()
-    log = wal.open_log(files, RUN)
-    assert log.committed >= committed
-    for record in log.records():
-      assert record.payload == payload(record.number, least)
-    assert record.number == log.committed
-    committed = log.committed
-    files.close()
 
 
 # --- Files that are replaced as a whole -----------------------------------------------------------

@@ -5,17 +5,14 @@ import gzip
 import os
 import pathlib
 import re
-import signal
+import resource
 import subprocess
 import sys
 
 import jax
 import pytest
 
-from diloco_jax.node import loop
-from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
-from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
@@ -180,94 +177,48 @@ def test_a_packed_segment_that_cannot_be_unpacked(tmp_path):
 # --- Crashes, kills, full disks -------------------------------------------------------------------
 
 
-class Stub:
-  """The ports of a learner that needs only the time."""
-
-  def now_ns(self) -> int:
-    return 1
-
-  def dial(self, session: int) -> None:
-    pass
-
-
 def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
-  start = tape.Start(
-    role='learner',
-    node='l0',
-    digests=(1,),
-    config=config_lib.ProtocolConfig(
-      learners=1, fragments=1, period=1, overlap=0, quorum=1, total_steps=1
-    ),
-    identity=connection.Identity(learner='l0', nonce=1, agreement='', host='', pid=1),
-  )
-  event_queue, stub = loop.EventQueue(), Stub()
-  event_queue.post(events.Wake())
-  event_queue.post(
-    events.MergeDone(  # never an event of a learner
-      sync=1, fragment=0, payload_id=None, payload=None, digest=1
-    )
+  start, _ = golden()
+  strange = events.MergeDone(  # never an event of a learner
+    sync=1, fragment=0, payload_id=None, payload=None, digest=1
   )
   with contextlib.closing(tapes.Tape(tmp_path, start, print)) as out:
-    node = loop.Node(start.make(), event_queue, stub, stub, stub, stub, stub, out)
-    with pytest.raises(loop.MachineCrash) as error:
-      node.run()
-  words = str(error.value).split('diloco replay ')
-  path = tmp_path / tapes.TAPES / 'l0.1.0.jsonl'
-  assert words[1] == str(path) and 'TypeError: not an event of a learner' in words[0]
+    with pytest.raises(TypeError, match='not an event of a learner') as raised:
+      start.make().handle(1, strange)
+    words = out.crash(1, strange, raised.value)
+  path = tmp_path / tapes.TAPES / 'l1.1.0.jsonl'
+  assert words.split('diloco replay ')[1] == str(path)
   done = program(path)
-  assert done.returncode == 0 and 'identical: 2 events' in done.stdout, done
+  assert done.returncode == 0 and 'identical: 1 events' in done.stdout, done
   assert 'crashes as recorded' in done.stdout and 'TypeError: not an event' in done.stdout
   assert 'machine.py", line' in done.stdout
 
 
-CHILD = """
-import resource, signal, sys
-from diloco_jax.protocol.tape import tape
-from diloco_jax.storage import tapes
-from diloco_jax.verification.replay import tape_files
-workdir, golden, limit = sys.argv[1:]
-with open(golden, 'rb') as file:
-  reader = tape.Reader(file)
-  start, turns = reader.header.start, list(reader)
-if int(limit):
-  resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-out = tapes.Tape(workdir, start, print)
-for turn in turns[:100]:
-  out.record(turn.now_ns, turn.event, turn.actions)
-print('done', flush=True)
-if not int(limit):
-  signal.pause()
-out.close()
-"""
-
-
-def child(workdir: pathlib.Path, limit: int) -> subprocess.Popen[str]:
-  return subprocess.Popen(
-    [sys.executable, '-c', CHILD, str(workdir), str(GOLDEN / 'learner.jsonl'), str(limit)],
-    cwd=ROOT,
-    text=True,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    env={**os.environ, 'PYTHONPATH': str(ROOT)},
-  )
-
-
 def test_a_killed_process_loses_no_turn(tmp_path):
-  with child(tmp_path, 0) as process:
-    assert process.stdout.readline() == 'done\n'
-    process.send_signal(signal.SIGKILL)
+  """It has no time to close its tape."""
+  start, turns = golden()
+  killed = tapes.Tape(tmp_path, start, print)
+  for turn in turns[:100]:
+    killed.record(turn.now_ns, turn.event, turn.actions)
   [life] = tape_files.find(tmp_path)
   result = tape_files.replay(life)
   assert (result.identical, result.events, result.end, result.torn) == (True, 100, 'open', False)
+  killed.close()
 
 
 @pytest.mark.parametrize('limit', [100, 20_000])  # within the header, within a turn
 def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
-  with child(tmp_path, limit) as process:
-    said, errors = process.communicate(timeout=DEADLINE_S)
-  assert process.returncode == 0, errors
-  warning, done = said.splitlines()
-  assert 'the tape ends here, the run continues' in warning and done == 'done' and not errors
+  start, turns = golden()
+  said: list[str] = []
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+  try:
+    with contextlib.closing(tapes.Tape(tmp_path, start, said.append)) as out:
+      for turn in turns[:100]:
+        out.record(turn.now_ns, turn.event, turn.actions)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert len(said) == 1 and 'the tape ends here, the run continues' in said[0]
   [life] = tape_files.find(tmp_path)
   assert life.segments[0].stat().st_size <= limit
   result = tape_files.replay(life)
@@ -344,18 +295,6 @@ def test_the_commit_of_a_checkout_a_worktree_and_neither(tmp_path):
 
 
 # --- diloco replay -------------------------------------------------------------------------------
-
-
-def test_the_program_prints_one_line_per_tape(tmp_path):
-  write(tmp_path)
-  write(tmp_path)
-  done = program(tmp_path, GOLDEN / 'syncer.jsonl')
-  assert (done.returncode, done.stderr) == (0, '')
-  found = [
-    re.fullmatch('(.*): identical: [0-9]+ events, hash [0-9a-f]{64}', line)[1]
-    for line in done.stdout.splitlines()
-  ]
-  assert found == ['l1.1', 'l1.2', 'syncer.jsonl']
 
 
 def test_the_program_shows_a_divergence_and_continues(tmp_path):

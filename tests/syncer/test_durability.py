@@ -12,7 +12,6 @@ import errno
 import os
 import pathlib
 import queue
-import resource
 import threading
 import types
 
@@ -272,40 +271,16 @@ def _expected(assembled) -> list[list]:
 # --- Records --------------------------------------------------------------------------------------
 
 
-def ended(merge: actions.Merge, **changes) -> events.MergeDone:
-  done = events.MergeDone(
-    sync=merge.sync, fragment=merge.fragment, payload_id=None, payload=None, digest=1
+def ended(merge: actions.Merge, digest: int) -> events.MergeDone:
+  return events.MergeDone(
+    sync=merge.sync, fragment=merge.fragment, payload_id=None, payload=None, digest=digest
   )
-  return dataclasses.replace(done, **changes)
-
-
-def merge_with(participants: int) -> actions.Merge:
-  return actions.Merge(
-    sync=7,
-    fragment=3,
-    version=2,
-    participants=tuple(
-      actions.Participant(learner=f'l{m}', incarnation=m, payload_id=m, tokens=2**40, steps=5)
-      for m in range(participants)
-    ),
-    machine_state={'versions': [1, 2], 'ledger': [['l0', 1, {'merged': 5}]]},
-  )
-
-
-@pytest.mark.parametrize('participants', [1, 3])
-def test_a_record_decodes_to_its_outer_step(participants):
-  gradient, merge = os.urandom(7), merge_with(participants)
-  done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
-  buffers = outer_log.encode(outer_log.OuterStep(merge, done, gradient))
-  assert buffers[1] is gradient  # not copied
-  read = outer_log.decode(memoryview(b''.join(buffers)))
-  assert (read.merge, read.done, bytes(read.gradient)) == (merge, done, gradient)
 
 
 @pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
-def test_a_record_of_another_length_is_refused(damage):
-  merge = merge_with(1)
-  step = outer_log.OuterStep(merge, ended(merge), b'12345678')
+def test_a_record_of_another_length_is_refused(damage, assembled):
+  merge = merge_of(assembled, 1, payloads_lib.PayloadStore())
+  step = outer_log.OuterStep(merge, ended(merge, 1), b'12345678')
   data = b''.join(outer_log.encode(step))
   with pytest.raises(ValueError, match='bytes are no gradient of'):
     outer_log.decode(memoryview(damage(data)))
@@ -452,7 +427,7 @@ def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_pat
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
   given = [life.payloads.get(one.payload_id) for one in merge.participants]
-  life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), given[0]))
+  life.log.write(outer_log.OuterStep(merge, ended(merge, 123), given[0]))
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(
@@ -486,22 +461,6 @@ def test_the_log_of_another_run_is_refused_and_the_settings_that_differ_are_name
 
 def _content(folder: pathlib.Path) -> dict[str, bytes]:
   return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'lock'}
-
-
-def test_the_name_of_a_run_is_durable(tmp_path, monkeypatch):
-  """After a loss of power an empty file would be refused for good."""
-  durable, fsync = set(), os.fsync
-
-  def spy(descriptor: int) -> None:
-    fsync(descriptor)
-    durable.add(os.fstat(descriptor).st_ino)
-
-  monkeypatch.setattr(os, 'fsync', spy)
-  folder = tmp_path / 'syncer'
-  folder.mkdir()
-  name = stored.run_name(tmp_path)
-  assert durable == {(folder / 'run').stat().st_ino, folder.stat().st_ino}
-  assert stored.run_name(tmp_path) == name
 
 
 # --- Disks ----------------------------------------------------------------------------------------
@@ -560,40 +519,21 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
   assert bits(rig().theta) in (expected[1], expected[2])
 
 
-def test_a_disk_that_is_full_at_the_start_is_74_and_releases_the_folder(assembled, tmp_path):
-  """No file may have a byte: neither the lock's text nor the probe."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  start = lambda: commit.CommitLog(files_lib.Files(tmp_path), assembled.agreement, print)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-  try:
-    with pytest.raises(cli.DiskFailed, match='is not writable: .*space on its disk'):
-      with cli.never_retry(files_lib.DirectoryError):
-        start()
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-  start().close()
-
-
-def _fails_once_it_runs(assembled, workdir: pathlib.Path) -> None:
-  """Starts a syncer; its node fails at its first event."""
+def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
+  """In one process with others: the same folder can be continued there."""
+  before = set(threading.enumerate())
   event_queue = loop.EventQueue()
   event_queue.fail(RuntimeError('the node fails'))
-  with contextlib.closing(records_lib.Recorder(workdir, 'syncer', tensorboard=False)) as records:
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'syncer', tensorboard=False)) as records:
     with pytest.raises(RuntimeError, match='the node fails'):
       syncer_process.run(
         dataclasses.replace(assembled, task=None),
         global_model_lib.Theta(assembled),
-        workdir,
+        tmp_path,
         event_queue,
         in_process.InProcessHub().syncer_transport,
         records,
       )
-
-
-def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
-  """In one process with others: the same folder can be continued there."""
-  before = set(threading.enumerate())
-  _fails_once_it_runs(assembled, tmp_path)
   left = {thread.name for thread in set(threading.enumerate()) - before}
   assert not left & {'work', 'evaluation', 'save', 'tape'}
   files = files_lib.Files(tmp_path / 'syncer' / 'wal')
@@ -649,11 +589,15 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
     (errno.EROFS, cli.NeverRetry),
   ],
 )
-def test_what_a_later_start_may_mend_is_74(tmp_path, monkeypatch, number, end):
+def test_what_a_later_start_may_mend_is_74(assembled, tmp_path, monkeypatch, number, end):
+  """And the folder is free again."""
+  start = lambda: commit.CommitLog(files_lib.Files(tmp_path), assembled.agreement, print)
+
   def fails(descriptor: int) -> None:
     raise OSError(number, os.strerror(number))
 
-  monkeypatch.setattr(os, 'fsync', fails)
-  with contextlib.closing(files_lib.Files(tmp_path)) as folder:
+  with monkeypatch.context() as patch:
+    patch.setattr(os, 'fsync', fails)
     with pytest.raises(end, match='is not writable'), cli.never_retry(files_lib.DirectoryError):
-      folder.probe()
+      start()
+  start().close()

@@ -90,11 +90,3 @@ def test_failures_of_requests_lose_no_outer_step(
 ):
   _play(assembled, expected, bucket, tmp_path, seed, log, failures)
   assert bucket.door.faults.injected.keys() == set(fake_gcs.KINDS)
-
-
-def test_it_notices_a_syncer_that_commits_without_its_record_in_the_store(
-  assembled, expected, bucket, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(stored.Stored, 'before_commit', lambda *_: None)
-  with pytest.raises(AssertionError, match='outer steps .* are lost'):
-    _play(assembled, expected, bucket, tmp_path, seed=1, log=True, failures=30)

@@ -10,6 +10,7 @@ found once stays in tests/corpus, one folder for each target, and every run begi
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -28,6 +29,7 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders, json_files, outer_log, restore_note, wal
 from diloco_jax.transport import chunks, control_crc, translate
 from diloco_jax.verification.sim import disk as disk_lib
+from tests.transport import samples
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 CORPUS = TESTS / 'corpus'
@@ -214,46 +216,16 @@ def _decode_sealed(data: bytes) -> None:
 _PAYLOAD = messages.Payload(size_bytes=3, crc32=5)
 _HELD = (messages.Held(version=-1, digest=2**64 - 1), messages.Held(version=3, digest=0))
 _FROM_LEARNER = (
-  messages.Join(
-    protocol=1,
-    run='',
-    learner='l0',
-    nonce=2**64 - 1,
-    incarnation=0,
-    agreement='{"a":1}',
-    host='h',
-    pid=1,
-  ),
-  messages.Confirm(
-    nonce=7, incarnation=1, clock=5, steps=5, tokens=50, held=_HELD, shard=1, cursor=5
-  ),
+  dataclasses.replace(samples.join(), nonce=2**64 - 1, agreement='{"a":1}', host='h'),
+  dataclasses.replace(samples.CONFIRM, clock=5, steps=5, tokens=50, held=_HELD, shard=1, cursor=5),
   messages.Progress(clock=2, steps=2, tokens=20, step_ns=10**8, finished=True, loss=2.5),
-  messages.Contribution(
-    sync=2,
-    fragment=1,
-    version=3,
-    steps=2,
-    tokens_from=10,
-    tokens_to=30,
-    shard=0,
-    cursor=2,
-    payload=_PAYLOAD,
-  ),
+  samples.contribution(_PAYLOAD, sync=2, fragment=1, version=3, tokens_from=10, tokens_to=30),
   messages.Decline(sync=2, fragment=0, reason='bad_value', tokens_to=3),
 )
 _FROM_SYNCER = (
   messages.Refused(code='FENCED', text='no \x1b', retry_ns=None),
   messages.Joined(incarnation=1, clock=2, shard=0, cursor=5, due=(0, 1), settled=(0, 0)),
-  messages.Publish(
-    sync=2,
-    fragment=0,
-    version=1,
-    base_version=None,
-    digest=2**64 - 1,
-    settled_to=0,
-    keep=True,
-    payload=_PAYLOAD,
-  ),
+  samples.publish(_PAYLOAD, base_version=None, digest=2**64 - 1),
 )
 
 
@@ -333,17 +305,11 @@ def _mend_note(data: bytes) -> bytes:
     return data
 
 
-class _Notes:
-  """Reads the note of a restore."""
-
-  def __init__(self, workdir: pathlib.Path):
-    self._workdir = workdir
-
-  def __call__(self, data: bytes) -> None:
-    folder = folders.syncer_folder(self._workdir)
-    folder.mkdir(exist_ok=True)
-    (folder / restore_note.FILE).write_bytes(data)
-    restore_note.read(self._workdir)
+def _read_note(workdir: pathlib.Path, data: bytes) -> None:
+  folder = folders.syncer_folder(workdir)
+  folder.mkdir(exist_ok=True)
+  (folder / restore_note.FILE).write_bytes(data)
+  restore_note.read(workdir)
 
 
 _ALLOWLIST = {
@@ -353,17 +319,11 @@ _ALLOWLIST = {
 }
 
 
-class _Allowlist:
-  """Reads the list of certificates that may connect."""
-
-  def __init__(self, folder: pathlib.Path):
-    self._folder = folder
-
-  def __call__(self, data: bytes) -> None:
-    path = self._folder / allowlist.FILE
-    path.write_bytes(data)
-    path.chmod(0o600)
-    allowlist.read(self._folder)
+def _read_allowlist(folder: pathlib.Path, data: bytes) -> None:
+  path = folder / allowlist.FILE
+  path.write_bytes(data)
+  path.chmod(0o600)
+  allowlist.read(folder)
 
 
 def targets(workdir: pathlib.Path) -> dict[str, Target]:
@@ -399,7 +359,7 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target(
       'restore_note',
       (_mend_note(json.dumps({'format': 1, **json.loads(tape.encode(_NOTE))}).encode()),),
-      _Notes(workdir),
+      functools.partial(_read_note, workdir),
       (ValueError, files_lib.DirectoryError),
       _mend_note,
       json=True,
@@ -408,7 +368,7 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target(
       'allowlist',
       (json.dumps(_ALLOWLIST).encode(),),
-      _Allowlist(workdir),
+      functools.partial(_read_allowlist, workdir),
       (ValueError,),
       json=True,
       slow=40,

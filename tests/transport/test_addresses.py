@@ -1,12 +1,7 @@
 """Which addresses are listened on and dialed, and Unix sockets of this user alone."""
 
-import os
 import pathlib
-import queue
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 
 import grpc
@@ -14,15 +9,15 @@ import pytest
 
 from diloco_jax.certs import private
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, link
 from diloco_jax.transport import listen as listen_lib
 from tests.certs import mint
+from tests.transport import ends
 
-DEADLINE_S = 20
 LIMITS = link.Limits(
   contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=20.0, drain_s=0.5
 )
-LOCAL, PLAIN = addresses.LOCAL, addresses.Access(plaintext_loopback=True)
+LOCAL, PLAIN = addresses.LOCAL, ends.PLAIN
 TLS = addresses.Access(tls=pathlib.Path('certs'))
 
 OTHERS = ['0.0.0.0:0', '[::]:0', 'localhost:0', '10.0.0.1:0', 'example.com:7', '[::ffff:7f00:1]:0']
@@ -61,14 +56,10 @@ def tmp_path():
 def refused(address, access):
   """The error of listening and of dialing, which is the same."""
   with pytest.raises(ValueError) as caught:
-    grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS, access=access)
-  inbox = queue.Queue()
-  one = grpc_client.GrpcLearnerTransport(
-    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS, access=access
-  )
-  one.dial(1)
-  reason = inbox.get(timeout=DEADLINE_S).reason
-  one.shutdown(0.0)
+    ends.syncer(LIMITS, access, address)
+  one = ends.learner(address, LIMITS, access)
+  reason = one.hears().reason
+  one.transport.shutdown(0.0)
   assert str(caught.value) == reason and '\n' not in reason
   return reason
 
@@ -76,19 +67,16 @@ def refused(address, access):
 @pytest.mark.parametrize('access', [LOCAL, PLAIN], ids=['default', 'plaintext_loopback'])
 @pytest.mark.parametrize('address', OTHERS)
 def test_an_address_of_other_machines_needs_certificates(address, access):
+  addresses.check(address, TLS)
   reason = refused(address, access)
   for way_out in ('give tls, a folder', 'Unix socket', 'plaintext_loopback'):
     assert way_out in reason
 
 
 @pytest.mark.parametrize('address', LOOPBACK)
-def test_plain_tcp_on_loopback_needs_its_flag(address):
+def test_plain_tcp_on_loopback_needs_its_flag_or_certificates(address):
   assert 'needs certificates' in refused(address, LOCAL)
   addresses.check(address, PLAIN)
-
-
-@pytest.mark.parametrize('address', [*LOOPBACK, *OTHERS])
-def test_with_certificates_every_host_will_do(address):
   addresses.check(address, TLS)
 
 
@@ -102,19 +90,14 @@ def test_what_is_no_address_is_refused(address, access):
 # --- Unix sockets ---------------------------------------------------------------------------------
 
 
-def listen(address, inbox=None):
-  post = (inbox or queue.Queue()).put
-  return grpc_server.GrpcSyncerTransport(address, post, payloads.PayloadStore(), LIMITS)
+def listen(address):
+  return ends.syncer(LIMITS, LOCAL, address).transport
 
 
 def connects(address):
-  inbox = queue.Queue()
-  one = grpc_client.GrpcLearnerTransport(
-    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS
-  )
-  one.dial(1)
-  event = inbox.get(timeout=DEADLINE_S)
-  one.shutdown(0.0)
+  one = ends.learner(address, LIMITS, LOCAL)
+  event = one.hears()
+  one.transport.shutdown(0.0)
   return isinstance(event, events.Connected)
 
 
@@ -199,54 +182,14 @@ def test_a_unix_socket_takes_no_certificates(tmp_path):
   assert 'leave tls out' in refused(f'unix:{tmp_path}/socket', access)
 
 
-_SYNCER = """
-import queue, sys
-from diloco_jax.transport import grpc_server, link, payloads
-inbox = queue.Queue()
-limits = link.Limits(contribution_bytes=(0,), publish_bytes=(0,))
-transport = grpc_server.GrpcSyncerTransport(
-  sys.argv[1], inbox.put, payloads.PayloadStore(), limits)
-print('listens', flush=True)
-while True:
-  inbox.get()
-"""
-
-
-def test_the_socket_of_a_killed_syncer_is_replaced(tmp_path):
+def test_the_socket_of_a_killed_syncer_is_replaced_and_that_of_one_that_lives_is_not(tmp_path):
   address = addresses.in_folder(tmp_path)
-  environment = {**os.environ, 'PYTHONPATH': os.getcwd()}
-  command = [sys.executable, '-c', _SYNCER, address]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as killed:
-    assert killed.stdout.readline() == 'listens\n'
-    with pytest.raises(OSError, match='another syncer listens there'):
-      listen(address)
-    killed.send_signal(signal.SIGKILL)
-  assert pathlib.Path(address.removeprefix('unix:')).is_socket()
+  with socket.socket(socket.AF_UNIX) as killed:
+    killed.bind(address.removeprefix('unix:'))
   syncer = listen(address)
   assert connects(address)
-  syncer.shutdown(0.0)
-
-
-def test_another_user_cannot_connect(tmp_path):
-  """Where this test may become another user, it does; else the folder's mode must say it."""
-  address = addresses.in_folder(tmp_path)
-  syncer = listen(address)
-  path = pathlib.Path(address.removeprefix('unix:'))
-  for folder in tmp_path.parents[:-2]:
-    folder.chmod(0o755)
-  tmp_path.chmod(0o755)
-  (tmp_path / 'syncer').chmod(0o755)
-  program = (
-    'import os, socket; own = socket.socket(socket.AF_UNIX); os.setgid(65534); os.setuid(65534); '
-    f'own.connect({str(path)!r})'
-  )
-  with socket.socket(socket.AF_UNIX) as own:
-    own.connect(str(path))
-  if os.geteuid() == 0:
-    nobody = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
-    assert 'PermissionError' in nobody.stderr
-  else:
-    assert path.parent.stat().st_mode & 0o077 == 0
+  with pytest.raises(OSError, match='another syncer listens there'):
+    listen(address)
   syncer.shutdown(0.0)
 
 
@@ -255,9 +198,7 @@ def test_no_channel_goes_through_a_web_proxy(tmp_path, monkeypatch, tls):
   """A company's variables must not send a run elsewhere, nor the model that a loop brings."""
   owner = mint.owner(tmp_path / 'certs')
   access = lambda name: addresses.Access(owner.folder / name) if tls else PLAIN
-  syncer = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', lambda event: None, payloads.PayloadStore(), LIMITS, access=access('syncer')
-  )
+  syncer = ends.syncer(LIMITS, access('syncer')).transport
   with socket.socket() as nowhere:
     nowhere.bind(('127.0.0.1', 0))  # and does not listen
     for variable in ('grpc_proxy', 'http_proxy', 'https_proxy'):
@@ -266,6 +207,6 @@ def test_no_channel_goes_through_a_web_proxy(tmp_path, monkeypatch, tls):
       monkeypatch.delenv(variable, raising=False)
     with listen_lib.dial(syncer.address, access('l0'), ()) as channel:
       with pytest.raises(grpc.RpcError) as answer:
-        channel.unary_unary('/diloco.v1.OwnModel/Bring')(b'', timeout=DEADLINE_S)
+        channel.unary_unary('/diloco.v1.OwnModel/Bring')(b'', timeout=ends.DEADLINE_S)
   syncer.shutdown(0.0)
   assert answer.value.code() is grpc.StatusCode.UNIMPLEMENTED, answer.value

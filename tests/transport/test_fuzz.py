@@ -6,14 +6,9 @@ For longer: scripts/fuzz.py MINUTES.
 
 import pathlib
 import random
-import zlib
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
 
-from diloco_jax.protocol import messages
-from diloco_jax.transport import chunks, control_crc, link
 from tests.transport import fuzzing
 
 MUTANTS = {'default': 20_000, 'full': 150_000}  # of a fast decoder
@@ -56,78 +51,3 @@ def test_mended_bytes_reach_behind_the_checksums(targets):
       if len(mutants) == 300:
         break
     assert any(map(target.run, mutants)), target.name
-
-
-# --- Frames of several transfers ------------------------------------------------------------------
-
-
-def frame(total: int, index: int, crc32: int, size: int) -> bytes:
-  """A frame that is sound in itself, of `size` zeros."""
-  count = min(chunks.chunk_count(total), 2**32 - 1)
-  fields = chunks._FIELDS.pack(
-    chunks.MAGIC, chunks.VERSION, chunks.HEADER_BYTES, total, index, count, crc32
-  )
-  return fields + chunks._CHECK.pack(zlib.crc32(fields)) + bytes(size)
-
-
-MIB = chunks.CHUNK_BYTES
-PARTS = st.tuples(
-  st.sampled_from([0, 1, MIB - 1, MIB, MIB + 1, 2 * MIB, 3 * MIB, 2**40, 2**63, 2**64 - 1]),
-  st.integers(0, 3),
-)
-
-
-@hypothesis.settings(deadline=None, max_examples=60)
-@hypothesis.given(st.lists(PARTS, max_size=12))
-def test_sound_frames_in_any_order_keep_within_the_grants(parts):
-  limit = 2 * MIB
-  receiver = chunks.Assembler(max_payload_bytes=limit)
-  for total, index in parts:
-    if index >= chunks.chunk_count(total):
-      continue
-    size = min(MIB, total - index * MIB)
-    sent = min(total, index * MIB + size)
-    crc32 = zlib.crc32(bytes(sent)) if total <= 3 * MIB else 0
-    try:
-      done = receiver.add(frame(total, index, crc32, size))
-    except control_crc.WireError:
-      return  # the session ends
-    assert receiver._partial is None or receiver._partial.buffer_S.nbytes <= limit
-    assert done is None or bytes(done.data) == bytes(total)
-
-
-# --- Announcements and transfers ------------------------------------------------------------------
-
-ARRIVALS = st.tuples(st.booleans(), st.integers(0, 6), st.sampled_from([0, 1, 64, 65, 2**63 - 1]))
-
-
-@hypothesis.settings(deadline=None, max_examples=100)
-@hypothesis.given(st.lists(ARRIVALS, max_size=15))
-def test_announcements_and_transfers_in_any_order_keep_within_the_grants(arrivals):
-  most, delivered = 3, []
-  buffer = link.ReceiveBuffer(64, most)
-  for announced, transfer, size in arrivals:
-    try:
-      if announced:
-        payload = messages.Payload(size_bytes=size, crc32=0)
-        word = messages.Publish(
-          sync=1,
-          fragment=0,
-          version=1,
-          base_version=None,
-          digest=0,
-          settled_to=0,
-          keep=True,
-          payload=payload,
-        )
-        delivery = buffer.on_message(word, transfer)
-      else:
-        delivery = buffer.on_transfer(transfer, bytes(min(size, 64)), 0)
-    except link.LinkError:
-      return  # the session ends
-    assert len(buffer._announced) <= most and len(buffer._arrived) <= most
-    assert sum(one.payload.size_bytes for one in buffer._arrived.values()) <= 64
-    if delivery is not None:
-      message, data = delivery
-      delivered.append(message)
-      assert message.payload.size_bytes == len(data)

@@ -6,6 +6,7 @@ import pytest
 
 from diloco_jax.protocol import messages
 from diloco_jax.transport import link
+from tests.transport import samples
 
 
 def split(payload):
@@ -20,15 +21,8 @@ def send_queue(max_bytes=100, max_messages=10):
 
 
 def publish(data, fragment=0, version=1, base=0):
-  return messages.Publish(
-    sync=version,
-    fragment=fragment,
-    version=version,
-    base_version=base,
-    digest=0,
-    settled_to=0,
-    keep=True,
-    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
+  return samples.publish(
+    samples.payload(data), sync=version, fragment=fragment, version=version, base_version=base
   )
 
 
@@ -86,13 +80,6 @@ def test_a_whole_publish_replaces_the_unsent_older_ones_of_its_fragment_only():
   box.push(publish(b'3', version=3, base=None), b'3')
   assert [version for version, _ in transfers_of(box)] == [8, 3]
   assert box.queued_bytes == 0
-
-
-def test_a_delta_replaces_nothing():
-  box = send_queue()
-  box.push(publish(b'1', version=1, base=None), b'1')
-  box.push(publish(b'2', version=2, base=1), b'2')
-  assert [version for version, _ in transfers_of(box)] == [1, 2]
 
 
 def test_a_transfer_that_has_begun_is_not_replaced():
@@ -193,13 +180,6 @@ def test_transfer_numbers_grow():
   for transfer in (5, 4):
     with pytest.raises(link.LinkError, match='came twice'):
       arrive(box, transfer, b'abc')
-
-
-def test_a_repeated_unannounced_transfer_is_refused():
-  box = receive_buffer()
-  arrive(box, 1, b'a')
-  with pytest.raises(link.LinkError, match='came twice'):
-    arrive(box, 1, b'b')
 
 
 def test_the_memory_for_one_peer_is_bounded():

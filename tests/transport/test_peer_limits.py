@@ -4,20 +4,15 @@ import pytest
 
 from diloco_jax.protocol import messages
 from diloco_jax.transport import link, peer_limits
-from tests.transport import answers
+from tests.transport import samples
 
 LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80))
-JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
-CONFIRM = messages.Confirm(
-  nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
-)
-JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0, 0))
 
 
 def member():
   of_learner = peer_limits.OfLearner(LIMITS)
-  of_learner.received(JOIN), of_learner.sent(messages.Offer(run='r0', incarnation=1))
-  of_learner.received(CONFIRM), of_learner.sent(JOINED)
+  of_learner.received(samples.join()), of_learner.sent(messages.Offer(run='r0', incarnation=1))
+  of_learner.received(samples.CONFIRM), of_learner.sent(samples.JOINED)
   return of_learner
 
 
@@ -30,7 +25,7 @@ def announced(size):
 
 
 def contribution(sync, fragment=0, size=10):
-  return answers.contribution(announced(size), sync=sync, fragment=fragment)
+  return samples.contribution(announced(size), sync=sync, fragment=fragment)
 
 
 def decline(sync, fragment=0):
@@ -49,14 +44,15 @@ def test_a_rate_has_room_for_a_burst_and_then_keeps_its_pace():
 
 
 @pytest.mark.parametrize(
-  'first', [CONFIRM, messages.Heartbeat(), messages.Leave(reason=''), decline(1), contribution(1)]
+  'first',
+  [samples.CONFIRM, messages.Heartbeat(), messages.Leave(reason=''), decline(1), contribution(1)],
 )
 def test_a_session_begins_with_a_join(first):
   with pytest.raises(link.LinkError, match='before Join'):
     peer_limits.OfLearner(LIMITS).received(first)
 
 
-@pytest.mark.parametrize('message', [JOIN, CONFIRM])
+@pytest.mark.parametrize('message', [samples.join(), samples.CONFIRM])
 def test_a_member_joins_once(message):
   with pytest.raises(link.LinkError, match=f'a second {type(message).__name__}'):
     member().received(message)
@@ -65,7 +61,7 @@ def test_a_member_joins_once(message):
 @pytest.mark.parametrize('size', [0, 7, 10])
 def test_a_stranger_sends_no_payload(size):
   stranger = peer_limits.OfLearner(LIMITS)
-  stranger.received(JOIN)
+  stranger.received(samples.join())
   stranger.sent(messages.Offer(run='r0', incarnation=1))
   assert stranger.stage == 1 and not stranger.member
   with pytest.raises(link.LinkError, match='not asked for'):
@@ -73,7 +69,7 @@ def test_a_stranger_sends_no_payload(size):
 
 
 def test_what_is_sent_to_members_only_makes_a_member():
-  for message in (JOINED, messages.Heartbeat(), pull(1)):  # one may wait for a shard long
+  for message in (samples.JOINED, messages.Heartbeat(), pull(1)):  # one may wait for a shard long
     stranger = peer_limits.OfLearner(LIMITS)
     stranger.sent(message)
     assert stranger.member
@@ -136,16 +132,7 @@ def test_what_a_learner_owes_is_bounded():
 
 
 def publish(fragment, size):
-  return messages.Publish(
-    sync=1,
-    fragment=fragment,
-    version=1,
-    base_version=None,
-    digest=0,
-    settled_to=0,
-    keep=True,
-    payload=announced(size),
-  )
+  return samples.publish(announced(size), fragment=fragment, base_version=None)
 
 
 def test_a_learner_believes_the_sizes_of_the_layout():

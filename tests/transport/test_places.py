@@ -18,7 +18,6 @@ import pytest
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
-  addresses,
   chunks,
   control_crc,
   grpc_client,
@@ -28,8 +27,8 @@ from diloco_jax.transport import (
   payloads,
   translate,
 )
+from tests.transport import ends, samples
 
-DEADLINE_S = 60
 LIMITS = link.Limits(
   contribution_bytes=(8,),
   publish_bytes=(8,),
@@ -38,65 +37,30 @@ LIMITS = link.Limits(
   stay_s=0.3,
   drain_s=1.0,
 )
-ACCESS = addresses.Access(plaintext_loopback=True)
 HASTY = dataclasses.replace(LIMITS, handshake_s=10.0, member_s=10.0)
-
-
-def join(learner='l0'):
-  return messages.Join(protocol=1, learner=learner, nonce=1, agreement='', host='', pid=1)
-
-
-JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0, 0))
-
-
-class End:
-  """A transport with its events."""
-
-  def __init__(self, make):
-    self.inbox = queue.Queue()
-    self.transport = make(self.inbox.put, payloads.PayloadStore())
-
-  def hears(self):
-    event = self.inbox.get(timeout=DEADLINE_S)
-    if isinstance(event, events.Received):
-      self.transport.handled(event.session)
-    return event
 
 
 @pytest.fixture(name='made')
 def _made():
   """Makes both ends: made.syncer(limits), made.learner(syncer)."""
 
-  class Made:
-    ends: list[End] = []
-    said = queue.Queue()
+  with contextlib.ExitStack() as closing:
 
-    def syncer(self, limits=LIMITS):
-      made = End(
-        lambda *ports: grpc_server.GrpcSyncerTransport(
-          '127.0.0.1:0', *ports, limits, self.said.put, access=ACCESS
-        )
-      )
-      self.ends.append(made)
-      return made
+    class Made:
+      said = queue.Queue()
 
-    def learner(self, syncer):
-      """A learner whose session 1 is open."""
-      address = f'127.0.0.1:{syncer.transport.port}'
-      made = End(
-        lambda *ports: grpc_client.GrpcLearnerTransport(
-          lambda: address, *ports, LIMITS, access=ACCESS
-        )
-      )
-      self.ends.insert(0, made)
-      made.transport.dial(1)
-      return made
+      def syncer(self, limits=LIMITS):
+        return self._closed(ends.syncer(limits, said=self.said.put))
 
-  made = Made()
-  yield made
-  for end in made.ends:
-    end.transport.shutdown(0.0)
-  made.ends.clear()
+      def learner(self, syncer):
+        """A learner whose session 1 is open."""
+        return self._closed(ends.learner(syncer.transport.address, LIMITS))
+
+      def _closed(self, end):
+        closing.callback(end.transport.shutdown, 0.0)
+        return end
+
+    yield Made()
 
 
 def opened(syncer, learner):
@@ -109,10 +73,10 @@ def opened(syncer, learner):
 
 def member(syncer, learner):
   number = opened(syncer, learner)
-  learner.transport.send(1, join())
+  learner.transport.send(1, samples.join())
   assert isinstance(syncer.hears().message, messages.Join)
-  syncer.transport.send(number, JOINED)
-  assert learner.hears().message == JOINED
+  syncer.transport.send(number, samples.JOINED)
+  assert learner.hears().message == samples.JOINED
   return number
 
 
@@ -129,7 +93,7 @@ def test_learners_beyond_the_places_are_told_so_and_so_is_the_operator(made):
     assert isinstance(lost, events.Disconnected)
     assert lost.reason.startswith('resource exhausted: 2 learners are connected, as many as')
   assert 'refused sessions: 1, the last one: 2 learners are connected' in made.said.get(
-    timeout=DEADLINE_S
+    timeout=ends.DEADLINE_S
   )
   assert made.said.empty()  # once a minute
   first.transport.close(1, 'done')
@@ -144,12 +108,12 @@ def test_a_newcomer_displaces_the_stranger_that_has_come_least_far(made):
     learners.append(made.learner(syncer))
     opened(syncer, learners[-1])
     if greets:
-      learners[-1].transport.send(1, join())
+      learners[-1].transport.send(1, samples.join())
       syncer.hears()
   newest = made.learner(syncer)
   assert 'displaced by a newer session' in learners[1].hears().reason
   assert isinstance(newest.hears(), events.Connected)
-  assert 'displaced sessions: 1, ' in made.said.get(timeout=DEADLINE_S)
+  assert 'displaced sessions: 1, ' in made.said.get(timeout=ends.DEADLINE_S)
   assert all(learners[k].inbox.empty() for k in (0, 2))
 
 
@@ -181,7 +145,7 @@ def test_a_session_without_a_join_gives_its_place_back(made):
   assert 'no Join within 10 s' in silent.hears().reason
   assert syncer.hears() == events.Disconnected(session=number, reason='no Join within 10 s')
   assert "sessions that became no learner's: 1, the last one: no Join" in made.said.get(
-    timeout=DEADLINE_S
+    timeout=ends.DEADLINE_S
   )
 
 
@@ -189,7 +153,7 @@ def test_a_session_that_is_not_admitted_gives_its_place_back(made):
   syncer = made.syncer(HASTY)
   learner = made.learner(syncer)
   number = opened(syncer, learner)
-  learner.transport.send(1, join())
+  learner.transport.send(1, samples.join())
   syncer.hears()
   syncer.transport.send(number, messages.Offer(run='r0', incarnation=1))
   assert learner.hears().message == messages.Offer(run='r0', incarnation=1)
@@ -226,14 +190,17 @@ def hostile(syncer, controls, frames=()):
   the syncer reads them."""
   seal = control_crc.Seal()
   sealed = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
-  address = f'127.0.0.1:{syncer.transport.port}'
-  with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
-    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(sealed)
+  over = threading.Event()
+  held = iter(over.wait, True)  # sends nothing until the end of the test
+  with grpc.insecure_channel(
+    syncer.transport.address, (('grpc.use_local_subchannel_pool', 1),)
+  ) as channel:
+    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
+      itertools.chain(sealed, held)
+    )
     token = dict(control.initial_metadata())[grpc_session.TOKEN]
-    over = threading.Event()
-    held = iter(over.wait, True)  # sends nothing until the end of the test
     bulk = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-      itertools.chain(frames, (b'' for _ in held)), metadata=((grpc_session.TOKEN, token),)
+      itertools.chain(frames, iter(over.wait, True)), metadata=((grpc_session.TOKEN, token),)
     )
     bulk.initial_metadata()
     event = syncer.hears()
@@ -250,7 +217,7 @@ def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
   syncer = made.syncer()
   honest = made.learner(syncer)
   number = member(syncer, honest)
-  flood = itertools.chain([join('l9')], map(progress, itertools.count()))
+  flood = itertools.chain([samples.join('l9')], map(progress, itertools.count()))
   with hostile(syncer, flood) as flooder:
     rate, start_s, count, overtaken = LIMITS.messages_per_s, time.monotonic(), 0, []
     while count <= rate:
@@ -269,21 +236,36 @@ def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
 def test_a_flood_of_acknowledgements_ends_its_session(made):
   syncer = made.syncer()
   flood = itertools.repeat(chunks.acknowledgement(0))
-  with hostile(syncer, [join('l9')], flood) as flooder:
+  with hostile(syncer, [samples.join('l9')], flood) as flooder:
     while not isinstance(event := syncer.hears(), events.Disconnected):
       assert event.session == flooder
     assert 'acknowledges 0 bytes' in event.reason
 
 
+def test_closing_the_session_of_a_learner_that_reads_nothing_does_not_wait(made):
+  """As one whose process is frozen."""
+  data = bytes(4 << 20)
+  syncer = made.syncer(dataclasses.replace(LIMITS, publish_bytes=(len(data),)))
+  with hostile(syncer, [samples.join()]) as number:
+    assert isinstance(syncer.hears().message, messages.Join)
+    for _ in range(16):  # more than flow control lets pass
+      syncer.transport.send(number, samples.publish(samples.payload(data)), data)
+    session = syncer.transport._find(number)
+    syncer.transport.close(number, 'its lease is over')
+    assert syncer.hears() == events.Disconnected(session=number, reason='its lease is over')
+    assert session.finished.wait(ends.DEADLINE_S)  # it cancels its streams after drain_s
+    assert syncer.transport._find(number) is None
+
+
 def test_a_session_waits_for_the_machine(made):
   syncer = made.syncer()
-  flood = itertools.chain([join('l9')], map(progress, itertools.count()))
+  flood = itertools.chain([samples.join('l9')], map(progress, itertools.count()))
   with hostile(syncer, flood):
-    came = [syncer.inbox.get(timeout=DEADLINE_S) for _ in range(grpc_session.MAX_UNHANDLED)]
+    came = [syncer.inbox.get(timeout=ends.DEADLINE_S) for _ in range(grpc_session.MAX_UNHANDLED)]
     with pytest.raises(queue.Empty):
       syncer.inbox.get(timeout=0.3)
     syncer.transport.handled(came[0].session)
-    assert syncer.inbox.get(timeout=DEADLINE_S).message == progress(len(came) - 1)
+    assert syncer.inbox.get(timeout=ends.DEADLINE_S).message == progress(len(came) - 1)
 
 
 def test_a_learner_of_very_short_steps_reports_less_often(made):
@@ -312,7 +294,7 @@ def admitting(pipe, limits):
     payloads.PayloadStore(),
     limits,
     lambda line: None,
-    access=ACCESS,
+    access=ends.PLAIN,
   )
   pipe.send(transport.port)
   while not pipe.poll():
@@ -322,7 +304,7 @@ def admitting(pipe, limits):
           if isinstance(message, messages.Join):
             transport.send(session, messages.Offer(run='r0', incarnation=1))
           elif isinstance(message, messages.Confirm):
-            transport.send(session, JOINED)
+            transport.send(session, samples.JOINED)
           elif isinstance(message, messages.Heartbeat):
             transport.send(session, messages.Heartbeat())
           transport.handled(session)
@@ -332,8 +314,8 @@ def admitting(pipe, limits):
 class Crowd:
   """Idle sockets and idle sessions, opened again as soon as the syncer ends them."""
 
-  def __init__(self, port, sockets, streams):
-    self._port = port
+  def __init__(self, address, sockets, streams):
+    self._address = address
     self._over = threading.Event()
     self._threads = [threading.Thread(target=self._idle_sockets, args=(sockets,))]
     self._threads += [
@@ -351,13 +333,13 @@ class Crowd:
   def __exit__(self, *error):
     self._over.set()
     for thread in self._threads:
-      thread.join(DEADLINE_S)
+      thread.join(ends.DEADLINE_S)
       assert not thread.is_alive()
 
   def _idle_sockets(self, count):
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as ended:
       add = lambda: ended.register(
-        stack.enter_context(socket.create_connection(('127.0.0.1', self._port))),
+        stack.enter_context(socket.create_connection(self._address.split(':'))),
         selectors.EVENT_READ,
       )
       for _ in range(count):
@@ -375,12 +357,13 @@ class Crowd:
 
   def _idle_streams(self, greets, with_bulk):
     """Sessions without Bulk, without a Join, or without a Confirm."""
-    hello = control_crc.Seal().close(translate.LEARNER_TO_SYNCER.encode(join('made-up')))
-    address = f'127.0.0.1:{self._port}'
+    hello = control_crc.Seal().close(translate.LEARNER_TO_SYNCER.encode(samples.join('made-up')))
     while not self._over.is_set():
       ended = threading.Event()
       frames = lambda first: itertools.chain(first, iter(lambda: ended.wait() and None, None))
-      with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
+      with grpc.insecure_channel(
+        self._address, (('grpc.use_local_subchannel_pool', 1),)
+      ) as channel:
         control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
           frames([hello] if greets else [])
         )
@@ -410,39 +393,39 @@ def test_a_crowd_keeps_no_learner_out(counts):
   pipe, theirs = spawn.Pipe()
   process = spawn.Process(target=admitting, args=(theirs, limits))
   process.start()
-  inbox, port = queue.Queue(), pipe.recv()
-  learner = grpc_client.GrpcLearnerTransport(
-    lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits, access=ACCESS
+  address = f'127.0.0.1:{pipe.recv()}'
+  learner = ends.End(
+    lambda *ports: grpc_client.GrpcLearnerTransport(
+      lambda: address, *ports, limits, access=ends.PLAIN
+    )
   )
   sessions = itertools.count(1)
 
   def joins():
     """Joins as a learner would that dials again when it is sent away; returns the seconds."""
     start_s = time.monotonic()
-    while time.monotonic() < start_s + DEADLINE_S:
+    while time.monotonic() < start_s + ends.DEADLINE_S:
       session = next(sessions)
-      learner.dial(session)
-      while not isinstance(event := inbox.get(timeout=DEADLINE_S), events.Disconnected):
+      learner.transport.dial(session)
+      while not isinstance(event := learner.hears(), events.Disconnected):
         match event:
           case events.Connected():
-            learner.send(session, join())
+            learner.transport.send(session, samples.join())
           case events.Received(message=messages.Offer()):
-            learner.send(
+            learner.transport.send(
               session,
-              messages.Confirm(
-                nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
-              ),
+              samples.CONFIRM,
             )
           case events.Received(message=messages.Joined()):
             took_s = time.monotonic() - start_s
-            learner.close(session, 'restarts')
-            assert isinstance(inbox.get(timeout=DEADLINE_S), events.Disconnected)
+            learner.transport.close(session, 'restarts')
+            assert isinstance(learner.hears(), events.Disconnected)
             return took_s
     raise AssertionError('not in')
 
   try:
     joins()
-    with Crowd(port, sockets, streams):
+    with Crowd(address, sockets, streams):
       end_s, took_s, used = time.monotonic() + lasts_s, [], []
       while time.monotonic() < end_s:
         took_s.append(joins())
@@ -456,7 +439,7 @@ def test_a_crowd_keeps_no_learner_out(counts):
       assert max(threads) <= 4 * places + waiting + 100, max(threads)
     print(f'{len(took_s)} joins, the slowest in {max(took_s):.2f} s')
   finally:
-    learner.shutdown(0.0)
+    learner.transport.shutdown(0.0)
     pipe.send('end')
-    process.join(DEADLINE_S)
+    process.join(ends.DEADLINE_S)
   assert process.exitcode == 0

@@ -6,13 +6,13 @@ import signal
 import time
 
 import psutil
-import pytest
 
 from diloco_jax.verification.faults import chaos_report, conductor
 from diloco_jax.verification.replay import tape_files
 from tests.runs import test_processes
 from tests.runs.lib import slow_data
 
+start = test_processes._start
 FLAGS = (
   '--config=stdlib_lm:tiny',
   '--config.train.steps=1000000',
@@ -34,26 +34,6 @@ def _transport_processes(syncer: int) -> list[int]:
   return found
 
 
-def _wait(true, what: str) -> None:
-  end_s = time.monotonic() + DEADLINE_S
-  while not true():
-    assert time.monotonic() < end_s, what
-    time.sleep(0.02)
-
-
-@pytest.fixture(name='start')
-def _start():
-  started = []
-
-  def start(*words: str) -> test_processes.Program:
-    started.append(test_processes.Program('diloco_jax', *words))
-    return started[-1]
-
-  yield start
-  for program in started:
-    program.kill()
-
-
 def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
   """Each dies once while the run goes on: others take their places, learners dial again, and every
   invariant holds."""
@@ -68,7 +48,10 @@ def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
     before = _transport_processes(syncer.process.pid)
     os.kill(victim, signal.SIGKILL)
     new = lambda: set(_transport_processes(syncer.process.pid)) - set(before)
-    _wait(lambda: len(new()) == 1, 'no transport process is back')
+    end_s = time.monotonic() + DEADLINE_S
+    while len(new()) != 1:
+      assert time.monotonic() < end_s, 'no transport process is back'
+      time.sleep(0.02)
     syncer.wait_for('Another process starts')
     for one in learners:
       one.wait_for('completed step: ')

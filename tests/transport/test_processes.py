@@ -83,23 +83,19 @@ def _synchronize(here: channel.Channel, there: channel.Channel) -> None:
   gc.collect()
 
 
-class _World(test_transports.ProcessesWorld):
-  pass
-
-
 def test_a_killed_process_ends_its_sessions_and_another_one_answers():
-  world = _World()
+  world = test_transports.ProcessesWorld()
   try:
     syncer, learner = world.syncer(), world.learner()
     number = test_transports.connect(syncer, learner)
     data = os.urandom(3 * SIZE)
     test_transports.pull(syncer, number, learner, data)
     learner.transport.send(1, test_transports.contribution(data), memoryview(data))
-    arrived = syncer.next()
+    arrived = syncer.hears()
     process = syncer.transport._processes[(number - 1) % 2]
     os.kill(process._popen.pid, signal.SIGKILL)
-    assert isinstance(syncer.next(), events.Disconnected)
-    assert isinstance(learner.next(), events.Disconnected)
+    assert isinstance(syncer.hears(), events.Disconnected)
+    assert isinstance(learner.hears(), events.Disconnected)
     assert bytes(syncer.payloads.get(arrived.payload_id)) == data  # what has arrived is safe
     again = test_transports.connect(syncer, learner, session=2)
     assert again != number

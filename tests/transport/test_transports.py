@@ -5,59 +5,28 @@ session are Connected (or none), messages, one Disconnected, and no event after 
 """
 
 import os
-import queue
 import threading
 
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import addresses, grpc_client, grpc_server, in_process, link, payloads
+from diloco_jax.transport import grpc_client, in_process, link
 from diloco_jax.transport.processes import parent
-from tests.transport import answers
+from tests.transport import ends, samples
 
-DEADLINE_S = 20
+DEADLINE_S = ends.DEADLINE_S
 MIB = 1 << 20
 SIZES = (0, 1, 3, MIB, MIB + 1, 2 * MIB, 2 * MIB + 1, 3 * MIB, 5 * MIB)  # by fragment
 LIMITS = link.Limits(
   contribution_bytes=SIZES, publish_bytes=(8 * MIB,) * len(SIZES), max_members=8, drain_s=2.0
 )
-ACCESS = addresses.Access(plaintext_loopback=True)
-JOIN = messages.Join(
-  protocol=1, run='', learner='l0', nonce=1, incarnation=0, agreement='', host='', pid=1
-)
 
 
-class End:
-  """One node's side of a transport: its event queue, its payloads and all its events."""
-
-  def __init__(self, make):
-    self.inbox = queue.Queue()
-    self.payloads = payloads.PayloadStore()
-    self.history = []
-    self.transport = make(self.inbox.put, self.payloads)
-
-  def next(self):
-    event = self.inbox.get(timeout=DEADLINE_S)
-    self.history.append(event)
-    if isinstance(event, events.Received):
-      self.transport.handled(event.session)
-    return event
-
-  def message(self):
-    event = self.next()
-    assert isinstance(event, events.Received), event
-    return event.message
-
-  def shutdown(self):
-    self.transport.shutdown(1.0)
-    while not self.inbox.empty():
-      self.next()
-
-  def check_history(self):
-    for session in {event.session for event in self.history}:
-      kinds = [type(e) for e in self.history if e.session == session]
-      assert kinds.count(events.Disconnected) == 1 and kinds[-1] is events.Disconnected, kinds
-      assert kinds[0] is events.Connected or kinds == [events.Disconnected], kinds
+def check_history(history):
+  for session in {event.session for event in history}:
+    kinds = [type(e) for e in history if e.session == session]
+    assert kinds.count(events.Disconnected) == 1 and kinds[-1] is events.Disconnected, kinds
+    assert kinds[0] is events.Connected or kinds == [events.Disconnected], kinds
 
 
 class InProcessWorld:
@@ -66,10 +35,10 @@ class InProcessWorld:
     self.ends = []
 
   def syncer(self):
-    return self.add(End(self.hub.syncer_transport))
+    return self.add(ends.End(self.hub.syncer_transport))
 
   def learner(self):
-    return self.add(End(self.hub.learner_transport))
+    return self.add(ends.End(self.hub.learner_transport))
 
   def cut(self, learner):
     self.hub.cut(learner.transport)
@@ -80,8 +49,10 @@ class InProcessWorld:
 
   def finish(self):
     for end in reversed(self.ends):
-      end.shutdown()
-      end.check_history()
+      end.transport.shutdown(1.0)
+      while not end.inbox.empty():
+        end.hears()
+      check_history(end.history)
 
 
 class GrpcWorld(InProcessWorld):
@@ -90,10 +61,7 @@ class GrpcWorld(InProcessWorld):
     self.port = 0
 
   def syncer(self):
-    address = '127.0.0.1:0'
-    end = End(
-      lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS, access=ACCESS)
-    )
+    end = ends.syncer(LIMITS)
     self.port = end.transport.port
     return self.add(end)
 
@@ -102,7 +70,9 @@ class GrpcWorld(InProcessWorld):
       return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
     return self.add(
-      End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, access=ACCESS))
+      ends.End(
+        lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, access=ends.PLAIN)
+      )
     )
 
   def cut(self, learner):
@@ -121,8 +91,8 @@ class ProcessesWorld(GrpcWorld):
   """The syncer's sessions are served by processes of their own."""
 
   def syncer(self):
-    end = End(
-      lambda *ports: parent.ProcessesTransport(2, '127.0.0.1:0', *ports, LIMITS, access=ACCESS)
+    end = ends.End(
+      lambda *ports: parent.ProcessesTransport(2, '127.0.0.1:0', *ports, LIMITS, access=ends.PLAIN)
     )
     self.port = end.transport.port
     return self.add(end)
@@ -140,10 +110,10 @@ def world(request):
 def connect(syncer, learner, session=1):
   """Dials, sends the Join and returns the syncer's number of the session."""
   learner.transport.dial(session)
-  assert learner.next() == events.Connected(session=session)
-  event = syncer.next()
+  assert learner.hears() == events.Connected(session=session)
+  event = syncer.hears()
   assert isinstance(event, events.Connected)
-  learner.transport.send(session, JOIN, None)
+  learner.transport.send(session, samples.join(), None)
   assert isinstance(syncer.message(), messages.Join)
   return event.session
 
@@ -157,20 +127,11 @@ def pull(syncer, number, learner, *blobs):
 
 
 def contribution(data):
-  return answers.contribution(answers.payload(data), fragment=SIZES.index(len(data)), tokens_to=8)
+  return samples.contribution(samples.payload(data), fragment=SIZES.index(len(data)), tokens_to=8)
 
 
-def publish(data, fragment=0, version=1, base_version=0):
-  return messages.Publish(
-    sync=1,
-    fragment=fragment,
-    version=version,
-    base_version=base_version,
-    digest=3,
-    settled_to=0,
-    keep=True,
-    payload=answers.payload(data),
-  )
+def publish(data):
+  return samples.publish(samples.payload(data))
 
 
 def adopted(version):
@@ -178,7 +139,7 @@ def adopted(version):
 
 
 def received_bytes(end, message):
-  event = end.next()
+  event = end.hears()
   assert event.message == message
   return bytes(end.payloads.get(event.payload_id))
 
@@ -230,10 +191,10 @@ def test_messages_before_a_close_arrive_before_it(world):
   learner.transport.send(1, contribution(data), data)
   learner.transport.send(1, messages.Leave(reason='done'), None)
   learner.transport.close(1, 'the run is over')
-  assert learner.next() == events.Disconnected(session=1, reason='the run is over')
+  assert learner.hears() == events.Disconnected(session=1, reason='the run is over')
   kinds = {type(syncer.message()), type(syncer.message())}
   assert kinds == {messages.Contribution, messages.Leave}
-  assert isinstance(syncer.next(), events.Disconnected)
+  assert isinstance(syncer.hears(), events.Disconnected)
   assert number == syncer.history[-1].session
 
 
@@ -243,11 +204,11 @@ def test_the_learner_gets_the_reason_of_the_syncers_close(world):
   data = os.urandom(3 * MIB)
   syncer.transport.send(number, publish(data), data)
   syncer.transport.close(number, 'fenced: another process, größer')
-  assert syncer.next() == events.Disconnected(
+  assert syncer.hears() == events.Disconnected(
     session=number, reason='fenced: another process, größer'
   )
   assert received_bytes(learner, publish(data)) == data
-  assert learner.next() == events.Disconnected(session=1, reason='fenced: another process, größer')
+  assert learner.hears() == events.Disconnected(session=1, reason='fenced: another process, größer')
 
 
 def test_both_ends_close_at_once(world):
@@ -255,8 +216,8 @@ def test_both_ends_close_at_once(world):
   number = connect(syncer, learner)
   learner.transport.close(1, 'mine')
   syncer.transport.close(number, 'yours')
-  assert isinstance(learner.next(), events.Disconnected)
-  assert isinstance(syncer.next(), events.Disconnected)
+  assert isinstance(learner.hears(), events.Disconnected)
+  assert isinstance(syncer.hears(), events.Disconnected)
   learner.transport.close(1, 'again')
   syncer.transport.close(number, 'again')
 
@@ -265,7 +226,7 @@ def test_sending_to_a_closed_session_has_no_effect(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   learner.transport.close(1, 'bye')
-  learner.next(), syncer.next()
+  learner.hears(), syncer.hears()
   learner.transport.send(1, adopted(1), None)
   syncer.transport.send(number, publish(b'x'), b'x')
   syncer.transport.send(77, messages.Finish(), None)
@@ -276,19 +237,19 @@ def test_both_ends_report_a_lost_connection_and_the_learner_dials_again(world):
   syncer, learner = world.syncer(), world.learner()
   first = connect(syncer, learner)
   world.cut(learner)
-  assert isinstance(learner.next(), events.Disconnected)
-  assert isinstance(syncer.next(), events.Disconnected)
+  assert isinstance(learner.hears(), events.Disconnected)
+  assert isinstance(syncer.hears(), events.Disconnected)
   second = connect(syncer, learner, session=2)
   assert second != first
   learner.transport.send(2, adopted(5), None)
-  assert syncer.next() == events.Received(session=second, message=adopted(5))
+  assert syncer.hears() == events.Received(session=second, message=adopted(5))
 
 
 def test_a_failed_dial_is_reported_once(world):
   learner = world.learner()
   for session in (1, 2, 3):
     learner.transport.dial(session)
-    event = learner.next()
+    event = learner.hears()
     assert isinstance(event, events.Disconnected) and event.session == session
     assert event.reason.startswith('unavailable: ')
 
@@ -297,10 +258,10 @@ def test_a_restarted_syncer_accepts_sessions(world):
   syncer, learner = world.syncer(), world.learner()
   connect(syncer, learner)
   syncer.transport.shutdown(1.0)
-  assert isinstance(syncer.next(), events.Disconnected)
-  assert isinstance(learner.next(), events.Disconnected)
+  assert isinstance(syncer.hears(), events.Disconnected)
+  assert isinstance(learner.hears(), events.Disconnected)
   learner.transport.dial(2)
-  assert learner.next().reason.startswith('unavailable: ')
+  assert learner.hears().reason.startswith('unavailable: ')
   connect(world.syncer(), learner, session=3)
 
 
@@ -312,7 +273,7 @@ def test_shutdown_sends_the_queued_messages(world):
   syncer.transport.send(number, messages.Finish(), None)
   syncer.transport.shutdown(DEADLINE_S)
   assert {type(learner.message()), type(learner.message())} == {messages.Publish, messages.Finish}
-  assert isinstance(learner.next(), events.Disconnected)
+  assert isinstance(learner.hears(), events.Disconnected)
 
 
 def test_two_learners_at_once_do_not_mix(world):
@@ -324,7 +285,7 @@ def test_two_learners_at_once_do_not_mix(world):
     learner.transport.send(1, contribution(blob), blob)
     syncer.transport.send(number, publish(blob), blob)
   came = {
-    e.session: bytes(syncer.payloads.get(e.payload_id)) for e in (syncer.next(), syncer.next())
+    e.session: bytes(syncer.payloads.get(e.payload_id)) for e in (syncer.hears(), syncer.hears())
   }
   assert came == dict(zip(numbers, blobs))
   for learner, blob in zip(learners, blobs):
@@ -344,11 +305,3 @@ def test_a_payload_other_than_the_announced_one_is_refused(world, message, paylo
   connect(syncer, learner)
   with pytest.raises(ValueError, match='announces'):
     learner.transport.send(1, message, payload)
-
-
-def test_many_sessions_in_a_row(world):
-  syncer, learner = world.syncer(), world.learner()
-  for session in range(1, 21):
-    connect(syncer, learner, session)
-    learner.transport.close(session, 'next')
-    learner.next(), syncer.next()
