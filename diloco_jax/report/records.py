@@ -233,8 +233,8 @@ class Tail:
   Each `read` returns the facts that became complete since the last one.
   """
 
-  def __init__(self, path: str | os.PathLike):
-    self._path, self._offset = pathlib.Path(path), 0
+  def __init__(self, path: str | os.PathLike, offset: int = 0):
+    self._path, self._offset = pathlib.Path(path), offset
 
   def read(self) -> list[dict[str, Any]]:
     return list(self.stream())

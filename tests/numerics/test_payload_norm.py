@@ -37,9 +37,8 @@ def _norm(name: str, data: np.ndarray, n: int = N) -> float:
 
 @functools.cache
 def _pieces(layout, codec):
-  pair, tx = (codec, codec), optax.sgd(1.0)
   devices = jax.local_devices(backend='cpu')[:1]
-  return outer_step.Pieces(layout, pair, codec, codec, tx, devices, piece=3 << 14)
+  return outer_step.Pieces(layout, codec, codec, codec, optax.sgd(1.0), devices, piece=3 << 14)
 
 
 def _measured(name: str, values: np.ndarray) -> float:

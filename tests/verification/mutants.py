@@ -974,7 +974,7 @@ def wrong_bits_are_left(original):
   'The syncer never answers a process that takes over an id.',
   join_lib.Membership,
   'confirm',
-  'I7 L5 I13',
+  'I7 L3 L5 I13',
 )
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
