@@ -52,6 +52,7 @@ def _changed(before: str, after: str) -> list[str]:
   return [line for line in difflib.ndiff(*lines) if line.startswith('+ ')]
 
 
+@pytest.mark.full
 def test_two_loops_learn_together_as_threads():
   module, losses = gated_loop.example('loop_nnx'), {}
   alone = _in_standard_types(module.train_alone)

@@ -18,7 +18,8 @@ from scripts.accelerator import figures, lockstep
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize('learners', [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize('learners', [1, 3])
+@pytest.mark.full
 def test_one_program_for_all_learners_trains_the_model_of_a_virtual_run(learners):
   config = stdlib_lm.get_config('tiny')
   config.mesh.data, config.sync.learners, config.sync.quorum = 1, learners, learners

@@ -45,6 +45,7 @@ def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
   assert wire / steps_s <= found['needed_bytes_per_s'] < 3 * wire / steps_s
 
 
+@pytest.mark.full
 def test_what_one_process_cannot_carry_needs_transport_processes_until_the_machine_ends():
   protocol = config_lib.ProtocolConfig(learners=8, fragments=24, period=24)
   run = plan.Run(
