@@ -24,9 +24,7 @@ from diloco_jax.storage import checkpoint, folders
 from tests.runs.lib import slow_data
 
 DEADLINE_S = 280
-pytestmark = (
-  pytest.mark.full
-)  # tests/launch/test_restore.py restores kept checkpoints by the command
+pytestmark = pytest.mark.full  # tests/launch/test_restore.py has the command
 KEEP_EVERY = 6
 COMMON = (
   '--config=stdlib_lm:tiny',
