@@ -31,7 +31,7 @@ class Slices:
   the others. The slice is healthy again some time after its failure. Healthy slices join at the end
   of any pause of their island; the first of them waits at most `hold_off_s` for one, then the
   island pauses `upscale_s`, and all healthy slices join. A paused island has no further failure. An
-  island without slices goes on once one has joined.
+  island that has lost all its slices goes on once a slice has joined.
 
   Attributes:
     chips: of the island.
