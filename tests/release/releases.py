@@ -72,8 +72,14 @@ def _today(home: pathlib.Path) -> pathlib.Path:
 
 def _of_tag(tag: str, home: pathlib.Path) -> pathlib.Path:
   with tarfile.open(fileobj=io.BytesIO(_git('archive', tag, 'diloco_jax'))) as packed:
-    packed.extractall(home, filter='data')
+    unpack(packed, home)
   return home
+
+
+def unpack(packed: tarfile.TarFile, folder: pathlib.Path) -> None:
+  """The first releases of Python 3.11 have no filters, later ones of Python want one."""
+  packed.extraction_filter = getattr(tarfile, 'data_filter', None)
+  packed.extractall(folder)
 
 
 def _git(*words: str) -> bytes:

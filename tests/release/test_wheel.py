@@ -20,6 +20,7 @@ import yaml
 
 import diloco_jax
 from diloco_jax import __main__
+from tests.release import releases
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / 'experiments' / 'examples').glob('*.py'))
@@ -49,7 +50,7 @@ def _source(tmp_path_factory) -> pathlib.Path:
   assert path.name == f'diloco_jax-{diloco_jax.__version__}.tar.gz'
   folder = tmp_path_factory.mktemp('source')
   with tarfile.open(path) as packed:
-    packed.extractall(folder, filter='data')
+    releases.unpack(packed, folder)
   return folder / path.name.removesuffix('.tar.gz')
 
 
