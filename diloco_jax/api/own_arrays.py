@@ -12,7 +12,7 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import own_model
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
-from diloco_jax.storage import checkpoint, files, folders
+from diloco_jax.storage import checkpoint, files, folders, tree_digest
 from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib
 
@@ -84,7 +84,8 @@ class OwnArrays:
     self, workdir: pathlib.Path, learner: str, config: run_config.Config
   ) -> Iterator[moments_lib.Found | None]:
     """Takes the moments that are found, and a place to save these. Raises DirectoryError if another
-    process has it."""
+    process has it, ValueError if some cannot be saved."""
+    tree_digest.require_digests({'opt_state': self.moments})
     place = folders.of_learners(workdir, config.train.store)
     root = str(moments_lib.folder(place, learner))
     with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:

@@ -66,8 +66,9 @@ class Peer:
     self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
     self.total_steps, self.learner, self._rebuild = total_steps, learner, rebuild
-    self._work: learner_work.LearnerWork  # these three are set by _lead or _follow
+    self._work: learner_work.LearnerWork  # these four are set by _lead or _follow
     self._post: Callable[[events.Event], None]
+    self._fail: Callable[[BaseException], None]
     self._say: Callable[[str], None]
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
@@ -76,6 +77,7 @@ class Peer:
     self._newest: Any = ()  # an array that is ready once the newest step is done, if no metric is
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
     self.clock: int | None = None
+    self.failed = False  # an error has ended it at once
 
   @property
   def params(self) -> Any:
@@ -138,14 +140,18 @@ class Peer:
       The parameters, or the state, to go on with: the same tree, dtypes and shardings.
 
     Raises:
-      Ended: the run is over.
+      Ended: the run is over, or an error has ended this learner.
+      Any error of the boundary's work, which ends the learner at once, as a crash would.
       RuntimeError: the first step does not count, and has consumed what `join` was given.
       TypeError: `tokens` is not an integer.
       ValueError: the arrays are not like those given to `join`, there are no tokens, or a metric
         is no number.
     """
     if self.clock is None:
-      raise Ended('the run is over: leave the loop once peer.clock is None')
+      raise Ended(
+        'the run is over, or this learner has ended with an error: leave the loop once peer.clock '
+        'is None'
+      )
     tokens = operator.index(tokens)  # also of NumPy and JAX: tapes and messages hold plain ones
     if tokens <= 0:
       raise ValueError(f'tokens is {tokens}: a step trains on at least one')
@@ -165,18 +171,30 @@ class Peer:
         )
       self._synced, self._boundary_ns = True, time.monotonic_ns()
       return self.params
-    held = self._arrays.params
-    self._give(parts.params, parts.opt_state)
-    trained = self._arrays.params
-    self._arrays.tokens_per_step = tokens
-    self._arrays.next_index += 1
-    self._synced = True
-    self._measure(self.clock, tokens, metrics)
-    if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
-      made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
-      self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
-    self._next()
-    return self.params
+    held, named = self._arrays.params, self._checked(parts.params, parts.opt_state)
+    with self._ends_with_an_error():
+      self._arrays.take(named, parts.opt_state)
+      trained = self._arrays.params
+      self._arrays.tokens_per_step = tokens
+      self._arrays.next_index += 1
+      self._synced = True
+      self._measure(self.clock, tokens, metrics)
+      if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
+        made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
+        self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
+      self._next()
+      return self.params
+
+  @contextlib.contextmanager
+  def _ends_with_an_error(self) -> Iterator[None]:
+    """Around the work of a boundary. Without all of it the machine would wait for ever, so an error
+    ends the learner at once, as a crash would: also an interrupt, or one of memory."""
+    try:
+      yield
+    except BaseException as error:
+      self.clock, self.failed = None, True
+      self._fail(error)
+      raise
 
   def _measure(self, clock: int, tokens: int, metrics: dict[str, Any]) -> None:
     """Tells the machine of the step, and records the one before, of which the metrics are due: the
@@ -216,7 +234,8 @@ class Peer:
       loss = metrics.pop('loss', None)
       self._work.record(result._replace(loss=loss, metrics=metrics), *between)
 
-  def _give(self, params: Any, opt_state: Any) -> None:
+  def _checked(self, params: Any, opt_state: Any) -> dict[str, Any]:
+    """What the loop gives, by name. Raises ValueError: it is not like what `join` was given."""
     leaves, structure = jax.tree.flatten(params)
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
@@ -240,7 +259,7 @@ class Peer:
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
     own_arrays.require_alike(moments, opt_state, 'opt_state: ')
-    self._arrays.take(named, opt_state)
+    return named
 
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""
@@ -401,18 +420,20 @@ def _meet(
 
 
 def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
-  """Ends the learner; returns whether its last step has consumed the parameters."""
+  """Ends the learner; returns whether it is lost, by an error of its own or because its last step
+  has consumed the parameters."""
   with contextlib.suppress(Exception):  # of a step that has failed, whose error the loop has
     peer._record()
-  lost = peer._arrays.consumed
-  if lost:  # there is nothing to contribute or to adopt into, as after a crash
+  if peer._arrays.consumed and not peer.failed:  # nothing to contribute, as after a crash
+    peer.clock, peer.failed = None, True
     event_queue.fail(Ended('left after a step that had consumed the parameters'))
-  peer._post(events.Stop(reason='its loop ended'))
-  if peer.clock is not None:
-    peer._post(events.StepDone(tokens=0, step_ns=0))
-  while peer.clock is not None:
-    peer._next()
-  return lost
+  with peer._ends_with_an_error():
+    if peer.clock is not None:
+      peer._post(events.Stop(reason='its loop ended'))
+      peer._post(events.StepDone(tokens=0, step_ns=0))
+    while peer.clock is not None:
+      peer._next()
+  return peer.failed
 
 
 def _lead(
@@ -439,7 +460,8 @@ def _lead(
     records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
   work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
   work = work_class(assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records)
-  peer._work, peer._post, peer._say = work, event_queue.post, records.say
+  peer._work, peer._say = work, records.say
+  peer._post, peer._fail = event_queue.post, event_queue.fail
   work.exchange.compile_all()
   hosts.ready()
   admission = admission_lib.Admission(learner, event_queue, wait_s)
@@ -472,7 +494,8 @@ def _follow(
   """As `_lead`, on another host."""
   records = hosts.quiet(learner)
   work = hosts.FollowerWork(assembled, peer._arrays, records)
-  peer._work, peer._post, peer._say = work, lambda event: None, records.say
+  peer._work, peer._say = work, records.say
+  peer._post = peer._fail = lambda event: None
   work.exchange.compile_all()
   hosts.ready()
   cleanup.enter_context(work.threads())

@@ -48,6 +48,18 @@ def digests(tree: Any) -> dict[str, int]:
   }
 
 
+def require_digests(tree: Any) -> None:
+  """Raises ValueError, which names the first leaf that no checkpoint can have."""
+  for path, leaf in _by_path(tree).items():
+    try:
+      jax.eval_shape(digest_leaf, leaf)
+    except (TypeError, ValueError):  # of less than a byte
+      raise ValueError(
+        f'{path} is {leaf.dtype}, which no checkpoint can have. Nothing was sent: keep it as '
+        'another type, as int8, or join without opt_state'
+      ) from None
+
+
 def compile_digests(tree: Any) -> None:
   """Compiles `digests` of such a tree without running it."""
   _digest_leaves.lower(tree).compile()
@@ -76,6 +88,8 @@ def _bits(leaf: jax.Array) -> jax.Array:
   """The bits of each element as a uint32; of 64 bits as two, along a further axis."""
   if leaf.dtype == jnp.bool_:
     leaf = leaf.astype(jnp.uint8)
+  if jnp.iscomplexobj(leaf):
+    leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
   unsigned = jnp.dtype(f'uint{min(8 * leaf.dtype.itemsize, 32)}')
   bits = leaf if leaf.dtype == unsigned else jax.lax.bitcast_convert_type(leaf, unsigned)
   return bits.astype(jnp.uint32)

@@ -16,9 +16,11 @@ import optax
 import pytest
 
 import diloco_jax
+from diloco_jax.api import own_arrays
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import own_model, run_folder
+from diloco_jax.learner import on_device
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
 from diloco_jax.transport import addresses, payloads
@@ -62,6 +64,13 @@ def _step(params, opt_state, words):
   with jax.numpy_dtype_promotion('standard'):
     updates, opt_state = _TX.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
+
+
+@pytest.fixture(scope='module', name='server')
+def _server():
+  """A syncer for many loops, one after the other."""
+  with diloco_jax.run_syncer(_params(), total_steps=1_000_000, sync=_ONE) as server:
+    yield server
 
 
 def _loop(server, name, losses, seed=0, told=lambda loss: {'loss': loss}, **kwargs):
@@ -597,6 +606,50 @@ def test_a_loop_ends_with_its_egress_thread(monkeypatch):
         for _ in peer.steps():
           assert time.monotonic() < deadline_s, 'the loop trains on'
           peer.sync(peer.params, tokens=1)
+
+
+@pytest.mark.parametrize('error', [MemoryError('on the device'), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize(
+  'where, name',
+  [
+    (own_arrays.OwnArrays, 'save'),
+    (on_device.Exchange, 'encode'),
+    (on_device.Exchange, 'adopt'),
+    (diloco_jax.Peer, '_measure'),
+  ],
+)
+def test_an_error_in_a_boundary_ends_the_loop_at_once(where, name, error, server, tmp_path):
+  """And reaches the program: without that work its machine would wait for ever."""
+
+  def broken(*args, **kwargs):
+    raise error
+
+  def loop():
+    given = {'opt_state': {'m': jnp.ones(3)}, 'workdir': tmp_path, 'checkpoint_every_steps': 2}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)) as raised:
+      with diloco_jax.join(_params(), syncer=server.address, **given) as peer:
+        held = peer.params
+        patch.setattr(where, name, broken)
+        for _ in peer.steps():
+          held = peer.sync(held, tokens=1, opt_state=peer.opt_state)
+    assert raised.value is error and peer.clock is None
+    with pytest.raises(diloco_jax.Ended, match='ended with an error'):
+      peer.sync(held, tokens=1, opt_state=peer.opt_state)
+
+  _threads(loop)
+
+
+def test_what_no_checkpoint_can_have_is_refused_at_join(server, tmp_path):
+  given = {'syncer': server.address, 'workdir': tmp_path}
+  with pytest.raises(ValueError, match='opt_state/m is int4, which no checkpoint can have'):
+    with diloco_jax.join(_params(), opt_state={'m': jnp.ones(3, jnp.int4)}, **given):
+      pass
+  complex_ones = {'m': jnp.ones(3, jnp.complex64)}
+  with diloco_jax.join(_params(), opt_state=complex_ones, **given) as peer:
+    next(peer.steps())
+    peer.sync(peer.params, tokens=1, opt_state={'m': complex_ones['m'] * 2j})
+  with diloco_jax.join(_params(), opt_state=complex_ones, **given) as peer:
+    assert complex(peer.opt_state['m'][0]) == 2j
 
 
 def test_loops_over_mutual_tls(tmp_path):
