@@ -161,6 +161,8 @@ class Peer:
         raise ValueError(f'metrics: {name} is {value!r}, give one number')
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
+      if isinstance(value, jax.Array | np.ndarray):  # read later: the loop may donate or reuse it
+        metrics[name] = jnp.copy(value) if isinstance(value, jax.Array) else float(value)
     parts = states.split(params, opt_state)
     self._rebuild = parts.rebuild
     if not self._taken:  # a first step, on arrays that are not the run's

@@ -100,7 +100,7 @@ def on_all(tree: Any, params: Any) -> Any:
   mesh = next(leaf for leaf in _arrays(params) if not leaf.is_fully_addressable).sharding.mesh
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   is_there = lambda leaf: isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-  put = lambda leaf: leaf if is_there(leaf) else mesh_lib.put(np.asarray(leaf), everywhere)
+  put = lambda leaf: leaf if is_there(leaf) else mesh_lib.put(np.array(leaf), everywhere)
   return jax.tree.map(put, tree)
 
 

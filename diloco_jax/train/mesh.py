@@ -137,6 +137,8 @@ def put_batch(mesh: jax.sharding.Mesh, batch: task_lib.Batch) -> Any:
         f'its first axis, here a multiple of {ways} rows. Nothing is lost: repeat a number once '
         'per row, or close over it in the loss'
       )
-    return put(values, batch_sharding(mesh))
+    return put(
+      np.array(values), batch_sharding(mesh)
+    )  # it may be a view of a buffer that is reused
 
   return jax.tree_util.tree_map_with_path(placed, batch)

@@ -34,7 +34,9 @@ def init_state(
   params = task.init(seed)
   abstract = jax.eval_shape(lambda tree: TrainState(tree, tx.init(task.trained(tree))), params)
   shardings = mesh_lib.tree_shardings(mesh, abstract, task.partition)
-  params = jax.tree.map(mesh_lib.put, params, shardings.params)
+  # The task may write its arrays again; a large frozen one is an np.memmap.
+  own = lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf
+  params = jax.tree.map(lambda leaf, at: mesh_lib.put(own(leaf), at), params, shardings.params)
   opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(task.trained(params))
   return TrainState(params, opt_state), shardings
 

@@ -639,6 +639,35 @@ def test_an_error_in_a_boundary_ends_the_loop_at_once(where, name, error, server
   _threads(loop)
 
 
+def _aligned(value: float) -> np.ndarray:
+  """An array whose memory jax would share."""
+  raw = np.full(64 + 32, value, np.float32)
+  return raw[-raw.ctypes.data // 4 % 16 :][:64]
+
+
+def test_what_a_loop_gives_may_be_written_again(tmp_path):
+  """Arrays of NumPy that join and sync are given, and metrics of NumPy, or donated ones."""
+  params, loss, donated = {'w': _aligned(1.0)}, np.zeros(()), jnp.ones(())
+  spend = jax.jit(lambda one: one + 1, donate_argnums=0)
+  with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
+    moments = {'m': _aligned(1.0)}
+    where = {'syncer': server.address, 'workdir': tmp_path, 'learner': 'l0'}
+    with diloco_jax.join(params, opt_state=moments, **where) as peer:
+      held, expected, params['w'][:] = peer.params, 1.0, 77.0
+      for clock in peer.steps():
+        np.testing.assert_allclose(held['w'], expected, atol=1.0)
+        assert float(peer.opt_state['m'][0]) == 1.0
+        expected -= 0.125
+        params['w'][:], moments['m'][:], loss[...] = np.asarray(held['w']) - 0.125, 1.0, clock
+        metrics = {'loss': loss, 'other': donated}
+        held = peer.sync(params, tokens=1, opt_state=moments, metrics=metrics)
+        params['w'][:], moments['m'][:], loss[...] = 77.0, 77.0, 77.0
+        donated = spend(donated)
+    np.testing.assert_allclose(server.wait(_DEADLINE_S)['w'], expected, atol=1.0)
+  rows = list(diloco_jax.records(tmp_path))
+  assert [row['loss'] for row in rows if row['name'] == 'step'] == list(range(8))
+
+
 def test_what_no_checkpoint_can_have_is_refused_at_join(server, tmp_path):
   given = {'syncer': server.address, 'workdir': tmp_path}
   with pytest.raises(ValueError, match='opt_state/m is int4, which no checkpoint can have'):

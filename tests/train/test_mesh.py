@@ -105,6 +105,17 @@ def test_a_batch_without_rows_is_refused(shape, said):
     mesh_lib.put_batch(mesh, batch)
 
 
+@pytest.mark.parametrize('devices', [1, 2])
+def test_a_batch_may_be_a_view_of_a_buffer_that_is_reused(devices):
+  """A dispatched step reads it later, and jax would share aligned memory."""
+  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=devices), jax.devices()[:devices])
+  raw = np.zeros(64 + 32, np.float32)
+  buffer = raw[-raw.ctypes.data // 4 % 16 :][:64]
+  placed = mesh_lib.put_batch(mesh, {'x': buffer})
+  buffer[:] = 77
+  assert not placed['x'].any()
+
+
 def test_the_error_names_the_tensor_that_does_not_split():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(tensor=4), jax.devices()[:4])
   tree = {'layers': [{'key': jax.ShapeDtypeStruct((16, 2, 8), np.float32)}]}
