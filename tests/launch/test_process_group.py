@@ -53,14 +53,18 @@ if not again:
 
 
 @pytest.mark.parametrize(
-  'refused, other',
-  [(1, 'sys.exit(75)'), (0, 'sys.exit(0)'), (1, 'signal.sigtimedwait([], 60); sys.exit(3)')],
+  'refused, other, last_words_s',
+  [
+    (1, 'sys.exit(75)', 30),
+    (0, 'sys.exit(0)', 30),
+    (1, 'signal.sigtimedwait([], 60); sys.exit(3)', 0.1),  # and it is ended
+  ],
 )
 def test_exit_42_of_any_host_is_final_whatever_the_other_does(
-  tmp_path, monkeypatch, refused, other
+  tmp_path, monkeypatch, refused, other, last_words_s
 ):
   """A follower that is refused makes the lead fail, and either may be gone before the other."""
-  monkeypatch.setattr(process_group, 'LAST_WORDS_S', 30)
+  monkeypatch.setattr(process_group, 'LAST_WORDS_S', last_words_s)
   script = f"""
 wait_for_others()
 if host == {refused}:

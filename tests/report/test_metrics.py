@@ -76,7 +76,8 @@ def test_a_program_that_starts_again_tells_of_itself_alone(tmp_path):
   assert found['diloco_learner_loss', 'l0'] == 2.5 and found['diloco_learner_step', 'l0'] == 120
 
 
-def test_it_only_reads_and_has_one_thread_whoever_connects(tmp_path):
+def test_it_only_reads_and_has_one_thread_whoever_connects(tmp_path, monkeypatch):
+  monkeypatch.setattr(serve._Metrics, 'timeout', 0.5)
   before = threading.active_count()
   port = serve.serve_metrics(stdlib_lm.get_config('tiny'), str(tmp_path), 'l0', 0)
   with contextlib.ExitStack() as open_ones:

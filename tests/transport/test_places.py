@@ -37,7 +37,6 @@ LIMITS = link.Limits(
   stay_s=0.3,
   drain_s=1.0,
 )
-HASTY = dataclasses.replace(LIMITS, handshake_s=10.0, member_s=10.0)
 
 
 @pytest.fixture(name='made')
@@ -138,26 +137,28 @@ def test_members_are_never_displaced(made):
   assert first.hears().message == messages.Heartbeat()
 
 
-def test_a_session_without_a_join_gives_its_place_back(made):
-  syncer = made.syncer(HASTY)
-  silent = made.learner(syncer)
-  number = opened(syncer, silent)
-  assert 'no Join within 10 s' in silent.hears().reason
-  assert syncer.hears() == events.Disconnected(session=number, reason='no Join within 10 s')
-  assert "sessions that became no learner's: 1, the last one: no Join" in made.said.get(
-    timeout=ends.DEADLINE_S
-  )
-
-
-def test_a_session_that_is_not_admitted_gives_its_place_back(made):
-  syncer = made.syncer(HASTY)
+@pytest.mark.parametrize(
+  'joins, reason', [(False, 'no Join within 5 s'), (True, 'not admitted as a learner within 15 s')]
+)
+def test_a_session_that_becomes_no_learners_gives_its_place_back(made, monkeypatch, joins, reason):
+  timers = []  # they end when the test says so
+  later = lambda *timer: timers.append(timer) or threading.Timer(ends.DEADLINE_S, print)
+  monkeypatch.setattr(grpc_session, 'start_timer', later)
+  syncer = made.syncer()
   learner = made.learner(syncer)
   number = opened(syncer, learner)
-  learner.transport.send(1, samples.join())
-  syncer.hears()
-  syncer.transport.send(number, messages.Offer(run='r0', incarnation=1))
-  assert learner.hears().message == messages.Offer(run='r0', incarnation=1)
-  assert 'not admitted as a learner within 10 s' in learner.hears().reason
+  if joins:
+    learner.transport.send(1, samples.join())
+    syncer.hears()
+    syncer.transport.send(number, messages.Offer(run='r0', incarnation=1))
+    assert learner.hears().message == messages.Offer(run='r0', incarnation=1)
+  ((_, expire, _),) = [timer for timer in timers if timer[2:] == (reason,)]
+  expire(reason)
+  assert reason in learner.hears().reason
+  assert syncer.hears() == events.Disconnected(session=number, reason=reason)
+  assert f"sessions that became no learner's: 1, the last one: {reason}" in made.said.get(
+    timeout=ends.DEADLINE_S
+  )
 
 
 def test_a_line_of_a_kind_is_said_once_a_minute_with_its_count():
