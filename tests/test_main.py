@@ -13,18 +13,9 @@ import diloco_jax
 from diloco_jax import __main__, commands
 from diloco_jax.launch import cli
 from diloco_jax.verification import commands as verification_commands
+from tests.launch.lib.command_line import diloco
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-
-def diloco(*words: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', *words],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    check=False,
-  )
 
 
 def test_the_list_of_commands_is_that_of_the_folders():

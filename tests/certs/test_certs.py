@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 from concurrent import futures
 
 import pytest
@@ -11,6 +9,7 @@ from cryptography.hazmat.primitives import serialization
 
 from diloco_jax.certs import allowlist, authority, check, names, private, proofs
 from tests.certs import mint
+from tests.launch.lib import command_line
 
 NOW = proofs.utc_now()
 
@@ -21,13 +20,7 @@ def owner(tmp_path):
 
 
 def diloco_certs(folder, *words):
-  ended = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'certs', *words],
-    cwd=folder,
-    env={**os.environ, 'PYTHONPATH': os.getcwd()},
-    capture_output=True,
-    text=True,
-  )
+  ended = command_line.diloco('certs', *words, cwd=folder)
   assert ended.stderr.count('\n') <= 1 and 'Traceback' not in ended.stderr, ended.stderr
   return ended.returncode, ended.stdout + ended.stderr
 

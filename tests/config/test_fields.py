@@ -1,12 +1,10 @@
 """Every field of the config has a doc, which `--help` shows with its type and default."""
 
-import subprocess
-import sys
-
 import pytest
 
 from diloco_jax.config import fields
 from diloco_jax.protocol import config as protocol_config
+from tests.launch.lib import command_line
 
 FIELDS = {field.name: field for field in fields.walk()}
 
@@ -32,8 +30,6 @@ def test_a_field(name: str, kind: str, default: str, doc: str):
 
 
 def test_help_shows_every_field():
-  command = [sys.executable, '-m', 'diloco_jax', 'train', '--help']
-  done = subprocess.run(command, text=True, capture_output=True, check=False)
-  shown = ' '.join(done.stdout.split())
+  shown = ' '.join(command_line.diloco('train', '--help').stdout.split())
   for field in FIELDS.values():
     assert ' '.join(field.text().split()) in shown

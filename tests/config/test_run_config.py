@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
+from tests.launch.lib import command_line
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PROGRAM = """
@@ -29,9 +29,7 @@ cli.run_main(main, default_config='stdlib_lm:cpu')
 
 def launched(*flags: str) -> subprocess.CompletedProcess:
   """A program that defines --config, run with these flags from the root of the repo."""
-  return subprocess.run(
-    [sys.executable, '-c', _PROGRAM, *flags], cwd=_ROOT, text=True, capture_output=True, check=False
-  )
+  return command_line.python('-c', _PROGRAM, *flags)
 
 
 @pytest.mark.parametrize('variant', stdlib_lm.VARIANTS)

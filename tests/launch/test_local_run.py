@@ -5,8 +5,6 @@ import copy
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 from concurrent import futures
 
@@ -18,6 +16,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder, spec
 from diloco_jax.report import facts, records
 from diloco_jax.storage import files
+from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
 
 
@@ -269,8 +268,7 @@ sys.exit(local_run.run(config, workdir, carry_out, ['train']))
 @pytest.mark.parametrize('why', ['a fault', 'a full disk'])
 def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
   """The disk of the output is full at the end, or the report itself has a fault."""
-  command = [sys.executable, '-c', _ENDED, str(tmp_path / 'run'), why]
-  done = subprocess.run(command, capture_output=True, encoding='utf-8')
+  done = command_line.python('-c', _ENDED, tmp_path / 'run', why)
   assert done.returncode == 0, done.stderr
   told = re.fullmatch(r'error: the summary is missing .* Later: (.*)\n', done.stderr)
   assert told[1] == f'diloco report {tmp_path}/run'

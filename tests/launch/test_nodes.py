@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 from concurrent import futures
 
 import jax
@@ -158,19 +155,10 @@ cli.run_main(lambda argv: syncer_node.main(
 """
 
 
-def _process(script: str, workdir: pathlib.Path) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, '-c', script, str(workdir)],
-    env={**os.environ, 'JAX_NUM_CPU_DEVICES': '2', 'PYTHONPATH': os.getcwd()},
-    capture_output=True,
-    text=True,
-  )
-
-
 def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
   with contextlib.closing(files.Files(tmp_path / 'islands' / 'l0' / 'ckpt')) as folder:
     folder.lock('learner')
-    ended = _process(_LEARNER, tmp_path)
+    ended = command_line.python('-c', _LEARNER, tmp_path, JAX_NUM_CPU_DEVICES='2')
   assert ended.returncode == cli.NEVER_RETRY
   assert f'l0/ckpt is already used by learner pid {os.getpid()}' in ended.stderr
 
@@ -180,7 +168,8 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_pat
   record = tmp_path / node / 'ckpt' / '1' / 'record' / 'data.json'
   record.parent.mkdir(parents=True)
   record.write_text('{')
-  ended = _process(_SYNCER if node == 'syncer' else _LEARNER, tmp_path)
+  script = _SYNCER if node == 'syncer' else _LEARNER
+  ended = command_line.python('-c', script, tmp_path, JAX_NUM_CPU_DEVICES='2')
   assert ended.returncode == cli.DISK_FAILED
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
   assert f'none of the checkpoints [1] under {tmp_path / node}/ckpt can be read' in line

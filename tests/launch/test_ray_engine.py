@@ -5,7 +5,6 @@ import dataclasses
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -99,13 +98,7 @@ def test_an_environment_without_ray_is_refused(request_of_a_run, tmp_path):
     '--config.sync.learners=2',
     '--config.sync.quorum=2',
   )
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'launch', '--config=stdlib_lm:tiny', *words],
-    cwd=command_line.ROOT,
-    capture_output=True,
-    text=True,
-    timeout=DEADLINE_S,
-  )
+  done = command_line.diloco('launch', '--config=stdlib_lm:tiny', *words)
   assert done.returncode == NEVER, done.stderr
   assert f'error: {sys.executable} has no Ray: {sys.executable} -m pip install ray' in done.stderr
 

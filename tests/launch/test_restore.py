@@ -12,8 +12,6 @@ import pathlib
 import random
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -361,13 +359,7 @@ files.Files.{call} = fail
 __main__.main()
 """
   words = (f'--workdir={workdir}', '--to=299')
-  ended = subprocess.run(
-    [sys.executable, '-c', script, 'restore', *words],
-    cwd=pathlib.Path(__file__).parents[2],
-    text=True,
-    capture_output=True,
-    check=False,
-  )
+  ended = command_line.python('-c', script, 'restore', *words)
   assert ended.returncode == cli.DISK_FAILED, ended.stderr
   assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):

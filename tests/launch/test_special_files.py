@@ -18,6 +18,7 @@ from diloco_jax.storage import arrays, files, tapes
 from diloco_jax.train import corpus_files, tokenizer
 from diloco_jax.transport import addresses
 from tests.certs import mint
+from tests.launch.lib import command_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(120)  # before, most of these waited for ever
@@ -112,7 +113,7 @@ def test_certificates_and_lists_are_regular_files(file: str, tmp_path):
   folder = mint.owner(tmp_path / 'certs').folder / names.SYNCER
   (folder / file).unlink()
   os.mkfifo(folder / file, 0o600)
-  done = diloco('certs', 'check', str(folder))
+  done = command_line.diloco('certs', 'check', str(folder))
   assert done.returncode == 42 and f'{file} is no regular file' in done.stderr
   if file in check.FILES:
     assert check.problems(folder, names.SYNCER, proofs.utc_now()) == [
@@ -150,12 +151,8 @@ def test_a_command_names_it_in_one_line(word: str, tmp_path):
   os.mkfifo('pipe.py')
   reader, writer = os.pipe()
   word = word.replace('PIPE', f'{tmp_path}/pipe.py').replace('NUMBER', str(reader))
-  done = diloco('train', word, pass_fds=(reader,))
+  command = [sys.executable, '-m', 'diloco_jax', 'train', word]
+  done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, pass_fds=(reader,))
   os.close(reader), os.close(writer)
   assert done.returncode == 42 and done.stderr.count('\n') == 1, done.stderr
   assert 'is a named pipe' in done.stderr or 'is a link to a named pipe' in done.stderr
-
-
-def diloco(*words: str, **how) -> subprocess.CompletedProcess:
-  command = [sys.executable, '-m', 'diloco_jax', *words]
-  return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False, **how)

@@ -10,7 +10,6 @@ import itertools
 import pathlib
 import re
 import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -18,6 +17,7 @@ import yaml
 
 from diloco_jax.report import records
 from tests import interpreters
+from tests.launch.lib import command_line
 from tests.release import releases
 
 ROOT = releases.ROOT
@@ -58,8 +58,7 @@ def _optional() -> set[str]:
 
 
 def _bare(*words: str) -> str:
-  command = [sys.executable, '-c', _BARE, ','.join(_optional()), *words]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  done = command_line.python('-c', _BARE, ','.join(_optional()), *words)
   assert done.returncode == 0, done.stderr
   return done.stdout
 

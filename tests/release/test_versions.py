@@ -8,8 +8,6 @@ import json
 import pathlib
 import re
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,6 +30,7 @@ from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim, stored
 from diloco_jax.transport import chunks, control_crc
 from diloco_jax.verification.replay import tape_files
+from tests.launch.lib import command_line
 from tests.protocol import single
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -234,8 +233,7 @@ def _open_track(here: pathlib.Path) -> None:
 
 def _diloco(*words: str) -> None:
   """Runs a command; raises its line if it ends with 42."""
-  command = [sys.executable, '-m', 'diloco_jax', *words]
-  done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+  done = command_line.diloco(*words)
   if done.returncode == 42:
     raise formats.OtherFormat(done.stderr)
   assert not done.returncode, done.stderr

@@ -21,6 +21,7 @@ from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts, folder, page, serve, state, summary
+from tests.launch.lib import command_line
 from tests.report.rows import add, child, exited, member, row, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -207,9 +208,7 @@ def test_the_command_serves_a_run_until_ctrl_c(workdir):
     url = program.stdout.readline().strip()
     assert ask(int(url.strip('/').rpartition(':')[2]), '/run.json')[0] == 200
     port = url.strip('/').rpartition(':')[2]
-    done = subprocess.run(
-      [*command, f'--port={port}'], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = command_line.diloco('status', f'--workdir={workdir}', f'--port={port}')
     assert done.returncode == 42 and f'port {port} is in use' in done.stderr
     program.send_signal(signal.SIGINT)
     assert program.wait(60) == 0

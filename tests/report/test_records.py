@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import pathlib
 import re
 import resource
-import subprocess
 import sys
 import typing
 from typing import Any
@@ -18,6 +16,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts, records, run_facts, state
+from tests.launch.lib import command_line
 from tests.report.rows import member, row, synced
 
 
@@ -149,13 +148,7 @@ print('ended')
 
 def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
   """A queue behind a writer that has died would block the step thread. No half of a fact stays."""
-  ended = subprocess.run(
-    [sys.executable, '-c', _FILLS_ITS_DISK, str(tmp_path)],
-    cwd=pathlib.Path(__file__).parents[2],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
+  ended = command_line.python('-c', _FILLS_ITS_DISK, tmp_path)
   assert ended.stdout == 'ended\n'
   assert ended.stderr.count('records are incomplete') == 1
   lines = (tmp_path / 'records' / 'l0.jsonl').read_text().splitlines()

@@ -9,8 +9,6 @@ import pathlib
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import types
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from diloco_jax.storage import arrays, checkpoint, tree_digest
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
+from tests.launch.lib import command_line
 
 
 def _state(value: float):
@@ -228,9 +227,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
         pass
       os.kill(os.getpid(), signal.SIGKILL)
       """)
-  died = subprocess.run(
-    [sys.executable, '-c', child, str(tmp_path)], capture_output=True, text=True, timeout=120
-  )
+  died = command_line.python('-c', child, tmp_path)
   assert died.returncode == -signal.SIGKILL, died.stderr
   assert list(tmp_path.glob('2*tmp*')), 'the save was over before the kill'
 
@@ -309,13 +306,7 @@ for text in ('Event loop is closed', 'another'):
 
 
 def test_threads_of_a_failed_save_print_no_traceback():
-  ended = subprocess.run(
-    [sys.executable, '-c', _IN_A_THREAD_OF_TENSORSTORE],
-    cwd=pathlib.Path(__file__).parents[2],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  ended = command_line.python('-c', _IN_A_THREAD_OF_TENSORSTORE)
   assert ended.stderr.splitlines() == ['said another'] and ended.returncode == 0
 
 

@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import resource
-import subprocess
 import sys
 
 import jax
@@ -16,10 +15,10 @@ from diloco_jax.protocol import events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
+from tests.launch.lib import command_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / 'tests' / 'protocol' / 'tape' / 'golden'
-DEADLINE_S = 150
 
 
 def golden() -> tuple[tape.Start, list[tape.Record]]:
@@ -42,17 +41,6 @@ def write(workdir: pathlib.Path, segment_bytes: int = tapes.SEGMENT_BYTES) -> ta
 
 def names(workdir: pathlib.Path) -> list[str]:
   return sorted(path.name for path in (workdir / tapes.TAPES).iterdir())
-
-
-def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'replay', *map(str, words)],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    timeout=DEADLINE_S,
-    **more,
-  )
 
 
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
@@ -188,7 +176,7 @@ def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
     words = out.crash(1, strange, raised.value)
   path = tmp_path / tapes.TAPES / 'l1.1.0.jsonl'
   assert words.split('diloco replay ')[1] == str(path)
-  done = program(path)
+  done = command_line.diloco('replay', path)
   assert done.returncode == 0 and 'identical: 1 events' in done.stdout, done
   assert 'crashes as recorded' in done.stdout and 'TypeError: not an event' in done.stdout
   assert 'machine.py", line' in done.stdout
@@ -305,7 +293,7 @@ def test_the_program_shows_a_divergence_and_continues(tmp_path):
       out.record(turn.now_ns, turn.event, turn.actions[1:])
   write(tmp_path)
   (tmp_path / tapes.TAPES / 'l1.4.0.jsonl').write_bytes(b'{}\n')
-  done = program(tmp_path)
+  done = command_line.diloco('replay', tmp_path)
   assert done.returncode == 1
   assert re.search(r'^l1\.2: diverges at turn \d+:$', done.stdout, re.MULTILINE)
   assert '  recorded  nothing\n  replayed  {' in done.stdout
@@ -326,7 +314,7 @@ def test_the_program_shows_a_divergence_and_continues(tmp_path):
   ],
 )
 def test_the_program_refuses_in_one_line(words, error):
-  done = program(*words)
+  done = command_line.diloco('replay', *words)
   assert done.returncode == 42 and not done.stdout
   assert done.stderr.startswith('error: ') and error in done.stderr
   assert len(done.stderr.splitlines()) == 1
@@ -335,12 +323,4 @@ def test_the_program_refuses_in_one_line(words, error):
 def test_the_program_starts_without_jax():
   module = 'diloco_jax.verification.commands.replay'
   code = f'import sys, {module}; print({{"jax", "numpy"}} & sys.modules.keys())'
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    timeout=DEADLINE_S,
-    check=True,
-  )
-  assert done.stdout == 'set()\n'
+  assert command_line.python('-c', code).stdout == 'set()\n'

@@ -45,12 +45,17 @@ for argv in json.load(sys.stdin):
 """
 
 
-def diloco(
-  *words: str, cwd: pathlib.Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def diloco(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
   """Runs a command to its end."""
+  return python('-m', 'diloco_jax', *words, **how)
+
+
+def python(
+  *words: object, cwd: pathlib.Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+  """Runs Python to its end."""
   return subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', *words],
+    [sys.executable, *map(str, words)],
     cwd=cwd,
     env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
     capture_output=True,

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import pathlib
 import resource
-import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +14,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification.commands import plan as command
 from diloco_jax.verification.sim import network
 from diloco_jax.verification.virtual import conditions, plan
+from tests.launch.lib import command_line
 
 ROOT = pathlib.Path(__file__).parents[3]
 GIB = 1 << 30
@@ -100,13 +99,7 @@ def test_links_are_of_all_or_of_some_and_may_be_shared():
 
 def test_the_command_refuses_a_run_that_cannot_fit_and_says_what_to_change():
   words = '--config=own_loop --parameters=25e6 --step_s=0.25 --link=l1=20Mbit'.split()
-  ended = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax', 'plan', *words, '--json'],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    check=False,
-  )
+  ended = command_line.diloco('plan', *words, '--json')
   assert ended.returncode == 42
   found = json.loads(ended.stdout)
   on_time = found['learners']['on_time']
