@@ -34,6 +34,7 @@ from diloco_jax.protocol.syncer import shards as shards_lib
 from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
+REST = 4  # leases between two waits for all: a member that never answers costs a fifth of the time
 
 
 class Gathering:
@@ -69,7 +70,8 @@ class Gathering:
     # that it does not send although nothing was said of them.
     self._kept = messages.kept(config.rebases)
     self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
-    # Fragments that have had no outer step since the process began, or the last learner was lost.
+    # Fragments that have had no outer step since the process began, the last learner was lost, or
+    # all trained on without one (a full disk, a suspended machine).
     self._unmerged = set(range(config.fragments))
     self._all_ns: int | None = None  # until when the first outer steps of these wait for all
     self.synced = self.cancelled = 0
@@ -135,8 +137,13 @@ class Gathering:
     if self._config.closing(gather.sync) or self._config.waits_for_live:
       return self._config.lease_ns
     step_ns = pace_lib.step_ns(self._members)
-    last = self._published.fragments[gather.fragment].last_sync
-    if gather.fragment in self._unmerged and gather.sync - last >= 2 * self._tempo.period:
+    last, periods = self._published.fragments[gather.fragment].last_sync, 2 * self._tempo.period
+    clocks = [member.clock for member in self._members.live() if member.caught_up]
+    if pace_lib.lower_median(clocks) - last > periods:
+      self._unmerged.add(gather.fragment)
+      if now_ns - (self._all_ns or now_ns) > REST * self._config.lease_ns:
+        self._all_ns = None
+    if gather.fragment in self._unmerged and gather.sync - last >= periods:
       # One lease for all fragments: else a learner that never answers would take one of each. Then
       # the steps in which others answer.
       self._all_ns = self._all_ns or now_ns + self._config.lease_ns
@@ -335,9 +342,7 @@ class Gathering:
     payloads = sorted(gather.payloads.items())
     gather.move('merging')
     self._unmerged.discard(gather.fragment)
-    steps = [message.steps for _, (message, _) in payloads]
-    alone = len(steps) == 1 < len(self._members.by_session)
-    shared_steps = 0 if alone else pace_lib.lower_median(steps)
+    shared_steps = self._shared_steps(gather)
     gather.participants = tuple(
       self._participant(learner, message, payload_id, shared_steps)
       for learner, (message, payload_id) in payloads
@@ -350,6 +355,19 @@ class Gathering:
       member.merged_ns, member.rejected = now_ns, 0
     version = self._published.fragments[gather.fragment].version + 1
     self.grace.merge_began(gather.fragment, version, now_ns)
+
+  def _shared_steps(self, gather: gather_lib.Gather) -> int:
+    """The steps since the last outer step of the fragment, as payloads and clocks show them: the
+    lower median of the participants, or of all if there is one, that were there all the time."""
+    last = self._published.fragments[gather.fragment].last_sync
+    given = {learner: message.steps for learner, (message, _) in gather.payloads.items()}
+    there = [
+      max(given.get(one.learner, 0), one.clock - last)
+      for one in self._members.live()
+      if (one.learner in given or len(given) == 1 and one.caught_up)
+      and (one.since is None or one.since[0] <= last)
+    ]
+    return pace_lib.lower_median(there or [*given.values()])
 
   def merging_from(self, fragment: int) -> dict[tuple[str, int], int]:
     """Of each (learner, incarnation) in an outer step of a fragment that is in progress: where the

@@ -15,8 +15,10 @@ middle the larger one is usual for the upper limit, the smaller one for the lowe
 vote makes no norm too small, not even the voter's: its first norms may have been the wrong ones.
 There are no limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be
 longer in proportion, because learners keep training while the syncer is down; but then all of them
-do, so the steps that count are at most LONGER times the larger of the usual steps and the lower
-median over the participants. One participant alone has that median only if no other learner lives.
+do, so the steps that count are at most LONGER times the largest of the usual steps, the period and
+the steps that the participants share: the lower median of what payloads and clocks show since the
+last outer step of the fragment, of the participants, or, if there is only one, of all live
+learners; without those that joined later, who cannot know how long the others were kept waiting.
 
 A norm is not too large if it is `common`: if more than half of the live learners have such norms in
 this outer step, then all have grown.
@@ -123,7 +125,8 @@ class Usual:
       norm, usual_steps = medians(self.votes(lower=True), lower=True)
       least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
     norm, usual_steps = medians(votes)
-    longer = min(steps, LONGER * max(usual_steps, shared_steps), GROWTH * usual_steps)
+    shared_steps = max(usual_steps, shared_steps, config.period)
+    longer = min(steps, LONGER * shared_steps, GROWTH * usual_steps)
     longer = max(longer, usual_steps)
     return least, config.norm_factor * norm * longer // usual_steps
 

@@ -183,6 +183,8 @@ class Session:
   control: dict[str, int]
   bulk: dict[str, int]
   broken: bool = False
+  # By direction whose sender's host has lost power: when the last that had left it arrives.
+  last_ns: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def end(self, side: str) -> tuple[Any, int]:
     """The process at this end and the number that it uses for the session."""
@@ -297,10 +299,13 @@ class Network:
 
   def gone(self, process: Any, silent: bool = False) -> None:
     """The process has ended: messages that it had sent still arrive, then its peers are told,
-    unless its host has lost power too (`silent`)."""
+    unless its host has lost power too (`silent`): what is in flight arrives, nothing else."""
     for session in self.of(process):
-      side = 'learner' if process is session.learner else 'syncer'
+      side, lane = ('learner', 'up') if process is session.learner else ('syncer', 'down')
       if silent:
+        link = session.link
+        flight_ns = (link.up_ns if lane == 'up' else link.down_ns) + link.delay_ns + link.jitter_ns
+        session.last_ns[lane] = self._engine.now_ns + flight_ns
         self._forget(session, side)
       else:
         self._close_end(session, side, dead=True)
@@ -329,10 +334,10 @@ class Network:
 
   def _carry(self, session: Session, lane: str, time_ns: int, deliver: Deliver) -> None:
     def arrive() -> None:
-      if session.broken:
+      if session.broken or self._engine.now_ns > session.last_ns.get(lane, math.inf):
         return
       if lane in session.link.cut:
-        session.link.held.append((lane, deliver))
+        session.link.held.append((lane, arrive))
       else:
         deliver()
 

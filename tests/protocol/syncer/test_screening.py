@@ -139,6 +139,85 @@ def test_a_norm_that_is_common_among_the_live_learners_is_not_too_large():
   assert left_out(far, far, BAD, 800 * far, live=4) == ('l2', 'l3')
 
 
+# --- Steps that the learners share after a stall --------------------------------------------------
+
+
+class Stalled:
+  """A syncer with quorum 1 whose disk was full after 9 outer steps of l0 and l1, norms of 2."""
+
+  def __init__(self, *steps: int, joined: bool = False):
+    """In the last one each has made so many steps; `joined`: l1 is another process since."""
+    self.machine, _ = single.joined(quorum=1, learners=2, total_steps=400, norm_factor=10)
+    self.lease_ns = self.machine._config.lease_ns
+    self.now_ns, self.tokens, self.merges = 2, 0, []
+    self.send(2, single.join(learner='l1', nonce=8))
+    self.send(2, single.confirm(nonce=8))
+    for sync in range(2, 20, 2):
+      self.contribute(sync, 0, 1, to=10 * sync - 10)
+      for m in (0, 1):
+        self.send(m + 1, single.progress(sync))
+      for m in (0, 1) if sync == 18 else ():
+        self.send(m + 1, single.progress(sync + steps[m]))
+      done = dataclasses.replace(single.merge_done(sync), norms=(2 * UNIT, 2 * UNIT))
+      self.handle(done)
+      for m in (0, 1):
+        adopted = messages.Adopted(fragment=0, version=sync // 2, tokens=self.tokens, matched=True)
+        self.send(m + 1, adopted)
+    if joined:
+      self.handle(events.Disconnected(session=2, reason='killed'))
+      self.send(3, single.join(learner='l1', nonce=9))
+      self.send(3, dataclasses.replace(single.confirm(nonce=9), incarnation=2))
+    self.sync = self.machine.clock
+    self.merges.clear()
+
+  def handle(self, event: events.Event) -> None:
+    self.now_ns += self.lease_ns // 100
+    out = self.machine.handle(self.now_ns, event)
+    self.machine.check()
+    self.merges += [one for one in out if isinstance(one, actions.Merge)]
+
+  def send(self, session: int, message: messages.Message, payload_id: int | None = None) -> None:
+    self.handle(single.received(session, message, payload_id))
+
+  def contribute(self, sync: int, *learners: int, to: int) -> None:
+    """They answer with all that they have trained up to the token `to`."""
+    for m in learners:
+      self.send(m + 1, single.progress(to // 10))
+      said = single.contribution(sync, self.tokens, to, shard=m)
+      steps, version = (to - self.tokens) // 10, self.machine.state()['versions'][0]
+      self.send(m + 1, dataclasses.replace(said, steps=steps, version=version), payload_id=m)
+    self.tokens = to
+
+  def limits(self) -> list[int]:
+    return [one.limit for merge in self.merges for one in merge.participants]
+
+
+def test_after_a_stall_the_first_outer_step_waits_for_all_and_no_honest_norm_is_too_large():
+  """D1b: a full disk, and each learner had 150 steps when it could write again."""
+  run = Stalled(150, 150)
+  run.contribute(run.sync, 0, to=1680)
+  assert not run.merges
+  run.now_ns += run.lease_ns // 2
+  run.send(2, messages.Heartbeat())
+  assert not run.merges
+  run.send(2, messages.Decline(sync=run.sync, fragment=0, reason='empty', tokens_to=170))
+  assert run.limits() == [20 * screening.GROWTH * UNIT]
+
+
+def test_who_lived_on_while_the_others_began_anew_is_not_measured_by_them():
+  """D1: l0 lived on, l1 has joined a moment ago and knows nothing of the stall."""
+  run = Stalled(150, 0, joined=True)
+  run.send(1, single.progress(168))
+  run.contribute(run.machine.clock, 0, to=1680)
+  assert run.limits() == [20 * screening.GROWTH * UNIT]
+
+
+def test_the_steps_of_one_learner_do_not_count_where_the_clock_of_another_does_not_show_them():
+  run = Stalled(150, 2)
+  run.contribute(run.machine.clock, 0, to=1680)
+  assert run.limits() == [20 * screening.LONGER * UNIT]
+
+
 # --- Strikes and quarantine -----------------------------------------------------------------------
 
 
