@@ -32,7 +32,10 @@ def of_hosts(folder, script: str, hosts: int = 2):
   'hang', ['threading.Event().wait()', 'os.kill(os.getpid(), signal.SIGSTOP)']
 )
 @pytest.mark.parametrize('victim', [0, 1])
-def test_a_host_that_dies_takes_the_others_along_and_all_come_back(tmp_path, victim, hang):
+def test_a_host_that_dies_takes_the_others_along_and_all_come_back(
+  tmp_path, monkeypatch, victim, hang
+):
+  monkeypatch.setattr(process_group, 'LAST_WORDS_S', 0.1)
   script = f"""
 assert os.environ["HOST"] == words["--host"]
 if not again:
