@@ -94,34 +94,36 @@ def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
   path.write_text(json.dumps({**values, name: json_files.sha256(values)}), encoding='utf-8')
 
 
-def test_names_that_are_no_ids_never_become_paths(whole, tmp_path):
-  """In the books of a checkpoint, and in the note of a restore."""
-  assert len(NAMES) >= 60
+@pytest.mark.parametrize(
+  'way, values',
+  [
+    (('protocol', 'members', 0, 'learner'), NAMES),  # none becomes a path
+    (('protocol', 'log'), NUMBERS),
+    (('step',), NUMBERS),
+    (('data_state',), NUMBERS),
+  ],
+)
+def test_a_checkpoint_with_a_name_or_a_number_that_is_none_is_passed_over(whole, way, values):
   place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
-  before = place.read_bytes()
-  restore_note.write(tmp_path, restore_note.Note(done=True, gone=('l0',)))
-  note = tmp_path / 'syncer' / restore_note.FILE
-  for name in NAMES:
-    _resaved(place, _set('protocol', 'members', 0, 'learner', to=name))
-    assert restores._choose(whole / 'run').clock == 105, name
+  folder, before = place.parents[1], place.read_bytes()
+  try:
+    for value in values:
+      _resaved(place, _set(*way, to=value))
+      with pytest.raises((ValueError, checkpoint.CheckpointError)):
+        restore._require_state(checkpoint.machine_state(folder), folder)
+    assert restores._choose(whole / 'run').clock == 105
+  finally:
     place.write_bytes(before)
-    _resaved(note, _set('gone', to=[name]))
+  gc.collect()
+
+
+def test_a_note_of_a_restore_with_a_name_that_is_none_is_refused(tmp_path):
+  assert len(NAMES) >= 60
+  restore_note.write(tmp_path, restore_note.Note(done=True, gone=('l0',)))
+  for name in NAMES:
+    _resaved(tmp_path / 'syncer' / restore_note.FILE, _set('gone', to=[name]))
     with pytest.raises(ValueError, match='does not read back'):
       restore_note.read(tmp_path)
-  gc.collect()
-
-
-@pytest.mark.parametrize('way', [('step',), ('data_state',), ('protocol', 'log')])
-def test_numbers_out_of_range_are_refused(whole, way):
-  place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
-  before = place.read_bytes()
-  for number in NUMBERS:
-    _resaved(place, _set(*way, to=number))
-    try:
-      assert restores._choose(whole / 'run').clock == 105, number
-    finally:
-      place.write_bytes(before)
-  gc.collect()
 
 
 def test_the_operators_words_are_typed_too(config, whole):
