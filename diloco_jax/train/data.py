@@ -19,6 +19,7 @@ reads all of its own files in every pass.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import pathlib
 import zlib
@@ -78,6 +79,17 @@ class Corpus:
 def load_corpus(source: str, tokenizer: str = '') -> Corpus:
   """Reads 'stdlib' (Python's own sources), a directory, or a glob of files (corpus_files.py).
   Raises ValueError: there is no file, or a file or the tokenizer is not usable."""
+  if source == 'stdlib' and not tokenizer:
+    return _stdlib()
+  return _read(source, tokenizer)
+
+
+@functools.cache  # it does not change, and the nodes of a process share its 30 MB
+def _stdlib() -> Corpus:
+  return _read('stdlib', '')
+
+
+def _read(source: str, tokenizer: str) -> Corpus:
   files = corpus_files.list_files(source)
   try:
     if not tokenizer:
