@@ -90,9 +90,14 @@ def make_run(config, workdir: pathlib.Path) -> pathlib.Path:
   return workdir
 
 
+@pytest.fixture(scope='module', name='whole')
+def _whole(config, tmp_path_factory) -> pathlib.Path:
+  return make_run(config, tmp_path_factory.mktemp('whole') / 'run')
+
+
 @pytest.fixture(name='workdir')
-def _workdir(config, tmp_path) -> pathlib.Path:
-  return make_run(config, tmp_path / 'run')
+def _workdir(whole, tmp_path) -> pathlib.Path:
+  return shutil.copytree(whole, tmp_path / 'run')
 
 
 def _contents(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
@@ -267,9 +272,8 @@ def test_another_config_is_refused(workdir):
   assert _contents(workdir) == before
 
 
-def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, tmp_path, monkeypatch):
+def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_path, monkeypatch):
   """No syncer starts from half of it, and the second restore ends where one would have."""
-  whole = make_run(config, tmp_path / 'whole')
   unread = lambda folder, most_bytes: (checkpoint.machine_state(folder), {})
   monkeypatch.setattr(checkpoint, 'verify', unread)  # its arrays do not matter here
   calls = [(pathlib.Path, 'rename'), (restore.outer_log, 'begin'), (json_files, 'replace')]
