@@ -1,5 +1,6 @@
 """A fragment on the syncer without a run: payloads in, its next version out."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -8,6 +9,8 @@ import optax
 
 from diloco_jax.numerics import codecs, fragments, merge
 from diloco_jax.syncer import outer_step as outer_step_lib
+
+_encoder = functools.cache(lambda codec: jax.jit(codec.encode))
 
 
 class Fragment:
@@ -76,7 +79,8 @@ class Fragment:
 
   def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step_lib.Stepped | None:
     """An outer step of these pseudo-gradients."""
-    return self.step([np.asarray(self.codec.encode(row)[0]) for row in deltas_MxN], weights)
+    encode = _encoder(self.codec)
+    return self.step([np.asarray(encode(row)[0]) for row in deltas_MxN], weights)
 
   @property
   def whole(self):
