@@ -42,7 +42,7 @@ def load_params(workdir: str | pathlib.Path) -> Any:
     CheckpointError: the model cannot be read.
     StoreError: the store cannot be read.
   """
-  with local(workdir) as folder:
+  with jax.set_mesh(None), local(workdir) as folder:
     assembled = assemble(folder)
     if (folder / stored.MODEL).is_dir():
       most_bytes = tree_digest_lib.most_bytes(assembled.shapes)

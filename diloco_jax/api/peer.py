@@ -161,8 +161,6 @@ class Peer:
         raise ValueError(f'metrics: {name} is {value!r}, give one number')
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
-      if isinstance(value, jax.Array | np.ndarray):  # read later: the loop may donate or reuse it
-        metrics[name] = jnp.copy(value) if isinstance(value, jax.Array) else float(value)
     parts = states.split(params, opt_state)
     self._rebuild = parts.rebuild
     if not self._taken:  # a first step, on arrays that are not the run's
@@ -180,6 +178,7 @@ class Peer:
       self._arrays.tokens_per_step = tokens
       self._arrays.next_index += 1
       self._synced = True
+      metrics = {name: _own(value) for name, value in metrics.items()}
       self._measure(self.clock, tokens, metrics)
       if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
         made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
@@ -190,9 +189,11 @@ class Peer:
   @contextlib.contextmanager
   def _ends_with_an_error(self) -> Iterator[None]:
     """Around the work of a boundary. Without all of it the machine would wait for ever, so an error
-    ends the learner at once, as a crash would: also an interrupt, or one of memory."""
+    ends the learner at once, as a crash would: also an interrupt, or one of memory. A mesh that the
+    program has set (jax.set_mesh) is the one of its own steps."""
     try:
-      yield
+      with jax.set_mesh(None):
+        yield
     except BaseException as error:
       self.clock, self.failed = None, True
       self._fail(error)
@@ -269,6 +270,13 @@ class Peer:
     self._boundary_ns = time.monotonic_ns()
 
 
+def _own(value: Any) -> Any:
+  """A copy of a metric, which is read later, when the loop may have donated or written it."""
+  if isinstance(value, np.ndarray):
+    return float(value)
+  return jnp.copy(value) if isinstance(value, jax.Array) else value
+
+
 @contextlib.contextmanager
 def join(
   params: Any,
@@ -342,7 +350,8 @@ def join(
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
   params, opt_state, rebuild, in_place = states.split(params, opt_state)
-  params, opt_state = own_arrays.on_devices(params, opt_state)
+  with jax.set_mesh(None):
+    params, opt_state = own_arrays.on_devices(params, opt_state)
   several = hosts.are_several(params)
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
@@ -377,11 +386,12 @@ def join(
       del params, opt_state, model
       saved = peer._arrays.saved(place, learner, config)
       saves = bool(workdir is not None or store) and peer.opt_state is not None
-      found = cleanup.enter_context(saved) if saves else None
       dial = nodes.dialer(assembled, address, access)
       begin = functools.partial(_lead, place, dial, wait_s) if hosts.leads() else _follow
-      ended = begin(peer, assembled, learner, found, event_queue, cleanup)
-      peer._next()
+      with jax.set_mesh(None):  # that of the program is for its own steps
+        found = cleanup.enter_context(saved) if saves else None
+        ended = begin(peer, assembled, learner, found, event_queue, cleanup)
+        peer._next()
       if in_place:
         _ = peer.params  # the loop's objects have them from here on
     if peer.clock is None:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli, nodes, own_model, run_folder, syncer_node
 from diloco_jax.node import threads
@@ -50,7 +52,8 @@ class Server:
     if self._thread.is_alive():
       raise TimeoutError(f'the run has not ended within {timeout_s:g} s')
     self._require_well()
-    return self._syncer.theta.params()
+    with jax.set_mesh(None):  # that of the program has other devices
+      return self._syncer.theta.params()
 
   def _stop(self) -> None:
     self._syncer.stop('the program ended')

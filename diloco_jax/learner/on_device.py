@@ -226,10 +226,12 @@ class Exchange:
     )
 
   def _held(self, kind: split.Kind) -> tuple[exchange.Leaves, jax.ShapeDtypeStruct]:
-    return split.named(kind.leaves), self._like((len(kind.pieces),), np.int32)
+    like = lambda leaf: leaf.update(sharding=split.automatic(leaf.sharding))
+    return split.named(map(like, kind.leaves)), self._like((len(kind.pieces),), np.int32)
 
   def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=self._island.replicated)
+    at = split.automatic(self._island.replicated)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
 
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
@@ -322,6 +324,7 @@ class Exchange:
         leaves[piece.path] = split.put(rows, at)
       else:
         rows = split.put(rows, kind.shardings[place])
+        leaf, rows = (jax.device_put(one, split.automatic(one.sharding)) for one in (leaf, rows))
         leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][place])
     self.launches += 1
     self._assign(p, leaves)

@@ -76,14 +76,11 @@ class Kind(NamedTuple):
 
   def like(self, size: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """A flat array with `size` elements on each device."""
-    return jax.ShapeDtypeStruct((self.parts * size,), dtype, sharding=self.sharding)
+    return jax.ShapeDtypeStruct((self.parts * size,), dtype, sharding=automatic(self.sharding))
 
   def jit(self, function: Callable, out: Any, donate: int | None = None) -> Any:
-    """`function`, whose results lie as `out` says and which consumes its argument `donate`. Inside,
-    the partitioner is free, also where a mesh of the user's own has explicit axes."""
-    mesh = self.sharding.mesh if self.parts > 1 else None
-    if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
-      function = jax.sharding.auto_axes(function, out_sharding=out)
+    """`function`, whose results lie as `out` says and which consumes its argument `donate`. It is
+    lowered for arguments `automatic`."""
     return jax.jit(function, donate_argnums=donate, out_shardings=out)
 
   def on_each(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -153,6 +150,14 @@ class Kind(NamedTuple):
         total += digest.digest(values_n[start:stop], first)
       first += piece.padded_size
     return sum((jax.lax.psum(share, axes) for axes, share in shares.items()), total)
+
+
+def automatic(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+  """The same, but the partitioner is free where a mesh of the user's own has explicit axes."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+  return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def named(values: Iterable[Any]) -> dict[str, Any]:

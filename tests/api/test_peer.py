@@ -185,11 +185,14 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
     assert [path.name for path in (tmp_path / 'new/islands/l0/ckpt').iterdir()] == ['lock']
 
 
-def test_the_same_tree_dtypes_and_shardings_come_back():
-  """Bfloat16 leaves, nested trees and leaves split over a mesh, next to replicated ones."""
-  mesh = jax.make_mesh(
-    (2,), ('x',), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
-  )
+@pytest.mark.parametrize('devices, kind, sets', [(2, 'Auto', 0), (1, 'Explicit', 0),
+                                                 (2, 'Explicit', 4)])  # fmt: skip
+def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
+  """Bfloat16 leaves, nested trees and leaves split over a mesh, next to replicated ones; also if
+  the program has set another mesh (jax.set_mesh)."""
+  mesh = jax.make_mesh((devices,), ('x',), devices=jax.devices()[:devices],
+                       axis_types=(jax.sharding.AxisType[kind],))  # fmt: skip
+  others = jax.make_mesh((sets,), ('y',), devices=jax.devices()[:sets]) if sets else None
   place = lambda value, *spec: jax.device_put(
     value, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
   )
@@ -200,17 +203,20 @@ def test_the_same_tree_dtypes_and_shardings_come_back():
   sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
   with (
     diloco_jax.run_syncer(params, total_steps=8, sync=sync) as server,
+    jax.set_mesh(others),
     diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
   ):
     mine = peer.params
     for _ in peer.steps():
-      mine = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), mine)
+      with jax.set_mesh(mesh):
+        mine = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), mine)
       back = peer.sync(mine, tokens=1)
       assert jax.tree.structure(back) == jax.tree.structure(params)
       for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
         assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
       mine = back
-  assert float(mine['embed'][0, 0]) < 0.5
+    server.wait(_DEADLINE_S)
+  assert np.asarray(mine['embed']).max() < 0.5
 
 
 def test_every_array_keeps_its_place_in_the_tree():
