@@ -468,6 +468,7 @@ def _lead(
     contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
   )
   cleanup.push(lambda kind, *_: records.ended(int(issubclass(kind or int, Exception))))
+  records_lib.report_startup(records, 'restored')
   if own:
     records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
   work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
@@ -475,6 +476,7 @@ def _lead(
   peer._work, peer._say = work, records.say
   peer._post, peer._fail = event_queue.post, event_queue.fail
   work.exchange.compile_all()
+  records_lib.report_startup(records, 'compiled')
   hosts.ready()
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)

@@ -62,16 +62,21 @@ CATEGORIES = (
 PHASES = {'imported': PREP, 'built': RESTORE, 'restored': COMPILE}  # of a start, that follow
 # What a learner may be doing beside these.
 _WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
+_ENDED = _GONE, DOWN, AFTER_END
+FORGOTTEN = '(forgotten)'  # all ids in a ledger that the syncer has dropped (syncer/ledger.py)
 LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Learner:
-  """The account of one learner. `spent_ns`: by category, except those of finished steps."""
+  """The account of one learner. `spent_ns`: by category, except those of finished steps. `lost_ns`:
+  when the syncer lost it: there it ended, unless it says more. `phase`: the last of its start."""
 
   began_ns: int
   at_ns: int  # its time is booked up to here
   doing: str
+  phase: str = ''
+  lost_ns: int | None = None
   joined_ns: int | None = None  # for the first time
   spent_ns: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   times: step_times.StepTimes = dataclasses.field(default_factory=step_times.StepTimes)
@@ -128,12 +133,12 @@ class Book:
     self.ledger: protocol_facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
+    self._syncer_ns: int | None = None  # its last word
     # What a learner waits for, by time; the number of learners that train, by time.
     self._awaited: list[tuple[int, str]] = [(0, QUORUM)]
     self._training: set[str] = set()
     self._trained: set[str] = set()
-    self._running_ns: collections.Counter[int] = collections.Counter()
-    self._running_at_ns: int | None = None
+    self._changes: list[tuple[int, int | None]] = []  # of that number; None: all have left
     self._gaps = step_times.StepTimes()
     self._merged_ns: int | None = None
 
@@ -144,8 +149,9 @@ class Book:
     if name not in self.learners:
       self.learners[name] = Learner(at_ns, at_ns, INIT)
     learner = self.learners[name]
-    if learner.doing in (_TRAINS, _WAITS):  # no record has the end of its last process
-      self.died(name, learner.at_ns, killed=True)
+    if learner.doing not in (*_ENDED, INIT):  # no record has the end of its last process
+      self.died(name, learner.lost_ns or learner.at_ns, killed=True)
+    learner.phase = ''
     if name in self._trained:  # the run goes on with more steps
       self._trained.discard(name)
       self._runs(name, at_ns, False)
@@ -215,14 +221,14 @@ class Book:
   def died(self, name: str, at_ns: int, killed: bool) -> None:
     """A process of a learner has ended: it was killed, or it ended by itself."""
     learner = self._learner(name, at_ns)
+    learner.lost_ns = None
     if learner.doing in (_TRAINS, _WAITS) and not killed:
       learner.doing = DOWN  # it was asked to end after its last step
     self._pass(learner, at_ns)
     self._runs(name, at_ns, False)
     learner.doing = AFTER_END if name in self._trained else DOWN if killed else _GONE
     if self._left:  # the time until the run is resumed is no downtime
-      self._count_until(at_ns)
-      self._running_at_ns = None
+      self._changes.append((at_ns, None))
       self._training.clear()  # also of those that have trained to the end
 
   def _learner(self, name: str, at_ns: int) -> Learner:
@@ -254,6 +260,15 @@ class Book:
 
   def take(self, name: str, at_ns: int, fact: facts.Fact) -> None:
     """A process reports a fact."""
+    if name == 'syncer':
+      began = isinstance(fact, facts.Startup) and fact.phase == 'assembled'
+      if began and self._syncer_ns is not None and not self._syncer_died:
+        self.syncer_died(self._syncer_ns)  # no record has the end of its last process
+      self._syncer_ns = at_ns
+    if learner := self.learners.get(name):
+      if isinstance(fact, facts.Startup) and fact.begins(learner.phase):
+        self.starts(name, at_ns)
+      learner.lost_ns = None  # it was the connection
     match fact:
       case facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
         self.starts(child, at_ns)
@@ -261,10 +276,9 @@ class Book:
         self.syncer_died(at_ns)
       case facts.Exit(child=child, code=code, stopped=stopped):
         self.died(child, at_ns, killed=code != 0 and not stopped)
-      case facts.Startup(phase='compiled') if name not in ids.NO_LEARNERS:
-        self.waits(name, at_ns)
       case facts.Startup(phase=phase) if name not in ids.NO_LEARNERS:
-        self.enters(name, at_ns, PHASES[phase])
+        self.enters(name, at_ns, PHASES.get(phase, _WAITS))
+        self.learners[name].phase = phase
       case facts.Step():
         seconds = fact.seconds, fact.data_s, fact.saving_s, fact.waited_s
         times_ns = (round(one * 1e9) for one in seconds)
@@ -277,9 +291,12 @@ class Book:
         self._members.add(member)
         self._syncer_died = False
         self._await(at_ns)
-      case protocol_facts.Member(state='lost', learner=member):
+      case protocol_facts.Member(state='lost', learner=member, reason=reason):
         self._members.discard(member)
         self._await(at_ns)
+        one = self.learners.get(member)
+        if one and one.doing not in _ENDED and not reason.startswith('left'):
+          one.lost_ns = at_ns
       case protocol_facts.Synced():
         if self._merged_ns is not None:
           self._gaps.add(at_ns - self._merged_ns)
@@ -302,15 +319,10 @@ class Book:
     """Counts the learners that train. One that has trained to the end is not missing."""
     if running == (name in self._training) or name in self._trained:
       return
-    if running and self._running_at_ns is None:
+    if running and (not self._changes or self._changes[-1][1] is None):
       self._merged_ns = None  # no gap reaches over the time in which no learner took part
-    self._count_until(at_ns)
     (self._training.add if running else self._training.discard)(name)
-
-  def _count_until(self, at_ns: int) -> None:
-    if self._running_at_ns is not None:
-      self._running_ns[len(self._training)] += at_ns - self._running_at_ns
-    self._running_at_ns = at_ns
+    self._changes.append((at_ns, 1 if running else -1))
 
   @property
   def _left(self) -> bool:
@@ -328,6 +340,9 @@ class Book:
     """A learner's wall time in ns until now, by category; it adds up to the whole."""
     learner = self.learners[name]
     now = dataclasses.replace(learner, spent_ns=collections.Counter(learner.spent_ns))
+    if now.lost_ns is not None:
+      self._pass(now, now.lost_ns)
+      now.doing = DOWN
     if now.doing == _GONE:
       now.doing = AFTER_END
     self._pass(now, at_ns)
@@ -345,6 +360,15 @@ class Book:
     if self.ledger is None:
       return 0.0
     return self.ledger.learners.get(name, {}).get('merged', 0) / self.ledger.fragments
+
+  @property
+  def untold(self) -> int:
+    """Tokens in the records of learners that are not in the ledger: the syncer heard of none."""
+    if self.ledger is None:
+      return 0
+    told = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
+    more = sum(max(0, one.tokens - told.get(name, 0)) for name, one in self.learners.items())
+    return max(0, more - told.get(FORGOTTEN, 0))
 
   def summary(self, at_ns: int) -> dict[str, Any]:
     """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""
@@ -370,9 +394,14 @@ class Book:
     )
 
   def _uptime(self, at_ns: int) -> float:
-    times_ns = collections.Counter(self._running_ns)
-    if self._running_at_ns is not None and not self._left:
-      times_ns[len(self._training)] += at_ns - self._running_at_ns
+    lost = [(one.lost_ns, -1) for name, one in self.learners.items() if name in self._training]
+    changes = self._changes + [change for change in lost if change[0] is not None]
+    changes.sort(key=lambda change: change[0])  # that a learner had died is known when it is back
+    times_ns, training = collections.Counter(), None
+    for (began_ns, change), (until_ns, _) in zip(changes, [*changes[1:], (at_ns, 0)]):
+      training = None if change is None else (training or 0) + change
+      times_ns[training] += until_ns - began_ns
+    del times_ns[None]
     enough_ns = sum(ns for count, ns in times_ns.items() if count >= self._quorum)
     return enough_ns * _inverse(sum(times_ns.values()))
 

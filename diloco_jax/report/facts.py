@@ -75,10 +75,19 @@ class Startup:
   start. The phases of a syncer: assembled, listens, restored (its checkpoint), recovered (the log),
   ready (every outer step compiled). Of a learner: imported, built (its island), restored (its
   checkpoint), compiled (the step and, without a checkpoint, the exchange; a learner that comes back
-  compiles that while it trains)."""
+  compiles that while it trains). A loop of a user's own has the last two."""
 
   phase: str
   cpu_s: float
+
+  def begins(self, last: str) -> bool:
+    """Whether this is a new process; `last`: the phase that was recorded before, or ''."""
+    again = _STARTUP.index(self.phase) <= _STARTUP.index(last)
+    return again and self.phase != 'compiled'  # one may compile twice
+
+
+_STARTUP = ['', 'imported', 'assembled', 'listens', 'built', 'restored', 'recovered']
+_STARTUP += ['compiled', 'ready']  # in the order of a learner, and of a syncer
 
 
 @protocol_facts.fact

@@ -17,6 +17,7 @@ from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts
 from diloco_jax.report import steps as steps_lib
+from diloco_jax.report import wire as wire_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
@@ -28,10 +29,11 @@ _SAID = {'joined': 'training', 'disconnected': 'alone'}
 @dataclasses.dataclass(slots=True)
 class Process:
   """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
-  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs), or lost, of which the
-  syncer on another machine heard no more."""
+  fact; `phase`: the last of its start; `ended`: done, killed, failed, refused, stopped, '' (still
+  runs), or lost: the syncer lost it, or it began again, and nobody has recorded its end."""
 
   started_s: float
+  phase: str = ''
   steps: int = 0
   first_step_s: float | None = None
   ended_s: float | None = None
@@ -53,7 +55,6 @@ class Learner:
     state: its activity, in a word for people. said: what its supervisor told of it last.
     phase: of a process before its first step: importing, building, restoring, compiling, joining,
       waiting (for other learners); then ''.
-    supervised: a supervisor of this folder has started it.
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
     told: the steps and tokens of all its processes that the syncer has recorded; None: none since
@@ -71,7 +72,6 @@ class Learner:
   state: str = 'waiting'
   phase: str = ''
   said: str = ''
-  supervised: bool = False
   speaks: bool = False
   told: tuple[int, int] | None = (0, 0)
   tells_loss: bool = False
@@ -128,24 +128,6 @@ class Learner:
     return down_s
 
 
-@dataclasses.dataclass(slots=True)
-class Wire:
-  """Bytes through all processes of the syncer, each of which counts from 0."""
-
-  bytes_up: int = 0
-  bytes_down: int = 0
-  bytes_data_parallel: int = 0
-  _last: tuple[int, int] = (0, 0)
-
-  def take(self, traffic: facts.Traffic) -> None:
-    now = traffic.bytes_up, traffic.bytes_down
-    before = self._last if all(a >= b for a, b in zip(now, self._last)) else (0, 0)
-    self.bytes_up += now[0] - before[0]
-    self.bytes_down += now[1] - before[1]
-    self.bytes_data_parallel = traffic.bytes_data_parallel
-    self._last = now
-
-
 class RunFacts:
   """The whole run.
 
@@ -180,6 +162,7 @@ class RunFacts:
   ):
     """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
     self._told = told
+    self._supervised: set[str] = set()  # programs that a supervisor of this folder has started
     self.learners = {name: Learner(told=told) for name in learners}
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
@@ -197,7 +180,7 @@ class RunFacts:
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
-    self.wire = Wire()
+    self.wire = wire_lib.Wire()
     self.tokens = 0
     self.missing: dict[str, tuple[int, str]] = {}
     self.began_s: float | None = None
@@ -277,16 +260,11 @@ class RunFacts:
 
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
     self.book.take(process, round(at_s * 1e9), fact)
+    self._lives(process, at_s, fact)
     if process in self.learners:
       self.learners[process].speaks = True
-      self._of_learner(self.learners[process], at_s, fact)
-    processes = self._processes(process)
-    if isinstance(fact, facts.Startup):
-      newest = processes[-1] if processes else None
-      stepped = newest and newest.first_step_s is not None and fact.phase != 'compiled'
-      if newest is None or newest.ended_s is not None or stepped:
-        self._begin(processes, at_s)  # no supervisor has told of it
-    if processes:
+      self._of_learner(process, at_s, fact)
+    if processes := self._processes(process):
       processes[-1].last_s = at_s
     match fact:
       case facts.Eval() if self.syncer and process in self.learners:
@@ -326,6 +304,18 @@ class RunFacts:
           ended = {0: self._over(name), 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
           self._becomes(name, ended, at_s)
+
+  def _lives(self, name: str, at_s: float, fact: facts.Fact) -> None:
+    """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
+    processes = self._processes(name)
+    if isinstance(fact, facts.Startup):
+      ended = processes and processes[-1].ended not in ('', 'lost')
+      if not processes or ended or fact.begins(processes[-1].phase):
+        self._begin(name, at_s)
+      processes[-1].phase = fact.phase
+    if processes and processes[-1].ended == 'lost':  # it was the connection
+      processes[-1].ended_s, processes[-1].ended = None, ''
+      self.learners[name].state = 'alone'
 
   def _evaluated(self, at_s: float, fact: facts.Eval) -> None:
     clocks, _ = self._reached
@@ -370,27 +360,27 @@ class RunFacts:
       learner.lost.append((at_s, fact.reason))
     else:
       return
-    if learner.supervised:
+    if fact.learner in self._supervised:
       return
     left = fact.reason.startswith('left')
-    if not learner.speaks:
-      self._of_another_machine(learner, at_s, fact, left)
+    if fact.state == 'lost' or not learner.speaks:
+      self._unsupervised(learner, at_s, fact, left)
     # The last word on it, unless it says more in this folder.
     left_as = self._over(fact.learner, fact.reason) if left else 'down'
     learner.state = 'training' if fact.state == 'joined' else left_as
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
-  def _of_another_machine(
+  def _unsupervised(
     self, learner: Learner, at_s: float, fact: protocol_facts.Member, left: bool
   ) -> None:
-    """Follows a process of which only the syncer tells."""
+    """Follows a process of whose beginning, on another machine, or end only the syncer tells."""
     processes = learner.processes
     if fact.state == 'lost':
-      if processes:
+      if processes and processes[-1].ended_s is None:
         processes[-1].end(at_s, 'done' if left else 'lost')
       return
     if not processes or fact.incarnation > learner.incarnation:
-      self._begin(processes, at_s)
+      self._begin(fact.learner, at_s)
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
 
@@ -409,10 +399,11 @@ class RunFacts:
       if process.first_step_s is None:
         process.first_step_s = at_s
 
-  def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
+  def _of_learner(self, name: str, at_s: float, fact: facts.Fact) -> None:
+    learner = self.learners[name]
     match fact:
       case facts.Step():
-        self._step(learner, at_s, fact)
+        self._step(name, at_s, fact)
       case protocol_facts.Adopted():
         learner.staleness = fact.staleness
         if not fact.whole:
@@ -430,7 +421,8 @@ class RunFacts:
         if learner.phase and fact.state == 'joined':
           learner.phase = 'waiting'
 
-  def _step(self, learner: Learner, at_s: float, fact: facts.Step) -> None:
+  def _step(self, name: str, at_s: float, fact: facts.Step) -> None:
+    learner = self.learners[name]
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
     learner.phase = ''
@@ -439,7 +431,7 @@ class RunFacts:
     tokens = round(learner.tokens_per_step)
     self._trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
-      self._begin(learner.processes, at_s)  # started by hand: no supervisor has told of it
+      self._begin(name, at_s)  # started by hand: no supervisor has told of it
     learner.processes[-1].steps = fact.steps
     if learner.processes[-1].first_step_s is None:
       learner.processes[-1].first_step_s = at_s
@@ -477,16 +469,18 @@ class RunFacts:
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
     if fact.child in self.learners:
-      self.learners[fact.child].said, self.learners[fact.child].supervised = fact.text, True
+      self.learners[fact.child].said = fact.text
+    self._supervised.add(fact.child)
     state = self._over(fact.child) if fact.state == 'done' else fact.state
     self._becomes(fact.child, state, at_s)
     if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
-      self._begin(self._processes(fact.child), at_s)
+      self._begin(fact.child, at_s)
 
-  @staticmethod
-  def _begin(processes: list[Process], at_s: float) -> None:
-    if processes and processes[-1].ended_s is None:  # no supervisor has told of its end
-      processes[-1].end(processes[-1].last_s, 'stopped')
+  def _begin(self, name: str, at_s: float) -> None:
+    processes = self._processes(name)
+    if processes and processes[-1].ended_s is None:  # nobody has told of its end
+      how = 'stopped' if name in self._supervised else 'lost'
+      processes[-1].end(processes[-1].last_s, how)
     processes.append(Process(at_s))
 
 

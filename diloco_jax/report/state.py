@@ -116,7 +116,8 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, processes in {'syncer': run.syncer_processes, **programs}.items():
     for number, process in enumerate(processes, 1):
       yield process.started_s, name, f'process {number} starts' if number > 1 else 'starts'
-      if process.ended_s is not None and process.ended != 'lost':  # told below, with the reason
+      told = process.ended == 'lost' and name != 'syncer'  # below, with the reason
+      if process.ended_s is not None and not told:
         yield process.ended_s, name, process.ended
   for at_s, clock in run.went_back:
     yield at_s, 'syncer', f'continues from clock {clock} after a restore'

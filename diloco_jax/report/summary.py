@@ -152,8 +152,8 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'staleness': learner.staleness,
-    'steps': account.get('steps', len(learner.steps)),
-    'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
+    'steps': max(account.get('steps', 0), len(learner.steps)),
+    'tokens': max(account.get('tokens', 0), round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
     'loss': statistics.fmean(losses) if learner.tells_loss else None,
     'eval_loss_start': learner.held_out[0] if learner.held_out else None,
@@ -208,8 +208,10 @@ def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   parts = {'merged': ledger.merged, **ledger.discarded}
   if ledger.unsettled:
     parts['unsettled'] = ledger.unsettled
+  if untold := run.book.untold:
+    parts['untold'] = untold * ledger.fragments
   shares = share_out(parts, ledger.fragments)
-  return {'trained': ledger.trained, 'merged': shares.pop('merged'), 'discarded': shares}
+  return {'trained': ledger.trained + untold, 'merged': shares.pop('merged'), 'discarded': shares}
 
 
 def merged_line(summary: Mapping[str, Any]) -> str:

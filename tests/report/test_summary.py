@@ -17,9 +17,10 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import beside, facts, folder, live, records, run_facts, state
 from diloco_jax.report import summary as summary_lib
+from diloco_jax.report import wire as wire_lib
 from diloco_jax.storage import json_files
 from tests.launch.lib.command_line import diloco
-from tests.report.rows import add, child, exited, row, step, synced
+from tests.report.rows import add, child, exited, member, row, step, synced
 
 _LEDGER = protocol_facts.Ledger(
   fragments=4,
@@ -33,8 +34,8 @@ _LEDGER = protocol_facts.Ledger(
   skipped=0,
   sync=9,
   learners={
-    'l0': {'incarnations': 2, 'steps': 3, 'merged': 400},
-    'l1': {'incarnations': 1, 'steps': 2, 'merged': 201},
+    'l0': {'incarnations': 2, 'steps': 3, 'tokens': 150, 'merged': 400},
+    'l1': {'incarnations': 1, 'steps': 2, 'tokens': 100, 'merged': 201},
   },
 )
 
@@ -112,6 +113,68 @@ def test_the_summary_adds_up(config, run):
     3_000,
     80_000,
   ]
+
+
+def test_tokens_of_which_the_syncer_has_not_heard_are_accounted_for(config):
+  """l1 trains two steps alone, and ends before the syncer is back."""
+  alone = [('l1', step(15 + one, 5 + one, 2 + one)) for one in (1, 2)]
+  summary = summarized(config, run_facts.RunFacts(['l0', 'l1'], 10).take([*_ROWS, *alone]), _FATES)
+  assert (summary['tokens_trained'], summary['tokens_discarded']['untold']) == (350, 100)
+  assert summary['tokens_merged'] + sum(summary['tokens_discarded'].values()) == 350
+  assert sum(row['tokens'] for row in summary['learners'].values()) == 350
+
+
+def _own_loop(began_s, *stepped_s):
+  """A process that no supervisor has started; nobody records its end."""
+  phases = [facts.Startup(phase=phase, cpu_s=1.0) for phase in ('restored', 'compiled')]
+  steps = [step(at_s, at_s, number) for number, at_s in enumerate(stepped_s, 1)]
+  return [row(began_s, phase) for phase in phases] + steps
+
+
+def test_who_was_alive_is_the_same_whoever_started_it():
+  """l0 is killed at 20 s and back at 50 s; l1 loses its connection only; then
+  both are killed at 60 s."""
+  facts_of = {
+    'l0': _own_loop(0, *range(2, 21, 2)) + _own_loop(50, *range(52, 61, 2)),
+    'l1': _own_loop(0, *range(2, 61, 2)),
+    'syncer': [
+      row(0, facts.Startup(phase='assembled', cpu_s=1.0)),
+      *[row(1, member(name, 'joined')) for name in ('l0', 'l1')],
+      row(21, member('l0', 'lost', 1, 'connection closed')),
+      row(31, member('l1', 'lost', 1, 'silent')),
+      row(35, member('l1', 'joined')),
+      row(51, member('l0', 'joined', 2)),
+      *[row(61, member(name, 'lost', 1, 'connection closed')) for name in ('l0', 'l1')],
+      row(120, protocol_facts.Cancelled(sync=1, fragment=0, why='no learner')),
+    ],
+  }
+  rows = sorted(((n, r) for n, rs in facts_of.items() for r in rs), key=lambda one: one[1]['time'])
+  run = run_facts.RunFacts([], 100, quorum=1)
+  for name in ('l0', 'l1'):
+    run.learners[name] = run_facts.Learner()
+  run.take(rows)
+  lives = {
+    name: [(p.ended_s, p.ended) for p in one.processes] for name, one in run.learners.items()
+  }
+  assert lives == {'l0': [(21, 'lost'), (61, 'lost')], 'l1': [(61, 'lost')]}
+  assert [run.fate(name) for name in lives] == ['down', 'down']
+  down_s = {name: run.book.partition(name, 120 * 10**9)['infra_recovery'] / 1e9 for name in lives}
+  assert down_s == pytest.approx({'l0': 29 + 59, 'l1': 59})
+  assert run.book.figures(120 * 10**9).uptime == pytest.approx(59 / 118, abs=0.01)
+
+
+def test_a_syncer_that_nobody_saw_end_was_down_since_its_last_word():
+  begins = facts.Startup(phase='assembled', cpu_s=1.0)
+  run = run_facts.RunFacts([], 100).take(
+    [
+      ('syncer', row(0, begins)),
+      ('syncer', row(10, member('l0', 'joined'))),
+      ('syncer', row(40, begins)),
+    ]
+  )
+  assert [(one.ended_s, one.ended) for one in run.syncer_processes] == [(10, 'lost'), (None, '')]
+  run.book.waits('l0', 0)
+  assert run.book.partition('l0', 40 * 10**9)['syncer_down'] == 30 * 10**9
 
 
 def test_one_line_says_which_tokens_were_not_merged_if_they_are_many(config, run):
@@ -269,7 +332,7 @@ def test_curves_are_over_the_tokens_of_all_learners(run):
 
 
 def test_bytes_add_up_over_the_processes_of_a_syncer():
-  wire = run_facts.Wire()
+  wire = wire_lib.Wire()
   for up, down in ((5, 9), (7, 9), (1, 2), (3, 2)):
     wire.take(facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=0))
   assert (wire.bytes_up, wire.bytes_down) == (10, 11)
