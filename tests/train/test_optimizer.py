@@ -1,6 +1,7 @@
 """AdamW and Muon equal optax's, with the learning rate of the clock."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,14 @@ def test_a_run_shorter_than_its_warm_up_is_refused():
 
 def _rate(count):
   """The rate of the first clocks, as a schedule of optax."""
-  return jnp.asarray([optimizer_lib.schedule(_CONFIG, 110)(clock) for clock in range(3)])[count]
+  return jnp.asarray(_rates())[count]
+
+
+@functools.cache
+def _rates():
+  with jax.ensure_compile_time_eval():
+    rate = optimizer_lib.schedule(_CONFIG, 110)
+    return np.asarray([rate(clock) for clock in range(3)])
 
 
 def _adamw(mask):
