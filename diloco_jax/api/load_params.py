@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from diloco_jax.api import states
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
 from diloco_jax.report import folder as folder_lib
@@ -29,7 +30,7 @@ from diloco_jax.syncer import stored
 ERRORS = ValueError, checkpoint.CheckpointError, store_lib.StoreError
 
 
-def load_params(workdir: str | pathlib.Path) -> Any:
+def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
   """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
   of loops of the user's own a dict, name -> array. Frozen parameters are those of version 0; None
   stands for one of which each learner has its own. The run may be under way: then it is the model
@@ -37,8 +38,13 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   its newest checkpoint. Instead of the folder of an ended run its store will do, a folder or
   gs://BUCKET/PREFIX.
 
+  `into`: what a loop of the user's own has given to `join`, a tree, a TrainState or (model,
+  nnx.Optimizer): returned with the parameters of the run, in the dtypes and places of its own; all
+  else of it stays. (model, optimizer) is changed in place.
+
   Raises:
-    ValueError: there is no run in the folder, or it has no model yet.
+    ValueError: there is no run in the folder, or it has no model yet, or one that does not fit
+      `into`, which is unchanged.
     CheckpointError: the model cannot be read.
     StoreError: the store cannot be read.
   """
@@ -56,7 +62,30 @@ def load_params(workdir: str | pathlib.Path) -> Any:
       own -= named.keys()
     names = arrays.by_name(assembled.shapes)
     leaves = [None if name in own else np.asarray(named[name]) for name in names]
+    if into is not None:
+      return _into(into, dict(zip(names, leaves)), str(workdir))
     return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+
+
+def _into(given: Any, values: dict[str, Any], place: str) -> Any:
+  parts = states.split(given)
+  mine = arrays.by_name(parts.params)
+  kept = {name: leaf for name, leaf in mine.items() if name in values and values[name] is None}
+  shape_of = lambda named: {name: np.shape(leaf) for name, leaf in named.items()}
+  arrays.require_shapes(place, shape_of(values | kept), shape_of(mine))
+
+  def put(name: str, leaf: Any) -> Any:
+    if name in kept:
+      return leaf
+    if not isinstance(leaf, jax.Array):
+      return values[name].astype(np.asarray(leaf).dtype)
+    value = values[name].astype(leaf.dtype)
+    return jax.device_put(value, leaf.sharding if leaf.committed else None)
+
+  leaves = [put(name, leaf) for name, leaf in mine.items()]
+  return parts.rebuild(
+    jax.tree.unflatten(jax.tree.structure(parts.params), leaves), parts.opt_state
+  )
 
 
 @contextlib.contextmanager

@@ -312,7 +312,8 @@ def join(
   Args:
     params: a tree of float arrays, all on the devices of this learner. They are copied before a
       merged value replaces them. Or a whole state, with its optimizer's (api/states.py): a
-      TrainState of flax, or (model, nnx.Optimizer), which are updated in place.
+      TrainState of flax, or (model, nnx.Optimizer), which are updated in place. What of it is not
+      exchanged is saved as `opt_state` is.
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     learner: the id of this learner, for example 'l0'; one process per id, or one on each host. '':
       that of the certificate in `tls`; else a new one, which `workdir` keeps for the next process
@@ -349,7 +350,9 @@ def join(
   """
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  params, opt_state, rebuild, in_place = states.split(params, opt_state)
+  params, opt_state, rebuild, in_place, *_ = parts = states.split(params, opt_state)
+  lines = list(states.told(parts))
+  del parts
   with jax.set_mesh(None):
     params, opt_state = own_arrays.on_devices(params, opt_state)
   several = hosts.are_several(params)
@@ -391,6 +394,8 @@ def join(
       with jax.set_mesh(None):  # that of the program is for its own steps
         found = cleanup.enter_context(saved) if saves else None
         ended = begin(peer, assembled, learner, found, event_queue, cleanup)
+        for line in lines:
+          peer._say(line)
         peer._next()
       if in_place:
         _ = peer.params  # the loop's objects have them from here on
@@ -441,6 +446,7 @@ def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
     event_queue.fail(Ended('left after a step that had consumed the parameters'))
   with peer._ends_with_an_error():
     if peer.clock is not None:
+      peer._work.exchange.borrow()  # what the last sync has returned stays the loop's
       peer._post(events.Stop(reason='its loop ended'))
       peer._post(events.StepDone(tokens=0, step_ns=0))
     while peer.clock is not None:

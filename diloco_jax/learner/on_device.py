@@ -90,8 +90,7 @@ class Exchange:
 
   def begin(self) -> 'Exchange':
     """Makes the parameters as they are the anchors; returns itself."""
-    # The first arrays are a program's own; a dead one is none of any tree.
-    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._island.params)]
+    self.borrow()  # the first arrays are a program's own
     put = functools.partial(split.put, sharding=self._island.replicated)
     self._flags = put(np.bool_(False)), put(np.bool_(True))
     self._starts = list(map(put, self._first_rows))
@@ -100,6 +99,11 @@ class Exchange:
       for p, kind in enumerate(self.kinds)
     ]
     return self
+
+  def borrow(self) -> None:
+    """No adoption consumes the parameters as they are now."""
+    # A dead one is none of any tree.
+    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._island.params)]
 
   def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
     """Ends early, between two functions, once `stopped` returns true."""
