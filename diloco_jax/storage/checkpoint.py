@@ -86,7 +86,10 @@ class Checkpoints:
     CheckpointError: the bucket does not answer.
   """
 
-  def __init__(self, root: str, keep_every: int = 0):
+  def __init__(
+    self, root: str, keep_every: int = 0, remedy: str = 'remove the folder to start without them'
+  ):
+    self._remedy = remedy  # if all are damaged
     self._root = folders.place(root)
     if isinstance(self._root, pathlib.Path):
       files.require_name(self._root)
@@ -232,7 +235,7 @@ class Checkpoints:
         f'none of the checkpoints {numbers} under {self._root} can be read '
         f'({number}: {_one_line(error)}). Nothing was '
         'changed: if memory, the disk or its permissions have failed, start again once that is '
-        'mended; if they are damaged, remove the folder to start without them'
+        f'mended; if they are damaged, {self._remedy}'
       )
     for number, error in unread.items():
       self._set_aside(number, error)

@@ -4,8 +4,8 @@ A record holds all data that is needed to repeat one outer step, bit for bit. `a
 the file `record.new`; `commit` makes its bytes durable, gives it its name, NUMBER.rec, and makes
 the name durable. No consequence of a record (an acknowledgement, a publication, a metric) may leave
 the process before its commit has returned. So every file with a name was whole and durable:
-recovery removes `record.new`, verifies all other files, and refuses a log of which any byte
-differs. No file is ever changed, so a store of whole objects could hold a log, too.
+recovery removes `record.new`, verifies all other files, and refuses a log of which any byte behind
+the checkpoint differs. No file is ever changed, so a store of whole objects could hold a log, too.
 
 Records are numbered 1, 2, 3 ... and chained by their hashes. The oldest file is the base of those
 behind it: they follow from its hash, its payload is not read. A new log begins with a base of kind
@@ -35,10 +35,12 @@ payload). So several cores can compute it, and one hash names a whole history. T
 number 0, is the SHA-256 of the run's name.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
 import re
+import shlex
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -53,9 +55,6 @@ BASE = 0
 NEW = 'record.new'
 PIECE_BYTES = 1 << 20  # of a payload, hashed together
 RUN_BYTES = 64
-# The command that repairs a damaged log: it moves the log aside and begins a new one behind the
-# newest checkpoint.
-RESTORE = 'diloco restore --to=latest'
 
 _MAGIC = b'DJAXREC\n'
 _HEADER = struct.Struct('<8sIIQQ32s64s4x')
@@ -108,6 +107,12 @@ def numbers(files: files_port_lib.Files) -> list[int]:
 def chain_in(file: bytes) -> bytes:
   """The chain hash in the header of a file, which nothing has verified."""
   return file[_CHAIN_AT : _CHAIN_AT + 32]
+
+
+def restore(place: str) -> str:
+  """The command that repairs the log of a run's folder, WORKDIR/syncer/wal: it moves the log aside
+  and begins a new one behind the newest checkpoint."""
+  return shlex.join(['diloco', 'restore', f'--workdir={place.rsplit("/", 2)[0]}', '--to=latest'])
 
 
 # --- Hashes ---------------------------------------------------------------------------------------
@@ -196,8 +201,8 @@ def _records(files: files_port_lib.Files, run: str, base: int, last: int) -> Ite
 
 
 def _verify(files: files_port_lib.Files, run: str, after: int, chain: bytes | None) -> 'Wal':
-  """The log of a directory that has one; every record that counts is whole. `after`, `chain`: as
-  for open_log."""
+  """The log of a directory that has one. Every record behind the checkpoint is whole; damage of
+  those that it holds is said. `after`, `chain`: as for open_log."""
   present = set(numbers(files))
   if not present:
     raise _misfit(files, after, 'there is no log')
@@ -207,22 +212,24 @@ def _verify(files: files_port_lib.Files, run: str, after: int, chain: bytes | No
   if not first <= after <= last:
     end = f'ends with record {last}' if after > last else f'begins with record {first + 1}'
     raise _misfit(files, after, f'the log {end}')
-  *_, end = _header(files, run, first, first)
-  if first == 0 and end != first_chain(run):
+  *_, end = _header(files, run, after, after)
+  if after == 0 and end != first_chain(run):
     raise _damaged(files, 0, 0, _UNCHAINED)
-  chains = {first: end}
-  for record in _records(files, run, first, last):
-    end = record.chain
-    if record.number == after:
-      chains[after] = end
-  if chain is not None and chains[after] != chain:
+  if chain not in (None, end):
     raise _misfit(files, after, 'the log has another history up to there (another hash)')
+  for record in _records(files, run, after, last):
+    end = record.chain
   words = ()
   if min(present) < first:
     words = (
       f'WAL {files.place}: record {first - 1} is missing, the files before it do not count; the '
       'checkpoint holds these records.',
     )
+  try:
+    collections.deque(_records(files, run, first, after), maxlen=0)
+  except WalDamaged as error:
+    about = str(error).partition('. Nothing')[0]
+    words += (f'{about}. The checkpoint holds this record, so nothing is lost: check the disk.',)
   return Wal(files, run, first, last, end, words)
 
 
@@ -231,8 +238,8 @@ def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> W
   whole = f'records {base + 1} to {number - 1} are whole' if some else 'no record is whole'
   return WalDamaged(
     f'WAL {files.place}/{name_of(number)} is damaged: {why}. Nothing was changed; {whole}. Put the '
-    f'file back, or go back to the newest checkpoint with {RESTORE}: it moves the log aside, and '
-    'the run repeats the outer steps behind that checkpoint.'
+    'file back, or go back to the newest checkpoint, with the log moved aside: the run repeats the '
+    f'outer steps behind that checkpoint: {restore(files.place)}'
   )
 
 
@@ -241,7 +248,7 @@ def _misfit(files: files_port_lib.Files, after: int, why: str) -> WalDamaged:
   return WalDamaged(
     f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not '
     'started, nothing changed. Restore the missing files of the log, or a checkpoint that fits, or '
-    f'set the log aside and continue from the newest checkpoint: {RESTORE}'
+    f'set the log aside and continue from the newest checkpoint: {restore(files.place)}'
   )
 
 

@@ -87,7 +87,10 @@ def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
   except formats.OtherFormat as error:
     raise Refused(str(error)) from error
   except (ValueError, codec.TapeError) as error:
-    raise Refused(f'{place} is no claim: {error}. Nothing was changed') from error
+    raise Refused(
+      f'{place} is no claim: {error}. Nothing was changed. Remove it, and start the syncer on the '
+      'disk that had the run: it writes the claim again'
+    ) from error
 
 
 def take(

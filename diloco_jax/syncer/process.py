@@ -25,7 +25,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, outer_log, restore_note, tapes
+from diloco_jax.storage import arrays, checkpoint, folders, outer_log, restore_note, tapes, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -145,7 +145,11 @@ def run(
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
     keep_every = assembled.protocol.keep_every
-    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), keep_every)
+    folder = folders.syncer_folder(workdir)
+    remedy = 'the log alone does not have the run: put a copy of them back'
+    if store:
+      remedy = f'move {folder} elsewhere: the next start takes the run from its store'
+    checkpoints = checkpoint.Checkpoints(str(folder / folders.CHECKPOINTS), keep_every, remedy)
     cleanup.callback(checkpoints.close)
     name = stored.run_name(workdir, store.run if store else '')
     cleanup.enter_context(theta.at_home())
@@ -347,5 +351,5 @@ def _refusing_foreign_state(log: commit.CommitLog) -> Iterator[None]:
     raise outer_log.NotReproduced(
       f'The machine state in the checkpoint or in the log of {log.place} is none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
-      'to a checkpoint: diloco restore --to=latest'
+      f'to a checkpoint: {wal.restore(log.place)}'
     ) from error

@@ -36,6 +36,7 @@ from typing import Any
 from diloco_jax.config import load, run_config
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events, formats, rate_limited_log, safe_json
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import (
   checkpoint,
@@ -153,6 +154,7 @@ class Stored:
     disk = known or secrets.token_hex(8)
 
     def begin() -> claim_lib.Held:
+      self._require_own_or_empty(bool(known and run), restored)
       json_files.replace(path, disk.encode())  # first: this folder is the newest state of the run
       name = run or secrets.token_hex(8)
       return claim_lib.Held(run=name, disk=disk, restored=restored, log=self._end())
@@ -176,6 +178,19 @@ class Stored:
     self._begun = {'disk': disk, 'restored': restores, 'taker': '', 'over': False}
     if not new:
       self._claim.renew(taker=disk)
+
+  def _require_own_or_empty(self, mine: bool, restored: tuple[str, ...]) -> None:
+    """Of a store without a claim. `mine`: the folder is that of a run with a store. Raises Refused
+    if the store has a run that is not in the folder."""
+    self._at = f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
+    copies = self._copies() if mine else ()
+    behind = copies and self._manifest(copies[-1])['log'] > self._end()
+    if behind or (not mine and self._store.names('syncer/')):
+      raise claim_lib.Refused(
+        f'{self._store.place} has a run, and no {claim_lib.NAME} that says which. Nothing was '
+        'changed. Start the syncer on the disk that had the run: it writes the claim again. If '
+        'that is lost, choose another train.store'
+      )
 
   def _end(self) -> int:
     """The newest record in the folder."""
@@ -217,11 +232,16 @@ class Stored:
         f'outer steps are committed: only the disk of {before.host} has them. Nothing was changed. '
         'Start the syncer on that disk; if it is lost, start over with another train.store'
       )
+    text = agreement.data.decode(errors='replace') if agreement else ''
+    if agreement and agreement_lib.of_run(text) == agreement_lib.of_run(''):
+      raise claim_lib.Refused(
+        f'{self._store.place}/syncer/{AGREEMENT} is damaged. Nothing was changed. Put a copy of it '
+        f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
+      )
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
     self._set_aside()
     if agreement is None:
       return  # the run had not begun
-    text = agreement.data.decode()
     position = whole or {'log': 0, 'chain': wal.first_chain(outer_log.run_of(text)).hex()}
     if whole:
       json_files.move(staging, self._folder / folders.CHECKPOINTS)

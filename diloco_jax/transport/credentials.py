@@ -55,7 +55,8 @@ class _Date:
         f'{proofs.date(self._latest)} already: certificates are judged at the later date. If the '
         'earlier one is right, restart the syncer; nothing is lost'
       )
-    self._behind = behind
+    # Until it has caught up: near the limit a clock that runs unevenly would be told of each time.
+    self._behind = behind or (self._behind and wall < self._latest - _JUMP / 2)
     return self._latest
 
   def _believes(self, wall: datetime.datetime, looked_s: float) -> bool:

@@ -11,6 +11,7 @@ import gc
 import pathlib
 import random
 import re
+import shlex
 import shutil
 
 import jax
@@ -424,13 +425,16 @@ def _past(assembled, tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(name='damaged')
 def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   """A copy of it in which a byte of record 6 has rotted: the syncer refuses it."""
-  workdir = shutil.copytree(past, tmp_path / 'run')
+  workdir = shutil.copytree(past, tmp_path / 'a run')
   log = workdir / 'syncer' / 'wal' / wal.name_of(6)
   _flip(log, wal.HEADER_BYTES + 100, 0)
-  with pytest.raises(cli.NeverRetry, match='is damaged.*restore --to=latest') as refused:
+  with pytest.raises(cli.NeverRetry, match='is damaged.* --to=latest') as refused:
     with cli.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
+  (pasted,) = re.findall('diloco restore.*', str(refused.value))
+  (read,) = command_line.read([shlex.split(pasted)])
+  assert read['workdir'] == str(workdir) and read['to'] == 'latest'
   return workdir
 
 

@@ -294,14 +294,19 @@ def test_no_flipped_byte_changes_what_is_read_back(flip: int):
 
 
 def test_a_flip_in_what_the_checkpoint_holds_is_no_damage():
-  """The oldest file is the base of those behind it: only its header counts."""
+  """Of the newest record that it holds, the base of those behind it, only the header counts. Damage
+  is said."""
   disk = Storage()
-  write_log(disk, 6).drop_before(3)
-  name, data = wal.name_of(3), disk.copy()[wal.name_of(3)]
-  disk.put(name, data[:-1] + bytes([data[-1] ^ 1]))
-  assert read_log(wal.open_log(disk, RUN, after=3), after=3) == expected(6)[3:]
-  disk.put(name, data[:40] + bytes([data[40] ^ 1]) + data[41:])
-  assert f'{name} is damaged: its header' in refused(disk, after=3)
+  write_log(disk, 6).drop_before(1)
+  for number in (1, 2, 3):
+    data = disk.copy()[wal.name_of(number)]
+    disk.put(wal.name_of(number), data[:-1] + bytes([data[-1] ^ 1]))
+  log = wal.open_log(disk, RUN, after=3)
+  assert read_log(log, after=3) == expected(6)[3:]
+  (line,) = log.words
+  assert f'{wal.name_of(2)} is damaged' in line and line.endswith('is lost: check the disk.')
+  disk.put(wal.name_of(3), data[:40] + bytes([data[40] ^ 1]) + data[41:])
+  assert f'{wal.name_of(3)} is damaged: its header' in refused(disk, after=3)
 
 
 @pytest.mark.parametrize('missing', range(6))

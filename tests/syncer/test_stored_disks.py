@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from diloco_jax.storage import outer_log, wal
+from diloco_jax.storage import checkpoint, outer_log, wal
 from diloco_jax.syncer import claim as claim_lib
+from diloco_jax.syncer import stored
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored
 from tests.syncer.test_durability import DEADLINE_S, bits, drain_lines
@@ -138,3 +139,54 @@ def test_a_record_of_a_history_that_was_left_is_replaced(here, expected, monkeyp
   assert bits(here.live('a', store_log=True).theta) == expected[5]
   here.kill()
   assert bits(here.live('b', store_log=True).theta) == expected[5]
+
+
+@pytest.mark.parametrize('store_log', [False, True])
+def test_a_store_without_its_claim_is_not_empty(here, expected, store_log):
+  """A person has removed a damaged claim: the disk that has the run writes it again, no other."""
+  run_until(here.live('a', store_log), range(1, 4), saves=(2,))
+  here.kill()
+  here.store.put(claim_lib.NAME, b'{')
+  with pytest.raises(
+    claim_lib.Refused, match='is no claim.* Remove it, and start the syncer on the'
+  ):
+    here.live('a', store_log)
+  here.store.remove(claim_lib.NAME)
+  before = here.objects()
+  with pytest.raises(claim_lib.Refused, match='has a run, and no syncer/claim that says which'):
+    here.live('b', store_log)
+  assert here.objects() == before
+  assert bits(here.live('a', store_log).theta) == expected[3]
+
+
+def test_a_disk_that_is_behind_the_store_writes_no_claim(here):
+  old = here.folder / 'old'
+  here.live('a')
+  here.kill()
+  shutil.copytree(here.folder / 'a', old)
+  run_until(here.live('a'), range(1, 4), saves=(2,))
+  here.kill()
+  here.store.remove(claim_lib.NAME)
+  with pytest.raises(claim_lib.Refused, match='has a run, and no syncer/claim that says which'):
+    here.live('old')
+
+
+def test_the_way_that_damaged_checkpoints_name_works(here, expected):
+  """All on the disk are damaged, the store is whole: its folder is moved away."""
+  run_until(here.live('a', True), range(1, 7), saves=(2, 4))
+  here.kill()
+  for number in ('2', '4'):
+    durability._damage(here.folder / 'a' / 'syncer' / 'ckpt' / number)
+  with pytest.raises(checkpoint.CheckpointError, match='none of the checkpoints'):
+    here.live('a', True)
+  (here.folder / 'a' / 'syncer').rename(here.folder / 'elsewhere')
+  assert bits(here.live('a', True).theta) == expected[6]
+
+
+def test_settings_that_are_damaged_in_the_store_are_named(here):
+  run_until(here.live('a'), range(1, 4), saves=(2,))
+  here.kill()
+  name = f'syncer/{stored.AGREEMENT}'
+  here.store.put(name, here.store.read(name).data[:-1])
+  with pytest.raises(claim_lib.Refused, match='agreement.json is damaged.* Put a copy of it back'):
+    here.live('b')

@@ -464,6 +464,16 @@ def test_a_clock_set_back_revives_no_certificate(world):
   assert len([line for line in clocks.said if 'restart the syncer' in line]) == 1
 
 
+def test_a_clock_that_wavers_ten_minutes_behind_is_told_of_once(world):
+  clocks = Clocks(world)
+  clocks.shift(-601)
+  for _ in range(5):
+    for seconds in (2, -2):
+      clocks.passes(10)
+      clocks.shift(seconds)
+  assert len([line for line in clocks.said if 'restart the syncer' in line]) == 1
+
+
 def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
   clocks = Clocks(world)
   proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
