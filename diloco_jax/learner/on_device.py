@@ -49,14 +49,9 @@ class Exchange:
     self._rebases = assembled.protocol.rebases
     # By fragment: where its leaves are among those of the parameters, and the first row of each of
     # its pieces.
+    self._places: list[list[list[int]]] = []
+    self._first_rows: list[np.ndarray] = []
     order = {path: place for place, path in enumerate(fragments.by_path(island.params))}
-    self._places = [
-      list(dict.fromkeys(order[piece.path] for piece in pieces))
-      for pieces in self._layout.fragments
-    ]
-    self._first_rows = [
-      np.int32([piece.start for piece in pieces]) for pieces in self._layout.fragments
-    ]
     self.kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
@@ -75,17 +70,22 @@ class Exchange:
   def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
     like = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
     params, shardings = self._island.params, self._island.shardings.params
-    likes = jax.tree.leaves(jax.tree.map(like, params, shardings))
+    likes, at = fragments.by_path(jax.tree.map(like, params, shardings)), self._island.replicated
+    self._likes = list(likes.values())
+    self._concatenate = jax.jit(jnp.concatenate, out_shardings=at)
     kinds = []
-    for pieces, places in zip(self._layout.fragments, self._places):
-      names = {place: name for name, place in split.named(places).items()}
+    for pieces in self._layout.fragments:
+      found = fragments.packed(pieces, likes, at)
+      leaves = {paths: leaf for _, paths, leaf in found}
+      names = {paths: name for name, paths in split.named(leaves).items()}
       label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
       named = (
-        dataclasses.replace(piece, path=names[order[piece.path]], label=label(piece))
-        for piece in pieces
+        dataclasses.replace(piece, path=names[paths], label=label(piece))
+        for piece, paths, _ in found
       )
-      leaves = tuple(likes[place] for place in places)
-      kinds.append(split.make_kind(tuple(named), leaves, self._island.replicated))
+      kinds.append(split.make_kind(tuple(named), tuple(leaves.values()), at))
+      self._places.append([[order[path] for path in paths] for paths in leaves])
+      self._first_rows.append(np.int32([piece.start for piece, *_ in found]))
     return kinds
 
   def begin(self) -> 'Exchange':
@@ -240,7 +240,8 @@ class Exchange:
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
-    return split.named(leaves[place] for place in self._places[p])
+    mine = ([leaves[place] for place in places] for places in self._places[p])
+    return split.named(fragments.pack(some, self._concatenate) for some in mine)
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
@@ -354,7 +355,6 @@ class Exchange:
   ) -> jax.Array:
     """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
     kind, merged = self.kinds[p], capture is not None
-    self._own(p)
     if delta is None:
       delta = self._zeros(self._codec_down, kind)
     if capture is None:  # its bytes do not count: those of another array of the same size will do
@@ -362,22 +362,19 @@ class Exchange:
       capture = delta if alike else self._zeros(self._codec_up, kind)
     self.launches += 2
     value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
-    adopted = self._get(self.lower_adopt, kind)(
-      self._leaves(p), self._starts[p], self.anchors[p], value
-    )
+    adopt = self._get(self.lower_adopt, kind)
+    adopted = adopt(self._own(p), self._starts[p], self.anchors[p], value)
     self._assign(p, adopted)
     self.anchors[p], digest = self._get(self.lower_apply, kind)(base_N, delta)
     return digest
 
-  def _own(self, p: int) -> None:
-    """Copies those parameters of fragment p that an adoption must not consume: they are the arrays
+  def _own(self, p: int) -> exchange.Leaves:
+    """The leaves of fragment p, for an adoption to consume: copies of those that are the arrays
     that the program gave first, or have two places in the tree, as tied ones."""
     uses = collections.Counter(map(id, jax.tree.leaves(self._island.params)))
     uses.update(id(leaf) for ref in self._borrowed if (leaf := ref()) is not None)
-    leaves = self._leaves(p)
-    if any(uses[id(leaf)] > 1 for leaf in leaves.values()):
-      own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
-      self._assign(p, jax.tree.map(own, leaves))
+    own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
+    return jax.tree.map(own, self._leaves(p))
 
   def _zeros(self, codec: codecs.Codec, kind: split.Kind) -> jax.Array:
     """Encoded zeros."""
@@ -387,8 +384,10 @@ class Exchange:
   def _assign(self, p: int, values: exchange.Leaves) -> None:
     """Replaces the parameters with rows in fragment p."""
     leaves, tree = jax.tree.flatten(self._island.params)
-    for name, place in split.named(self._places[p]).items():
-      leaves[place] = values[name]
+    for name, places in split.named(self._places[p]).items():
+      likes = [self._likes[place] for place in places]
+      for place, leaf in zip(places, fragments.unpack(values[name], likes)):
+        leaves[place] = leaf
     self._island.params = jax.tree.unflatten(tree, leaves)
 
 

@@ -33,9 +33,11 @@ own after the rest of that layer: it can be a fragment.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,7 +58,10 @@ _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced
 _NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
 _ANY_INDEX = re.compile(r"[\['/.](\d+)['\]/.]")
 
+SMALL, PACKED = 1 << 14, 1 << 18  # values of a leaf that is packed, and of a packed one
+
 PyTree = Any
+Paths = tuple[str, ...]  # of one leaf, or of small ones that are packed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ class Layout:
 
   def digest(self) -> str:
     """Hex sha256 over kind, paths, rows, shapes and labels; learner and syncer must agree on it."""
-    rows = [[dataclasses.astuple(piece) for piece in f] for f in self.fragments]
+    fields = operator.attrgetter(*Piece.__slots__)
+    rows = [[fields(piece) for piece in f] for f in self.fragments]
     return hashlib.sha256(json.dumps([self.kind, rows]).encode()).hexdigest()
 
 
@@ -194,7 +200,7 @@ def shaped(piece: Piece, flat_n: jax.Array) -> jax.Array:
 def join(layout: Layout, p: int, pieces: dict[str, jax.Array]) -> jax.Array:
   """The inverse of `split`: pieces -> flat float32[N_p], zeros in the padding."""
   parts = [flat(piece, pieces[piece.key]) for piece in layout.fragments[p]]
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+  return concatenate(parts)
 
 
 def flat(piece: Piece, values: jax.Array) -> jax.Array:
@@ -221,6 +227,65 @@ def fill(tree: PyTree, rest: PyTree) -> PyTree:
   """The tree with the leaves of `rest` where it has None."""
   is_none = lambda leaf: leaf is None
   return jax.tree.map(lambda a, b: b if a is None else a, tree, rest, is_leaf=is_none)
+
+
+# --- many small leaves as one -------------------------------------------------------------------
+
+
+def packed(
+  pieces: Sequence[Piece], leaves: dict[str, jax.ShapeDtypeStruct], at: Any = None
+) -> list[tuple[Piece, Paths, jax.ShapeDtypeStruct]]:
+  """The pieces of a fragment, the leaf of each and its paths, of which the first is the piece's.
+  Small neighbours of one type are a vector, with the sharding `at`: a program compiles for a tenth
+  of a second for each of its pieces, and a model may have thousands of a few values."""
+  found: list[tuple[Piece, Paths, jax.ShapeDtypeStruct]] = []
+  before: Any = None
+  for piece in pieces:
+    leaf, size, paths = leaves[piece.path], piece.padded_size, (piece.path,)
+    small = piece.shape == leaf.shape and size <= SMALL
+    whole = small and (leaf.sharding is None or leaf.sharding.is_fully_replicated)
+    whole &= getattr(leaf.sharding, 'mesh', None) == getattr(at, 'mesh', None)
+    kind = (leaf.dtype, piece.label == STATISTIC) if whole else None
+    if kind and kind == before and found[-1][0].padded_size + size <= PACKED:
+      first, earlier, _ = found.pop()
+      size, paths = first.padded_size + size, earlier + paths
+      piece = Piece(first.path, 0, size, (size,), first.label)
+      leaf = jax.ShapeDtypeStruct((size,), leaf.dtype, sharding=at)
+    found.append((piece, paths, leaf))
+    before = kind
+  return found
+
+
+def pack(leaves: Sequence[jax.Array], join: Callable = jnp.concatenate) -> jax.Array:
+  """Some leaves as one."""
+  return concatenate([_flat(leaf) for leaf in leaves], join) if len(leaves) > 1 else leaves[0]
+
+
+def concatenate(parts: list[jax.Array], join: Callable = jnp.concatenate) -> jax.Array:
+  """A few at once, because a program with hundreds of them compiles for seconds."""
+  while len(parts) > 1:
+    parts = [join(parts[i : i + 16]) for i in range(0, len(parts), 16)]
+  return parts[0]
+
+
+def unpack(values: jax.Array, likes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[jax.Array]:
+  """The inverse of `pack`, leaf by leaf."""
+  first = 0
+  for one in likes:
+    yield values if len(likes) == 1 else _part(one.sharding)(values, first, one.shape)
+    first += -(-one.size // BLOCK) * BLOCK
+
+
+@functools.cache
+def _part(at: Any) -> Callable:
+  slice_of = jax.lax.dynamic_slice_in_dim
+  part = lambda values, first, shape: slice_of(values, first, math.prod(shape)).reshape(shape)
+  return jax.jit(part, static_argnums=2, out_shardings=at)
+
+
+@jax.jit
+def _flat(leaf: jax.Array) -> jax.Array:
+  return jnp.pad(leaf.reshape(-1), (0, -leaf.size % BLOCK))
 
 
 # --- reading the tree --------------------------------------------------------------------------

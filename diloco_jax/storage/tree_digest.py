@@ -44,7 +44,8 @@ def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None
 def digests(tree: Any) -> dict[str, int]:
   """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
   return {
-    path: int(value) for path, value in jax.device_get(_by_path(_digest_leaves(tree))).items()
+    path: int(value)
+    for path, value in jax.device_get(_by_path(jax.tree.map(_digest_leaf, tree))).items()
   }
 
 
@@ -62,12 +63,9 @@ def require_digests(tree: Any) -> None:
 
 def compile_digests(tree: Any) -> None:
   """Compiles `digests` of such a tree without running it."""
-  _digest_leaves.lower(tree).compile()
-
-
-@jax.jit
-def _digest_leaves(tree: Any) -> Any:
-  return jax.tree.map(digest_leaf, tree)
+  alike = {(leaf.shape, leaf.dtype, leaf.sharding): leaf for leaf in jax.tree.leaves(tree)}
+  for leaf in alike.values():
+    _digest_leaf.lower(leaf).compile()
 
 
 def digest_leaf(leaf: jax.Array) -> jax.Array:
@@ -82,6 +80,9 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
     index += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
     stride *= bits.shape[axis]
   return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+_digest_leaf = jax.jit(digest_leaf)  # leaf by leaf: a program grows with its leaves
 
 
 def _bits(leaf: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ with a kill and one without would differ. docs/findings.md has its size.
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -73,7 +74,9 @@ class Theta:
     self._values: list[list[exchange.Values]] | None = None
     self._warm = False
     self.versions = [0] * layout.num_fragments
-    self._to_params = jax.jit(self._assemble)
+    self._shapes = fragments.by_path(assembled.exchanged)
+    self._packed = [fragments.packed(its, self._shapes) for its in layout.fragments]
+    self._to_leaves = jax.jit(self._assemble)
 
   def twin(self, assembled: build.Assembly) -> 'Theta':
     """Another one at version 0, with the compiled functions of this one: `assembled` has the same
@@ -261,16 +264,21 @@ class Theta:
     """Returns the published model as a parameter tree in new buffers; None stands for what is never
     sent."""
     published = [[piece.published_n for piece in one] for one in self._whole()]
-    return self._to_params(jax.device_put(published, self._pieces.place(0)))
+    leaves, found = self._to_leaves(jax.device_put(published, self._pieces.place(0))), self._shapes
+    for piece, paths, _ in itertools.chain(*self._packed):
+      like = [self._shapes[path] for path in paths]
+      found = found | dict(zip(paths, fragments.unpack(leaves[piece.path], like)))
+    return jax.tree.unflatten(jax.tree.structure(self.shapes), found.values())
 
-  def _assemble(self, published: list[list[jax.Array]]) -> Any:
-    layout = self._assembled.layout
-    tree = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
-    for p, parts in enumerate(published):
+  def _assemble(self, published: list[list[jax.Array]]) -> dict[str, jax.Array]:
+    packed = itertools.chain(*self._packed)
+    leaves = {piece.path: jnp.zeros(leaf.shape, leaf.dtype) for piece, _, leaf in packed}
+    for found, parts in zip(self._packed, published):
       # Copies: an array that is returned as it came would change with the next outer step.
-      value_N = jnp.concatenate([jnp.copy(part) for part in parts])[: layout.size(p)]
-      tree = fragments.scatter(layout, p, tree, value_N)
-    return tree
+      value_N = jnp.concatenate([jnp.copy(part) for part in parts])
+      for piece, start, stop in fragments.places([piece for piece, *_ in found]):
+        fragments.replace_rows(leaves, piece, fragments.shaped(piece, value_N[start:stop]))
+    return leaves
 
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
     whole = map(exchange.Values, arrays['masters'], arrays['published'], arrays['outer'])
