@@ -39,6 +39,17 @@ def test_every_file_that_is_named_exists():
     assert (ROOT / 'diloco_jax' / file).is_file() or (ROOT / file).is_file(), file
 
 
+def test_what_to_read_is_as_long_as_it_says():
+  section = PAGE.split('## What to read')[1].split('\n## ')[0]
+  counted = [clause for clause in section.split(';') if re.search(r'\([\d,]+( lines)?\)', clause)]
+  assert len(counted) == 4
+  for clause in counted:
+    files = re.findall(r'`([\w/]+\.py)`', clause)
+    lines = sum(len((ROOT / 'diloco_jax' / file).read_text().splitlines()) for file in files)
+    (said,) = re.findall(r'\(([\d,]+)', clause)
+    assert abs(int(said.replace(',', '')) - lines) < 100, (clause, lines)
+
+
 def test_the_way_of_a_fragment_names_functions_that_exist():
   for file, names in way():
     text = (ROOT / 'diloco_jax' / file).read_text()

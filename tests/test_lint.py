@@ -3,6 +3,7 @@
 import ast
 import itertools
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,17 @@ def test_ruff_finds_nothing(command):
     [sys.executable, '-m', 'ruff', *command, '.'], cwd=ROOT, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_line_of_prose_is_longer_than_100_columns():
+  """Tables, code and what cannot be broken may be."""
+  pages = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *(ROOT / 'docs').rglob('*.md')]
+  for page in pages:
+    prose = re.sub(
+      r'^ *```.*?^ *```|^ *\|.*?$|^    .*?$', '', page.read_text('utf-8'), flags=re.M | re.S
+    )
+    long = [line for line in prose.splitlines() if ' ' in line.strip()[:100] and len(line) > 100]
+    assert not long, (page.name, long)
 
 
 def test_all_text_has_an_encoding():

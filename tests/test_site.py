@@ -1,6 +1,7 @@
 """The documentation site builds without a warning, and names what exists."""
 
 import html
+import json
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import pytest
 import diloco_jax
 from diloco_jax.config import fields
 from diloco_jax.verification.checks import checkers
+from tests.launch.lib import command_line
 
 pytestmark = pytest.mark.timeout(900)  # 15 s on a quiet machine
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -61,6 +63,33 @@ def test_the_pages_name_commands_flags_and_fields_that_exist(flags):
         if not right or field and re.sub(r'\[\d\]', '[0]', field) not in known:
           wrong.append(f'{page.relative_to(ROOT)}: diloco {name} --{flag} {field}')
   assert found > 100 and not wrong, wrong
+
+
+def test_a_plan_prints_what_its_page_shows():
+  page = ' '.join((ROOT / 'docs' / 'howto' / 'plan.md').read_text().replace('\\\n', '').split())
+  (words,) = re.findall(r'diloco (plan --config=own_loop.*?) own_loop', page)
+  done = command_line.diloco(*words.split())
+  table, error = (' '.join(text.split()) for text in (done.stdout, done.stderr))
+  assert table and table in page and error.startswith('error: ') and error in page
+
+
+def test_what_documents_and_notebooks_import_exists():
+  notebooks = sorted((ROOT / 'experiments' / 'notebooks').glob('*.ipynb'))
+  cells = [
+    ''.join(cell['source']) for path in notebooks for cell in json.loads(path.read_text())['cells']
+  ]
+  found = {
+    line.strip()
+    for text in [*(page.read_text() for page in PAGES), *cells]
+    for line in re.findall(
+      r'^ *(?:import [\w.]*\w(?: as \w+)?|from [\w.]+ import [\w, ]+)$', text, re.M
+    )
+  }
+  own = ('my_', 'loop', 'lora')  # files that the page writes before
+  for line in sorted(found):
+    if not line.split()[1].startswith(own):
+      exec(line, {})
+  assert len(found) > 20
 
 
 def test_the_reference_has_every_public_name_and_every_field(site):

@@ -89,6 +89,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'name': config and config.name,
     'task': config and config.task,
     'store': config and config.train.store,
+    'init_from': config and config.train.init_from,
     'steps': config and config.train.steps,
     'clock': max((learner.step for learner in run.learners.values()), default=0),
     'layout': run.layout.lines if run.layout else [],
@@ -247,8 +248,9 @@ def text(
   width: int = COLUMNS,
   out: pathlib.Path | None = None,
 ) -> str:
-  """The summary for people, in lines of at most `width` columns, but for words that are longer. The
+  """The summary for people, in lines of at most `width` columns, but for what is pasted. The
   headline comes first and last, as a terminal shows the end."""
+  places = _place_lines(summary, workdir, out or workdir / REPORT)
   lines = [*_disk_lines(summary), *_headline(summary), '']
   lines += [f'{"" if number else "run":13}{line}' for number, line in enumerate(summary['layout'])]
   lines += _learner_lines(summary)
@@ -258,12 +260,14 @@ def text(
     lines += ['', *goodput_lines(summary['goodput'], width)]
   lines += [
     '',
-    *_place_lines(summary, workdir, out or workdir / REPORT),
+    *places,
     '',
     *_headline(summary),
     *_kill_lines(summary),
   ]
-  return '\n'.join(itertools.chain.from_iterable(_wrap(line, width) for line in lines)) + '\n'
+  pasted = {line for line in places if line.startswith((' ', 'model', 'curves'))}
+  wrapped = ([line] if line in pasted else _wrap(line, width) for line in lines)
+  return '\n'.join(itertools.chain.from_iterable(wrapped)) + '\n'
 
 
 def _wrap(line: str, width: int) -> list[str]:
@@ -333,10 +337,13 @@ def _place_lines(
   if folders:
     lines.append(f'checkpoints  {" and ".join(filter(None, [*folders, summary["store"]]))}')
   if folders and (workdir / load.FILE).is_file():  # else the syncer has another folder
-    lines.append(f'model        diloco_jax.load_params({place!r})')
-    lines.append(f'             diloco export --workdir={shlex.quote(place)} --out=m.safetensors')
+    lines.append(f'model        import diloco_jax; diloco_jax.load_params({place!r})')
+    begun = summary['init_from']  # from a Hugging Face folder, perhaps
+    made = 'm' if begun and any(pathlib.Path(begun).glob('model.safetensors*')) else 'm.safetensors'
+    lines.append(f'             diloco export --workdir={shlex.quote(place)} --out={made}')
     if (workdir / 'model').is_dir():
-      lines.append(f'             orbax.checkpoint.v1.load({str(workdir.absolute() / "model")!r})')
+      load_it = f'v1.load({str(workdir.absolute() / "model")!r})'
+      lines.append(f'             from orbax.checkpoint import v1; {load_it}')
     if summary['task'] == run_config.DECODER:
       lines.append(f'             diloco sample --workdir={shlex.quote(place)}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
@@ -459,7 +466,7 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   for some in (rows[first : first + across] for first in range(0, len(rows), across)):
     lines.append('wall time, %'.ljust(26) + ''.join(name.rjust(cell) for name, _ in some))
     for category in book_lib.CATEGORIES:
-      shares = [f'{100 * row["shares"].get(category, 0):.1f}' for _, row in some]
+      shares = [f'{100 * row["shares"].get(category, 0):z.1f}' for _, row in some]
       if any(share != '0.0' for share in shares):
         lines.append(f'  {category:24}' + ''.join(share.rjust(cell) for share in shares))
   lines.append(

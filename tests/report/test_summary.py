@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ from diloco_jax.report import beside, facts, folder, live, records, run_facts, s
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.report import wire as wire_lib
 from diloco_jax.storage import json_files
+from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
 from tests.report.rows import add, child, exited, member, row, step, synced
 
@@ -381,11 +383,32 @@ def test_the_text_names_only_files_that_exist(config, workdir, monkeypatch):
   (workdir / 'islands').mkdir()
   text = summary_lib.text(summary, workdir, 200)
   assert f'checkpoints  {workdir / "islands"}\n' in text
-  assert f'model        diloco_jax.load_params({str(workdir)!r})' in text
+  assert f'diloco_jax.load_params({str(workdir)!r})' in text
   (workdir / 'model').mkdir()
-  assert f'orbax.checkpoint.v1.load({str(workdir / "model")!r})' in summary_lib.text(
-    summary, workdir, 200
-  )
+  assert f'v1.load({str(workdir / "model")!r})' in summary_lib.text(summary, workdir, 200)
+
+
+def test_what_the_report_says_of_the_model_can_be_pasted(config, tmp_path):
+  """From a folder with spaces, in a narrow terminal, of a run that began with a Hugging Face
+  folder."""
+  workdir = tmp_path / 'a run of mine'
+  for folder_ in ('islands', 'model', 'hf', 'tensorboard'):
+    (workdir / folder_).mkdir(parents=True)
+  (workdir / 'hf' / 'model.safetensors').touch()
+  config.train.init_from = str(workdir / 'hf')
+  load.write(workdir, config)
+  add(workdir, *_ROWS)
+  lines = summary_lib.text(summary_lib.write(workdir, plot=False), workdir, 40).splitlines()
+  python = [line[13:] for line in lines if 'load' in line]
+  assert len(python) == 2
+  for line in python:
+    *imports, call = line.split('; ')
+    scope: dict[str, Any] = {}
+    exec('\n'.join(imports), scope)
+    assert callable(eval(call.partition('(')[0], scope))
+  words = [shlex.split(line[13:]) for line in lines if 'diloco ' in line]
+  read = command_line.read(words, folder=tmp_path)
+  assert {one['workdir'] for one in read} == {str(workdir)} and read[0]['out'] == 'm'
 
 
 VIEWS = ['summary.json', 'index.html', 'timeline.png', 'report.txt']

@@ -64,7 +64,7 @@ class Start:
     links_measured: whether the time of a payload is that of its link (syncer).
     digests: of each fragment at version 0; None: the machine is restored.
     identity: the learner's id and process (learner).
-    snapshot: the machine state to restore; None: a new machine.
+    state: the machine state to restore; None: a new machine.
   """
 
   role: str

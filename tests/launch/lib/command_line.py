@@ -22,11 +22,11 @@ def read(argv):
   name = argv[1]
   module = importlib.import_module(__main__.module(name))
   def main(rest):
-    config = cli.config()
+    config = cli.config() if 'config' in flags.FLAGS else None
     if name == 'learner': module._number_of_hosts()
     if name in ('learner', 'syncer'): cli.access()
     found = {flag.name: flag.value for flag in flags.FLAGS.get_key_flags_for_module(module)}
-    found['config'] = config.to_dict()
+    found['config'] = config and config.to_dict()
     print(json.dumps(found), flush=True)
   module.main = main
   cli.run_command(module)
