@@ -32,8 +32,14 @@ def here(seeds_run: int = SEEDS) -> list[str]:
   return lines
 
 
-@pytest.mark.parametrize('hash_seed', interpreters.HASH_SEEDS)
-@pytest.mark.parametrize('version', interpreters.pythons())
+@pytest.mark.parametrize(
+  'version, hash_seed',
+  [
+    pytest.param(version, hash_seed, marks=[pytest.mark.full] if number and place else [])
+    for number, version in enumerate(interpreters.pythons())
+    for place, hash_seed in enumerate(interpreters.HASH_SEEDS)
+  ],
+)
 def test_a_seed_has_one_hash(version: str, hash_seed: str, counts):
   seeds_run = SEEDS_OF_ALL if counts.full else SEEDS
   there = interpreters.run_bare(version, hash_seed, RUN, str(ROOT), str(seeds_run))
