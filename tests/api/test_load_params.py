@@ -5,8 +5,6 @@ import itertools
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -18,7 +16,7 @@ import diloco_jax
 from diloco_jax.api import load_params
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import cli, run_folder
+from diloco_jax.launch import run_folder
 from diloco_jax.node import loop
 from diloco_jax.report import records
 from diloco_jax.storage import arrays, checkpoint, store
@@ -26,6 +24,7 @@ from diloco_jax.syncer import global_model
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import evaluate
 from diloco_jax.transport import in_process
+from tests.launch.lib import command_line
 
 
 @pytest.fixture(name='run', scope='module')
@@ -199,18 +198,11 @@ def test_a_folder_without_a_model_is_refused(tmp_path, run):
     diloco_jax.load_params(tmp_path)
 
 
-def test_the_command_prints_text_or_names_what_is_missing(run, tmp_path):
-  def sample(workdir: pathlib.Path) -> subprocess.CompletedProcess:
-    words = ['sample', f'--workdir={workdir}', '--prompt=import ', '--tokens=30']
-    return subprocess.run([sys.executable, '-m', 'diloco_jax', *words], capture_output=True)
-
-  done = sample(run)
-  assert (done.returncode, done.stderr) == (0, b'')
-  text = done.stdout.decode()
+def test_the_command_prints_text(run):
+  done = command_line.diloco('sample', f'--workdir={run}', '--prompt=import ', '--tokens=30')
+  assert (done.returncode, done.stderr) == (0, '')
+  text = done.stdout
   assert text.startswith('import ') and len('import ') + 10 < len(text) <= len('import ') + 30 + 1
-  refused = sample(tmp_path)
-  assert refused.returncode == cli.NEVER_RETRY
-  assert refused.stderr.startswith(b'error: there is no run in')
 
 
 def test_a_name_in_a_bucket_is_a_file_inside_the_copy_or_left_out(monkeypatch):

@@ -1,10 +1,6 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -25,6 +21,7 @@ from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
 from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
+from tests.launch.lib import command_line
 
 _WIDTH, _WORDS = 16, 32
 _RULE = np.random.default_rng(7).permutation(_WORDS)
@@ -469,14 +466,7 @@ assert still, 'sync has waited for its own step each time'
 @pytest.mark.full
 def test_a_loop_without_metrics_is_one_step_ahead_of_its_devices():
   """On a device that computes after the dispatch, and with an array that no step changes."""
-  ended = subprocess.run(
-    [sys.executable, '-c', _NO_METRICS],
-    cwd=pathlib.Path(__file__).parents[2],
-    env={**os.environ, 'JAX_NUM_CPU_DEVICES': '1'},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  ended = command_line.python('-c', _NO_METRICS, JAX_NUM_CPU_DEVICES='1')
   assert ended.returncode == 0, ended.stderr
 
 

@@ -264,6 +264,11 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   assert any(re.search('l3 starts from the fragments', line) for line in said)
 
 
+def test_a_folder_without_a_run_is_refused(config, tmp_path):
+  with pytest.raises(ValueError, match='there is no run in'):
+    _restore(config, tmp_path)
+
+
 def test_another_config_is_refused(workdir):
   config = stdlib_lm.get_config('tiny')
   config.sync.gamma = 0.1
@@ -348,8 +353,6 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   assert done.stdout.splitlines()[-1].endswith('learners again, with their own commands')
   done = restored(f'--workdir={workdir}')
   assert done.returncode == cli.NEVER_RETRY and '(there are: 105)' in done.stderr
-  done = restored(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
-  assert done.returncode == cli.NEVER_RETRY and 'there is no run in' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """A learner dispatches a step ahead: its devices compute meanwhile, as accelerators do."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
+
+from tests.launch.lib import command_line
 
 _AHEAD = """
 import contextlib, json, pathlib, sys, time
@@ -75,14 +73,7 @@ print(json.dumps({
 def test_a_step_is_dispatched_before_the_one_before_is_read_and_changes_no_bit(tmp_path):
   """StepDone says that a step is dispatched and the one before complete. Times are those of the
   devices, which wait for no batch after the first; a save has the steps before it."""
-  ended = subprocess.run(
-    [sys.executable, '-c', _AHEAD, str(tmp_path)],
-    cwd=pathlib.Path(__file__).parents[2],
-    env={**os.environ, 'JAX_NUM_CPU_DEVICES': '1'},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  ended = command_line.python('-c', _AHEAD, tmp_path, JAX_NUM_CPU_DEVICES='1')
   assert ended.returncode == 0, ended.stderr
   found = json.loads(ended.stdout.splitlines()[-1])
   assert found['same'] and found['clocks'] == list(range(1, 9))
