@@ -365,7 +365,7 @@ class Gathering:
       max(given.get(one.learner, 0), one.clock - last)
       for one in self._members.live()
       if (one.learner in given or len(given) == 1 and one.caught_up)
-      and (one.since is None or one.since[0] <= last)
+      and (one.since is None or one.since[0] < max(1, last))
     ]
     return pace_lib.lower_median(there or [*given.values()])
 

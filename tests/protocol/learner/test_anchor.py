@@ -130,6 +130,8 @@ def test_steps_that_are_undone_are_reported_once():
   one = anchor(capture=6)
   one.rewind(9, 90)
   assert (one.steps, one.tokens, one.capture, one.reason) == (9, 90, None, Reason.UNDONE)
+  kept, *_ = one.adopt(publish(6, 0, version=2, settled_to=40), STEPS, TOKENS, 2)
+  assert kept.reason == Reason.UNDONE, 'the syncer has not heard of it'
   fresh = anchor()
   fresh.rewind(4, 40)
   assert fresh.reason == '', 'there was nothing to undo'

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import alone
+from diloco_jax.protocol.learner import alone, checkpoints
 from diloco_jax.verification.sim import engine
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
@@ -165,6 +165,28 @@ def test_no_payload_begins_among_tokens_that_were_refused(reason):
   assert any(isinstance(one, actions.Encode) for one in train(machine, 50))
   (told,) = contents(machine.handle(51 * MS, encoded(10, 0, payload_id=2)), messages.Contribution)
   assert (told.tokens_from, told.tokens_to) == (40, 50)
+
+
+def test_a_version_that_drops_steps_is_adopted_before_anything_is_given_or_declined():
+  machine = new_learner(max_lag=None)
+  connect(machine, 1, 0)
+  train(machine, 10)
+  machine.handle(11 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  machine.handle(12 * MS, received(1, publish(2, 0, version=1, keep=False), payload_id=4))
+  out = train(machine, 20)
+  work = [type(one) for one in out if isinstance(one, actions.Work)]
+  assert work == [actions.Adopt, actions.Step] and not contents(out, messages.Decline)
+  assert any(isinstance(one, actions.Encode) for one in train(machine, 30)), 'the pull is not lost'
+
+
+def test_another_life_saves_after_as_many_steps_as_the_first():
+  """Its steps begin at 0: counted from the last save of the life before it would not save."""
+  saving = checkpoints.Saving(config_lib.ProtocolConfig(save_steps=5), action_list.ActionList())
+  saving.begin(clock=40, steps=40, machine_state={})
+  saving.saved(0, events.SaveDone(clock=40))
+  saving.begin_life()
+  assert [saving.due(40 + steps, steps) for steps in (4, 5)] == [False, True]
+  assert saving.unsaved(1)
 
 
 def test_the_answer_to_a_closing_sync_waits_for_the_verdict_on_the_last_capture():

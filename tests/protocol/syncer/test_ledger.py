@@ -48,6 +48,18 @@ def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_proc
   assert book.totals()['trained'] == 100 and not book.totals()['merged']
 
 
+def test_what_a_learner_drops_it_has_trained_and_the_steps_of_a_replaced_process_stay():
+  book = ledger.Ledger(1)
+  account = book.open('l0', 1)
+  account.train(3, 30)
+  account.drop(0, 40, 'undone')  # its report of the last step is still on the way
+  book.check()
+  assert (account.trained, account.discarded) == (40, {'undone': 40})
+  book.fold('l0', 1)
+  book.open('l0', 2).train(4, 50)
+  assert book.trained('l0') == (7, 90) and book.learners()['l0']['steps'] == 7
+
+
 def test_tokens_of_a_killed_process_are_lost_with_it():
   # Reliability fault 1: "counted lost_with_process".
   seen = Recording(learners=1, fragments=1, period=10, overlap=1, quorum=1, total_steps=40)

@@ -141,6 +141,29 @@ def test_a_clock_that_jumps_counts_at_16_times_the_usual_speed():
   assert fast.clock == 32
 
 
+def test_the_usual_speed_outlives_the_loss_of_all_learners():
+  """Else the first clock that comes back counts for a period only, however long it was away."""
+  fast = _reports('l0', 100, 100)
+  of = _pace(fast)
+  of.measure(100)
+  of._members.by_session.clear()
+  of.measure(200)
+  assert of.usual_ns == 100
+
+
+def test_after_a_restart_a_clock_counts_as_far_as_another_returned_one_allows():
+  back = [members.Member(f'l{n}', claimed=claimed) for n, claimed in enumerate((40, 4_000))]
+  of = _pace(*back)
+  of._members.began_ns = 0
+  of.measure(1)
+  assert [one.clock for one in back] == [40, pace.SPEED * 40 + 4]
+  del of._members.by_session[0]
+  for now_ns, clock in ((1, 4), (2 * of._config.lease_ns, pace.SPEED * 4_000 + 4)):
+    back[1].clock = 0
+    of.measure(now_ns)
+    assert back[1].clock == min(clock, 4_000), 'alone it counts for a period, until a lease is over'
+
+
 def test_an_event_costs_the_same_with_many_learners():
   # Design section 1: the same machines at millions of chips: O(1) but for syncs and sweeps.
   machine = new_machine(learners=300, quorum=300)

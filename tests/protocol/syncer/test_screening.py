@@ -166,7 +166,8 @@ class Stalled:
     if joined:
       self.handle(events.Disconnected(session=2, reason='killed'))
       self.send(3, single.join(learner='l1', nonce=9))
-      self.send(3, dataclasses.replace(single.confirm(nonce=9), incarnation=2))
+      held = (messages.Held(version=9, digest=78),)
+      self.send(3, dataclasses.replace(single.confirm(nonce=9), incarnation=2, held=held))
     self.sync = self.machine.clock
     self.merges.clear()
 
@@ -188,6 +189,15 @@ class Stalled:
       self.send(m + 1, dataclasses.replace(said, steps=steps, version=version), payload_id=m)
     self.tokens = to
 
+  def back(self, session: int, m: int, clock: int) -> None:
+    """The process of a learner connects again."""
+    join = single.join(learner=f'l{m}', nonce=7 + m, incarnation=1)
+    self.send(session, dataclasses.replace(join, run='r0'))
+    held = (messages.Held(version=9, digest=78),)
+    claim = dataclasses.replace(single.confirm(nonce=7 + m), clock=clock, steps=clock, held=held)
+    claim = dataclasses.replace(claim, tokens=10 * clock, shard=m, cursor=clock)
+    self.send(session, claim)
+
   def limits(self) -> list[int]:
     return [one.limit for merge in self.merges for one in merge.participants]
 
@@ -204,9 +214,26 @@ def test_after_a_stall_the_first_outer_step_waits_for_all_and_no_honest_norm_is_
   assert run.limits() == [20 * screening.GROWTH * UNIT]
 
 
+def test_each_outage_has_its_own_lease_to_wait_for_all():
+  """Also the second one, soon after the first."""
+  run = Stalled(0, 0)
+  for outage in (1, 2):
+    for m in (0, 1):
+      run.handle(events.Disconnected(session=2 * outage - 1 + m, reason='cut'))
+    run.now_ns += run.lease_ns
+    for m in (0, 1):
+      run.back(2 * outage + 1 + m, m, clock=18 + 40 * outage)
+    (gather_,) = run.machine._gathering.open.values()
+    assert gather_.grace_ns == run.lease_ns
+    for m in (0, 1):
+      said = messages.Decline(sync=gather_.sync, fragment=0, reason='empty', tokens_to=0)
+      run.send(2 * outage + 1 + m, said)
+
+
 def test_who_lived_on_while_the_others_began_anew_is_not_measured_by_them():
   """D1: l0 lived on, l1 has joined a moment ago and knows nothing of the stall."""
-  run = Stalled(150, 0, joined=True)
+  run = Stalled(0, 0, joined=True)
+  run.now_ns += run.lease_ns // 2
   run.send(1, single.progress(168))
   run.contribute(run.machine.clock, 0, to=1680)
   assert run.limits() == [20 * screening.GROWTH * UNIT]
@@ -350,6 +377,29 @@ def test_a_learner_that_trained_nothing_in_some_steps_gets_no_strike():
     duo.next()
   assert (duo.member()['strikes'], duo.member()['max_strikes']) == (0, 0)
   assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}, 'nothing is forgotten'
+
+
+def test_a_learner_that_was_merged_since_is_not_in_doubt():
+  """Else two single faults of two learners, hours apart, would lift all limits."""
+  duo = warm()
+  duo.round(2 * UNIT, 60 * UNIT)
+  duo.round(2 * UNIT, 2 * UNIT)
+  duo.round(60 * UNIT, 2 * UNIT)
+  assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}
+
+
+def test_a_merge_of_the_process_before_makes_nobody_sure_of_its_successor():
+  """Of `others_merged`: the norms of a process alone may be right, and the usual ones wrong."""
+  members = members_lib.Members(config())
+  screen = screening.Screening(config(), members, action_list.ActionList())
+  member = members.bind('l0', nonce=2, incarnation=2, session=1, now_ns=0)
+  member.strikes = 1
+  for name in ('l0', 'l1'):
+    members.by_id.setdefault(name, members_lib.Member(name, incarnation=1))
+    one = actions.Participant(learner=name, incarnation=1, payload_id=0, tokens=1, steps=1)
+    done = dataclasses.replace(single.merge_done(1), norms=(UNIT,))
+    screen.after_merge(0, gather.Gather(1, 0, participants=(one,), live=('l0', 'l1')), done)
+    assert member.others_merged == (name == 'l1')
 
 
 def test_a_refused_norm_does_not_enter_the_median():
