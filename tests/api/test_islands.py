@@ -31,7 +31,7 @@ def _config(learners: int, quorum: int = 1, steps: int = FOR_EVER) -> run_config
   config = stdlib_lm.get_config('tiny')
   config.sync.learners, config.sync.quorum = learners, quorum
   config.sync.fragments = config.sync.period = 2
-  config.sync.overlap = config.mesh.data = 1
+  config.sync.overlap = config.mesh.data = config.model.num_layers = 1
   config.train.steps, config.train.eval_every = steps, 0
   config.train.checkpoint_every_steps, config.train.log_every = 20, FOR_EVER
   config.task = f'{slow_data.__file__}:task'
@@ -125,7 +125,7 @@ def test_an_island_that_loses_its_devices_comes_back_and_the_others_go_on(tmp_pa
   with _running(tmp_path, _config(2)) as run:
     run.others_first = True
     assert [device.id for device in run.controller.syncer_devices] == [6, 7]
-    run.until(lambda: all(run.steps(name) >= 10 for name in ('l0', 'l1')))
+    run.until(lambda: all(run.steps(name) >= 4 for name in ('l0', 'l1')))
     run.lost['l1'] = 2
     run.until(lambda: len(run.joined('l1')) == 3)
     assert run.joined('l1') == [1, 2, 3]
