@@ -25,7 +25,7 @@ CHIPS_PER_HOST = 4  # of a TPU slice
 _MALLOC = {'hugetlb': 1, 'mmap_threshold': 32 << 20, 'trim_threshold': 1 << 30, 'top_pad': 16 << 20}
 ENVIRONMENT = {
   'GLIBC_TUNABLES': ':'.join(f'glibc.malloc.{name}={value}' for name, value in _MALLOC.items()),
-  'GRPC_VERBOSITY': 'ERROR',
+  'GRPC_VERBOSITY': 'NONE',
   'PYTHONUNBUFFERED': '1',
   'TF_CPP_MIN_LOG_LEVEL': '2',
 }

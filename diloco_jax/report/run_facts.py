@@ -103,6 +103,11 @@ class Learner:
     return bool(self.joined) and (not self.lost or self.lost[-1][0] < self.joined[-1][0])
 
   @property
+  def connected(self) -> int | None:
+    """1 or 0; None: only the syncer's records tell."""
+    return int(self.is_live) if self.joined else None
+
+  @property
   def tokens_per_second(self) -> float:
     return self.tokens_per_step / self.step_s if self.step_s and self.is_training else 0.0
 

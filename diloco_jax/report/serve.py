@@ -27,8 +27,8 @@ _POLICY = (
 
 # What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
 _OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
-_OF_RUN += ' bytes_down goodput token_goodput uptime'
-_OF_LEARNER = 'loss step tokens_per_second staleness incarnation goodput merged'
+_OF_RUN += ' bytes_down goodput token_goodput uptime learners_connected'
+_OF_LEARNER = 'connected loss step tokens_per_second staleness incarnation goodput merged'
 
 
 class Watch:
@@ -182,6 +182,7 @@ def metrics(run: dict[str, Any]) -> str:
   for start, names, rows in (('', _OF_RUN, {'': flat}), ('learner_', _OF_LEARNER, learners)):
     for name in names.split():
       told = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]
-      text += f'# TYPE diloco_{start}{name} gauge\n'
+      about = f'{name.replace("_", " ")}: docs/reference/metrics.md'
+      text += f'# HELP diloco_{start}{name} {about}\n# TYPE diloco_{start}{name} gauge\n'
       text += ''.join(f'diloco_{start}{name}{labels} {value}\n' for labels, value in told)
   return text

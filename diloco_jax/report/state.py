@@ -16,7 +16,7 @@ PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
 _OF_RUN = 'end_s total_steps tokens tokens_per_second seconds_left syncer'.split()
-_OF_LEARNER = 'state phase step tokens_per_second staleness incarnation'.split()
+_OF_LEARNER = 'state connected phase step tokens_per_second staleness incarnation'.split()
 
 
 def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str
     [*told, f'a period of {run.period} inner steps, chosen by the syncer'] if run.period else told
   )
   merges = run.merges_s, run.participants, run.live, run.staleness
+  connected = [one.connected for one in run.learners.values()]
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',
     'progress': run.progress if config else None,
@@ -34,6 +35,7 @@ def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str
     'about': '; '.join(told if config else [*told, f'config {folder.UNKNOWN}']),
     'loss_unit': folder.loss_unit(config),
     'outer_steps': len(run.merges_s),
+    'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
     'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},

@@ -2,5 +2,5 @@
 
 import os
 
-# gRPC reads this at import. The sessions report a lost peer themselves, so gRPC need not log it.
-os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
+# gRPC reads this at import. Our own sentences say why a peer is lost or an address cannot be used.
+os.environ.setdefault('GRPC_VERBOSITY', 'NONE')

@@ -148,6 +148,36 @@ def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeyp
   assert outcome.statuses['l0'].starts == supervisor_lib.MAX_SHORT_LIVES
 
 
+def test_long_lives_are_no_failures_in_a_row(tmp_path):
+  """A learner that dies once an hour is started again for ever, and soon; so is one that a plan
+  has killed, however short its life was."""
+  lives = [supervisor_lib.SHORT_LIFE_S - 1, 3600.0] * supervisor_lib.MAX_SHORT_LIVES
+  lives += [3600.0] * supervisor_lib.MAX_SHORT_LIVES + [0.0] * (supervisor_lib.MAX_SHORT_LIVES - 2)
+  pauses = []
+
+  class Lives(supervisor_lib.Supervisor):
+    async def _live(self, program):
+      return (1, 'a fault', lives.pop(0)) if lives else (42, 'the end', 0.0)
+
+    async def _pause(self, name, seconds):
+      pauses.append(seconds)
+
+  learner = program('l0', '')
+  recorder = records.Recorder(tmp_path, 'supervisor', tensorboard=False)
+
+  async def main():
+    view = run_facts.RunFacts(['l0'], 100)
+    shown = {'listen': lambda *line: None, 'tick': lambda view: None}
+    kept = Lives([program('syncer', ''), learner], tmp_path, view, recorder, **shown)
+    await kept._keep(learner)
+    return kept.statuses['l0'].state
+
+  with contextlib.closing(recorder):
+    assert asyncio.run(main()) == 'refused'
+  long = pauses[2 * supervisor_lib.MAX_SHORT_LIVES - 1 : 3 * supervisor_lib.MAX_SHORT_LIVES]
+  assert not lives and max(long) <= supervisor_lib._BACKOFF_S[0]
+
+
 def test_a_learner_whose_restart_fails_is_started_again(tmp_path):
   """Its log cannot be opened for a while, as on a full disk or without descriptors."""
   log = tmp_path / 'logs' / 'l0.log'

@@ -200,6 +200,8 @@ def test_prometheus_reads_the_metrics(port):
   assert found['diloco_held_out_loss', None] == 3.25
   assert found['diloco_learner_step', 'l0'] == STEPS + 9
   assert found['diloco_tokens', None] == 50 * (STEPS + 13)
+  assert found['diloco_learner_connected', 'l1'] == found['diloco_learners_connected', None] == 0
+  assert all(one.documentation for one in families)
 
 
 def test_the_command_serves_a_run_until_ctrl_c(workdir):

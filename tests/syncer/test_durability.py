@@ -489,6 +489,23 @@ def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
   assert bits(rig().theta) == expected[3]
 
 
+def test_each_time_that_the_disk_is_full_has_its_own_patience(rig, expected, monkeypatch):
+  """Two stalls of 200 s are not one of more than 300 s, however long they take together."""
+  life, now = rig(), [0.0]
+  monkeypatch.setattr(commit.time, 'monotonic', lambda: now[0])
+  write = type(life.disk).write
+
+  def slow(name, *pieces):
+    now[0] += 50
+    life.disk.full = now[0] % 250 != 0
+    write(life.disk, name, *pieces)
+
+  monkeypatch.setattr(life.disk, 'write', slow)
+  for sync in (1, 2):
+    assert not life.merge(sync).failed
+  assert now[0] == 500 and bits(life.theta) == expected[2]
+
+
 def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
   """Learners would train for nothing."""
   life = rig(full_s=0.0)
