@@ -5,14 +5,42 @@ import pathlib
 import re
 import secrets
 import threading
+from collections.abc import Callable
 
 from diloco_jax.certs import check, names, proofs
+from diloco_jax.config import run_config
+from diloco_jax.launch import nodes, own_model
+from diloco_jax.learner import hosts
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import events, ids, messages
+from diloco_jax.report import header
 from diloco_jax.storage import files
 from diloco_jax.transport import addresses
 
 NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, with its lock
+
+
+def meet(
+  model: own_model.Model,
+  config: run_config.Config,
+  address: Callable[[], str],
+  wait_s: float,
+  learner: str,
+  place: pathlib.Path,
+  syncer: str,
+  access: addresses.Access,
+  cleanup: contextlib.ExitStack,
+) -> tuple[str, str]:
+  """Which learner this is, and the settings of the run, '': it has ended. Of several hosts the lead
+  asks for all."""
+  settings = ''
+  if hosts.leads():
+    learner = learner or choose(place, access, cleanup)
+    nodes.require_own_certificate(access, learner)
+    header.say(f'[{learner}] waits for a syncer at {nodes.shown(syncer)}, at most {wait_s:g} s')
+    with contextlib.suppress(addresses.RunEnded):
+      settings = own_model.meet(model, config, address, access, wait_s)
+  return hosts.of_lead(learner), hosts.of_lead(settings)
 
 
 def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:

@@ -1,18 +1,20 @@
 """The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
 
+import collections
 import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import own_model
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
-from diloco_jax.storage import checkpoint, files, folders, tree_digest
+from diloco_jax.storage import arrays, checkpoint, files, folders, tree_digest
 from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib
 
@@ -34,6 +36,8 @@ class OwnArrays:
       jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
     )
     self.params, self.moments = params, moments
+    self.copies = find_copies(params, moments)
+    self._before = params if self.copies else {}  # else they would live on
     self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
     self.tokens_per_step = 0  # in the newest step
@@ -49,6 +53,30 @@ class OwnArrays:
     at = self.shardings
     self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
     self.moments = jax.tree.map(_put, moments, at.opt_state)
+    self._before = self.params if self.copies else {}
+
+  def look(self) -> None:
+    """Looks for copies of parameters after the first step: before it those of zeros are none."""
+    self.copies |= find_copies(self.params, self.moments)
+    self._before = self.params if self.copies else {}
+
+  def follow(self) -> str:
+    """Moves the copies of parameters in the moments by what adoptions have changed since `take`.
+    Returns the path of one that has moved, or ''."""
+    if not self.copies:
+      return ''
+    moved = ''
+    leaves, structure = jax.tree.flatten(self.moments)
+    for place, name in self.copies.items():
+      now, before, copy = self.params[name], self._before.get(name), leaves[place]
+      if before is not None and now is not before:
+        change = now.astype(copy.dtype) - before.astype(copy.dtype)
+        leaves[place] = _put(
+          copy + _beside(copy, change), copy.sharding if copy.committed else None
+        )
+        moved = moved or list(arrays.by_name(self.moments))[place]
+    self.moments, self._before = jax.tree.unflatten(structure, leaves), self.params
+    return moved
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
@@ -77,7 +105,13 @@ class OwnArrays:
     if self.checkpoints is None:
       return lambda: clock
     record = {'shard': self.shard, 'protocol': protocol}
-    return self.checkpoints.save(clock, {'opt_state': self.moments}, self.next_index, record)
+    self.follow()
+    of = {'copied': self._copied()} if self.copies else {}
+    return self.checkpoints.save(clock, {'opt_state': self.moments, **of}, self.next_index, record)
+
+  def _copied(self) -> dict[str, jax.Array]:
+    """The parameters that copies in the moments are of."""
+    return {name: self.params[name] for name in self.copies.values()}
 
   @contextlib.contextmanager
   def saved(
@@ -97,8 +131,48 @@ class OwnArrays:
         hosts.require_same('the state', str(found and (found.learner, found.step)))
         if found is not None:
           self.take(self.params, found.moments)
+          of = moments_lib.find(place, found.learner, self._copied(), 'copied')
+          alike = of is not None and of[:2] == found[:2]
+          self._before = jax.tree.map(jnp.asarray, of.moments) if alike else {}
           found = found._replace(moments=None)
         yield found
+
+
+_COPIES = 'z', 'params0', 'init_particles', 'init_params'  # of optax.contrib, by its names
+
+
+def find_copies(params: dict[str, jax.Array], moments: Any) -> dict[int, str]:
+  """Where in the moments there is a copy of each parameter that is trained: by the place of its
+  leaf the name of the parameter. Such a copy is derived from the parameters, as the float32 masters
+  of bfloat16 ones, or the z of optax.contrib.schedule_free: one that stayed where it was would undo
+  what is adopted, or drift away from it."""
+  counted = own_model.statistics(params)
+  tails = {name.removeprefix('params/'): name for name in params if name not in counted}
+  groups: dict[str, dict[int, str]] = collections.defaultdict(dict)
+  leaves = arrays.by_name(moments)
+  for place, (path, leaf) in enumerate(leaves.items()):
+    at = [at for at, c in enumerate(f'/{path}') if c == '/']
+    name, start = next(((tails[path[k:]], k) for k in at if path[k:] in tails), ('', 0))
+    if name and leaf.shape == params[name].shape and jnp.issubdtype(leaf.dtype, jnp.floating):
+      groups[path[:start].strip('/')][place] = name
+  found, values = {}, list(leaves.values())
+  for path, group in groups.items():
+    whole = len(group) == len(tails) and path.split('/')[0] != 'rest'
+    if whole and (path.split('/')[-1] in _COPIES or _equal(params, values, group)):
+      found |= group
+  return found
+
+
+def _equal(params: dict[str, jax.Array], values: list[jax.Array], group: dict[int, str]) -> bool:
+  """Whether all are the parameters, rounded as these; zeros say nothing."""
+  pairs = [(values[place], params[name]) for place, name in group.items()]
+  same = lambda copy, own: (copy.astype(own.dtype) == _beside(copy, own)).all()
+  return all(bool(same(*pair)) for pair in pairs) and any(bool(copy.any()) for copy, _ in pairs)
+
+
+def _beside(leaf: jax.Array, other: jax.Array) -> jax.Array:
+  """The other where the leaf is."""
+  return _put(other, leaf.sharding if leaf.committed else None)
 
 
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:

@@ -40,7 +40,6 @@ from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, folders
 from diloco_jax.train import island as island_lib
-from diloco_jax.transport import addresses
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -71,6 +70,8 @@ class Peer:
     self._fail: Callable[[BaseException], None]
     self._say: Callable[[str], None]
     self._taken = False  # the loop has read `params`
+    self._stale = ''  # a copy of a parameter in the moments that has moved, unseen by the loop
+    self._warned = False
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
@@ -88,7 +89,10 @@ class Peer:
 
   @property
   def opt_state(self) -> Any:
-    """The inner optimizer's state to begin with: of a checkpoint, or else the one given."""
+    """The inner optimizer's state to go on with. To begin with it is that of a checkpoint, or else
+    the one given. After a sync it differs from the one given to it where that has copies of the
+    parameters, which have moved as these have (docs/your_model.md)."""
+    self._stale = ''
     return self._arrays.moments
 
   @property
@@ -163,6 +167,8 @@ class Peer:
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
     parts = states.split(params, opt_state)
     self._rebuild = parts.rebuild
+    if opt_state is None:  # a whole state, of which the last sync has returned all
+      self._stale = ''
     if not self._taken:  # a first step, on arrays that are not the run's
       if self._arrays.consumed:
         raise RuntimeError(
@@ -172,8 +178,19 @@ class Peer:
       self._synced, self._boundary_ns = True, time.monotonic_ns()
       return self.params
     held, named = self._arrays.params, self._checked(parts.params, parts.opt_state)
+    if self._stale and not self._warned:
+      self._warned = True
+      self._say(
+        f'opt_state: {self._stale} is a copy of a parameter, and has stayed where it was when a '
+        'merged value was adopted: a step that computes from it undoes the merge. Nothing is lost: '
+        'take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
+      )
     with self._ends_with_an_error():
       self._arrays.take(named, parts.opt_state)
+      if not self._measured:
+        self._arrays.look()
+      if self._arrays.copies:
+        self._work.exchange.borrow()
       trained = self._arrays.params
       self._arrays.tokens_per_step = tokens
       self._arrays.next_index += 1
@@ -267,6 +284,7 @@ class Peer:
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""
     self.clock = self._work.next_step()
+    self._stale = self._arrays.follow()
     self._boundary_ns = time.monotonic_ns()
 
 
@@ -350,8 +368,8 @@ def join(
   """
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  params, opt_state, rebuild, in_place, *_ = parts = states.split(params, opt_state)
-  lines = list(states.told(parts))
+  parts = states.split(params, opt_state)
+  lines, (params, opt_state, rebuild, in_place) = list(states.told(parts)), parts[:4]
   del parts
   with jax.set_mesh(None):
     params, opt_state = own_arrays.on_devices(params, opt_state)
@@ -376,7 +394,7 @@ def join(
       if hosts.leads():
         place = run_folder.or_temporary(workdir, cleanup)
       who = learner, place, syncer, access, cleanup
-      learner, settings = _meet(model, config, address, wait_s, *who)
+      learner, settings = admission_lib.meet(model, config, address, wait_s, *who)
       if not settings:
         header.say(f'[{learner}] the run has ended: there are no steps left')
         yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
@@ -411,29 +429,6 @@ def join(
         _ = peer.params  # what has been adopted since the last sync
     if not lost:
       peer._say(_require_well(ended))
-
-
-def _meet(
-  model: own_model.Model,
-  config: run_config.Config,
-  address: Callable[[], str],
-  wait_s: float,
-  learner: str,
-  place: pathlib.Path,
-  syncer: str,
-  access: addresses.Access,
-  cleanup: contextlib.ExitStack,
-) -> tuple[str, str]:
-  """Which learner this is, and the settings of the run, '': it has ended. Of several hosts the lead
-  asks for all."""
-  settings = ''
-  if hosts.leads():
-    learner = learner or admission_lib.choose(place, access, cleanup)
-    nodes.require_own_certificate(access, learner)
-    header.say(f'[{learner}] waits for a syncer at {nodes.shown(syncer)}, at most {wait_s:g} s')
-    with contextlib.suppress(addresses.RunEnded):
-      settings = own_model.meet(model, config, address, access, wait_s)
-  return hosts.of_lead(learner), hosts.of_lead(settings)
 
 
 def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:

@@ -25,9 +25,9 @@ def folder(place: json_files.Place, learner: str) -> json_files.Place:
   return place / 'islands' / learner / 'ckpt'
 
 
-def find(place: json_files.Place, learner: str, like: Any) -> Found | None:
+def find(place: json_files.Place, learner: str, like: Any, part: str = 'opt_state') -> Found | None:
   """The moments of the newest checkpoint that verifies and has moments like these, of this learner
-  if there is one, else of any other; None: there is none."""
+  if there is one, else of any other; None: there is none. `part`: of the checkpoint."""
   ages = {
     (path.parts[-3] == learner, number, path.parts[-3]): path
     for path in place.glob('islands/*/ckpt/*')
@@ -35,7 +35,7 @@ def find(place: json_files.Place, learner: str, like: Any) -> Found | None:
   }
   for (_, _, name), path in sorted(ages.items(), reverse=True):
     try:
-      step, moments, record = checkpoint.read_part(path, 'opt_state', like)
+      step, moments, record = checkpoint.read_part(path, part, like)
       return Found(name, step, moments, record['protocol'])
     except Exception as error:  # of any kind: the next one may be whole, or of this model
       if isinstance(error, formats.OtherFormat) and name == learner:
