@@ -244,7 +244,10 @@ def packed(
     leaf, size, paths = leaves[piece.path], piece.padded_size, (piece.path,)
     small = piece.shape == leaf.shape and size <= SMALL
     whole = small and (leaf.sharding is None or leaf.sharding.is_fully_replicated)
-    whole &= getattr(leaf.sharding, 'mesh', None) == getattr(at, 'mesh', None)
+    mesh = getattr(leaf.sharding, 'mesh', None)
+    whole &= mesh == getattr(at, 'mesh', None)
+    if whole and mesh and jax.sharding.AxisType.Explicit in mesh.axis_types:
+      whole = not any(leaf.sharding.spec)  # axes of one device, which bind a reshape all the same
     kind = (leaf.dtype, piece.label == STATISTIC) if whole else None
     if kind and kind == before and found[-1][0].padded_size + size <= PACKED:
       first, earlier, _ = found.pop()

@@ -196,6 +196,7 @@ def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
   params = {
     'layers': [(place(jnp.ones((8, 4), jnp.bfloat16), 'x'), place(jnp.zeros(4)))],
     'embed': place(jnp.ones((16, 8)), None, 'x'),
+    'small': [place(jnp.ones((8, 2)), 'x'), place(jnp.ones((2, 8)), None, 'x')],  # neighbours
   }
   sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
   with (
