@@ -291,11 +291,11 @@ class Book:
         self._members.add(member)
         self._syncer_died = False
         self._await(at_ns)
-      case protocol_facts.Member(state='lost', learner=member, reason=reason):
+      case protocol_facts.Member(state='lost', learner=member):
         self._members.discard(member)
         self._await(at_ns)
         one = self.learners.get(member)
-        if one and one.doing not in _ENDED and not reason.startswith('left'):
+        if one and one.doing not in _ENDED:
           one.lost_ns = at_ns
       case protocol_facts.Synced():
         if self._merged_ns is not None:

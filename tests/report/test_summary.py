@@ -2,6 +2,7 @@
 exists."""
 
 import copy
+import dataclasses
 import errno
 import json
 import os
@@ -124,6 +125,10 @@ def test_tokens_of_which_the_syncer_has_not_heard_are_accounted_for(config):
   assert (summary['tokens_trained'], summary['tokens_discarded']['untold']) == (350, 100)
   assert summary['tokens_merged'] + sum(summary['tokens_discarded'].values()) == 350
   assert sum(row['tokens'] for row in summary['learners'].values()) == 350
+  forgotten = {'l0': _LEDGER.learners['l0'], '(forgotten)': {'tokens': 100}}
+  ledger = dataclasses.replace(_LEDGER, learners=forgotten)
+  run = run_facts.RunFacts(['l0', 'l1'], 10).take([*_ROWS, ('syncer', row(25, ledger))])
+  assert not run.book.untold, 'the syncer has heard of them, and forgotten who it was'
 
 
 def _own_loop(began_s, *stepped_s):
@@ -135,10 +140,11 @@ def _own_loop(began_s, *stepped_s):
 
 def test_who_was_alive_is_the_same_whoever_started_it():
   """l0 is killed at 20 s and back at 50 s; l1 loses its connection only; then
-  both are killed at 60 s."""
+  all are killed at 60 s. l2 comes at 30 s. K is 2."""
   facts_of = {
     'l0': _own_loop(0, *range(2, 21, 2)) + _own_loop(50, *range(52, 61, 2)),
     'l1': _own_loop(0, *range(2, 61, 2)),
+    'l2': _own_loop(25, *range(30, 61, 2)),
     'syncer': [
       row(0, facts.Startup(phase='assembled', cpu_s=1.0)),
       *[row(1, member(name, 'joined')) for name in ('l0', 'l1')],
@@ -146,23 +152,24 @@ def test_who_was_alive_is_the_same_whoever_started_it():
       row(31, member('l1', 'lost', 1, 'silent')),
       row(35, member('l1', 'joined')),
       row(51, member('l0', 'joined', 2)),
-      *[row(61, member(name, 'lost', 1, 'connection closed')) for name in ('l0', 'l1')],
+      *[row(61, member(name, 'lost', 1, 'connection closed')) for name in ('l0', 'l1', 'l2')],
       row(120, protocol_facts.Cancelled(sync=1, fragment=0, why='no learner')),
     ],
   }
   rows = sorted(((n, r) for n, rs in facts_of.items() for r in rs), key=lambda one: one[1]['time'])
-  run = run_facts.RunFacts([], 100, quorum=1)
-  for name in ('l0', 'l1'):
-    run.learners[name] = run_facts.Learner()
-  run.take(rows)
+  run = run_facts.RunFacts(['l0', 'l1', 'l2'], 100, quorum=2)
+  then = lambda name, at_s: run.book.partition(name, at_s * 10**9)['infra_recovery'] / 1e9
+  run.take(one for one in rows if one[1]['time'] < 34)
+  assert (run.fate('l1'), then('l1', 34), then('l0', 34)) == ('alone', 0, 13)
+  run.take(one for one in rows if one[1]['time'] >= 34)
   lives = {
     name: [(p.ended_s, p.ended) for p in one.processes] for name, one in run.learners.items()
   }
-  assert lives == {'l0': [(21, 'lost'), (61, 'lost')], 'l1': [(61, 'lost')]}
-  assert [run.fate(name) for name in lives] == ['down', 'down']
-  down_s = {name: run.book.partition(name, 120 * 10**9)['infra_recovery'] / 1e9 for name in lives}
-  assert down_s == pytest.approx({'l0': 29 + 59, 'l1': 59})
-  assert run.book.figures(120 * 10**9).uptime == pytest.approx(59 / 118, abs=0.01)
+  assert lives == {'l0': [(21, 'lost'), (61, 'lost')], 'l1': [(61, 'lost')], 'l2': [(61, 'lost')]}
+  assert {run.fate(name) for name in lives} == {'down'}
+  assert [then(name, 120) for name in lives] == pytest.approx([29 + 59, 59, 59])
+  uptime = run.book.figures(120 * 10**9).uptime
+  assert uptime == pytest.approx((21 - 2 + 61 - 30) / 118, abs=0.01), 'l0 alone was missing'
 
 
 def test_a_syncer_that_nobody_saw_end_was_down_since_its_last_word():
