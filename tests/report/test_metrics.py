@@ -77,6 +77,7 @@ def test_a_program_that_starts_again_tells_of_itself_alone(tmp_path):
 
 
 def test_it_only_reads_and_has_one_thread_whoever_connects(tmp_path, monkeypatch):
+  assert 0 < serve._Metrics.timeout < 10
   monkeypatch.setattr(serve._Metrics, 'timeout', 0.5)
   before = threading.active_count()
   port = serve.serve_metrics(stdlib_lm.get_config('tiny'), str(tmp_path), 'l0', 0)
