@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Runs the default suite; with --all everything, at full counts. Arguments go to pytest, for example
+# Sets itself up, then runs a lane of the tests:
+#   ./scripts/test.sh              the default lane: minutes on two cores
+#   ./scripts/test.sh --changed    what your change since origin/main can reach, the nearest first
+#   ./scripts/test.sh --real       the default lane and the remaining real runs (.ci/run)
+#   ./scripts/test.sh --all        everything, at full counts
+# Other arguments go to pytest, for example
 #   ./scripts/test.sh tests/protocol -n 0       in this process
 set -euo pipefail
+[[ " $* " == *" --help "* ]] && { sed -n '2,/^set/s/^# \?//p' "$0"; exit; }
 lock=requirements-test.lock
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # the tests start this package a hundred times

@@ -6,10 +6,12 @@ devices can miss their rendezvous on a small machine. Compiled functions are kep
 that need not be fast, and the processes that tests start, compile with few optimizations, but not
 with --all (_QUICKLY_COMPILED).
 
-How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
-its fixtures do, and all files that start real runs share one worker, so that one run goes at a
-time. Its processes get three times the CPU time of another worker. With --all the hostile run comes
-first and alone: its attacker needs a core of its own.
+Which tests run: those of the default lane; with --real also the remaining real runs (marked
+`real`); with --changed those that a change can reach (changed.py); with --all all of them, also
+those marked `full`. How much of each: DEFAULT, or FULL with --all. With several workers a file
+stays on one of them, as its fixtures do, and all files that start real runs share one worker, so
+that one run goes at a time. Its processes get three times the CPU time of another worker. With
+--all the hostile run comes first and alone: its attacker needs a core of its own.
 """
 
 import contextlib
@@ -29,6 +31,9 @@ os.environ.pop('PYTHONUNBUFFERED', None)  # a test that rests on it would hang w
 import jax
 import pytest
 from absl import flags
+
+from tests import changed as changed_lib
+from tests import seconds as seconds_lib
 
 # In the background of a script a process begins with an ignored SIGINT, and passes it on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,6 +111,13 @@ _LONGEST_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='everything, at full counts')
+  parser.addoption('--real', action='store_true', help='the remaining real runs, too')
+  parser.addoption(
+    '--changed', action='store_true', help='tests that the change since origin/main can reach'
+  )
+
+
+_SELECTION = pytest.StashKey[changed_lib.Selection]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -114,6 +126,28 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
   if hasattr(config, 'workerinput'):
     os.setsid()
+  if config.getoption('--changed'):
+    given = getattr(config, 'workerinput', {}).get('selection')
+    config.stash[_SELECTION] = (
+      changed_lib.Selection(*given)
+      if given
+      else changed_lib.select(changed_lib.since(), seconds_lib.kept(), _REAL_RUNS)
+    )
+  config.pluginmanager.register(seconds_lib.Seconds(_REAL_RUNS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+  """The workers run what the process that starts them has selected."""
+  if node.config.getoption('--changed'):
+    node.workerinput['selection'] = tuple(node.config.stash[_SELECTION])
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+  if not config.getoption('--changed') or not collection_path.is_file():
+    return None
+  path = str(collection_path.relative_to(changed_lib.ROOT))
+  return path not in config.stash[_SELECTION].files or None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,13 +164,23 @@ def _counts(config: pytest.Config) -> Counts:
 def pytest_report_header(config: pytest.Config) -> str:
   if config.getoption('--all'):
     return f'everything: {FULL}'
-  return f'default suite: {DEFAULT}; without the tests marked `full`. With --all: {FULL}'
+  if config.getoption('--changed'):
+    return str(config.stash[_SELECTION])
+  rest = 'with all real runs' if config.getoption('--real') else 'without the tests marked `real`'
+  return f'default suite, {rest}: {DEFAULT}. With --all: {FULL}'
+
+
+def _left_out(item: pytest.Item) -> bool:
+  """Whether the lane of this run does not have this test."""
+  option = item.config.getoption
+  if item.get_closest_marker('full'):
+    return not option('--all')
+  real = option('--real') or option('--all') or option('--changed')
+  return item.get_closest_marker('real') is not None and not real
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  left_out = [
-    item for item in items if item.get_closest_marker('full') and not config.getoption('--all')
-  ]
+  left_out = [item for item in items if _left_out(item)]
   config.hook.pytest_deselected(items=left_out)
   items[:] = sorted((item for item in items if item not in left_out), key=_place)
 

@@ -3,12 +3,9 @@
 import difflib
 import inspect
 import json
-import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import threading
 
 import jax
@@ -18,6 +15,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import diloco_jax
+from tests import programs
 from tests.runs.lib import gated_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -84,34 +82,13 @@ def _in_standard_types(call):
 
 
 @pytest.fixture(name='start')
-def _start(tmp_path):
-  started = []
-
-  def start(*command: str) -> subprocess.Popen:
-    started.append(
-      subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={
-          **os.environ,
-          'PYTHONPATH': str(ROOT),
-          'PYTHONWARNINGS': '',
-        },
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-      )
-    )
-    return started[-1]
-
-  yield start
-  for process in started:
-    process.kill()
-    process.communicate()
+def _start():
+  with programs.starting() as start:
+    yield start
 
 
-def _syncer(start, workdir: pathlib.Path, *flags: str) -> subprocess.Popen:
-  return start('-m', 'diloco_jax', 'syncer', '--config=own_loop', f'--workdir={workdir}', *flags)
+def _syncer(start, workdir: pathlib.Path, *flags: str) -> programs.Program:
+  return start(*programs.diloco('syncer', '--config=own_loop', f'--workdir={workdir}', *flags))
 
 
 def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
@@ -122,17 +99,16 @@ def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
 
 def test_the_loop_of_the_readme_takes_the_overrides_of_the_syncer(start, tmp_path):
   workdir, loop = tmp_path / 'run', tmp_path / 'loop.py'
-  loop.write_text(
-    start('-m', 'diloco_jax', 'example', 'loop_optax').communicate(timeout=DEADLINE_S)[0]
-  )
+  example = start(*programs.diloco('example', 'loop_optax'))
+  assert example.end() == 0
+  loop.write_text(example.text)
   syncer = _syncer(start, workdir, '--config.sync.fragments=2', '--config.sync.period=6')
   place = f'--syncer=file:{workdir}/syncer/address'
-  learners = [start(str(loop), f'--learner={name}', place) for name in ('l0', 'l1')]
+  learners = [start(loop, f'--learner={name}', place) for name in ('l0', 'l1')]
   for learner in learners:
-    text = learner.communicate(timeout=DEADLINE_S)[0]
-    steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
-    assert learner.returncode == 0 and int(steps) > 20 and float(loss) < 2.5, text
-  assert syncer.wait(DEADLINE_S) == 0
+    steps, loss = _end_of(learner)
+    assert steps > 20 and loss < 2.5, learner
+  assert syncer.end() == 0, syncer
   merged = _facts(workdir, 'synced')
   assert {one['fragment'] for one in merged} == {0, 1}
   assert {name for one in merged for name in one['participants']} == {'l0', 'l1'}
@@ -142,29 +118,34 @@ def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
   """The other learner waits in the middle of the run until the killed one is merged again."""
   workdir, back = tmp_path / 'run', tmp_path / 'back'
   address = f'--syncer=file:{workdir}/syncer/address'
-  again = [str(gated_loop.EXAMPLES / 'loop_linen.py'), '--learner=l0', address]
-  again.append(f'--workdir={workdir}')
+  again = [gated_loop.EXAMPLES / 'loop_linen.py', '--learner=l0', address, f'--workdir={workdir}']
   syncer = _syncer(start, workdir)
   first = start(*again)
-  other = start(gated_loop.__file__, str(back), 'l1', address.split('=')[1])
+  other = start(gated_loop.__file__, back, 'l1', address.split('=')[1])
   saved = lambda: any(workdir.glob('islands/l0/ckpt/[0-9]*[0-9]'))
-  gated_loop.until(lambda: saved() or first.poll() is not None)
-  first.send_signal(signal.SIGKILL)
-  assert first.wait() == -signal.SIGKILL, first.communicate()
+  programs.until(lambda: saved() or not first.running, first, syncer)
+  first.send(signal.SIGKILL)
+  assert first.end() == -signal.SIGKILL, first
 
   merged = lambda: [one for one in _facts(workdir, 'synced') if 'l0' in one['participants']]
   before = len(merged())
   second = start(*again)
-  gated_loop.until(lambda: len(merged()) >= before + 4 or second.poll() is not None)
+  programs.until(lambda: len(merged()) >= before + 4 or not second.running, second, syncer)
   back.touch()
-  texts = [process.communicate(timeout=DEADLINE_S)[0] for process in (second, other)]
-  assert ' l0 continues with the moments of its checkpoint at step' in texts[0], texts[0]
-  for process, text in zip((second, other), texts):
-    steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
-    assert process.returncode == 0 and int(steps) > 0 and float(loss) < LEARNED, text
-  assert syncer.wait(DEADLINE_S) == 0
+  for learner in (second, other):
+    steps, loss = _end_of(learner)
+    assert steps > 0 and loss < LEARNED, learner
+  assert ' l0 continues with the moments of its checkpoint at step' in second.text, second
+  assert syncer.end() == 0, syncer
   rows = _facts(workdir, 'ledger')[-1]['learners']
   assert rows['l0']['steps'] > 20 and rows['l1']['steps'] >= gated_loop.GATE
+
+
+def _end_of(learner: programs.Program) -> tuple[int, float]:
+  """The steps that a loop says it has made, and its last loss."""
+  assert learner.end() == 0, learner
+  found = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', learner.text)
+  return int(found[1]), float(found[2])
 
 
 @pytest.mark.full
@@ -183,12 +164,11 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
     np.testing.assert_array_equal(mine['d'], params['d'])
     for _ in peer.steps():
       mine = peer.sync(mine, tokens=1)
-  assert syncer.wait(DEADLINE_S) == 0
+  assert syncer.end() == 0, syncer
 
 
 def test_a_syncer_that_cannot_work_is_refused_in_one_line(start, tmp_path):
   flags = f'--workdir={tmp_path / "run"}', '--config=stdlib_lm:tiny', '--init=there'
-  refused = start('-m', 'diloco_jax', 'syncer', *flags)
-  said = refused.communicate(timeout=DEADLINE_S)[0]
-  assert refused.returncode == 42 and said.count('error: ') == 1
-  assert 'that of its task' in said, said
+  refused = start(*programs.diloco('syncer', *flags))
+  assert refused.end() == 42 and refused.text.count('error: ') == 1, refused
+  assert 'that of its task' in refused.text, refused

@@ -5,22 +5,19 @@ restarted under load. Then single processes: a full disk, a process that does no
 second SIGTERM.
 """
 
-import contextlib
-import os
-import pathlib
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
+
+import pytest
 
 from diloco_jax.launch import cli, run_folder
 from diloco_jax.verification.faults import chaos_report
+from tests import programs
 from tests.runs.lib import conductor
 from tests.runs.lib import day as day_lib
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTICE_S = 20.0  # a preempted process ends within 10 s; a busy machine takes longer
 
 
@@ -83,92 +80,55 @@ with nodes.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'Is sa
 """
 
 
-def _environment() -> dict[str, str]:
-  return {
-    **os.environ,
-    'JAX_PLATFORMS': 'cpu',
-    'PYTHONPATH': str(ROOT),
-    'PYTHONWARNINGS': '',
-    'PYTHONUNBUFFERED': '1',
-  }
+@pytest.fixture(name='start')
+def _start():
+  with programs.starting() as start:
+    yield start
 
 
-def _start(*command: str) -> subprocess.Popen:
-  return subprocess.Popen(
-    command,
-    cwd=ROOT,
-    env=_environment(),
-    text=True,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-  )
+def test_a_process_that_does_not_end_in_time_is_ended(start):
+  process = start('-c', STUBBORN)
+  process.wait_for('ready')
+  process.send(signal.SIGTERM)
+  assert process.end() == 75
+  assert 'asked: preempted' in process.text, process
+  assert 'within 0.5 s' in process.text and 'Is safe.' in process.text, process
 
 
-def _wait_for(process: subprocess.Popen, text: str) -> str:
-  for line in process.stdout:
-    if text in line:
-      return line
-  raise AssertionError(f'{text!r} never came')
-
-
-def test_a_process_that_does_not_end_in_time_is_ended():
-  process = _start(sys.executable, '-c', STUBBORN)
-  _wait_for(process, 'ready')
-  process.send_signal(signal.SIGTERM)
-  output, _ = process.communicate(timeout=60)
-  assert process.returncode == 75
-  assert 'asked: preempted' in output and 'within 0.5 s' in output and 'Is safe.' in output
-
-
-def test_a_second_sigterm_ends_it_at_once():
-  process = _start(sys.executable, '-c', STUBBORN.replace('0.5', '600'))
-  _wait_for(process, 'ready')
+def test_a_second_sigterm_ends_it_at_once(start):
+  process = start('-c', STUBBORN.replace('0.5', '600'))
+  process.wait_for('ready')
   asked_s = time.monotonic()
-  process.send_signal(signal.SIGTERM)
-  _wait_for(process, 'asked: preempted')
-  deadline_s = time.monotonic() + 60
-  while process.poll() is None and time.monotonic() < deadline_s:
-    process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(0.05)
-  assert process.returncode == 128 + signal.SIGTERM
-  process.communicate()
+  process.send(signal.SIGTERM)
+  process.wait_for('asked: preempted')
+
+  def ended() -> bool:
+    process.send(signal.SIGTERM)
+    return not process.running
+
+  programs.until(ended, process)
+  assert process.end() == 128 + signal.SIGTERM
   assert time.monotonic() >= asked_s + cli.EndRequests.WITHIN_S
 
 
-def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tmp_path):
+def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(start, tmp_path):
   """An outer step waits for space for ever; a limit of 1 KiB per file simulates the full disk."""
   common = [
     *conductor.flags(day_lib.OVERRIDES),
     f'--workdir={tmp_path}',
     '--config.train.drain_s=2',
   ]
-  syncer = _start(sys.executable, '-m', 'diloco_jax', 'syncer', *common)
-  learner = _start(
-    sys.executable,
-    '-m',
-    'diloco_jax',
-    'learner',
-    *common,
-    '--learner=l0',
-    f'--syncer=file:{tmp_path}/{run_folder.ADDRESS}',
-  )
-  try:
-    while len(list(tmp_path.glob('syncer/wal/*.rec'))) < 3:
-      assert syncer.poll() is None and learner.poll() is None
-      time.sleep(0.05)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (1 << 10, hard))
-    words = _wait_for(syncer, 'No space')
-    safe = int(re.search(r'last committed record (\d+) is safe', words)[1])
-    began_s = time.monotonic()
-    syncer.send_signal(signal.SIGTERM)
-    output, _ = syncer.communicate(timeout=60)
-    assert time.monotonic() - began_s < NOTICE_S
-    assert syncer.returncode == cli.DISK_FAILED, output
-    assert 'within 2 s' in output and 'The log holds every outer step' in output
-    assert safe > 0
-  finally:
-    for process in (syncer, learner):
-      process.kill()
-      process.communicate()
+  syncer = start(*programs.diloco('syncer', *common))
+  place = f'--syncer=file:{tmp_path}/{run_folder.ADDRESS}'
+  learner = start(*programs.diloco('learner', *common, '--learner=l0', place))
+  programs.until(lambda: len(list(tmp_path.glob('syncer/wal/*.rec'))) >= 3, syncer, learner)
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (1 << 10, hard))
+  words = syncer.wait_for('No space')
+  safe = int(re.search(r'last committed record (\d+) is safe', words)[1])
+  began_s = time.monotonic()
+  syncer.send(signal.SIGTERM)
+  assert syncer.end() == cli.DISK_FAILED, syncer
+  assert time.monotonic() - began_s < NOTICE_S
+  assert 'within 2 s' in syncer.text and 'The log holds every outer step' in syncer.text, syncer
+  assert safe > 0

@@ -2,104 +2,29 @@
 
 import contextlib
 import json
-import os
 import pathlib
-import queue
 import shlex
 import signal
-import subprocess
-import sys
-import threading
 import time
 
 import psutil
 import pytest
 
+from tests import programs
 from tests.runs.lib import conductor, slow_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = '--config=stdlib_lm:tiny'
-DEADLINE_S = 150
-
-
-def _environment() -> dict[str, str]:
-  return {
-    **os.environ,
-    'PYTHONUNBUFFERED': '1',
-    'PYTHONWARNINGS': '',
-  }
-
-
-class Program:
-  """A process, and its output line by line."""
-
-  def __init__(self, *words: str):
-    self.process = subprocess.Popen(
-      [sys.executable, '-m', *words],
-      cwd=ROOT,
-      env=_environment(),
-      text=True,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-    )
-    self.lines: list[str] = []
-    self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    self._ended = False
-    threading.Thread(target=self._read, daemon=True).start()
-
-  def _read(self) -> None:
-    with self.process.stdout:
-      for line in self.process.stdout:
-        self._queue.put(line.rstrip())
-    self._queue.put(None)
-
-  def _next(self) -> str | None:
-    if self._ended:
-      return None
-    line = self._queue.get(timeout=DEADLINE_S)
-    if line is None:
-      self._ended = True
-    else:
-      self.lines.append(line)
-    return line
-
-  def wait_for(self, text: str) -> str:
-    """The next line that contains `text`."""
-    while (line := self._next()) is not None:
-      if text in line:
-        return line
-    raise AssertionError(f'{text!r} never came; the output was:\n' + '\n'.join(self.lines))
-
-  def end(self) -> int:
-    """Waits for the end; the exit code. `lines` then holds all the output."""
-    while self._next() is not None:
-      pass
-    return self.process.wait(DEADLINE_S)
-
-  @property
-  def running(self) -> bool:
-    return self.process.poll() is None
-
-  def kill(self) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.process.pid, signal.SIGKILL)
-    self.end()
 
 
 @pytest.fixture(name='start')
 def _start():
-  started = []
+  with programs.starting() as start:
 
-  def start(command: str, *flags: str, paced: bool = False) -> Program:
-    learner = [conductor.PACED, f'--floor_s={conductor.STEP_S}']
-    started.append(Program(*(learner if paced else ['diloco_jax', command]), *flags))
-    return started[-1]
+    def start_command(command: str, *flags: str, paced: bool = False) -> programs.Program:
+      learner = ['-m', conductor.PACED, f'--floor_s={conductor.STEP_S}']
+      return start(*(learner if paced else programs.diloco(command)), *flags)
 
-  yield start
-  for program in started:
-    program.kill()
+    yield start_command
 
 
 def _facts(workdir: pathlib.Path, process: str) -> list[dict]:
@@ -107,7 +32,7 @@ def _facts(workdir: pathlib.Path, process: str) -> list[dict]:
   return [json.loads(line) for line in lines]
 
 
-def _refusal(program: Program) -> str:
+def _refusal(program: programs.Program) -> str:
   """Ends with 42 after exactly one `error:` line and no traceback."""
   assert program.end() == 42, program.lines
   errors = [line for line in program.lines if line.startswith('error: ')]
@@ -143,7 +68,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   first.wait_for('M = 2 learners, quorum K = ')
   first.wait_for('completed step: ')
   stopped = time.monotonic()
-  first.process.send_signal(signal.SIGINT)
+  first.send(signal.SIGINT)
   assert first.end() == 130, first.lines
   assert time.monotonic() - stopped < 20  # 10 s is the promise on a machine that is not busy
   assert not _of_run(workdir)
@@ -197,7 +122,7 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   syncer = start('syncer', *run, f'--workdir={tmp_path}/s')
   address = syncer.wait_for('syncer listens on').split()[-1]
 
-  def learner(name: str, folder: str, *more: str, paced: bool = False) -> Program:
+  def learner(name: str, folder: str, *more: str, paced: bool = False) -> programs.Program:
     return start(
       'learner',
       *run,
@@ -231,5 +156,5 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   ]
   assert not lost
   for program in (first, syncer):
-    program.process.send_signal(signal.SIGTERM)
+    program.send(signal.SIGTERM)
     assert program.end() == 0, program.lines

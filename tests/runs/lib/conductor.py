@@ -18,6 +18,7 @@ from diloco_jax.storage import tapes
 from diloco_jax.verification.faults import conductor
 from diloco_jax.verification.replay import tape_files
 from experiments.side_by_side import floor
+from tests import programs
 
 # For runs that the test ends, with as little other work as possible.
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
@@ -76,6 +77,19 @@ class Conductor(conductor.Conductor):
     config = stdlib_lm.get_config(variant)
     config.sync.learners = overrides.get('sync.learners', config.sync.learners)
     super().__init__(workdir, recorder, config, flags(overrides, variant), change)
+    self._awaited: list[Callable[[], object]] = []
+
+  async def until(self, condition: Callable[[], object], patience_s: float | None = None) -> bool:
+    """Also remembers for `unmet` what it waits for."""
+    self._awaited.append(condition)
+    held = await super().until(condition, patience_s)
+    self._awaited.remove(condition)
+    return held
+
+  def unmet(self) -> str:
+    """What the run still waits for, and the last lines of its processes."""
+    waits = '\n'.join(map(programs.source, self._awaited))
+    return '\n'.join(['still waits for:', waits, *self.said[-programs.LAST :]])
 
   def merges(self, learner: str, at: int = 0) -> int:
     """Outer steps in which a learner participated, from the `at`-th of all facts on."""
@@ -91,5 +105,14 @@ def play(
   deadline_s: float,
 ) -> tuple[Conducted, Run]:
   """Conducts a run in a new folder to its end."""
-  conducted, left = conductor.play(workdir, make, deadline_s)
+  made: list[Conducted] = []
+
+  def keep(workdir: pathlib.Path, recorder: records.Recorder) -> Conducted:
+    made.append(make(workdir, recorder))
+    return made[0]
+
+  try:
+    conducted, left = conductor.play(workdir, keep, deadline_s)
+  except TimeoutError:
+    raise AssertionError(f'not within {deadline_s:g} s: {made[0].unmet()}') from None
   return conducted, Run(**vars(left))

@@ -8,8 +8,7 @@ on another disk, so it waits until the claim is EXPIRED_S old.
 import functools
 import pathlib
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ from diloco_jax.configs import own_loop
 from diloco_jax.report import records
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import claim as claim_lib
+from tests import programs
 from tests.runs import test_syncer_kills as kills
 from tests.runs.lib import conductor, failpoints, promises
 
@@ -119,40 +119,23 @@ def test_without_the_log_the_run_continues_behind_the_last_copy(tmp_path):
 @pytest.fixture(name='start')
 def _start(bucket, tmp_path):
   """Starts `diloco syncer` of the same run on another disk; the key is its disk."""
-  started = []
-
-  def start(disk: str) -> subprocess.Popen:
-    command = [sys.executable, '-m', 'diloco_jax', 'syncer', '--config=stdlib_lm:tiny']
-    command += [f'--workdir={tmp_path / disk}', f'--config.train.store={bucket.url}/run']
-    started.append(
-      subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  store = f'--config.train.store={bucket.url}/run'
+  with programs.starting() as start:
+    yield lambda disk: start(
+      *programs.diloco('syncer', '--config=stdlib_lm:tiny', f'--workdir={tmp_path / disk}', store)
     )
-    return started[-1]
-
-  yield start
-  for process in started:
-    process.kill()
-    process.communicate()
-
-
-def until_it_runs(process: subprocess.Popen, text: str = 'held-out loss') -> None:
-  while text not in (line := process.stdout.readline()):
-    assert line, 'it has ended'
 
 
 def test_a_second_syncer_ends_with_42_and_changes_nothing(bucket, start):
   first = start('a')
-  until_it_runs(first)
+  first.wait_for('held-out loss')
   before = {**bucket.objects, f'run/{claim_lib.NAME}': b''}
   second = start('b')
-  said, _ = second.communicate(timeout=DEADLINE_S)
-  assert second.returncode == 42 and f'the syncer pid {first.pid} on ' in said, said
+  assert second.end() == 42 and f'the syncer pid {first.process.pid} on ' in second.text, second
   assert {**bucket.objects, f'run/{claim_lib.NAME}': b''} == before
-  first.terminate()
-  said, _ = first.communicate(timeout=DEADLINE_S)
-  assert first.returncode == 0, said
-  third = start('b')  # the claim is released
-  until_it_runs(third, 'the syncer listens on')
+  first.send(signal.SIGTERM)
+  assert first.end() == 0, first
+  start('b').wait_for('the syncer listens on')  # the claim is released
 
 
 # --- Loops of a user's own ------------------------------------------------------------------------
@@ -163,13 +146,12 @@ def test_a_syncer_of_own_loops_on_another_disk_knows_the_model(tmp_path):
   place, workdir, steps = tmp_path / 'store', tmp_path / 'run', 2000
   words = ['--config=own_loop', f'--workdir={workdir}', '--config.sync.learners=1']
   words += [f'--config.train.steps={steps}', f'--config.train.store={place}']
-  command = [sys.executable, '-m', 'diloco_jax', 'syncer', *words, '--config.train.store_log=true']
-  start = lambda: subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+  command = programs.diloco('syncer', *words, '--config.train.store_log=true')
   sync = own_loop.get_config().sync
   sync.learners = 1
   params, address = {name: jnp.ones((8, 8)) for name in 'abcd'}, workdir / 'syncer' / 'address'
-  syncer = start()
-  try:
+  with programs.starting() as start:
+    syncer = start(*command)
     with diloco_jax.join(
       params, learner='l0', syncer=f'file:{address}', total_steps=steps, sync=sync
     ) as peer:
@@ -180,17 +162,12 @@ def test_a_syncer_of_own_loops_on_another_disk_knows_the_model(tmp_path):
         if not killed and len([*place.glob('syncer/wal/*.rec')]) > 3:
           killed = True
           syncer.kill()
-          syncer.communicate()
           shutil.rmtree(workdir / 'syncer')
-          syncer = start()
+          syncer = start(*command)
         if not killed or not address.exists():
           time.sleep(0.1)  # so that steps are left for the other one
-    said, _ = syncer.communicate(timeout=DEADLINE_S)
-    assert syncer.returncode == 0, said
-    assert 'waits for the first learner' not in said and 'gone' not in said, said
-    assert 'the syncer continues from' in said, said
-    found = diloco_jax.load_params(place)  # from the store alone
-    jax.tree.map(np.testing.assert_array_equal, found, diloco_jax.load_params(workdir))
-  finally:
-    syncer.kill()
-    syncer.communicate()
+    assert syncer.end() == 0, syncer
+  assert 'waits for the first learner' not in syncer.text and 'gone' not in syncer.text, syncer
+  assert 'the syncer continues from' in syncer.text, syncer
+  found = diloco_jax.load_params(place)  # from the store alone
+  jax.tree.map(np.testing.assert_array_equal, found, diloco_jax.load_params(workdir))

@@ -1,0 +1,34 @@
+"""The lane of a change has the tests that are nearest to it."""
+
+import pytest
+
+from tests import changed
+
+
+@pytest.mark.parametrize(
+  'path, first',
+  [
+    ('diloco_jax/numerics/merge.py', 'tests/numerics/test_merge.py'),
+    ('diloco_jax/api/peer.py', 'tests/api/test_peer.py'),
+    ('diloco_jax/report/picture.py', 'tests/report/test_summary.py'),
+    ('docs/operating.md', 'tests/scripts/test_documents.py'),
+    ('tests/syncer/test_stored.py', 'tests/syncer/test_stored.py'),
+    ('tests/conftest.py', 'tests/test_lint.py'),
+  ],
+)
+def test_a_change_is_reached_by_its_own_tests(path, first):
+  found = changed.select([path], {})
+  assert found.changed == [path] and first in found.files
+  assert not set(found.files) & set(found.left_out)
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_and_named():
+  far = dict.fromkeys(changed.select(['diloco_jax/protocol/ids.py'], {}).files, 50.0)
+  found = changed.select(['diloco_jax/protocol/ids.py'], far, budget_s=100.0)
+  assert found.left_out and f'{len(found.left_out)} others' in str(found)
+
+
+def test_real_runs_take_part_if_they_have_changed():
+  real = 'tests/runs/test_day.py'
+  assert real in changed.select([real], {}, ('tests/runs/',)).files
+  assert real in changed.select(['tests/runs/lib/day.py'], {}, ('tests/runs/',)).left_out
