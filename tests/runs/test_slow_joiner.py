@@ -10,6 +10,7 @@ from diloco_jax.protocol.syncer import published
 from tests.runs.lib import slow_joiner
 
 KB = slow_joiner.KB
+pytestmark = pytest.mark.real
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from tests.runs.lib import conductor, failpoints, promises
 from tests.runs.lib import pulse as pulse_lib
 
 DEADLINE_S = 800
-pytestmark = pytest.mark.timeout(900)  # three minutes on two quiet cores
+# Three minutes on two quiet cores.
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed by the test
