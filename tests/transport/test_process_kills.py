@@ -6,6 +6,7 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from diloco_jax.verification.faults import chaos_report, conductor
 from diloco_jax.verification.replay import tape_files
