@@ -34,7 +34,7 @@ from diloco_jax.protocol.syncer import shards as shards_lib
 from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
-REST = 4  # leases between two waits for all: a member that never answers costs a fifth of the time
+REST = 4  # leases after a wait for all in vain: who never answers costs a fifth of the time
 
 
 class Gathering:
@@ -74,6 +74,7 @@ class Gathering:
     # all trained on without one (a full disk, a suspended machine).
     self._unmerged = set(range(config.fragments))
     self._all_ns: int | None = None  # until when the first outer steps of these wait for all
+    self._in_vain = False  # one of them ended without a learner
     self.synced = self.cancelled = 0
     self._merged_ns: int | None = None  # the last outer step
 
@@ -141,8 +142,8 @@ class Gathering:
     clocks = [member.clock for member in self._members.live() if member.caught_up]
     if pace_lib.lower_median(clocks) - last > periods:
       self._unmerged.add(gather.fragment)
-      if now_ns - (self._all_ns or now_ns) > REST * self._config.lease_ns:
-        self._all_ns = None
+      if now_ns - (self._all_ns or now_ns) > self._in_vain * REST * self._config.lease_ns:
+        self._all_ns, self._in_vain = None, False
     if gather.fragment in self._unmerged and gather.sync - last >= periods:
       # One lease for all fragments: else a learner that never answers would take one of each. Then
       # the steps in which others answer.
@@ -341,6 +342,7 @@ class Gathering:
     """Settles what is there, in the order of learner ids, for an outer step that begins now."""
     payloads = sorted(gather.payloads.items())
     gather.move('merging')
+    self._in_vain |= gather.fragment in self._unmerged and bool(gather.waiting)
     self._unmerged.discard(gather.fragment)
     shared_steps = self._shared_steps(gather)
     gather.participants = tuple(

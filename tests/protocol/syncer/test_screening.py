@@ -212,6 +212,13 @@ def test_after_a_stall_the_first_outer_step_waits_for_all_and_no_honest_norm_is_
   assert not run.merges
   run.send(2, messages.Decline(sync=run.sync, fragment=0, reason='empty', tokens_to=170))
   assert run.limits() == [20 * screening.GROWTH * UNIT]
+  for _ in range(3):  # the next stall, soon after
+    run.now_ns += run.lease_ns // 2
+    for session in (1, 2):
+      run.send(session, single.progress(318))
+  run.handle(single.merge_done(run.sync))
+  (gather_,) = run.machine._gathering.open.values()
+  assert gather_.grace_ns == run.lease_ns
 
 
 def test_each_outage_has_its_own_lease_to_wait_for_all():
