@@ -28,7 +28,7 @@ from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.storage import arrays, tree_digest
-from diloco_jax.train import decoder, optimizer, tokenizer
+from diloco_jax.train import optimizer, tokenizer
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
@@ -192,6 +192,8 @@ def _assemble(
 def make_task(config: run_config.Config) -> task_lib.Task:
   """The task that `config.task` names. Raises ValueError."""
   if config.task == run_config.DECODER:
+    from diloco_jax.train import decoder  # here: a loop of the user's own needs no flax
+
     return decoder.task(config.model, config.data)
   named = _NAMED.fullmatch(config.task)
   if not named:

@@ -32,12 +32,11 @@ from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events, ids
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files, json_files
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.transport import addresses, grpc_client, grpc_session, link
 
 FILE = 'file:'
@@ -174,8 +173,8 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   their announcements, since the two use separate streams. After a restart of the syncer all
   learners are strangers at once."""
   sync = assembled.config.sync
-  wholes_bytes = published.MAX_WHOLES * max(assembled.publish_bytes)
-  deltas_bytes = published.most_delta_bytes(assembled.payload_bytes)
+  wholes_bytes = messages.MAX_WHOLES * max(assembled.publish_bytes)
+  deltas_bytes = messages.most_delta_bytes(assembled.payload_bytes)
   return link.Limits(
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,

@@ -33,8 +33,7 @@ from diloco_jax.configs import own_loop
 from diloco_jax.launch import accelerators
 from diloco_jax.protocol import agreement, formats, safe_json
 from diloco_jax.protocol import printable as printable_lib
-from diloco_jax.storage import arrays, checkpoint, json_files
-from diloco_jax.syncer import stored
+from diloco_jax.storage import arrays, checkpoint, folders, json_files
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
@@ -264,7 +263,7 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
 
 def _require_no_run(workdir: pathlib.Path) -> None:
   """Raises ValueError if a syncer has begun a run: one of own loops has its model before that."""
-  if (workdir / stored.RUN).exists():
+  if (workdir / folders.RUN).exists():
     raise ValueError(
       f'{workdir} holds a run without {FOLDER}, so it is none of own loops. Nothing was changed. '
       'Choose another folder'

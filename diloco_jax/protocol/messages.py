@@ -25,12 +25,22 @@ The messages of one learner's process::
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from diloco_jax.protocol import formats
 
 PROTOCOL_VERSION = formats.NUMBERS['protocol']
 CANCELLED = 'cancelled'  # Settled: the sync makes no version, its tokens can be sent again
+# What may be under way to one learner (protocol/syncer/published.py).
+MAX_VERSIONS_IN_FLIGHT = 4  # of one fragment
+MAX_DELTA_BYTES = 4 << 30
+MAX_WHOLES = 2
+
+
+def most_delta_bytes(payload_bytes: Sequence[int]) -> int:
+  """The most bytes of deltas in flight to one learner."""
+  return max(MAX_DELTA_BYTES, MAX_VERSIONS_IN_FLIGHT * max(payload_bytes))
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)

@@ -20,6 +20,7 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import json_files
 
 CHECKPOINTS = 'ckpt'
+RUN = 'syncer/run'  # the name of the run, in its folder
 LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
 _SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)

@@ -1,6 +1,6 @@
 """The syncer's part of the store: what of its folder outlives its disk.
 
-STORE/syncer/claim            which process continues the run         (claim.py)
+STORE/syncer/claim            which process continues the run         (storage/claim.py)
 STORE/syncer/ckpt/N-H/        a copy of checkpoint N, an object for each file
 STORE/syncer/ckpt/N-H.json    its manifest, put last: without it there is no copy
 STORE/syncer/wal/             with `train.store_log` the records of outer steps, under their names
@@ -47,11 +47,10 @@ from diloco_jax.storage import (
   restore_note,
   wal,
 )
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import claim as claim_lib
 
-RUN = 'syncer/run'  # the name of the run, in its folder
 MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
 _DISK = 'disk'  # in WORKDIR/syncer: the name of the disk
 _OWN_MODEL = 'syncer/model'  # launch/own_model.py
@@ -100,7 +99,7 @@ def run_name(workdir: pathlib.Path, name: str = '') -> str:
   """The name of the run in a folder, drawn when its first syncer starts, unless the store has one.
   Checkpoints, the log and learners hold it, too, so that a learner of another run is refused.
   Raises ValueError."""
-  path = workdir / RUN
+  path = workdir / folders.RUN
   if not path.exists():
     json_files.replace(path, (name or secrets.token_hex(8)).encode())
   name = json_files.read_bytes(path, 64).decode()
@@ -150,7 +149,7 @@ class Stored:
     note, path = restore_note.read(self._workdir), self._folder / _DISK
     restored = (note.id,) if note and note.id else ()
     known = json_files.read_bytes(path, 64).decode() if path.exists() else ''
-    run = run_name(self._workdir) if (self._workdir / RUN).exists() else ''
+    run = run_name(self._workdir) if (self._workdir / folders.RUN).exists() else ''
     disk = known or secrets.token_hex(8)
 
     def begin() -> claim_lib.Held:
@@ -247,7 +246,7 @@ class Stored:
       json_files.move(staging, self._folder / folders.CHECKPOINTS)
     outer_log.begin(self.log_files, text, position)
     json_files.replace(self._folder / 'wal' / AGREEMENT, agreement.data)
-    json_files.replace(self._workdir / RUN, before.run.encode())
+    json_files.replace(self._workdir / folders.RUN, before.run.encode())
     self._say(f'the folder begins behind outer step {position["log"]}, from {self._store.place}')
 
   def _set_aside(self) -> None:

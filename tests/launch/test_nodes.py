@@ -13,8 +13,7 @@ import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli, nodes, own_model, restore, run_folder, syncer_node
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol import actions, messages
 from diloco_jax.report import records as recording
 from diloco_jax.storage import arrays, files
 from diloco_jax.syncer import global_model
@@ -216,9 +215,9 @@ def test_what_may_wait_for_one_learner_follows_the_fragments_of_a_large_model():
   assert assembled.parameters > 5e10
   limits = nodes.limits(assembled)
   whole, delta = max(assembled.publish_bytes), max(assembled.payload_bytes)
-  deltas = published.MAX_VERSIONS_IN_FLIGHT * delta
-  assert link.Limits.max_queued_bytes < published.MAX_WHOLES * whole + deltas
-  assert limits.max_queued_bytes == published.MAX_WHOLES * whole + deltas
+  deltas = messages.MAX_VERSIONS_IN_FLIGHT * delta
+  assert link.Limits.max_queued_bytes < messages.MAX_WHOLES * whole + deltas
+  assert limits.max_queued_bytes == messages.MAX_WHOLES * whole + deltas
 
 
 def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):

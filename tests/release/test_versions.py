@@ -25,9 +25,9 @@ from diloco_jax.learner import moments
 from diloco_jax.protocol import actions, formats, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts, folder, records
-from diloco_jax.storage import checkpoint, files, json_files, restore_note, tapes, wal
+from diloco_jax.storage import checkpoint, claim, files, json_files, restore_note, tapes, wal
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import claim, stored
+from diloco_jax.syncer import stored
 from diloco_jax.transport import chunks, control_crc
 from diloco_jax.verification.replay import tape_files
 from tests.launch.lib import command_line

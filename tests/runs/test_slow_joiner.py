@@ -6,7 +6,7 @@ behind payloads for longer than their limits, the session broke, and everything 
 
 import pytest
 
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol import messages
 from tests.runs.lib import slow_joiner
 
 KB = slow_joiner.KB
@@ -31,5 +31,5 @@ def test_a_model_of_twelve_times_what_may_wait_for_a_learner_is_joined():
   told = []
   took_s = slow_joiner.contributes_after_s(sizes, 100, told.append)
   assert took_s < float('inf'), '\n'.join(told)
-  assert sizes.most_wholes <= published.MAX_WHOLES, '\n'.join(told)
+  assert sizes.most_wholes <= messages.MAX_WHOLES, '\n'.join(told)
   assert not any('disconnected' in line for line in told), '\n'.join(told)

@@ -20,8 +20,8 @@ from diloco_jax.launch import nodes, own_model, restore, run_folder
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, folders, restore_note, wal
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability

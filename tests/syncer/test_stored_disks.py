@@ -9,7 +9,7 @@ import time
 import pytest
 
 from diloco_jax.storage import checkpoint, outer_log, wal
-from diloco_jax.syncer import claim as claim_lib
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.syncer import stored
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from diloco_jax.storage import checkpoint
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import claim as claim_lib
 from diloco_jax.syncer import stored
 from tests.storage import fake_gcs
 from tests.syncer import test_durability as durability

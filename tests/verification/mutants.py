@@ -690,7 +690,7 @@ def delta_to_every_learner(original):
   def send_delta(self, member, publish, payload_id):
     if (
       member.held_versions
-      and len(member.versions_in_flight[publish.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
+      and len(member.versions_in_flight[publish.fragment]) < messages.MAX_VERSIONS_IN_FLIGHT
     ):
       self._send(member, publish, payload_id)
 
@@ -719,7 +719,7 @@ def slow_learner_is_flooded(original):
 )
 def joiner_is_flooded(original):
   def catch_up(self, member):
-    with mock.patch.object(published, 'MAX_WHOLES', len(self.fragments)):
+    with mock.patch.object(messages, 'MAX_WHOLES', len(self.fragments)):
       original(self, member)
 
   return catch_up
@@ -734,7 +734,7 @@ def joiner_is_flooded(original):
 def one_whole_at_a_time(original):
   def catch_up(self, member):
     if not member.wholes:
-      with mock.patch.object(published, 'MAX_WHOLES', 1):
+      with mock.patch.object(messages, 'MAX_WHOLES', 1):
         original(self, member)
 
   return catch_up

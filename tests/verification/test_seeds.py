@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import published
@@ -37,7 +38,7 @@ def test_no_seed_has_a_violation(counts):
 
 def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):
   """At most four deltas of all fragments are in flight to a learner."""
-  monkeypatch.setattr(published, 'MAX_DELTA_BYTES', 0)
+  monkeypatch.setattr(messages, 'MAX_DELTA_BYTES', 0)
   lags = []
   send_delta = published.Published.send_delta
 
@@ -45,7 +46,7 @@ def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):
     before = len(member.lagging)
     send_delta(self, member, publish, payload_id)
     in_flight = len(member.versions_in_flight[publish.fragment]) if member.held_versions else 0
-    if in_flight < published.MAX_VERSIONS_IN_FLIGHT:
+    if in_flight < messages.MAX_VERSIONS_IN_FLIGHT:
       lags.append(len(member.lagging) - before)
 
   monkeypatch.setattr(published.Published, 'send_delta', count)

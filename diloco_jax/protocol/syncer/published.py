@@ -25,21 +25,11 @@ More at once would only be older when they arrive.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
-
-MAX_VERSIONS_IN_FLIGHT = 4
-MAX_DELTA_BYTES = 4 << 30
-MAX_WHOLES = 2
-
-
-def most_delta_bytes(payload_bytes: Sequence[int]) -> int:
-  """The most bytes of deltas in flight to one learner."""
-  return max(MAX_DELTA_BYTES, MAX_VERSIONS_IN_FLIGHT * max(payload_bytes))
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,8 +100,8 @@ class Published:
     sizes = [one.payload_bytes for one in self.fragments]
     counts = [len(versions) for versions in member.versions_in_flight]
     in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
-    few = counts[fragment] < MAX_VERSIONS_IN_FLIGHT
-    fits = in_flight_bytes + sizes[fragment] <= most_delta_bytes(sizes)
+    few = counts[fragment] < messages.MAX_VERSIONS_IN_FLIGHT
+    fits = in_flight_bytes + sizes[fragment] <= messages.most_delta_bytes(sizes)
     return few and fits and not member.down.sparse
 
   def _send(
@@ -159,7 +149,7 @@ class Published:
         member.adopted_versions.get(p, 0) - self.fragments[p].version,
       )
     )
-    room = 1 if member.down.sparse else MAX_WHOLES
+    room = 1 if member.down.sparse else messages.MAX_WHOLES
     for p in useful:
       if p in member.wholes or len(member.wholes) < room:
         self._read(member, p)

@@ -26,21 +26,23 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from diloco_jax.protocol import actions as actions_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, formats, safe_json
 from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import codec as tape_codec
+
+if TYPE_CHECKING:
+  from diloco_jax.protocol.learner import machine as learner_machine
+  from diloco_jax.protocol.syncer import machine as syncer_machine
 
 SCHEMA = formats.NUMBERS['tape']
 PROGRAM = 'diloco-jax'  # in the versions of a header
 GENESIS = '0' * 64  # the hash before the first line
 
-Machine = syncer_machine.SyncerMachine | learner_machine.LearnerMachine
+Machine: TypeAlias = 'syncer_machine.SyncerMachine | learner_machine.LearnerMachine'
 
 TapeError = tape_codec.TapeError
 encode = tape_codec.encode
@@ -80,25 +82,36 @@ class Start:
 
   def make(self) -> Machine:
     """A new machine. Raises ValueError for an unknown role."""
-    match self.role:
-      case 'syncer' if self.state is None:
-        return syncer_machine.SyncerMachine(
-          self.config,
-          self.agreement,
-          self.run,
-          self.digests,
-          self.payload_bytes,
-          self.links_measured,
-        )
-      case 'syncer':
-        return syncer_machine.SyncerMachine.restore(
-          self.config, self.agreement, self.payload_bytes, self.state, self.links_measured
-        )
-      case 'learner' if self.state is None:
-        return learner_machine.LearnerMachine(self.config, self.identity, self.digests)
-      case 'learner':
-        return learner_machine.LearnerMachine.restore(self.config, self.identity, self.state)
+    if self.role == 'syncer':
+      return self._syncer()
+    if self.role == 'learner':
+      return self._learner()
     raise ValueError(f'role is {self.role!r}, it must be "syncer" or "learner"')
+
+  # A process loads its own machine alone.
+
+  def _syncer(self) -> Machine:
+    from diloco_jax.protocol.syncer import machine
+
+    if self.state is None:
+      return machine.SyncerMachine(
+        self.config,
+        self.agreement,
+        self.run,
+        self.digests,
+        self.payload_bytes,
+        self.links_measured,
+      )
+    return machine.SyncerMachine.restore(
+      self.config, self.agreement, self.payload_bytes, self.state, self.links_measured
+    )
+
+  def _learner(self) -> Machine:
+    from diloco_jax.protocol.learner import machine
+
+    if self.state is None:
+      return machine.LearnerMachine(self.config, self.identity, self.digests)
+    return machine.LearnerMachine.restore(self.config, self.identity, self.state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ import pytest
 import diloco_jax
 from diloco_jax.configs import own_loop
 from diloco_jax.report import records
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import claim as claim_lib
 from tests import programs
 from tests.runs import test_syncer_kills as kills
 from tests.runs.lib import conductor, failpoints, promises

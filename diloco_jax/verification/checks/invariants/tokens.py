@@ -1,7 +1,6 @@
 """Safety: every report about values and tokens is true, and the ledger adds up."""
 
 from diloco_jax.protocol import actions, events, facts, messages
-from diloco_jax.protocol.syncer import published
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
@@ -318,7 +317,7 @@ class Bounded(invariant.Invariant):
     if message.base_version is not None and not room.for_delta(book, peer, message.fragment):
       self.fail(send, peer.versions_in_flight)
     wholes = peer.wholes.keys() | {message.fragment}
-    if message.base_version is None and len(wholes) > published.MAX_WHOLES:
+    if message.base_version is None and len(wholes) > messages.MAX_WHOLES:
       self.fail(send, peer.wholes)
 
   @invariant.after(SYNCER, EVERY)

@@ -1,7 +1,7 @@
 """What else the syncer may send to a learner, of what waits for it: the rules of
 protocol/syncer/published.py, implemented a second time."""
 
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol import messages
 from diloco_jax.verification.checks.model import syncer as syncer_book
 
 
@@ -10,11 +10,11 @@ def for_delta(book: syncer_book.SyncerBook, peer: syncer_book.Peer, fragment: in
   waiting = sum(sizes[p] * len(versions) for p, versions in in_flight.items())
   if book.is_sparse(peer):
     return False
-  few = len(in_flight[fragment]) < published.MAX_VERSIONS_IN_FLIGHT
-  return few and waiting + sizes[fragment] <= published.most_delta_bytes(sizes)
+  few = len(in_flight[fragment]) < messages.MAX_VERSIONS_IN_FLIGHT
+  return few and waiting + sizes[fragment] <= messages.most_delta_bytes(sizes)
 
 
 def for_whole(book: syncer_book.SyncerBook, peer: syncer_book.Peer) -> bool:
   """Whether one more fragment may be read for a peer, if all that are read are for it."""
-  most = 1 if book.is_sparse(peer) else published.MAX_WHOLES
+  most = 1 if book.is_sparse(peer) else messages.MAX_WHOLES
   return len(peer.wholes.keys() | book.reads) < most

@@ -12,7 +12,7 @@ the claim is renewed twice meanwhile; one renewal may have been on its way when 
 
 Times are those of one host's monotonic clock, so two clocks need not agree. A host that stands
 still without its clock seeing it (a paused virtual machine) may publish what it had just committed;
-the records of `train.store_log` have no such gap, since a record is put once (stored.py).
+the records of `train.store_log` have no such gap, since a record is put once (syncer/stored.py).
 """
 
 import dataclasses
