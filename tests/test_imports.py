@@ -5,6 +5,7 @@ import functools
 import graphlib
 import pathlib
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -91,12 +92,16 @@ MODULES = {module_name(path): path for path in sources(PACKAGE)}
 @functools.cache
 def imports(path: pathlib.Path) -> set[str]:
   """Modules that a file imports, wherever in it; `from package import module` gives the module."""
+  return imported(ast.walk(ast.parse(path.read_text(encoding='utf-8'))))
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
   found = set()
-  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+  for node in nodes:
     if isinstance(node, ast.Import):
       found |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f'{path}: relative import, write the whole name'
+      assert node.level == 0, 'relative import, write the whole name'
       for alias in node.names:
         full = f'{node.module}.{alias.name}'
         found.add(full if full in MODULES else node.module)
@@ -193,3 +198,45 @@ def test_only_the_loop_feeds_a_machine():
           callers.add(name)
   replay, sim = (f'diloco_jax.verification.{one}' for one in ('replay.machines', 'sim.processes'))
   assert callers == {'diloco_jax.node.loop', sim, replay}, callers
+
+
+# What a process of each kind may load as it starts: the modules that it imports first, and the
+# rooms that these may reach. What a function imports when it is called is not counted.
+_START = 'commands config launch numerics protocol protocol/tape report storage train transport'
+_NODE = f'{_START} certs configs learner node protocol/learner'
+REACH = {
+  "a user's loop": ('api.peer', f'{_NODE} api'),
+  'learner': ('commands.learner launch.nodes', _NODE),
+  'syncer': ('commands.syncer launch.syncer_node', f'{_NODE} syncer protocol/syncer'),
+  'status': ('commands.status', f'{_START} certs'),
+  'report': ('commands.report', f'{_START} certs'),
+}
+
+
+@functools.cache
+def first_imports(path: pathlib.Path) -> set[str]:
+  """Modules that a file imports when it is loaded: outside functions, and not for types alone."""
+  tree = ast.parse(path.read_text(encoding='utf-8'))
+  later = [
+    inner
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    or (isinstance(node, ast.If) and ast.unparse(node.test) == 'TYPE_CHECKING')
+    for inner in ast.walk(node)
+  ]
+  return imported(set(ast.walk(tree)) - set(later))
+
+
+@pytest.mark.parametrize('kind', REACH)
+def test_a_process_loads_only_what_it_needs(kind: str):
+  starts, rooms = REACH[kind]
+  found, todo = set(), [f'diloco_jax.{name}' for name in starts.split()]
+  while todo:
+    name = todo.pop()
+    if name not in found:
+      found.add(name)
+      todo += first_imports(MODULES[name]) if name in MODULES else ()
+  assert {ROOMS[name] for name in found & ROOMS.keys()} <= set(rooms.split()), kind
+  assert 'diloco_jax.train.decoder' not in found, kind
+  never = {'flax', 'tensorboardX', *(() if 'certs configs' in rooms else ('jax', 'optax', 'grpc'))}
+  assert not never & {name.split('.')[0] for name in found}, kind
