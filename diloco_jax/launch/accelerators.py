@@ -8,8 +8,6 @@ import os
 import pathlib
 from typing import NamedTuple
 
-import psutil
-
 _VISIBLE = 'CUDA_VISIBLE_DEVICES'  # set by the user, or by a scheduler such as Slurm
 
 NO_JIT = (
@@ -100,6 +98,8 @@ def no_device(error: Exception) -> str:
 
 def available_memory(group: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> int:
   """Bytes that this process and its children may take; a container may have less than its host."""
+  import psutil  # here: learners do not ask
+
   host = psutil.virtual_memory().available
   try:
     limit, used = ((group / f'memory.{name}').read_text('utf-8') for name in ('max', 'current'))

@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
 from diloco_jax.storage import files, files_port, folders, wal
@@ -158,7 +157,6 @@ class _OptionalIntParser(flags.ArgumentParser):
 
 
 flags.disclaim_key_flags()  # --help lists --config under the program that defines it
-config_flags.register_flag_parser_for_type(protocol_sections.OptionalInt, _OptionalIntParser())
 
 
 class _ConfigParser(flags.ArgumentParser):
@@ -177,6 +175,9 @@ def define_config() -> flags.FlagHolder:
 
   It has no default here, since a default would be read at import, outside every error handler.
   """
+  from ml_collections import config_flags  # here: a loop of the user's own has no flags
+
+  config_flags.register_flag_parser_for_type(protocol_sections.OptionalInt, _OptionalIntParser())
   sys.argv = _with_flag_files(sys.argv)  # config_flags reads them now
   holder = config_flags.DEFINE_config_file(
     'config',
