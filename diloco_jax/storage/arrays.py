@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,18 +114,26 @@ def require_shapes(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> 
       raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
 
 
-def mapped(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """The tensors of a *.safetensors file, read where they are used. Raises ValueError, OSError."""
+def mapped(
+  path: pathlib.Path, wants: Callable[[str], bool] = lambda name: True
+) -> dict[str, np.ndarray]:
+  """The tensors of a *.safetensors file whose names are wanted, read where they are used. Raises
+  ValueError, OSError."""
   files.require_file(path)
   with path.open('rb') as file:
     size = int.from_bytes(file.read(8), 'little')
     header = json.loads(file.read(min(size, _HEADER_BYTES)))
   header.pop('__metadata__', None)
-  at = lambda one: 8 + size + one['data_offsets'][0]
-  return {
-    name: np.memmap(path, _DTYPES[one['dtype']], 'r', at(one), tuple(one['shape']))
-    for name, one in header.items()
-  }
+  found = {}
+  for name, one in header.items():
+    if wants(name):
+      if one['dtype'] not in _DTYPES:
+        raise ValueError(
+          f'{name} is {one["dtype"]}, which is not read: write it as one of {", ".join(_DTYPES)}'
+        )
+      at = 8 + size + one['data_offsets'][0]
+      found[name] = np.memmap(path, _DTYPES[one['dtype']], 'r', at, tuple(one['shape']))
+  return found
 
 
 def _safetensors() -> types.ModuleType:

@@ -9,6 +9,7 @@ and a run that begins with it: experiments/examples/pretrained.py.
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,10 +43,11 @@ def is_model(path: str) -> bool:
 def read(folder: str, like: Any) -> Any:
   """The tensors in the tree and the types of `like`, the leaves of a decoder without a scan. Raises
   ValueError: they cannot be read, or are of another model."""
-  found, places = _tensors(pathlib.Path(folder)), _places(like)
+  places = _places(like)
   wanted = {theirs: _shape(*place) for theirs, place in places.items()}
   is_read = lambda theirs: theirs in wanted or not theirs.endswith(_NOT_READ)
-  here = {theirs: tensor.shape for theirs, tensor in found.items() if is_read(theirs)}
+  found = _tensors(pathlib.Path(folder), is_read)
+  here = {theirs: tensor.shape for theirs, tensor in found.items()}
   arrays.require_shapes(folder, here, wanted)
   leaves = []
   for theirs, (name, leaf) in places.items():
@@ -68,7 +70,7 @@ def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Pa
   there. Raises ValueError, OSError."""
   if folder.exists():
     raise ValueError(f'{folder} exists, and stays as it is: name a new folder')
-  like = _tensors(source)
+  like = _tensors(source, named.__contains__)
   if absent := [name for name in named if name not in like]:
     raise ValueError(f'{source} is of another model: it has no {absent[0]}')
   typed = {name: tensor.astype(like[name].dtype) for name, tensor in named.items()}
@@ -99,13 +101,21 @@ def _shape(name: str, leaf: Any) -> tuple[int, ...]:
   return math.prod(leaf.shape[inputs:]), math.prod(leaf.shape[:inputs])
 
 
-def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
-  """All of a folder, mapped. Raises ValueError."""
+def _tensors(
+  folder: pathlib.Path, is_read: Callable[[str], bool] = lambda name: True
+) -> dict[str, np.ndarray]:
+  """Those of a folder that are read, mapped: each from the one file that the index names. Raises
+  ValueError."""
   try:
-    names = {FILE}
-    if (folder / _INDEX).is_file():
-      names = set(_json(folder / _INDEX)['weight_map'].values())
-    return {key: one for name in names for key, one in arrays.mapped(folder / name).items()}
+    if not (folder / _INDEX).is_file():
+      return arrays.mapped(folder / FILE, is_read)
+    found, places = {}, _json(folder / _INDEX)['weight_map']
+    for file in sorted({file for name, file in places.items() if is_read(name)}):
+      here = lambda name, file=file: places.get(name) == file and is_read(name)
+      found |= arrays.mapped(folder / file, here)
+    if absent := sorted(name for name in places.keys() - found.keys() if is_read(name)):
+      raise ValueError(f'{absent[0]} is not in {places[absent[0]]}, where the index has it')
+    return found
   except (OSError, ValueError, KeyError) as error:
     raise ValueError(f'cannot read the model in {folder}: {error}') from error
 

@@ -199,9 +199,9 @@ class DataConfig:
   """Ids of text, cut into windows, read by shards (data.py).
 
   Attributes:
-    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files of text, *.parquet
-      (rows of `text`) or *.array_record (records of text). `{node}` in it stands for the id of the
-      learner, or 'syncer'.
+    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files of text, *.jsonl
+      or *.parquet (rows of `text`) or *.array_record (records of text). `{node}` in it stands for
+      the id of the learner, or 'syncer'.
     local: each learner has files of its own, which no other node reads: no shards, and no learner
       waits for one. The syncer needs no files; with some, it evaluates on their held-out part.
     tokenizer: '' = bytes; FILE.json of Hugging Face's tokenizers, FILE.model of SentencePiece, or

@@ -101,7 +101,7 @@ def _read(source: str, tokenizer: str) -> Corpus:
     loaded = tokenizer_lib.load(tokenizer, source)
     digest = tokenizer_lib.digest(tokenizer, source)
     build = lambda new: _write_ids(files, loaded, new)
-    folder = corpus_files.cached(f'ids of {digest}', source, build)
+    folder = corpus_files.cached(f'ids by letters of {digest}', source, build)
   except ValueError as error:
     raise ValueError(f'corpus {source!r}: {error}') from error
   return _split(*_mapped(folder, loaded.dtype), int((folder / _DIGEST).read_text('utf-8')))

@@ -62,10 +62,12 @@ def load(name: str, corpus: str) -> Tokenizer:
     made = _import('tokenizers').Tokenizer.from_file(str(path))
     made.no_truncation()  # a file may ask for both
     made.no_padding()
+    made.encode_special_tokens = True  # the letters of one in a text are letters
     encode = functools.partial(made.encode_batch_fast, add_special_tokens=False)
     ends = [made.token_to_id(end) for end in _ENDS if made.token_to_id(end) is not None]
     ids = lambda texts: [one.ids for one in encode(texts)]
-    return _Subwords(ids, made.decode, made.get_vocab_size(), ends[:1])
+    size = 1 + max(made.get_vocab().values())  # there may be gaps
+    return _Subwords(ids, made.decode, size, ends[:1])
   except Exception as error:  # the libraries raise plain ones
     raise ValueError(f'tokenizer {name!r}: {error}') from error
 

@@ -34,6 +34,19 @@ UNKNOWN = (
   'attn_logit_softcapping',
 )
 FULL = 'full_attention'
+USED = """
+  model_type num_attention_heads hidden_size vocab_size num_hidden_layers num_key_value_heads
+  head_dim intermediate_size tie_word_embeddings rms_norm_eps final_logit_softcapping dtype
+  torch_dtype rope_theta rope_scaling rope_parameters rope_local_base_freq layer_types
+  sliding_window sliding_window_pattern _sliding_window_pattern query_pre_attn_scalar hidden_act
+  hidden_activation
+""".split()
+# Of other programs, of generation, or of how a model was first made: no logit depends on it.
+WITHOUT_EFFECT = """
+  _name_or_path architectures transformers_version bos_token_id eos_token_id pad_token_id use_cache
+  initializer_range max_position_embeddings max_window_layers cache_implementation
+  unsloth_fixed unsloth_version
+""".split()
 
 
 def get_config(folder: str = '.') -> run_config.Config:
@@ -100,8 +113,16 @@ def windows(told: dict[str, Any]) -> tuple[int, int]:
 
 
 def require(told: dict[str, Any], made: train_config.ModelConfig, scaling: dict[str, Any]) -> None:
-  """Raises ValueError, which names what the decoder would compute in another way."""
+  """Raises ValueError, which names what the decoder would compute in another way, or may: a key
+  that is neither used nor known to be without effect, unless it is off (null, false, 0)."""
   wanted: dict[str, Any] = dict.fromkeys(UNKNOWN) | {'query_pre_attn_scalar': made.head_dim}
+  wanted['pretraining_tp'] = 1
+  known = {*USED, *WITHOUT_EFFECT, *wanted}
+  if strange := {key: value for key, value in told.items() if value and key not in known}:
+    raise ValueError(
+      f'config.json has {strange}, of which this reader does not know what it does to the logits: '
+      'if it is without effect, remove it there'
+    )
   if made.style == 'llama':
     wanted['hidden_act'] = 'silu'
   if made.window:

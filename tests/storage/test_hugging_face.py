@@ -7,13 +7,17 @@ it computes (reference.py there).
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import config as config_lib
@@ -126,6 +130,61 @@ def test_what_is_read_and_written_has_the_same_bits(name, scan, tmp_path):
   assert not (tmp_path / 'out' / 'model.safetensors.index.json').exists()  # it is one file now
   with pytest.raises(ValueError, match='out exists, and stays as it is'):
     hugging_face.write(tmp_path / 'out', {}, MODELS / name)
+
+
+def test_a_key_that_is_not_known_is_refused_by_name(tmp_path):
+  assert _model(LLAMA_3_2_1B | {'use_cache': True, 'a_new_switch': None}, tmp_path)
+  with pytest.raises(ValueError, match="config.json has {'residual_multiplier': 0.22}"):
+    _model(LLAMA_3_2_1B | {'residual_multiplier': 0.22}, tmp_path)
+
+
+BASE = {
+  'model.norm.weight': np.ones(8, np.float32),
+  'model.embed_tokens.weight': np.ones((16, 8), np.float32),
+}
+LIKE = {'final_norm': np.zeros(8, np.float32), 'embedding': np.zeros((16, 8), np.float32)}
+
+
+def test_what_the_model_does_not_need_is_not_read(tmp_path):
+  unused = {'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(4, np.float64)}
+  safetensors.numpy.save_file(BASE | unused, tmp_path / 'model.safetensors')
+  assert hugging_face.read(str(tmp_path), LIKE)['final_norm'][0] == 1
+  wide = {'model.norm.weight': np.ones(8, np.float64)}
+  safetensors.numpy.save_file(BASE | wide, tmp_path / 'model.safetensors')
+  with pytest.raises(ValueError, match='model.norm.weight is F64, which is not read: write it as'):
+    hugging_face.read(str(tmp_path), LIKE)
+
+
+_READS = """
+import sys
+import numpy as np
+from diloco_jax.storage import hugging_face
+like = {'final_norm': np.zeros(8, 'f'), 'embedding': np.zeros((16, 8), 'f')}
+print(hugging_face.read(sys.argv[1], like)['final_norm'][0])
+"""
+
+
+def test_each_tensor_comes_from_the_file_that_the_index_names(tmp_path):
+  """Whatever the order of a set: another file has an old copy of it."""
+  old = {'model.norm.weight': np.full(8, 5, np.float32)}
+  safetensors.numpy.save_file(BASE, tmp_path / 'b.safetensors')
+  safetensors.numpy.save_file(old, tmp_path / 'a.safetensors')
+  safetensors.numpy.save_file(old, tmp_path / 'c.safetensors')
+  places = dict.fromkeys(BASE, 'b.safetensors')
+  places |= {'x.rotary_emb.inv_freq': 'a.safetensors', 'y.rotary_emb.inv_freq': 'c.safetensors'}
+  index = tmp_path / 'model.safetensors.index.json'
+  index.write_text(json.dumps({'weight_map': places}), 'utf-8')
+  for seed in '12':
+    done = subprocess.run(
+      [sys.executable, '-c', _READS, tmp_path],
+      env={**os.environ, 'PYTHONHASHSEED': seed, 'PYTHONPATH': str(MODELS.parents[2])},
+      capture_output=True,
+      text=True,
+    )
+    assert done.stdout == '1.0\n', done.stderr
+  index.write_text(json.dumps({'weight_map': places | {'z': 'a.safetensors'}}), 'utf-8')
+  with pytest.raises(ValueError, match='z is not in a.safetensors, where the index has it'):
+    hugging_face.read(str(tmp_path), LIKE)
 
 
 def test_a_folder_is_mapped_and_not_read():

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gzip
 
 import numpy as np
 import pytest
@@ -153,6 +154,55 @@ def test_an_unreadable_corpus_is_one_clear_line(tmp_path):
   gone = corpus_files.documents([('gone.txt', str(tmp_path / 'gone.txt'))])
   with pytest.raises(ValueError, match='cannot read .*gone.txt: No such file'):
     list(gone)
+
+
+def _texts(folder) -> list[str]:
+  found = corpus_files.documents(corpus_files.list_files(str(folder)))
+  return sorted(text.decode() for _, text in found)
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path, capsys):
+  rows = '{"text": "a \\"quote\\" \\u00e9", "id": 1}\n\n{"text": null}\n{"text": "two"}\n'
+  (tmp_path / 'a.jsonl').write_text(rows, 'utf-8')
+  assert _texts(tmp_path) == ['a "quote" é', 'two']
+  assert 'a.jsonl: 1 of 3 rows have no text (null)' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'line, why',
+  [
+    ('{"text": 3}', '`text` of row 1 is int, no text'),
+    ('{"prompt": "a"}', 'line 1 is no object with `text`'),
+    ('["a"]', 'line 1 is no object with `text`'),
+    ('{"text": ', 'line 1 is no object with `text`'),
+  ],
+)
+def test_what_is_no_text_is_refused(tmp_path, line, why):
+  (tmp_path / 'a.jsonl').write_text(line + '\n', 'utf-8')
+  with pytest.raises(ValueError, match=f'a.jsonl: {why}'):
+    _texts(tmp_path)
+
+
+def test_files_that_are_no_text_are_left_out_and_said_or_refused(tmp_path, capsys):
+  (tmp_path / 'book.txt').write_text('a book', 'utf-8')
+  others = {
+    '.git/HEAD': b'ref: refs/heads/main',
+    '.DS_Store': b'Bud1',
+    'book.txt~': b'an older book',
+    'more.txt.gz': gzip.compress(b'more'),
+    'renamed.txt': b'\x28\xb5\x2f\xfd...',
+    'picture.png': b'\x89PNG\0\0',
+  }
+  for name, data in others.items():
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(data)
+  for source in (tmp_path, tmp_path / '*'):
+    assert _texts(source) == ['a book']
+  said = capsys.readouterr().err
+  for words in ('2 hidden', '1 a copy (book.txt~)', '1 gzip', '1 zstd (renamed.txt)', '1 binary'):
+    assert words in said, said
+  with pytest.raises(ValueError, match=r'more.txt.gz. is gzip, no text: unpack or convert it'):
+    _texts(tmp_path / 'more.txt.gz')
 
 
 def test_too_little_text_says_how_much_is_needed(numbered):

@@ -1,6 +1,7 @@
 """Ids of a tokenizer instead of bytes: the same text comes back, each corpus is encoded once."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import shutil
@@ -97,6 +98,24 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(text, monkeypatch, tmp
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
   with pytest.raises(ValueError, match='Not a directory: .*; mend it, make space, or set XDG'):
     data_lib.load_corpus(str(text), BPE)
+
+
+def test_letters_of_a_special_token_are_letters(text):
+  tokenizer = tokenizer_lib.load(BPE, str(text))
+  line = 'the mark <|endoftext|> ends a document'
+  (ids,) = tokenizer.encode([line])
+  assert not set(ids) & set(tokenizer.end)
+  assert tokenizer.decode(ids) == line and tokenizer.num_bytes(ids) == len(line)
+
+
+def test_the_size_is_beyond_the_largest_id_even_if_ids_have_gaps(text, tmp_path):
+  told = json.loads(tokenizer_lib.file(BPE, str(text)).read_text('utf-8'))
+  vocab = told['model']['vocab']
+  for token, number in vocab.items():
+    vocab[token] = number + 70_000 * (number >= 390)
+  (tmp_path / 'gap.json').write_text(json.dumps(told), 'utf-8')
+  tokenizer = tokenizer_lib.load(str(tmp_path / 'gap.json'), '')
+  assert (tokenizer.size, tokenizer.dtype) == (70_400, 'uint32')
 
 
 def test_sentencepiece(text, tmp_path):
