@@ -36,7 +36,7 @@ FUNCTIONS = {
   'run_syncer': ('syncer', {'label', 'sync'}),
   'run': ('train', set()),
   'open_run': ('report', set()),
-  'load_params': ('export', set()),
+  'load_params': ('export', {'into'}),
   'records': ('status', set()),
 }
 PROTOCOL = {'total_steps'}  # T, train.steps of a config
