@@ -244,6 +244,8 @@ def packed(
     leaf, size, paths = leaves[piece.path], piece.padded_size, (piece.path,)
     small = piece.shape == leaf.shape and size <= SMALL
     whole = small and (leaf.sharding is None or leaf.sharding.is_fully_replicated)
+    if whole and leaf.sharding is not None:
+      whole = leaf.sharding.is_fully_addressable  # hosts wait for each other in each program
     mesh = getattr(leaf.sharding, 'mesh', None)
     whole &= mesh == getattr(at, 'mesh', None)
     if whole and mesh and jax.sharding.AxisType.Explicit in mesh.axis_types:

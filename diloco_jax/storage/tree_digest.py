@@ -43,10 +43,8 @@ def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None
 
 def digests(tree: Any) -> dict[str, int]:
   """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
-  return {
-    path: int(value)
-    for path, value in jax.device_get(_by_path(jax.tree.map(_digest_leaf, tree))).items()
-  }
+  found = _digest_tree(tree) if _spans_hosts(tree) else jax.tree.map(_digest_leaf, tree)
+  return {path: int(value) for path, value in jax.device_get(_by_path(found)).items()}
 
 
 def require_digests(tree: Any) -> None:
@@ -63,6 +61,9 @@ def require_digests(tree: Any) -> None:
 
 def compile_digests(tree: Any) -> None:
   """Compiles `digests` of such a tree without running it."""
+  if _spans_hosts(tree):
+    _digest_tree.lower(tree).compile()
+    return
   alike = {(leaf.shape, leaf.dtype, leaf.sharding): leaf for leaf in jax.tree.leaves(tree)}
   for leaf in alike.values():
     _digest_leaf.lower(leaf).compile()
@@ -83,6 +84,13 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
 
 
 _digest_leaf = jax.jit(digest_leaf)  # leaf by leaf: a program grows with its leaves
+# Of several hosts in one program: two at once could wait for each other on different hosts.
+_digest_tree = jax.jit(lambda tree: jax.tree.map(digest_leaf, tree))
+
+
+def _spans_hosts(tree: Any) -> bool:
+  shardings = (getattr(leaf, 'sharding', None) for leaf in jax.tree.leaves(tree))
+  return not all(one is None or one.is_fully_addressable for one in shardings)
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
