@@ -152,9 +152,9 @@ def test_what_is_missing_is_named_in_one_line(asked, given, words):
 
 PROGRAM = """
 import signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it cannot come before the wait
 print('ready', flush=True)
-signal.pause()
+sys.exit(signal.sigwait({signal.SIGTERM}) != signal.SIGTERM)
 """
 
 
