@@ -62,6 +62,8 @@ def select(
   changed = [path for path in changed if path.startswith(_FOLDERS)]
   far = _distances(changed) | (dict.fromkeys(ALWAYS, 1) if changed else {})
   rooms = {_room(path) for path in changed}
+  own = {f'test_{pathlib.PurePath(path).stem}.py' for path in changed}
+  far |= {path: 1 for path in far if pathlib.PurePath(path).name in own and _room(path) in rooms}
 
   def near(path: str) -> tuple:
     return path not in ALWAYS, far[path], _room(path) not in rooms, _cost(path, seconds)

@@ -28,6 +28,11 @@ def test_what_does_not_fit_into_the_budget_is_left_out_and_named():
   assert found.left_out and f'{len(found.left_out)} others' in str(found)
 
 
+def test_the_tests_of_a_file_take_part_however_long_they_are():
+  found = changed.select(['diloco_jax/api/peer.py'], {'tests/api/test_peer.py': 1e6})
+  assert 'tests/api/test_peer.py' in found.files
+
+
 def test_real_runs_take_part_if_they_have_changed():
   real = 'tests/runs/test_day.py'
   assert real in changed.select([real], {}, ('tests/runs/',)).files
