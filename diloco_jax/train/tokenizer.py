@@ -63,8 +63,10 @@ def load(name: str, corpus: str) -> Tokenizer:
     made.no_truncation()  # a file may ask for both
     made.no_padding()
     made.encode_special_tokens = True  # the letters of one in a text are letters
+    named = [end for end in _ENDS if made.token_to_id(end) is not None]
+    made.add_special_tokens(named)  # a file may have its end as a plain added token
     encode = functools.partial(made.encode_batch_fast, add_special_tokens=False)
-    ends = [made.token_to_id(end) for end in _ENDS if made.token_to_id(end) is not None]
+    ends = [made.token_to_id(end) for end in named]
     ids = lambda texts: [one.ids for one in encode(texts)]
     size = 1 + max(made.get_vocab().values())  # there may be gaps
     return _Subwords(ids, made.decode, size, ends[:1])

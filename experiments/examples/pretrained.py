@@ -117,16 +117,15 @@ def require(told: dict[str, Any], made: train_config.ModelConfig, scaling: dict[
   that is neither used nor known to be without effect, unless it is off (null, false, 0)."""
   wanted: dict[str, Any] = dict.fromkeys(UNKNOWN) | {'query_pre_attn_scalar': made.head_dim}
   wanted['pretraining_tp'] = 1
-  known = {*USED, *WITHOUT_EFFECT, *wanted}
-  if strange := {key: value for key, value in told.items() if value and key not in known}:
+  wanted['layer_types'] = [FULL if full else 'sliding_attention' for full in made.sees_all]
+  known = {*USED, *WITHOUT_EFFECT, *wanted, 'type', 'factor', *LLAMA3}
+  if strange := {key: one for key, one in (told | scaling).items() if one and key not in known}:
     raise ValueError(
       f'config.json has {strange}, of which this reader does not know what it does to the logits: '
       'if it is without effect, remove it there'
     )
   if made.style == 'llama':
     wanted['hidden_act'] = 'silu'
-  if made.window:
-    wanted['layer_types'] = [FULL if full else 'sliding_attention' for full in made.sees_all]
   if (kind := scaling.get('rope_type', scaling.get('type', 'default'))) != 'default':
     told, wanted = told | scaling | {'rope_type': kind}, wanted | LLAMA3
   other = {key: told[key] for key, value in wanted.items() if (told.get(key) or value) != value}

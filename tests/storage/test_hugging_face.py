@@ -269,6 +269,12 @@ def test_configs_of_the_hub_are_understood(tmp_path):
     (LLAMA_3_2_1B, {'attention_bias': True}, "the decoder has no {'attention_bias': True}"),
     (LLAMA_3_2_1B, {'hidden_act': 'relu'}, "no {'hidden_act': 'relu'}"),
     (LLAMA_3_2_1B, {'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "'rope_type': 'linear'"),
+    (LLAMA_3_2_1B, {'layer_types': ['sliding_attention'] * 16}, "no {'layer_types': ['sliding_"),
+    (
+      LLAMA_3_2_1B,
+      {'rope_parameters': {'rope_theta': 1e4, 'partial_rotary_factor': 0.5}},
+      "config.json has {'partial_rotary_factor': 0.5}",
+    ),
     (GEMMA_3_1B, {'attn_logit_softcapping': 50.0}, "no {'attn_logit_softcapping': 50.0}"),
     (GEMMA_3_1B, {'query_pre_attn_scalar': 168}, "no {'query_pre_attn_scalar': 168}"),
     (GEMMA_3_1B, {'layer_types': ['full_attention'] * 26}, ''),

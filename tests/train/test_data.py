@@ -89,6 +89,17 @@ def test_a_slice_is_read_in_another_order_each_time(numbered):
   assert len(set(first) & set(again)) >= len(first) - 4
 
 
+def test_one_shard_read_to_its_second_pass_goes_on_to_the_next_slice(numbered):
+  config = config_lib.DataConfig(seq_len=16, batch_size=4, shards=4)
+  shard = data_lib.make_shard(numbered, config, 0)
+  of_a_pass = len(numbered.train(16)) // 4 // 4
+  first, second = (
+    {row.tobytes() for i in range(of_a_pass) for row in shard[number * of_a_pass + i]}
+    for number in (0, 1)
+  )
+  assert len(first) == len(second) == 4 * of_a_pass and not first & second
+
+
 def test_held_out_files_are_in_no_shard(tmp_path):
   for i in range(300):
     (tmp_path / f'{i}.txt').write_text(f'<{i}>' * 10)
