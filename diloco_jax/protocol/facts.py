@@ -136,14 +136,11 @@ class Progress:
 @fact
 class Link:
   """What the syncer asks of a learner has changed with its link (syncer/links.py): the
-  period factor r, and whether it is sent whole fragments only. `up_ns`, `down_ns`: the time of a
-  payload and of a delta of mean size; `slot_ns`: between two syncs."""
+  period factor r. `up_ns`: the time of a payload of mean size; `slot_ns`: between two syncs."""
 
   learner: str
   periods: int
-  sparse: bool
   up_ns: int
-  down_ns: int
   slot_ns: int
 
 

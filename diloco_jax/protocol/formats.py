@@ -22,7 +22,7 @@ NUMBERS = {
   'restore note': 1,
   'claim': 1,
   'manifest': 1,
-  'tape': 1,
+  'tape': 2,
   'records': 1,
   'allowlist': 1,
   'track': 1,

@@ -276,7 +276,6 @@ class Reason:
   LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
   LEFT = 'left'  # the learner left before they were merged
   END_OF_RUN = 'end_of_run'  # the run ended before they were merged
-  SLOW_LINK = 'slow_link'  # trained while the link to the learner was too slow (links.py)
   DUPLICATE = 'duplicate'  # covered by an earlier contribution
   ALL = (
     LATE,
@@ -287,7 +286,6 @@ class Reason:
     LOST_WITH_PROCESS,
     LEFT,
     END_OF_RUN,
-    SLOW_LINK,
     DUPLICATE,
   )
 

@@ -1131,26 +1131,6 @@ def payloads_before_heartbeats(original):
   return __init__
 
 
-@mutant(
-  'Deltas go to a learner whose link carries no more.', published.Published, '_has_room', 'I4b I11'
-)
-def deltas_on_slow_links(original):
-  def _has_room(self, member, fragment):
-    with mock.patch.object(member.down, 'sparse', False):
-      return original(self, member, fragment)
-
-  return _has_room
-
-
-@mutant('Steps on old whole fragments are carried on.', published.Published, '_send', 'I25')
-def steps_on_old_wholes_are_carried(original):
-  def _send(self, member, *args):
-    with mock.patch.object(member.down, 'sparse', False):
-      original(self, member, *args)
-
-  return _send
-
-
 @mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'I7')
 def long_payloads_count_in_full(original):
   return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)

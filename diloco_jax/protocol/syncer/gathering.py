@@ -322,8 +322,6 @@ class Gathering:
     """The learner replaced its anchor. Its payload in a sync of this fragment no longer counts if
     it dropped the steps of it: these tokens are discarded."""
     p, reason = adopted.fragment, adopted.reason or self._gap
-    if reason == Reason.UNDONE and adopted.version <= member.left_out.get(p, -1):
-      reason = Reason.SLOW_LINK
     self._withdraw(member, p, adopted.tokens)
     self._ledger.of(member).drop(p, adopted.tokens, reason)
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)

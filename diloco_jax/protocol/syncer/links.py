@@ -7,8 +7,6 @@ sees anyway, and asks less of a slow one::
     service      of a payload: its arrival - max(when it was due, arrival of the one before)
     r, 1 to 16   its payloads do not fit: the learner is pulled for a fragment in one of r periods
                  only, with all its steps, which count less (contrib/aged.py)
-    sparse       the other way does not carry every version: the learner is sent no deltas, but one
-                 whole fragment after the other, the one that is most behind first (published.py)
 
 A payload is due at the learner at the step boundary of its capture, and the learner reports that
 step: a Contribution up to `tokens_to` was due an inner step after the Progress with these tokens
@@ -41,8 +39,6 @@ SAMPLES = 3
 DOWN_SAMPLES = 8
 SLOTS = 8  # between the first syncs of a run, before anything is asked of its links
 MAX_MARKS = 4_096  # reported steps whose payloads may still come
-TOO_FULL = 800  # share of a slot, in 1/1000: the reports of a learner wait behind its payloads
-SPARSE, DENSE = 1_100, 800  # the same of a slot: for the syncer to send no deltas, and to send them
 LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
 
 
@@ -152,50 +148,27 @@ class Links:
 
   def _judge(self, member: members_lib.Member) -> None:
     """Changes what is asked of the learner, if its link says so."""
-    up, down = member.up, member.down
-    before = up.periods, down.sparse
+    up, before, factor = member.up, member.up.periods, self._tempo.factor
     known = self.slot_ns.samples >= min(SLOTS, self._config.fragments) and self.slot_ns.value
-    if not (self._adapts and known):
+    if not (self._adapts and known and len(up.samples) == SAMPLES):
       return
-    if len(up.samples) == SAMPLES:
-      self._judge_up(member)
-    if len(down.samples) == DOWN_SAMPLES:
-      self._judge_down(member)
-    if (up.periods, down.sparse) != before:
+    if before > 1 or self._median(self._up_share) <= PERMILLE * factor:
+      share = self._up_share(member) // factor
+      up.periods = tempo_lib.factor(share, before, MOST_PERIODS, tempo_lib.ONE_LINK)
+    if up.periods != before:
       self._out.report(
         facts.Link(
           learner=member.learner,
           periods=up.periods,
-          sparse=down.sparse,
           up_ns=self._payload_ns(up),
-          down_ns=self._delta_ns(down),
           slot_ns=self.slot_ns.value,
         )
       )
-      if before == (1, False):
+      if before == 1:
         self._say(member)
-
-  def _judge_up(self, member: members_lib.Member) -> None:
-    up, share = member.up, self._up_share(member) // self._tempo.factor
-    if up.periods > 1 or self._median(self._up_share) <= PERMILLE * self._tempo.factor:
-      up.periods = tempo_lib.factor(share, up.periods, MOST_PERIODS, tempo_lib.ONE_LINK)
-
-  def _judge_down(self, member: members_lib.Member) -> None:
-    down, factor = member.down, self._tempo.factor
-    share = self._down_share(member) // factor
-    waits_ns = self.now_ns - down.sent[0][2] if down.sent else 0
-    if down.sparse:
-      down.sparse = share > DENSE
-    elif self._up_share(member) <= TOO_FULL * factor:  # else its reports wait behind its payloads
-      period_ns = self.slot_ns.value * self._config.fragments * factor
-      long = waits_ns > period_ns + self._config.lease_ns // 10
-      down.sparse = share > SPARSE and long and self._median(self._down_share) <= PERMILLE * factor
 
   def _up_share(self, member: members_lib.Member) -> int:
     return self._payload_ns(member.up) * PERMILLE // self.slot_ns.value
-
-  def _down_share(self, member: members_lib.Member) -> int:
-    return self._delta_ns(member.down) * PERMILLE // self.slot_ns.value
 
   def _median(self, share: Callable[[members_lib.Member], int]) -> int:
     """The lower median of all links. Where most of them do not carry everything, the settings are
@@ -203,19 +176,16 @@ class Links:
     return pace_lib.lower_median([share(one) for one in self._members.by_session.values()])
 
   def _say(self, member: members_lib.Member) -> None:
-    slot_s, second_ns = self.slot_ns.value / config_lib.SECOND_NS, config_lib.SECOND_NS
-    if member.down.sparse:
-      what = f'a version takes {self._delta_ns(member.down) / second_ns:.3g} s to it'
-      then = 'nothing of it is merged'
-    else:
-      what = f'a payload takes {self._payload_ns(member.up) / second_ns:.3g} s from it'
-      then = f'it is asked in one of {member.up.periods} periods, and its steps count less'
+    slot_s = self.slot_ns.value / config_lib.SECOND_NS
+    payload_s = self._payload_ns(member.up) / config_lib.SECOND_NS
     self._notices.say(
       self.now_ns,
       f'slow link {member.learner}',
-      f'{member.learner} has a slow link: {what}, one is due every {slot_s:.3g} s, so {then}. What '
-      'was merged is safe, the others do not wait for it, and it takes part again once its link is '
-      'faster. A longer sync.period or a smaller sync.codec_up asks less of the link.',
+      f'{member.learner} has a slow link: a payload takes {payload_s:.3g} s from it, one is due '
+      f'every {slot_s:.3g} s, so it is asked in one of {member.up.periods} periods, and its steps '
+      'count less. What was merged is safe, the others do not wait for it, and it takes part again '
+      'once its link is faster. A longer sync.period or a smaller sync.codec_up asks less of the '
+      'link.',
     )
 
   def _payload_ns(self, up: members_lib.Uplink) -> int:
@@ -233,9 +203,7 @@ class Links:
   def pulls(self, member: members_lib.Member, sync: int) -> bool:
     """Whether the learner is pulled for a sync that has its quorum without it."""
     link, number, fragments = member.up, self._schedule.number(sync), self._config.fragments
-    if link.periods == 1 or member.down.sparse:
-      return not member.down.sparse
-    if self._config.closing(sync):
+    if link.periods == 1 or self._config.closing(sync):
       return True
     factor = self._tempo.factor
     # To older pulls no answer will come.

@@ -52,14 +52,12 @@ class Downlink:
     arrived_ns: of its last report.
     samples: the newest measures, (ns, bytes).
     delays: of the newest versions, from when they were sent to the report.
-    sparse: what follows.
   """
 
   sent: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
   arrived_ns: int = 0
   samples: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   delays: list[int] = dataclasses.field(default_factory=list)
-  sparse: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,7 +105,6 @@ class Member:
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
   # By fragment: sent and not yet reported as adopted.
   versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
-  left_out: dict[int, int] = dataclasses.field(default_factory=dict)  # without its steps (links.py)
   lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
   # By fragment that is in flight to it whole: the version; None: the fragment is being read.
   wholes: dict[int, int | None] = dataclasses.field(default_factory=dict)
@@ -195,7 +192,6 @@ class Members:
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
     member.up.marks, member.up.asked, member.down.sent = [], {}, []
-    member.left_out.clear()
     member.heard_ns = member.entered_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member

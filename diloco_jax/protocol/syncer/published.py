@@ -102,7 +102,7 @@ class Published:
     in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
     few = counts[fragment] < messages.MAX_VERSIONS_IN_FLIGHT
     fits = in_flight_bytes + sizes[fragment] <= messages.most_delta_bytes(sizes)
-    return few and fits and not member.down.sparse
+    return few and fits
 
   def _send(
     self,
@@ -112,12 +112,10 @@ class Published:
     merging_from: int | None = None,
   ) -> None:
     p = publish.fragment
-    if member.down.sparse:
-      member.left_out[p] = publish.version
     publish = dataclasses.replace(
       publish,
       settled_to=self._ledger.of(member).cursors[p] if merging_from is None else merging_from,
-      keep=p not in member.spoiled and not member.down.sparse,
+      keep=p not in member.spoiled,
     )
     self._out.send(member.session, publish, payload_id)
     self._links.sent(member, publish)
@@ -149,9 +147,8 @@ class Published:
         member.adopted_versions.get(p, 0) - self.fragments[p].version,
       )
     )
-    room = 1 if member.down.sparse else messages.MAX_WHOLES
     for p in useful:
-      if p in member.wholes or len(member.wholes) < room:
+      if p in member.wholes or len(member.wholes) < messages.MAX_WHOLES:
         self._read(member, p)
 
   def replace(self, member: members_lib.Member, fragment: int) -> None:

@@ -1,11 +1,10 @@
 """What the syncer measures of a link, and what it asks of it."""
 
 import collections
-import dataclasses
 
 import pytest
 
-from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
+from diloco_jax.protocol import action_list, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
@@ -224,32 +223,3 @@ def test_a_payload_that_comes_twice_is_measured_once():
     ),
   )
   assert syncer.one.up.samples == before
-
-
-def test_a_slow_down_link_is_sparse_until_it_recovers():
-  syncer = Syncer(lease_ns=20 * SLOT_NS)
-  publish = messages.Publish(
-    sync=1,
-    fragment=0,
-    version=1,
-    base_version=0,
-    digest=0,
-    settled_to=0,
-    keep=True,
-    payload=messages.Payload(size_bytes=SIZE, crc32=0),
-  )
-  for version in range(1, 60):
-    syncer.opens()
-    syncer.links.sent(syncer.one, dataclasses.replace(publish, version=version))
-    if version % 2 == 0:  # a version takes two slots
-      syncer.links.adopted(syncer.one, 0, version // 2)
-  assert syncer.one.down.sparse and not syncer.links.pulls(syncer.one, syncer.sync)
-  syncer.links.adopted(syncer.one, 0, 59)
-  for version in range(60, 70):
-    syncer.opens()
-    syncer.links.sent(syncer.one, dataclasses.replace(publish, version=version))
-    syncer.links.now_ns += SLOT_NS // 10
-    syncer.links.adopted(syncer.one, 0, version)
-  assert not syncer.one.down.sparse
-  told = [a.fact for a in syncer.out.take() if isinstance(getattr(a, 'fact', None), facts.Link)]
-  assert [fact.sparse for fact in told] == [True, False]

@@ -220,7 +220,7 @@ class Contributes(invariant.Invariant):
     able = [peer for peer in book.members.values() if peer.caught_up]
     all_needed = sum(map(takes_part, able)) < self.config.quorum
     for peer in peers:
-      slow = book.is_pulled_less(peer) or book.is_sparse(peer)
+      slow = book.is_pulled_less(peer)
       if (all_needed or not slow) and not takes_part(peer):
         self.fail(gather, f'{peer.join.learner} was not asked')
 

@@ -154,7 +154,7 @@ class Rebased(invariant.Invariant):
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.contained(peer, said.fragment):
       self.fail(send, book.account(peer))
-    must = said.fragment in holder.refused or book.is_sparse(peer)
+    must = said.fragment in holder.refused
     may = said.fragment in holder.spoiled
     if said.keep and must or not (said.keep or must or may):
       self.fail(send, holder)

@@ -29,7 +29,6 @@ class Peer:
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
   wholes: dict[int, int] = dataclasses.field(default_factory=dict)  # in flight whole: versions
-  left_out: dict[int, int] = dataclasses.field(default_factory=dict)  # versions without its steps
   repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   differs: set[int] = dataclasses.field(default_factory=set)  # it reported other bits since then
   owed: set[int] = dataclasses.field(default_factory=set)  # wholes in the place of its own steps

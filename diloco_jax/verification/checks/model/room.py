@@ -8,13 +8,10 @@ from diloco_jax.verification.checks.model import syncer as syncer_book
 def for_delta(book: syncer_book.SyncerBook, peer: syncer_book.Peer, fragment: int) -> bool:
   sizes, in_flight = book.life.start.payload_bytes, peer.versions_in_flight
   waiting = sum(sizes[p] * len(versions) for p, versions in in_flight.items())
-  if book.is_sparse(peer):
-    return False
   few = len(in_flight[fragment]) < messages.MAX_VERSIONS_IN_FLIGHT
   return few and waiting + sizes[fragment] <= messages.most_delta_bytes(sizes)
 
 
 def for_whole(book: syncer_book.SyncerBook, peer: syncer_book.Peer) -> bool:
   """Whether one more fragment may be read for a peer, if all that are read are for it."""
-  most = 1 if book.is_sparse(peer) else messages.MAX_WHOLES
-  return len(peer.wholes.keys() | book.reads) < most
+  return len(peer.wholes.keys() | book.reads) < messages.MAX_WHOLES

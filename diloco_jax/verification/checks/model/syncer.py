@@ -71,11 +71,6 @@ class SyncerBook:
     link = self.slow.get(peer.join.learner)
     return link is not None and link.periods > 1
 
-  def is_sparse(self, peer: Peer) -> bool:
-    """Whether the learner is sent whole fragments only, and never pulled."""
-    link = self.slow.get(peer.join.learner)
-    return link is not None and link.sparse
-
   @property
   def lead(self) -> int:
     """How many steps before it opens a sync may be announced, and how many at once."""
@@ -239,9 +234,6 @@ class SyncerBook:
         holder = self.lineage.holders[peer.join.learner]
         holder.refused -= {message.fragment}
       reason = message.reason or self.gap
-      left_out = peer.left_out.get(message.fragment, -1)
-      if reason == Reason.UNDONE and message.version <= left_out:
-        reason = Reason.SLOW_LINK
       self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)
       if peer.wholes.get(message.fragment, message.version + 1) <= message.version:
@@ -358,8 +350,6 @@ class SyncerBook:
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
-    if self.is_sparse(peer):
-      peer.left_out[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
       peer.wholes[message.fragment] = message.version
