@@ -17,12 +17,13 @@ sys.path.insert(0, str(ROOT))
 
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import gather
+from diloco_jax.protocol.syncer import gather, members
 
 PACKAGE = ROOT / 'diloco_jax'
 SHELVES = ('protocol', 'verification')  # rooms that are made of rooms
 TABLES = (
   ('A sync (`protocol/syncer/gather.py`, SYNC_STATES)', gather.SYNC_STATES),
+  ('A fragment at a learner (`protocol/syncer/members.py`, COPY_STATES)', members.COPY_STATES),
   (
     "A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
     connection.CONNECTION_STATES,

@@ -7,13 +7,18 @@ import pytest
 from diloco_jax.protocol import messages, states
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import gather
+from diloco_jax.protocol.syncer import gather, members
 
 PAGE = (pathlib.Path(__file__).parents[2] / 'docs' / 'protocol.md').read_text()
-TABLES = (gather.SYNC_STATES, connection.CONNECTION_STATES, learner_machine.TRAINING_STATES)
+TABLES = (
+  gather.SYNC_STATES,
+  members.COPY_STATES,
+  connection.CONNECTION_STATES,
+  learner_machine.TRAINING_STATES,
+)
 
 
-@pytest.mark.parametrize('table', TABLES, ids=('sync', 'connection', 'training'))
+@pytest.mark.parametrize('table', TABLES, ids=('sync', 'copy', 'connection', 'training'))
 def test_a_move_that_is_not_drawn_is_refused(table):
   drawn = {row[:2] for row in table}
   for source, target in drawn:

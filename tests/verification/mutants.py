@@ -349,7 +349,7 @@ def old_capture_on_a_new_session(original):
   'The syncer pulls from a joiner before it has caught up.', members.Member, 'caught_up', 'P1 L5'
 )
 def contributes_while_due(original):
-  return property(lambda self: self.live and bool(self.held_versions))
+  return property(lambda self: self.live and self.joined)
 
 
 @mutant(
@@ -688,10 +688,8 @@ def jumped_clock_is_implausible(original):
 )
 def delta_to_every_learner(original):
   def send_delta(self, member, publish, payload_id):
-    if (
-      member.held_versions
-      and len(member.versions_in_flight[publish.fragment]) < messages.MAX_VERSIONS_IN_FLIGHT
-    ):
+    in_flight = member.copies[publish.fragment].in_flight
+    if member.joined and len(in_flight) < messages.MAX_VERSIONS_IN_FLIGHT:
       self._send(member, publish, payload_id)
 
   return send_delta
@@ -705,7 +703,7 @@ def delta_to_every_learner(original):
 )
 def slow_learner_is_flooded(original):
   def send_delta(self, member, publish, payload_id):
-    if member.held_versions and member.held_versions[publish.fragment] == publish.base_version:
+    if member.joined and member.copies[publish.fragment].state == 'follows':
       self._send(member, publish, payload_id)
 
   return send_delta
@@ -733,7 +731,7 @@ def joiner_is_flooded(original):
 )
 def one_whole_at_a_time(original):
   def catch_up(self, member):
-    if not member.wholes:
+    if not any(copy.is_whole for copy in member.copies):
       with mock.patch.object(messages, 'MAX_WHOLES', 1):
         original(self, member)
 
@@ -747,9 +745,9 @@ def one_whole_at_a_time(original):
   'I4b L5',
 )
 def never_catches_up(original):
-  def adopted(self, member, fragment, version):
-    versions_in_flight = member.versions_in_flight[fragment]
-    member.versions_in_flight[fragment] = [one for one in versions_in_flight if one > version]
+  def adopted(self, member, adopted):
+    with mock.patch.object(self, 'catch_up'):
+      original(self, member, adopted)
 
   return adopted
 

@@ -43,11 +43,10 @@ def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):
   send_delta = published.Published.send_delta
 
   def count(self, member, publish, payload_id):
-    before = len(member.lagging)
+    before = [copy.state for copy in member.copies].count('lags')
     send_delta(self, member, publish, payload_id)
-    in_flight = len(member.versions_in_flight[publish.fragment]) if member.held_versions else 0
-    if in_flight < messages.MAX_VERSIONS_IN_FLIGHT:
-      lags.append(len(member.lagging) - before)
+    if len(member.copies[publish.fragment].in_flight) < messages.MAX_VERSIONS_IN_FLIGHT:
+      lags.append([copy.state for copy in member.copies].count('lags') - before)
 
   monkeypatch.setattr(published.Published, 'send_delta', count)
   for seed in range(12):

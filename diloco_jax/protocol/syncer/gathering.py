@@ -263,10 +263,11 @@ class Gathering:
     self.settle(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
     version = self._published.fragments[fragment].version
-    if verdicts.needs_anchor(message, version, member.anchor_tokens.get(fragment, 0), reason):
+    copy = member.copies[fragment]
+    if verdicts.needs_anchor(message, version, copy.tokens, reason):
       self._published.replace(member, fragment)
     elif reason == Reason.DUPLICATE:  # else it takes the next version for one with this payload
-      member.spoiled.add(fragment)
+      copy.spoiled = True
 
   def _settle(
     self, member: members_lib.Member, message: messages.Contribution, reason: str
@@ -441,7 +442,7 @@ class Gathering:
     self.cancel(gather, why)
     took_part = {(one.learner, one.incarnation) for one in gather.participants}
     for member in self._members.live():
-      if (member.learner, member.incarnation) in took_part and member.held_versions:
+      if (member.learner, member.incarnation) in took_part and member.joined:
         self._published.replace(member, gather.fragment)
 
   def _revoke(self, one: actions.Participant, fragment: int) -> None:
@@ -449,7 +450,7 @@ class Gathering:
     self._ledger.revoke(one.learner, one.incarnation, one.tokens)
     member = self._members.by_id.get(one.learner)
     if member is not None and member.incarnation == one.incarnation:
-      member.spoiled.add(fragment)
+      member.copies[fragment].spoiled = True
 
   def skip(self, upto: int) -> None:
     """The syncs before `upto` that are announced will not open: drops their payloads, which the
@@ -478,7 +479,7 @@ class Gathering:
     self, gather: gather_lib.Gather, told: Iterable[members_lib.Member]
   ) -> None:
     for member in told:
-      if member.held_versions:
+      if member.joined:
         for sync in sorted({gather.given_for(member.learner), gather.sync}):
           self.settle(member, sync, gather.fragment, messages.CANCELLED)
     for payload_id in gather.abandon():

@@ -217,7 +217,6 @@ class Membership:
     member.host, member.pid = join.host, join.pid
     self._pace.claim(member, confirm.clock)
     self._pace.advance(now_ns, member)
-    member.held_versions = []
     account = self._ledger.of(member)
     account.closed = False  # the process may be older than the end of the run
     account.train(confirm.steps, confirm.tokens)
@@ -277,7 +276,7 @@ class Membership:
       return False  # with data of its own it waits for the end of an outer step, not for a shard
     for reader in self._members.live():
       idle = not reader.contributed and now_ns - reader.entered_ns >= self._config.lease_ns
-      if reader.held_versions and idle and not self._ledger.merged(reader.learner):
+      if reader.joined and idle and not self._ledger.merged(reader.learner):
         self._close(reader, 'its shard went to a learner that contributes', 'no free shard')
         self._shards.give_back(reader.learner)
         return True
@@ -316,7 +315,7 @@ class Membership:
     self._pace.advance(now_ns, member)
     if member.since is not None and not member.since[0]:
       member.since = member.clock, now_ns
-    due = tuple(sorted(member.due))
+    due = tuple(p for p, copy in enumerate(member.copies) if copy.due)
     self._out.send(
       member.session,
       messages.Joined(
@@ -371,23 +370,17 @@ class Membership:
       self._repair(now_ns, member, adopted)
       return
     self._gathering.adopted(now_ns, member, adopted)
-    if adopted.reason:
-      member.spoiled.discard(adopted.fragment)
-    if adopted.fragment in member.repairs:
-      member.repairs[adopted.fragment] = False  # the bits are right now
-    member.anchor_tokens[adopted.fragment] = adopted.tokens
-    self._published.adopted(member, adopted.fragment, adopted.version)
-    if adopted.fragment in member.due:
-      member.due.discard(adopted.fragment)
-      if member.caught_up:
-        self._caught_up(member)
+    was_due = member.copies[adopted.fragment].due
+    self._published.adopted(member, adopted)
+    if was_due and member.caught_up:
+      self._caught_up(member)
 
   def _repair(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """Sends the fragment whole, at most once per heartbeat: `sweep` sends what is wanted again."""
     self.repaired += 1
-    again = adopted.fragment in member.repairs
-    member.repairs[adopted.fragment] = again
-    if again:
+    copy = member.copies[adopted.fragment]
+    copy.repaired, copy.differs = True, copy.repaired
+    if copy.differs:
       return
     self._notices.say(
       now_ns,
@@ -400,7 +393,7 @@ class Membership:
   def implausible(self, now_ns: int, member: members_lib.Member, fault: str) -> None:
     """A message that no learner of this run could send: closes the session and counts a strike."""
     self._say_implausible(now_ns, member.learner, member.host, fault)
-    if member.held_versions and self._screening.add_strike(member):
+    if member.joined and self._screening.add_strike(member):
       self.quarantine(member)
     elif member.live:
       self._close(member, f'implausible: {fault}', f'implausible: {fault}')
@@ -443,10 +436,10 @@ class Membership:
       self._close(member, 'lease expired', 'lease expired')
     self._pace.measure(now_ns)
     for member in self._members.live():
-      wanted = [fragment for fragment, again in member.repairs.items() if again]
-      member.repairs = dict.fromkeys(wanted, False)
-      for fragment in wanted if member.held_versions else ():
-        self._published.replace(member, fragment)
+      for fragment, copy in enumerate(member.copies):
+        copy.repaired, copy.differs = copy.differs, False
+        if copy.repaired and member.joined:
+          self._published.replace(member, fragment)
 
   def quarantine(self, member: members_lib.Member) -> None:
     """Closes the member's session; a disconnected process is refused when it rejoins."""

@@ -31,7 +31,7 @@ no part calls it::
     links.py          how fast payloads travel, and what the syncer asks of slow links
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
-    published.py      the versions, and which learner holds which
+    published.py      the versions, and which of them each learner is sent
     checkpoints.py    when to save
     screening.py      which payloads are refused before a merge;  quarantine
     members.py        learner ids and leases;  ledger.py: tokens
@@ -164,12 +164,8 @@ class SyncerMachine:
     """When the machine needs a Wake."""
     if self._exiting:
       return None if self._exited else self._sweep_ns
-    times = [
-      self._sweep_ns,
-      self._linger_ns,
-      self._membership.deadline_ns,
-      self._pace.deadline_ns,
-    ]
+    pace_ns, membership_ns = self._pace.deadline_ns, self._membership.deadline_ns
+    times = [self._sweep_ns, self._linger_ns, membership_ns, pace_ns]
     if not self._save_waits:
       times.append(self._gathering.deadline_ns)
     return min(time for time in times if time is not None)
@@ -298,7 +294,7 @@ class SyncerMachine:
     if not periods or self._config.lag is None:
       return
     for member in self._members.live():
-      for fragment in range(self._config.fragments if member.held_versions else 0):
+      for fragment in range(self._config.fragments if member.joined else 0):
         due = self._schedule.last_due(fragment, self._pace.next - 1)
         self._gathering.settle(member, due, fragment, messages.CANCELLED)
 
@@ -387,7 +383,7 @@ class SyncerMachine:
     self.finished = True
     self._linger_ns = now_ns + self._config.lease_ns
     for member in self._members.live():
-      if member.held_versions:  # else the member receives it after its Joined
+      if member.joined:  # else the member receives it after its Joined
         self._out.send(member.session, messages.Finish())
 
   def _exit(self) -> None:
@@ -531,6 +527,7 @@ class SyncerMachine:
     """Asserts what must hold between any two events."""
     for part in (
       self._membership,
+      self._published,
       self._gathering,
       self._pace,
       self._ledger,

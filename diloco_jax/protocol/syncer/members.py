@@ -16,10 +16,16 @@ process are lost. The code of joining is in join.py.
 import dataclasses
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import messages, states
 from diloco_jax.protocol.syncer import grace as grace_lib
 
 CLIP = 4
+COPY_STATES = (
+  ('lags', 'follows', 'the learner joins with the published value'),
+  ('lags', 'read', 'there is room for a whole fragment'),
+  ('read', 'follows', 'the whole fragment is read and sent'),
+  ('follows', 'lags', 'no room for a delta, other bits, or the learner must drop its steps'),
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,6 +67,50 @@ class Downlink:
 
 
 @dataclasses.dataclass(slots=True)
+class Copy:
+  """The copy of a fragment at a process of a learner, and what is sent to it next (published.py)::
+
+  follows   it is the newest version, or that is in flight: the next one is sent as a delta
+  lags      nothing of the fragment is sent until there is room for the whole one
+  read      the whole fragment is being read for it
+  """
+
+  state: str = 'lags'
+  adopted: int = 0  # the version that the learner has reported
+  # (version, whole) that are sent and not yet reported. Invariant: in the order of versions; the
+  # last one of a copy that follows is the published version.
+  in_flight: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
+  due: bool = False  # to adopt before it may contribute. Invariant: only Joined sets it
+  tokens: int = 0  # of the learner when it adopted. Invariant: at most what it has trained
+  # The learner must drop its steps when it adopts next, after a fault. Invariant: only an Adopted
+  # that says so, or another process, ends it.
+  spoiled: bool = False
+  # Sent whole in this heartbeat, since its bits differed, and they differ again. Invariant:
+  # `differs` only if `repaired`.
+  repaired: bool = False
+  differs: bool = False
+
+  def move(self, state: str) -> None:
+    self.state = states.move(COPY_STATES, self.state, state)
+
+  def enter(self, version: int, published: bool) -> None:
+    """The learner joins with this version, which is the published value or not."""
+    self.state, self.adopted, self.in_flight, self.due = 'lags', version, [], not published
+    if published:
+      self.move('follows')
+
+  def adopt(self, message: messages.Adopted) -> None:
+    self.adopted, self.tokens, self.due = message.version, message.tokens, False
+    self.spoiled, self.differs = self.spoiled and not message.reason, False
+    self.in_flight = [sent for sent in self.in_flight if sent[0] > message.version]
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether the whole fragment is being read for the learner, or in flight to it."""
+    return self.state == 'read' or any(whole for _, whole in self.in_flight)
+
+
+@dataclasses.dataclass(slots=True)
 class Member:
   """One learner id, and its state in each part of the syncer."""
 
@@ -84,8 +134,6 @@ class Member:
   reported_ns: int = 0
   loss: float | None = None  # reported
   told_steps: int = 0  # of all incarnations, when the records were last told of its progress
-  # By fragment: its tokens when it adopted its anchor.
-  anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
   left: bool = False  # it sent Leave
   # Its links (links.py); the time from an Offer to its Confirm, which bring no payloads.
   round_trip_ns: int = 0
@@ -99,18 +147,8 @@ class Member:
   # Assigned when it joined (join.py).
   shard: int | None = None  # the last one
   first_batch: int = 0  # it reads batch first_batch + s of the shard in its step s
-  # Versions of the fragments (published.py).
-  held_versions: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
-  adopted_versions: dict[int, int] = dataclasses.field(default_factory=dict)  # as reported
-  due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
-  # By fragment: sent and not yet reported as adopted.
-  versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
-  lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
-  # By fragment that is in flight to it whole: the version; None: the fragment is being read.
-  wholes: dict[int, int | None] = dataclasses.field(default_factory=dict)
-  # Fragments whose learner must drop its own steps when it adopts next, after a fault.
-  spoiled: set[int] = dataclasses.field(default_factory=set)
-  repairs: dict[int, bool] = dataclasses.field(default_factory=dict)  # fragment: wanted again
+  joined: bool = False  # Joined was sent on this session
+  copies: list[Copy] = dataclasses.field(default_factory=list)  # of each fragment
   # Refused updates (screening.py).
   strikes: int = 0  # in a row
   others_merged: bool = False  # a payload of another learner was merged since the first of them
@@ -132,7 +170,7 @@ class Member:
   @property
   def caught_up(self) -> bool:
     """Whether it trains on published values only, so that it may contribute and set the pace."""
-    return self.live and bool(self.held_versions) and not self.due
+    return self.live and self.joined and not any(copy.due for copy in self.copies)
 
 
 class Members:
@@ -179,22 +217,24 @@ class Members:
     """Gives the id to this process, on this session."""
     member = self.by_id.get(learner)
     if member is None:
-      member = self.by_id[learner] = Member(learner=learner)
+      member = self.by_id[learner] = Member(learner)
     if member.nonce != nonce:
       member.clock = member.claimed = 0
       member.since, member.steps_marks = (0, now_ns), [(0, now_ns)]
       member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
       member.loss, member.up, member.down = None, Uplink(), Downlink()
-      member.anchor_tokens.clear()
-      member.spoiled.clear()
+      member.copies = self._new_copies()
       member.strikes = member.max_strikes = 0
       member.others_merged = False
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
-    member.session, member.contributed = session, False
+    member.session, member.contributed, member.joined = session, False, False
     member.up.marks, member.up.asked, member.down.sent = [], {}, []
     member.heard_ns = member.entered_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member
+
+  def _new_copies(self) -> list[Copy]:
+    return [Copy() for _ in range(self._config.fragments)]
 
   def release(self, session: int) -> Member | None:
     """Frees the id of a closed session."""
@@ -222,7 +262,10 @@ class Members:
       'max_strikes',
     )
     return [
-      {**{f: getattr(m, f) for f in fields}, 'spoiled': sorted(m.spoiled)}
+      {
+        **{f: getattr(m, f) for f in fields},
+        'spoiled': [p for p, copy in enumerate(m.copies) if copy.spoiled],
+      }
       for _, m in sorted(self.by_id.items())
     ]
 
@@ -233,5 +276,7 @@ class Members:
   def load(self, rows: list) -> None:
     """Loads the members of a machine state; none of them is live."""
     for row in rows:
-      spoiled = set(row['spoiled'])
-      self.by_id[row['learner']] = Member(**{**row, 'spoiled': spoiled}, claimed=row['clock'])
+      spoiled, copies = row.pop('spoiled'), self._new_copies()
+      self.by_id[row['learner']] = Member(**row, claimed=row['clock'], copies=copies)
+      for p in spoiled:
+        copies[p].spoiled = True

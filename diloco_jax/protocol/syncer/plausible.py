@@ -49,7 +49,7 @@ class Plausibility:
     """Why no learner of this run would send this message; '' if it is plausible."""
     if isinstance(message, messages.Heartbeat | messages.Leave):
       return ''
-    if not member.held_versions:
+    if not member.joined:
       return f'{type(message).__name__} before it has joined'
     fragment = getattr(message, 'fragment', 0)
     if fragment >= self._config.fragments:

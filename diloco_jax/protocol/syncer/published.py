@@ -1,22 +1,15 @@
 """The published fragments, and the version of each that every learner holds.
 
-The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows. Every learner
-that holds a version holds it bit for bit, so the syncer sends a new one as a delta to the one
-before. To a learner whose version it does not know it sends the whole fragment::
-
-    member.held_versions[p] == v      the learner holds version v of p, or v is in flight to it
-    member.held_versions[p] is None   unknown: it joined with another value, its digest differed,
-                                      or its anchor must be replaced; a whole fragment is being
-                                      read for it, or will be
-
-The syncer reads a whole fragment once for all learners that need it, and sends the version that the
-fragment has when the read is answered; the same read serves a learner that needs it before.
+The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows. What a learner
+holds of it, and is sent next, is a Copy (members.py). The syncer reads a whole fragment once for
+all learners that need it, and sends the version that the fragment has when the read is answered;
+the same read serves a learner that needs it before.
 
 A learner keeps received versions until its next step boundary, and on a slow link they arrive late,
 so they would pile up. At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a
-learner, and `most_delta_bytes` of all fragments; then it is *lagging*: the syncer sends it nothing
-more of the fragment until it catches up with the newest whole. A joiner lags with every fragment
-that is due to it.
+learner, and `most_delta_bytes` of all fragments; then it *lags*: the syncer sends it nothing more
+of the fragment until it catches up with the newest whole. A joiner lags with every fragment that
+is due to it.
 
 At most MAX_WHOLES fragments are read for a learner or in flight to it whole; each that it adopts
 makes room for the next. So a model of any size can be joined, the payloads that wait for a joiner
@@ -43,7 +36,7 @@ class Fragment:
 
 
 class Published:
-  """The published fragments. It owns `Member.held_versions` of all live members."""
+  """The published fragments. It moves the copies of all live members."""
 
   def __init__(
     self,
@@ -63,16 +56,10 @@ class Published:
 
   def compare(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
     """A learner enters: every fragment that it does not hold as published is due to it."""
-    ours = [messages.Held(version=one.version, digest=one.digest) for one in self.fragments]
-    member.held_versions = [
-      held.version if held == our and p not in member.spoiled else None
-      for p, (held, our) in enumerate(zip(learner_held, ours))
-    ]
-    member.due = {p for p, version in enumerate(member.held_versions) if version is None}
-    member.versions_in_flight = [[] for _ in self.fragments]
-    member.lagging = set(member.due)
-    member.adopted_versions = {p: held.version for p, held in enumerate(learner_held)}
-    member.wholes.clear()
+    for copy, held, our in zip(member.copies, learner_held, self.fragments, strict=True):
+      same = (held.version, held.digest) == (our.version, our.digest)
+      copy.enter(held.version, same and not copy.spoiled)
+    member.joined = True
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
     """An outer step is done: the fragment gets its next version; returns its delta's message."""
@@ -86,19 +73,18 @@ class Published:
     self, member: members_lib.Member, publish: messages.Publish, payload_id: int
   ) -> None:
     """Sends a new version to a learner that holds the one before and has room for it."""
-    p = publish.fragment
-    if not member.held_versions or member.held_versions[p] != publish.base_version:
+    copy = member.copies[publish.fragment]
+    if not member.joined or copy.state != 'follows':
       return
-    if self._has_room(member, p):
+    if self._has_room(member, publish.fragment):
       self._send(member, publish, payload_id)
     else:
-      member.held_versions[p] = None
-      member.lagging.add(p)
+      copy.move('lags')
       self.catch_up(member)
 
   def _has_room(self, member: members_lib.Member, fragment: int) -> bool:
     sizes = [one.payload_bytes for one in self.fragments]
-    counts = [len(versions) for versions in member.versions_in_flight]
+    counts = [len(copy.in_flight) for copy in member.copies]
     in_flight_bytes = sum(count * size for count, size in zip(counts, sizes))
     few = counts[fragment] < messages.MAX_VERSIONS_IN_FLIGHT
     fits = in_flight_bytes + sizes[fragment] <= messages.most_delta_bytes(sizes)
@@ -111,61 +97,46 @@ class Published:
     payload_id: int,
     merging_from: int | None = None,
   ) -> None:
-    p = publish.fragment
+    p, copy = publish.fragment, member.copies[publish.fragment]
     publish = dataclasses.replace(
       publish,
       settled_to=self._ledger.of(member).cursors[p] if merging_from is None else merging_from,
-      keep=p not in member.spoiled,
+      keep=not copy.spoiled,
     )
     self._out.send(member.session, publish, payload_id)
     self._links.sent(member, publish)
-    member.held_versions[p] = publish.version
-    member.versions_in_flight[p].append(publish.version)
-    if publish.base_version is None:
-      member.wholes[p] = publish.version
+    copy.in_flight.append((publish.version, publish.base_version is None))
 
-  def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
+  def adopted(self, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """The learner now holds this version."""
-    member.adopted_versions[fragment] = version
-    self._links.adopted(member, fragment, version)
-    member.versions_in_flight[fragment] = [
-      v for v in member.versions_in_flight[fragment] if v > version
-    ]
-    whole = member.wholes.get(fragment)
-    if whole is not None and whole <= version:
-      del member.wholes[fragment]
+    self._links.adopted(member, adopted.fragment, adopted.version)
+    member.copies[adopted.fragment].adopt(adopted)
     self.catch_up(member)
 
   def catch_up(self, member: members_lib.Member) -> None:
     """Sends a lagging learner the newest values that it has room and use for: those without which
     it may not contribute before others, those that are read for another learner before others."""
-    useful = [p for p in member.lagging if not member.versions_in_flight[p] or p in member.spoiled]
-    useful.sort(
-      key=lambda p: (
-        p not in member.due,
-        p not in self._reads,
-        member.adopted_versions.get(p, 0) - self.fragments[p].version,
-      )
-    )
-    for p in useful:
-      if p in member.wholes or len(member.wholes) < messages.MAX_WHOLES:
-        self._read(member, p)
+    behind = [
+      (not copy.due, p not in self._reads, copy.adopted - self.fragments[p].version, p)
+      for p, copy in enumerate(member.copies)
+      if copy.state == 'lags' and (copy.spoiled or not copy.in_flight)
+    ]
+    for *_, p in sorted(behind):
+      wholes = sum(copy.is_whole for copy in member.copies)
+      if member.copies[p].is_whole or wholes < messages.MAX_WHOLES:
+        self._read(member.copies[p], p)
 
   def replace(self, member: members_lib.Member, fragment: int) -> None:
     """Sends the whole fragment to a learner that must drop its own steps: after a refused update, a
     repair, or a contribution that began among settled tokens."""
-    member.spoiled.add(fragment)
-    member.held_versions[fragment] = None
-    if fragment in member.wholes:
-      self._read(member, fragment)
-    else:
-      member.lagging.add(fragment)
-      self.catch_up(member)
+    copy = member.copies[fragment]
+    copy.spoiled = True
+    if copy.state == 'follows':
+      copy.move('lags')
+    self.catch_up(member)
 
-  def _read(self, member: members_lib.Member, fragment: int) -> None:
-    """The whole fragment is to be sent to a learner that has missed versions or holds another."""
-    member.lagging.discard(fragment)
-    member.wholes[fragment] = None
+  def _read(self, copy: members_lib.Copy, fragment: int) -> None:
+    copy.move('read')
     if fragment not in self._reads:
       self._reads.add(fragment)
       self._out.do(actions.ReadFragment(fragment=fragment))
@@ -184,10 +155,10 @@ class Published:
     assert (read.version, read.digest) == (fragment.version, fragment.digest), (read, fragment)
     publish = self._announce(read.fragment, None, read.payload)
     for member in self._members.live():
-      wanted = member.held_versions and member.held_versions[read.fragment] is None
-      if wanted and read.fragment not in member.lagging:
+      if member.joined and member.copies[read.fragment].state == 'read':
         start = merging_from.get((member.learner, member.incarnation))
         self._send(member, publish, read.payload_id, start)
+        member.copies[read.fragment].move('follows')
     self._out.drop(read.payload_id)
 
   def _announce(
@@ -204,6 +175,16 @@ class Published:
       keep=True,
       payload=payload,
     )
+
+  def check(self) -> None:
+    """Asserts what is said of the copies of joined learners."""
+    for member in self._members.live():
+      for p, copy in enumerate(member.copies if member.joined else ()):
+        versions = [version for version, _ in copy.in_flight]
+        assert versions == sorted(versions), copy
+        assert copy.state != 'follows' or versions[-1:] in ([], [self.fragments[p].version]), copy
+        assert copy.state != 'read' or p in self._reads, copy
+        assert copy.repaired or not copy.differs, copy
 
   def state(self) -> dict[str, list[int]]:
     return {

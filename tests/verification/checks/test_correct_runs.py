@@ -82,7 +82,7 @@ def test_a_repair_that_waits_and_is_forgotten_is_noticed(monkeypatch):
   replace = published.Published.replace
 
   def forgets(self, member, fragment):
-    if len(member.wholes) < messages.MAX_WHOLES:
+    if sum(copy.is_whole for copy in member.copies) < messages.MAX_WHOLES:
       replace(self, member, fragment)
 
   monkeypatch.setattr(published.Published, 'replace', forgets)
