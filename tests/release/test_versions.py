@@ -30,6 +30,7 @@ from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import chunks, control_crc
 from diloco_jax.verification.replay import tape_files
+from tests import visits
 from tests.launch.lib import command_line
 from tests.protocol import single
 
@@ -322,6 +323,7 @@ def test_what_another_release_wrote_is_refused_and_stays_as_it_is(name, other, h
   reader = f'diloco_jax {PROGRAM}' if door.says_program else f'{age} diloco_jax'
   assert f'reads it: {reader}' in text
   assert _bytes(here) == before
+  visits.saw('doors', name)
 
 
 # --- More doors of some formats -------------------------------------------------------------------

@@ -27,12 +27,13 @@ from diloco_jax.protocol import events, messages
 from diloco_jax.report import records
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.replay import tape_files
+from tests import visits
 from tests.runs.lib import conductor, failpoints, promises
 from tests.runs.lib import pulse as pulse_lib
 
 DEADLINE_S = 800
 # Three minutes on two quiet cores.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed by the test
@@ -261,6 +262,8 @@ def test_every_process_ends_as_planned_and_the_run_succeeds(run):
   assert len(run.deaths('l1')) == run.learner_kills + len(run.site_ns)
   assert len(run.deaths('l0')) == len(run.site_ns)  # l0 dies only when the test kills it
   assert {status.state for status in run.outcome.statuses.values()} == {'done'}
+  for place in set(run.plan) - {ANY}:
+    visits.saw('failpoints', place)
 
 
 def test_no_version_that_a_learner_has_adopted_is_lost(run):

@@ -24,6 +24,8 @@ from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import addresses
+from tests import visits
+from tests.runs.lib import failpoints
 from tests.syncer import test_durability as durability
 from tests.syncer.test_durability import DEADLINE_S, SYNCS, bits, drain_lines
 
@@ -182,13 +184,13 @@ def test_without_it_the_run_continues_behind_the_last_copy_and_says_what_is_gone
 def test_a_record_that_was_put_and_not_committed_counts(site, expected, monkeypatch):
   """It may have been published: nobody can tell."""
 
-  def dies(log: wal.Wal) -> None:
+  def dies() -> None:
     raise RuntimeError('before the commit')
 
   life = site.live('a', store_log=True)
   run_until(life, range(1, 3))
   with monkeypatch.context() as patch:
-    patch.setattr(wal.Wal, 'commit', dies)
+    failpoints.arm('store.after_put', dies, patch.setattr)
     life.submit(3)
     assert isinstance(life.failed.get(timeout=DEADLINE_S), RuntimeError)
   assert life.log.position['log'] == 2
@@ -197,6 +199,7 @@ def test_a_record_that_was_put_and_not_committed_counts(site, expected, monkeypa
     other = site.live(disk, store_log=True)
     assert bits(other.theta) == expected[3]
     site.kill()
+  visits.saw('failpoints', 'store.after_put')
 
 
 def test_a_run_of_which_the_store_has_nothing_is_not_started_over(here):
@@ -250,28 +253,31 @@ def test_the_store_keeps_two_copies_and_the_records_behind_them(site, expected):
   assert bits(other.theta) == expected[SYNCS]
 
 
-def test_a_copy_without_its_manifest_does_not_exist(site, expected, monkeypatch):
-  """Of a process that died while it copied."""
+@pytest.mark.parametrize(
+  'place, whole', [('store.in_copy', [1, 2]), ('store.after_copy', [1, 2, 3])]
+)
+def test_a_death_in_a_copy_or_after_it_costs_at_most_that_copy(
+  site, expected, monkeypatch, place, whole
+):
+  """A copy without its manifest does not exist."""
   life = site.live('a')
-  run_until(life, range(1, 3), saves=(2,))
+  run_until(life, range(1, 3), saves=(1, 2))
 
-  put_file = store_lib.Store.put_file
-
-  def dies(store: store_lib.Store, name: str, path: pathlib.Path) -> None:
-    put_file(store, name, path)
-    raise claim_lib.Refused(name)  # ends the thread
+  def dies() -> None:
+    raise claim_lib.Refused(place)  # ends the thread
 
   with monkeypatch.context() as patch:
-    patch.setattr(store_lib.Store, 'put_file', dies)
+    failpoints.arm(place, dies, patch.setattr)
     life.merge(3)
     life.save(3)
     life.store._thread.join()
-  assert any('/ckpt/3-' in name for name in site.store.names())
+  assert any('/ckpt/3-' in name for name in site.store.names()) and copies(site) == whole
   site.kill()
   other = site.live('b')
-  assert bits(other.theta) == expected[2]
-  run_until(other, range(3, 5), saves=(3, 4))
+  assert bits(other.theta) == expected[whole[-1]]
+  run_until(other, range(whole[-1] + 1, 5), saves=(3, 4))
   assert copies(site) == [3, 4]
+  visits.saw('failpoints', place)
 
 
 def test_records_of_the_time_before_are_put_once_the_log_goes_to_the_store(site, expected):

@@ -13,6 +13,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import published
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.sim import many_seeds, narrate, seeds
+from tests import visits
 
 PROCESSES = 2
 # Seeds beyond the first thousand that have failed once (docs/findings.md has the bugs).
@@ -34,6 +35,8 @@ def test_no_seed_has_a_violation(counts):
     total.add(part)
   assert not total.failed, '\n'.join(many_seeds.explain(one, 'here') for one in total.failed[:2])
   assert total.seeds == len(seeds_run)
+  for kind in total.faults:
+    visits.saw('faults', kind)
 
 
 def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):

@@ -111,7 +111,7 @@ def _many(first: int, beyond: int) -> int:
   seconds = time.monotonic() - began
   code = _verdict(total.failed)
   print(
-    f'{total.seeds:,} seeds, {total.events:,} events, {total.faults:,} faults: '
+    f'{total.seeds:,} seeds, {total.events:,} events, {total.faults.total():,} faults: '
     f'{len(total.failed)} violations. {seconds:.0f} s, {total.seeds / seconds:.0f} seeds/s, '
     f'{total.events / seconds:,.0f} events/s, commit {tapes_lib.commit()}'
   )

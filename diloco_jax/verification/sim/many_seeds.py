@@ -17,11 +17,11 @@ LINES_KEPT = 50
 
 @dataclasses.dataclass
 class Summary:
-  """The results of many seeds so far."""
+  """The results of many seeds so far; `faults`: how many of each kind were carried out."""
 
   seeds: int = 0
   events: int = 0
-  faults: int = 0
+  faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   failed: list[seeds_lib.Outcome] = dataclasses.field(default_factory=list)
 
   def add(self, other: 'Summary') -> None:
@@ -39,7 +39,7 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
     outcome = seeds_lib.run_seed(seed)
     summary.seeds += 1
     summary.events += outcome.events
-    summary.faults += len(outcome.faults)
+    summary.faults.update(outcome.faults)
     if outcome.violation is not None:
       summary.failed.append(outcome)
   gc.enable()

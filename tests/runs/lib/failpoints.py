@@ -19,7 +19,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax import __main__
@@ -55,7 +55,14 @@ def instead(
   return dataclasses.replace(program, command=command, environment=environment)
 
 
-def arm(place: str) -> None:
+def _die() -> None:
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(
+  place: str, die: Callable[[], object] = _die, replace: Callable[[Any, str, Any], None] = setattr
+) -> None:
+  """Calls `die` as soon as this process is at the place; `replace` sets an attribute."""
   owner, name, after = PLACES[place]
   original = getattr(owner, name)
 
@@ -64,10 +71,10 @@ def arm(place: str) -> None:
     elsewhere = place == 'store.in_copy' and '/ckpt/' not in args[1]
     result = original(*args, **more) if after or elsewhere else None
     if not elsewhere:
-      os.kill(os.getpid(), signal.SIGKILL)
+      die()
     return result
 
-  setattr(owner, name, reached)
+  replace(owner, name, reached)
 
 
 if __name__ == '__main__':
