@@ -2,7 +2,7 @@
 # Sets itself up, then runs a lane of the tests:
 #   ./scripts/test.sh              the default lane: minutes on two cores
 #   ./scripts/test.sh --changed    what your change since origin/main can reach, the nearest first
-#   ./scripts/test.sh --real       the default lane and the remaining real runs (.ci/run)
+#   ./scripts/test.sh --long       the default lane and the tests marked `long` (.ci/run)
 #   ./scripts/test.sh --all        everything, at full counts
 # Other arguments go to pytest, for example
 #   ./scripts/test.sh tests/protocol -n 0       in this process

@@ -6,9 +6,9 @@ devices can miss their rendezvous on a small machine. Compiled functions are kep
 that need not be fast, and the processes that tests start, compile with few optimizations, but not
 with --all (_QUICKLY_COMPILED).
 
-Which tests run: those of the default lane; with --real also the remaining real runs (marked
-`real`); with --changed those that a change can reach (changed.py); with --all all of them, also
-those marked `full`. How much of each: DEFAULT, or FULL with --all. With several workers a file
+Which tests run: those of the default lane; with --long also those marked `long`, as in CI; with
+--changed those that a change can reach (changed.py); with --all all of them, also those marked
+`full`. How much of each: DEFAULT, LONG or FULL. With several workers a file
 stays on one of them, as its fixtures do, and all files that start real runs share one worker, so
 that one run goes at a time. Its processes get three times the CPU time of another worker. With
 --all the hostile run comes first and alone: its attacker needs a core of its own.
@@ -34,6 +34,7 @@ from absl import flags
 
 from tests import changed as changed_lib
 from tests import seconds as seconds_lib
+from tests import visits as visits_lib
 
 # In the background of a script a process begins with an ignored SIGINT, and passes it on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,7 +75,8 @@ class Counts(NamedTuple):
     )
 
 
-DEFAULT = Counts(False, seeds=100, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
+DEFAULT = Counts(False, seeds=30, syncer_kills=2, learner_kills=1, site_kills=1, flips=10)
+LONG = DEFAULT._replace(seeds=100, flips=30)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
 _REAL_RUNS = (
   'tests/runs/',
@@ -111,7 +113,7 @@ _LONGEST_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='everything, at full counts')
-  parser.addoption('--real', action='store_true', help='the remaining real runs, too')
+  parser.addoption('--long', action='store_true', help='also the tests marked `long`, as in CI')
   parser.addoption(
     '--changed', action='store_true', help='tests that the change since origin/main can reach'
   )
@@ -134,6 +136,15 @@ def pytest_configure(config: pytest.Config) -> None:
       else changed_lib.select(changed_lib.since(), seconds_lib.kept(), _REAL_RUNS)
     )
   config.pluginmanager.register(seconds_lib.Seconds(_REAL_RUNS))
+  config.pluginmanager.register(visits_lib.Visits(must=_is_whole(config)))
+
+
+def _is_whole(config: pytest.Config) -> bool:
+  """Whether this is all of the lane of CI, or more."""
+  option = config.getoption
+  part = option('keyword') or option('markexpr') or option('collectonly') or option('changed')
+  everything = config.args == config.getini('testpaths') and not part
+  return everything and (option('--long') or option('--all'))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -158,7 +169,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _counts(config: pytest.Config) -> Counts:
-  return FULL if config.getoption('--all') else DEFAULT
+  if config.getoption('--all'):
+    return FULL
+  return LONG if config.getoption('--long') else DEFAULT
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -166,8 +179,8 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f'everything: {FULL}'
   if config.getoption('--changed'):
     return str(config.stash[_SELECTION])
-  rest = 'with all real runs' if config.getoption('--real') else 'without the tests marked `real`'
-  return f'default suite, {rest}: {DEFAULT}. With --all: {FULL}'
+  rest = 'with' if config.getoption('--long') else 'without'
+  return f'default suite, {rest} the tests marked `long`: {_counts(config)}. With --all: {FULL}'
 
 
 def _left_out(item: pytest.Item) -> bool:
@@ -175,8 +188,9 @@ def _left_out(item: pytest.Item) -> bool:
   option = item.config.getoption
   if item.get_closest_marker('full'):
     return not option('--all')
-  real = option('--real') or option('--all') or option('--changed')
-  return item.get_closest_marker('real') is not None and not real
+  if option('--long') or option('--all') or not item.get_closest_marker('long'):
+    return False
+  return not option('--changed') or item.location[0] not in item.config.stash[_SELECTION].changed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 KEPT = pathlib.Path(__file__).resolve().parents[1] / '.cache' / 'test-seconds.json'
 _COMPILES = 'compile_s'
+_LEFT_OUT = {'long', 'full'}  # marks of tests that `--changed` does not run
 
 
 def kept() -> dict[str, float]:
-  """The seconds of each test file when it ran last; empty before the first run."""
+  """The seconds of the default lane's tests of each file when it ran last; empty before that."""
   return json.loads(KEPT.read_text('utf-8')) if KEPT.exists() else {}
 
 
@@ -27,6 +28,7 @@ class Seconds:
   def __init__(self, real: tuple[str, ...]):
     self._real = real
     self._files: collections.Counter[str] = collections.Counter()
+    self._usual: collections.Counter[str] = collections.Counter()
     self._compile_s = 0.0
     jax.monitoring.register_event_duration_secs_listener(self._compiled)
 
@@ -35,7 +37,9 @@ class Seconds:
       self._compile_s += seconds
 
   def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-    self._files[report.nodeid.split('::')[0]] += report.duration
+    file = report.nodeid.split('::')[0]
+    self._files[file] += report.duration
+    self._usual[file] += 0.0 if _LEFT_OUT & report.keywords.keys() else report.duration
 
   def pytest_sessionfinish(self, session: pytest.Session) -> None:
     if hasattr(session.config, 'workeroutput'):
@@ -56,7 +60,7 @@ class Seconds:
       f'seconds of all workers: {told}; of them JAX compiled for {self._compile_s:.0f}'
     )
     KEPT.parent.mkdir(exist_ok=True)
-    KEPT.write_text(json.dumps(kept() | self._files, indent=1), 'utf-8')
+    KEPT.write_text(json.dumps(kept() | self._usual, indent=1), 'utf-8')
 
   def _kind(self, file: str) -> str:
     if file.startswith(self._real):

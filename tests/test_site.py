@@ -49,6 +49,7 @@ def _flags(site: pathlib.Path) -> dict[str, set[str]]:
   return {name: set(re.findall(r'--(?:\[no\])?(\w+)', help)) for name, help in found.items()}
 
 
+@pytest.mark.long
 def test_the_pages_name_commands_flags_and_fields_that_exist(flags):
   known = {field.name for field in fields.walk()}
   wrong, found = [], 0
@@ -92,17 +93,20 @@ def test_what_documents_and_notebooks_import_exists():
   assert len(found) > 20
 
 
+@pytest.mark.long
 def test_the_reference_has_every_public_name_and_every_field(site):
   api, config = (text_of(site / 'reference' / f'{page}.html') for page in ('api', 'config'))
   assert all(f'diloco_jax.{name}' in api for name in diloco_jax.__all__)
   assert all(field.name in config for field in fields.walk())
 
 
+@pytest.mark.long
 def test_the_page_of_the_simulator_has_every_invariant_with_its_sentence(site):
   page = ' '.join(text_of(site / 'simulator.html').split())
   assert all(f'{one.id} {one.sentence}' in page for one in checkers.INVARIANTS)
 
 
+@pytest.mark.long
 def test_links_to_files_of_the_repo_lead_there(site):
   links = re.findall(rf'href="{REPO}/blob/main/([^"]+)"', (site / 'wire_format.html').read_text())
   assert 'diloco_jax/transport/link.py' in links

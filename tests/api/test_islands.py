@@ -120,6 +120,7 @@ def _running(folder: pathlib.Path, config: run_config.Config) -> Iterator[_Run]:
         thread.join(PATIENCE_S)
 
 
+@pytest.mark.long
 def test_an_island_that_loses_its_devices_comes_back_and_the_others_go_on(tmp_path):
   """The second life of l1 finds none either."""
   with _running(tmp_path, _config(2)) as run:

@@ -161,7 +161,11 @@ def _counted() -> _Counted:
 
 
 @pytest.mark.parametrize(
-  'make, names', [(_plain, {'w'}), (_counted, {'params/w', 'batch_stats/mean'})]
+  'make, names',
+  [
+    pytest.param(_plain, {'w'}, marks=pytest.mark.long),
+    (_counted, {'params/w', 'batch_stats/mean'}),
+  ],
 )
 def test_a_train_state_is_joined_as_a_whole(make, names, tmp_path, capfd):
   """Its parameters and statistics are the run's, and a second process has its optimizer's state."""

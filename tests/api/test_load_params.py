@@ -87,6 +87,7 @@ def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
     diloco_jax.load_params(folder)
 
 
+@pytest.mark.long
 def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
   config = stdlib_lm.get_config('tiny')
   config.sync.fragments, config.train.eval_every = 2, 0

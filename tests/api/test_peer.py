@@ -138,6 +138,7 @@ def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd
     assert float(_loss(params, words)) < 2.0
 
 
+@pytest.mark.long
 def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, capfd):
   """Each process takes a few steps and is left, as by an exception."""
   kwargs = {'total_steps': 1_000_000, 'sync': _sync(learners=1), 'opt_state': _TX.init(_params())}
@@ -182,8 +183,14 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
     assert [path.name for path in (tmp_path / 'new/islands/l0/ckpt').iterdir()] == ['lock']
 
 
-@pytest.mark.parametrize('devices, kind, sets', [(2, 'Auto', 0), (1, 'Explicit', 0),
-                                                 (2, 'Explicit', 4)])  # fmt: skip
+@pytest.mark.parametrize(
+  'devices, kind, sets',
+  [
+    pytest.param(2, 'Auto', 0, marks=pytest.mark.long),
+    pytest.param(1, 'Explicit', 0, marks=pytest.mark.long),
+    (2, 'Explicit', 4),
+  ],
+)
 def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
   """Bfloat16 leaves, nested trees and leaves split over a mesh, next to replicated ones; also if
   the program has set another mesh (jax.set_mesh)."""
@@ -688,6 +695,7 @@ def test_masters_in_the_state_of_an_optimizer_move_with_what_is_adopted(takes, t
   assert np.allclose(np.asarray(params['b']), 2.0) == takes
 
 
+@pytest.mark.long
 def test_masters_of_an_optimizer_follow_what_was_merged_while_their_learner_was_away(tmp_path):
   params = {'w': jnp.ones(64, jnp.bfloat16)}
   state = {'master': {'w': jnp.ones(64)}}

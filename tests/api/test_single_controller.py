@@ -38,6 +38,7 @@ def _facts(folder: pathlib.Path, node: str, name: str) -> list[dict]:
   return [fact for fact in map(json.loads, rows) if fact['name'] == name]
 
 
+@pytest.mark.long
 def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
   """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 

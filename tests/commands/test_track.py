@@ -67,6 +67,7 @@ def _workdir(tmp_path):
   return tmp_path / 'a_run'
 
 
+@pytest.mark.long
 def test_a_run_that_is_continued_continues_its_lines(workdir):
   _train(workdir, 1)
   with _track(workdir) as first:

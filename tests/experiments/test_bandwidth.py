@@ -69,6 +69,7 @@ def test_the_search_ends_above_the_greatest_rate_that_is_too_little():
     sites.needed(lambda rate: 1.0, (0.9,), start=1.0)
 
 
+@pytest.mark.long
 def test_the_quick_table_has_the_published_figures_beside_ours():
   table = bandwidth.table(quick=True)
   figures = [figure for job in table.jobs for figure in job.make()]

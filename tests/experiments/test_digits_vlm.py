@@ -69,7 +69,7 @@ def test_a_caption_depends_on_the_whole_image_and_on_no_later_byte(model, batch)
 
 def test_the_loss_is_that_of_the_caption_alone(model, batch):
   params = jax.device_put(decoder.init_params(model, 0, digits_vlm.VisionDecoder))
-  log_p = jax.nn.log_softmax(_logits(model, params, batch))
+  log_p = jax.nn.log_softmax(jax.jit(lambda one: _logits(model, params, one))(batch))
   chosen = np.take_along_axis(np.asarray(log_p), batch['text'][:, 1:, None].astype(int), axis=2)
   value, grads = jax.jit(jax.value_and_grad(lambda p: digits_vlm.loss(model, p, batch)))(params)
   assert float(value) == pytest.approx(-chosen.mean(), rel=1e-5)
@@ -77,6 +77,7 @@ def test_the_loss_is_that_of_the_caption_alone(model, batch):
     assert grad.dtype == jnp.float32 and float(jnp.max(jnp.abs(grad))) > 0, path
 
 
+@pytest.mark.long
 def test_a_small_one_learns_to_read_images(model, data, optimizer):
   model.embed_dim, model.hidden_dim = 32, 64
   island = island_lib.Island(
@@ -157,7 +158,7 @@ def test_it_is_a_task_of_its_own():
   config = load.load(digits_vlm.__file__)
   config.validate()
   assembled = build.assemble(config)
-  loss = assembled.task.loss(
+  loss = jax.jit(assembled.task.loss)(
     jax.tree.map(jnp.asarray, assembled.init()), assembled.task.batches(0)[0], None
   )
   assert 5 < float(loss) < 6

@@ -32,6 +32,7 @@ def test_learners_that_wait_for_one_another_train_less_than_their_islands_can():
   assert result.able == pytest.approx(alone.goodput, abs=1e-9)
 
 
+@pytest.mark.long
 def test_unequal_learners_give_what_the_paper_prints():
   rows = {'K=8': tables.BARRIER, 'alone': {**tables.OVERWRITE, 'grace_permille': 0}, 'ours': {}}
   found = {row: tables.unequal(row, 'none', 60, None, **more) for row, more in rows.items()}
@@ -75,6 +76,7 @@ def test_a_report_has_every_figure_and_says_how_it_was_made(tmp_path):
   assert (tmp_path / 'table.png').read_bytes().startswith(b'\x89PNG')
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(('delays', 'overlap', 'flight'), [('lan', 2, 1), ('wan', 3, 2)])
 def test_tokens_that_are_overwritten_follow_a_formula(delays, overlap, flight):
   """Learners that give a fragment when it is due, and overwrite what they trained since, lose

@@ -117,6 +117,7 @@ def test_the_grid_ends_with_every_method_at_every_size(whole):
           assert sum(seeds) == (2 if size == '1.8M' else 3)
 
 
+@pytest.mark.long
 def test_the_trend_of_two_power_laws_is_their_quotient(whole, tmp_path):
   book, _ = whole
   found = [one for one in scale.results(False, book) if one.case == case(one.case.size)]

@@ -67,7 +67,7 @@ ALIKE = (  # as parity's, or as the test of a suite
 @pytest.mark.parametrize(
   ('name', 'which'),
   [
-    pytest.param(name, which, marks=pytest.mark.full if name in ALIKE else ())
+    pytest.param(name, which, marks=pytest.mark.full if name in ALIKE else pytest.mark.long)
     for name, which in WHICH
   ],
 )
@@ -107,6 +107,7 @@ def test_points_are_paired_by_question_and_seed_and_their_mean_has_the_error_ove
   ]
 
 
+@pytest.mark.long
 def test_an_arm_with_a_suite_has_the_same_bits_and_answers_again(monkeypatch):
   monkeypatch.setattr(evaluate, 'SUITE_EXAMPLES', 16)
   arm = tiny(run.load('accuracies').plan(True, study_lib.Book())[0])
@@ -129,6 +130,7 @@ def test_two_runs_of_one_seed_end_with_the_same_bits(kind):
   assert rows[0]['curve'] == rows[1]['curve'] and rows[0]['seconds'] >= 0
 
 
+@pytest.mark.long
 def test_arms_of_two_seeds_have_schedules_of_their_own():
   rows = []
   for seed in (0, 1):

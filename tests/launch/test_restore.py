@@ -333,6 +333,7 @@ def test_not_under_a_process_that_runs(config, workdir, role, folder):
   _restore(config, workdir)
 
 
+@pytest.mark.long
 def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   """Without --config it takes that of the run."""
 

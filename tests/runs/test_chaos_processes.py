@@ -27,7 +27,7 @@ from tests.runs.lib import slow_data
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 800
 # Eight faults, each of which waits for facts.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LEARNERS = ['l0', 'l1', 'l2']
 PLAN = ('cut_up', 'cut_down', 'partition', 'corrupt', 'freeze', 'slow', 'kill', 'replace')
 VICTIMS = {kind: LEARNERS[1 + index % 2] for index, kind in enumerate(PLAN)}

@@ -26,7 +26,7 @@ from diloco_jax.report import records
 from tests.runs.lib import conductor, hostile, hostile_attacks
 
 DEADLINE_S = 900
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1_000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1_000)]
 LEARNERS = ('l0', 'l1')
 MIB = 1 << 20
 SESSION_BYTES, ALL_BYTES = 16 * MIB, 64 * MIB

@@ -90,7 +90,7 @@ def check_end(run: conductor.Run, learners: int) -> None:
   assert merged == {f'l{index}' for index in range(learners)}
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_two_hosts_and_a_single_process_train_one_run(tmp_path):
   make = lambda workdir, recorder: ToItsEnd(workdir, recorder, learners=2, steps=24, quorum=2)
   _, run = conductor.play(tmp_path / 'run', make, DEADLINE_S)

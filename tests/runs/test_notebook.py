@@ -50,7 +50,7 @@ def test_it_is_kept_without_outputs_installs_first_and_parses_no_file(name):
   assert not re.search(r'jsonl?\b|\.read_text|\.loads\(', '\n'.join(cell.source for cell in rest))
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_a_first_run_learns_is_shown_and_continues(execute, tmp_path):
   shown = execute('first_run')
   before, after, merged = re.search(

@@ -97,7 +97,7 @@ def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
   return [fact for fact in map(json.loads, lines) if fact['name'] == name]
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_the_loop_of_the_readme_takes_the_overrides_of_the_syncer(start, tmp_path):
   workdir, loop = tmp_path / 'run', tmp_path / 'loop.py'
   example = start(*programs.diloco('example', 'loop_optax'))
@@ -115,7 +115,7 @@ def test_the_loop_of_the_readme_takes_the_overrides_of_the_syncer(start, tmp_pat
   assert {name for one in merged for name in one['participants']} == {'l0', 'l1'}
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
   """The other learner waits in the middle of the run until the killed one is merged again."""
   workdir, back = tmp_path / 'run', tmp_path / 'back'

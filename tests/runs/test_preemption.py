@@ -111,6 +111,7 @@ def test_a_second_sigterm_ends_it_at_once(start):
   assert time.monotonic() >= asked_s + cli.EndRequests.WITHIN_S
 
 
+@pytest.mark.long
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(start, tmp_path):
   """An outer step waits for space for ever; a limit of 1 KiB per file simulates the full disk."""
   common = [

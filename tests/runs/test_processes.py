@@ -51,7 +51,7 @@ def _of_run(workdir: pathlib.Path) -> list[psutil.Process]:
   return found
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   workdir = tmp_path / 'run'
   flags = (
@@ -108,7 +108,7 @@ def test_a_wrong_command_is_refused_in_one_line(start, tmp_path, command, flags,
   assert words in _refusal(program)
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path):
   """Another model, a second process with one id, a port or a folder in use: each is refused, and
   the run continues."""

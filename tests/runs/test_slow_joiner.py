@@ -10,7 +10,7 @@ from diloco_jax.protocol import messages
 from tests.runs.lib import slow_joiner
 
 KB = slow_joiner.KB
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(

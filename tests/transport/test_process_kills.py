@@ -35,7 +35,7 @@ def _transport_processes(syncer: int) -> list[int]:
   return found
 
 
-@pytest.mark.real
+@pytest.mark.long
 def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
   """Each dies once while the run goes on: others take their places, learners dial again, and every
   invariant holds."""

@@ -9,6 +9,8 @@ import random
 import sys
 from typing import Any
 
+import pytest
+
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.model import run as run_book
@@ -66,6 +68,7 @@ def sizes(root: Any) -> collections.Counter[str]:
   return found
 
 
+@pytest.mark.long
 def test_books_of_machines_checkers_and_world_do_not_grow_with_deaths_nor_with_time(monkeypatch):
   monkeypatch.setattr(run_book, 'KEPT', 8)
   config = config_lib.ProtocolConfig(

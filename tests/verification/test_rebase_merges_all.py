@@ -54,7 +54,9 @@ def run(setting: random_settings.Setting, seed: int) -> world_lib.World:
   return world
 
 
-@pytest.mark.parametrize('first', range(0, SEEDS, 10))
+@pytest.mark.parametrize(
+  'first', [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, SEEDS, 10))]
+)
 def test_without_faults_nothing_is_discarded(first, monkeypatch):
   monkeypatch.setattr(anchor, 'MOST_VERSIONS', UNCAPPED)  # the slowest miss more than 8 versions
   for seed in range(first, first + 10):

@@ -22,7 +22,7 @@ PYTHON = pathlib.Path(sys.executable)
 CACHE = ROOT / '.cache' / 'jax'
 DEADLINE_S = 600  # of a program; each takes less than a minute on a quiet machine
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1_800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1_800)]
 NO_HOME = """
 import pwd
 

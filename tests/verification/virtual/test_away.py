@@ -95,7 +95,13 @@ def test_a_learner_that_was_offline_for_long_drops_those_steps_and_no_others(off
   assert lost_steps(ledger) == pytest.approx(offline, abs=FRAGMENTS + 2)
 
 
-@pytest.mark.parametrize('offline', [5 * FRAGMENTS, (anchor.MOST_VERSIONS - 1) * FRAGMENTS])
+@pytest.mark.parametrize(
+  'offline',
+  [
+    pytest.param(5 * FRAGMENTS, marks=pytest.mark.long),
+    (anchor.MOST_VERSIONS - 1) * FRAGMENTS,
+  ],
+)
 def test_a_learner_that_was_offline_for_a_few_periods_loses_nothing(offline):
   """With a short lease it is lost, too; it carries all its steps onto the newest version."""
   ledger = ledger_after(offline, lease_steps=FRAGMENTS)
@@ -141,7 +147,9 @@ def outage(away: int, kind: str, dead: str = '', mute: str = '', period: int = F
 
 
 @pytest.mark.parametrize('kind', ['kill', 'partition', 'freeze'])
-@pytest.mark.parametrize('periods', [3, 10, 40])
+@pytest.mark.parametrize(
+  'periods', [10, *(pytest.param(periods, marks=pytest.mark.long) for periods in (3, 40))]
+)
 def test_the_first_outer_step_after_an_outage_has_all_learners_and_nothing_is_lost(kind, periods):
   """One after the other, displacements of so many steps would add up instead of having a mean."""
   ledger, first, *_ = outage(periods * FRAGMENTS, kind)

@@ -44,6 +44,7 @@ def test_two_runs_of_one_seed_have_the_same_bits_and_the_schedule_of_the_protoco
   assert virtual.schedule(config, **ROUGH, faults=DEATHS, seed=6).merges != first.merges
 
 
+@pytest.mark.long
 def test_what_a_returning_learner_starts_with_changes_the_arrays_only(config):
   config.train.checkpoint_every_steps = 2
   own, fresh = (
@@ -125,6 +126,7 @@ def test_a_fault_of_a_node_that_the_run_has_not_is_refused(config, wrong):
     virtual.schedule(config, faults=conditions.Faults(**wrong))
 
 
+@pytest.mark.long
 def test_liars_change_the_arrays_only_and_not_the_length_of_a_payload(config):
   """All learners send noise: the loss stays where it began; all flip: it rises."""
   everyone = ('l0', 'l1', 'l2')
