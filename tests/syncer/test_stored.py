@@ -254,20 +254,20 @@ def test_the_store_keeps_two_copies_and_the_records_behind_them(site, expected):
 
 
 @pytest.mark.parametrize(
-  'place, whole', [('store.in_copy', [1, 2]), ('store.after_copy', [1, 2, 3])]
+  'failpoint, whole', [('store.in_copy', [1, 2]), ('store.after_copy', [1, 2, 3])]
 )
 def test_a_death_in_a_copy_or_after_it_costs_at_most_that_copy(
-  site, expected, monkeypatch, place, whole
+  site, expected, monkeypatch, failpoint, whole
 ):
   """A copy without its manifest does not exist."""
   life = site.live('a')
   run_until(life, range(1, 3), saves=(1, 2))
 
   def dies() -> None:
-    raise claim_lib.Refused(place)  # ends the thread
+    raise claim_lib.Refused(failpoint)  # ends the thread
 
   with monkeypatch.context() as patch:
-    failpoints.arm(place, dies, patch.setattr)
+    failpoints.arm(failpoint, dies, patch.setattr)
     life.merge(3)
     life.save(3)
     life.store._thread.join()
@@ -277,7 +277,7 @@ def test_a_death_in_a_copy_or_after_it_costs_at_most_that_copy(
   assert bits(other.theta) == expected[whole[-1]]
   run_until(other, range(whole[-1] + 1, 5), saves=(3, 4))
   assert copies(site) == [3, 4]
-  visits.saw('failpoints', place)
+  visits.saw('failpoints', failpoint)
 
 
 def test_records_of_the_time_before_are_put_once_the_log_goes_to_the_store(site, expected):
