@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import diloco_jax
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
@@ -74,7 +75,7 @@ def main() -> NoReturn:
   if name == _COMPLETION:
     sys.exit(_complete(words))
   if name not in COMMANDS:
-    sys.exit(cli.refuse(_unknown(name)))
+    sys.exit(exits.refuse(_unknown(name)))
   sys.argv = [f'diloco {name}', *words]
   cli.run_command(importlib.import_module(module(name)))
 
@@ -106,7 +107,7 @@ def _complete(words: list[str]) -> int:
     'fish': '\n'.join(one.format(*row) for row in texts.items()),
   }
   if len(words) != 1 or words[0] not in filled:
-    return cli.refuse(f'{_COMPLETION}: name one shell of {", ".join(filled)}')
+    return exits.refuse(f'{_COMPLETION}: name one shell of {", ".join(filled)}')
   print(_SCRIPTS[words[0]] % filled[words[0]])
   return 0
 

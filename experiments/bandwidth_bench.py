@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import jax
 from absl import app, flags, logging
 
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from experiments.links import cells, measure, report, shaped, small
 from experiments.studies.lib import study
 from scripts import networks
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
           rows += [row] if row is not None else []
           _write(rows, out)
   except KeyboardInterrupt:
-    return cli.INTERRUPTED
+    return exits.INTERRUPTED
   text = report.table(rows)
   (out / 'bandwidth_bench.md').write_text(text, 'utf-8')
   report.plot(rows, out / 'bandwidth_bench.png')

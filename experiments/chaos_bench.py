@@ -33,7 +33,8 @@ import matplotlib.figure
 from absl import app, flags, logging
 from rich import progress
 
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
+from diloco_jax.storage import folders
 from diloco_jax.verification.faults import conductor
 from experiments.side_by_side import run as run_lib
 from experiments.side_by_side import systems
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
   out.mkdir(parents=True, exist_ok=True)
   logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
   jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
-  jax.config.update('jax_compilation_cache_dir', str(cli.cache_folder()))
+  jax.config.update('jax_compilation_cache_dir', str(folders.compiled()))
   book = study.Book(out / 'rows.jsonl')
   planned = cells(short)
   rehearsed: set[str] = set()
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> int:
         book.add(_measure(cell, out, bar, rehearse=cell.system not in rehearsed))
         rehearsed.add(cell.system)
   except KeyboardInterrupt:
-    return cli.INTERRUPTED
+    return exits.INTERRUPTED
   except conductor.EndedEarly as error:
     print(error.outcome.text if error.outcome.interrupted else error, file=sys.stderr)
     return error.outcome.code or 1

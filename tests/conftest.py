@@ -92,6 +92,7 @@ _QUICKLY_COMPILED = (
   'tests/config/',
   'tests/experiments/',
   'tests/launch/',
+  'tests/nodes/',
   'tests/learner/test_moments.py',
   'tests/learner/test_split.py',
   'tests/verification/virtual/',

@@ -33,16 +33,16 @@ _ALLOWED = {
   'syncer': (
     'protocol protocol/syncer protocol/tape numerics storage train config node transport report'
   ),
+  'nodes': 'protocol storage train config node configs certs transport report learner syncer',
   'launch': (
-    'protocol protocol/syncer storage train config node configs certs transport report '
-    'learner syncer'
+    'protocol protocol/syncer storage train config certs transport report learner syncer nodes'
   ),
-  'api': 'protocol storage train config node certs transport report learner syncer launch',
+  'api': 'protocol storage train config node certs transport report learner syncer nodes',
   'verification': '',
   'verification/checks': 'protocol protocol/syncer protocol/learner protocol/tape verification',
   'verification/faults': (
-    'protocol protocol/tape storage config report launch api verification verification/checks '
-    'verification/replay'
+    'protocol protocol/tape storage config report nodes launch api verification '
+    'verification/checks verification/replay'
   ),
   'verification/sim': (
     'protocol protocol/syncer protocol/learner protocol/tape storage verification '
@@ -202,12 +202,18 @@ def test_only_the_loop_feeds_a_machine():
 
 # What a process of each kind may load as it starts: the modules that it imports first, and the
 # rooms that these may reach. What a function imports when it is called is not counted.
-_START = 'commands config launch numerics protocol protocol/tape report storage train transport'
-_NODE = f'{_START} certs configs learner node protocol/learner'
+_START = (
+  'commands config launch nodes numerics protocol protocol/tape report storage train transport'
+)
+_NODE = f'{_START} certs configs node'
+_LEARNER = f'{_NODE} learner protocol/learner'
 REACH = {
-  "a user's loop": ('api.peer', f'{_NODE} api'),
-  'learner': ('commands.learner launch.nodes', _NODE),
-  'syncer': ('commands.syncer launch.syncer_node', f'{_NODE} syncer protocol/syncer'),
+  "a user's loop": ('api.peer', f'{_LEARNER} api'),
+  'learner': ('commands.learner nodes.learner_node', _LEARNER),
+  'syncer': (
+    'commands.syncer nodes.syncer_node',
+    f'{_NODE} syncer protocol/syncer protocol/learner',
+  ),
   'status': ('commands.status', f'{_START} certs'),
   'report': ('commands.report', f'{_START} certs'),
 }

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import run_config
-from diloco_jax.launch import nodes, own_model
 from diloco_jax.learner import hosts
 from diloco_jax.node import loop, ports
+from diloco_jax.nodes import bring, dial, own_model
 from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
 from diloco_jax.storage import files
@@ -36,10 +36,10 @@ def meet(
   settings = ''
   if hosts.leads():
     learner = learner or choose(place, access, cleanup)
-    nodes.require_own_certificate(access, learner)
-    header.say(f'[{learner}] waits for a syncer at {nodes.shown(syncer)}, at most {wait_s:g} s')
+    dial.require_own_certificate(access, learner)
+    header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
     with contextlib.suppress(addresses.RunEnded):
-      settings = own_model.meet(model, config, address, access, wait_s)
+      settings = bring.meet(model, config, address, access, wait_s)
   return hosts.of_lead(learner), hosts.of_lead(settings)
 
 

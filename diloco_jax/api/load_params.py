@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco_jax.api import states
 from diloco_jax.config import build, load
-from diloco_jax.launch import own_model
+from diloco_jax.nodes import own_model
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import folders as folders_lib

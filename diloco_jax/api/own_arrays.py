@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import own_model
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
+from diloco_jax.nodes import own_model
 from diloco_jax.storage import arrays, checkpoint, files, folders, tree_digest
 from diloco_jax.train import flops
 from diloco_jax.train import mesh as mesh_lib

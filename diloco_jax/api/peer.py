@@ -29,12 +29,12 @@ import numpy as np
 from diloco_jax.api import admission as admission_lib
 from diloco_jax.api import own_arrays, states
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import cli, nodes, own_model, run_folder
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
+from diloco_jax.nodes import dial, learner_node, lifecycle, own_model, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
@@ -380,10 +380,10 @@ def join(
   config.train.store = store
   config.train.validate()
   run_config.require_types('', config)
-  nodes.keep_compiled()
-  access = cli.make_access(tls, plaintext_loopback)
-  address = nodes.resolver(syncer, access)
-  at_once = nodes.at_once if several else contextlib.nullcontext
+  lifecycle.keep_compiled()
+  access = dial.make_access(tls, plaintext_loopback)
+  address = dial.resolver(syncer, access)
+  at_once = learner_node.at_once if several else contextlib.nullcontext
   event_queue = loop.EventQueue()
   with contextlib.ExitStack() as cleanup:
     with at_once():
@@ -407,8 +407,8 @@ def join(
       del params, opt_state, model
       saved = peer._arrays.saved(place, learner, config)
       saves = bool(workdir is not None or store) and peer.opt_state is not None
-      dial = nodes.dialer(assembled, address, access)
-      begin = functools.partial(_lead, place, dial, wait_s) if hosts.leads() else _follow
+      connect = dial.dialer(assembled, address, access)
+      begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
       with jax.set_mesh(None):  # that of the program is for its own steps
         found = cleanup.enter_context(saved) if saves else None
         ended = begin(peer, assembled, learner, found, event_queue, cleanup)
@@ -451,7 +451,7 @@ def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
 
 def _lead(
   place: pathlib.Path,
-  dial: ports.MakeTransport,
+  connect: ports.MakeTransport,
   wait_s: float,
   peer: Peer,
   assembled: build.Assembly,
@@ -490,7 +490,7 @@ def _lead(
       learner,
       own.protocol if own else None,
       event_queue,
-      lambda post, payloads: dial(admission.begin(post), payloads),
+      lambda post, payloads: connect(admission.begin(post), payloads),
       payloads,
       records,
       None if own or peer.opt_state is None else origin,

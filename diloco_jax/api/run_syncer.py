@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, nodes, own_model, run_folder, syncer_node
 from diloco_jax.node import threads
+from diloco_jax.nodes import dial, exits, lifecycle, own_model, run_folder, syncer_node
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
@@ -71,7 +71,7 @@ class Server:
   def _run(self) -> None:
     try:
       self._result = self._syncer.run_loops(self._make)
-    except (cli.NeverRetry, cli.DiskFailed) as error:  # of a process: here its cause is raised
+    except (exits.NeverRetry, exits.DiskFailed) as error:  # of a process: here its cause is raised
       self._result = error.__cause__ or error
     except BaseException as error:  # `wait` and the end of the `with` raise it
       self._result = error
@@ -112,7 +112,7 @@ def run_syncer(
   """
   config = own_model.config(total_steps, sync, shards)
   config.validate()
-  nodes.keep_compiled()
+  lifecycle.keep_compiled()
 
   def make() -> own_model.Model:
     tree = init() if callable(init) else init
@@ -127,7 +127,7 @@ def run_syncer(
       folder=folder,
       records=cleanup.enter_context(contextlib.closing(recorder)),
       address=listen or addresses.in_folder(folder),
-      access=cli.make_access(tls, plaintext_loopback),
+      access=dial.make_access(tls, plaintext_loopback),
     )
     server = Server(syncer, None if init is None else make)
     cleanup.callback(server._stop)

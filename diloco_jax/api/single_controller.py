@@ -3,7 +3,7 @@
 Each island is a disjoint sub-mesh of `jax.devices()` (by slice where devices have one, by count on
 CPU). Machines, work and jitted steps are those of separate processes; only the transport differs.
 An error of the devices of an island ends that learner alone, as a kill ends a process: it is built
-again, with the pauses and limits of the supervisor (launch/supervisor.py), and rejoins. Every other
+again, with the pauses and limits of a process (nodes/restarts.py), and rejoins. Every other
 error is one of code, settings or files, which it would meet again: it ends the run in order. For
 tests, notebooks and `diloco train --controller=single`.
 """
@@ -23,11 +23,11 @@ from absl import flags
 
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import build, load, run_config
-from diloco_jax.launch import cli, nodes, run_folder, supervisor
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
-from diloco_jax.protocol import actions, events
+from diloco_jax.nodes import exits, lifecycle, restarts, run_folder
+from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import facts, header, summary
 from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import global_model as global_model_lib
@@ -74,7 +74,7 @@ class SingleController:
     alone: bool = False,
     share: bool = False,
   ):
-    self._assembled = build.assemble(config.of(supervisor.SYNCER))
+    self._assembled = build.assemble(config.of(ids.SYNCER))
     self._config, self._workdir, self._alone = config, workdir, alone
     self._leaving = threading.Event()  # the learners have been asked to end
     self._stopping = threading.Event()  # and so will be the syncer
@@ -83,7 +83,7 @@ class SingleController:
     )
     self._hub = in_process.InProcessHub()
     names = run_config.learner_ids(1 if alone else config.sync.learners)
-    self._event_queues = {name: loop.EventQueue() for name in (supervisor.SYNCER, *names)}
+    self._event_queues = {name: loop.EventQueue() for name in (ids.SYNCER, *names)}
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._given_up: dict[str, str] = {}  # and why
     self._threads: list[threads.Thread] = []
@@ -99,7 +99,7 @@ class SingleController:
   def start(self) -> None:
     """Starts each node on its own thread."""
     if not self._alone:
-      self._start(supervisor.SYNCER, self._run_syncer)
+      self._start(ids.SYNCER, self._run_syncer)
     for name in self.devices:
       self._start(name, functools.partial(self._keep, name))
 
@@ -109,7 +109,7 @@ class SingleController:
       self._assembled,
       global_model_lib.Theta(self._assembled, self.syncer_devices),
       self._workdir,
-      self._event_queues[supervisor.SYNCER],
+      self._event_queues[ids.SYNCER],
       self._hub.syncer_transport,
       recorder,
       over,
@@ -128,21 +128,20 @@ class SingleController:
       if text:
         recorder.say(text)
 
-    failures, draw, text = 0, random.Random(), ''
+    pauses, text = restarts.Restarts(random.Random()), ''
     while True:
       began_s = time.monotonic()
       note('starting', text)
       end = self._live(name, recorder)
       recorder.ended(end.code)
-      if cli.end(end.code) != cli.RETRY or self._leaving.is_set():
+      if exits.end(end.code) != exits.RETRY or self._leaving.is_set():
         return end
-      short = time.monotonic() - began_s < supervisor.SHORT_LIFE_S
-      failures = failures + 1 if short else 1
-      if failures >= supervisor.MAX_SHORT_LIVES:
-        note('failed', f'{end.text}. Given up after {failures} short lives in a row')
+      pause_s = pauses.pause_s(time.monotonic() - began_s)
+      if pause_s is None:
+        short = restarts.MAX_SHORT_LIVES
+        note('failed', f'{end.text}. Given up after {short} short lives in a row')
         self._given_up[name] = end.text
         return end
-      pause_s = supervisor.backoff_s(failures, draw)
       note(
         'down',
         f'{end.text}. Merged contributions and checkpoints are safe, its other steps are lost. It '
@@ -166,7 +165,7 @@ class SingleController:
       if found is None:
         raise
       found.__traceback__ = None  # its frames hold the arrays, and a garbage collection stops all
-      text = f'the devices have failed ({cli.one_line(found)[:300]})'
+      text = f'the devices have failed ({exits.one_line(found)[:300]})'
       return actions.Exit(code=1, text=text)
 
   def _train(
@@ -233,7 +232,7 @@ class SingleController:
   def _syncer_last(self) -> None:
     if self._stopping.is_set() and self.devices.keys() <= self._exits.keys():
       reason = 'every learner has stopped'
-      self._event_queues[supervisor.SYNCER].post(events.Stop(reason=reason))
+      self._event_queues[ids.SYNCER].post(events.Stop(reason=reason))
 
   def join(self, timeout_s: float | None = None) -> dict[str, actions.Exit]:
     """Waits for every node; returns how the last life of each has ended. Raises the error of a
@@ -242,22 +241,21 @@ class SingleController:
       thread.join(timeout_s)
       if thread.is_alive():
         raise TimeoutError(f'{thread.name} has not ended within {timeout_s} s')
-    exits = {}
+    ended = {}
     for name, result in self._exits.items():
       if isinstance(result, BaseException):
         raise result
-      exits[name] = result
-    return exits
+      ended[name] = result
+    return ended
 
-  def outcome(self) -> supervisor.Outcome:
+  def outcome(self) -> actions.Exit:
     """As `join`; how the run has ended: as its syncer, or as a learner if none ended in order."""
     try:
-      exits = self.join()
-      best = min((exits[name] for name in self.devices), key=lambda one: abs(one.code))
-      end = best if best.code else exits[supervisor.SYNCER]
+      ended = self.join()
     except IslandsFailed as error:
-      end = actions.Exit(code=1, text=str(error))
-    return supervisor.Outcome(code=end.code, text=end.text, statuses={}, interrupted=False)
+      return actions.Exit(code=1, text=str(error))
+    best = min((ended[name] for name in self.devices), key=lambda one: abs(one.code))
+    return best if best.code else ended[ids.SYNCER]
 
 
 def _islands(learners: int, size: int, share: bool) -> list[list[jax.Device]]:
@@ -305,7 +303,7 @@ def run(
     config = load.load(config)
   config.validate()
   # Of a baseline, too: a kernel has the devices that it was given first.
-  nodes.prepare_jax(config.mesh.num_devices * config.sync.learners + SPARE)
+  lifecycle.prepare_jax(config.mesh.num_devices * config.sync.learners + SPARE)
   # A config that cannot work claims no folder.
   controller = SingleController(config, folder, alone=alone)
   run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)

@@ -11,6 +11,7 @@ does not (the largest item is named), or there is no such topology.
 from absl import flags
 
 from diloco_jax.launch import aot, cli
+from diloco_jax.nodes import exits
 
 cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
@@ -21,7 +22,7 @@ _MIB = 1 << 20
 
 def main(argv: list[str]) -> None:
   del argv
-  with cli.never_retry(ValueError, aot.DoesNotFit):
+  with exits.never_retry(ValueError, aot.DoesNotFit):
     hbm = aot.HBM[aot.chip(_TOPOLOGY.value)]
     config = cli.config()
     aot.prepare()

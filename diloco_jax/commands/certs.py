@@ -25,7 +25,7 @@ import pathlib
 from absl import flags
 
 from diloco_jax.certs import allowlist, authority, check, names, private, proofs
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 POSITIONAL = True
 _TLS = flags.DEFINE_string('tls', 'certs', "The owner's folder, as for diloco launch.")
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> None:
     'check': _check,
   }
   if not words or words[0] not in commands:
-    raise cli.NeverRetry(f'diloco certs {"|".join(commands)}; diloco certs --help')
-  with cli.never_retry(ValueError, OSError):
+    raise exits.NeverRetry(f'diloco certs {"|".join(commands)}; diloco certs --help')
+  with exits.never_retry(ValueError, OSError):
     commands[words[0]](words[1:])
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.report import facts
     from diloco_jax.train import evaluate
 
-  with cli.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
+  with exits.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     if assembled.task is None:
       raise ValueError(

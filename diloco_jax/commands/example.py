@@ -8,6 +8,7 @@ diloco example text_plain > my_model.py      # then: diloco train --config=my_mo
 import ast
 
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 POSITIONAL = True
 
@@ -22,4 +23,4 @@ def main(argv: list[str]) -> None:
     case [name] if name in found:
       print(found[name].replace('experiments/examples/', ''), end='')  # it is not in a checkout now
     case words:
-      raise cli.NeverRetry(f'there is no example {" ".join(words)!r}: use {", ".join(found)}')
+      raise exits.NeverRetry(f'there is no example {" ".join(words)!r}: use {", ".join(found)}')

@@ -17,6 +17,7 @@ import pathlib
 from absl import flags
 
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _OUT = flags.DEFINE_string('out', None, 'The file, *.safetensors, or a new folder.', required=True)
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.storage import arrays, hugging_face
 
   out, absent = pathlib.Path(_OUT.value), 0
-  with cli.never_retry(*load_params.ERRORS, OSError), load_params.local(_WORKDIR.value) as folder:
+  with exits.never_retry(*load_params.ERRORS, OSError), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     if out.suffix == '.safetensors':
       params = load_params.load_params(folder)

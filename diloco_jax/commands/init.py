@@ -14,6 +14,7 @@ import pathlib
 import shlex
 
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 POSITIONAL = True
 _TEMPLATES = cli.EXAMPLES / 'project'
@@ -22,7 +23,7 @@ _NAMES = {'gitignore': '.gitignore'}  # the others are called what they are
 
 def main(argv: list[str]) -> None:
   if len(argv) != 2:
-    raise cli.NeverRetry('name one folder; for example diloco init mine')
+    raise exits.NeverRetry('name one folder; for example diloco init mine')
   folder = pathlib.Path(argv[1])
   texts = {
     folder / _NAMES.get(path.name, path.name): path.read_text('utf-8')
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
   }
   for path in texts:
     if path.exists() or path.is_symlink():
-      raise cli.NeverRetry(f'{path} is there already. Nothing was written: choose another folder')
+      raise exits.NeverRetry(f'{path} is there already. Nothing was written: choose another folder')
   written = []
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +45,6 @@ def main(argv: list[str]) -> None:
     for path in written:
       with contextlib.suppress(OSError):
         path.unlink()
-    raise cli.NeverRetry(f'{folder} cannot be written: {error}. No file of it is left') from None
+    raise exits.NeverRetry(f'{folder} cannot be written: {error}. No file of it is left') from None
   print(f'{folder}: {", ".join(path.name for path in texts)}')
   print(f'\n    cd {shlex.quote(str(folder))}\n    ./run.sh')

@@ -22,6 +22,7 @@ from diloco_jax.certs import allowlist, check, names, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import gke, local, ray
+from diloco_jax.nodes import exits
 
 _ENGINES: dict[str, types.ModuleType] = {'gke': gke, 'local': local, 'ray': ray}
 _ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'Where the programs run.')
@@ -63,17 +64,17 @@ def main(argv: list[str]) -> int:
   )
   engine = _ENGINES[_ENGINE.value]
   _refuse_flags_of_others()
-  with cli.never_retry():
+  with exits.never_retry():
     places = engine.places(request)
     described = spec_lib.make(request, places)
     needs = engine.needs(described, request) if hasattr(engine, 'needs') else {}
   missing = [*(text for text, there in needs.items() if not there), *_wrong_certificates(described)]
   if missing:
     text = f'--engine={_ENGINE.value} needs {"; ".join(missing)}'
-    raise cli.NeverRetry(f'{text}. Nothing was written or started')
+    raise exits.NeverRetry(f'{text}. Nothing was written or started')
   if hasattr(engine, 'run'):
     return engine.run(described, request, places)
-  with cli.never_retry():
+  with exits.never_retry():
     texts = engine.render(described, request, places)
   for name, text in texts.items():
     if _OUT.value:
@@ -106,7 +107,7 @@ def _refuse_flags_of_others() -> None:
   for flag in of(__name__):
     readers = [name for name, engine in _ENGINES.items() if flag in of(engine)]
     if flag.present and readers and _ENGINE.value not in readers:
-      raise cli.NeverRetry(
+      raise exits.NeverRetry(
         f'--{flag.name} applies to --engine={"|".join(readers)} only, and this is '
         f'--engine={_ENGINE.value}'
       )
@@ -118,5 +119,5 @@ def _write(path: pathlib.Path, text: str) -> None:
     path.write_text(text, 'utf-8')
   except OSError as error:
     text = f'cannot write {path} ({error.strerror}); make space, or choose another --out'
-    raise cli.refusal(error)(text) from error
+    raise exits.refusal(error)(text) from error
   print(f'wrote {path}')

@@ -23,6 +23,7 @@ done, or the run has ended; 42 never retry; anything else retry.
 from absl import flags
 
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LEARNER = flags.DEFINE_string(
@@ -54,12 +55,12 @@ def main(argv: list[str]) -> int:
   if _SYNCER.value != 'none':  # the imports and the compilation take a while
     print(f'{_LEARNER.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
   with cli.importing_jax():  # after the config is validated
-    from diloco_jax.launch import nodes
     from diloco_jax.learner import hosts as hosts_lib
+    from diloco_jax.nodes import learner_node
 
   cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
   cli.serve_metrics(_LEARNER.value)
-  return nodes.learner(
+  return learner_node.learner(
     config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, cli.access(), cluster=cluster
   )
 
@@ -68,14 +69,14 @@ def _number_of_hosts() -> int:
   """0: jax finds it. Raises NeverRetry."""
   text = _HOSTS.value
   if text != '1' and _SYNCER.value == 'none':
-    raise cli.NeverRetry('--syncer=none: a learner without a syncer has one host')
+    raise exits.NeverRetry('--syncer=none: a learner without a syncer has one host')
   if text == 'auto':
     return 0
   if not text.isdecimal() or int(text) < 1:
-    raise cli.NeverRetry(f'--hosts={text}: give the number of hosts, or auto')
+    raise exits.NeverRetry(f'--hosts={text}: give the number of hosts, or auto')
   hosts = int(text)
   if not 0 <= _HOST.value < hosts:
-    raise cli.NeverRetry(f'--host={_HOST.value}: with --hosts={hosts} it is 0 to {hosts - 1}')
+    raise exits.NeverRetry(f'--host={_HOST.value}: with --hosts={hosts} it is 0 to {hosts - 1}')
   if hosts > 1 and not _COORDINATOR.value:
-    raise cli.NeverRetry(f'--hosts={hosts} needs --coordinator=HOST:PORT of the lead')
+    raise exits.NeverRetry(f'--hosts={hosts} needs --coordinator=HOST:PORT of the lead')
   return hosts

@@ -16,7 +16,7 @@ import shutil
 
 from absl import flags
 
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.report import beside, folder, summary
 
 POSITIONAL = True
@@ -28,11 +28,11 @@ _PLOT = flags.DEFINE_bool('plot', True, 'Draw the picture.')
 
 def main(argv: list[str]) -> int:
   workdirs = [pathlib.Path(word) for word in filter(None, [_WORKDIR.value, *argv[1:]])]
-  with cli.never_retry(ValueError):
+  with exits.never_retry(ValueError):
     workdirs = workdirs or [pathlib.Path(folder.chosen(None))]
   out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary.REPORT
   width = shutil.get_terminal_size().columns
-  with cli.never_retry(ValueError):
+  with exits.never_retry(ValueError):
     if len(workdirs) == 1:
       made = summary.write(workdirs[0], plot=_PLOT.value, out=out)
       text, failed = summary.text(made, workdirs[0], width, out), made.get('missing')
@@ -41,4 +41,4 @@ def main(argv: list[str]) -> int:
       text, failed = beside.text(found), beside.write(found, out)
       text += f'\nin {out}: beside.txt, beside.html\n'
   print(text, end='')
-  return cli.DISK_FAILED if failed else 0
+  return exits.DISK_FAILED if failed else 0

@@ -20,6 +20,7 @@ from absl import flags, logging
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.storage import files, wal
 
 cli.define_config()
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
   del argv
   workdir = pathlib.Path(_WORKDIR.value).absolute()
   if not workdir.is_dir():
-    raise cli.NeverRetry(f'there is no run in {workdir}: there is no such folder')
+    raise exits.NeverRetry(f'there is no run in {workdir}: there is no such folder')
   config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
@@ -43,11 +44,11 @@ def main(argv: list[str]) -> int:
     from diloco_jax.launch import restore
 
   try:
-    with cli.never_retry(ValueError, files.DirectoryError):
+    with exits.never_retry(ValueError, files.DirectoryError):
       restore.restore(config, workdir, _TO.value, lambda text: print(text, flush=True))
   except (OSError, wal.WalFull, wal.WalBroken) as error:
-    raise cli.DiskFailed(
-      f'the disk failed: {cli.one_line(error)}. Nothing is lost; restore again, with the same --to'
+    raise exits.DiskFailed(
+      f'the disk failed: {exits.one_line(error)}. Nothing is lost: restore again, with this --to'
     ) from error
   if config.task == run_config.OWN_LOOP or not (workdir / 'islands').is_dir():
     print('continue the run: start its syncer and its learners again, with their own commands')

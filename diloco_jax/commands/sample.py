@@ -14,6 +14,7 @@ import itertools
 from absl import flags
 
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _PROMPT = flags.DEFINE_string('prompt', 'def ', 'What comes first.')
@@ -27,12 +28,12 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
 def main(argv: list[str]) -> int:
   del argv
   if not _PROMPT.value:
-    raise cli.NeverRetry('--prompt is empty: give at least one character')
+    raise exits.NeverRetry('--prompt is empty: give at least one character')
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import load_params
     from diloco_jax.train import evaluate
 
-  with cli.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
+  with exits.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     task = assembled.task
     if task is None or task.logits is None or task.tokenizer is None:

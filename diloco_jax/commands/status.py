@@ -15,7 +15,7 @@ import webbrowser
 
 from absl import flags
 
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.report import folder, serve
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; default: the newest in ./runs.')
@@ -25,7 +25,7 @@ _OPEN = flags.DEFINE_bool('open', False, 'Open the page in the browser.')
 
 def main(argv: list[str]) -> int:
   del argv
-  with cli.never_retry(ValueError, OSError):
+  with exits.never_retry(ValueError, OSError):
     workdir = folder.chosen(_WORKDIR.value)
     serve.watch_of(workdir).state()  # refuses what another release has written
     try:

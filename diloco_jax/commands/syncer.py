@@ -24,6 +24,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LISTEN = flags.DEFINE_string(
@@ -56,10 +57,10 @@ def main(argv: list[str]) -> int:
   config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   with cli.importing_jax():  # after the config is validated
-    from diloco_jax.launch import syncer_node
+    from diloco_jax.nodes import syncer_node
 
   cli.serve_metrics('syncer')
   if config.task != run_config.OWN_LOOP and _INIT.value:
-    raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
+    raise exits.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
   place = config, _WORKDIR.value, _LISTEN.value, cli.access()
   return syncer_node.main(*place, _INIT.value, _PROCESSES.value)

@@ -21,7 +21,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.config import load
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.protocol import formats
 from diloco_jax.report import folder
 from diloco_jax.report import records as records_lib
@@ -37,16 +37,18 @@ _CLOCKS = {'step': 'step', 'metrics': 'step', 'eval': 'step', 'synced': 'sync'} 
 def main(argv: list[str]) -> int:
   del argv
   if importlib.util.find_spec('wandb') is None:
-    raise cli.NeverRetry('wandb is not installed: pip install "diloco-jax[wandb]"')
-  with cli.never_retry(ValueError):
+    raise exits.NeverRetry('wandb is not installed: pip install "diloco-jax[wandb]"')
+  with exits.never_retry(ValueError):
     workdir = pathlib.Path(folder.chosen(_WORKDIR.value)).absolute()
   if not (workdir / records_lib.RECORDS).is_dir() and not _FOLLOW.value:
-    raise cli.NeverRetry(f'there is no run in {workdir}: it has no folder {records_lib.RECORDS}/')
+    raise exits.NeverRetry(f'there is no run in {workdir}: it has no folder {records_lib.RECORDS}/')
   parent, ended = os.getppid(), threading.Event()
-  for number in cli.end_signals():
+  for number in exits.end_signals():
     signal.signal(number, lambda number, frame: ended.set())
   path = workdir / 'wandb.json'
-  with cli.never_retry(ValueError, OSError):  # of a process: its id, and the time of its newest row
+  with exits.never_retry(
+    ValueError, OSError
+  ):  # of a process: its id, and the time of its newest row
     found = json_files.read(path) if path.exists() else formats.stamp('track')
     lines = formats.taken('track', found, path).get('lines', {})
   tails, runs, last = records_lib.TailAll(workdir), {}, False

@@ -10,14 +10,15 @@ Every process gets the same --config and overrides. At the end WORKDIR/report ho
 report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
 """
 
-import dataclasses
 import functools
 import pathlib
 
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, local_run, pathways, run_folder, supervisor
+from diloco_jax.launch import cli, local_run, pathways, supervisor
+from diloco_jax.nodes import exits, run_folder
+from diloco_jax.protocol import actions, ids
 from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
@@ -47,13 +48,13 @@ def main(argv: list[str]) -> int:
   config = cli.config()
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   alone, single = _SYNCER.value == 'none', _CONTROLLER.value == 'single'
-  with cli.never_retry(ValueError, files.DirectoryError):
+  with exits.never_retry(ValueError, files.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
     if (alone or single) and _KILLS.value:
       raise ValueError('--kill needs a syncer, and learners that are processes: leave it out')
     learners = run_config.learner_ids(config.sync.learners)
-    kills = supervisor.parse_kills(_KILLS.value, [supervisor.SYNCER, *learners])
+    kills = supervisor.parse_kills(_KILLS.value, [ids.SYNCER, *learners])
     if _PATHWAYS.value:
       pathways.require(single)
       pathways.start(config.mesh.num_devices * config.sync.learners)
@@ -75,9 +76,9 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
   if not _PATHWAYS.value:
     local_run.emulate(config)
   from diloco_jax.api import single_controller
-  from diloco_jax.launch import nodes
+  from diloco_jax.nodes import learner_node, lifecycle
 
-  with cli.never_retry():
+  with exits.never_retry():
     controller = single_controller.SingleController(config, workdir)
   asked = []
 
@@ -87,12 +88,12 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
 
   controller.start()
   with (
-    nodes.stops(stop, config.train.drain_s, nodes.LEARNER_SAFE, cli.INTERRUPTED),
-    cli.log_failures(),
-    nodes.checkpoint_failures(),
-    cli.never_retry(ValueError, files.DirectoryError),
+    lifecycle.stops(stop, config.train.drain_s, learner_node.LEARNER_SAFE, exits.INTERRUPTED),
+    exits.log_failures(),
+    lifecycle.checkpoint_failures(),
+    exits.never_retry(ValueError, files.DirectoryError),
   ):
-    outcome = controller.outcome()
+    ended = controller.outcome()
   if asked:
-    return dataclasses.replace(outcome, code=cli.INTERRUPTED, text='interrupted', interrupted=True)
-  return outcome
+    ended = actions.Exit(code=exits.INTERRUPTED, text='interrupted')
+  return supervisor.Outcome(code=ended.code, text=ended.text, statuses={}, interrupted=bool(asked))

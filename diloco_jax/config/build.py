@@ -53,7 +53,7 @@ class Assembly:
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
   agreement: str
   task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
-  about: bytes = b''  # what the syncer tells such a loop (launch/own_model.py)
+  about: bytes = b''  # what the syncer tells such a loop (nodes/own_model.py)
 
   @property
   def codec_log(self) -> codecs.Codec:
@@ -143,7 +143,7 @@ def _assemble(
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
-  # A loop of the user's own gives its arrays the label 'local' (launch/own_model.py).
+  # A loop of the user's own gives its arrays the label 'local' (nodes/own_model.py).
   rule = lambda text: None if task and text == fragments.LOCAL else merge.make(text)
   body, vocabulary = (_make(config, name, rule) for name in ('merge', 'embedding_merge'))
   rules = {

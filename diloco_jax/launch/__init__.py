@@ -1,1 +1,1 @@
-"""Starts and ends programs and nodes: flags, exit codes, the supervisor, loops that users write."""
+"""Starts and ends the programs of a run: flags, the supervisor, engines, restores."""

@@ -1,89 +1,43 @@
-"""How every program of the project starts: its flags, its config and its exit codes.
-
-Exit codes are the contract with the process manager (the supervisor, Kubernetes):
-
-  0   done
-  42  never retry: the command or the config is wrong, or the log on disk is damaged or belongs to
-      another run. A retry would fail in the same way; a person has to decide.
-  74  the disk has failed or is full, no checkpoint can be read, or the syncer did not end in time;
-      a retry recovers all committed outer steps
-  75  a learner did not end in time, or waited for a syncer for too long; a retry helps, as after
-      every other code
-
-A program that ends with 42, 74 or 75 prints one line that starts with `error:` and shows the values
-and the remedy. Only unexpected errors print a traceback.
+"""How every program of the project starts: its flags and its config. How it ends: nodes/exits.py.
 
 This module does not import jax, so `--help`, a mistyped flag and the supervisor answer at once.
 """
 
 import contextlib
 import difflib
-import errno
 import functools
 import gc
 import locale
-import math
 import os
 import pathlib
 import re
 import shlex
 import shutil
-import signal
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from absl import app, flags, logging
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
-from diloco_jax.storage import files, files_port, folders, wal
+from diloco_jax.nodes import dial, exits
+from diloco_jax.storage import files, folders
 from diloco_jax.transport import addresses
 
-NEVER_RETRY = 42
-DISK_FAILED = 74
-NOT_IN_TIME = 75
-INTERRUPTED = 130
 # Of --workdir.
 TO_READ = 'Folder of the run, or its store, a folder or gs://BUCKET/PREFIX; default: as `status`.'
 
-DONE, RETRY, NEVER = 'done', 'retry', 'never'
-ENDS = {0: DONE, NEVER_RETRY: NEVER}  # all other codes: RETRY
-
-_PASSING = {  # of a disk or a host that may be well again at the next start
-  errno.EIO,
-  errno.EMFILE,
-  errno.ENFILE,
-  errno.ENOMEM,
-  errno.ESTALE,
-  errno.ETIMEDOUT,
-}
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
-EXAMPLES = _ROOT / ('experiments/examples' if CHECKOUT else 'diloco_jax/examples')  # pyproject.toml
+EXAMPLES = _ROOT / (
+  'experiments/examples' if folders.CHECKOUT else 'diloco_jax/examples'
+)  # pyproject.toml
 
 # Starts a program. No module of it is looked for in the folder of the start (-P).
 PROGRAM = (sys.executable, '-P', '-X', 'utf8', str(_ROOT / 'diloco_jax' / '__main__.py'))
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
-
-
-def end(code: int | None) -> str:
-  """What an exit code means for every engine: DONE, RETRY or NEVER. None: it could not be started.
-
-  >>> end(0), end(42), end(75), end(-9)
-  ('done', 'never', 'retry', 'retry')
-  """
-  return ENDS.get(code, RETRY)
-
-
-def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
-  """The folder of compiled functions: in the checkout, else in the user's cache folder."""
-  if CHECKOUT:
-    return CHECKOUT / '.cache' / 'jax'
-  return folders.cache(base) / 'diloco_jax' / 'jax'
 
 
 def speak_utf8() -> None:
@@ -94,52 +48,6 @@ def speak_utf8() -> None:
     os.execv(sys.executable, [sys.executable, '-X', 'utf8', *sys.orig_argv[1:]])
   for stream in filter(None, (sys.stdout, sys.stderr)):
     stream.reconfigure(encoding=None if stream.isatty() else 'utf-8', errors='replace')
-
-
-def end_signals() -> list[signal.Signals]:
-  """Those that ask a program to end: SIGHUP, of a terminal that closes, only without nohup."""
-  without_nohup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-  return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if without_nohup else [])]
-
-
-class EndRequests:
-  """Counts the signals that ask a program to end. Signals within WITHIN_S are one request, as a
-  service manager signals every process and the supervisor passes its own signal on, and a terminal
-  that closes sends two."""
-
-  WITHIN_S = 0.5
-
-  def __init__(self):
-    self.count = 0
-    self._last_s = -math.inf
-
-  def add(self) -> bool:
-    """Takes a signal. Returns whether it is another request."""
-    now_s = time.monotonic()
-    if now_s < self._last_s + self.WITHIN_S:
-      return False
-    self._last_s = now_s
-    self.count += 1
-    return True
-
-
-class NeverRetry(Exception):
-  """The command, the config, the machine's set-up or the data on its disk is wrong: one line, exit
-  42."""
-
-  code = NEVER_RETRY
-
-
-class DiskFailed(Exception):
-  """The disk failed; committed outer steps are safe: one line, exit 74."""
-
-  code = DISK_FAILED
-
-
-class NotInTime(Exception):
-  """A learner has waited for too long: one line, exit 75."""
-
-  code = NOT_IN_TIME
 
 
 class _OptionalIntParser(flags.ArgumentParser):
@@ -163,7 +71,7 @@ class _ConfigParser(flags.ArgumentParser):
   """Loads the config that --config names (config/load.py)."""
 
   def parse(self, argument: str) -> run_config.Config:
-    with never_retry(ValueError, OSError):
+    with exits.never_retry(ValueError, OSError):
       return load.load(argument)
 
   def flag_type(self) -> str:
@@ -193,8 +101,8 @@ def config() -> run_config.Config:
   """Returns the validated config that the flags name. Raises NeverRetry."""
   value = flags.FLAGS['config'].value
   if value is None:
-    raise NeverRetry('no --config given; for example --config=stdlib_lm:cpu')
-  with never_retry():
+    raise exits.NeverRetry('no --config given; for example --config=stdlib_lm:cpu')
+  with exits.never_retry():
     value.validate()
   return value
 
@@ -235,11 +143,7 @@ def serve_metrics(process: str) -> None:
 
 def access() -> addresses.Access:
   """How this node proves its name, by its flags."""
-  return make_access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
-
-
-def make_access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> addresses.Access:
-  return addresses.Access(pathlib.Path(tls).absolute() if tls else None, plaintext_loopback)
+  return dial.make_access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
 
 
 def overrides() -> dict[str, object]:
@@ -253,52 +157,6 @@ def config_flags_of_this_process() -> list[str]:
     f'--config={flags.FLAGS["config"].config_filename}',
     *(f'--config.{name}={"none" if one is None else one}' for name, one in overrides().items()),
   ]
-
-
-@contextlib.contextmanager
-def never_retry(*kinds: type[Exception]) -> Iterator[None]:
-  """Turns exceptions of these kinds (default: ValueError) into NeverRetry, or into DiskFailed if
-  `refusal` says so: one line, exit 42 or 74."""
-  caught = kinds or (ValueError,)
-  try:
-    yield
-  except caught as error:
-    raise refusal(error)(one_line(error)) from error
-
-
-def refusal(error: BaseException | None) -> type[NeverRetry | DiskFailed]:
-  """The end of a program because of an error: DiskFailed if a disk that is full or fails has caused
-  it, or a host without memory or file descriptors: a later start may succeed."""
-  while error is not None:
-    if isinstance(error, OSError) and error.errno in files_port.FULL | _PASSING:
-      return DiskFailed
-    error = error.__cause__
-  return NeverRetry
-
-
-@contextlib.contextmanager
-def log_failures() -> Iterator[None]:
-  """Turns a fatal error of the write-ahead log into one line and exit code 74 or 42, and a full
-  disk into 74."""
-  try:
-    yield
-  except (wal.WalBroken, wal.WalFull) as error:
-    raise DiskFailed(one_line(error)) from error
-  except wal.WalError as error:
-    raise NeverRetry(one_line(error)) from error
-  except OSError as error:
-    if refusal(error) is NeverRetry:
-      raise
-    raise DiskFailed(one_line(error)) from error
-
-
-def one_line(error: BaseException | str) -> str:
-  """The text of an error without line breaks.
-
-  >>> one_line(ValueError('quorum is 5,\\n  it must be at most 4'))
-  'quorum is 5, it must be at most 4'
-  """
-  return ' '.join(str(error).split()) or type(error).__name__
 
 
 def run_command(module: types.ModuleType) -> NoReturn:
@@ -350,7 +208,7 @@ def _with_flag_files(argv: list[str]) -> list[str]:
       files.require_file(file)
     return argv[:1] + flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
   except (flags.Error, OSError, ValueError) as error:
-    sys.exit(refuse(one_line(error)))
+    sys.exit(exits.refuse(exits.one_line(error)))
 
 
 def last_config_first(argv: list[str]) -> list[str]:
@@ -387,7 +245,7 @@ def _value(argv: list[str], name: str) -> str:
 def command(*words: str) -> str:
   """The text of a command of `diloco` that works when it is pasted into a shell. It runs in the
   folder of this process, as a config may name files from there."""
-  installed = CHECKOUT is None and shutil.which('diloco')
+  installed = folders.CHECKOUT is None and shutil.which('diloco')
   start = ['diloco'] if installed else [sys.executable, '-P', PROGRAM[-1]]
   return f'cd {shlex.quote(os.getcwd())} && {shlex.join([*start, *words])}'
 
@@ -422,23 +280,16 @@ def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   os.umask(0o077)  # weights, tapes and keys are for this user
   try:
     return main(argv) or 0
-  except (NeverRetry, DiskFailed, NotInTime) as error:
-    return refuse(one_line(error), error.code)
+  except (exits.NeverRetry, exits.DiskFailed, exits.NotInTime) as error:
+    return exits.refuse(exits.one_line(error), error.code)
   except app.UsageError as error:
-    return refuse(one_line(error))
+    return exits.refuse(exits.one_line(error))
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
-    return INTERRUPTED
+    return exits.INTERRUPTED
   except BrokenPipeError:  # `| head` has exited; the interpreter must not flush into the pipe again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
-
-
-def refuse(text: str, code: int = NEVER_RETRY) -> int:
-  """Prints the one line of an error and returns its exit code."""
-  sys.stdout.flush()
-  print(f'error: {text}', file=sys.stderr, flush=True)
-  return code
 
 
 def _parse(argv: list[str], positional: bool = False) -> list[str]:
@@ -446,25 +297,29 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except SystemExit:
-    sys.exit(NEVER_RETRY)
+    sys.exit(exits.NEVER_RETRY)
   except LookupError as error:
-    sys.exit(refuse(_explain_lookup(argv, error)))
+    sys.exit(exits.refuse(_explain_lookup(argv, error)))
   except flags.UnrecognizedFlagError as error:
-    sys.exit(refuse(f'{one_line(error)}{_fields_named(error.flagname)}'))
-  except (NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
+    sys.exit(exits.refuse(f'{exits.one_line(error)}{_fields_named(error.flagname)}'))
+  except (exits.NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
     missing = re.match(r'flag --(\w+)=None: ', str(error))
     text = f'--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}' if missing else error
-    sys.exit(refuse(one_line(text)))
+    sys.exit(exits.refuse(exits.one_line(text)))
   workdir = flags.FLAGS['workdir'] if 'workdir' in flags.FLAGS else None
   if workdir is not None and workdir.value == '' and workdir.default is None:
-    sys.exit(refuse('--workdir is empty: name the folder of the run'))
+    sys.exit(exits.refuse('--workdir is empty: name the folder of the run'))
   reads = workdir is not None and workdir.help == TO_READ
   for path in (_value(argv, 'workdir'), *rest[1:]):
     if re.match(r'\w[\w+.-]*://', path) and not (reads and path.startswith('gs://')):
       told = f'{path} is a URL: only folders of a file system work. Nothing was started'
-      sys.exit(refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...'))
+      sys.exit(
+        exits.refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...')
+      )
   if len(rest) > 1 and not positional:
-    sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
+    sys.exit(
+      exits.refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value')
+    )
   return rest
 
 
@@ -485,4 +340,4 @@ def _explain_lookup(argv: list[str], error: LookupError) -> str:
       close = difflib.get_close_matches(match[1], known, n=1, cutoff=0.5)
       hint = f'did you mean --config.{close[0]}?' if close else f'it begins: {", ".join(known[:8])}'
       return f'--config.{match[1]}: the config has no such field; {hint}'
-  return one_line(error)
+  return exits.one_line(error)

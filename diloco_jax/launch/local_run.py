@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import accelerators, cli, run_folder
+from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.nodes import accelerators, exits, run_folder
 from diloco_jax.protocol import formats
 from diloco_jax.report import folder, header, live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import files
+from diloco_jax.storage import files, folders
 
 SUPERVISOR = 'supervisor'
 
@@ -25,7 +26,7 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
   """The environment of a process that has `devices` emulated devices if jax finds no accelerator;
   the user's settings win."""
   ours = {
-    'JAX_COMPILATION_CACHE_DIR': str(cli.cache_folder(base)),
+    'JAX_COMPILATION_CACHE_DIR': str(folders.compiled(base)),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
   }
@@ -68,8 +69,8 @@ def emulate(config: run_config.Config) -> None:
   devices = config.mesh.num_devices * config.sync.learners + 1
   os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
   with cli.importing_jax():
-    from diloco_jax.launch import nodes
-  nodes.prepare_jax(devices)
+    from diloco_jax.nodes import lifecycle
+  lifecycle.prepare_jax(devices)
 
 
 def available_cpus() -> list[int]:
@@ -157,10 +158,10 @@ def run(
   folder.
   """
   print(f'run {config.name} in {workdir}', flush=True)
-  with cli.never_retry(files.DirectoryError, formats.OtherFormat):
+  with exits.never_retry(files.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
-  if outcome.code == cli.NEVER_RETRY:
-    raise cli.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
+  if outcome.code == exits.NEVER_RETRY:
+    raise exits.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
   write = lambda: summary_lib.write(workdir, plot=not outcome.interrupted)
   text = lambda: summary_lib.text(write(), workdir, shutil.get_terminal_size().columns)
   tell = lambda: print('\n' + text(), end='', flush=True)

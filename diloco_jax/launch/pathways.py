@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from diloco_jax.launch import cli, local_run
+from diloco_jax.nodes import exits
 
 _TARGET = 'JAX_BACKEND_TARGET'
 _PERSISTENCE = 'ENABLE_PATHWAYS_PERSISTENCE'
@@ -63,7 +64,8 @@ def start(devices: int) -> None:
     import jax
     import pathwaysutils
 
-    from diloco_jax.launch import nodes
+    from diloco_jax.nodes import lifecycle
+
   # A config of the user's may have imported jax before, which read the environment then.
   jax.config.update('jax_platforms', 'proxy,cpu')  # also the controller's own
   jax.config.update('jax_num_cpu_devices', 1)
@@ -72,16 +74,16 @@ def start(devices: int) -> None:
   try:
     found = jax.devices()
   except RuntimeError as error:
-    raise cli.NotInTime(
-      f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({cli.one_line(error)}): '
+    raise exits.NotInTime(
+      f'no Pathways proxy answers at {_TARGET}={os.environ[_TARGET]} ({exits.one_line(error)}): '
       'start it, or correct the address; nothing was trained'
     ) from error
-  nodes.prepare_jax(devices=1)
+  lifecycle.prepare_jax(devices=1)
   # Else an island would compute with a chip of another one what has no place, and fail with it.
   jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
   if len(found) < devices:
     slices = len({getattr(one, 'slice_index', 0) for one in found})
-    raise cli.NeverRetry(
+    raise exits.NeverRetry(
       f'all islands need {devices} devices, Pathways has {len(found)} in {slices} slices: add '
       'slices, or lower sync.learners or config.mesh'
     )

@@ -6,7 +6,8 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.launch import children, cli
+from diloco_jax.launch import children
+from diloco_jax.nodes import exits
 
 LAST_WORDS_S = 2.0  # of the other hosts, once one has failed
 TOGETHER_S = 30.0  # for all hosts to end, once one is done
@@ -41,8 +42,8 @@ class Group:
     await asyncio.wait(waits, timeout=LAST_WORDS_S if ends[0][1] else TOGETHER_S)
     self.kill()
     await asyncio.gather(*waits)
-    worst = (cli.NEVER, cli.RETRY, cli.DONE)
-    ends.sort(key=lambda one: worst.index(cli.end(one[1])))
+    worst = (exits.NEVER, exits.RETRY, exits.DONE)
+    ends.sort(key=lambda one: worst.index(exits.end(one[1])))
     host, code = ends[0]
     self.last_error = self.hosts[host].last_error
     return code, (f'host {host} ' if len(ends) > 1 else '') + _describe_exit(code)

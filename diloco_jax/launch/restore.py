@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import build, load, run_config
-from diloco_jax.launch import own_model, run_folder
+from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol import agreement, formats, ids
 from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, tree_digest
 from diloco_jax.storage import files as files_lib

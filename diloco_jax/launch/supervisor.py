@@ -40,18 +40,15 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from diloco_jax.launch import children, process_group, run_folder
-from diloco_jax.launch import cli as cli_lib
+from diloco_jax.launch import children, process_group
+from diloco_jax.nodes import exits, restarts, run_folder
+from diloco_jax.protocol import ids
 from diloco_jax.report import facts, run_facts
 from diloco_jax.report import records as records_lib
 
-SYNCER = 'syncer'
 FINISH_S = 30.0
 STOP_S = 8.0
 TICK_S = 0.25
-SHORT_LIFE_S = 20.0
-MAX_SHORT_LIVES = 5
-_BACKOFF_S = (0.5, 30.0)
 _KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?))?', re.ASCII)
 
 
@@ -118,12 +115,6 @@ class Outcome:
   interrupted: bool
 
 
-def backoff_s(failures: int, draw: random.Random) -> float:
-  """The pause before a restart after `failures` in a row: doubling, capped, half of it random."""
-  longest = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** (failures - 1))
-  return longest * (0.5 + 0.5 * draw.random())
-
-
 class Supervisor:
   """Runs programs to their end. `listen` gets each line of output; `tick` gets the view every
   TICK_S."""
@@ -141,7 +132,7 @@ class Supervisor:
     stop_s: float = STOP_S,
   ):
     self._programs = {program.name: program for program in programs}
-    self._learners = [name for name in self._programs if name != SYNCER]
+    self._learners = [name for name in self._programs if name != ids.SYNCER]
     self._workdir = workdir
     self._view = view
     self._recorder = recorder
@@ -157,7 +148,7 @@ class Supervisor:
     self._cut_off: set[str] = set()  # programs whose process was killed to end the run
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._retired = False  # by `retire`
-    self._interrupts = cli_lib.EndRequests()
+    self._interrupts = exits.EndRequests()
     self.statuses = {name: Status() for name in self._programs}
 
   async def run(self) -> Outcome:
@@ -167,7 +158,7 @@ class Supervisor:
 
   async def _run(self) -> Outcome:
     loop = asyncio.get_running_loop()
-    for number in cli_lib.end_signals():
+    for number in exits.end_signals():
       loop.add_signal_handler(number, self._interrupt)
     self._look()  # reads the records of earlier runs in this folder
     for program in list(self._programs.values()):
@@ -234,26 +225,26 @@ class Supervisor:
 
   async def _keep(self, program: Program) -> None:
     """Runs the processes of a program, one after the other, until it has ended or the run stops."""
-    failures = 0
+    pauses = restarts.Restarts(self._draw)
     while not self._ending(program.name).is_set():
       code, why, lived_s = await self._live(program)
       pause_s = self._pauses.pop(program.name, None)
-      end = cli_lib.end(code)
-      ended = end == cli_lib.NEVER or (end == cli_lib.DONE and pause_s is None)
+      end = exits.end(code)
+      ended = end == exits.NEVER or (end == exits.DONE and pause_s is None)
       if ended or self._ending(program.name).is_set():
         self._note_end(program.name, code, why)
         return
-      failures = failures + 1 if lived_s < SHORT_LIFE_S else 1
       if pause_s is None:
-        if failures >= MAX_SHORT_LIVES:
+        pause_s = pauses.pause_s(lived_s)
+        if pause_s is None:
+          short = restarts.MAX_SHORT_LIVES
           self._note(
-            program.name, 'failed', f'{why}; failed after {failures} short processes in a row'
+            program.name, 'failed', f'{why}; failed after {short} short processes in a row'
           )
           return
-        pause_s = backoff_s(failures, self._draw)
         self._note(program.name, 'down', f'{why}; restart in {pause_s:.1f} s')
       else:
-        failures = 0
+        pauses.requested()
       await self._pause(program.name, pause_s)
 
   async def _live(self, program: Program) -> tuple[int | None, str, float]:
@@ -290,14 +281,14 @@ class Supervisor:
 
   def _ending(self, name: str) -> asyncio.Event:
     """The event that forbids another process of this program."""
-    return self._stopping if name == SYNCER else self._retiring
+    return self._stopping if name == ids.SYNCER else self._retiring
 
   def _note_end(self, name: str, code: int | None, why: str) -> None:
-    end = cli_lib.end(code)
-    if end == cli_lib.NEVER:
+    end = exits.end(code)
+    if end == exits.NEVER:
       self._note(name, 'refused', self.statuses[name].last_error or why)
     else:
-      self._note(name, *(('done', '') if end == cli_lib.DONE else ('down', why)))
+      self._note(name, *(('done', '') if end == exits.DONE else ('down', why)))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""
@@ -330,9 +321,9 @@ class Supervisor:
     """Waits until the syncer has ended, no learner is left, or a signal interrupts the run."""
     stop = asyncio.create_task(self._stopping.wait())
     ends = {stop}
-    if SYNCER in self._runners:
-      ends.add(self._runners[SYNCER])
-    names = self._learners or [SYNCER]
+    if ids.SYNCER in self._runners:
+      ends.add(self._runners[ids.SYNCER])
+    names = self._learners or [ids.SYNCER]
     while left := {self._runners[name] for name in names if not self._runners[name].done()}:
       done, _ = await asyncio.wait(ends | left, return_when=asyncio.FIRST_COMPLETED)
       if done & ends:
@@ -349,7 +340,7 @@ class Supervisor:
     if natural:
       await self._wait(math.inf if self._is_complete() else self._finish_s, interrupts=0)
     # The learners first: the syncer merges what they send last.
-    for names in ([name for name in self._running if name != SYNCER], [SYNCER]):
+    for names in ([name for name in self._running if name != ids.SYNCER], [ids.SYNCER]):
       for name in names:
         if name in self._running:
           self._running[name].terminate()
@@ -367,7 +358,7 @@ class Supervisor:
   def _is_complete(self) -> bool:
     """The learners have ended, one of them at the last step. Before it, all may have been stopped
     from outside: then the syncer would wait for them for ever."""
-    return self._running.keys() == {SYNCER} and self._view.foremost >= 1.0
+    return self._running.keys() == {ids.SYNCER} and self._view.foremost >= 1.0
 
   async def _wait(
     self, seconds: float, interrupts: int, names: Sequence[str] | None = None
@@ -399,7 +390,7 @@ class Supervisor:
     self._retiring.set()
 
   def _outcome(self) -> Outcome:
-    syncer = self.statuses.get(SYNCER)
+    syncer = self.statuses.get(ids.SYNCER)
     learners = [self.statuses[name] for name in self._learners]
     interrupted = self._interrupts.count > 0
     progress = 1.0 if self._retired else self._view.foremost
@@ -419,15 +410,15 @@ def _verdict(
   """Returns (exit code, one line) of a run from the statuses of its programs and its progress, a
   share of its steps. Programs end with 0, too, when they are asked to end before the last step."""
   if interrupted:
-    return {'code': cli_lib.INTERRUPTED, 'text': 'interrupted'}
+    return {'code': exits.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
     return {
-      'code': cli_lib.NEVER_RETRY,
+      'code': exits.NEVER_RETRY,
       'text': syncer.last_error or 'the syncer refused to start',
     }
   if learners and all(status.state == 'refused' for status in learners):
     return {
-      'code': cli_lib.NEVER_RETRY,
+      'code': exits.NEVER_RETRY,
       'text': learners[0].last_error or 'no learner could start',
     }
   if syncer is not None and syncer.state != 'done':

@@ -1,9 +1,10 @@
-"""The ids of learners."""
+"""The ids of learners, and the name of the syncer beside them."""
 
 import re
 
 ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
-NO_LEARNERS = ('syncer', 'supervisor')  # other programs of a run, whose records have these names
+SYNCER = 'syncer'
+NO_LEARNERS = (SYNCER, 'supervisor')  # other programs of a run, whose records have these names
 RULE = 'use at most 63 of a-z 0-9 _ -, the first a letter or digit; syncer and supervisor are taken'
 
 

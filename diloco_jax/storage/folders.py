@@ -19,10 +19,12 @@ from diloco_jax.protocol import ids
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import json_files
 
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKPOINTS = 'ckpt'
 RUN = 'syncer/run'  # the name of the run, in its folder
 LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
+CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 _SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)
 
 
@@ -35,6 +37,13 @@ def cache(base: Mapping[str, str] = os.environ) -> pathlib.Path:
     own.mkdir(0o700)
   is_own = own.is_dir() and own.lstat().st_uid == os.getuid()  # others could put programs there
   return own if is_own else pathlib.Path(tempfile.mkdtemp(prefix='diloco_jax-'))
+
+
+def compiled(base: Mapping[str, str] = os.environ) -> pathlib.Path:
+  """The folder of compiled functions: in the checkout, else in the user's cache folder."""
+  if CHECKOUT:
+    return CHECKOUT / '.cache' / 'jax'
+  return cache(base) / 'diloco_jax' / 'jax'
 
 
 def home_cache() -> pathlib.Path | None:

@@ -53,7 +53,7 @@ from diloco_jax.storage import store as store_lib
 
 MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
 _DISK = 'disk'  # in WORKDIR/syncer: the name of the disk
-_OWN_MODEL = 'syncer/model'  # launch/own_model.py
+_OWN_MODEL = 'syncer/model'  # nodes/own_model.py
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
 _COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
 _LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it

@@ -67,7 +67,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     limits: what each learner is granted.
     say: takes lines for the operator: about certificates, and sessions that no learner used.
     access: whether learners must prove their names.
-    about: what a loop is told before it joins (launch/own_model.py).
+    about: what a loop is told before it joins (nodes/own_model.py).
     numbers, traffic: of its sessions, where other processes have further ones
       (transport/processes/).
     shared_port: other processes may listen on the port, too.

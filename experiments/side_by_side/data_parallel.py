@@ -22,8 +22,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import cli, nodes
+from diloco_jax.launch import cli
 from diloco_jax.learner import work as learner_work
+from diloco_jax.nodes import lifecycle
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 from experiments.side_by_side import floor
@@ -49,7 +50,7 @@ def run(config: run_config.Config, workdir: pathlib.Path, name: str, floor_s: fl
     heartbeat_timeout_seconds=DEAD_S,
     shutdown_timeout_seconds=DEAD_S,
   )
-  nodes.prepare_jax(1)  # not before: it asks for the devices
+  lifecycle.prepare_jax(1)  # not before: it asks for the devices
   _every_process_caches()
   asked_to_end: list[int] = []  # before this a signal ends the process at once
   signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.append(number))

@@ -10,8 +10,9 @@ import time
 
 from absl import flags
 
-from diloco_jax.launch import cli, nodes
+from diloco_jax.launch import cli
 from diloco_jax.learner import work as learner_work
+from diloco_jax.nodes import learner_node
 from diloco_jax.train import island as island_lib
 
 
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
   del argv
   values = flags.FLAGS
   where = values.workdir, values.learner, values.syncer
-  return nodes.learner(cli.config(), *where, cli.access(), work_class=_Work)
+  return learner_node.learner(cli.config(), *where, cli.access(), work_class=_Work)
 
 
 def define_flags() -> None:

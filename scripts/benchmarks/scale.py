@@ -38,7 +38,7 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.configs import own_loop
-from diloco_jax.launch import syncer_node
+from diloco_jax.nodes import syncer_node
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.report import records as records_lib

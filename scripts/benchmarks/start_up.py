@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.nodes import restarts
 from diloco_jax.report import records
 from diloco_jax.verification.faults import conductor
 from scripts.benchmarks import measured
@@ -67,7 +67,7 @@ class Bench(conductor.Conductor):
     self.begun = await self._life(FIRST, 0)
     for _ in range(self._kills):
       born_s = self.supervisor.child(self._victim).started_s
-      await self.until(lambda: time.monotonic() - born_s > supervisor_lib.SHORT_LIFE_S)
+      await self.until(lambda: time.monotonic() - born_s > restarts.SHORT_LIFE_S)
       await asyncio.sleep(random.random())
       self.look()
       seen = len(self.facts)

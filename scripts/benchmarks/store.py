@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from diloco_jax.configs import own_loop
-from diloco_jax.launch import syncer_node
+from diloco_jax.nodes import syncer_node
 from diloco_jax.storage import checkpoint, json_files
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored as stored_lib

@@ -17,8 +17,8 @@ import pytest
 from diloco_jax.api import single_controller
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import supervisor
 from diloco_jax.learner import work as learner_work
+from diloco_jax.nodes import restarts
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.verification.faults import chaos_report, conductor
 from tests.runs.lib import slow_data
@@ -140,8 +140,8 @@ def test_an_island_that_loses_its_devices_comes_back_and_the_others_go_on(tmp_pa
 @pytest.mark.full
 def test_an_island_whose_devices_stay_away_is_given_up(tmp_path, monkeypatch, capsys):
   """The run goes on while a quorum is left, and ends with a line that can be read after that."""
-  monkeypatch.setattr(supervisor, 'MAX_SHORT_LIVES', 2)
-  monkeypatch.setattr(supervisor, 'SHORT_LIFE_S', 10 * PATIENCE_S)  # however busy the machine is
+  monkeypatch.setattr(restarts, 'MAX_SHORT_LIVES', 2)
+  monkeypatch.setattr(restarts, 'SHORT_LIFE_S', 10 * PATIENCE_S)  # however busy the machine is
   with _running(tmp_path, _config(2, quorum=1)) as run:
     run.until(lambda: all(run.steps(name) >= 2 for name in ('l0', 'l1')))
     run.lost['l1'] = 2

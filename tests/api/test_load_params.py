@@ -16,8 +16,8 @@ import diloco_jax
 from diloco_jax.api import load_params
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import run_folder
 from diloco_jax.node import loop
+from diloco_jax.nodes import run_folder
 from diloco_jax.report import records
 from diloco_jax.storage import arrays, checkpoint, store
 from diloco_jax.syncer import global_model

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
 from tests.launch.lib import command_line
@@ -231,7 +231,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
 )
 def test_a_wrong_command_is_one_line_and_42(flags, words):
   done = launched(*flags)
-  assert done.returncode == cli.NEVER_RETRY
+  assert done.returncode == exits.NEVER_RETRY
   assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
   assert words in done.stderr
 
@@ -245,10 +245,10 @@ def test_a_flag_file_may_have_the_config_and_its_overrides(tmp_path):
   assert (flat['name'], flat['sync.quorum'], flat['train.steps']) == ('tiny', 2, 9)
   assert words[0] == '--config=stdlib_lm:tiny'
   done = launched(f'--flagfile={tmp_path}/nowhere')
-  assert done.returncode == cli.NEVER_RETRY and 'nowhere' in done.stderr
+  assert done.returncode == exits.NEVER_RETRY and 'nowhere' in done.stderr
 
 
 def test_a_field_that_is_given_as_a_flag_is_named():
   done = launched('--steps=30')
-  assert done.returncode == cli.NEVER_RETRY
+  assert done.returncode == exits.NEVER_RETRY
   assert "'steps'" in done.stderr and 'In the config: --config.train.steps' in done.stderr

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from diloco_jax.certs import check, names, proofs
-from diloco_jax.launch import cli
 from diloco_jax.launch.engines import gke
+from diloco_jax.nodes import exits
 from tests.certs import mint
 from tests.launch.lib import command_line, rendered, schemas
 
@@ -56,7 +56,7 @@ def test_texts_without_a_folder_are_printed_and_one_that_cannot_be_written_is_na
   done = command_line.diloco('launch', *words, cwd=tmp_path)
   assert done.returncode == 0 and done.stdout.startswith('# tiny-l0.yaml\n---\n'), done.stderr
   done = command_line.diloco('launch', *words, '--out=/dev/null/x', cwd=tmp_path)
-  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
+  assert done.returncode == exits.NEVER_RETRY and done.stderr.count('\n') == 1
   assert 'error: cannot write /dev/null/x/tiny-l0.yaml' in done.stderr
 
 
@@ -146,7 +146,7 @@ def test_what_is_missing_is_named_in_one_line(asked, given, words):
   assert rendered.texts(rendered.request(store='', topology='', only=['syncer']))
   with pytest.raises(ValueError) as refused:
     rendered.texts(rendered.request(**asked), **given)
-  text = cli.one_line(refused.value)
+  text = exits.one_line(refused.value)
   assert all(word in text for word in words), text
 
 
@@ -249,7 +249,7 @@ def test_one_error_names_all_that_is_missing_and_nothing_is_written(tmp_path):
   words = ['--config=gemma:1b', '--config.sync.learners=4', '--config.data.corpus=texts/*.txt']
   words = ['--engine=gke', '--tls=certs', '--out=out', *words]
   done = command_line.diloco('launch', *words, cwd=tmp_path)
-  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1
+  assert done.returncode == exits.NEVER_RETRY and done.stderr.count('\n') == 1
   for named in (
     *('--image', '--topology', '--config.train.store=gs://', '--config.data.corpus=/...'),
     *('l0 is not on the allowlist of run run-x', 'tls=certs/l1: there is no such folder'),

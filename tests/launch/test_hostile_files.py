@@ -15,7 +15,8 @@ from collections.abc import Callable
 import pytest
 
 from diloco_jax.config import load
-from diloco_jax.launch import own_model, restore, run_folder
+from diloco_jax.launch import restore
+from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import (

@@ -13,9 +13,10 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder, spec
+from diloco_jax.launch import local_run, restore, spec
+from diloco_jax.nodes import accelerators, exits, lifecycle, run_folder
 from diloco_jax.report import facts, records
-from diloco_jax.storage import files
+from diloco_jax.storage import files, folders
 from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
 
@@ -97,8 +98,8 @@ def test_a_path_without_readable_checkpoints_is_refused(config, tmp_path, monkey
     restore.restore(config, pathlib.Path('run'), restore.LATEST, print)
   with pytest.raises(ValueError, match=match), contextlib.ExitStack() as cleanup:
     run_folder.or_temporary('run', cleanup)
-  with pytest.raises(cli.NeverRetry, match=match):
-    nodes.open_folder('run', 'syncer')
+  with pytest.raises(exits.NeverRetry, match=match):
+    lifecycle.open_folder('run', 'syncer')
   assert not list(pathlib.Path().iterdir())
 
 
@@ -130,7 +131,7 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
     log.lock()
     (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
     ended = diloco('train', '--resume', f'--workdir={workdir}')
-    assert ended.returncode == cli.NEVER_RETRY
+    assert ended.returncode == exits.NEVER_RETRY
     assert f'already used by syncer pid {os.getpid()}' in ended.stderr
     with pytest.raises(files.DirectoryError, match='already used by syncer'):
       run_folder.open_workdir(config, workdir, resume=True)
@@ -317,7 +318,7 @@ def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeyp
 
 
 def test_the_cache_of_an_installed_package_is_the_users(monkeypatch):
-  assert cli.cache_folder() == cli.CHECKOUT / '.cache' / 'jax'
-  monkeypatch.setattr(cli, 'CHECKOUT', None)
-  assert cli.cache_folder({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
-  assert cli.cache_folder({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'
+  assert folders.compiled() == folders.CHECKOUT / '.cache' / 'jax'
+  monkeypatch.setattr(folders, 'CHECKOUT', None)
+  assert folders.compiled({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
+  assert folders.compiled({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from diloco_jax.launch import run_folder
+from diloco_jax.nodes import run_folder
 
 PROGRAM = """
 import pathlib, sys

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from diloco_jax.launch import cli, pathways
+from diloco_jax.launch import pathways
+from diloco_jax.nodes import exits
 
 _STUB = pathlib.Path(__file__).parent / 'lib' / 'pathways'
 
@@ -159,17 +160,17 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
 @pytest.mark.parametrize(
   ('words', 'environment', 'code', 'text'),
   [
-    ([], {}, cli.NEVER_RETRY, '--pathways needs --controller=single'),
+    ([], {}, exits.NEVER_RETRY, '--pathways needs --controller=single'),
     (
       ['--controller=single', '--config.sync.learners=3'],
       {},
-      cli.NEVER_RETRY,
+      exits.NEVER_RETRY,
       'all islands need 12 devices, Pathways has 8 in 2 slices',
     ),
     (
       ['--controller=single'],
       {'JAX_BACKEND_TARGET': 'grpc://nobody'},
-      cli.NOT_IN_TIME,
+      exits.NOT_IN_TIME,
       'no Pathways proxy answers at JAX_BACKEND_TARGET=grpc://nobody',
     ),
   ],

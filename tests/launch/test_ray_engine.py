@@ -13,13 +13,14 @@ import pytest
 from absl.testing import flagsaver
 
 from diloco_jax.config import load
-from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import ray, ray_driver
+from diloco_jax.nodes import exits
+from diloco_jax.storage import folders
 from tests.launch.lib import command_line
 from tests.runs.lib import ray_cluster
 
-NEVER = cli.NEVER_RETRY
+NEVER = exits.NEVER_RETRY
 DEADLINE_S = 60
 
 
@@ -50,7 +51,7 @@ def test_what_the_drivers_read(request_of_a_run):
   assert read == {'address': 'head:6379', 'workdir': '$SCRATCH/run', 'never_retry': 42}
   start = '/env/bin/python', '-P', '-X', 'utf8', '-m', 'diloco_jax'
   common = '--config=stdlib_lm:tiny', '--config.mesh.hosts=2', '--workdir={workdir}'
-  environment = {**spec_lib.ENVIRONMENT, 'PYTHONPATH': str(cli.CHECKOUT)}
+  environment = {**spec_lib.ENVIRONMENT, 'PYTHONPATH': str(folders.CHECKOUT)}
   files = ['ca.pem', 'cert.pem', 'key.pem']
   assert programs['syncer'] == {
     'name': 'syncer',

@@ -21,7 +21,8 @@ import pytest
 
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import cli, own_model, restore, run_folder
+from diloco_jax.launch import restore
+from diloco_jax.nodes import exits, own_model, run_folder
 from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
@@ -339,7 +340,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
 
   restored = functools.partial(command_line.diloco, 'restore')
   done = restored(f'--workdir={workdir}', '--to=104')
-  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
+  assert done.returncode == exits.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
   assert 'no checkpoint at or before clock 104' in done.stderr
   damage(workdir / 'syncer' / 'ckpt' / '205')
   done = restored(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
@@ -353,7 +354,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   done = restored(f'--workdir={workdir}', '--to=latest')
   assert done.stdout.splitlines()[-1].endswith('learners again, with their own commands')
   done = restored(f'--workdir={workdir}')
-  assert done.returncode == cli.NEVER_RETRY and '(there are: 105)' in done.stderr
+  assert done.returncode == exits.NEVER_RETRY and '(there are: 105)' in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ __main__.main()
 """
   words = (f'--workdir={workdir}', '--to=299')
   ended = command_line.python('-c', script, 'restore', *words)
-  assert ended.returncode == cli.DISK_FAILED, ended.stderr
+  assert ended.returncode == exits.DISK_FAILED, ended.stderr
   assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
     restore_note.read(workdir)
@@ -432,8 +433,8 @@ def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   workdir = shutil.copytree(past, tmp_path / 'a run')
   log = workdir / 'syncer' / 'wal' / wal.name_of(6)
   _flip(log, wal.HEADER_BYTES + 100, 0)
-  with pytest.raises(cli.NeverRetry, match='is damaged.* --to=latest') as refused:
-    with cli.log_failures():
+  with pytest.raises(exits.NeverRetry, match='is damaged.* --to=latest') as refused:
+    with exits.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
   (pasted,) = re.findall('diloco restore.*', str(refused.value))

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from diloco_jax.config import load, run_config
-from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import local
+from diloco_jax.nodes import exits
 from tests.launch.lib import command_line
 
 _PLACES = spec_lib.Places(
@@ -179,7 +179,7 @@ def test_what_this_machine_cannot_give(more, words):
 )
 def test_the_command_refuses_in_one_line(words, error, tmp_path):
   done = command_line.diloco('launch', f'--workdir={tmp_path}/run', *words)
-  assert (done.returncode, done.stdout) == (cli.NEVER_RETRY, '')
+  assert (done.returncode, done.stdout) == (exits.NEVER_RETRY, '')
   assert done.stderr.count('\n') == 1
   assert re.search(error, done.stderr), done.stderr
   assert not (tmp_path / 'run').exists()

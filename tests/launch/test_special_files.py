@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import load
-from diloco_jax.launch import nodes
+from diloco_jax.nodes import dial
 from diloco_jax.report import records
 from diloco_jax.storage import arrays, files, tapes
 from diloco_jax.train import corpus_files, tokenizer
@@ -124,8 +124,8 @@ def test_certificates_and_lists_are_regular_files(file: str, tmp_path):
 def test_the_address_of_a_syncer_is_in_a_regular_file_or_behind_a_link(tmp_path):
   os.mkfifo(tmp_path / 'pipe')
   with pytest.raises(ValueError, match='pipe is a named pipe'):
-    nodes.resolver(f'file:{tmp_path}/pipe', addresses.LOCAL)
-  read = nodes.resolver(f'file:{tmp_path}/link', addresses.LOCAL)  # the syncer starts later
+    dial.resolver(f'file:{tmp_path}/pipe', addresses.LOCAL)
+  read = dial.resolver(f'file:{tmp_path}/link', addresses.LOCAL)  # the syncer starts later
   (tmp_path / 'link').symlink_to('address')
   with pytest.raises(OSError):
     read()

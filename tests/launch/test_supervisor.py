@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import pathlib
-import random
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ import time
 import psutil
 import pytest
 
-from diloco_jax.launch import run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.nodes import restarts, run_folder
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
 
@@ -142,13 +141,13 @@ def test_a_run_has_one_supervisor(tmp_path):
 
 
 def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeypatch):
-  monkeypatch.setattr(supervisor_lib, '_BACKOFF_S', (0.01, 0.01))
+  monkeypatch.setattr(restarts, '_BACKOFF_S', (0.01, 0.01))
   outcome = Run(tmp_path, [program('l0', 'raise SystemExit(3)')]).run()
   assert (outcome.code, outcome.statuses['l0'].state) == (1, 'failed')
-  assert outcome.statuses['l0'].starts == supervisor_lib.MAX_SHORT_LIVES
+  assert outcome.statuses['l0'].starts == restarts.MAX_SHORT_LIVES
 
 
-MANY, SHORT = supervisor_lib.MAX_SHORT_LIVES, supervisor_lib.SHORT_LIFE_S - 1
+MANY, SHORT = restarts.MAX_SHORT_LIVES, restarts.SHORT_LIFE_S - 1
 
 
 @pytest.mark.parametrize(
@@ -453,13 +452,6 @@ def test_an_endless_line_is_cut(tmp_path):
   run.run()
   assert sum(len(line) for line in run.said('l0')) == 200_000
   assert max(len(line) for line in run.said('l0')) <= 2 * (1 << 16)
-
-
-def test_backoff_grows_to_its_cap_and_is_jittered():
-  pauses = [supervisor_lib.backoff_s(n, random.Random(n)) for n in range(1, 12)]
-  for n, pause_s in enumerate(pauses):
-    longest = min(30.0, 0.5 * 2**n)
-    assert longest / 2 <= pause_s <= longest
 
 
 @pytest.mark.parametrize(

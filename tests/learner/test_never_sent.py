@@ -14,8 +14,8 @@ import diloco_jax
 from diloco_jax.api import load_params
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import gemma, stdlib_lm
-from diloco_jax.launch import own_model
 from diloco_jax.learner import process as learner_process
+from diloco_jax.nodes import own_model
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import agreement
 from diloco_jax.report import summary

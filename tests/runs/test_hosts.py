@@ -20,9 +20,10 @@ import pytest
 
 import diloco_jax
 from diloco_jax.certs import authority, proofs
-from diloco_jax.launch import cli
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import hosts
+from diloco_jax.nodes import exits
+from diloco_jax.protocol import ids
 from diloco_jax.report import records
 from diloco_jax.verification.faults import conductor as conductor_lib
 from tests.runs.lib import conductor, gated_loop, hosts_bits, hosts_loop, promises, slow_data
@@ -61,7 +62,7 @@ class Conductor(conductor.Conductor):
 
   def _prove(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     tls = f'--tls={self._certs / program.name}'
-    if program.name == supervisor_lib.SYNCER:
+    if program.name == ids.SYNCER:
       return conductor_lib.with_more(program, tls, '--listen=127.0.0.1:0')
     if program.name == self._names[-1]:
       return conductor_lib.with_more(program, tls, '--config.mesh.fsdp=1')
@@ -152,7 +153,7 @@ def test_a_learner_comes_back_as_a_whole_whichever_host_ends_and_how(tmp_path):
   assert exits['l0'] == [-signal.SIGKILL, 0, -signal.SIGKILL, 0, 0]
   assert exits['l2'] == [0]
   assert len(exits['l1']) == 3 and exits['l1'][-1] == 0
-  assert all(code in (-signal.SIGABRT, cli.NOT_IN_TIME) for code in exits['l1'][:-1])
+  assert all(code in (-signal.SIGABRT, exits.NOT_IN_TIME) for code in exits['l1'][:-1])
   for name, lives in (('l0', 5), ('l1', 3), ('l2', 1)):
     joined = [
       fact['incarnation']
@@ -212,8 +213,8 @@ def test_a_loop_on_two_hosts_learns_with_a_plain_one(tmp_path, bug):
         losses = module.train(learner='l1', syncer=server.address, sync=sync)
     said, codes = end_of(processes)
   if bug:
-    assert codes[1] == cli.NOT_IN_TIME and 'error: a bug of the loop' in said[1]
-    assert codes[0] in (cli.NOT_IN_TIME, -signal.SIGABRT)
+    assert codes[1] == exits.NOT_IN_TIME and 'error: a bug of the loop' in said[1]
+    assert codes[0] in (exits.NOT_IN_TIME, -signal.SIGABRT)
     return
   assert codes == [0, 0], '\n'.join(said)
   assert sum(losses[-20:]) / 20 < LEARNED

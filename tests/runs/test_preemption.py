@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from diloco_jax.launch import cli, run_folder
+from diloco_jax.nodes import exits, run_folder
 from diloco_jax.verification.faults import chaos_report
 from tests import programs
 from tests.runs.lib import conductor
@@ -108,7 +108,7 @@ def test_a_second_sigterm_ends_it_at_once(start):
 
   programs.until(ended, process)
   assert process.end() == 128 + signal.SIGTERM
-  assert time.monotonic() >= asked_s + cli.EndRequests.WITHIN_S
+  assert time.monotonic() >= asked_s + exits.EndRequests.WITHIN_S
 
 
 @pytest.mark.long
@@ -129,7 +129,7 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(st
   safe = int(re.search(r'last committed record (\d+) is safe', words)[1])
   began_s = time.monotonic()
   syncer.send(signal.SIGTERM)
-  assert syncer.end() == cli.DISK_FAILED, syncer
+  assert syncer.end() == exits.DISK_FAILED, syncer
   assert time.monotonic() - began_s < NOTICE_S
   assert 'within 2 s' in syncer.text and 'The log holds every outer step' in syncer.text, syncer
   assert safe > 0

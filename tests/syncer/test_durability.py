@@ -24,6 +24,7 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
 from diloco_jax.node import loop
+from diloco_jax.nodes import exits
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
@@ -432,11 +433,11 @@ def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_pat
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(
-    cli.NeverRetry,
+    exits.NeverRetry,
     match='Record 2 of the log .* sync 2, fragment 0, version '
     '1 has digest [0-9a-f]{16}, was committed with 000000000000007b',
   ) as refusal:
-    with cli.log_failures():
+    with exits.log_failures():
       rig()
   assert refusal.value.code == 42
   assert _content(tmp_path / 'wal') == before
@@ -452,8 +453,8 @@ def test_the_log_of_another_run_is_refused_and_the_settings_that_differ_are_name
   with contextlib.closing(
     commit.CommitLog(files_lib.Files(tmp_path / 'wal'), build.assemble(config).agreement, print)
   ) as other:
-    with pytest.raises(cli.NeverRetry, match='belongs to the run') as refusal:
-      with cli.log_failures():
+    with pytest.raises(exits.NeverRetry, match='belongs to the run') as refusal:
+      with exits.log_failures():
         other.recover(None, {})
   assert refusal.value.code == 42
   seed = config.train.seed
@@ -514,8 +515,8 @@ def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
   assert isinstance(error, wal.WalFull) and life.posted.empty()
-  with pytest.raises(cli.DiskFailed, match='record 1 is safe.*make space and start it again'):
-    with cli.log_failures():
+  with pytest.raises(exits.DiskFailed, match='record 1 is safe.*make space and start it again'):
+    with exits.log_failures():
       raise error
   life.crash()
   assert bits(rig().theta) == expected[1]
@@ -528,8 +529,8 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
   assert life.posted.empty()
-  with pytest.raises(cli.DiskFailed, match='Safe up to record 1') as failure:
-    with cli.log_failures():
+  with pytest.raises(exits.DiskFailed, match='Safe up to record 1') as failure:
+    with exits.log_failures():
       raise error
   assert failure.value.code == 74
   life.crash()
@@ -586,8 +587,8 @@ def test_a_stopped_log_writes_no_outer_step(rig, expected):
 def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   for error, code in (
-    (cli.DiskFailed('the disk\nfailed'), 74),
-    (cli.NeverRetry('bad'), 42),
+    (exits.DiskFailed('the disk\nfailed'), 74),
+    (exits.NeverRetry('bad'), 42),
   ):
 
     def main(argv, error=error):
@@ -600,11 +601,11 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
 @pytest.mark.parametrize(
   'number, end',
   [
-    (errno.ENOSPC, cli.DiskFailed),
-    (errno.EIO, cli.DiskFailed),
-    (errno.EMFILE, cli.DiskFailed),
-    (errno.EACCES, cli.NeverRetry),
-    (errno.EROFS, cli.NeverRetry),
+    (errno.ENOSPC, exits.DiskFailed),
+    (errno.EIO, exits.DiskFailed),
+    (errno.EMFILE, exits.DiskFailed),
+    (errno.EACCES, exits.NeverRetry),
+    (errno.EROFS, exits.NeverRetry),
   ],
 )
 def test_what_a_later_start_may_mend_is_74(assembled, tmp_path, monkeypatch, number, end):
@@ -616,6 +617,6 @@ def test_what_a_later_start_may_mend_is_74(assembled, tmp_path, monkeypatch, num
 
   with monkeypatch.context() as patch:
     patch.setattr(os, 'fsync', fails)
-    with pytest.raises(end, match='is not writable'), cli.never_retry(files_lib.DirectoryError):
+    with pytest.raises(end, match='is not writable'), exits.never_retry(files_lib.DirectoryError):
       start()
   start().close()

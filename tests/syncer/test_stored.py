@@ -16,8 +16,9 @@ import time
 import numpy as np
 import pytest
 
-from diloco_jax.launch import nodes, own_model, restore, run_folder
+from diloco_jax.launch import restore
 from diloco_jax.node import loop
+from diloco_jax.nodes import dial, own_model, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, folders, restore_note, wal
 from diloco_jax.storage import claim as claim_lib
@@ -529,8 +530,8 @@ def test_an_end_waits_for_the_last_copy(here):
 
 
 def test_a_learner_that_was_down_at_the_end_of_the_run_hears_of_it(here, monkeypatch):
-  monkeypatch.setattr(nodes, 'CLAIM_TRUSTED_S', 0.0)
-  resolve = nodes.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
+  monkeypatch.setattr(dial, 'CLAIM_TRUSTED_S', 0.0)
+  resolve = dial.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
   life = here.live('a')
   assert resolve() == '127.0.0.1:7070'
   life.store.run_is_over()
@@ -539,10 +540,10 @@ def test_a_learner_that_was_down_at_the_end_of_the_run_hears_of_it(here, monkeyp
   here.kill()
   here.live('a')  # the run continues, with more steps
   assert resolve() == '127.0.0.1:7070'
-  monkeypatch.setattr(nodes, 'CLAIM_TRUSTED_S', 1e6)
+  monkeypatch.setattr(dial, 'CLAIM_TRUSTED_S', 1e6)
   here.kill()
   here.live('a').store.run_is_over()
-  late = nodes.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
+  late = dial.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
   assert late() == '127.0.0.1:7070'  # its syncer may be about to start again
 
 

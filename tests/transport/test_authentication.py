@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from diloco_jax.certs import allowlist, authority, check, names, proofs
-from diloco_jax.launch import own_model
+from diloco_jax.nodes import bring
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
   addresses,
@@ -156,7 +156,7 @@ def served(world, came):
       listening, stopped = queue.Queue(), threading.Event()
       pool = stack.enter_context(futures.ThreadPoolExecutor(1))
       where = '127.0.0.1:0', access, listening.put, stopped, print
-      pool.submit(own_model.receive, *where, keep=lambda model: None, answer=b'')
+      pool.submit(bring.receive, *where, keep=lambda model: None, answer=b'')
       stack.callback(stopped.set)
       found[door] = end, end.transport.address, listening.get(timeout=ends.DEADLINE_S)
     yield found

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from absl import flags
 
-from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
+from diloco_jax.nodes import exits
 
 _PORT = 7070
 _SPARE_S = 10
@@ -155,7 +155,7 @@ def _job_set(program: spec_lib.Program, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job(program: spec_lib.Program, template: dict[str, Any]) -> dict[str, Any]:
-  codes = {'containerName': program.role, 'operator': 'In', 'values': [cli.NEVER_RETRY]}
+  codes = {'containerName': program.role, 'operator': 'In', 'values': [exits.NEVER_RETRY]}
   return {
     'parallelism': program.hosts,
     'completions': program.hosts,

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from diloco_jax.launch import cli, local_run, run_folder
+from diloco_jax.launch import cli, local_run
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.nodes import exits, run_folder
 from diloco_jax.storage import files
 
 RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')
@@ -45,7 +46,7 @@ def run(
   config, workdir = request.config, pathlib.Path(places.workdir)
   here = programs is local_run.programs  # not on other machines
   whole = here and local_run.is_whole(config, described)
-  with cli.never_retry(ValueError, files.DirectoryError):
+  with exits.never_retry(ValueError, files.DirectoryError):
     run_folder.open_workdir(
       config, workdir, resume=RESUME.value, changed=cli.overrides(), whole=whole
     )

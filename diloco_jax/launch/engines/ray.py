@@ -16,10 +16,11 @@ import time
 from absl import flags
 
 from diloco_jax.certs import allowlist, check
-from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.launch.engines import local
+from diloco_jax.nodes import exits
+from diloco_jax.storage import folders
 
 _DRIVER = pathlib.Path(__file__).with_name('ray_driver.py')
 _TETHER = pathlib.Path(__file__).parents[1] / 'die_with_parent.py'
@@ -67,7 +68,7 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Pl
   if named[0] not in '~$':  # those are others on other machines
     named = os.path.abspath(named)
   workdir = pathlib.Path(os.path.expanduser(os.path.expandvars(named)))
-  with cli.never_retry(ValueError):
+  with exits.never_retry(ValueError):
     text = json.dumps(describe(described, request.tls, f'{named}/machine'), indent=1)
 
   def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
@@ -92,7 +93,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     resources = json.loads(_RESOURCES.value)
   except ValueError as error:
     raise ValueError(f'--ray_resources={_RESOURCES.value} is not JSON: {error}') from error
-  path = {'PYTHONPATH': str(cli.CHECKOUT)} if cli.CHECKOUT else {}
+  path = {'PYTHONPATH': str(folders.CHECKOUT)} if folders.CHECKOUT else {}
   found = {}
   for one in described.programs:
     files = (*check.FILES, *([allowlist.FILE] if one.role == spec_lib.SYNCER else []))
@@ -110,6 +111,6 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     'workdir': workdir,
     'cwd': os.getcwd(),
     'tether': _TETHER.read_text('utf-8'),
-    'never_retry': cli.NEVER_RETRY,
+    'never_retry': exits.NEVER_RETRY,
     'programs': found,
   }

@@ -17,7 +17,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli as cli_lib
-from diloco_jax.launch import run_folder
+from diloco_jax.nodes import exits, run_folder
 from diloco_jax.report import live
 from diloco_jax.verification import plans
 from diloco_jax.verification.faults import chaos_run, conductor
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
   del argv
   config = cli_lib.config()
   names = run_config.learner_ids(config.sync.learners)
-  with cli_lib.never_retry(ValueError):
+  with exits.never_retry(ValueError):
     if len(names) < 2:
       raise ValueError(
         f'sync.learners is {len(names)}, chaos needs at least 2: one to fail, one to train on'

@@ -21,6 +21,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.report import header
 
 cli.define_config()
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> None:
     from diloco_jax.verification.virtual import plan
 
   sync, step_tokens = config.sync, 0
-  with cli.never_retry(ValueError, RuntimeError):
+  with exits.never_retry(ValueError, RuntimeError):
     if _PARAMETERS.value:
       values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
     elif config.task == run_config.OWN_LOOP:
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> None:
   if not found['fits']:
     longer = found['period'] > sync.period
     instead = f'. As it is, the syncer exchanges every {found["period"]} steps' if longer else ''
-    raise cli.NeverRetry(f'this run does not fit its {found["change"]}{instead}')
+    raise exits.NeverRetry(f'this run does not fit its {found["change"]}{instead}')
 
 
 def links(words: list[str], names: list[str]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ Exit codes: 0 all identical, 1 a divergence or a damaged tape, 42 no such tape.
 import pathlib
 import traceback
 
-from diloco_jax.launch import cli
+from diloco_jax.nodes import exits
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
@@ -22,8 +22,8 @@ POSITIONAL = True
 
 def main(argv: list[str]) -> int:
   if len(argv) < 2:
-    raise cli.NeverRetry('no tape given; for example: diloco replay runs/NAME')
-  with cli.never_retry(ValueError):
+    raise exits.NeverRetry('no tape given; for example: diloco replay runs/NAME')
+  with exits.never_retry(ValueError):
     lives = [life for path in argv[1:] for life in tape_files.find(pathlib.Path(path))]
     identical = [_replay(life) for life in lives]
   return int(not all(identical))
@@ -36,7 +36,7 @@ def _replay(life: tapes.ProcessTape) -> bool:
   except tape.OtherTape:
     raise
   except (tape.TapeError, OSError) as error:
-    print(f'{life.name}: damaged: {cli.one_line(error)}')
+    print(f'{life.name}: damaged: {exits.one_line(error)}')
     return False
   print(f'{life.name}: {replay.text()}')
   if replay.crash is not None:

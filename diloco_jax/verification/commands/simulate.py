@@ -19,7 +19,8 @@ import time
 from absl import flags
 from rich import progress
 
-from diloco_jax.launch import cli, die_with_parent
+from diloco_jax.launch import die_with_parent
+from diloco_jax.nodes import exits
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.storage import tapes as tapes_lib
 from diloco_jax.verification.sim import many_seeds, narrate, random_settings, tapes
@@ -39,14 +40,14 @@ def main(argv: list[str]) -> int:
   del argv
   if _SEED.value is not None:
     if _SEEDS.value is not None:
-      raise cli.NeverRetry('--seed and --seeds exclude each other: give one of them')
+      raise exits.NeverRetry('--seed and --seeds exclude each other: give one of them')
     return _one(_SEED.value)
   for flag, given in (('--story', _STORY.value), ('--tapes', _TAPES.value)):
     if given:
-      raise cli.NeverRetry(f'{flag} applies to one run: add --seed=N')
+      raise exits.NeverRetry(f'{flag} applies to one run: add --seed=N')
   first, colon, beyond = (_SEEDS.value or '0:1000').partition(':')
   if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
-    raise cli.NeverRetry(
+    raise exits.NeverRetry(
       f'--seeds={_SEEDS.value}: write FIRST:END, two numbers, for example 0:1000'
     )
   return _many(int(first), int(beyond))
@@ -87,7 +88,7 @@ def _tapes_folder() -> pathlib.Path | None:
     return None
   folder = pathlib.Path(_TAPES.value)
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-    raise cli.NeverRetry(
+    raise exits.NeverRetry(
       f'--tapes={folder} is a file or not empty. Nothing was overwritten; name a new folder'
     )
   return folder

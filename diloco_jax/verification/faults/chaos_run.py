@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.nodes import run_folder
+from diloco_jax.protocol import ids
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import live, records, run_facts
 from diloco_jax.verification import plans
@@ -107,7 +108,7 @@ class ChaosRun(conductor.Conductor):
     return '\n'.join(lines), not complaints and verdict.broken is None
 
   def _connect_to_proxy(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
-    if program.name == supervisor_lib.SYNCER:
+    if program.name == ids.SYNCER:
       return conductor.with_more(program, '--listen=127.0.0.1:0', '--plaintext_loopback')
     address = f'file:{_proxy_file(self.workdir, program.name)}'
     return conductor.with_more(

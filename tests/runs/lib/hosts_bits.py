@@ -18,9 +18,9 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import nodes
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import on_device
+from diloco_jax.nodes import lifecycle
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import mesh as mesh_lib
 
@@ -32,7 +32,7 @@ def main(hosts: str, host: str, coordinator: str) -> None:
     hosts_lib.connect(hosts_lib.Cluster(int(hosts), int(host), coordinator))
   config = stdlib_lm.get_config('tiny')
   config.mesh.data = config.mesh.fsdp = 2
-  nodes.prepare_jax(config.mesh.num_devices // int(hosts))
+  lifecycle.prepare_jax(config.mesh.num_devices // int(hosts))
   assembled = build.assemble(config)
   island = island_lib.Island(
     task=assembled.task,

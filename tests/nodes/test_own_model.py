@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import accelerators, cli, own_model
+from diloco_jax.nodes import accelerators, bring, exits, own_model
 from diloco_jax.protocol import agreement
 from diloco_jax.storage import arrays
 from diloco_jax.transport import addresses, grpc_session, listen
@@ -36,7 +36,7 @@ class Waiting:
     self._stopped, listening = threading.Event(), queue.Queue()
     self._pool = futures.ThreadPoolExecutor(1)
     self.model = self._pool.submit(
-      own_model.receive,
+      bring.receive,
       addresses.in_folder(folder),
       addresses.LOCAL,
       listening.put,
@@ -109,7 +109,7 @@ def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, pieces, sa
   syncer = waiting()
   code, text = syncer.refuses(iter(pieces))
   assert code is grpc.StatusCode.INVALID_ARGUMENT and said in text and len(text) < 300
-  own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
 
 
@@ -132,15 +132,15 @@ def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the same kind of error
   with futures.ThreadPoolExecutor(2) as pool:
     try:
-      syncer = pool.submit(own_model.obtain, *where)
+      syncer = pool.submit(bring.obtain, *where)
       listening.get(timeout=_DEADLINE_S)
-      brought = pool.submit(own_model.bring, model, lambda: address, addresses.LOCAL, _DEADLINE_S)
+      brought = pool.submit(bring.bring, model, lambda: address, addresses.LOCAL, _DEADLINE_S)
       error = syncer.exception(_DEADLINE_S)
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not brought.done() and own_model.read(tmp_path) is None
-    assert cli.refusal(error) is cli.DiskFailed
-    syncer = pool.submit(own_model.obtain, *where)
+    assert exits.refusal(error) is exits.DiskFailed
+    syncer = pool.submit(bring.obtain, *where)
     brought.result(_DEADLINE_S)
     np.testing.assert_array_equal(own_model.read(tmp_path).values()['w'], noise)
     syncer.result(_DEADLINE_S)
@@ -161,7 +161,7 @@ def test_one_learner_at_a_time_brings_the_model(waiting):
   assert syncer.refuses(iter([b'no header'])) == busy
   slow.cancel()
   never.set()
-  own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
 
 
@@ -175,7 +175,7 @@ def test_a_learner_has_limited_time_to_bring_the_model(waiting):
   slow = syncer.bring(slowly())
   assert slow.exception().code() is grpc.StatusCode.CANCELLED  # by the syncer: its own end is later
   never.set()
-  own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+  bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
 
 
@@ -190,7 +190,7 @@ def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
   model = dataclasses.replace(
     own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body'), values=values
   )
-  own_model.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s)
+  bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s)
   assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == shape
 
 
@@ -216,7 +216,7 @@ def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
 
   with futures.ThreadPoolExecutor(1) as pool:
     patience = wait_s, lambda: clock[0]
-    brought = pool.submit(own_model.bring, _MODEL, address, addresses.LOCAL, *patience)
+    brought = pool.submit(bring.bring, _MODEL, address, addresses.LOCAL, *patience)
     assert patient.wait(_DEADLINE_S)
     slow.cancel()
     never.set()
@@ -227,7 +227,7 @@ def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
 def test_a_header_that_no_syncer_takes_is_not_sent():
   model = own_model.describe({'w' * (5 << 20): jnp.ones(1)}, lambda name: 'body')
   with pytest.raises(ValueError, match='nothing was sent: use fewer or shorter names'):
-    own_model.bring(model, lambda: 'unix:/nowhere', addresses.LOCAL, wait_s=0.0)
+    bring.bring(model, lambda: 'unix:/nowhere', addresses.LOCAL, wait_s=0.0)
 
 
 def test_a_parameter_called_value_keeps_its_name():
@@ -269,40 +269,40 @@ def test_settings_that_no_syncer_of_this_version_has_are_refused(monkeypatch, to
   """And nothing is brought."""
   brought, given = [], own_model.config(0, run_config.SyncConfig(), 0)
 
-  def bring(model, *args):
+  def answered(model, *args):
     brought.extend(model.shapes)
     return told.encode()
 
-  monkeypatch.setattr(own_model, 'bring', bring)
+  monkeypatch.setattr(bring, 'bring', answered)
   with pytest.raises(ValueError, match=said):
-    own_model.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+    bring.meet(_MODEL, given, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
   assert not brought
 
 
 def test_a_header_that_is_none_is_refused_by_the_learner(monkeypatch):
   answer = own_model.about(_CONFIG) + header(shape=(-1, 8))
-  monkeypatch.setattr(own_model, 'bring', lambda *args: answer)
+  monkeypatch.setattr(bring, 'bring', lambda *args: answer)
   with pytest.raises(ValueError, match='not the header of a model'):
-    own_model.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
+    bring.meet(_MODEL, _CONFIG, lambda: 'unix:/nowhere', addresses.LOCAL, _DEADLINE_S)
 
 
 def test_the_model_that_another_learner_brought_meanwhile_is_compared(waiting, monkeypatch):
-  syncer, bring, asked = waiting(), own_model.bring, []
+  syncer, really, asked = waiting(), bring.bring, []
   other = own_model.describe({'v': jnp.ones((8, 8))}, lambda name: 'body')
 
   def slowly(model, *args):
-    answer = bring(model, *args)
+    answer = really(model, *args)
     if not model.shapes:
       asked.append(answer)
-      bring(other, *args)
+      really(other, *args)
       syncer.model.result(_DEADLINE_S)
       complete = own_model.about(_CONFIG, other)
-      monkeypatch.setattr(own_model, 'bring', lambda *args: complete)
+      monkeypatch.setattr(bring, 'bring', lambda *args: complete)
     return answer
 
-  monkeypatch.setattr(own_model, 'bring', slowly)
+  monkeypatch.setattr(bring, 'bring', slowly)
   with pytest.raises(ValueError, match=r"array v is 'absent' here, 'float32\[8, 8\], body' there"):
-    own_model.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
+    bring.meet(_MODEL, _CONFIG, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S)
   assert asked == [own_model.about(_CONFIG)]
 
 
@@ -357,7 +357,7 @@ def test_running_statistics_are_labelled_by_default():
 
 def test_the_limit_of_a_model_is_half_of_the_memory_of_the_container(tmp_path, monkeypatch):
   """A host may have far more; the syncer would be killed with the model half read."""
-  pieces = list(own_model._pieces(_MODEL.header().encode(), _MODEL))
+  pieces = list(bring._pieces(_MODEL.header().encode(), _MODEL))
   monkeypatch.setattr(accelerators, 'available_memory', lambda: 2 * 255)
   with contextlib.closing(Waiting(tmp_path)) as waiting:
     code, text = waiting.refuses(iter(pieces))

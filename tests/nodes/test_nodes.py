@@ -12,7 +12,16 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import cli, nodes, own_model, restore, run_folder, syncer_node
+from diloco_jax.launch import cli, restore
+from diloco_jax.nodes import (
+  dial,
+  exits,
+  learner_node,
+  lifecycle,
+  own_model,
+  run_folder,
+  syncer_node,
+)
 from diloco_jax.protocol import actions, messages
 from diloco_jax.report import records as recording
 from diloco_jax.storage import arrays, files
@@ -32,8 +41,8 @@ from tests.launch.lib import command_line
   ],
 )
 def test_a_wrong_id_or_address_is_refused(learner, address, said, tmp_path):
-  with pytest.raises(cli.NeverRetry, match=said):
-    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), learner, address)
+  with pytest.raises(exits.NeverRetry, match=said):
+    learner_node.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), learner, address)
   assert not (tmp_path / 'run').exists()
 
 
@@ -42,7 +51,7 @@ def test_a_closed_terminal_ends_a_process_in_order_but_not_under_nohup(nohup):
   asked = []
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
   try:
-    with nodes.stops(asked.append, 60, ''):
+    with lifecycle.stops(asked.append, 60, ''):
       signal.raise_signal(signal.SIGHUP)
   finally:
     signal.signal(signal.SIGHUP, before)
@@ -108,7 +117,7 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   records = recording.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
-  assert cli._guarded(lambda argv: nodes.end(waited, records), []) == 75
+  assert cli._guarded(lambda argv: lifecycle.end(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
 
 
@@ -158,7 +167,7 @@ def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
   with contextlib.closing(files.Files(tmp_path / 'islands' / 'l0' / 'ckpt')) as folder:
     folder.lock('learner')
     ended = command_line.python('-c', _LEARNER, tmp_path, JAX_NUM_CPU_DEVICES='2')
-  assert ended.returncode == cli.NEVER_RETRY
+  assert ended.returncode == exits.NEVER_RETRY
   assert f'l0/ckpt is already used by learner pid {os.getpid()}' in ended.stderr
 
 
@@ -169,7 +178,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_pat
   record.write_text('{')
   script = _SYNCER if node == 'syncer' else _LEARNER
   ended = command_line.python('-c', script, tmp_path, JAX_NUM_CPU_DEVICES='2')
-  assert ended.returncode == cli.DISK_FAILED
+  assert ended.returncode == exits.DISK_FAILED
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
   assert f'none of the checkpoints [1] under {tmp_path / node}/ckpt can be read' in line
   assert 'Traceback' not in ended.stderr and record.exists()
@@ -201,7 +210,7 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
   file.write_text(_NOT_FINITE)
   words = [*command, f'--config={file}', f'--workdir={tmp_path / "run"}']
   ended = command_line.diloco(*words)
-  assert ended.returncode == cli.NEVER_RETRY, ended.stderr
+  assert ended.returncode == exits.NEVER_RETRY, ended.stderr
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
   assert line.startswith("error: ['gain'] has initial values that are not finite")
   assert 'correct the initial parameters' in line and 'Traceback' not in ended.stderr
@@ -213,7 +222,7 @@ def test_what_may_wait_for_one_learner_follows_the_fragments_of_a_large_model():
   model = own_model.Model(shapes, dict.fromkeys(names, 'body'), values=dict)
   assembled = own_model.complete(model, own_loop.get_config())
   assert assembled.parameters > 5e10
-  limits = nodes.limits(assembled)
+  limits = dial.limits(assembled)
   whole, delta = max(assembled.publish_bytes), max(assembled.payload_bytes)
   deltas = messages.MAX_VERSIONS_IN_FLIGHT * delta
   assert link.Limits.max_queued_bytes < messages.MAX_WHOLES * whole + deltas
@@ -224,8 +233,10 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
   mint.owner(tmp_path / 'certs')
   access = addresses.Access(tls=tmp_path / 'certs' / 'l0')
   match = 'is that of l0, and this learner is l1: give each learner the folder of its own id'
-  with pytest.raises(cli.NeverRetry, match=match):
-    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l1', '127.0.0.1:1', access)
+  with pytest.raises(exits.NeverRetry, match=match):
+    learner_node.learner(
+      stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l1', '127.0.0.1:1', access
+    )
   assert not (tmp_path / 'run').exists()
   params = {'w': np.ones((4, 4), np.float32)}
   with pytest.raises(ValueError, match=match):
@@ -233,7 +244,7 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
       params, learner='l1', syncer='127.0.0.1:1', total_steps=5, tls=access.tls, wait_s=0.0
     ):
       pass
-  nodes.require_own_certificate(access, 'l0')
+  dial.require_own_certificate(access, 'l0')
 
 
 @pytest.mark.parametrize(

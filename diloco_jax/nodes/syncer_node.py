@@ -1,8 +1,8 @@
 """The syncer as a node on gRPC: of a process (`diloco syncer`), and of a program of the user's own
-(api/run_syncer.py). Errors and exit codes are those of nodes.py.
+(api/run_syncer.py). Errors and exit codes are those of exits.py.
 
 The model of a run without a task, whose learners are loops of the user's own, is in the run's
-folder, or else is given, or else the first learner brings it (own_model.py); then the folder keeps
+folder, or else is given, or else the first learner brings it (bring.py); then the folder keeps
 it, and the store.
 """
 
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import cli, nodes, own_model, run_folder
 from diloco_jax.node import loop
+from diloco_jax.nodes import bring, dial, exits, lifecycle, own_model, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
@@ -65,12 +65,12 @@ class Syncer:
     """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
     none. Raises ValueError, OSError, CheckpointError, and as `run`."""
     with stored.opened(self.config, self.folder, self.records.say) as store:
-      with cli.never_retry(ValueError, OSError, checkpoint.CheckpointError):
+      with exits.never_retry(ValueError, OSError, checkpoint.CheckpointError):
         addresses.check(self.address, self.access)
         if make and own_model.read(self.folder) is None:
           own_model.write(self.folder, make(), self.config)
         try:
-          model = own_model.obtain(
+          model = bring.obtain(
             self.folder,
             self.config,
             self.address,
@@ -102,8 +102,8 @@ class Syncer:
     records_lib.report_startup(self.records, 'assembled')
 
     def listen(post, payloads):
-      with cli.never_retry(ValueError, OSError):
-        place = self.address, post, payloads, nodes.limits(assembled), self.records.say
+      with exits.never_retry(ValueError, OSError):
+        place = self.address, post, payloads, dial.limits(assembled), self.records.say
         how = {'access': self.access, 'about': assembled.about or assembled.agreement.encode()}
         if self.processes:
           transport = parent.ProcessesTransport(self.processes, *place, **how)
@@ -156,10 +156,10 @@ def main(
   prepare()
   assembled = None
   if config.task != run_config.OWN_LOOP:
-    with cli.never_retry(ValueError):
+    with exits.never_retry(ValueError):
       assembled = build.assemble(config.of('syncer'))
-  folder, records = nodes.open_folder(workdir, 'syncer')
-  with cli.never_retry(OSError):
+  folder, records = lifecycle.open_folder(workdir, 'syncer')
+  with exits.never_retry(OSError):
     address = listen or addresses.in_folder(folder)
   syncer = Syncer(
     config=config,
@@ -171,20 +171,20 @@ def main(
   )
   brought = lambda: own_model.describe(arrays.load(pathlib.Path(init)), task_lib.embeddings)
   with (
-    nodes.stops(syncer.stop, config.train.drain_s, _SAFE, cli.DISK_FAILED),
-    cli.log_failures(),
-    nodes.checkpoint_failures(),
-    cli.never_retry(ValueError, files.DirectoryError),
+    lifecycle.stops(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
+    exits.log_failures(),
+    lifecycle.checkpoint_failures(),
+    exits.never_retry(ValueError, files.DirectoryError),
   ):
     if assembled is None:
       result = syncer.run_loops(brought if init else None)
     else:
       syncer.theta = global_model_lib.Theta(assembled)
       result = syncer.run(assembled)
-  return nodes.end(result, records)
+  return lifecycle.end(result, records)
 
 
 def prepare() -> None:
   """As prepare_jax, for a process that is nothing but a syncer."""
   outer_step.share_cores()
-  nodes.prepare_jax(1)
+  lifecycle.prepare_jax(1)

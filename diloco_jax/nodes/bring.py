@@ -1,0 +1,271 @@
+"""How the model of a user's own loop reaches the syncer, and the settings of the run the loop.
+
+The first learner sends the model before it joins, in one gRPC call (BRING). The syncer answers with
+the settings that all share and with the names, shapes and labels that it has: each learner asks
+first, by a call without arrays (`meet`).
+"""
+
+import contextlib
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import grpc
+import numpy as np
+
+from diloco_jax.certs import proofs
+from diloco_jax.config import run_config
+from diloco_jax.nodes import accelerators, own_model
+from diloco_jax.protocol import agreement, safe_json
+from diloco_jax.protocol import printable as printable_lib
+from diloco_jax.storage import checkpoint
+from diloco_jax.transport import addresses, credentials, grpc_session, listen
+
+_METHOD = f'/{grpc_session.SERVICE}/{grpc_session.BRING}'
+_PIECE_BYTES = 1 << 20
+_CALLS = 4  # one brings a model, the others are told to wait
+_UPLOAD_S = 60.0
+_UPLOAD_BYTES_PER_S = 1 << 20
+_TOLD = ('grpc.max_receive_message_length', 2 * own_model.MAX_HEADER_BYTES)
+_DIAL_S = 0.2  # between two calls to a syncer that does not listen yet
+
+
+def meet(
+  model: own_model.Model,
+  given: run_config.Config,
+  address: Callable[[], str],
+  access: addresses.Access,
+  wait_s: float,
+) -> str:
+  """Returns the settings of a syncer that has this model, for `taken`; brings it if there is none.
+  Shared settings of `given` that are not 0, or in `sync` not the default, must be the syncer's.
+  Raises as `bring`, and ValueError for another model or setting."""
+  usual = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
+  mine = dict(given.agreement().items() - usual) | _arrays(model)
+  for brought in (own_model.Model({}, {}, dict), model):
+    settings, _, header = bring(brought, address, access, wait_s).decode().partition('\n')
+    made, theirs = (
+      own_model.taken(given, settings),
+      own_model.from_header(header, dict) if header else model,
+    )
+    here = agreement.encode(made.agreement() | mine)
+    there = agreement.encode(safe_json.parse_object(settings) | _arrays(theirs))
+    if found := agreement.refusal(here, there):
+      raise ValueError(found)
+    if header:
+      break
+    own_model.complete(model, made)
+  return settings
+
+
+def _arrays(model: own_model.Model) -> dict[str, str]:
+  shapes = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in model.shapes.items()}
+  return {f'array {name}': f'{shape}, {model.labels[name]}' for name, shape in shapes.items()}
+
+
+def obtain(
+  workdir: pathlib.Path,
+  config: run_config.Config,
+  address: str,
+  access: addresses.Access,
+  listening: Callable[[str], None],
+  stopped: threading.Event,
+  say: credentials.Say,
+) -> own_model.Model:
+  """The model in the run's folder, or else what the first learner brings (`receive`). Its values
+  are read from the folder when they are asked for, and not held for the whole run."""
+  if own_model.read(workdir) is None:
+    own_model.require_no_run(workdir)
+    keep = lambda model: own_model.write(workdir, model, config)
+    receive(address, access, listening, stopped, say, keep, own_model.about(config))
+  return own_model.read(workdir)
+
+
+def bring(
+  model: own_model.Model,
+  address: Callable[[], str],
+  access: addresses.Access,
+  wait_s: float,
+  now_s: Callable[[], float] = time.monotonic,
+) -> bytes:
+  """Sends the model to the syncer, if it has none; waits until one listens. Returns the answer,
+  `about`.
+
+  Raises:
+    RunEnded: there is no syncer any more.
+    TimeoutError: no syncer has listened for `wait_s`. While another learner brings the model, the
+      syncer listens.
+    ValueError: the syncer refused the model, or would refuse it.
+  """
+  header = model.header().encode()
+  if len(header) > own_model.MAX_HEADER_BYTES:
+    raise ValueError(
+      f'names and shapes of the model have {len(header)} bytes, a syncer takes '
+      f'{own_model.MAX_HEADER_BYTES}; nothing was sent: use fewer or shorter names'
+    )
+  limit_s = wait_s + _size_bytes(model) / _UPLOAD_BYTES_PER_S
+  deadline_s = now_s() + wait_s
+  while True:
+    try:
+      with listen.dial(address(), access, (*grpc_session.COMMON_OPTIONS, _TOLD)) as channel:
+        return channel.stream_unary(_METHOD)(_pieces(header, model), timeout=limit_s)
+    except grpc.RpcError as error:
+      if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+        raise ValueError(f'the syncer refused the model: {error.details()}') from None
+      if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # it listens, to another learner
+        deadline_s = now_s() + wait_s
+      reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
+    except addresses.RunEnded:
+      raise
+    except OSError as error:  # no address yet
+      reason = str(error)
+    if now_s() >= deadline_s:
+      raise TimeoutError(f'no syncer answered within {wait_s:g} s: {reason}')
+    threading.Event().wait(_DIAL_S)
+
+
+def _size_bytes(model: own_model.Model) -> int:
+  """Of the values on their way: float32."""
+  return sum(4 * leaf.size for leaf in model.shapes.values())
+
+
+def _pieces(header: bytes, model: own_model.Model) -> Iterator[bytes]:
+  yield header
+  values = model.values()
+  for name in model.shapes:
+    data = memoryview(np.ascontiguousarray(values[name])).cast('B')
+    for start in range(0, len(data), _PIECE_BYTES):
+      yield bytes(data[start : start + _PIECE_BYTES])
+
+
+def receive(
+  address: str,
+  access: addresses.Access,
+  listening: Callable[[str], None],
+  stopped: threading.Event,
+  say: credentials.Say,
+  keep: Callable[[own_model.Model], object],
+  answer: bytes,
+  max_bytes: int | None = None,
+  upload_s: float = _UPLOAD_S,
+) -> own_model.Model:
+  """Serves the call until a model has arrived. One learner at a time may bring one.
+
+  Args:
+    address: where to listen (transport/addresses.py).
+    listening: called with the address; a port 0 is replaced.
+    stopped: gives up when it is set.
+    say: takes lines about certificates.
+    keep: stores the model, before the learner hears that it has arrived, since it brings it once.
+      Raises ValueError for a model that the syncer cannot use; it then waits for another one.
+    answer: to each call (`about`).
+    max_bytes: of the values; None: half of the memory that is free.
+    upload_s: in which a learner must have brought its model, and another second for each
+      _UPLOAD_BYTES_PER_S.
+
+  Raises:
+    ValueError: `access` is not enough for the address, or its files are wrong.
+    OSError: the address cannot be bound.
+    InterruptedError: `stopped` was set.
+    Any other error of `keep`; the learner then brings the model to the next syncer.
+  """
+  arrived: queue.SimpleQueue[own_model.Model | Exception] = queue.SimpleQueue()
+  busy = threading.Lock()  # held for good once a model is kept
+  if max_bytes is None:
+    max_bytes = accelerators.available_memory() // 2
+
+  def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    try:
+      listener.prove(context)
+    except proofs.Unproved as error:
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+    if not busy.acquire(blocking=False):
+      context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
+    timers = [grpc_session.start_timer(upload_s, context.cancel)]
+
+    def extend(size_bytes: int) -> None:
+      """The size is known."""
+      timers.pop().cancel()
+      seconds = upload_s + size_bytes / _UPLOAD_BYTES_PER_S
+      timers.append(grpc_session.start_timer(seconds, context.cancel))
+
+    try:
+      model = _read_pieces(requests, max_bytes, extend)
+      timers[0].cancel()
+      if not model.shapes:  # a learner that asks
+        busy.release()
+        return answer
+      keep(model)
+    except ValueError as error:
+      busy.release()
+      text = printable_lib.printable(str(error), grpc_session.REASON_CHARS)
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    except (OSError, checkpoint.CheckpointError) as error:
+      arrived.put(error)
+      context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer could not keep the model')
+    except BaseException:
+      busy.release()
+      raise
+    finally:
+      timers[0].cancel()
+    arrived.put(model)
+    return answer
+
+  pool = futures.ThreadPoolExecutor(_CALLS, thread_name_prefix='model')
+  options = (*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0))
+  server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_CALLS)
+  handlers = {grpc_session.BRING: grpc.stream_unary_rpc_method_handler(brought)}
+  generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
+  server.add_generic_rpc_handlers((generic,))
+  listener = listen.Listener(server, address, access, say)
+  server.start()
+  try:
+    listening(listener.address)
+    return _wait(arrived, listener, stopped)
+  finally:
+    server.stop(grace=1.0).wait()
+    pool.shutdown()
+    listener.close()
+
+
+def _wait(
+  arrived: queue.SimpleQueue[own_model.Model | Exception],
+  listener: listen.Listener,
+  stopped: threading.Event,
+) -> own_model.Model:
+  """Waits for a model, and follows the certificates meanwhile. Raises what arrived instead."""
+  while not stopped.is_set():
+    listener.refresh([])
+    with contextlib.suppress(queue.Empty):
+      found = arrived.get(timeout=_DIAL_S)
+      if isinstance(found, Exception):
+        raise found
+      return found
+  raise InterruptedError('stopped before a learner brought the model')
+
+
+def _read_pieces(
+  requests: Iterator[bytes], max_bytes: int, announced: Callable[[int], None]
+) -> own_model.Model:
+  header = next(requests, b'')
+  if len(header) > own_model.MAX_HEADER_BYTES:
+    raise ValueError(f'the header has {len(header)} bytes, at most {own_model.MAX_HEADER_BYTES}')
+  values: dict[str, np.ndarray] = {}
+  model = own_model.from_header(header.decode(errors='replace'), lambda: values)
+  total = _size_bytes(model)
+  if total > max_bytes:
+    raise ValueError(f'the model has {total} bytes, this syncer has memory for {max_bytes}')
+  announced(total)
+  for name, leaf in model.shapes.items():
+    data, size = bytearray(), 4 * leaf.size
+    while len(data) < size:
+      piece = next(requests, b'')
+      if not piece or len(data) + len(piece) > size:
+        raise ValueError(f'{name} has {len(data) + len(piece)} bytes, {size} were announced')
+      data += piece
+    values[name] = np.frombuffer(data, np.float32).reshape(leaf.shape)
+    own_model.require_finite(name, values[name])
+  return model

@@ -1,0 +1,127 @@
+"""The start and the end of each process that is a node: jax, the folder, signals, the exit code."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from diloco_jax.nodes import accelerators, exits, run_folder
+from diloco_jax.protocol import actions
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint, folders
+from diloco_jax.storage import store as store_lib
+from diloco_jax.transport import grpc_session
+
+
+def prepare_jax(devices: int, ahead: bool = False) -> None:
+  """Emulates as many devices as the mesh needs. A CPU device computes at the dispatch of a program,
+  but with `ahead` after it: programs with collectives have aborted when the host ran ahead of the
+  emulated devices. Raises NeverRetry: jax finds no device, or does not compile."""
+  if jax.config.jax_disable_jit:
+    raise exits.NeverRetry(accelerators.NO_JIT)
+  # A config of the user's may have imported jax before the variable was set.
+  count = int(os.environ.get('JAX_NUM_CPU_DEVICES', devices))
+  with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
+    jax.config.update('jax_num_cpu_devices', count)
+  jax.config.update('jax_cpu_enable_async_dispatch', ahead)
+  keep_compiled()
+  try:
+    jax.local_devices()
+  except Exception as error:  # of several types, also an AssertionError without a text
+    raise exits.NeverRetry(accelerators.no_device(error)) from error
+
+
+def keep_compiled() -> None:
+  """Keeps compiled functions on disk for the next process, unless the user has chosen a folder."""
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update('jax_compilation_cache_dir', str(folders.compiled()))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+    compilation_cache.reset_cache()  # else, after a first compilation, it stays off
+
+
+def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
+  folder = pathlib.Path(workdir).absolute()
+  try:
+    run_folder.claim(folder)
+    return folder, records_lib.Recorder(folder, name)
+  except ValueError as error:
+    raise exits.NeverRetry(exits.one_line(error)) from error
+  except OSError as error:
+    raise exits.refusal(error)(
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
+      'choose a folder that this user may write to.'
+    ) from error
+
+
+@contextlib.contextmanager
+def checkpoint_failures() -> Iterator[None]:
+  """Turns checkpoints that can be neither read nor written, and a store, into one line and exit
+  code 74."""
+  try:
+    yield
+  except (checkpoint.CheckpointError, store_lib.StoreError) as error:
+    raise exits.DiskFailed(exits.one_line(error)) from error
+
+
+@contextlib.contextmanager
+def stops(
+  stop: Callable[[str], None], drain_s: float, safe: str, code: int = exits.NOT_IN_TIME
+) -> Iterator[None]:
+  """SIGTERM, Ctrl-C and a closed terminal end the process in order; a second signal, half a second
+  later, at once.
+
+  Args:
+    stop: asks the process to end; called with the reason, in the main thread, between any two
+      instructions.
+    drain_s: the time that an orderly end may take. After it the process exits with `code`.
+    safe: the sentence that says which state is safe in that case.
+  """
+  requests = exits.EndRequests()
+  timers: list[threading.Timer] = []
+
+  def exit_late(name: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is closed
+      print(
+        f'error: the process has not ended within {drain_s:g} s of {name} and exits now. {safe}',
+        file=sys.stderr,
+        flush=True,
+      )
+    os._exit(code)
+
+  def handle(number: int, frame: object) -> None:
+    del frame
+    if not requests.add():
+      return
+    if requests.count > 1:
+      os._exit(128 + number)
+    name = signal.Signals(number).name
+    timers.append(grpc_session.start_timer(drain_s, exit_late, name))
+    stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
+
+  before = {number: signal.signal(number, handle) for number in exits.end_signals()}
+  try:
+    yield
+  finally:
+    for timer in timers:
+      timer.cancel()
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def end(result: actions.Exit, records: records_lib.Recorder) -> int:
+  for refusal in (exits.NeverRetry, exits.NotInTime):
+    if result.code == refusal.code:
+      records.close()
+      raise refusal(result.text)
+  records.say(result.text)
+  if isinstance(records, records_lib.Recorder):  # there may be no supervisor
+    records.ended(result.code)
+  records.close()
+  return result.code
