@@ -248,7 +248,8 @@ def test_the_users_environment_wins():
 _ENDED = """
 import os, pathlib, sys
 from diloco_jax.config import load
-from diloco_jax.launch import local_run, run_folder, supervisor
+from diloco_jax.launch import local_run, supervisor
+from diloco_jax.nodes import run_folder
 from diloco_jax.report import summary
 
 if sys.argv[2] == 'a fault':

@@ -11,7 +11,8 @@ from diloco_jax.nodes import run_folder
 
 PROGRAM = """
 import pathlib, sys
-from diloco_jax.launch import cli, run_folder
+from diloco_jax.launch import cli
+from diloco_jax.nodes import run_folder
 def main(argv):
   folder = pathlib.Path(argv[1])
   run_folder.claim(folder)

@@ -9,14 +9,14 @@ import contextlib, json, pathlib, sys, time
 import jax, numpy as np
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import nodes
+from diloco_jax.nodes import lifecycle
 from diloco_jax.learner import on_device, process, work
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.transport import payloads
 
 STEPS, SAVED = 8, 4
-nodes.prepare_jax(1, ahead=True)
+lifecycle.prepare_jax(1, ahead=True)
 config = stdlib_lm.get_config('tiny')
 config.mesh.data, config.train.steps, config.optimizer.warmup_steps = 1, STEPS, 2
 config.sync.fragments, config.sync.overlap = 2, 0  # in lock step, too

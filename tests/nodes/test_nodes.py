@@ -149,14 +149,16 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
 _LEARNER = """
 import sys
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import cli, nodes
-cli.run_main(lambda argv: nodes.learner(
+from diloco_jax.launch import cli
+from diloco_jax.nodes import learner_node
+cli.run_main(lambda argv: learner_node.learner(
   stdlib_lm.get_config('tiny'), argv[1], 'l0', 'none'), positional=True)
 """
 _SYNCER = """
 import sys
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import cli, syncer_node
+from diloco_jax.launch import cli
+from diloco_jax.nodes import syncer_node
 from diloco_jax.transport import addresses
 cli.run_main(lambda argv: syncer_node.main(
   stdlib_lm.get_config('tiny'), argv[1], '', addresses.LOCAL), positional=True)

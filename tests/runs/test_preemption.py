@@ -73,8 +73,8 @@ def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(day):
 
 STUBBORN = """
 import sys, time
-from diloco_jax.launch import nodes
-with nodes.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'Is safe.', 75):
+from diloco_jax.nodes import lifecycle
+with lifecycle.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'Is safe.', 75):
   print('ready', flush=True)
   time.sleep(600)
 """

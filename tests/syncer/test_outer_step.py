@@ -250,7 +250,7 @@ def test_a_payload_of_another_size_is_refused():
 def test_the_syncer_leaves_xla_the_cores_that_the_pieces_do_not_use():
   code = """
 import pathlib
-from diloco_jax.launch import syncer_node
+from diloco_jax.nodes import syncer_node
 syncer_node.prepare()
 import jax.numpy as jnp
 jnp.ones(8).block_until_ready()
