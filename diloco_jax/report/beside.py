@@ -11,6 +11,9 @@ from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import header, page, summary
 from diloco_jax.report.state import state
 
+_NEAR = 0.02  # evaluations whose tokens differ by less, as a share, are compared
+_NONE = {'tokens': 'after equal tokens: not measured', 'step': 'at equal clocks: not measured'}
+
 
 def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
   """The runs by the names of their folders. Raises ValueError."""
@@ -21,7 +24,7 @@ def read(workdirs: Sequence[pathlib.Path]) -> dict[str, folder_lib.Read]:
 
 def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
   """Writes table and page; returns the names of those that could not be written."""
-  states = lambda: [{**state(one.run, one.config), 'name': name} for name, one in found.items()]
+  states = lambda: [state(one.run, one.config, name) for name, one in found.items()]
   views: dict[str, Any] = {'beside.txt': lambda: text(found)}
   views['beside.html'] = lambda: page.inline(states())
   folders = shlex.join(str(one.workdir) for one in found.values())
@@ -40,11 +43,13 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
   add('held-out loss at its end', '{:.3f}', [run['eval_loss_end'] for run in runs])
   add('  bits per byte', '{:.3f}', [run['bits_per_byte_end'] for run in runs])
   curves = [run['evaluations'] for run in runs]
+  bits = len(units) > 1
   for by, what in (('tokens', 'after {:,} tokens'), ('step', 'at clock {:,}')):
     if all(curves):
-      where = min(curve[-1][by] for curve in curves)
-      what = '  ' + what.format(where) + ', bits per byte' * (len(units) > 1)
-      add(what, '{:.3f}', [_at(curve, by, where, len(units) > 1) for curve in curves])
+      points = _points(curves, by)
+      what = what.format(points[0][by]) if points else _NONE[by]
+      losses = [one['bits_per_byte'] if bits else one['loss'] for one in points]
+      add('  ' + what + ', bits per byte' * bits, '{:.3f}', losses or [None] * len(curves))
   add('training loss at its end', '{:.3f}', list(map(_training_loss, runs)))
   add('tokens trained', '{:,}', [run['tokens_trained'] for run in runs])
   add('outer steps', '{:,}', [run['outer_steps'] for run in runs])
@@ -61,10 +66,15 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
   return '\n'.join(lines) + '\n'
 
 
-def _at(curve: Sequence[Mapping[str, Any]], by: str, where: float, bits: bool) -> float:
-  """The loss between two evaluations; in bits per byte where nats are of other units."""
-  losses = [(one['bits_per_byte'] or np.nan) if bits else one['loss'] for one in curve]
-  return float(np.interp(where, [one[by] for one in curve], losses))
+def _points(curves: Sequence[Sequence[Mapping[str, Any]]], by: str) -> list[Mapping[str, Any]]:
+  """The last evaluation of the first run beside which each other run has one of about as many
+  tokens, or of the same clock, with those; []: there is none. Nothing between two is made up."""
+  near = _NEAR if by == 'tokens' else 0
+  for one in reversed(curves[0]):
+    nearest = [min(curve, key=lambda other: abs(other[by] - one[by])) for curve in curves]
+    if one[by] and all(abs(other[by] - one[by]) <= near * one[by] for other in nearest):
+      return nearest
+  return []
 
 
 def _training_loss(run: Mapping[str, Any]) -> float | None:

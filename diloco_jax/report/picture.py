@@ -5,18 +5,20 @@ The colours are Okabe and Ito's, distinct for every kind of colour vision. The g
 and thick; every learner has one colour in both halves.
 """
 
+import itertools
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib import axes as axes_lib
+from matplotlib import colors, lines, patches, ticker
 from matplotlib import figure as figure_lib
-from matplotlib import lines, patches, ticker
 
 from diloco_jax.report import header, state
 
-_COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
+_COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#B8A800', '#999999')
 _SYNCER = '#444444'
 DPI = 140  # of the file
 _DEATHS = ('killed', 'failed', 'lost')
@@ -25,12 +27,15 @@ _DEATHS = ('killed', 'failed', 'lost')
 def draw(run: Mapping[str, Any]) -> figure_lib.Figure:
   """Draws the picture of a run, given by its state."""
   learners = {name: one for name, one in run['learners'].items() if one['lives']}
-  colours = dict(zip(learners, _COLOURS * len(learners)))
+  hues = (i * 0.382 % 1 for i in range(len(_COLOURS), len(learners)))
+  more = [colors.to_hex(colors.hsv_to_rgb((hue, 0.6, 0.7))) for hue in hues]
+  colours = dict(zip(learners, [*_COLOURS, *more]))
   rows = len(learners) + bool(run['syncer_lives'])
   figure = figure_lib.Figure(figsize=(10, 5.2 + 0.42 * rows), layout='constrained')
   top, bottom = figure.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
   began = time.strftime('%Y-%m-%d %H:%M', time.localtime(run['began_s']))
-  top.set_title(f'{run["name"]}, {began}', loc='left', fontsize=10)
+  name = ' of '.join(filter(None, (run['name'], run['folder'])))
+  top.set_title(f'{name}, {began}', loc='left', fontsize=10)
   _draw_loss(top, run, colours)
   _draw_processes(bottom, run, colours)
   return figure
@@ -50,7 +55,8 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
         axes.text(x, y, f'\n{name} {how}', ha='center', va='top', fontsize=8)  # below the mark
   if run['held_out'][0]:
     style = {'color': 'black', 'linewidth': 2.2, 'marker': 'o', 'markersize': 4}
-    axes.plot(*run['held_out'], label='global model, held-out loss', **style)
+    tokens, losses = run['held_out']  # a None, between points far apart, ends a line
+    axes.plot(tokens, np.array(losses, float), label='global model, held-out loss', **style)
   if axes.get_lines():
     axes.legend(frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')
@@ -65,12 +71,38 @@ def _scale(axes: axes_lib.Axes, unit: str) -> None:
   losses = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata(), float)]
   losses = [value for value in losses if np.isfinite(value)]
   axes.set_ylabel(f'loss, {unit}' if unit else 'loss')
-  if losses and min(losses) > 0:
+  if not losses:
+    return
+  if log := min(losses) > 0:
     axes.set_yscale('log')
-    if max(losses) < 20 * min(losses):
-      axes.yaxis.set_major_locator(ticker.MaxNLocator(9, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter('{x:g}')
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
+  axes.yaxis.set_major_locator(ticker.FixedLocator(ticks(*axes.get_ylim(), log=log)))
+  axes.yaxis.set_major_formatter('{x:g}')
+  axes.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+  """The most numbers on an axis, at most 8, that lie a 13th of it or more apart: three at least.
+  report/web/page.js has the same function.
+
+  >>> ticks(4.2, 5.6, log=True)
+  [4.2, 4.4, 4.6, 4.8, 5.0, 5.2, 5.4, 5.6]
+  """
+  place = math.log if log else float
+  apart, size = (place(high) - place(low)) / 13, 10 ** math.floor(math.log10(high - low))
+  sets = []
+  for part in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5):
+    step = part * size
+    first, last = math.ceil(low / step), math.floor(high / step)
+    sets.append([k * step for k in range(first, min(last + 1, first + 99))])
+  for digits in ([1, 1.5, 2, 3, 5, 7], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]) if log else ():
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for stride in (1, 2, 3, 5):
+      some = [decade for decade in decades if decade % stride == 0]
+      sets.append([float(f'{digit}e{decade}') for decade in some for digit in digits])
+  sets = [[float(f'{x:.9g}') for x in some] for some in sets]
+  shown = [[x for x in some if low <= x <= high] for some in sets]
+  far = lambda some: all(place(b) - place(a) >= apart for a, b in itertools.pairwise(some))
+  return max((some for some in shown if len(some) < 9 and far(some)), key=len, default=[])
 
 
 def _draw_processes(
@@ -91,7 +123,7 @@ def _draw_processes(
     axes.annotate(text, place, xycoords=('data', 'axes fraction'), fontsize=8, va='bottom')
   axes.set_yticks(range(len(lanes)), lanes)
   axes.set_ylim(len(lanes) - 0.4, -0.6)
-  axes.set_xlim(0, short(run['end_s']) * 1.01)
+  axes.set_xlim(0, max(0.01, short(run['end_s']) * 1.01))
   axes.set_xlabel('seconds since the start' + (', with shorter pauses' if run['pauses'] else ''))
   where = {'loc': 'lower center', 'bbox_to_anchor': (0.5, 1.0), 'ncols': 5}
   axes.legend(handles=_process_legend(), frameon=False, fontsize=8, **where)

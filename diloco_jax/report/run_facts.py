@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from diloco_jax.report import steps as steps_lib
 from diloco_jax.report import wire as wire_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
+LAST_STEPS = 10  # whose mean is the training loss of a learner
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 ENDED = ('down', 'done', 'stopped', 'killed', 'refused', 'failed')
 _times = functools.partial(array.array, 'd')
@@ -52,13 +54,14 @@ class Learner:
   """Everything about one learner.
 
   Attributes:
-    state: its activity, in a word for people. said: what its supervisor told of it last.
+    state: its activity, in a word for people.
     phase: of a process before its first step: importing, building, restoring, compiling, joining,
       waiting (for other learners); then ''.
     speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
       `steps` are those at heartbeats.
     told: the steps and tokens of all its processes that the syncer has recorded; None: none since
       a restore.
+    tokens: that it has trained.
     tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
@@ -71,9 +74,9 @@ class Learner:
 
   state: str = 'waiting'
   phase: str = ''
-  said: str = ''
   speaks: bool = False
   told: tuple[int, int] | None = (0, 0)
+  tokens: int = 0
   tells_loss: bool = False
   steps: steps_lib.Steps = dataclasses.field(default_factory=steps_lib.Steps)
   step_s: float = 0.0
@@ -95,7 +98,9 @@ class Learner:
 
   @property
   def loss(self) -> float | None:
-    return self.steps[-1].loss if self.tells_loss else None
+    """The mean of its last steps; of one on another machine there is a step for each heartbeat."""
+    last = self.steps.losses(-(LAST_STEPS if self.speaks else 1), len(self.steps))
+    return statistics.fmean(last) if self.tells_loss else None
 
   @property
   def is_live(self) -> bool:
@@ -151,6 +156,7 @@ class RunFacts:
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
+    said: by program, what its supervisor told of it last.
     missing: of each process, how many facts could not be written, and why.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
@@ -187,6 +193,7 @@ class RunFacts:
     self.book = book_lib.Book(quorum, steps_per_sync)
     self.wire = wire_lib.Wire()
     self.tokens = 0
+    self.said: dict[str, str] = {}
     self.missing: dict[str, tuple[int, str]] = {}
     self.began_s: float | None = None
     self.end_s = 0.0
@@ -446,6 +453,7 @@ class RunFacts:
   ) -> None:
     """A learner has reached a clock by `tokens` more."""
     self.tokens += tokens
+    learner.tokens += tokens
     learner.tells_loss = learner.tells_loss or loss is not None
     loss = math.nan if loss is None else loss
     learner.steps.append(steps_lib.Step(at_s, self.tokens, clock, loss, seconds))
@@ -473,8 +481,7 @@ class RunFacts:
 
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
-    if fact.child in self.learners:
-      self.learners[fact.child].said = fact.text
+    self.said[fact.child] = fact.text
     self._supervised.add(fact.child)
     state = self._over(fact.child) if fact.state == 'done' else fact.state
     self._becomes(fact.child, state, at_s)

@@ -38,11 +38,12 @@ class Watch:
     self,
     config_of: Callable[[], run_config.Config | None],
     begin: Callable[[], Callable[[], Iterator]],
+    name: str = '',
     **how: Any,
   ):
     """`config_of`: None until the syncer has started. `begin` returns what returns, at each call,
-    the records that are new. `how`: arguments of RunFacts."""
-    self._config_of, self._stream_of, self._how = config_of, begin, how
+    the records that are new. `name`: of the run's folder. `how`: arguments of RunFacts."""
+    self._config_of, self._stream_of, self._name, self._how = config_of, begin, name, how
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
     self._begin()
 
@@ -58,7 +59,8 @@ class Watch:
         if self._config is None and self._config_of():  # the syncer has started
           self._begin()
         self._run.take(self._new(time.monotonic() + _READ_S))
-        self._state = state.state(self._run, self._config) | {'behind': self._behind}
+        now = state.state(self._run, self._config, self._name)
+        self._state = now | {'behind': self._behind}
         self._made_s = time.monotonic()
       return self._state
 
@@ -150,7 +152,8 @@ class _OneReader(_Server):
 def watch_of(workdir: str | os.PathLike) -> Watch:
   """Of the run in a folder. Raises ValueError: there is none."""
   run = pathlib.Path(workdir)
-  return Watch(lambda: folder.config_of(run), lambda: records.TailAll(run).stream)
+  name = run.absolute().name
+  return Watch(lambda: folder.config_of(run), lambda: records.TailAll(run).stream, name)
 
 
 def make(workdir: str | os.PathLike, port: int = 0) -> tuple[http.server.HTTPServer, str]:

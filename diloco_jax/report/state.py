@@ -19,7 +19,9 @@ _OF_RUN = 'end_s total_steps tokens tokens_per_second seconds_left syncer'.split
 _OF_LEARNER = 'state connected phase step tokens_per_second staleness incarnation'.split()
 
 
-def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str, Any]:
+def state(
+  run: run_facts.RunFacts, config: run_config.Config | None, folder_name: str = ''
+) -> dict[str, Any]:
   """A run so far, with about POINTS points of each curve, however long it is. Times are in s since
   the first fact; a number that is not finite is None."""
   wire, told = run.wire, run.layout.lines if run.layout else []
@@ -30,13 +32,16 @@ def state(run: run_facts.RunFacts, config: run_config.Config | None) -> dict[str
   connected = [one.connected for one in run.learners.values()]
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',
+    'folder': folder_name.encode(errors='replace').decode(),  # what no encoding has, as ?
     'progress': run.progress if config else None,
     'began_s': round(run.began_s or 0),
     'about': '; '.join(told if config else [*told, f'config {folder.UNKNOWN}']),
     'loss_unit': folder.loss_unit(config),
     'outer_steps': len(run.merges_s),
     'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
-    'held_out': [run.evaluated_tokens, [one.loss for one in run.evaluations]],
+    'held_out': _held_out(run),
+    'mean_tokens_per_second': _mean_pace(run, run.tokens, [*run.learners.values()]),
+    'failures': _failures(run),
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
     'syncer_lives': _lives(run.syncer_processes),
@@ -54,6 +59,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _OF_LEARNER} | {
     'loss': learner.loss,
+    'mean_tokens_per_second': _mean_pace(run, learner.tokens, [learner]),
     'goodput': run.training(name),
     'merged': len(learner.merged_s),
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
@@ -61,6 +67,37 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'lives': _lives(learner.processes),
     'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
+
+
+def _mean_pace(
+  run: run_facts.RunFacts, tokens: int, learners: Sequence[run_facts.Learner]
+) -> float | None:
+  """Tokens a second from the first step to the last one, without the long part of pauses."""
+  ends = [(one.steps[0].at_s, one.steps[-1].at_s) for one in learners if one.steps]
+  began_s, ended_s = (
+    min((one for one, _ in ends), default=0),
+    max((one for _, one in ends), default=0),
+  )
+  took_s = shortened(pauses := _pauses(run), ended_s) - shortened(pauses, began_s)
+  return tokens / took_s if took_s > 0 else None
+
+
+def _failures(run: run_facts.RunFacts) -> list[tuple[str, str, str]]:
+  """(program, how, why) of each that nobody starts again."""
+  states = {'syncer': run.syncer, **{name: one.state for name, one in run.learners.items()}}
+  gone = {name: state for name, state in states.items() if state in ('failed', 'refused')}
+  return [(name, state, run.said.get(name, '')) for name, state in gone.items()]
+
+
+def _held_out(run: run_facts.RunFacts) -> list[list]:
+  """Tokens and losses. A None lies between points that are far apart, and after the one before the
+  first step, where a loss falls fast: no line tells what was not measured."""
+  points: list[tuple[float, float | None]] = []
+  for tokens, one in zip(run.evaluated_tokens, run.evaluations):
+    if points and tokens - points[-1][0] > run.tokens / (5 if points[-1][0] else 20):
+      points.append(((tokens + points[-1][0]) / 2, None))
+    points.append((tokens, one.loss))
+  return [list(column) for column in zip(*points)] or [[], []]
 
 
 def _stride(column: Sequence) -> int:

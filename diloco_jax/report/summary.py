@@ -32,7 +32,6 @@ REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
 TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
-LAST_STEPS = 10  # whose training loss is told
 
 
 def write(
@@ -42,7 +41,7 @@ def write(
   summary; an error line names each file that is missing, and `missing` in the summary all of them.
   Raises ValueError: there is no run in the folder."""
   found = folder_lib.read(workdir)
-  summary, shown = summarize(found), state_lib.state(found.run, found.config)
+  summary, shown = summarize(found), state_of(found)
   folder = out or workdir / REPORT
   views: dict[str, Callable[[], str | bytes]] = {
     SUMMARY: lambda: json.dumps(summary, indent=2) + '\n',
@@ -56,6 +55,10 @@ def write(
   if missing := write_views(folder, views, f'diloco report {shlex.quote(str(workdir))}'):
     summary['missing'] = missing
   return summary
+
+
+def state_of(found: folder_lib.Read) -> dict[str, Any]:
+  return state_lib.state(found.run, found.config, found.workdir.name)
 
 
 def _png(shown: dict[str, Any]) -> bytes:
@@ -146,9 +149,6 @@ def _waited_steps(run: run_facts.RunFacts) -> float | None:
 def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
   run, learner = found.run, found.run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  # Of one on another machine there is a step for each heartbeat.
-  last = itertools.islice(reversed(learner.steps), LAST_STEPS if learner.speaks else 1)
-  losses = [step.loss for step in last] if learner.tells_loss else []
   cost, median_s = learner.cost, _median([step.seconds for step in learner.steps])
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
@@ -156,7 +156,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'steps': max(account.get('steps', 0), len(learner.steps)),
     'tokens': max(account.get('tokens', 0), round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
-    'loss': statistics.fmean(losses) if learner.tells_loss else None,
+    'loss': learner.loss,
     'eval_loss_start': learner.held_out[0] if learner.held_out else None,
     'eval_loss_end': learner.held_out[-1] if learner.held_out else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
@@ -166,7 +166,7 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': run.fate(name),
-    'error': learner.said,
+    'error': run.said.get(name, ''),
     'step_seconds_median': median_s,
     'cost': cost and dataclasses.asdict(cost),
     'speed': cost and cost.speed(median_s or 0.0),
@@ -314,9 +314,9 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
   else:
     lines.append('held-out loss  was not measured')
     losses = [f'{name} {row["loss"]:.3f}' for name, row in rows.items() if row['loss'] is not None]
-    lines += [f'training loss  {", ".join(losses)}: mean of the last {LAST_STEPS} steps'] * any(
-      losses
-    )
+    lines += [
+      f'training loss  {", ".join(losses)}: mean of the last {run_facts.LAST_STEPS} steps'
+    ] * any(losses)
   if line := merged_line(summary):
     lines.append(f'tokens         {line}')
   if summary['steps'] is None:

@@ -3,6 +3,7 @@
 import contextlib
 import html.parser
 import http.client
+import itertools
 import json
 import math
 import pathlib
@@ -14,13 +15,15 @@ import sys
 import threading
 import time
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from prometheus_client import parser
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, folder, page, serve, state, summary
+from diloco_jax.report import book, facts, folder, page, picture, serve, state, summary
 from tests.launch.lib import command_line
 from tests.report.rows import add, child, exited, member, row, step
 
@@ -48,7 +51,7 @@ def _workdir(tmp_path) -> pathlib.Path:
 
 def read(workdir: pathlib.Path) -> dict:
   found = folder.read(workdir)
-  return state.state(found.run, found.config)
+  return state.state(found.run, found.config, workdir.name)
 
 
 def test_page_and_report_name_the_period_that_the_syncer_has_chosen(workdir):
@@ -81,6 +84,51 @@ def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
   json.dumps(found, allow_nan=False)
 
 
+def test_no_line_joins_held_out_points_that_are_far_apart(workdir):
+  assert read(workdir)['held_out'][1] == [3.25]
+  told = [row(91 + i, facts.Eval(step=10 * i, loss=5 - i / 10)) for i in range(1, 5)]
+  add(workdir, *[('syncer', one) for one in (*told, row(99, facts.Eval(step=STEPS, loss=3.0)))])
+  tokens, losses = read(workdir)['held_out']
+  assert losses == [3.25, 4.9, 4.8, 4.7, 4.6, None, 3.0] and tokens == sorted(tokens)
+
+
+def test_a_program_that_failed_says_why(workdir):
+  assert read(workdir)['failures'] == []
+  add(workdir, child(99, 'l0', 'failed', 'exit code 1'), child(99, 'syncer', 'refused', 'no disk'))
+  failures = [['syncer', 'refused', 'no disk'], ['l0', 'failed', 'exit code 1']]
+  assert read(workdir)['failures'] == failures
+
+
+def test_the_mean_pace_of_a_run_that_has_ended_is_told(workdir):
+  found = read(workdir)
+  assert found['learners']['l0']['mean_tokens_per_second'] == pytest.approx(
+    50 * 2_010 / 79, rel=1e-3
+  )
+  assert found['mean_tokens_per_second'] == pytest.approx(50 * 2_013 / 79, rel=1e-3)
+  assert found['learners']['l0']['loss'] == 4.0  # the mean of the last ten, as in the report
+
+
+@hypothesis.given(st.floats(-9, 4), st.floats(0.002, 9), st.booleans())
+def test_the_axis_of_a_loss_has_three_numbers_or_more_and_none_overlap(power, decades, log):
+  low, high = 10**power, 10 ** (power + decades)
+  found = picture.ticks(low, high, log)
+  assert (
+    3 <= len(found) <= 8 and found == sorted(set(found)) and low <= found[0] and found[-1] <= high
+  )
+  place = math.log if log else float
+  apart = (place(high) - place(low)) / 13
+  assert all(place(b) - place(a) > 0.999 * apart for a, b in itertools.pairwise(found))
+  assert len({f'{x:g}' for x in found}) == len(found)
+
+
+def test_every_category_of_time_has_words_and_a_colour_of_its_own():
+  script = page.text('page.js')
+  spent = dict(re.findall(r"^  (\w+): \['(#\w{6})', '", script, re.M))
+  learners = re.search("COLOURS = '(.*?)'", script)[1].split()
+  assert set(spent) == set(book.CATEGORIES)
+  assert len({*spent.values(), *learners}) == len(spent) + len(learners)
+
+
 def test_events_are_the_newest_first_and_who_left_was_not_lost(workdir):
   events = read(workdir)['events']
   assert [at_s for at_s, *_ in events] == sorted((at_s for at_s, *_ in events), reverse=True)
@@ -108,7 +156,7 @@ def test_the_inlined_page_is_one_file_with_the_runs(workdir):
   found = [read(workdir), read(workdir) | {'name': '</script><b>&"'}]
   text = page.inline(found)
   parsed = _Links(text)
-  assert parsed.links == ['data:,']
+  assert parsed.links == ['data:,', '#words']
   assert not re.search('https?:', text)
   assert json.loads(parsed.data) == found
   assert 'Permission is hereby granted' in text  # the licence of the charts goes with them
@@ -116,7 +164,7 @@ def test_the_inlined_page_is_one_file_with_the_runs(workdir):
 
 
 def test_the_files_are_those_that_the_page_loads():
-  assert {*_Links(page.text(page.PAGE)).links, page.PAGE} == {*page.FILES, 'data:,'}
+  assert {*_Links(page.text(page.PAGE)).links, page.PAGE} == {*page.FILES, 'data:,', '#words'}
 
 
 @pytest.fixture(name='port')

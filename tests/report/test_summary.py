@@ -88,7 +88,7 @@ _FATES = {'l0': ('done', ''), 'l1': ('refused', 'another model')}
 
 def summarized(config, run: run_facts.RunFacts, fates: dict) -> dict[str, Any]:
   for name, (state_, said) in fates.items():
-    run.learners[name].state, run.learners[name].said = state_, said
+    run.learners[name].state, run.said[name] = state_, said
   return summary_lib.summarize(folder.Read(pathlib.Path('x'), config, run))
 
 
@@ -549,7 +549,7 @@ def test_a_run_is_read_from_its_folder_alone(config, workdir):
   assert found.run.syncer == 'merging'
   add(workdir, child(26, 'l1', 'refused', 'another model'))
   again = folder.read(workdir).run
-  assert (again.fate('l1'), again.learners['l1'].said) == ('refused', 'another model')
+  assert (again.fate('l1'), again.said['l1']) == ('refused', 'another model')
   with pytest.raises(ValueError, match='there is no run in'):
     folder.read(workdir / 'records')
 
@@ -597,21 +597,22 @@ def test_a_long_name_does_not_touch_its_neighbour(config, run):
 
 
 def test_runs_are_set_beside_each_other_after_equal_tokens_and_at_equal_clocks(config, workdir):
-  """The second run is a learner alone: 5.0, 4.0 and 3.0 after 0, 100 and 200 tokens."""
+  """The second run is a learner alone: 5.0, 4.0 and 3.0 after 0, 250 and 300 tokens. Only what
+  both have measured is compared."""
   alone = workdir / 'alone'
   load.write(alone, config)
   recorder = records.Recorder(alone, 'l0', tensorboard=False)
-  for clock, loss in ((0, 5.0), (2, 4.0), (4, 3.0)):
+  for clock, loss, following in ((0, 5.0, 5), (5, 4.0, 1), (6, 3.0, 0)):
     recorder.report(facts.Eval(step=clock, loss=loss))
-    for number in (1, 2):
+    for number in range(1, following + 1):
       recorder.report(facts.parse(step(0, clock + number, clock + number, 4.5)))
   recorder.close()
   done = diloco('report', str(workdir), str(alone))
   assert done.returncode == 0, done.stderr
   rows = {line[:26].strip(): line[26:].split() for line in done.stdout.splitlines()}
   assert rows['held-out loss at its end'] == ['3.500', '3.000']
-  assert rows['after 200 tokens'] == ['3.900', '3.000']
-  assert rows['at clock 4'] == ['4.167', '3.000']
+  assert rows['after 250 tokens'] == ['3.500', '4.000']
+  assert rows['at clock 6'] == ['3.500', '3.000']
   assert rows['tokens trained'] == ['250', '300'] and rows['outer steps'] == ['9', '0']
   text, places = done.stdout.rsplit('\n\n', 1)
   assert (workdir / 'report' / 'beside.txt').read_text() == text + '\n'
@@ -624,14 +625,14 @@ def test_runs_with_other_tokenizers_are_compared_in_bits_per_byte(config, workdi
   (workdir / 'words.json').write_text('{}')
   load.write(workdir / 'other', other)
   recorder = records.Recorder(workdir / 'other', 'l0', tensorboard=False)
-  for clock, loss in ((0, 9.0), (4, 5.0)):
-    for number in range(clock and 4):
+  for clock, loss in ((0, 9.0), (6, 5.0)):
+    for number in range(clock):
       recorder.report(facts.parse(step(0, number + 1, number + 1, 4.5)))
     recorder.report(facts.Eval(step=clock, loss=loss, bits_per_byte=loss / 2))
   recorder.close()
   rows = beside.text(beside.read([workdir, workdir / 'other'])).splitlines()
   assert rows[0].startswith('loss in nats per byte and nats per token')
-  assert next(row.split()[-1] for row in rows if 'at clock 4, bits per byte' in row) == '2.500'
+  assert next(row.split()[-1] for row in rows if 'at clock 6, bits per byte' in row) == '2.500'
   assert not any('tokens' in row and row.split()[-1] == '5.000' for row in rows)
 
 
