@@ -56,6 +56,17 @@ def test_a_run_with_a_learner_of_two_hosts_trains_to_its_end(tmp_path, certs, st
     assert leaves_nothing(cluster)
 
 
+def test_with_too_few_machines_the_syncer_runs_and_who_waits_says_what_is_needed(tmp_path, certs):
+  needs = {'syncer': {'home': 1}, 'learner': {'home': 1}}
+  with (
+    ray_cluster.start(tmp_path / 'machines', {'a': {'home': 2}}) as cluster,
+    ray_cluster.launch(cluster, certs, needs, *TWO, ENDLESS, name='driver') as run,
+  ):
+    until(lambda: max(map(run.merges, ('l0', 'l1'))) >= 3, 'one learner contributes')
+    said = "the programs of the run take {'home': 3}, the cluster has {'home': 2.0}. Add machines"
+    until(lambda: run.said(said), 'the other one says what it waits for')
+
+
 def test_a_learner_whose_machine_dies_comes_back_on_another_one(tmp_path, certs, store):
   with (
     ray_cluster.start(tmp_path / 'machines', MACHINES) as cluster,

@@ -18,11 +18,11 @@ from absl import flags
 from diloco_jax.certs import allowlist, check
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.launch.engines import local
+from diloco_jax.launch.engines import local, ray_driver
 from diloco_jax.nodes import exits
 from diloco_jax.storage import folders
 
-_DRIVER = pathlib.Path(__file__).with_name('ray_driver.py')
+_DRIVER = pathlib.Path(ray_driver.__file__)
 _TETHER = pathlib.Path(__file__).parents[1] / 'die_with_parent.py'
 flags.declare_key_flag(local.RESUME.name)
 _PYTHON = flags.DEFINE_string('ray_python', '', "ray: the Python of Ray's environment here.")
@@ -72,7 +72,8 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Pl
     text = json.dumps(describe(described, request.tls, f'{named}/machine'), indent=1)
 
   def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
-    (workdir / 'address').unlink(missing_ok=True)  # of an ended run
+    for name in ('address', ray_driver.PLACED):
+      (workdir / name).unlink(missing_ok=True)  # of an ended run
     (workdir / 'ray.json').write_text(text, 'utf-8')
     driver = [_PYTHON.value, '-I', str(_DRIVER), str(workdir / 'ray.json')]
     return [

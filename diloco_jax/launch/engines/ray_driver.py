@@ -9,9 +9,11 @@ The program is a placement group with a bundle for each of its hosts. In each bu
 lost, or a host fails, this driver ends, and Ray the actors that are left; then the supervisor
 starts the program again, wherever there is room: Ray restarts nothing by itself. A process whose
 machine Ray has lost sight of may go on; that is harmless, since the syncer lets no two incarnations
-of a learner contribute. Learners find the syncer by FOLDER/address, which its driver writes.
+of a learner contribute. Learners find the syncer by FOLDER/address, which its driver writes. They
+ask Ray for machines once the syncer has one: where there are too few, the syncer is not what waits.
 """
 
+import collections
 import contextlib
 import fcntl
 import json
@@ -27,6 +29,7 @@ import time
 from typing import Any
 
 SYNCER = 'syncer'
+PLACED = 'placed'  # in FOLDER: Ray has a machine for the syncer
 LOST = 1  # the exit code of a host whose machine is lost
 POLL_S = 0.25
 PATIENCE_S = 20.0  # until it says that the program waits for machines
@@ -144,10 +147,18 @@ class Driver:
 
   def carry_out(self) -> int:
     """Runs the processes of the program; returns its exit code."""
+    placed = self._folder / PLACED
+    if self._name == SYNCER:
+      placed.unlink(missing_ok=True)
+    while SYNCER in self._run['programs'] and self._name != SYNCER and not placed.exists():
+      if self._stop.wait(POLL_S):
+        return 128 + signal.SIGTERM
     hosts = self._make_hosts()
     places = self._find_places(hosts)
     if not places:
       return 128 + signal.SIGTERM
+    if self._name == SYNCER:
+      placed.touch()
     say(f'starts on {", ".join(ip for ip, _ in places)}')
     meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*places[0])}
     files = map(pathlib.Path, self._program['secrets'])
@@ -180,8 +191,20 @@ class Driver:
         return self._ray.get(places)
       if not said and time.monotonic() > began_s + PATIENCE_S:
         said = True
-        say(f'waits for {self._count} x {self._program["resources"]} in the cluster')
+        say(self._waits())
     return []
+
+  def _waits(self) -> str:
+    """What the program waits for, and what to do."""
+    there, needed = self._ray.cluster_resources(), collections.Counter()
+    for program in self._run['programs'].values():
+      needed.update({kind: program['hosts'] * n for kind, n in program['resources'].items()})
+    has = {kind: there.get(kind, 0) for kind in needed}
+    return (
+      f'waits for {self._count} x {self._program["resources"]}: the programs of the run take '
+      f'{dict(needed)}, the cluster has {has}. Add machines, or let programs take less with '
+      '--ray_resources'
+    )
 
   def _follow(self, hosts: list, works: list) -> list[tuple[int, int]]:
     """Copies what the processes write until all have ended; returns which host ended and its exit
