@@ -5,9 +5,6 @@ the settings that all share and with the names, shapes and labels that it has: e
 first, by a call without arrays (`meet`).
 """
 
-import contextlib
-import pathlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +13,6 @@ from concurrent import futures
 import grpc
 import numpy as np
 
-from diloco_jax.certs import proofs
 from diloco_jax.config import run_config
 from diloco_jax.nodes import accelerators, own_model
 from diloco_jax.protocol import agreement, safe_json
@@ -26,7 +22,6 @@ from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
 _METHOD = f'/{grpc_session.SERVICE}/{grpc_session.BRING}'
 _PIECE_BYTES = 1 << 20
-_CALLS = 4  # one brings a model, the others are told to wait
 _UPLOAD_S = 60.0
 _UPLOAD_BYTES_PER_S = 1 << 20
 _TOLD = ('grpc.max_receive_message_length', 2 * own_model.MAX_HEADER_BYTES)
@@ -64,24 +59,6 @@ def meet(
 def _arrays(model: own_model.Model) -> dict[str, str]:
   shapes = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in model.shapes.items()}
   return {f'array {name}': f'{shape}, {model.labels[name]}' for name, shape in shapes.items()}
-
-
-def obtain(
-  workdir: pathlib.Path,
-  config: run_config.Config,
-  address: str,
-  access: addresses.Access,
-  listening: Callable[[str], None],
-  stopped: threading.Event,
-  say: credentials.Say,
-) -> own_model.Model:
-  """The model in the run's folder, or else what the first learner brings (`receive`). Its values
-  are read from the folder when they are asked for, and not held for the whole run."""
-  if own_model.read(workdir) is None:
-    own_model.require_no_run(workdir)
-    keep = lambda model: own_model.write(workdir, model, config)
-    receive(address, access, listening, stopped, say, keep, own_model.about(config))
-  return own_model.read(workdir)
 
 
 def bring(
@@ -141,110 +118,75 @@ def _pieces(header: bytes, model: own_model.Model) -> Iterator[bytes]:
       yield bytes(data[start : start + _PIECE_BYTES])
 
 
-def receive(
-  address: str,
-  access: addresses.Access,
-  listening: Callable[[str], None],
-  stopped: threading.Event,
-  say: credentials.Say,
-  keep: Callable[[own_model.Model], object],
-  answer: bytes,
-  max_bytes: int | None = None,
-  upload_s: float = _UPLOAD_S,
-) -> own_model.Model:
-  """Serves the call until a model has arrived. One learner at a time may bring one.
+class Brought:
+  """What answers the call at the syncer (transport/grpc_server.py `Door`), until a model has
+  arrived. One learner at a time may bring one.
 
   Args:
-    address: where to listen (transport/addresses.py).
-    listening: called with the address; a port 0 is replaced.
-    stopped: gives up when it is set.
-    say: takes lines about certificates.
     keep: stores the model, before the learner hears that it has arrived, since it brings it once.
-      Raises ValueError for a model that the syncer cannot use; it then waits for another one.
-    answer: to each call (`about`).
+      Raises ValueError for a model that the syncer cannot use; it then waits for another one. The
+      learner brings its model to the next syncer after any other error, which `wait` raises.
+    answer: to each call (`own_model.about`).
     max_bytes: of the values; None: half of the memory that is free.
     upload_s: in which a learner must have brought its model, and another second for each
       _UPLOAD_BYTES_PER_S.
-
-  Raises:
-    ValueError: `access` is not enough for the address, or its files are wrong.
-    OSError: the address cannot be bound.
-    InterruptedError: `stopped` was set.
-    Any other error of `keep`; the learner then brings the model to the next syncer.
   """
-  arrived: queue.SimpleQueue[own_model.Model | Exception] = queue.SimpleQueue()
-  busy = threading.Lock()  # held for good once a model is kept
-  if max_bytes is None:
-    max_bytes = accelerators.available_memory() // 2
 
-  def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    try:
-      listener.prove(context)
-    except proofs.Unproved as error:
-      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-    if not busy.acquire(blocking=False):
+  def __init__(
+    self,
+    keep: Callable[[own_model.Model], object],
+    answer: bytes,
+    max_bytes: int | None = None,
+    upload_s: float = _UPLOAD_S,
+  ):
+    self._keep, self._answer, self._upload_s = keep, answer, upload_s
+    self._max_bytes = accelerators.available_memory() // 2 if max_bytes is None else max_bytes
+    self._arrived: futures.Future[None] = futures.Future()
+    self._busy = threading.Lock()  # held for good once a model is kept
+
+  def wait(self, stopped: threading.Event) -> None:
+    """Waits until a model is kept, or `stopped` is set. Raises the error of `keep`."""
+    while not stopped.is_set() and not futures.wait([self._arrived], _DIAL_S).done:
+      pass
+    if self._arrived.done():
+      self._arrived.result()
+
+  def __call__(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    if not self._busy.acquire(blocking=False):
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
-    timers = [grpc_session.start_timer(upload_s, context.cancel)]
+    try:
+      model = self._read(requests, context)
+      if not model.shapes:  # a learner that asks
+        self._busy.release()
+        return self._answer
+      self._keep(model)
+    except ValueError as error:
+      self._busy.release()
+      text = printable_lib.printable(str(error), grpc_session.REASON_CHARS)
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    except (OSError, checkpoint.CheckpointError) as error:
+      self._arrived.set_exception(error)
+      context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer could not keep the model')
+    except BaseException:
+      self._busy.release()
+      raise
+    self._arrived.set_result(None)
+    return self._answer
+
+  def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> own_model.Model:
+    """The model of a caller, whose call ends if it takes too long."""
+    timers = [grpc_session.start_timer(self._upload_s, context.cancel)]
 
     def extend(size_bytes: int) -> None:
       """The size is known."""
       timers.pop().cancel()
-      seconds = upload_s + size_bytes / _UPLOAD_BYTES_PER_S
+      seconds = self._upload_s + size_bytes / _UPLOAD_BYTES_PER_S
       timers.append(grpc_session.start_timer(seconds, context.cancel))
 
     try:
-      model = _read_pieces(requests, max_bytes, extend)
-      timers[0].cancel()
-      if not model.shapes:  # a learner that asks
-        busy.release()
-        return answer
-      keep(model)
-    except ValueError as error:
-      busy.release()
-      text = printable_lib.printable(str(error), grpc_session.REASON_CHARS)
-      context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-    except (OSError, checkpoint.CheckpointError) as error:
-      arrived.put(error)
-      context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer could not keep the model')
-    except BaseException:
-      busy.release()
-      raise
+      return _read_pieces(requests, self._max_bytes, extend)
     finally:
       timers[0].cancel()
-    arrived.put(model)
-    return answer
-
-  pool = futures.ThreadPoolExecutor(_CALLS, thread_name_prefix='model')
-  options = (*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0))
-  server = grpc.server(pool, options=options, maximum_concurrent_rpcs=_CALLS)
-  handlers = {grpc_session.BRING: grpc.stream_unary_rpc_method_handler(brought)}
-  generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
-  server.add_generic_rpc_handlers((generic,))
-  listener = listen.Listener(server, address, access, say)
-  server.start()
-  try:
-    listening(listener.address)
-    return _wait(arrived, listener, stopped)
-  finally:
-    server.stop(grace=1.0).wait()
-    pool.shutdown()
-    listener.close()
-
-
-def _wait(
-  arrived: queue.SimpleQueue[own_model.Model | Exception],
-  listener: listen.Listener,
-  stopped: threading.Event,
-) -> own_model.Model:
-  """Waits for a model, and follows the certificates meanwhile. Raises what arrived instead."""
-  while not stopped.is_set():
-    listener.refresh([])
-    with contextlib.suppress(queue.Empty):
-      found = arrived.get(timeout=_DIAL_S)
-      if isinstance(found, Exception):
-        raise found
-      return found
-  raise InterruptedError('stopped before a learner brought the model')
 
 
 def _read_pieces(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from diloco_jax.certs import check, proofs
-from diloco_jax.config import build
+from diloco_jax.config import build, run_config
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.storage import claim as claim_lib
@@ -47,8 +47,7 @@ def dialer(
 def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
   """The limits of a transport. Two whole fragments at once go to a learner, and so many bytes of
   deltas (protocol/syncer/published.py); `owed_bytes` go to the syncer. Payloads may arrive after
-  their announcements, since the two use separate streams. After a restart of the syncer all
-  learners are strangers at once."""
+  their announcements, since the two use separate streams."""
   sync = assembled.config.sync
   wholes_bytes = messages.MAX_WHOLES * max(assembled.publish_bytes)
   deltas_bytes = messages.most_delta_bytes(assembled.payload_bytes)
@@ -57,10 +56,17 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
     publish_bytes=assembled.publish_bytes,
     max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
-    max_members=2 * sync.learners + SPARE_SESSIONS,
-    max_strangers=sync.learners + 2 * SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,
+    **places(sync),
   )
+
+
+def places(sync: run_config.SyncConfig) -> dict[str, int]:
+  """Those of a syncer, as fields of Limits: after its restart all learners are strangers."""
+  return {
+    'max_members': 2 * sync.learners + SPARE_SESSIONS,
+    'max_strangers': sync.learners + 2 * SPARE_SESSIONS,
+  }
 
 
 def require_own_certificate(access: addresses.Access, learner: str) -> None:

@@ -32,6 +32,7 @@ _SAFE = (
   'again: it continues from the log, and learners send unmerged contributions again. If its disk '
   'is full, make space first.'
 )
+_ANSWER_S = 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,51 +65,66 @@ class Syncer:
   def run_loops(self, make: Callable[[], own_model.Model] | None = None) -> actions.Exit:
     """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
     none. Raises ValueError, OSError, CheckpointError, and as `run`."""
-    with stored.opened(self.config, self.folder, self.records.say) as store:
+    with contextlib.ExitStack() as cleanup:
+      store = cleanup.enter_context(stored.opened(self.config, self.folder, self.records.say))
+      door = None
       with exits.never_retry(ValueError, OSError, checkpoint.CheckpointError):
         addresses.check(self.address, self.access)
         if make and own_model.read(self.folder) is None:
           own_model.write(self.folder, make(), self.config)
-        try:
-          model = bring.obtain(
-            self.folder,
-            self.config,
-            self.address,
-            self.access,
-            self._waits,
-            self.stopped,
-            self.records.say,
-          )
-        except InterruptedError as error:
-          return actions.Exit(code=0, text=str(error))
-        assembled = own_model.complete(model, self.config)
+        if own_model.read(self.folder) is None:
+          own_model.require_no_run(self.folder)
+          door = self._receive(cleanup)
+        if self.stopped.is_set():  # while the model was awaited, read or written
+          return actions.Exit(code=0, text='stopped before it had a model and listened')
+        # The values are read from the folder when they are asked for, not held for the whole run.
+        assembled = own_model.complete(own_model.read(self.folder), self.config)
         self.theta = global_model_lib.Theta(assembled)
-      if self.stopped.is_set():  # while the model was read or written
-        return actions.Exit(code=0, text='stopped before it listened')
-      return self.run(assembled, store)
+      return self.run(assembled, store, door)
 
-  def _waits(self, address: str) -> None:
-    self.records.say(f'the syncer waits on {address} for the first learner, which brings the model')
-    self._found(address)
+  def _receive(self, cleanup: contextlib.ExitStack) -> grpc_server.Door:
+    """Waits until the first learner has brought the model, or the syncer is stopped."""
+    keep = lambda model: own_model.write(self.folder, model, self.config)
+    brought = bring.Brought(keep, own_model.about(self.config))
+    door = self._listen(brought)
+    cleanup.callback(door.close)
+    self.records.say(
+      f'the syncer waits on {door.address} for the first learner, which brings the model'
+    )
+    self._found(door.address)
+    brought.wait(self.stopped)
+    return door
+
+  def _listen(self, *brought: bring.Brought) -> grpc_server.Door:
+    places = sum(dial.places(self.config.sync).values())
+    return grpc_server.Door(self.address, places, self.records.say, *brought, access=self.access)
 
   def _found(self, address: str) -> None:
     self.address = address
     self._write_address(address)
     self.listening(address)
 
-  def run(self, assembled: build.Assembly, store: stored.Stored | None = None) -> actions.Exit:
+  def run(
+    self,
+    assembled: build.Assembly,
+    store: stored.Stored | None = None,
+    door: grpc_server.Door | None = None,
+  ) -> actions.Exit:
     """Runs a syncer whose model is known, with `theta`. Raises as syncer/process.py, and
-    NeverRetry: it cannot listen."""
+    NeverRetry: it cannot listen. `door`: through which the model has come."""
     records_lib.report_startup(self.records, 'assembled')
 
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
-        place = self.address, post, payloads, dial.limits(assembled), self.records.say
-        how = {'access': self.access, 'about': assembled.about or assembled.agreement.encode()}
+        ports = post, payloads, dial.limits(assembled)
+        about = assembled.about or assembled.agreement.encode()
         if self.processes:
-          transport = parent.ProcessesTransport(self.processes, *place, **how)
+          if door:  # the learner may not have its answer yet
+            door.close(_ANSWER_S)
+          where = self.processes, self.address, *ports, self.records.say
+          transport = parent.ProcessesTransport(*where, access=self.access, about=about)
         else:
-          transport = grpc_server.GrpcSyncerTransport(*place, **how)
+          transport = grpc_server.GrpcSyncerTransport(door or self._listen(), *ports, about=about)
         try:
           run_folder.write_config(self.folder, self.config)
           self._found(transport.address)

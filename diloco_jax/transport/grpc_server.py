@@ -1,5 +1,8 @@
 """The syncer's end of the wire: a gRPC server behind a listener (listen.py).
 
+The server starts first, as a `Door`: it may have to receive the model of the run, on which the
+limits of a session depend.
+
 Both streams of a session arrive as calls of their own. Control comes first: the server answers
 with a random token in its initial metadata; Bulk must bring it back. When it does (and gets the
 token for an answer, too), the session is open. Where the listener asks for certificates, both calls
@@ -54,22 +57,23 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.server_handshake_timeout_ms', 5_000),
   ('grpc.max_connection_idle_ms', 30_000),  # a connection with an open stream is not idle
   ('grpc.max_concurrent_streams', 4),  # of one connection; a session has two
-  ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
+  ('grpc.max_receive_message_length', 4 << 20),  # for the header of a model: a frame has less
   ('grpc.http2.min_ping_interval_without_data_ms', 5_000),
 )
 
 
-class GrpcSyncerTransport(sessions.Sessions):
-  """The port `node.ports.Transport` for the syncer; listens from construction to `shutdown`.
+class Door(grpc.GenericRpcHandler):
+  """Where learners reach a syncer: a gRPC server that listens from construction to `close`.
+
+  Sessions begin once a `GrpcSyncerTransport` has opened the door. Before that a loop can bring the
+  model of the run, and a learner that calls for a session is told to dial again.
 
   Args:
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
-    limits: what each learner is granted.
+    places: for so many sessions.
     say: takes lines for the operator: about certificates, and sessions that no learner used.
+    bring: answers a loop that calls BRING (nodes/bring.py), until the door is opened.
     access: whether learners must prove their names.
-    about: what a loop is told before it joins (nodes/own_model.py).
-    numbers, traffic: of its sessions, where other processes have further ones
-      (transport/processes/).
     shared_port: other processes may listen on the port, too.
 
   Raises:
@@ -77,26 +81,120 @@ class GrpcSyncerTransport(sessions.Sessions):
     OSError: the address cannot be bound, or the process may open too few files for the places.
   """
 
+  def __init__(
+    self,
+    address: str,
+    places: int,
+    say: credentials.Say = print,
+    bring: Callable[[Iterator[bytes], grpc.ServicerContext], bytes] = lambda requests, context: b'',
+    *,
+    access: addresses.Access = addresses.LOCAL,
+    shared_port: bool = False,
+  ):
+    reserve_descriptors(places)
+    self.troubles = Troubles(say)
+    self._calls, self._live = {'Control': _early, 'Bulk': _early}, list
+    self._bring = bring
+    threads = 2 * places + _LINE + _SPARE_CALLS
+    self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
+    # Without this option a second syncer would silently share the port.
+    options = (*_OPTIONS, ('grpc.so_reuseport', int(shared_port)))
+    self._server = grpc.server(
+      self._pool, (self,), options=options, maximum_concurrent_rpcs=threads + _WAITING_CALLS
+    )
+    try:
+      self._listener = listen.Listener(self._server, address, access, say)
+    except (ValueError, OSError):
+      self._pool.shutdown()
+      raise
+    self.address = self._listener.address
+    self._ended = threading.Event()
+    self._server.start()
+    if self._listener.proves:
+      grpc_session.start_thread('certificates', self._watch_proofs)
+
+  def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    """Of gRPC: who answers a call."""
+    service, _, method = handler_call_details.method.removeprefix('/').partition('/')
+    if service == grpc_session.SERVICE and method == grpc_session.BRING:
+      return grpc.stream_unary_rpc_method_handler(self._brought)
+    if service == grpc_session.SERVICE and method in self._calls:
+      return grpc.stream_stream_rpc_method_handler(self._calls[method])
+    return None
+
+  def open(
+    self,
+    calls: dict[str, Callable[..., Iterator[bytes]]],
+    about: bytes,
+    live: Callable[[], list[tuple[grpc_session.Session, proofs.Proof]]],
+  ) -> None:
+    """Lets sessions begin.
+
+    Args:
+      calls: the two calls of a session, by method.
+      about: the answer to BRING from now on. No request is read, for which a caller could let the
+        syncer wait.
+      live: the sessions that have proved a name.
+    """
+    self._bring, self._live, self._calls = (lambda *call: about), live, calls
+
+  def close(self, grace_s: float | None = None) -> None:
+    """Ends calls that have not ended after `grace_s`."""
+    self._ended.set()
+    self._server.stop(grace_s).wait()
+    self._pool.shutdown()
+    self._listener.close()
+
+  def prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
+    """The proof of a caller; None if this door needs none. Ends the call of a learner without."""
+    try:
+      return self._listener.prove(context)
+    except proofs.Unproved as error:
+      self.troubles.add(grpc_session.UNPROVED, str(error))
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+  def _brought(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    self.prove(context)
+    return self._bring(requests, context)
+
+  def _watch_proofs(self) -> None:
+    """Ends the sessions whose certificate has ended or was revoked."""
+    while not self._ended.wait(credentials.WATCH_S):
+      live = self._live()
+      self._listener.refresh([proof for _, proof in live])
+      for session, proof in live:
+        try:
+          self._listener.require(proof)
+        except proofs.Unproved as error:
+          session.fail(str(error), trouble=grpc_session.UNPROVED)
+
+
+class GrpcSyncerTransport(sessions.Sessions):
+  """The port `node.ports.Transport` for the syncer, from construction to `shutdown`.
+
+  Args:
+    door: where learners arrive; closed by `shutdown`.
+    limits: what each learner is granted.
+    about: what a loop is told before it joins (nodes/own_model.py).
+    numbers, traffic: of its sessions, where other processes have further ones
+      (transport/processes/).
+  """
+
   nonce = 0  # only learners are named
 
   def __init__(
     self,
-    address: str,
+    door: Door,
     post: ports.Post,
     payloads: ports.Payloads,
     limits: link.Limits,
-    say: credentials.Say = print,
     *,
-    access: addresses.Access = addresses.LOCAL,
     about: bytes = b'',
     numbers: Iterator[int] | None = None,
     traffic: link.Traffic | None = None,
-    shared_port: bool = False,
   ):
     super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits, traffic)
-    self._troubles, self._about = Troubles(say), about
-    places = limits.max_members + limits.max_strangers
-    reserve_descriptors(places)
+    self._door, self.address = door, door.address
     self._numbers = numbers or itertools.count(1)
     self._line: list[threading.Event] = []  # of newcomers; set: it is this one's turn
     self._arrivals = peer_limits.Rate(
@@ -106,24 +204,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
     self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
-    threads = 2 * places + _LINE + _SPARE_CALLS
-    self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
-    # Without this option a second syncer would silently share the port.
-    options = (*_OPTIONS, ('grpc.so_reuseport', int(shared_port)))
-    self._server = grpc.server(
-      self._pool, options=options, maximum_concurrent_rpcs=threads + _WAITING_CALLS
-    )
-    self._add_service()
-    try:
-      self._listener = listen.Listener(self._server, address, access, say)
-    except (ValueError, OSError):
-      self._pool.shutdown()
-      raise
-    self.address = self._listener.address
-    self._server.start()
-    self._ended = threading.Event()
-    if self._listener.proves:
-      grpc_session.start_thread('certificates', self._watch_proofs)
+    door.open({'Control': self._control, 'Bulk': self._bulk}, about, self._live)
 
   @property
   def port(self) -> int:
@@ -138,28 +219,16 @@ class GrpcSyncerTransport(sessions.Sessions):
       self._closing = True
       self._room.notify_all()
     self._close_all('the syncer shut down', grace_s)
-    self._ended.set()
-    self._server.stop(grace=None).wait()
-    self._pool.shutdown()
-    self._listener.close()
+    self._door.close()
 
-  def _add_service(self) -> None:
-    handlers = {
-      'Control': grpc.stream_stream_rpc_method_handler(self._control),
-      'Bulk': grpc.stream_stream_rpc_method_handler(self._bulk),
-      grpc_session.BRING: grpc.stream_unary_rpc_method_handler(self._tell),
-    }
-    generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
-    self._server.add_generic_rpc_handlers((generic,))
-
-  def _tell(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    self._prove(context)  # and reads no request, for which a caller could let it wait
-    return self._about
+  def _live(self) -> list[tuple[grpc_session.Session, proofs.Proof]]:
+    with self._lock:
+      return [(self._sessions[number], proof) for number, proof in self._proofs.items()]
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
 
   def _control(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    session, token = self._admit(context, self._prove(context))
+    session, token = self._admit(context, self._door.prove(context))
     context.send_initial_metadata(((grpc_session.TOKEN, token),))
     if not session.wait_open(self._limits.handshake_s):
       session.fail(
@@ -171,7 +240,7 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     token = dict(context.invocation_metadata()).get(grpc_session.TOKEN, '')
-    proof = self._prove(context)
+    proof = self._door.prove(context)
     with self._lock:
       session = self._unclaimed.get(token)
       if session is not None and self._proofs.get(session.number) != proof:
@@ -188,25 +257,6 @@ class GrpcSyncerTransport(sessions.Sessions):
     grpc_session.start_thread(f'bulk-{session.number}', session.read_bulk, requests)
     yield from session.bulk_frames()
     _conclude(session, context)
-
-  def _prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
-    try:
-      return self._listener.prove(context)
-    except proofs.Unproved as error:
-      self._troubles.add(grpc_session.UNPROVED, str(error))
-      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-
-  def _watch_proofs(self) -> None:
-    """Ends the sessions whose certificate has ended or was revoked."""
-    while not self._ended.wait(credentials.WATCH_S):
-      with self._lock:
-        live = [(self._sessions[number], proof) for number, proof in self._proofs.items()]
-      self._listener.refresh([proof for _, proof in live])
-      for session, proof in live:
-        try:
-          self._listener.require(proof)
-        except proofs.Unproved as error:
-          session.fail(str(error), trouble=grpc_session.UNPROVED)
 
   def _admit(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
@@ -280,7 +330,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     return next(own, None)
 
   def _refuse(self, context: grpc.ServicerContext, why: str) -> None:
-    self._troubles.add(_REFUSED, why)
+    self._door.troubles.add(_REFUSED, why)
     context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
   def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
@@ -293,7 +343,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     if not session.stream_gone():
       return
     if session.trouble:
-      self._troubles.add(session.trouble, session.reason)
+      self._door.troubles.add(session.trouble, session.reason)
     with self._lock:
       self._sessions.pop(session.number, None)
       self._room.notify_all()
@@ -337,6 +387,10 @@ def reserve_descriptors(places: int) -> None:
       f'this process may open {soft} files, {places} sessions need {needed}; nothing was started: '
       'raise the limit (ulimit -n) or lower sync.learners'
     )
+
+
+def _early(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+  context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer has no model yet: dial again')
 
 
 def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:

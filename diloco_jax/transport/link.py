@@ -64,6 +64,10 @@ class Limits:
   def max_payload_bytes(self) -> int:
     return max(*self.contribution_bytes, *self.publish_bytes)
 
+  @property
+  def places(self) -> int:
+    return self.max_members + self.max_strangers
+
 
 def check_payload(message: messages.Message, payload: payload_lib.Payload | None) -> None:
   """Raises ValueError if the payload differs from the one that the message announces."""

@@ -110,13 +110,14 @@ class Syncer:
     self._store, self._numbers = payloads.PayloadStore(), {}
     self._lock = threading.Lock()
     self.begun = collections.Counter()  # by session
-    place = '127.0.0.1:0', self._post, self._store, limits(sessions)
+    address, ports = '127.0.0.1:0', (self._post, self._store, limits(sessions))
     if processes:
       from diloco_jax.transport.processes import parent
 
-      self.transport = parent.ProcessesTransport(processes, *place, access=PLAIN)
+      self.transport = parent.ProcessesTransport(processes, address, *ports, access=PLAIN)
     else:
-      self.transport = grpc_server.GrpcSyncerTransport(*place, access=PLAIN)
+      door = grpc_server.Door(address, ports[-1].places, access=PLAIN)
+      self.transport = grpc_server.GrpcSyncerTransport(door, *ports)
     self.children = psutil.Process().children()
     self._payload, self._announced = _payload(self._store)
 

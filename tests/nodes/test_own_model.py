@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import queue
 import resource
 import threading
 from concurrent import futures
@@ -19,8 +18,8 @@ from flax import nnx
 from diloco_jax.config import run_config
 from diloco_jax.nodes import accelerators, bring, exits, own_model
 from diloco_jax.protocol import agreement
-from diloco_jax.storage import arrays
-from diloco_jax.transport import addresses, grpc_session, listen
+from diloco_jax.storage import arrays, checkpoint
+from diloco_jax.transport import addresses, grpc_server, grpc_session, listen
 
 _DEADLINE_S = 60
 _CONFIG = own_model.config(
@@ -32,21 +31,15 @@ _MODEL = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
 class Waiting:
   """A syncer that waits for a model on a Unix socket."""
 
-  def __init__(self, folder, **limits):
-    self._stopped, listening = threading.Event(), queue.Queue()
-    self._pool = futures.ThreadPoolExecutor(1)
-    self.model = self._pool.submit(
-      bring.receive,
-      addresses.in_folder(folder),
-      addresses.LOCAL,
-      listening.put,
-      self._stopped,
-      print,
-      lambda model: own_model.complete(model, _CONFIG),
-      own_model.about(_CONFIG),
-      **limits,
-    )
-    self.address = listening.get(timeout=_DEADLINE_S)
+  def __init__(self, folder, keep=lambda model: own_model.complete(model, _CONFIG), **limits):
+    self.model, self._keep = futures.Future(), keep
+    self.brought = bring.Brought(self._arrived, own_model.about(_CONFIG), **limits)
+    door = grpc_server.Door(addresses.in_folder(folder), 8, print, self.brought)
+    self.address, self.close = door.address, door.close
+
+  def _arrived(self, model):
+    self._keep(model)
+    self.model.set_result(model)
 
   def bring(self, pieces):
     """The call; the pieces are those of an iterator."""
@@ -60,10 +53,6 @@ class Waiting:
     call = self.bring(pieces)
     error = call.exception()
     return error.code(), error.details()
-
-  def close(self):
-    self._stopped.set()
-    self._pool.shutdown()
 
 
 @pytest.fixture
@@ -126,24 +115,41 @@ def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):
   """A syncer whose disk is full ends, and the learner brings the model to the next one."""
   noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
   model = own_model.describe({'w': jnp.asarray(noise)}, lambda name: 'body')
-  address, listening = addresses.in_folder(tmp_path), queue.Queue()
-  where = tmp_path, _CONFIG, address, addresses.LOCAL, listening.put, threading.Event(), print
+  keep = lambda model: own_model.write(tmp_path, model, _CONFIG)
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the same kind of error
-  with futures.ThreadPoolExecutor(2) as pool:
+  with futures.ThreadPoolExecutor(1) as pool:
     try:
-      syncer = pool.submit(bring.obtain, *where)
-      listening.get(timeout=_DEADLINE_S)
-      brought = pool.submit(bring.bring, model, lambda: address, addresses.LOCAL, _DEADLINE_S)
-      error = syncer.exception(_DEADLINE_S)
+      with contextlib.closing(Waiting(tmp_path, keep)) as syncer:
+        brought = pool.submit(
+          bring.bring, model, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S
+        )
+        with pytest.raises((OSError, checkpoint.CheckpointError)) as failed:
+          syncer.brought.wait(threading.Event())
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not brought.done() and own_model.read(tmp_path) is None
-    assert exits.refusal(error) is exits.DiskFailed
-    syncer = pool.submit(bring.obtain, *where)
-    brought.result(_DEADLINE_S)
-    np.testing.assert_array_equal(own_model.read(tmp_path).values()['w'], noise)
-    syncer.result(_DEADLINE_S)
+    assert exits.refusal(failed.value) is exits.DiskFailed
+    with contextlib.closing(Waiting(tmp_path, keep)) as syncer:
+      brought.result(_DEADLINE_S)
+      np.testing.assert_array_equal(own_model.read(tmp_path).values()['w'], noise)
+      syncer.brought.wait(threading.Event())
+
+
+def test_a_learner_that_calls_for_a_session_before_there_is_a_model_is_told_to_dial_again(waiting):
+  syncer = waiting()
+  with listen.dial(syncer.address, addresses.LOCAL, ()) as channel:
+    for method in ('Control', 'Bulk'):
+      call = channel.stream_stream(f'/{grpc_session.SERVICE}/{method}')
+      with pytest.raises(grpc.RpcError, match='the syncer has no model yet: dial again') as refused:
+        list(call(iter(()), timeout=_DEADLINE_S))
+      assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_names_and_shapes_may_be_larger_than_a_frame(waiting):
+  syncer, model = waiting(), own_model.describe({'w' * (3 << 20): jnp.ones(2)}, lambda name: 'body')
+  bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+  assert syncer.model.result(_DEADLINE_S).shapes == model.shapes
 
 
 def test_one_learner_at_a_time_brings_the_model(waiting):

@@ -34,9 +34,8 @@ class End:
 def syncer(
   limits: link.Limits, access: addresses.Access = PLAIN, address: str = '127.0.0.1:0', said=print
 ) -> End:
-  return End(
-    lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, limits, said, access=access)
-  )
+  door = grpc_server.Door(address, limits.places, said, access=access)
+  return End(lambda *ports: grpc_server.GrpcSyncerTransport(door, *ports, limits))
 
 
 def learner(address: str, limits: link.Limits, access: addresses.Access = PLAIN) -> End:

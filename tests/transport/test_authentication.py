@@ -7,10 +7,8 @@ default suite every client once, and all cells of five clients.
 
 import contextlib
 import pathlib
-import queue
 import socket
 import ssl
-import threading
 from concurrent import futures
 
 import grpc
@@ -19,12 +17,7 @@ import pytest
 from diloco_jax.certs import allowlist, authority, check, names, proofs
 from diloco_jax.nodes import bring
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import (
-  addresses,
-  credentials,
-  grpc_session,
-  link,
-)
+from diloco_jax.transport import addresses, credentials, grpc_server, grpc_session, link
 from tests.certs import mint
 from tests.transport import ends, samples
 
@@ -153,12 +146,10 @@ def served(world, came):
       access = addresses.Access(world.syncer) if door == DOORS[0] else ends.PLAIN
       end = ends.syncer(LIMITS, access)
       stack.callback(end.transport.shutdown, 0.0)
-      listening, stopped = queue.Queue(), threading.Event()
-      pool = stack.enter_context(futures.ThreadPoolExecutor(1))
-      where = '127.0.0.1:0', access, listening.put, stopped, print
-      pool.submit(bring.receive, *where, keep=lambda model: None, answer=b'')
-      stack.callback(stopped.set)
-      found[door] = end, end.transport.address, listening.get(timeout=ends.DEADLINE_S)
+      brought = bring.Brought(keep=lambda model: None, answer=b'')
+      waits = grpc_server.Door('127.0.0.1:0', 8, print, brought, access=access)
+      stack.callback(waits.close)
+      found[door] = end, end.transport.address, waits.address
     yield found
 
 

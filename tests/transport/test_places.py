@@ -289,14 +289,8 @@ def test_a_learner_of_very_short_steps_reports_less_often(made):
 def admitting(pipe, limits):
   """A syncer that admits every learner, in a process of its own."""
   inbox = queue.Queue()
-  transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0',
-    inbox.put,
-    payloads.PayloadStore(),
-    limits,
-    lambda line: None,
-    access=ends.PLAIN,
-  )
+  door = grpc_server.Door('127.0.0.1:0', limits.places, lambda line: None, access=ends.PLAIN)
+  transport = grpc_server.GrpcSyncerTransport(door, inbox.put, payloads.PayloadStore(), limits)
   pipe.send(transport.port)
   while not pipe.poll():
     with contextlib.suppress(queue.Empty):

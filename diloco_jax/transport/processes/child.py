@@ -38,17 +38,21 @@ class Child:
 
   def __init__(self, channel: channel_lib.Channel, start: Start, totals: memoryview):
     self._channel, self._store = channel, payloads.PayloadStore()
-    self.transport = grpc_server.GrpcSyncerTransport(
+    door = grpc_server.Door(
       start.address,
+      start.limits.places,
+      channel.send,  # lines for the operator
+      access=start.access,
+      shared_port=True,
+    )
+    self.transport = grpc_server.GrpcSyncerTransport(
+      door,
       self._post,
       self._store,
       start.limits,
-      channel.send,  # lines for the operator
-      access=start.access,
       about=start.about,
       numbers=itertools.count(start.first, start.every),
       traffic=link.Traffic(totals[2 * start.place : 2 * start.place + 2]),
-      shared_port=True,
     )
 
   def _post(self, event: events.Event) -> None:

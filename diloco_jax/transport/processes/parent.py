@@ -78,11 +78,10 @@ class _Process:
 class ProcessesTransport:
   """The port `node.ports.Transport` for the syncer, with `count` transport processes.
 
-  Args: as of `GrpcSyncerTransport`; each process has places of its own.
+  Args: as of `Door` and `GrpcSyncerTransport`; each process has places of its own.
 
   Raises:
-    ValueError: this system cannot do it, the address is no HOST:PORT, or as
-      `GrpcSyncerTransport`.
+    ValueError: this system cannot do it, the address is no HOST:PORT, or as `Door`.
     OSError: the address cannot be bound, or a process cannot start.
   """
 

@@ -208,12 +208,11 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   syncer = syncer_machine.SyncerMachine(
     config, AGREEMENT, 'slow', (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
   )
+  door = grpc_server.Door('127.0.0.1:0', limits.places, access=ACCESS)
   inbox, server, work = start(
     'syncer',
     syncer,
-    lambda post, store: grpc_server.GrpcSyncerTransport(
-      '127.0.0.1:0', post, store, limits, access=ACCESS
-    ),
+    lambda post, store: grpc_server.GrpcSyncerTransport(door, post, store, limits),
     sizes,
     told,
   )
