@@ -17,7 +17,7 @@ from cryptography import exceptions, x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from diloco_jax.certs import allowlist, check, mint, names, private, proofs
+from diloco_jax.certs import allowlist, certificates, check, mint, names, private, proofs
 
 AUTHORITY_KEY = 'ca.key'
 REQUEST = 'request.pem'
@@ -75,7 +75,7 @@ class Authority:
     found = []
     for path in sorted(self.folder.glob(f'*/{check.CERTIFICATE}')):
       role = names.SYNCER if path.parent.name == names.SYNCER else names.LEARNER
-      found.append(proofs.of_pem(private.read(path), role))
+      found.append(certificates.of_pem(private.read(path), role))
     return found
 
   def _name(self, id: str) -> names.Name:
@@ -106,7 +106,7 @@ class Authority:
       )
     folder = self.folder / name.id
     certificate = mint.leaf(self.certificate, self.key, name, public_key, now)
-    proof = proofs.of(certificate, name.role)
+    proof = certificates.of(certificate, name.role)
     with private.alone(self.folder):
       self._require(folder, there=renew)
       listed = self.allowlist() if name.role == names.LEARNER else None  # before anything changes

@@ -8,9 +8,6 @@ import dataclasses
 import datetime
 import pathlib
 
-from cryptography import exceptions, x509
-from cryptography.hazmat.primitives import serialization
-
 from diloco_jax.certs import names, private, proofs
 
 AUTHORITY, CERTIFICATE, KEY = 'ca.pem', 'cert.pem', 'key.pem'
@@ -84,36 +81,7 @@ def _examine(
       wrong.append(str(error))
   if len(data) < len(FILES):
     return None, wrong
-  try:
-    authorities = x509.load_pem_x509_certificates(data[AUTHORITY])
-  except ValueError:
-    return None, [*wrong, f'{AUTHORITY} is not a certificate in PEM']
-  try:
-    certificate = x509.load_pem_x509_certificate(data[CERTIFICATE])
-  except ValueError:
-    return None, [*wrong, f'{CERTIFICATE} is not a certificate in PEM']
-  try:
-    key = serialization.load_pem_private_key(data[KEY], password=None)
-    if key.public_key() != certificate.public_key():
-      wrong.append(f'{KEY} is not the key of {CERTIFICATE}')
-  except (ValueError, TypeError, exceptions.UnsupportedAlgorithm):
-    wrong.append(f'{KEY} is not a private key in PEM without a password')
-  issuers = [one for one in authorities if _issued_by(certificate, one)]
-  if not issuers:
-    wrong.append(f'{CERTIFICATE} is not signed by {AUTHORITY}: both must be of the same authority')
-  elif all(now >= one.not_valid_after_utc for one in issuers):
-    wrong.append(f'{AUTHORITY} has ended at {proofs.date(issuers[0].not_valid_after_utc)}')
-  try:
-    proof = proofs.of(certificate, role)
-    proof.require_valid(now)
-  except proofs.Unproved as error:
-    return None, [*wrong, str(error)]
-  return Identity(proof, data[AUTHORITY], data[CERTIFICATE], data[KEY]), wrong
+  from diloco_jax.certs import certificates  # here: it loads what only TLS needs
 
-
-def _issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-  try:
-    certificate.verify_directly_issued_by(issuer)
-  except (ValueError, TypeError, exceptions.InvalidSignature):
-    return False
-  return True
+  proof, objections = certificates.judge(data, role, now)
+  return proof and Identity(proof, *data.values()), wrong + objections

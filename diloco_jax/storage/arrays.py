@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import checkpoint, files, json_files, tree_digest
+from diloco_jax.storage import checkpoint, files, json_files, orbax_context, tree_digest
 
 _DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': jnp.bfloat16}
 _HEADER_BYTES = 100 << 20  # the most that the format allows
@@ -33,10 +32,10 @@ def save(path: pathlib.Path, tree: Any) -> None:
   path = path.absolute()
   tree = jax.tree.map(np.asarray, tree)
   try:
-    ocp.save(path, tree, overwrite=True)
+    orbax_context.ocp.save(path, tree, overwrite=True)
     json_files.fsync_tree(path)
     digests = tree_digest.digests_of_host(tree)
-    tree_digest.require_reads_back(tree, digests, lambda part: ocp.load(path, part))
+    tree_digest.require_reads_back(tree, digests, lambda part: orbax_context.ocp.load(path, part))
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from _by_number(error)
 
@@ -61,9 +60,9 @@ def load(
       if not part.is_dir():
         files.require_file(part)
     if most_bytes is not None:
-      described = ocp.metadata(path.absolute(), name).metadata
+      described = orbax_context.ocp.metadata(path.absolute(), name).metadata
       tree_digest.require_size(described, most_bytes)
-    return ocp.load(path.absolute(), like, checkpointable_name=name)
+    return orbax_context.ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error
 

@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.protocol import formats, rate_limited_log
 from diloco_jax.storage import files, folders, json_files, orbax_context, tree_digest
@@ -102,10 +101,13 @@ class Checkpoints:
     with _opening(self._root):
       if _leads():
         _probe(self._root)
-      self._checkpointer = ocp.training.Checkpointer(
+      # Orbax itself removes nothing: it would remove old checkpoints before the new one is durable,
+      # and a failure of that would count as one of the save.
+      training = orbax_context.ocp.training
+      self._checkpointer = training.Checkpointer(
         self._root,
         context=orbax_context.context(),
-        preservation_policy=orbax_context.KEEP_ALL,
+        preservation_policy=training.preservation_policies.PreserveAll(),
         cleanup_tmp_directories=True,
       )
     self._under_way: futures.Future[int] | None = None
@@ -283,7 +285,7 @@ class Checkpoints:
       json_files.fsync_tree(folder)
       if like is not None:
         with orbax_context.context():
-          load = lambda part: ocp.load_checkpointables(folder, part)
+          load = lambda part: orbax_context.ocp.load_checkpointables(folder, part)
           tree_digest.require_reads_back(like, digests, load)
         self._reads_back = True
       self._remove_old()
@@ -386,7 +388,9 @@ def verify(
     json_files.files_in(folder)  # no links, before anything is opened
     record = _read_record(folder)
     with _ONE_OPERATION, orbax_context.context():
-      arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
+      arrays = orbax_context.ocp.load_checkpointables(
+        folder, _abstract_of(folder, record['shapes'], most_bytes)
+      )
       tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
   except formats.OtherFormat:
     raise
@@ -400,9 +404,10 @@ def verify(
 def read_part(folder: json_files.Place, part: str, like: Any) -> tuple[int, Any, dict[str, Any]]:
   """Returns step, a part of the state (numpy arrays) and the machine's state. Raises any error."""
   json_files.files_in(folder)  # no links, before anything is opened
-  record, load = _read_record(folder), lambda tree: ocp.load_checkpointables(folder, tree)
+  record = _read_record(folder)
+  load = lambda tree: orbax_context.ocp.load_checkpointables(folder, tree)
   with _ONE_OPERATION, orbax_context.context(alone=True):
-    described = {'state': ocp.checkpointables_metadata(folder).metadata['state']}
+    described = {'state': orbax_context.ocp.checkpointables_metadata(folder).metadata['state']}
     found = tree_digest.read_part(f'state/{part}/', like, record, described, load)
   return record['step'], found, record['protocol']
 
@@ -445,7 +450,7 @@ def _abstract_of(
   """The arrays of a checkpoint by its own description, which must be that of its record, all on the
   first device."""
   place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  described = ocp.checkpointables_metadata(folder).metadata
+  described = orbax_context.ocp.checkpointables_metadata(folder).metadata
   for name, tree in described.items():
     if tree is None and name != 'record':  # Orbax has warned, and would guess
       raise ValueError(f'the description of its {name} cannot be read')
@@ -500,6 +505,3 @@ def _opening(root: json_files.Place) -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
   return ' '.join(str(error).split())[:400] or type(error).__name__
-
-
-orbax_context.quieten()

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
-KEEP_ALL = ocp.training.preservation_policies.PreserveAll()
-"""Orbax itself removes nothing: it would remove old checkpoints before the new one is durable, and
-a failure of that would count as one of the save."""
+
+def __getattr__(name: str) -> Any:
+  """`ocp` is Orbax, imported when it is first used: that takes as long as all other imports of a
+  learner after that of jax."""
+  if name != 'ocp':
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  from orbax.checkpoint import v1
+
+  _quieten()
+  return globals().setdefault(name, v1)
 
 
 def kept(numbers: Sequence[int], newest: int, every: int) -> list[int]:
@@ -26,8 +32,8 @@ def kept(numbers: Sequence[int], newest: int, every: int) -> list[int]:
   return sorted({*first.values(), *numbers[-newest:]})
 
 
-def context(alone: bool = False) -> ocp.Context:
-  """`alone`: the other hosts of the learner do not read along.
+def context(alone: bool = False) -> Any:
+  """An Orbax context. `alone`: the other hosts of the learner do not read along.
 
   Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
 
@@ -35,6 +41,8 @@ def context(alone: bool = False) -> ocp.Context:
   more than half of the time that `save` blocks a small island. Nor does a save look first whether
   its number is taken: in a bucket a step would wait for the answer.
   """
+  from orbax.checkpoint import v1 as ocp
+
   registry = ocp.handlers.local_registry()
   registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
   context = ocp.Context()
@@ -47,7 +55,7 @@ def context(alone: bool = False) -> ocp.Context:
   return context
 
 
-def quieten() -> None:
+def _quieten() -> None:
   """Hides what Orbax and TensorStore print of a save that fails, beside the error that they raise:
   on a full disk thousands of lines."""
   logging.getLogger('absl').addFilter(_is_news)

@@ -7,7 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from diloco_jax.certs import allowlist, authority, check, mint, names, private, proofs
+from diloco_jax.certs import allowlist, authority, certificates, check, mint, names, private, proofs
 
 RUN = 'run-x'
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
@@ -60,7 +60,7 @@ def node(
   private.write_new(folder / check.AUTHORITY, mint.pem(owner.certificate))
   if listed:
     entries = owner.allowlist().listed
-    entries.setdefault(listed, {})[proofs.sha256(certificate)] = now + seconds(ends_s)
+    entries.setdefault(listed, {})[certificates.sha256(certificate)] = now + seconds(ends_s)
     allowlist.Allowlist(owner.run, entries).write(owner.folder / names.SYNCER)
   return folder
 
