@@ -48,7 +48,6 @@ WARM = 3  # rounds that compile and touch pages
 DEADLINE_S = 600
 TORCH = ('torch==2.13.0', 'torchft==0.2.0', 'numpy')
 TORCH_PEERS = pathlib.Path(__file__).parents[1] / 'torch_peers.py'
-STAGES = 'STAGES'  # the environment variable that has stages.py measure the processes of `ours`
 LOCK_STEP = {'learners': LEARNERS, 'quorum': LEARNERS, 'fragments': 1, 'period': 1, 'overlap': 0}
 
 Rounds = Iterator[tuple[float, float]]  # when this process held its values, and when the result
@@ -68,17 +67,7 @@ def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
   for name, value in (LOCK_STEP | {'codec_up': variant, 'codec_down': variant}).items():
     setattr(sync, name, value)
   params = {f'w{k:02}': jnp.zeros((WIDTH, WIDTH)) for k in range(ARRAYS)}
-  draw = lambda clock: jax.random.split(jax.random.key(LEARNERS * clock + index), ARRAYS)
-  noise = lambda leaf, key: leaf + 1e-3 * jax.random.normal(key, leaf.shape)
-  step = jax.jit(
-    lambda params, clock: {
-      name: noise(leaf, key) for (name, leaf), key in zip(params.items(), draw(clock))
-    }
-  )
-  if STAGES in os.environ:
-    from scripts.benchmarks import stages
-
-    step = stages.learner(index)
+  step = inner_step(index)
   join = diloco_jax.join(
     params,
     learner=f'l{index}',
@@ -94,6 +83,19 @@ def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
       holds = time.monotonic()
       params = jax.block_until_ready(peer.sync(params, tokens=1))
       yield holds, time.monotonic()
+
+
+def inner_step(index: int) -> Callable:
+  """Of a learner of `ours`; stages.py has another one."""
+  import jax
+
+  draw = lambda clock: jax.random.split(jax.random.key(LEARNERS * clock + index), ARRAYS)
+  noise = lambda leaf, key: leaf + 1e-3 * jax.random.normal(key, leaf.shape)
+  return jax.jit(
+    lambda params, clock: {
+      name: noise(leaf, key) for (name, leaf), key in zip(params.items(), draw(clock))
+    }
+  )
 
 
 def gloo(index: int, address: str, rounds: int, variant: str) -> Rounds:
@@ -178,7 +180,7 @@ def torch_python() -> str:
   return python
 
 
-def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
+def turn(way: str, variant: str, rounds: int, python: str = '', program: str = '') -> list[float]:
   """Seconds of each round of one run of four processes.
 
   Args:
@@ -186,8 +188,9 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
     variant: the codec of `ours`; how many fragments torchft has.
     rounds: the rounds that are measured.
     python: runs a way of torch_peers.py; '': the way is of this file.
+    program: runs learners and syncer of `ours` in place of this file and of `diloco` (stages.py).
   """
-  file = str(TORCH_PEERS if python else __file__)
+  file = str(TORCH_PEERS if python else program or __file__)
   python = python or sys.executable
   with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
     free.bind(('127.0.0.1', 0))
@@ -199,12 +202,10 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
       centre = _start(python, [file, f'--way=serve_{way}', f'--address={address}'])
     elif way == 'ours':
       settings = LOCK_STEP | {'codec_up': variant, 'codec_down': variant}
-      stages = os.environ.get(STAGES)
-      measuring = [str(pathlib.Path(__file__).with_name('stages.py')), f'{stages}/syncer.json']
       centre = _start(
         python,
         [
-          *(measuring if stages else ('-m', 'diloco_jax')),
+          *([program] if program else ['-m', 'diloco_jax']),
           'syncer',
           '--config=own_loop',
           f'--workdir={folder}',

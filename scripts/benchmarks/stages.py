@@ -8,7 +8,8 @@ calls. While a learner waits for XLA it does nothing else: there the CPU time of
 threads of the process counts. `rest` is what remains of the CPU time of the process:
 gRPC's threads, the copies that they make, the kernel, and the machine's turns.
 
-`stages.py FILE COMMAND --flag ...` is a process of `diloco` that writes its stages to FILE.
+outer_round.py starts this file, with its own flags, for each learner, and for `diloco syncer`; each
+process writes its stages to a file.
 """
 
 import collections
@@ -30,6 +31,7 @@ sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
 from scripts.benchmarks import measured, outer_round
 
 CODECS = ('int8', 'float32')
+FOLDER = 'STAGES'  # the environment variable that says where the processes write
 STAGES = {  # name: function, or method, of module; 'waits': its result is computed by XLA
   'encode': ('learner.on_device', 'Exchange', 'encode', 'waits'),
   'screen': ('syncer.global_model', 'Theta', 'lengths', ''),
@@ -154,7 +156,7 @@ def learner(index: int) -> Callable:
   """The inner step of a learner of outer_round.py, which begins a round, and costs little."""
   import jax
 
-  clock, path = Clock(), f'{os.environ[outer_round.STAGES]}/l{index}.json'
+  clock, path = Clock(), f'{os.environ[FOLDER]}/l{index}.json'
   install(clock)
   step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1e-3, params))
 
@@ -165,10 +167,11 @@ def learner(index: int) -> Callable:
   return counted
 
 
-def _syncer(path: str, words: list[str]) -> None:
+def _syncer() -> None:
   from diloco_jax.syncer import work
 
   clock, merge = Clock(), work.SyncerWork._merge
+  path = f'{os.environ[FOLDER]}/syncer.json'
   install(clock)
 
   def counted(*args) -> None:
@@ -176,7 +179,6 @@ def _syncer(path: str, words: list[str]) -> None:
     merge(*args)
 
   work.SyncerWork._merge = counted
-  sys.argv = ['diloco', *words]
   from diloco_jax import __main__ as program
 
   program.main()
@@ -202,8 +204,8 @@ def main() -> None:
   found: dict[str, Any] = {}
   for codec in CODECS:
     with tempfile.TemporaryDirectory() as folder:
-      os.environ[outer_round.STAGES] = folder
-      seconds = outer_round.turn('ours', codec, rounds)
+      os.environ[FOLDER] = folder
+      seconds = outer_round.turn('ours', codec, rounds, program=__file__)
       of = {name.stem: _figures(name) for name in pathlib.Path(folder).iterdir()}
     syncer = of.pop('syncer')
     mean = lambda name, which: statistics.fmean(one.get(name, [0, 0])[which] for one in of.values())
@@ -223,7 +225,10 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  if len(sys.argv) > 2 and sys.argv[2] == 'syncer':
-    _syncer(sys.argv[1], sys.argv[2:])
-  else:
+  if FOLDER not in os.environ:
     main()
+  elif 'syncer' in sys.argv:
+    _syncer()
+  else:
+    outer_round.inner_step = learner
+    outer_round.main()
