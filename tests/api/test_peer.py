@@ -16,7 +16,7 @@ from diloco_jax.api import own_arrays
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import on_device
-from diloco_jax.nodes import own_model, run_folder
+from diloco_jax.nodes import bring, own_model, run_folder
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import arrays, files
 from diloco_jax.transport import addresses, payloads
@@ -537,16 +537,16 @@ def test_a_model_that_does_not_fit_the_syncer_is_refused_and_not_kept(tmp_path):
   """It has too few arrays for the syncer's fragments; the next learner brings another one."""
   sync = diloco_jax.SyncConfig(learners=1, fragments=64, period=64)
   with diloco_jax.run_syncer(total_steps=100, sync=sync, workdir=tmp_path) as server:
-    bring = lambda rows: bring.bring(
+    give = lambda rows: bring.bring(
       own_model.describe({'w': jnp.ones((rows, 8))}, lambda name: 'body'),
       lambda: server.address,
       addresses.LOCAL,
       wait_s=_DEADLINE_S,
     )
     with pytest.raises(ValueError, match='the syncer refused the model: .*64 balanced fragments'):
-      bring(8)
+      give(8)
     assert own_model.read(tmp_path) is None
-    bring(64)
+    give(64)
   assert own_model.read(tmp_path).shapes['w'].shape == (64, 8)
 
 

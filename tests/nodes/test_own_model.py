@@ -147,7 +147,10 @@ def test_a_learner_that_calls_for_a_session_before_there_is_a_model_is_told_to_d
 
 
 def test_names_and_shapes_may_be_larger_than_a_frame(waiting):
-  syncer, model = waiting(), own_model.describe({'w' * (15 << 17): jnp.ones(2)}, lambda name: 'body')
+  syncer, model = (
+    waiting(),
+    own_model.describe({'w' * (15 << 17): jnp.ones(2)}, lambda name: 'body'),
+  )
   bring.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   assert syncer.model.result(_DEADLINE_S).shapes == model.shapes
 

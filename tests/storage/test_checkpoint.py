@@ -299,7 +299,8 @@ def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, c
 _IN_A_THREAD_OF_TENSORSTORE = """
 import sys, types
 sys.unraisablehook = lambda error: print('said', error.exc_value, file=sys.stderr)
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import orbax_context
+orbax_context.ocp
 for text in ('Event loop is closed', 'another'):
   sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text), object=None))
 """
