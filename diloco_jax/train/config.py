@@ -166,6 +166,8 @@ class OptimizerConfig:
     end_lr_ratio: the rate at train.steps and after (cosine), as a share of the peak.
     b2: of AdamW, decay of the mean of their squares.
     momentum: of Muon, decay of the mean of the gradients.
+    momentum_weight: of that mean in an update, beside the newest gradient (quasi-hyperbolic
+      momentum, arXiv 1810.06801); 0: Nesterov's with Muon, 1 with AdamW.
     weight_decay: of tensors of two axes and more.
     clip_norm: the largest global norm of the gradient; 0 = no clipping.
   """
@@ -176,6 +178,7 @@ class OptimizerConfig:
   end_lr_ratio: float = 0.1
   b2: float = 0.95
   momentum: float = 0.95
+  momentum_weight: float = 0.0
   weight_decay: float = 0.1
   clip_norm: float = 1.0
 
@@ -184,6 +187,8 @@ class OptimizerConfig:
       raise ValueError(f'optimizer {self.name!r} is unknown: choose one of {_OPTIMIZERS}')
     _require_positive(self, 'learning_rate')
     _require_fraction(self, 'b2', 'momentum')
+    if not 0 <= self.momentum_weight <= 1:
+      raise ValueError(f'optimizer.momentum_weight is {self.momentum_weight}: choose one in [0, 1]')
     for name in ('warmup_steps', 'weight_decay', 'clip_norm'):
       if not getattr(self, name) >= 0:
         raise ValueError(f'OptimizerConfig.{name} is {getattr(self, name)}: use 0 for none')

@@ -20,6 +20,13 @@ rate and one weight decay serve all tensors:
   update = 0.2 sqrt(max(A, B)) NewtonSchulz(g' / ||g'||)
 
 It is for the matrices of the body: in an embedding and a head each row is a thing of its own.
+
+With `momentum_weight` nu the mean gives only a share of an update, and the newest gradient the rest
+(QHM and QHAdam, arXiv 1810.06801). Learners have small batches, so less of the mean is noise that
+is carried on for long, and a mean may be long:
+
+  g' = nu m^ + (1 - nu) g                                                       Muon
+  update = (nu m^ + (1 - nu) g) / (sqrt(v^) + eps)                              Adam
 """
 
 import functools
@@ -35,6 +42,7 @@ from diloco_jax.numerics import fragments
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import task as task_lib
 
+_EPS = 1e-8  # of Adam
 _RMS_OF_ADAM = 0.2  # of an update before the rate (arXiv 2502.16982, section 2.2)
 
 
@@ -81,7 +89,7 @@ def make_optimizer(
     Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
   """
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-  adam = optax.scale_by_adam(b2=config.b2)
+  adam = _adam(config)
   return _in_float32(
     optax.chain(
       clip,
@@ -90,6 +98,38 @@ def make_optimizer(
       optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
     )
   )
+
+
+def quasi_hyperbolic(decay: float, weight: float) -> optax.GradientTransformation:
+  """Momentum that gives the newest gradient a share of its own: weight m^ + (1 - weight) g, with m
+  the mean of the gradients by `decay` and ^ the correction of its bias. For any optax chain.
+
+  References:
+    Ma and Yarats, Quasi-hyperbolic momentum and Adam for deep learning, arXiv 1810.06801.
+  """
+  mean = optax.ema(decay, debias=True)
+
+  def update(grads, state, params=None):
+    means, state = mean.update(grads, state, params)
+    return jax.tree.map(lambda m, g: weight * m + (1 - weight) * g, means, grads), state
+
+  return optax.GradientTransformation(mean.init, update)
+
+
+def _adam(config: config_lib.OptimizerConfig) -> optax.GradientTransformation:
+  """Adam, or QHAdam with a weight."""
+  adam, weight = optax.scale_by_adam(b2=config.b2, eps=_EPS), config.momentum_weight
+  if not weight:
+    return adam
+
+  def update(grads, state, params=None):
+    scaled, state = adam.update(grads, state, params)
+    squares = optax.tree.bias_correction(state.nu, config.b2, state.count)
+    return jax.tree.map(
+      lambda s, g, v: weight * s + (1 - weight) * g / (jnp.sqrt(v) + _EPS), scaled, grads, squares
+    ), state
+
+  return optax.GradientTransformation(adam.init, update)
 
 
 def _in_float32(
@@ -109,9 +149,14 @@ def _muon(
   """Muon for the matrices of the task's body and `rest` for its other tensors."""
   by_path, axes = jax.tree_util.tree_map_with_path, functools.partial(_matrix_axes, task)
   kinds = lambda tree: by_path(lambda *leaf: 'matrix' if axes(*leaf) else 'rest', tree)
-  muon = optax.contrib.scale_by_muon(
-    beta=config.momentum, weight_dimension_numbers=lambda tree: by_path(axes, tree)
+  of_decay = functools.partial(
+    optax.contrib.scale_by_muon, weight_dimension_numbers=lambda tree: by_path(axes, tree)
   )
+  muon = of_decay(beta=config.momentum)
+  if config.momentum_weight:
+    last = of_decay(beta=0.0, nesterov=False)  # of the mean that it gets; its own state is that
+    orthogonal = optax.stateless(lambda mean, _: last.update(mean, last.init(mean))[0])
+    muon = optax.chain(quasi_hyperbolic(config.momentum, config.momentum_weight), orthogonal)
   sized = optax.stateless(
     lambda tree, _: by_path(lambda *leaf: _as_large_as_adams(leaf[1], axes(*leaf)), tree)
   )

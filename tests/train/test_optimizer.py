@@ -90,6 +90,41 @@ def test_muon_is_optax_muon_for_matrices_and_adamw_for_the_rest():
   _assert_close(ours, _three_steps(muon, matrices) | _three_steps(adamw, rest))
 
 
+def test_the_newest_gradient_has_the_share_that_the_weight_leaves():
+  draw = lambda n: np.random.default_rng(n).standard_normal((6, 10), np.float32)
+  grads = [draw(n) for n in range(3)]
+  mean, square = np.zeros((6, 10)), np.zeros((6, 10))
+  for g in grads:
+    mean, square = 0.9 * mean + 0.1 * g, _CONFIG.b2 * square + (1 - _CONFIG.b2) * g**2
+  hatted, root = mean / (1 - 0.9**3), np.sqrt(square / (1 - _CONFIG.b2**3))
+  plain = {'weight_decay': 0.0, 'clip_norm': 0.0, 'momentum_weight': 0.7, 'momentum': 0.9}
+  for base, name, wanted in (
+    (_CONFIG, 'embedding', (0.7 * hatted + 0.3 * grads[-1]) / root),
+    (_MUON, 'w', _orthogonal(0.7 * hatted + 0.3 * grads[-1]) * 0.2 * np.sqrt(10)),
+  ):
+    tx = optimizer_lib.make_optimizer(dataclasses.replace(base, **plain), _TASK)
+    state = tx.init({name: grads[0]})
+    for g in grads:
+      update, state = tx.update({name: g}, state, {name: g}, rate=jnp.float32(1))
+    np.testing.assert_allclose(-update[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+def _orthogonal(matrix_AxB: np.ndarray) -> np.ndarray:
+  """What Muon makes of it: optax's own Newton-Schulz."""
+  muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
+  matrix_AxB = jnp.asarray(matrix_AxB, jnp.float32)
+  with jax.numpy_dtype_promotion('standard'):
+    return np.asarray(muon.update(matrix_AxB, muon.init(matrix_AxB))[0])
+
+
+def test_a_weight_keeps_no_array_more():
+  params = {'w': jnp.ones((6, 10))}
+  size = lambda config: sum(
+    leaf.size for leaf in jax.tree.leaves(optimizer_lib.make_optimizer(config, _TASK).init(params))
+  )
+  assert size(dataclasses.replace(_MUON, momentum_weight=0.7)) <= size(_MUON)
+
+
 def test_an_update_of_muon_is_as_large_as_one_of_adam():
   """Whatever the shape: 0.2 of the rate, as arXiv 2502.16982 measured of AdamW."""
   config = dataclasses.replace(_MUON, weight_decay=0.0, clip_norm=0.0)
