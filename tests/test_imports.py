@@ -202,23 +202,23 @@ def test_only_the_loop_feeds_a_machine():
 
 # What a process of each kind loads as it starts: the modules that it imports first, and the rooms
 # and libraries that these reach. What a function imports when it is called is not counted.
-_PAGE = 'config nodes numerics protocol protocol/tape report storage train'
-_NODE = f'{_PAGE} certs node protocol/learner transport'
+_PAGE = 'certs config nodes numerics protocol protocol/tape report storage train transport'
+_NODE = f'{_PAGE} node protocol/learner'
 _LIBRARIES = 'absl etils google grpc isal jax numpy optax tensorstore'
 REACH = {
   "a user's loop": ('api.peer', f'{_NODE} api configs learner', _LIBRARIES),
   'learner': (
-    'commands.learner nodes.learner_node',
+    '__main__ launch.cli commands.learner nodes.learner_node',
     f'{_NODE} commands launch learner',
     _LIBRARIES,
   ),
   'syncer': (
-    'commands.syncer nodes.syncer_node',
+    '__main__ launch.cli commands.syncer nodes.syncer_node',
     f'{_NODE} commands configs launch protocol/syncer syncer',
     _LIBRARIES,
   ),
-  'status': ('commands.status', f'{_PAGE} commands', 'absl etils'),
-  'report': ('commands.report', f'{_PAGE} commands', 'absl etils numpy'),
+  'status': ('__main__ launch.cli commands.status', f'{_PAGE} commands launch', 'absl etils'),
+  'report': ('__main__ launch.cli commands.report', f'{_PAGE} commands launch', 'absl etils numpy'),
 }
 
 

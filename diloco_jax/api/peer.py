@@ -40,6 +40,7 @@ from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, folders
 from diloco_jax.train import island as island_lib
+from diloco_jax.transport import addresses
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -381,7 +382,7 @@ def join(
   config.train.validate()
   run_config.require_types('', config)
   lifecycle.keep_compiled()
-  access = dial.make_access(tls, plaintext_loopback)
+  access = addresses.access(tls, plaintext_loopback)
   address = dial.resolver(syncer, access)
   at_once = learner_node.at_once if several else contextlib.nullcontext
   event_queue = loop.EventQueue()

@@ -18,7 +18,7 @@ import jax
 
 from diloco_jax.config import run_config
 from diloco_jax.node import threads
-from diloco_jax.nodes import dial, exits, lifecycle, own_model, run_folder, syncer_node
+from diloco_jax.nodes import exits, lifecycle, own_model, run_folder, syncer_node
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
@@ -127,7 +127,7 @@ def run_syncer(
       folder=folder,
       records=cleanup.enter_context(contextlib.closing(recorder)),
       address=listen or addresses.in_folder(folder),
-      access=dial.make_access(tls, plaintext_loopback),
+      access=addresses.access(tls, plaintext_loopback),
     )
     server = Server(syncer, None if init is None else make)
     cleanup.callback(server._stop)

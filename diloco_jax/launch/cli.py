@@ -21,7 +21,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
-from diloco_jax.nodes import dial, exits
+from diloco_jax.nodes import exits
 from diloco_jax.storage import files, folders
 from diloco_jax.transport import addresses
 
@@ -143,7 +143,7 @@ def serve_metrics(process: str) -> None:
 
 def access() -> addresses.Access:
   """How this node proves its name, by its flags."""
-  return dial.make_access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
+  return addresses.access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
 
 
 def overrides() -> dict[str, object]:

@@ -115,7 +115,3 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
     return text
 
   return read
-
-
-def make_access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> addresses.Access:
-  return addresses.Access(pathlib.Path(tls).absolute() if tls else None, plaintext_loopback)

@@ -36,6 +36,11 @@ class Access:
 LOCAL = Access()
 
 
+def access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> Access:
+  """That of a folder, or of none."""
+  return Access(pathlib.Path(tls).absolute() if tls else None, plaintext_loopback)
+
+
 class RunEnded(ConnectionError):
   """The syncer has finished the run, and left ENDED where its address was."""
 
