@@ -109,6 +109,11 @@ def chain_in(file: bytes) -> bytes:
   return file[_CHAIN_AT : _CHAIN_AT + 32]
 
 
+def run_in(file: bytes) -> str:
+  """The run in the header of a file, which nothing has verified."""
+  return file[_CHAIN_AT + 32 : _CHAIN_AT + 32 + RUN_BYTES].rstrip(b'\0').decode(errors='replace')
+
+
 def restore(place: str) -> str:
   """The command that repairs the log of a run's folder, WORKDIR/syncer/wal: it moves the log aside
   and begins a new one behind the newest checkpoint."""

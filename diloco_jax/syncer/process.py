@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -146,10 +147,9 @@ def run(
     records_lib.report_startup(records, 'listens')
     keep_every = assembled.protocol.keep_every
     folder = folders.syncer_folder(workdir)
-    remedy = 'the log alone does not have the run: put a copy of them back'
-    if store:
-      remedy = f'move {folder} elsewhere: the next start takes the run from its store'
-    checkpoints = checkpoint.Checkpoints(str(folder / folders.CHECKPOINTS), keep_every, remedy)
+    checkpoints = checkpoint.Checkpoints(
+      str(folder / folders.CHECKPOINTS), keep_every, if_all_are_damaged(folder, log_files, store)
+    )
     cleanup.callback(checkpoints.close)
     name = stored.run_name(workdir, store.run if store else '')
     cleanup.enter_context(theta.at_home())
@@ -187,6 +187,20 @@ def run(
       _export(theta, workdir, records, store)
       stopped = _wait_or_stop(evaluation, event_queue)
     return store.finish(result, event_queue, stopped, machine.finished) if store else result
+
+
+def if_all_are_damaged(
+  folder: pathlib.Path, log_files: files_lib.Files, store: stored.Stored | None
+) -> str:
+  """What to do once no checkpoint of the syncer can be read."""
+  checkpoints = folder / folders.CHECKPOINTS
+  if store:
+    aside, has = folder, 'the next start then continues from the store'
+  elif 0 in wal.numbers(log_files):
+    aside, has = checkpoints, 'the next start then repeats every outer step from the log'
+  else:
+    return f'put a copy of {checkpoints} back: the log has only the outer steps behind them'
+  return f'move them aside: {shlex.join(["mv", f"{aside}", f"{aside}-damaged"])}; {has}'
 
 
 def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None:

@@ -36,7 +36,6 @@ from typing import Any
 from diloco_jax.config import load, run_config
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events, formats, rate_limited_log, safe_json
-from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import (
   checkpoint,
@@ -176,7 +175,7 @@ class Stored:
     # If this process cannot continue the run, the disk that had it still has.
     self._begun = {'disk': disk, 'restored': restores, 'taker': '', 'over': False}
     if not new:
-      self._claim.renew(taker=disk)
+      self._claim.renew(taker=disk, log=max(self._claim.held.log, self._end()))
 
   def _require_own_or_empty(self, mine: bool, restored: tuple[str, ...]) -> None:
     """Of a store without a claim. `mine`: the folder is that of a run with a store. Raises Refused
@@ -232,16 +231,19 @@ class Stored:
         'Start the syncer on that disk; if it is lost, start over with another train.store'
       )
     text = agreement.data.decode(errors='replace') if agreement else ''
-    if agreement and agreement_lib.of_run(text) == agreement_lib.of_run(''):
+    run = known = outer_log.run_of(text)
+    if whole or first:
+      known = whole.get('run', known) if whole else wal.run_in(first.data)
+    if run != known or (whole and not agreement):
       raise claim_lib.Refused(
         f'{self._store.place}/syncer/{AGREEMENT} is damaged. Nothing was changed. Put a copy of it '
         f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
       )
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
     self._set_aside()
-    if agreement is None:
+    if not (whole or first):
       return  # the run had not begun
-    position = whole or {'log': 0, 'chain': wal.first_chain(outer_log.run_of(text)).hex()}
+    position = whole or {'log': 0, 'chain': wal.first_chain(run).hex()}
     if whole:
       json_files.move(staging, self._folder / folders.CHECKPOINTS)
     outer_log.begin(self.log_files, text, position)
@@ -280,8 +282,12 @@ class Stored:
     """Whether a record of the folder has the hash of that in the store: the run may have gone on
     without this store, or with another. Raises StoreError."""
     there = self._store.read(f'{self._at}wal/{wal.name_of(number)}', _LARGE)
-    here = self.log_files.read(wal.name_of(number), 0, wal.HEADER_BYTES)
+    here = self._header(number)
     return there is not None and wal.chain_in(there.data) == wal.chain_in(here)
+
+  def _header(self, number: int) -> bytes:
+    """Of a record in the folder."""
+    return self.log_files.read(wal.name_of(number), 0, wal.HEADER_BYTES)
 
   def begin(
     self,
@@ -401,6 +407,7 @@ class Stored:
     digest = json_files.sha256(files)[:8]
     name = f'{self._at}ckpt/{number}-{digest}'
     about = {'log': state[outer_log.POSITION], 'chain': state[outer_log.CHAIN]}
+    about['run'] = wal.run_in(self._header(self._end()))
     if self._store.read(f'{name}.json') is None:
       self._upload(folder, name, files, about)
     self._remove_old()

@@ -13,6 +13,8 @@ import functools
 import os
 import pathlib
 import queue
+import re
+import subprocess
 import threading
 import types
 
@@ -114,7 +116,8 @@ class Rig:
     )
     try:
       self.theta = global_model_lib.Theta(assembled)
-      self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
+      remedy = syncer_process.if_all_are_damaged(folder, self.disk, store)
+      self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'), remedy=remedy)
       self.start = syncer_process.recover(
         assembled, self.theta, self.checkpoints, self.log, self.records, 'r0'
       )
@@ -338,6 +341,20 @@ def test_the_log_begins_at_the_older_checkpoint(rig, expected, tmp_path):
   assert any('checkpoint of sync 4 and 3 later' in line for line in drain_lines(again))
 
 
+def test_without_its_only_checkpoint_the_log_has_the_run(rig, expected, tmp_path):
+  life = rig()
+  for sync in range(1, 4):
+    life.merge(sync)
+  assert not life.save(3).error
+  life.crash()
+  life.checkpoints.close()
+  _damage(tmp_path / 'ckpt' / '3')
+  with pytest.raises(checkpoint.CheckpointError) as error:
+    rig()
+  paste(str(error.value))
+  assert bits(rig().theta) == expected[3]
+
+
 def test_a_full_disk_still_gives_up_the_records_that_both_checkpoints_hold(rig):
   life = rig()
   for sync in range(1, 5):
@@ -358,6 +375,11 @@ def test_recovery_holds_one_machine_state(rig, assembled, tmp_path):
   ) as log:
     ended = log.recover(global_model_lib.Theta(assembled), {})
   assert [bool(merge.machine_state) for merge, _ in ended] == [False, False, True]
+
+
+def paste(error: str) -> None:
+  """Runs the command that an error names."""
+  subprocess.run(re.search(r'mv .*(?=;)', error)[0], shell=True, check=True)
 
 
 def _damage(folder: pathlib.Path) -> None:

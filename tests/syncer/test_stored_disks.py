@@ -14,7 +14,7 @@ from diloco_jax.syncer import stored
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored
 from tests.syncer.test_durability import DEADLINE_S, bits, drain_lines
-from tests.syncer.test_stored import run_until, wait
+from tests.syncer.test_stored import gone, run_until, wait
 
 assembled, expected = durability._assembled, durability._expected
 _soon, here = test_stored._soon, test_stored._here
@@ -171,22 +171,35 @@ def test_a_disk_that_is_behind_the_store_writes_no_claim(here):
     here.live('old')
 
 
-def test_the_way_that_damaged_checkpoints_name_works(here, expected):
-  """All on the disk are damaged, the store is whole: its folder is moved away."""
-  run_until(here.live('a', True), range(1, 7), saves=(2, 4))
+@pytest.mark.parametrize('store_log', [False, True])
+def test_the_command_of_damaged_checkpoints_works(here, expected, store_log):
+  """All on the disk are damaged, the store is whole."""
+  run_until(here.live('my disk', store_log), range(1, 7), saves=(2, 4))
   here.kill()
   for number in ('2', '4'):
-    durability._damage(here.folder / 'a' / 'syncer' / 'ckpt' / number)
-  with pytest.raises(checkpoint.CheckpointError, match='none of the checkpoints'):
-    here.live('a', True)
-  (here.folder / 'a' / 'syncer').rename(here.folder / 'elsewhere')
-  assert bits(here.live('a', True).theta) == expected[6]
+    durability._damage(here.folder / 'my disk' / 'syncer' / 'ckpt' / number)
+  with pytest.raises(checkpoint.CheckpointError, match='none of the checkpoints') as error:
+    here.live('my disk', store_log)
+  durability.paste(str(error.value))
+  after = here.live('my disk', store_log)
+  assert bits(after.theta) == expected[6 if store_log else 4]
+  assert bool(gone(after)) == (not store_log)
 
 
-def test_settings_that_are_damaged_in_the_store_are_named(here):
-  run_until(here.live('a'), range(1, 4), saves=(2,))
+@pytest.mark.parametrize('store_log', [False, True])
+@pytest.mark.parametrize('how', ['cut off', 'another value', 'removed'])
+def test_settings_that_are_damaged_in_the_store_are_named(here, expected, store_log, how):
+  """Nothing is changed, and once they are put back, or the old disk is back, the run goes on."""
+  saves = () if store_log else (2,)
+  run_until(here.live('a', store_log), range(1, 4), saves)
   here.kill()
   name = f'syncer/{stored.AGREEMENT}'
-  here.store.put(name, here.store.read(name).data[:-1])
+  whole = here.store.read(name).data
+  here.store.remove(name)
+  if how != 'removed':
+    here.store.put(name, whole[:-1] if how == 'cut off' else whole.replace(b':2', b':3', 1))
+    assert here.store.read(name).data != whole
   with pytest.raises(claim_lib.Refused, match='agreement.json is damaged.* Put a copy of it back'):
-    here.live('b')
+    here.live('b', store_log)
+  here.store.put(name, (here.folder / 'a' / 'syncer' / 'wal' / stored.AGREEMENT).read_bytes())
+  assert bits(here.live('b', store_log).theta) == expected[3 if store_log else 2]
