@@ -31,7 +31,7 @@ class Read:
 
   @property
   def loss_unit(self) -> str:
-    return loss_unit(self.config)
+    return loss_unit(self.config, self.run)
 
 
 def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
@@ -80,9 +80,9 @@ def _names(folder: pathlib.Path) -> list[str]:
   return sorted(path.stem for path in (folder / records_lib.RECORDS).glob('*.jsonl'))
 
 
-def loss_unit(config: run_config.Config | None) -> str:
-  """'' if only the user knows it."""
-  if config is None or config.task != run_config.DECODER:
+def loss_unit(config: run_config.Config | None, run: run_facts.RunFacts) -> str:
+  """'' if only the user knows it: of a task without a tokenizer."""
+  if config is None or (config.task != run_config.DECODER and not run.of_text):
     return ''
   return 'nats per token' if config.data.tokenizer else 'nats per byte'
 

@@ -53,10 +53,13 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
       if how in _DEATHS:
         _mark_death(axes, x, y)
         axes.text(x, y, f'\n{name} {how}', ha='center', va='top', fontsize=8)  # below the mark
-  if run['held_out'][0]:
-    style = {'color': 'black', 'linewidth': 2.2, 'marker': 'o', 'markersize': 4}
-    tokens, losses = run['held_out']  # a None, between points far apart, ends a line
-    axes.plot(tokens, np.array(losses, float), label='global model, held-out loss', **style)
+  style = {'linewidth': 2.2, 'marker': 'o', 'markersize': 4}
+  own = [(f'learner {name}', run['learners'][name], colour) for name, colour in colours.items()]
+  for label, one, colour in [*own, ('global model', run, 'black')]:
+    if one['held_out'][0]:
+      tokens, losses = one['held_out']  # a None, between points far apart, ends a line
+      label = f'{label}, held-out loss'
+      axes.plot(tokens, np.array(losses, float), color=colour, label=label, **style)
   if axes.get_lines():
     axes.legend(frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')

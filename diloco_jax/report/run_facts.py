@@ -69,7 +69,7 @@ class Learner:
     lost: when the syncer lost it, and why.
     fresh: how many of its processes joined a run in progress with fresh moments.
     cost: the newest one; None: no log line yet.
-    held_out: losses of its own model, of which parts are never sent.
+    held_out: (tokens of all learners, loss) of its own model, of which parts are never sent.
   """
 
   state: str = 'waiting'
@@ -90,7 +90,7 @@ class Learner:
   steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   lost: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-  held_out: list[float] = dataclasses.field(default_factory=list)
+  held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
   @property
   def step(self) -> int:
@@ -156,6 +156,7 @@ class RunFacts:
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
+    of_text: held-out losses are of text: there are bits per byte.
     said: by program, what its supervisor told of it last.
     missing: of each process, how many facts could not be written, and why.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
@@ -189,6 +190,7 @@ class RunFacts:
     self.evaluations: list[facts.Eval] = []
     self.evaluated_s: list[float] = []
     self.evaluated_tokens: list[int] = []
+    self.of_text = False
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
     self.wire = wire_lib.Wire()
@@ -278,9 +280,10 @@ class RunFacts:
       self._of_learner(process, at_s, fact)
     if processes := self._processes(process):
       processes[-1].last_s = at_s
+    self.of_text |= isinstance(fact, facts.Eval) and fact.bits_per_byte > 0
     match fact:
       case facts.Eval() if self.syncer and process in self.learners:
-        self.learners[process].held_out.append(fact.loss)
+        self.learners[process].held_out.append((self.tokens, fact.loss))
       case facts.Eval():
         self._evaluated(at_s, fact)
       case facts.Recovered(sync=sync):  # after a restore the clocks go back

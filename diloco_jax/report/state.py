@@ -36,7 +36,7 @@ def state(
     'progress': run.progress if config else None,
     'began_s': round(run.began_s or 0),
     'about': '; '.join(told if config else [*told, f'config {folder.UNKNOWN}']),
-    'loss_unit': folder.loss_unit(config),
+    'loss_unit': folder.loss_unit(config, run),
     'outer_steps': len(run.merges_s),
     'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
     'held_out': _held_out(run),
@@ -64,6 +64,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'merged': len(learner.merged_s),
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
     'curve': _curve(learner),
+    'held_out': _columns(learner.held_out),
     'lives': _lives(learner.processes),
     'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
@@ -97,6 +98,10 @@ def _held_out(run: run_facts.RunFacts) -> list[list]:
     if points and tokens - points[-1][0] > run.tokens / (5 if points[-1][0] else 20):
       points.append(((tokens + points[-1][0]) / 2, None))
     points.append((tokens, one.loss))
+  return _columns(points)
+
+
+def _columns(points: Sequence[tuple[float, float | None]]) -> list[list]:
   return [list(column) for column in zip(*points)] or [[], []]
 
 

@@ -157,8 +157,8 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'tokens': max(account.get('tokens', 0), round(learner.tokens_per_step * len(learner.steps))),
     'tokens_per_step': learner.tokens_per_step,
     'loss': learner.loss,
-    'eval_loss_start': learner.held_out[0] if learner.held_out else None,
-    'eval_loss_end': learner.held_out[-1] if learner.held_out else None,
+    'eval_loss_start': learner.held_out[0][1] if learner.held_out else None,
+    'eval_loss_end': learner.held_out[-1][1] if learner.held_out else None,
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
@@ -302,11 +302,13 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines[0] += f' in {summary["outer_steps"]} outer steps'
   rows = {name: row for name, row in summary['learners'].items() if row['steps']}
   own = {name: row for name, row in rows.items() if row['eval_loss_end'] is not None}
+  unit = summary['loss_unit'] and f'{summary["loss_unit"]}, '
   if own:
-    lines.append('held-out loss  of each learner, whose model is in part its own')
+    lines.append(
+      f'held-out loss  of each learner, whose model is in part its own ({unit}on unseen data)'
+    )
     lines += [f'{name:>13}  {_before_after(row)}' for name, row in own.items()]
   elif summary['eval_loss_start'] is not None:
-    unit = summary['loss_unit'] and f'{summary["loss_unit"]}, '
     lines.append(f'held-out loss  {_before_after(summary)} ({unit}on unseen data)')
     bits = summary['bits_per_byte_end']
     if bits and _is_measured_twice(summary):
@@ -339,7 +341,8 @@ def _place_lines(
   if folders and (workdir / load.FILE).is_file():  # else the syncer has another folder
     lines.append(f'model        import diloco_jax; diloco_jax.load_params({place!r})')
     begun = summary['init_from']  # from a Hugging Face folder, perhaps
-    made = 'm' if begun and any(pathlib.Path(begun).glob('model.safetensors*')) else 'm.safetensors'
+    folder = begun and any(pathlib.Path(begun).glob('model.safetensors*'))
+    made = 'NEW_FOLDER' if folder else 'model.safetensors'
     lines.append(f'             diloco export --workdir={shlex.quote(place)} --out={made}')
     if (workdir / 'model').is_dir():
       load_it = f'v1.load({str(workdir.absolute() / "model")!r})'

@@ -92,6 +92,23 @@ def test_no_line_joins_held_out_points_that_are_far_apart(workdir):
   assert losses == [3.25, 4.9, 4.8, 4.7, 4.6, None, 3.0] and tokens == sorted(tokens)
 
 
+def test_learners_with_models_of_their_own_have_losses_with_a_unit_and_a_curve(workdir):
+  """LoRA: each learner evaluates, since the syncer has no base."""
+  config = stdlib_lm.get_config('tiny')
+  config.task = 'lora_decoder.py:task'
+  load.write(workdir, config)
+  own = [facts.Eval(step=i, loss=3 - i / 10, bits_per_byte=4.0) for i in range(3)]
+  add(workdir, *[('l0', row(91 + i, one)) for i, one in enumerate(own)])
+  found = read(workdir)
+  tokens, losses = found['learners']['l0']['held_out']
+  assert losses == [3.0, 2.9, 2.8] and tokens == sorted(tokens) and tokens[0] > 0
+  told = summary.text(summary.write(workdir), workdir, 200)
+  assert 'own (nats per byte, on unseen data)\n           l0  3.000 before, 2.800 after' in told
+  figure = picture.draw(found)
+  lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
+  assert lines['learner l0, held-out loss'] == losses
+
+
 def test_a_program_that_failed_says_why(workdir):
   assert read(workdir)['failures'] == []
   add(workdir, child(99, 'l0', 'failed', 'exit code 1'), child(99, 'syncer', 'refused', 'no disk'))

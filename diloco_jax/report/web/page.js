@@ -112,8 +112,9 @@ function drawLoss(runs) {
   kills = [];
   runs.forEach((run, r) => {
     const prefix = many ? called(run) + ' ' : '', held = {width: 2.5, points: {show: true, size: 7}};
-    Object.entries(run.learners).forEach(([name, {curve: [tokens, losses, ended]}], i) => {
+    Object.entries(run.learners).forEach(([name, {curve: [tokens, losses, ended], held_out}], i) => {
       if (tokens.length) add(prefix + name, [tokens, losses], many ? colour(r) + '88' : colour(i), {points: {show: tokens.length < 20, size: 5}});
+      if (held_out[0].length) add(prefix + name + ' held-out', held_out, many ? colour(r) : colour(i), held);
       ended.forEach((how, k) => isKill(how) && kills.push([tokens[k], losses[k]]));
     });
     if (run.held_out[0].length) add(prefix + 'held-out', run.held_out, many ? colour(r) : null, held);
