@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import queue
 import resource
 import threading
 from concurrent import futures
@@ -16,8 +17,9 @@ import pytest
 from flax import nnx
 
 from diloco_jax.config import run_config
-from diloco_jax.nodes import accelerators, bring, exits, own_model
+from diloco_jax.nodes import accelerators, bring, exits, own_model, syncer_node
 from diloco_jax.protocol import agreement
+from diloco_jax.report import records
 from diloco_jax.storage import arrays, checkpoint
 from diloco_jax.transport import addresses, grpc_server, grpc_session, listen
 
@@ -144,6 +146,33 @@ def test_a_learner_that_calls_for_a_session_before_there_is_a_model_is_told_to_d
       with pytest.raises(grpc.RpcError, match='the syncer has no model yet: dial again') as refused:
         list(call(iter(()), timeout=_DEADLINE_S))
       assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize('processes', [0, 1])
+def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes):
+  """Also where transport processes serve the loops from then on."""
+  access, listening = addresses.Access(plaintext_loopback=True), queue.Queue()
+  recorder = records.Recorder(tmp_path, 'syncer')
+  syncer = syncer_node.Syncer(
+    config=_CONFIG,
+    folder=tmp_path,
+    records=recorder,
+    address='127.0.0.1:0',
+    access=access,
+    processes=processes,
+    listening=listening.put,
+  )
+  with contextlib.closing(recorder), futures.ThreadPoolExecutor(1) as pool:
+    ended = pool.submit(syncer.run_loops)
+    try:
+      address = listening.get(timeout=_DEADLINE_S)
+      call = lambda model: bring.bring(model, lambda: address, access, _DEADLINE_S)
+      assert call(_MODEL) == own_model.about(_CONFIG)
+      assert listening.get(timeout=_DEADLINE_S) == address
+      assert call(own_model.Model({}, {}, dict)) == own_model.about(_CONFIG, _MODEL)
+    finally:
+      syncer.stop('the test ends')
+    assert ended.result(_DEADLINE_S).code == 0
 
 
 def test_names_and_shapes_may_be_larger_than_a_frame(waiting):
