@@ -75,13 +75,8 @@ def _extension(certificate: x509.Certificate, kind: type[x509.ExtensionType]) ->
 def judge(
   files: dict[str, bytes], role: str, now: datetime.datetime
 ) -> tuple[proofs.Proof | None, list[str]]:
-  """The proof in a node's certificate, None if it proves nothing; and what is wrong in its files.
-
-  Args:
-    files: by name: the certificate of the authority, that of the node, and its key; in PEM.
-    role: of the node.
-    now: UTC.
-  """
+  """The proof in a node's certificate, None if it proves nothing; and what is wrong in its files:
+  the certificate of the authority, that of the node, and its key, by name, in PEM."""
   (ca, ca_pem), (cert, cert_pem), (key, key_pem) = files.items()
   wrong: list[str] = []
   try:

@@ -5,6 +5,7 @@ the settings that all share and with the names, shapes and labels that it has: e
 first, by a call without arrays (`meet`).
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -155,7 +156,7 @@ class Brought:
     if not self._busy.acquire(blocking=False):
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
     try:
-      model = self._read(requests, context)
+      model = self._read(requests, context.cancel)
       if not model.shapes:  # a learner that asks
         self._busy.release()
         return self._answer
@@ -173,41 +174,39 @@ class Brought:
     self._arrived.set_result(None)
     return self._answer
 
-  def _read(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> own_model.Model:
-    """The model of a caller, whose call ends if it takes too long."""
-    timers = [grpc_session.start_timer(self._upload_s, context.cancel)]
+  def _read(self, requests: Iterator[bytes], cancel: Callable[[], object]) -> own_model.Model:
+    """The model of a caller, whose call is cancelled if it takes too long."""
+    with _in_time(self._upload_s, cancel):
+      header = next(requests, b'')
+    if len(header) > own_model.MAX_HEADER_BYTES:
+      raise ValueError(f'the header has {len(header)} bytes, at most {own_model.MAX_HEADER_BYTES}')
+    values: dict[str, np.ndarray] = {}
+    model = own_model.from_header(header.decode(errors='replace'), lambda: values)
+    total = _size_bytes(model)
+    if total > self._max_bytes:
+      raise ValueError(f'the model has {total} bytes, this syncer has memory for {self._max_bytes}')
+    with _in_time(self._upload_s + total / _UPLOAD_BYTES_PER_S, cancel):
+      for name, leaf in model.shapes.items():
+        values[name] = _value(requests, name, leaf.shape, 4 * leaf.size)
+    return model
 
-    def extend(size_bytes: int) -> None:
-      """The size is known."""
-      timers.pop().cancel()
-      seconds = self._upload_s + size_bytes / _UPLOAD_BYTES_PER_S
-      timers.append(grpc_session.start_timer(seconds, context.cancel))
 
-    try:
-      return _read_pieces(requests, self._max_bytes, extend)
-    finally:
-      timers[0].cancel()
+@contextlib.contextmanager
+def _in_time(seconds: float, cancel: Callable[[], object]) -> Iterator[None]:
+  timer = grpc_session.start_timer(seconds, cancel)
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
-def _read_pieces(
-  requests: Iterator[bytes], max_bytes: int, announced: Callable[[int], None]
-) -> own_model.Model:
-  header = next(requests, b'')
-  if len(header) > own_model.MAX_HEADER_BYTES:
-    raise ValueError(f'the header has {len(header)} bytes, at most {own_model.MAX_HEADER_BYTES}')
-  values: dict[str, np.ndarray] = {}
-  model = own_model.from_header(header.decode(errors='replace'), lambda: values)
-  total = _size_bytes(model)
-  if total > max_bytes:
-    raise ValueError(f'the model has {total} bytes, this syncer has memory for {max_bytes}')
-  announced(total)
-  for name, leaf in model.shapes.items():
-    data, size = bytearray(), 4 * leaf.size
-    while len(data) < size:
-      piece = next(requests, b'')
-      if not piece or len(data) + len(piece) > size:
-        raise ValueError(f'{name} has {len(data) + len(piece)} bytes, {size} were announced')
-      data += piece
-    values[name] = np.frombuffer(data, np.float32).reshape(leaf.shape)
-    own_model.require_finite(name, values[name])
-  return model
+def _value(requests: Iterator[bytes], name: str, shape: tuple[int, ...], size: int) -> np.ndarray:
+  data = bytearray()
+  while len(data) < size:
+    piece = next(requests, b'')
+    if not piece or len(data) + len(piece) > size:
+      raise ValueError(f'{name} has {len(data) + len(piece)} bytes, {size} were announced')
+    data += piece
+  value = np.frombuffer(data, np.float32).reshape(shape)
+  own_model.require_finite(name, value)
+  return value

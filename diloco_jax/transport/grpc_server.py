@@ -115,12 +115,11 @@ class Door(grpc.GenericRpcHandler):
 
   def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
     """Of gRPC: who answers a call."""
-    service, _, method = handler_call_details.method.removeprefix('/').partition('/')
-    if service == grpc_session.SERVICE and method == grpc_session.BRING:
+    method = handler_call_details.method.removeprefix(f'/{grpc_session.SERVICE}/')
+    if method == grpc_session.BRING:
       return grpc.stream_unary_rpc_method_handler(self._brought)
-    if service == grpc_session.SERVICE and method in self._calls:
-      return grpc.stream_stream_rpc_method_handler(self._calls[method])
-    return None
+    call = self._calls.get(method)
+    return call and grpc.stream_stream_rpc_method_handler(call)
 
   def open(
     self,
@@ -128,14 +127,9 @@ class Door(grpc.GenericRpcHandler):
     about: bytes,
     live: Callable[[], list[tuple[grpc_session.Session, proofs.Proof]]],
   ) -> None:
-    """Lets sessions begin.
-
-    Args:
-      calls: the two calls of a session, by method.
-      about: the answer to BRING from now on. No request is read, for which a caller could let the
-        syncer wait.
-      live: the sessions that have proved a name.
-    """
+    """Lets sessions begin. `calls`: of a session, by method. `about`: the answer to BRING from now
+    on; no request is read, for which a caller could let the syncer wait. `live`: the sessions that
+    have proved a name."""
     self._bring, self._live, self._calls = (lambda *call: about), live, calls
 
   def close(self, grace_s: float | None = None) -> None:
