@@ -34,6 +34,6 @@ def test_the_tests_of_a_file_take_part_however_long_they_are():
 
 
 def test_real_runs_take_part_if_they_have_changed():
-  real = 'tests/runs/test_day.py'
+  real = 'tests/runs/test_syncer_kills.py'
   assert real in changed.select([real], {}, ('tests/runs/',)).files
-  assert real in changed.select(['tests/runs/lib/day.py'], {}, ('tests/runs/',)).left_out
+  assert real in changed.select(['tests/runs/lib/failpoints.py'], {}, ('tests/runs/',)).left_out

@@ -1,8 +1,6 @@
-"""SIGTERM: a learner pushes, saves and leaves; a syncer saves, and the next one continues.
+"""SIGTERM to a process that does not end in time, a second SIGTERM, and SIGTERM on a full disk.
 
-The run of lib/day.py serves the first tests: l1 is preempted and rejoins, then the syncer is
-restarted under load. Then single processes: a full disk, a process that does not end in time, a
-second SIGTERM.
+tests/runs/test_syncer_kills.py has that of a learner and of a syncer under load.
 """
 
 import re
@@ -13,63 +11,12 @@ import time
 import pytest
 
 from diloco_jax.nodes import exits, run_folder
-from diloco_jax.verification.faults import chaos_report
 from tests import programs
 from tests.runs.lib import conductor
-from tests.runs.lib import day as day_lib
 
 NOTICE_S = 20.0  # a preempted process ends within 10 s; a busy machine takes longer
+OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 40}
 
-
-def test_a_preempted_learner_leaves_in_order_and_in_time(day):
-  assert day.outcome.code == 0
-  end = day.end('l1')
-  assert end['code'] == 0
-  assert end['t_ns'] - day.asked_ns['l1'] < NOTICE_S * 1e9
-  [left] = [
-    fact
-    for fact in day.of('syncer', 'member')
-    if fact['learner'] == 'l1' and fact['state'] == 'lost'
-  ][:1]
-  assert left['reason'] == 'left: preempted'
-  assert day.asked_ns['l1'] < left['t_ns'] < end['t_ns']
-
-
-def test_a_preempted_learner_rejoins_from_its_checkpoint(day):
-  end = day.end('l1')
-  lives = {
-    fact['incarnation']
-    for fact in day.of('l1', 'state')
-    if fact['state'] == 'joined' and fact['t_ns'] < day.killed_ns
-  }
-  assert lives == {1, 2}
-  assert any(
-    'l1' in fact['participants']
-    for fact in day.of('syncer', 'synced')
-    if end['t_ns'] < fact['t_ns'] < day.killed_ns
-  )
-
-
-def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(day):
-  asked_ns, end, back = day.asked_ns['syncer'], day.end('syncer'), day.of('syncer', 'recovered')[0]
-  assert end['code'] == 0 and end['t_ns'] - asked_ns < NOTICE_S * 1e9
-  assert back['replayed'] == 0  # it was saved
-  assert all(
-    chaos_report.within([fact['t_ns'] for fact in day.of(name, 'step')], asked_ns, back['t_ns'])
-    for name in day_lib.LEARNERS
-  )
-  seen = [
-    fact
-    for name in day_lib.LEARNERS
-    for fact in day.of(name, 'adopted')
-    if fact['t_ns'] < back['t_ns']
-  ]
-  assert seen and all(back['versions'][one['fragment']] >= one['version'] for one in seen)
-  ledgers = [fact for fact in day.of('syncer', 'ledger') if fact['t_ns'] < day.killed_ns]
-  assert not ledgers[-1]['discarded'].get('lost_with_process')
-
-
-# --- Single processes -----------------------------------------------------------------------------
 
 STUBBORN = """
 import sys, time
@@ -115,7 +62,7 @@ def test_a_second_sigterm_ends_it_at_once(start):
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(start, tmp_path):
   """An outer step waits for space for ever; a limit of 1 KiB per file simulates the full disk."""
   common = [
-    *conductor.flags(day_lib.OVERRIDES),
+    *conductor.flags(OVERRIDES),
     f'--workdir={tmp_path}',
     '--config.train.drain_s=2',
   ]

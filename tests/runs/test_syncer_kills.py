@@ -1,7 +1,9 @@
-"""Processes that are killed repeatedly, under load: nothing is lost, other learners do not pause.
+"""Processes that are preempted, then killed repeatedly, under load: nothing is lost, other learners
+do not pause.
 
-One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
-outer steps. SIGKILL ends the syncer at any moment, from the test after a drawn time or from itself
+One run of real processes serves all tests: `tiny` with two learners, three data shards and a
+checkpoint every two outer steps. SIGTERM ends l1, then the syncer, and each comes back. Then
+SIGKILL ends the syncer at any moment, from the test after a drawn time or from itself
 at a failpoint, and the supervisor starts a new process. Meanwhile l1 is
 killed, too, l0 is untouched. Then all processes are killed at once and restart in a drawn order. At
 the very end l0 is frozen, to show that the tests notice a pause. The tests read the records of the
@@ -38,12 +40,14 @@ SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed by the test
 FREEZE_S = 2.5
+NOTICE_S = 20.0  # a preempted process ends within 10 s; a busy machine takes longer
 STEP_S = 0.03  # short, since a pause is told from the time between two steps
 AFTERWARDS_NS = 2_000_000_000  # a gap this long after a restart still counts for the death
 OVERRIDES = {
   **conductor.ENDLESS,
   'sync.learners': 2,
   'sync.checkpoint_every_syncs': 2,
+  'data.shards': 3,
   'train.checkpoint_every_steps': 50,
 }
 
@@ -61,13 +65,25 @@ def plan(random_kills: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class Run(conductor.Run):
-  """Also has samples of the learners' threads; `site_ns`: when all processes were killed."""
+  """Also has samples of the learners' threads; `asked_ns`: when SIGTERM was sent to a node;
+  `killed_ns`: when SIGTERM had been sent to all that get it; `site_ns`: when all processes were
+  killed."""
 
   plan: tuple[str, ...]
   learner_kills: int
   pulse: pulse_lib.Pulse
+  asked_ns: dict[str, int]
+  killed_ns: int
   site_ns: list[int]
   froze_ns: int
+
+  def end(self, child: str) -> dict:
+    """The exit of the process that got SIGTERM."""
+    return next(
+      fact
+      for fact in self.of('supervisor', 'exit')
+      if fact['child'] == child and fact['t_ns'] > self.asked_ns[child]
+    )
 
   def deaths(self, child: str) -> list[int]:
     return [
@@ -147,6 +163,8 @@ class Conductor(conductor.Conductor):
   ):
     self.plan, self.learner_kills, self._site_kills = plan, learner_kills, site_kills
     self.pulse = pulse_lib.Pulse()
+    self.asked_ns: dict[str, int] = {}
+    self.killed_ns = 0
     self.site_ns: list[int] = []
     self.froze_ns = 0
     self._draw = random.Random(seed)
@@ -159,7 +177,7 @@ class Conductor(conductor.Conductor):
     return failpoints.instead(program, NextLife(program.environment, self._place_of_next_life))
 
   def _place_of_next_life(self) -> str:
-    lived = self.supervisor.statuses['syncer'].starts
+    lived = self._kills('syncer')
     return self.plan[lived] if lived < len(self.plan) else ANY
 
   def look(self) -> None:
@@ -169,7 +187,16 @@ class Conductor(conductor.Conductor):
       if (child := self.supervisor.child(name)) is not None:
         self.pulse.sample(child.pid)
 
+  def _kills(self, name: str) -> int:
+    """How many of its processes have been started after one that was killed, and the first."""
+    return self.supervisor.statuses[name].starts - (name in self.asked_ns)
+
   async def carry_out(self) -> None:
+    assert self.plan[0] == ANY, 'it is preempted'
+    await self._merges(3)
+    await self._preempt('l1')
+    await self._preempt('syncer')
+    self.killed_ns = time.monotonic_ns()
     async with asyncio.TaskGroup() as both:
       both.create_task(self._kill_the_syncer())
       both.create_task(self._kill_a_learner())
@@ -196,15 +223,28 @@ class Conductor(conductor.Conductor):
     )
     return self.merges(name, since) >= more
 
+  async def _merges(self, more: int) -> None:
+    """Waits until every learner has had so many contributions merged from now on."""
+    self.look()
+    at = len(self.facts)
+    await self.until(lambda: all(self.merges(name, at) >= more for name in LEARNERS))
+
+  async def _preempt(self, name: str) -> None:
+    """Sends SIGTERM at any moment, and waits for the next process."""
+    await asyncio.sleep(0.3 * self._draw.random())
+    self.asked_ns[name] = time.monotonic_ns()
+    assert self.supervisor.bring_down(name, 0.0, 'preempted', politely=True)
+    await self.until(lambda: self.supervisor.statuses[name].starts == 2)
+    await self._merges(3)
+
   async def _kill_the_syncer(self) -> None:
-    status = self.supervisor.statuses['syncer']
     for life, place in enumerate(self.plan, 1):
-      await self.until(lambda: status.starts == life)
+      await self.until(lambda: self._kills('syncer') == life)
       if place == ANY:
         await self.commits(self._draw.randint(1, 4))
         await asyncio.sleep(0.2 * self._draw.random())  # any moment
         assert self.supervisor.bring_down('syncer', 0.0, 'killed by the test')
-    await self.until(lambda: status.starts == len(self.plan) + 1)
+    await self.until(lambda: self._kills('syncer') == len(self.plan) + 1)
     await self.commits(3)
 
   async def commits(self, more: int) -> None:
@@ -213,19 +253,18 @@ class Conductor(conductor.Conductor):
     await self.until(lambda: self.count('syncer', 'outer') >= due)
 
   async def _kill_a_learner(self) -> None:
-    status = self.supervisor.statuses['l1']
     for life in range(1, self.learner_kills + 1):
-      await self.until(lambda: status.starts == life and self.merged('l1', 1))
+      await self.until(lambda: self._kills('l1') == life and self.merged('l1', 1))
       await asyncio.sleep(0.5 * self._draw.random())
       assert self.supervisor.bring_down('l1', 0.0, 'killed by the test')
-    await self.until(lambda: status.starts == self.learner_kills + 1 and self.merged('l1', 1))
+    await self.until(lambda: self._kills('l1') == self.learner_kills + 1 and self.merged('l1', 1))
 
   async def _kill_everything(self) -> None:
     pauses_s = self._draw.sample((0.0, 0.3, 0.6), 3)  # draws the order of restarts
     self.site_ns.append(time.monotonic_ns())
     for name, down_s in zip(('syncer', *LEARNERS), pauses_s):
       assert self.supervisor.bring_down(name, down_s, 'everything is killed')
-    exits = len(self.plan) + self.learner_kills + 3 * len(self.site_ns)
+    exits = len(self.asked_ns) + len(self.plan) + self.learner_kills + 3 * len(self.site_ns)
     await self.until(lambda: self.count('supervisor', 'exit') >= exits)
     await self.until(lambda: all(self.merged(name, 2) for name in LEARNERS))
 
@@ -248,6 +287,8 @@ def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> 
     plan=conducted.plan,
     learner_kills=conducted.learner_kills,
     pulse=conducted.pulse,
+    asked_ns=conducted.asked_ns,
+    killed_ns=conducted.killed_ns,
     site_ns=conducted.site_ns,
     froze_ns=conducted.froze_ns,
   )
@@ -267,7 +308,7 @@ def test_every_process_ends_as_planned_and_the_run_succeeds(run):
 
 
 def test_no_version_that_a_learner_has_adopted_is_lost(run):
-  assert run.lost_versions() == [0] * (len(run.plan) + len(run.site_ns))
+  assert run.lost_versions() == [0] * (1 + len(run.plan) + len(run.site_ns))
   assert any(fact['version'] > 0 for fact in run.of('l0', 'adopted'))
 
 
@@ -291,7 +332,7 @@ def test_a_version_has_the_same_bits_in_every_process(run):
 def test_the_run_keeps_every_promise(run):
   verdict = promises.check(run)
   lives = [life for life in run.tapes() if life.node == 'syncer']
-  assert len(lives) == len(run.plan) + len(run.site_ns) + 1
+  assert len(lives) == len(run.plan) + len(run.site_ns) + 2
   assert verdict.turns > 1_000
 
 
@@ -302,13 +343,62 @@ def test_the_log_was_compacted_and_both_checkpoints_exist(run):
   assert oldest > 1
 
 
+# --- SIGTERM --------------------------------------------------------------------------------------
+
+
+def test_a_preempted_learner_leaves_in_order_and_in_time(run):
+  assert run.outcome.code == 0
+  end = run.end('l1')
+  assert end['code'] == 0
+  assert end['t_ns'] - run.asked_ns['l1'] < NOTICE_S * 1e9
+  [left] = [
+    fact
+    for fact in run.of('syncer', 'member')
+    if fact['learner'] == 'l1' and fact['state'] == 'lost'
+  ][:1]
+  assert left['reason'] == 'left: preempted'
+  assert run.asked_ns['l1'] < left['t_ns'] < end['t_ns']
+
+
+def test_a_preempted_learner_rejoins_from_its_checkpoint(run):
+  end = run.end('l1')
+  lives = {
+    fact['incarnation']
+    for fact in run.of('l1', 'state')
+    if fact['state'] == 'joined' and fact['t_ns'] < run.killed_ns
+  }
+  assert lives == {1, 2}
+  assert any(
+    'l1' in fact['participants']
+    for fact in run.of('syncer', 'synced')
+    if end['t_ns'] < fact['t_ns'] < run.killed_ns
+  )
+
+
+def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(run):
+  asked_ns, end, back = run.asked_ns['syncer'], run.end('syncer'), run.of('syncer', 'recovered')[0]
+  assert end['code'] == 0 and end['t_ns'] - asked_ns < NOTICE_S * 1e9
+  assert back['replayed'] == 0  # it was saved
+  assert all(
+    chaos_report.within([fact['t_ns'] for fact in run.of(name, 'step')], asked_ns, back['t_ns'])
+    for name in LEARNERS
+  )
+  seen = [
+    fact for name in LEARNERS for fact in run.of(name, 'adopted') if fact['t_ns'] < back['t_ns']
+  ]
+  assert seen and all(back['versions'][one['fragment']] >= one['version'] for one in seen)
+  ledgers = [fact for fact in run.of('syncer', 'ledger') if fact['t_ns'] < run.killed_ns]
+  assert not ledgers[-1]['discarded'].get('lost_with_process')
+
+
 # --- No pause -------------------------------------------------------------------------------------
 
 
 def test_training_continues_after_every_kill(run):
   """Every process of the syncer that was not killed in its first outer step has committed one."""
   recovered = [0, *(sum(fact['versions']) for fact in run.of('syncer', 'recovered'))]
-  for place, before, after in zip((*run.plan, *[ANY] * len(run.site_ns)), recovered, recovered[1:]):
+  places = (ANY, *run.plan, *[ANY] * len(run.site_ns))
+  for place, before, after in zip(places, recovered, recovered[1:]):
     assert after > before or (place != ANY and after == before), (place, recovered)
   synced = run.of('syncer', 'synced')
   for death_ns in run.deaths('l1'):

@@ -73,6 +73,8 @@ def play(workdir: pathlib.Path, plan: tuple[str, ...], **overrides: Any) -> kill
     plan=conducted.plan,
     learner_kills=0,
     pulse=conducted.pulse,
+    asked_ns={},
+    killed_ns=0,
     site_ns=[],
     froze_ns=0,
   )
