@@ -41,6 +41,7 @@ def calls_per_event(learners: int, steps: int) -> float:
   return calls / events
 
 
+@pytest.mark.long
 def test_128_learners_cost_at_most_twice_the_calls_of_8():
   few, many = calls_per_event(8, steps=20), calls_per_event(128, steps=4)
   assert many < 2 * few, (few, many)
