@@ -322,6 +322,8 @@ class RunFacts:
 
   def _lives(self, name: str, at_s: float, fact: facts.Fact) -> None:
     """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
+    if name != 'syncer' and name not in self.learners:
+      return  # a supervisor, or a learner that the config has no longer
     processes = self._processes(name)
     if isinstance(fact, facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')

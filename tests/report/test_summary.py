@@ -311,6 +311,13 @@ def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
     assert [one.started_s for one in processes] == [4 - ready, 104 - ready]
 
 
+def test_a_learner_that_the_config_has_no_longer_is_passed_over():
+  """Of a run that was restored with fewer learners."""
+  startup = facts.Startup(phase='built', cpu_s=1.0)
+  run = run_facts.RunFacts(['l0'], 10).take([('l1', row(1, startup)), ('l0', step(2, 1, 1, 5.0))])
+  assert run.learners.keys() == {'l0'} and run.learners['l0'].step == 1
+
+
 def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
   """The clocks went back from 8 to 4."""
   recovered = facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
