@@ -114,7 +114,9 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     task = dataclasses.replace(task, init=lambda seed: init())
   if data:
     if config.data.local:  # of the data only what all must have in common
-      shared['tokenizer'] = tokenizer.digest(config.data.tokenizer, config.data.corpus)
+      shared['tokenizer'] = tokenizer.digest(
+        config.data.tokenizer, config.data.corpus, config.data.field
+      )
     else:
       shared['data'] = task.data_digest()
   return _assemble(config, init, shapes, task.label, shared, task)

@@ -76,7 +76,7 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if config.train.store and '://' not in config.train.store:
     values['train']['store'] = os.path.abspath(config.train.store)
   if config.data.tokenizer:
-    file = tokenizer.file(config.data.tokenizer, corpus)
+    file = tokenizer.file(config.data.tokenizer, corpus, config.data.field)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
     if not (workdir / kept).is_file():
       json_files.replace(workdir / kept, file.read_bytes())

@@ -18,7 +18,7 @@ NUMBERS = {
   'model header': 1,
   'log': 3,
   'checkpoint': 1,
-  'config': 1,
+  'config': 2,
   'restore note': 1,
   'claim': 1,
   'manifest': 1,

@@ -7,21 +7,21 @@ params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 
 import collections
 import importlib
-import json
+import math
 import pathlib
 import re
 import types
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.protocol import safe_json
 from diloco_jax.storage import checkpoint, files, json_files, orbax_context, tree_digest
 
 _DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': jnp.bfloat16}
-_HEADER_BYTES = 100 << 20  # the most that the format allows
+_ENTRY = {'dtype': str, 'shape': list[int], 'data_offsets': tuple[int, int]}
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
@@ -113,25 +113,44 @@ def require_shapes(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> 
       raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
 
 
-def mapped(
-  path: pathlib.Path, wants: Callable[[str], bool] = lambda name: True
-) -> dict[str, np.ndarray]:
-  """The tensors of a *.safetensors file whose names are wanted, read where they are used. Raises
-  ValueError, OSError."""
+class Stored(NamedTuple):
+  """A tensor in a *.safetensors file, which is read where it is used."""
+
+  path: pathlib.Path
+  place: str  # for people
+  kind: str  # its type there
+  shape: tuple[int, ...]
+  at: int  # its first byte
+
+  def mapped(self) -> np.ndarray:
+    """Raises ValueError, OSError."""
+    if self.kind not in _DTYPES:
+      raise ValueError(
+        f'{self.place} is {self.kind}, which is not read: write it as one of {", ".join(_DTYPES)}'
+      )
+    return np.memmap(self.path, _DTYPES[self.kind], 'r', self.at, self.shape)
+
+
+def stored(path: pathlib.Path) -> dict[str, Stored]:
+  """The tensors in a *.safetensors file by name. Their bytes are side by side, from the end of the
+  header to that of the file. Raises ValueError, OSError."""
   files.require_file(path)
   with path.open('rb') as file:
     size = int.from_bytes(file.read(8), 'little')
-    header = json.loads(file.read(min(size, _HEADER_BYTES)))
+    header = json_files.require_keys(path, file.read(min(size, safe_json.MAX_BYTES + 1)), {})
   header.pop('__metadata__', None)
-  found = {}
   for name, one in header.items():
-    if wants(name):
-      if one['dtype'] not in _DTYPES:
-        raise ValueError(
-          f'{name} is {one["dtype"]}, which is not read: write it as one of {", ".join(_DTYPES)}'
-        )
-      at = 8 + size + one['data_offsets'][0]
-      found[name] = np.memmap(path, _DTYPES[one['dtype']], 'r', at, tuple(one['shape']))
+    json_files.require_keys(f'{path}: {name}', one, _ENTRY)
+  found, at = {}, 8 + size
+  for name, one in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
+    found[name] = new = Stored(path, f'{name} in {path}', one['dtype'], tuple(one['shape']), at)
+    begin, at = (8 + size + offset for offset in one['data_offsets'])
+    item = np.dtype(_DTYPES.get(new.kind, 'V0')).itemsize  # 0: not known
+    is_full = not item or at - begin == item * math.prod(new.shape)
+    if begin != new.at or not is_full or min((at - begin, *new.shape)) < 0:
+      raise ValueError(f'{new.place} has other bytes than its type, its shape and its neighbours')
+  if at != path.stat().st_size:
+    raise ValueError(f'{path.name} has {path.stat().st_size} bytes, by its header {at}')
   return found
 
 

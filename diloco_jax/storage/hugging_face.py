@@ -6,10 +6,10 @@ there, its input axes here, and heads an axis of their own. Which decoder `confi
 and a run that begins with it: experiments/examples/pretrained.py.
 """
 
-import json
 import math
 import pathlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ import numpy as np
 from diloco_jax.storage import arrays, files, json_files
 
 FILE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
-_NOT_READ = '.rotary_emb.inv_freq', 'lm_head.weight'  # computed; the embedding, if it is tied
+_COMPUTED = '.rotary_emb.inv_freq'  # not read
+_EMBEDDING, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 _NAMES = {
   'embedding': 'model.embed_tokens',
   'final_norm': 'model.norm',
@@ -45,15 +46,27 @@ def read(folder: str, like: Any) -> Any:
   ValueError: they cannot be read, or are of another model."""
   places = _places(like)
   wanted = {theirs: _shape(*place) for theirs, place in places.items()}
-  is_read = lambda theirs: theirs in wanted or not theirs.endswith(_NOT_READ)
-  found = _tensors(pathlib.Path(folder), is_read)
+  found = _tensors(pathlib.Path(folder), lambda theirs: not theirs.endswith(_COMPUTED))
+  if _HEAD not in wanted and _HEAD in found:
+    _require_equal(found.pop(_HEAD), found.get(_EMBEDDING))
   here = {theirs: tensor.shape for theirs, tensor in found.items()}
   arrays.require_shapes(folder, here, wanted)
   leaves = []
   for theirs, (name, leaf) in places.items():
-    tensor = found[theirs] if name == 'embedding' else found[theirs].T
+    tensor = found[theirs].mapped() if name == 'embedding' else found[theirs].mapped().T
     leaves.append(np.asarray(tensor.reshape(leaf.shape), leaf.dtype))
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _require_equal(head: arrays.Stored, embedding: arrays.Stored | None) -> None:
+  """Raises ValueError."""
+  one, other = (np.asarray(stored.mapped()) for stored in (head, embedding or head))
+  # A row at a time, as they may be large.
+  if not embedding or one.shape != other.shape or not all(map(np.array_equal, one, other)):
+    raise ValueError(
+      f'{head.place} is not {_EMBEDDING}, and the model of this run has one tensor for both. '
+      'Nothing was changed: set tie_word_embeddings to false in config.json, or remove the tensor'
+    )
 
 
 def tensors_of(params: Any) -> dict[str, np.ndarray]:
@@ -73,7 +86,7 @@ def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Pa
   like = _tensors(source, named.__contains__)
   if absent := [name for name in named if name not in like]:
     raise ValueError(f'{source} is of another model: it has no {absent[0]}')
-  typed = {name: tensor.astype(like[name].dtype) for name, tensor in named.items()}
+  typed = {name: tensor.astype(like[name].mapped().dtype) for name, tensor in named.items()}
   for file in source.iterdir():
     if file.suffix in ('.json', '.model', '.jinja', '.txt') and file.name != _INDEX:
       json_files.replace(folder / file.name, file.read_bytes())
@@ -101,25 +114,30 @@ def _shape(name: str, leaf: Any) -> tuple[int, ...]:
   return math.prod(leaf.shape[inputs:]), math.prod(leaf.shape[:inputs])
 
 
-def _tensors(
-  folder: pathlib.Path, is_read: Callable[[str], bool] = lambda name: True
-) -> dict[str, np.ndarray]:
-  """Those of a folder that are read, mapped: each from the one file that the index names. Raises
+def read_object(path: pathlib.Path, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """The JSON object in a file, or behind a link to one as in the cache of Hugging Face, with these
+  keys (json_files.require_keys). Raises ValueError, OSError."""
+  files.require_file(path)
+  return json_files.require_keys(path, path.read_bytes(), keys)
+
+
+def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, arrays.Stored]:
+  """Those of a folder that are read: each from the one file that the index names. Raises
   ValueError."""
   try:
     if not (folder / _INDEX).is_file():
-      return arrays.mapped(folder / FILE, is_read)
-    found, places = {}, _json(folder / _INDEX)['weight_map']
-    for file in sorted({file for name, file in places.items() if is_read(name)}):
-      here = lambda name, file=file: places.get(name) == file and is_read(name)
-      found |= arrays.mapped(folder / file, here)
-    if absent := sorted(name for name in places.keys() - found.keys() if is_read(name)):
+      found = arrays.stored(folder / FILE)
+      return {name: one for name, one in found.items() if is_read(name)}
+    told = read_object(folder / _INDEX, {'weight_map': dict[str, Any]})['weight_map']
+    places, found = {name: file for name, file in told.items() if is_read(name)}, {}
+    for name, file in places.items():
+      if not re.fullmatch(r'[^/]+\.safetensors', str(file)):
+        raise ValueError(f'{_INDEX} has {name} in {file!r}, no *.safetensors beside it')
+    for file in sorted(set(places.values())):
+      here = arrays.stored(folder / file).items()
+      found |= {name: one for name, one in here if places.get(name) == file}
+    if absent := sorted(places.keys() - found.keys()):
       raise ValueError(f'{absent[0]} is not in {places[absent[0]]}, where the index has it')
     return found
-  except (OSError, ValueError, KeyError) as error:
+  except (OSError, ValueError) as error:
     raise ValueError(f'cannot read the model in {folder}: {error}') from error
-
-
-def _json(path: pathlib.Path) -> Any:
-  files.require_file(path)  # or a link to one, as in the cache of Hugging Face
-  return json.loads(path.read_text('utf-8'))

@@ -16,12 +16,13 @@ import pathlib
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
 from diloco_jax.protocol import safe_json
+from diloco_jax.protocol.tape import codec
 
 Place = pathlib.Path | epath.Path  # of a file system; of a bucket, gs://...
 MAX_BYTES = 16 << 20
@@ -55,6 +56,21 @@ def read_bytes(path: Place, max_bytes: int) -> bytes:
       return file.read(found.st_size + 1)  # not max_bytes: it is allocated at once
   finally:
     os.close(descriptor)
+
+
+def require_keys(place: object, value: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+  """A JSON object, or that in a text of bytes, that has these keys, each of its type (a hint, as
+  `int | None`); it may have others. Raises ValueError, which names the place and the key."""
+  try:
+    value = safe_json.parse(value, finite=False) if isinstance(value, bytes) else value
+    found = codec.decode(dict[str, Any], value, 'it')
+    for key, hint in keys.items():
+      codec.decode(hint, found.get(key), f'`{key}`')
+  except (codec.TapeError, safe_json.Unreadable) as error:
+    raise ValueError(
+      f'{place}: {error}. Nothing was changed: mend the file, or copy it again from its source'
+    ) from None
+  return found
 
 
 def sha256(values: dict[str, Any]) -> str:

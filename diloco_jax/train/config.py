@@ -205,8 +205,9 @@ class DataConfig:
 
   Attributes:
     corpus: 'stdlib' = Python's own sources; else a directory or a glob of files of text, *.jsonl
-      or *.parquet (rows of `text`) or *.array_record (records of text). `{node}` in it stands for
-      the id of the learner, or 'syncer'.
+      or *.parquet (rows) or *.array_record (records of text). `{node}` in it stands for the id of
+      the learner, or 'syncer'.
+    field: the key of *.jsonl and the column of *.parquet that has the text.
     local: each learner has files of its own, which no other node reads: no shards, and no learner
       waits for one. The syncer needs no files; with some, it evaluates on their held-out part.
     tokenizer: '' = bytes; FILE.json of Hugging Face's tokenizers, FILE.model of SentencePiece, or
@@ -222,6 +223,7 @@ class DataConfig:
   """
 
   corpus: str = 'stdlib'
+  field: str = 'text'
   local: bool = False
   tokenizer: str = ''
   seq_len: int = 128
@@ -245,6 +247,8 @@ class DataConfig:
       )
     if not self.corpus:
       raise ValueError("corpus is empty: use 'stdlib', a directory, or a glob of text files")
+    if not self.field:
+      raise ValueError("data.field is empty: name the field of the text, such as 'text'")
     if self.local and self.tokenizer.startswith('bpe'):
       raise ValueError(
         f'data.tokenizer is {self.tokenizer!r}, with data.local each learner would train its own: '

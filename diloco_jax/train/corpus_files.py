@@ -1,19 +1,22 @@
 """The files of a corpus, the documents in them, and a cache of what is made of them. Imports no
 jax, so a run without any text is refused before it begins.
 
-| a file | is |
+| a file, whatever the case of its suffix | is |
 |---|---|
-| *.jsonl, *.ndjson | a document in each line: the string `text` of its object |
-| *.parquet | a document in each row: the string in its column `text`; needs pyarrow |
+| *.jsonl, *.ndjson | a document in each line: the string `data.field` of its object |
+| *.parquet | a document in each row: the string in the column `data.field`; needs pyarrow |
 | *.array_record | a document in each record |
-| hidden, an editor's copy, compressed, binary | left out and counted; alone refused |
-| anything else | one document |
+| *.csv, *.json, ..., a container by its first bytes | left out and counted; alone refused |
+| hidden, an editor's copy | left out and counted; alone read |
+| *.txt, *.md, what is UTF-8 without a zero byte from end to end | one document |
+| anything else | binary: left out and counted; alone refused |
 
-The first bytes of a file say whether it is compressed or binary. Rows without a text (null) are
-left out and counted; a value that is no text is refused.
+A document that is null, or has a zero byte (an end, data.py) or half a surrogate pair, is left out
+and counted. A value of another type is refused.
 """
 
 import collections
+import contextlib
 import fcntl
 import functools
 import glob
@@ -22,24 +25,26 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from diloco_jax.storage import files, folders, json_files
 
 HELD_OUT_OF_1000 = 30
 _COPIES = ('~', '.swp', '.swo', '.bak', '.orig', '.tmp')
-_COMPRESSED = {  # by their first bytes
-  b'\x1f\x8b': 'gzip',
-  b'BZh': 'bzip2',
-  b'\xfd7zXZ': 'xz',
-  b'\x28\xb5\x2f\xfd': 'zstd',
-  b'PK\x03\x04': 'zip',
-  b'7z\xbc\xaf': '7z',
-}
+_FIELDS = ('.csv', '.tsv', '.json', '.ipynb')
+_ROWS = ('.jsonl', '.ndjson', '.parquet', '.array_record')
+_PLAIN = ('.txt', '.md')
+_CONTAINER = re.compile(  # by its first bytes
+  rb'(?P<gzip>\x1f\x8b)|(?P<bzip2>BZh)|(?P<xz>\xfd7zXZ)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<lz4>\x04"M\x18)|'
+  rb'(?P<zip>PK\x03\x04)|(?P<seven_zip>7z\xbc\xaf)|(?P<PDF>%PDF)|(?P<PostScript>%!PS)|(?P<RTF>{\\rtf)|'
+  rb'(?P<UTF16>\xff\xfe|\xfe\xff)|(?P<LFS_pointer>version https://git-lfs)'
+)
 _LOOKED_AT = 8192  # first bytes; a file of text has no zero byte there
 _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
 _say_once = functools.cache(lambda text: print(text, file=sys.stderr, flush=True))
@@ -50,30 +55,27 @@ def list_files(source: str) -> list[tuple[str, str]]:
   is no text (top of this file) or no regular file is left out, and named once.
 
   Raises:
-    ValueError: there is no file; the one that was named is no text; a package is missing.
+    ValueError: there is no file of text; a package is missing.
   """
+  left_out = ''
   if source == 'stdlib':
     root = sysconfig.get_path('stdlib')
-    paths = _walk(root, '.py')
+    paths = list(filter(os.path.isfile, _walk(root, '.py')))
   elif os.path.isdir(source):
-    root, paths = source, _text_of(source, _walk(source, ''))
+    root, (paths, left_out) = source, _text_of(source, _walk(source, ''))
   elif os.path.isfile(source):
-    root, paths = '', [source]
-    if what := _no_text(source):
-      raise ValueError(
-        f'corpus {source!r} is {what}, no text: unpack or convert it to text, *.jsonl or *.parquet'
-      )
+    root, left_out = '', _no_text(source)
+    paths = [] if left_out else [source]
   else:
     root, found = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
-    paths = _text_of(os.path.dirname(source.partition('*')[0]), found)
-  paths = [path for path in paths if _is_regular(path)]
+    paths, left_out = _text_of(os.path.dirname(source.partition('*')[0]), found)
   root = root or os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
   if not paths:
     raise ValueError(
-      f"corpus {source!r} has no files: use 'stdlib', a directory that holds "
-      'files, or a glob that matches some'
+      f"corpus {source!r} has no text, only {left_out or 'no files'}: use 'stdlib', or files of "
+      'text in UTF-8, *.jsonl or *.parquet (data.field names the field of the text)'
     )
-  if any(p.endswith('.parquet') for p in paths) and not importlib.util.find_spec('pyarrow'):
+  if any(p.lower().endswith('.parquet') for p in paths) and not importlib.util.find_spec('pyarrow'):
     raise ValueError(
       f'corpus {source!r} has *.parquet files, which need the package pyarrow: pip install pyarrow'
     )
@@ -89,22 +91,24 @@ def _walk(root: str, suffix: str) -> list[str]:
   return paths
 
 
-def _text_of(root: str, paths: Sequence[str]) -> list[str]:
-  """Those of the files in `root` that are text; the others are counted, and said once."""
+def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
+  """Those of the files in `root` that are text; the others, counted, which are said once. Only a
+  regular file is one, or a link to one: to open a pipe can take for ever."""
   kept, left_out = [], collections.defaultdict(list)
   for path in sorted(paths):
     parts = os.path.relpath(path, root or '.').split(os.sep)
     is_hidden = any(part.startswith('.') and part != '..' for part in parts)
-    what = 'hidden' if is_hidden else 'a copy' if path.endswith(_COPIES) else _no_text(path)
+    is_copy = path.lower().endswith(_COPIES)
+    what = files.kind(path) or ('hidden' if is_hidden else 'a copy' if is_copy else _no_text(path))
     (left_out[what] if what else kept).append(path)
-  if left_out:
-    told = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
-    _say_once(f'left out of the corpus in {root or "."}, as no text: {", ".join(told)}')
-  return kept
+  told = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
+  if counted := ', '.join(told):
+    _say_once(f'left out of the corpus in {root or "."}, as no text: {counted}')
+  return kept, counted
 
 
 def _no_text(path: str) -> str:
-  """What a file is by its first bytes, if that is no text; ''."""
+  """What a file is, if it is no text (top of this file); ''."""
   try:
     stat = os.stat(path)
     return _looked_at(path, stat.st_size, stat.st_mtime_ns)
@@ -115,88 +119,98 @@ def _no_text(path: str) -> str:
 @functools.lru_cache(maxsize=1 << 20)
 def _looked_at(path: str, size: int, changed_ns: int) -> str:
   del size, changed_ns  # of the file as it was looked at
-  if path.endswith(('.parquet', '.array_record')) or files.kind(path):
+  name = path.lower()
+  if name.endswith(_FIELDS):
+    return name[name.rindex('.') :]
+  if name.endswith(_ROWS):
     return ''
   with open(path, 'rb') as file:
     first = file.read(_LOOKED_AT)
-  packed = (name for magic, name in _COMPRESSED.items() if first.startswith(magic))
-  return next(packed, 'binary' if b'\0' in first else '')
+  if found := _CONTAINER.match(first):
+    return str(found.lastgroup)
+  return '' if b'\0' not in first and (name.endswith(_PLAIN) or _is_utf8(path)) else 'binary'
 
 
-def _is_regular(path: str) -> bool:
-  """Whether it is a regular file, or a link to one."""
-  if what := files.kind(path):
-    _say_once(f'{path} is {what}: it is left out of the corpus, which is made of regular files')
-  return not what
+def _is_utf8(path: str) -> bool:
+  """Whether all of a file is, without a zero byte."""
+  try:
+    with open(path, encoding='utf-8', newline='') as file:
+      return all('\0' not in piece for piece in iter(lambda: file.read(1 << 20), ''))
+  except UnicodeDecodeError:
+    return False
 
 
-def documents(listed: Sequence[tuple[str, str]]) -> Iterator[tuple[bool, bytes]]:
+def documents(
+  listed: Sequence[tuple[str, str]], field: str = 'text'
+) -> Iterator[tuple[bool, bytes]]:
   """Of every document whether it is held out, by a hash of its name, and its text. Raises
-  ValueError: a file is not readable."""
+  ValueError: a file cannot be read, or has a row without `field` or with no string in it."""
   for name, path in listed:
     try:
-      for number, text in enumerate(_read(path)):
+      for number, text in enumerate(_texts(path, *_rows(path, field))):
         one = f'{name}#{number}' if number else name
         crc = zlib.crc32(one.encode('utf-8', 'surrogateescape'))
         yield crc % 1000 < HELD_OUT_OF_1000, text
-    except (ImportError, LookupError, OSError) as error:
+    except Exception as error:  # the libraries raise many kinds
       why = getattr(error, 'strerror', None) or error
-      raise ValueError(f'cannot read {path}: {why}; make it readable or leave it out') from error
+      raise ValueError(
+        f'cannot read {path}: {why}; nothing was changed: mend the file, or leave it out'
+      ) from error
 
 
-def _read(path: str) -> Iterator[bytes]:
-  if path.endswith('.parquet'):
-    yield from _texts(path, _parquet_rows(path))
-  elif path.endswith(('.jsonl', '.ndjson')):
-    yield from _texts(path, _json_lines(path))
-  elif path.endswith('.array_record'):
+def _rows(path: str, field: str) -> tuple[type, Iterator[Any]]:
+  """The rows of a file, and what type the text in one has."""
+  name = path.lower()
+  if name.endswith('.parquet'):
+    return str, _parquet_rows(path, field)
+  if name.endswith(('.jsonl', '.ndjson')):
+    return str, _json_lines(path, field)
+  if name.endswith('.array_record'):
     import grain
 
-    yield from grain.sources.ArrayRecordDataSource([path])
-  else:
-    yield pathlib.Path(path).read_bytes()
+    return bytes, iter(grain.sources.ArrayRecordDataSource([path]))
+  return bytes, iter([pathlib.Path(path).read_bytes()])
 
 
-def _texts(path: str, rows: Iterator[object]) -> Iterator[bytes]:
-  """The texts of rows; null is none, and counted."""
-  nulls = count = 0
-  for count, text in enumerate(rows, 1):
-    if text is None:
-      nulls += 1
-    elif isinstance(text, str):
-      yield text.encode('utf-8', 'surrogateescape')
-    else:
-      raise ValueError(
-        f'{path}: `text` of row {count} is {type(text).__name__}, no text: write a string there, '
-        'or leave the file out'
-      )
-  if nulls:
-    _say_once(f'{path}: {nulls:,} of {count:,} rows have no text (null), and are left out')
+def _texts(path: str, kind: type, rows: Iterator[Any]) -> Iterator[bytes]:
+  """The texts of rows; those that have none (top of this file) are counted."""
+  kept = count = 0
+  for count, row in enumerate(rows, 1):
+    if not isinstance(row, kind | None):
+      raise ValueError(f'the text of row {count} is {type(row).__name__}, write a string there')
+    with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair
+      text = row.encode() if isinstance(row, str) else row
+      if text is not None and b'\0' not in text:
+        kept += 1
+        yield text
+  if kept < count:
+    _say_once(
+      f'{path}: {count - kept:,} of {count:,} documents are left out, as they have no text (null), '
+      'a zero byte or half a surrogate pair'
+    )
 
 
-def _parquet_rows(path: str) -> Iterator[object]:
+def _parquet_rows(path: str, field: str) -> Iterator[object]:
   from pyarrow import parquet
 
   rows = parquet.ParquetFile(path)
-  if 'text' not in rows.schema_arrow.names:
-    raise ValueError(
-      f'{path} has no column `text`, only {", ".join(rows.schema_arrow.names)}: name the column so'
-    )
-  for some in rows.iter_batches(columns=['text']):
-    yield from some['text'].to_pylist()
+  if field not in (names := rows.schema_arrow.names):
+    raise ValueError(f'no column {field!r}, only {", ".join(names)}: set data.field to one')
+  for some in rows.iter_batches(columns=[field]):
+    yield from some[field].to_pylist()
 
 
-def _json_lines(path: str) -> Iterator[object]:
+def _json_lines(path: str, field: str) -> Iterator[object]:
   with open(path, 'rb') as lines:
     for number, line in enumerate(lines, 1):
       if not line.strip():
         continue
       try:
-        yield json.loads(line)['text']
-      except (ValueError, TypeError, KeyError) as error:
+        yield json.loads(line)[field]
+      except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
-          f'{path}: line {number} is no object with `text`: write each document as '
-          '{"text": "..."}, or leave the file out'
+          f'line {number} is no object with the key {field!r}: write each document as '
+          f'{{"{field}": "..."}}, or set data.field to the key of the text'
         ) from error
 
 

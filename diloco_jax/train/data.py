@@ -23,7 +23,7 @@ import functools
 import io
 import pathlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import jax
@@ -76,38 +76,42 @@ class Corpus:
     return Windows(self.eval_ids, length)
 
 
-def load_corpus(source: str, tokenizer: str = '') -> Corpus:
-  """Reads 'stdlib' (Python's own sources), a directory, or a glob of files (corpus_files.py).
-  Raises ValueError: there is no file, or a file or the tokenizer is not usable."""
+def load_corpus(source: str, tokenizer: str = '', field: str = 'text') -> Corpus:
+  """Reads 'stdlib' (Python's own sources), a directory, or a glob of files (corpus_files.py), in
+  those of rows the text in `field`. Raises ValueError: there is no text, or a file or the tokenizer
+  is not usable."""
   if source == 'stdlib' and not tokenizer:
     return _stdlib()
-  return _read(source, tokenizer)
+  return _read(source, tokenizer, field)
 
 
 @functools.cache  # it does not change, and the nodes of a process share its 30 MB
 def _stdlib() -> Corpus:
-  return _read('stdlib', '')
+  return _read('stdlib', '', '')
 
 
-def _read(source: str, tokenizer: str) -> Corpus:
+def _read(source: str, tokenizer: str, field: str) -> Corpus:
   files = corpus_files.list_files(source)
   try:
     if not tokenizer:
       parts: tuple[list[bytes], list[bytes]] = [], []
-      for held_out, text in corpus_files.documents(files):
+      for held_out, text in corpus_files.documents(files, field):
         parts[held_out].extend((text, b'\0'))
       train_ids, eval_ids = (np.frombuffer(b''.join(part), np.uint8) for part in parts)
       return _split(train_ids, eval_ids)
-    loaded = tokenizer_lib.load(tokenizer, source)
-    digest = tokenizer_lib.digest(tokenizer, source)
-    build = lambda new: _write_ids(files, loaded, new)
-    folder = corpus_files.cached(f'ids by letters of {digest}', source, build)
+    loaded = tokenizer_lib.load(tokenizer, source, field)
+    digest = tokenizer_lib.digest(tokenizer, source, field)
+    texts = corpus_files.documents(files, field)
+    build = lambda new: _write_ids(texts, loaded, new)
+    folder = corpus_files.cached(f'ids of {field} by letters of {digest}', source, build)
   except ValueError as error:
     raise ValueError(f'corpus {source!r}: {error}') from error
   return _split(*_mapped(folder, loaded.dtype), int((folder / _DIGEST).read_text('utf-8')))
 
 
 def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = None) -> Corpus:
+  if not train_ids.size and not eval_ids.size:
+    raise ValueError('no document in its files has a text: use files that have some')
   if not train_ids.size or not eval_ids.size:
     whole = train_ids if train_ids.size else eval_ids
     cut = len(whole) * (1000 - corpus_files.HELD_OUT_OF_1000) // 1000
@@ -126,12 +130,12 @@ def _mapped(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write_ids(
-  files: Sequence[tuple[str, str]], tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
+  texts: Iterator[tuple[bool, bytes]], tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
 ) -> None:
   """Writes the ids of both parts, and their digest. The library encodes some MiB at a time, on all
   cores."""
   with open(folder / _PARTS[0], 'wb') as train, open(folder / _PARTS[1], 'wb') as held_out:
-    for pieces in _batched(files):
+    for pieces in _batched(texts):
       for (part, ends, _), ids in zip(pieces, tokenizer.encode([text for _, _, text in pieces])):
         (held_out if part else train).write(
           np.asarray([*ids, *(tokenizer.end if ends else ())], tokenizer.dtype)
@@ -140,11 +144,11 @@ def _write_ids(
   (folder / _DIGEST).write_text(str(digest), 'utf-8')
 
 
-def _batched(files: Sequence[tuple[str, str]]) -> Iterator[list[tuple[bool, bool, str]]]:
+def _batched(texts: Iterator[tuple[bool, bytes]]) -> Iterator[list[tuple[bool, bool, str]]]:
   """Pieces of documents: whether it is held out, whether its end is in it, its text. A long one is
   cut behind a line."""
   pieces, size = [], 0
-  for held_out, text in corpus_files.documents(files):
+  for held_out, text in texts:
     lines = io.BytesIO(text)
     while piece := b''.join(lines.readlines(_PIECE_BYTES)):
       pieces.append((held_out, lines.tell() == len(text), piece.decode('utf-8', 'replace')))

@@ -79,29 +79,29 @@ _LLAMA3_LENGTH = 8192  # more they stay
 
 def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib.Task:
   """The decoder on the corpus of `data`, which is read on first use."""
-  corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus, data.tokenizer))
-  tokenizer = functools.cache(lambda: tokenizer_lib.load(data.tokenizer, data.corpus))
+  tokenizer = functools.cache(lambda: tokenizer_lib.load(data.tokenizer, data.corpus, data.field))
 
-  def checked() -> data_lib.Corpus:
+  @functools.cache
+  def corpus() -> data_lib.Corpus:
     if tokenizer().size > model.vocab_size:
       raise ValueError(
         f'tokenizer {data.tokenizer!r} has {tokenizer().size} ids, model.vocab_size is '
         f'{model.vocab_size}: raise it, on a TPU to a multiple of 128'
       )
-    return corpus()
+    return data_lib.load_corpus(data.corpus, data.tokenizer, data.field)
 
   return task_lib.Task(
     init=functools.partial(initial_params, model),
     start=functools.partial(start, model),
     export=functools.partial(export, model),
     loss=functools.partial(loss, model),
-    batches=lambda shard: data_lib.make_shard(checked(), data, shard),
+    batches=lambda shard: data_lib.make_shard(corpus(), data, shard),
     tokens_per_batch=data.rows * data.seq_len,
     eval_batches=lambda: data_lib.eval_batches(corpus(), data) if data_lib.found(data) else (),
     label=label,
     partition=PARTITION,
     matrices=MATRICES,
-    data_digest=lambda: data_lib.digest(checked(), data),
+    data_digest=lambda: data_lib.digest(corpus(), data),
     tokenizer=tokenizer,
     logits=functools.partial(apply, model),
     suite=lambda most: evaluate.text_suite(corpus().held_out(data.seq_len), tokenizer(), most),

@@ -49,11 +49,11 @@ class _Subwords(Tokenizer):
     return len(text.encode()) - 2 * text.count('\ufffd')
 
 
-def load(name: str, corpus: str) -> Tokenizer:
-  """The tokenizer of `data.tokenizer` and `data.corpus`. Raises ValueError."""
+def load(name: str, corpus: str, field: str = 'text') -> Tokenizer:
+  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Raises ValueError."""
   if not name:
     return Tokenizer()
-  path = file(name, corpus)
+  path = file(name, corpus, field)
   try:
     if path.suffix == '.model':
       made = _import('sentencepiece').SentencePieceProcessor(model_file=str(path))
@@ -81,7 +81,7 @@ def _import(name: str) -> types.ModuleType:
     raise ValueError(f"this needs the package {name}: pip install 'diloco-jax[data]'") from error
 
 
-def file(name: str, corpus: str) -> pathlib.Path:
+def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
   """Its file; one that is to be trained is, once on this machine. Raises ValueError."""
   if name.endswith(('.json', '.model')):
     if what := files.kind(name):
@@ -93,16 +93,16 @@ def file(name: str, corpus: str) -> pathlib.Path:
     raise ValueError(
       f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'
     ) from None
-  build = lambda new: _train_bpe(size, corpus, new / 'tokenizer.json')
-  return corpus_files.cached(f'bpe {size}', corpus, build) / 'tokenizer.json'
+  build = lambda new: _train_bpe(size, _some(corpus, field), new / 'tokenizer.json')
+  return corpus_files.cached(f'bpe {size} of {field}', corpus, build) / 'tokenizer.json'
 
 
-def digest(name: str, corpus: str) -> str:
+def digest(name: str, corpus: str, field: str = 'text') -> str:
   """Differs if the ids of a text do. Raises ValueError, as `file`."""
-  return hashlib.sha256(file(name, corpus).read_bytes()).hexdigest() if name else ''
+  return hashlib.sha256(file(name, corpus, field).read_bytes()).hexdigest() if name else ''
 
 
-def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:
+def _train_bpe(size: int, texts: Iterator[str], path: pathlib.Path) -> None:
   tokenizers = _import('tokenizers')
   made = tokenizers.Tokenizer(tokenizers.models.BPE())
   made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,16 +113,16 @@ def _train_bpe(size: int, corpus: str, path: pathlib.Path) -> None:
     initial_alphabet=made.pre_tokenizer.alphabet(),
     show_progress=False,
   )
-  made.train_from_iterator(_some(corpus), trainer)
+  made.train_from_iterator(texts, trainer)
   made.save(str(path))
 
 
-def _some(corpus: str) -> Iterator[str]:
+def _some(corpus: str, field: str) -> Iterator[str]:
   """Documents to train on, from evenly spread files."""
   listed = corpus_files.list_files(corpus)
   total = sum(pathlib.Path(path).stat().st_size for _, path in listed)
   left = _TRAINED_ON_BYTES
-  for held_out, text in corpus_files.documents(listed[:: 1 + total // _TRAINED_ON_BYTES]):
+  for held_out, text in corpus_files.documents(listed[:: 1 + total // _TRAINED_ON_BYTES], field):
     if not held_out and left > 0:
       yield text[:left].decode('utf-8', 'replace')
       left -= len(text)

@@ -7,46 +7,64 @@ LoRA add `--config.task='lora_decoder.py:task(rank=8)'` and a higher rate. `dilo
 --out=NEW_FOLDER` writes the trained model in the same layout.
 """
 
-import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.config import run_config
+from diloco_jax.storage import hugging_face, json_files
 from diloco_jax.train import config as train_config
 
+GEMMA3 = 'gemma3_text'
 FAMILIES = {  # by `model_type`: style, qk_norm, post_norms
   'llama': ('llama', False, False),
   'qwen3': ('llama', True, False),
   'gemma': ('gemma', False, False),
-  'gemma3_text': ('gemma', True, True),
+  GEMMA3: ('gemma', True, True),
 }
 LLAMA3 = {  # the one scaling of RoPE that the decoder has, of Llama 3.1 to 3.3
   'rope_type': 'llama3',
+  'type': 'llama3',  # its name in older files
   'low_freq_factor': 1.0,
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 8192,
 }
-UNKNOWN = (
-  'attention_bias',
-  'mlp_bias',
-  'use_sliding_window',
-  'use_bidirectional_attention',
-  'attn_logit_softcapping',
-)
-FULL = 'full_attention'
-USED = """
-  model_type num_attention_heads hidden_size vocab_size num_hidden_layers num_key_value_heads
-  head_dim intermediate_size tie_word_embeddings rms_norm_eps final_logit_softcapping dtype
-  torch_dtype rope_theta rope_scaling rope_parameters rope_local_base_freq layer_types
-  sliding_window sliding_window_pattern _sliding_window_pattern query_pre_attn_scalar hidden_act
-  hidden_activation
+FULL, SLIDING = 'full_attention', 'sliding_attention'
+OFF = """
+  attention_bias mlp_bias use_sliding_window use_bidirectional_attention attn_logit_softcapping
+  attention_dropout rope_interleaved
 """.split()
 # Of other programs, of generation, or of how a model was first made: no logit depends on it.
 WITHOUT_EFFECT = """
   _name_or_path architectures transformers_version bos_token_id eos_token_id pad_token_id use_cache
   initializer_range max_position_embeddings max_window_layers cache_implementation
-  unsloth_fixed unsloth_version
+  is_llama_config unsloth_fixed unsloth_version
 """.split()
+SIZES = 'num_attention_heads hidden_size vocab_size num_hidden_layers intermediate_size'.split()
+USED = {  # by every family
+  'model_type': str,
+  'rms_norm_eps': float,
+  'tie_word_embeddings': bool | None,
+  'layer_types': list[str] | None,
+  'rope_theta': float | None,
+  **dict.fromkeys(SIZES, int),
+  **dict.fromkeys(('num_key_value_heads', 'head_dim'), int | None),
+  **dict.fromkeys(('rope_scaling', 'rope_parameters'), dict[str, Any] | None),
+  **dict.fromkeys(('hidden_act', 'dtype', 'torch_dtype'), str | None),
+}
+PATTERN = '_sliding_window_pattern', 'sliding_window_pattern'
+USED_BY = {
+  'llama': {},
+  'qwen3': {'sliding_window': int | None},  # without effect, as `use_sliding_window` is off
+  'gemma': {'hidden_activation': str | None},
+  GEMMA3: {
+    'hidden_activation': str | None,
+    'sliding_window': int,
+    **dict.fromkeys(('final_logit_softcapping', 'rope_local_base_freq'), float | None),
+    **dict.fromkeys(PATTERN, int | None),
+  },
+}
+ROPE = {'rope_theta': float, 'rope_type': str | None, 'type': str | None}
 
 
 def get_config(folder: str = '.') -> run_config.Config:
@@ -65,69 +83,91 @@ def get_config(folder: str = '.') -> run_config.Config:
 
 def model_config(folder: pathlib.Path) -> train_config.ModelConfig:
   """The decoder that config.json describes. Raises ValueError: the decoder cannot compute it."""
-  told = json.loads((folder / 'config.json').read_text('utf-8'))
-  family, scaling, local = told['model_type'], *rope(told)
+  path = folder / 'config.json'
+  told = hugging_face.read_object(path, {'model_type': str})
+  family = told['model_type']
   if family not in FAMILIES:
-    raise ValueError(f'model_type is {family!r}; known are {", ".join(FAMILIES)}')
+    raise ValueError(f'{path}: model_type is {family!r}; known are {", ".join(FAMILIES)}')
+  json_files.require_keys(path, told, USED | USED_BY[family])
   style, qk_norm, post_norms = FAMILIES[family]
-  heads, width = told['num_attention_heads'], told['hidden_size']
+  heads, width, scaling, local = told['num_attention_heads'], told['hidden_size'], *rope(path, told)
   made = train_config.ModelConfig(
     vocab_size=told['vocab_size'],
     num_layers=told['num_hidden_layers'],
     embed_dim=width,
     num_heads=heads,
     num_kv_heads=told.get('num_key_value_heads') or heads,
-    head_dim=told.get('head_dim') or width // heads,
+    head_dim=told.get('head_dim') or width // max(heads, 1),
     hidden_dim=told['intermediate_size'],
-    tied_head=told.get('tie_word_embeddings', style == 'gemma'),
+    tied_head=bool(told.get('tie_word_embeddings', style == 'gemma')),
     style=style,
     norm_eps=told['rms_norm_eps'],
     qk_norm=qk_norm,
     post_norms=post_norms,
     rope_theta=scaling['rope_theta'],
-    rope_local_theta=local['rope_theta'],
-    rope_factor=scaling.get('factor', 1.0),
+    rope_local_theta=local['rope_theta'] if family == GEMMA3 else 0.0,
+    rope_factor=scaling.get('factor') or 1.0,
     logit_softcap=told.get('final_logit_softcapping') or 0.0,
   )
   if told.get('dtype', told.get('torch_dtype')) == 'bfloat16':
     made.param_dtype = 'bfloat16'
-  if post_norms:
+  if family == GEMMA3:
     made.window, made.global_every = windows(told)
-  require(told, made, scaling)
+  require(path, told, made)
   return made
 
 
-def rope(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Of layers without a window, and of those with one; as transformers 5 writes them, or 4."""
-  older = {'rope_theta': told.get('rope_theta', 1e4)} | (told.get('rope_scaling') or {})
-  both = told.get('rope_parameters') or older
-  local = {'rope_theta': told.get('rope_local_base_freq', 0.0)}
-  return both.get(FULL, both), both.get('sliding_attention', local)
+def rope(path: pathlib.Path, told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Of layers without a window, and of those with one; as transformers 5 writes them, or 4. Raises
+  ValueError: a key of them is not known, or the decoder has no such scaling."""
+  is_gemma3 = told['model_type'] == GEMMA3
+  older = {'rope_theta': told.get('rope_theta', 1e6 if is_gemma3 else 1e4)}
+  both = told.get('rope_parameters') or older | (told.get('rope_scaling') or {})
+  local = {'rope_theta': told.get('rope_local_base_freq', 1e4)}
+  if is_gemma3 and FULL in both:
+    refuse_others(path, both, {FULL, SLIDING}, {})
+    both, local = both[FULL], both.get(SLIDING, local)
+  for one in (both, local):
+    json_files.require_keys(f'{path}: RoPE', one, ROPE)
+    keys, wanted = ROPE, {'rope_type': 'default', 'type': 'default'}
+    if one is both and 'llama3' in (one.get('rope_type'), one.get('type')):
+      keys, wanted = ROPE | {'factor': float}, LLAMA3
+    refuse_others(path, json_files.require_keys(f'{path}: RoPE', one, keys), keys, wanted)
+  return both, local
 
 
 def windows(told: dict[str, Any]) -> tuple[int, int]:
   """`window` and `global_every` of Gemma 3; transformers 4 may write the second one only."""
-  kinds = told.get('layer_types')
-  every = [*kinds, FULL].index(FULL) + 1 if kinds else told.get('sliding_window_pattern', 6)
+  kinds, patterns = told.get('layer_types'), [told.get(name) for name in PATTERN]
+  every = [*kinds, FULL].index(FULL) + 1 if kinds else next(filter(None, patterns), 6)
   return told['sliding_window'], every
 
 
-def require(told: dict[str, Any], made: train_config.ModelConfig, scaling: dict[str, Any]) -> None:
-  """Raises ValueError, which names what the decoder would compute in another way, or may: a key
-  that is neither used nor known to be without effect, unless it is off (null, false, 0)."""
-  wanted: dict[str, Any] = dict.fromkeys(UNKNOWN) | {'query_pre_attn_scalar': made.head_dim}
+def require(path: pathlib.Path, told: dict[str, Any], made: train_config.ModelConfig) -> None:
+  """Raises ValueError, which names what the decoder would compute in another way, or may."""
+  wanted: dict[str, Any] = dict.fromkeys(OFF) | {'query_pre_attn_scalar': made.head_dim}
   wanted['pretraining_tp'] = 1
-  wanted['layer_types'] = [FULL if full else 'sliding_attention' for full in made.sees_all]
-  known = {*USED, *WITHOUT_EFFECT, *wanted, 'type', 'factor', *LLAMA3}
-  if strange := {key: one for key, one in (told | scaling).items() if one and key not in known}:
+  wanted['layer_types'] = [FULL if full else SLIDING for full in made.sees_all]
+  wanted['hidden_act'] = 'silu'
+  if made.style == 'gemma':
+    act = 'hidden_activation' if told.get('hidden_activation') else 'hidden_act'  # it comes first
+    wanted |= {'hidden_act': told.get('hidden_act'), act: 'gelu_pytorch_tanh'}
+  if told.get('rope_parameters'):  # the older keys are not read
+    wanted |= {'rope_theta': made.rope_theta, 'rope_scaling': None}
+    wanted['rope_local_base_freq'] = made.rope_local_theta
+  refuse_others(path, told, {*USED, *USED_BY[told['model_type']], *WITHOUT_EFFECT}, wanted)
+
+
+def refuse_others(
+  path: pathlib.Path, told: dict[str, Any], known: Iterable[str], wanted: dict[str, Any]
+) -> None:
+  """Raises ValueError for a key that is neither known nor wanted, unless it is null, and for one
+  that has another value than the wanted one, unless it is off (null, false, 0)."""
+  if other := {key: told[key] for key, one in wanted.items() if (told.get(key) or one) != one}:
+    raise ValueError(f'{path}: the decoder has no {other}')
+  known = {*known, *wanted}
+  if strange := {k: one for k, one in told.items() if one is not None and k not in known}:
     raise ValueError(
-      f'config.json has {strange}, of which this reader does not know what it does to the logits: '
-      'if it is without effect, remove it there'
+      f'{path} has {strange}, of which this reader does not know what it does to the logits: if it '
+      'is without effect, remove it there'
     )
-  if made.style == 'llama':
-    wanted['hidden_act'] = 'silu'
-  if (kind := scaling.get('rope_type', scaling.get('type', 'default'))) != 'default':
-    told, wanted = told | scaling | {'rope_type': kind}, wanted | LLAMA3
-  other = {key: told[key] for key, value in wanted.items() if (told.get(key) or value) != value}
-  if other:
-    raise ValueError(f'the decoder has no {other}')

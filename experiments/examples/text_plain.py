@@ -25,7 +25,7 @@ BYTES, DECAY = 256, 0.7
 def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
   """The model, and the text of `config.data`."""
   data = config.data
-  corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus))
+  corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus, field=data.field))
 
   def init(seed: int) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed).standard_normal

@@ -204,7 +204,7 @@ def test_resume_needs_an_existing_run(config, tmp_path, workdir, words):
 
 def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path):
   config.data.corpus = str(tmp_path / 'texts')
-  with pytest.raises(ValueError, match='texts. has no files: use'):
+  with pytest.raises(ValueError, match='texts. has no text, only no files: use'):
     run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   assert not (tmp_path / 'run').exists()
 

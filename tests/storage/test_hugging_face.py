@@ -76,6 +76,14 @@ GEMMA_3_1B = {
 }
 
 
+FULL_ROPE = {'full_attention': {'rope_theta': 1e6}}
+GEMMA = {
+  **{key: LLAMA_3_2_1B[key] for key in LLAMA_3_2_1B if not key.startswith(('rope', 'mlp'))},
+  'model_type': 'gemma',
+  'hidden_act': 'gelu_pytorch_tanh',
+}
+
+
 def _golden(name: str) -> dict:
   return json.loads((MODELS / name / 'golden' / 'ids.json').read_text('utf-8'))
 
@@ -111,7 +119,7 @@ def test_ids_are_those_of_the_reference(name):
 
 def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
   files = sorted(folder.glob('*.safetensors'))
-  return {name: one for file in files for name, one in arrays.mapped(file).items()}
+  return {name: one.mapped() for file in files for name, one in arrays.stored(file).items()}
 
 
 @pytest.mark.parametrize('scan', [False, True])
@@ -134,8 +142,9 @@ def test_what_is_read_and_written_has_the_same_bits(name, scan, tmp_path):
 
 def test_a_key_that_is_not_known_is_refused_by_name(tmp_path):
   assert _model(LLAMA_3_2_1B | {'use_cache': True, 'a_new_switch': None}, tmp_path)
-  with pytest.raises(ValueError, match="config.json has {'residual_multiplier': 0.22}"):
-    _model(LLAMA_3_2_1B | {'residual_multiplier': 0.22}, tmp_path)
+  for key, value in (('residual_multiplier', 0.22), ('use_rope', False), ('clip', 0), ('to', [])):
+    with pytest.raises(ValueError, match=re.escape(f'config.json has {{{key!r}: {value}}}')):
+      _model(LLAMA_3_2_1B | {key: value}, tmp_path)
 
 
 BASE = {
@@ -151,7 +160,107 @@ def test_what_the_model_does_not_need_is_not_read(tmp_path):
   assert hugging_face.read(str(tmp_path), LIKE)['final_norm'][0] == 1
   wide = {'model.norm.weight': np.ones(8, np.float64)}
   safetensors.numpy.save_file(BASE | wide, tmp_path / 'model.safetensors')
-  with pytest.raises(ValueError, match='model.norm.weight is F64, which is not read: write it as'):
+  with pytest.raises(
+    ValueError, match='norm.weight in .*model.safetensors is F64, which is not read: write'
+  ):
+    hugging_face.read(str(tmp_path), LIKE)
+
+
+EMBEDDING, NORM = 'model.embed_tokens.weight', 'model.norm.weight'
+
+
+def _damaged(path: pathlib.Path, change) -> None:
+  """Writes a *.safetensors file whose header `change` has changed, or returned."""
+  data = safetensors.numpy.save(BASE)
+  size = int.from_bytes(data[:8], 'little')
+  header = json.loads(data[8 : 8 + size])
+  changed = change(header)
+  text = json.dumps(changed if isinstance(changed, dict | list) else header).encode()
+  path.write_bytes(len(text).to_bytes(8, 'little') + text + data[8 + size :])
+
+
+def _set(name: str, key: str, value: object):
+  return lambda header: header[name].update({key: value})
+
+
+@pytest.mark.parametrize(
+  'change, why',
+  [
+    (lambda header: [header], 'it is .*, it must be of type dict'),
+    (lambda header: {**header, NORM: 3}, 'norm.weight: it is 3, it must be of type dict'),
+    (lambda header: header[NORM].pop('dtype'), 'norm.weight: `dtype` is None'),
+    (_set(NORM, 'shape', '8'), "`shape` is '8', it must be a list. Nothing was changed: mend"),
+    (_set(NORM, 'shape', [8.0]), r'`shape`\[0\] is 8.0'),
+    (_set(NORM, 'shape', [-2, -4]), 'norm.weight in .* has other bytes than its type, its shape'),
+    (_set(NORM, 'shape', [9]), 'norm.weight in .* has other bytes'),
+    (_set(NORM, 'dtype', 'F16'), 'norm.weight in .* has other bytes'),
+    (_set(NORM, 'data_offsets', [512]), 'data_offsets` has 1 items, it must have 2'),
+    (_set(NORM, 'data_offsets', [-32, 0]), 'norm.weight in .* has other bytes'),
+    (_set(NORM, 'data_offsets', [544, 512]), 'norm.weight in .* has other bytes'),
+    (_set(NORM, 'data_offsets', [0, 32]), 'has other bytes'),
+    (_set(NORM, 'data_offsets', [516, 548]), 'norm.weight in .* has other bytes'),
+    (_set(EMBEDDING, 'data_offsets', [0, 480]), 'embed_tokens.weight in .* has other bytes'),
+    (lambda header: header.pop(NORM) and 0, 'model.safetensors has [0-9]+ bytes, by its header'),
+  ],
+)
+def test_a_header_that_does_not_fit_its_file_is_refused(change, why, tmp_path):
+  _damaged(tmp_path / 'model.safetensors', lambda header: None)
+  assert hugging_face.read(str(tmp_path), LIKE)['final_norm'][0] == 1
+  _damaged(tmp_path / 'model.safetensors', change)
+  with pytest.raises(ValueError, match=f'cannot read the model in {tmp_path}: .*{why}'):
+    hugging_face.read(str(tmp_path), LIKE)
+
+
+@pytest.mark.parametrize('cut', [0, 5, 8, 40, -4])
+def test_a_file_that_was_cut_is_refused(cut, tmp_path):
+  data = safetensors.numpy.save(BASE)
+  (tmp_path / 'model.safetensors').write_bytes(data[:cut])
+  with pytest.raises(ValueError, match=f'cannot read the model in {tmp_path}: '):
+    hugging_face.read(str(tmp_path), LIKE)
+  (tmp_path / 'model.safetensors').write_bytes(data + b'more')
+  with pytest.raises(ValueError, match='by its header'):
+    hugging_face.read(str(tmp_path), LIKE)
+
+
+def test_a_tensor_of_another_model_is_named_whatever_its_type(tmp_path):
+  more = {'other.weight': np.ones(4, np.float64), 'none.weight': np.ones((0, 3), np.float32)}
+  safetensors.numpy.save_file(BASE | more, tmp_path / 'model.safetensors')
+  with pytest.raises(ValueError, match=r'(other|none).weight is \(.*\), in the model .* absent'):
+    hugging_face.read(str(tmp_path), LIKE)
+
+
+def test_a_head_beside_a_tied_embedding_is_the_same_or_refused(tmp_path):
+  path, head = tmp_path / 'model.safetensors', np.array(BASE[EMBEDDING])
+  safetensors.numpy.save_file(BASE | {'lm_head.weight': head}, path)
+  assert hugging_face.read(str(tmp_path), LIKE)['embedding'].shape == (16, 8)
+  changed = head.copy()
+  changed[-1, -1] = 2
+  for other in (changed, head[:15].copy()):
+    safetensors.numpy.save_file(BASE | {'lm_head.weight': other}, path)
+    with pytest.raises(
+      ValueError, match='lm_head.weight in .* is not .*: set tie_word_embeddings to fal'
+    ):
+      hugging_face.read(str(tmp_path), LIKE)
+
+
+@pytest.mark.parametrize(
+  'place', ['../b.safetensors', '/tmp/b.safetensors', '..', '', 3, None, 'b']
+)
+def test_an_index_names_files_of_its_folder_only(place, tmp_path):
+  safetensors.numpy.save_file(BASE, tmp_path / 'b.safetensors')
+  (tmp_path / 'model').mkdir()
+  index = tmp_path / 'model' / 'model.safetensors.index.json'
+  index.write_text(json.dumps({'weight_map': dict.fromkeys(BASE, place)}))
+  with pytest.raises(ValueError, match=re.escape(f' in {place!r}, no *.safetensors beside it')):
+    hugging_face.read(str(tmp_path / 'model'), LIKE)
+
+
+@pytest.mark.parametrize('told', [{}, {'weight_map': ['a']}, {'weight_map': None}])
+def test_an_index_without_a_map_is_refused_by_its_key(told, tmp_path):
+  (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(told | {'metadata': {}}))
+  with pytest.raises(
+    ValueError, match='index.json: `weight_map` is .*, it must be of type dict. N'
+  ):
     hugging_face.read(str(tmp_path), LIKE)
 
 
@@ -268,7 +377,38 @@ def test_configs_of_the_hub_are_understood(tmp_path):
     (LLAMA_3_2_1B, {'model_type': 'gpt2'}, "model_type is 'gpt2'; known are llama, qwen3"),
     (LLAMA_3_2_1B, {'attention_bias': True}, "the decoder has no {'attention_bias': True}"),
     (LLAMA_3_2_1B, {'hidden_act': 'relu'}, "no {'hidden_act': 'relu'}"),
-    (LLAMA_3_2_1B, {'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "'rope_type': 'linear'"),
+    (LLAMA_3_2_1B, {'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "no {'type': 'linear'}"),
+    (LLAMA_3_2_1B, {'rope_scaling': {'factor': 8.0}}, "config.json has {'factor': 8.0}"),
+    (LLAMA_3_2_1B, {'rope_scaling': {'type': 'llama3'}}, 'config.json: RoPE: `factor` is None'),
+    (
+      LLAMA_3_2_1B,
+      {'rope_scaling': {'type': 'llama3', 'rope_type': 'yarn', 'factor': 1.0}},
+      "'yarn'}",
+    ),
+    (LLAMA_3_2_1B, {'rope_parameters': {'rope_theta': 1e4}}, "no {'rope_theta': 500000.0, 'rope"),
+    (LLAMA_3_2_1B, {'rope_parameters': FULL_ROPE}, 'config.json: RoPE: `rope_theta` is None'),
+    (LLAMA_3_2_1B, {'final_logit_softcapping': 30.0}, "has {'final_logit_softcapping': 30.0}"),
+    (LLAMA_3_2_1B, {'sliding_window': 4096}, "config.json has {'sliding_window': 4096}"),
+    (LLAMA_3_2_1B, {'attention_dropout': 0.1}, "no {'attention_dropout': 0.1}"),
+    (GEMMA, {'hidden_act': 'gelu'}, "no {'hidden_act': 'gelu'}"),
+    (GEMMA, {'hidden_activation': 'relu'}, "no {'hidden_activation': 'relu'}"),
+    (GEMMA, {'final_logit_softcapping': 30.0}, "has {'final_logit_softcapping': 30.0}"),
+    (GEMMA_3_1B, {'rope_parameters': FULL_ROPE | {'a': 1}}, "config.json has {'a': 1}"),
+    (
+      GEMMA_3_1B,
+      {'rope_parameters': FULL_ROPE | {'sliding_attention': {'rope_theta': 1e4, 'factor': 8.0}}},
+      "config.json has {'factor': 8.0}",
+    ),
+    (
+      LLAMA_3_2_1B,
+      {'vocab_size': '128256'},
+      "config.json: `vocab_size` is '128256', it must be of",
+    ),
+    (LLAMA_3_2_1B, {'rms_norm_eps': None}, 'config.json: `rms_norm_eps` is None, it must be of'),
+    (LLAMA_3_2_1B, {'rope_scaling': []}, 'config.json: `rope_scaling` is [], it must be of type'),
+    (LLAMA_3_2_1B, {'num_hidden_layers': True}, '`num_hidden_layers` is True, it must be of type'),
+    (GEMMA_3_1B, {'rope_parameters': {'full_attention': 3}}, 'RoPE: it is 3, it must be of type'),
+    (GEMMA_3_1B, {'sliding_window': None}, 'config.json: `sliding_window` is None, it must be of'),
     (LLAMA_3_2_1B, {'layer_types': ['sliding_attention'] * 16}, "no {'layer_types': ['sliding_"),
     (
       LLAMA_3_2_1B,
@@ -291,3 +431,24 @@ def test_what_the_decoder_would_compute_in_another_way_is_refused(told, change, 
     return
   with pytest.raises(ValueError, match=re.escape(text)):
     _model(told | change, tmp_path)
+
+
+def test_what_is_without_effect_is_no_reason_to_refuse(tmp_path):
+  both = {'hidden_act': 'gelu', 'hidden_activation': 'gelu_pytorch_tanh'}
+  assert _model(GEMMA | both, tmp_path) == _model(GEMMA, tmp_path)
+  off = dict.fromkeys(('attention_dropout', 'use_sliding_window', 'mlp_bias'), False)
+  assert _model(LLAMA_3_2_1B | off, tmp_path) == _model(LLAMA_3_2_1B, tmp_path)
+  pattern = {'sliding_window_pattern': None, '_sliding_window_pattern': 3}
+  assert _model(GEMMA_3_1B | pattern, tmp_path).global_every == 3
+  bare = {key: one for key, one in GEMMA_3_1B.items() if not key.startswith('rope')}
+  assert _model(bare, tmp_path) == _model(GEMMA_3_1B, tmp_path), 'the defaults of the library'
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"a": 1', '3', '{}', '[' * 100_000])
+@pytest.mark.parametrize('name', ['config.json', 'model.safetensors.index.json'])
+def test_a_file_that_is_no_such_object_is_one_clear_line(name, text, tmp_path):
+  (tmp_path / name).write_text(text)
+  with pytest.raises(ValueError, match=name):
+    if name == 'config.json':
+      pretrained.model_config(tmp_path)
+    hugging_face.read(str(tmp_path), LIKE)

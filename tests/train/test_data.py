@@ -2,13 +2,11 @@
 
 import collections
 import dataclasses
-import gzip
 
 import numpy as np
 import pytest
 
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import corpus_files
 from diloco_jax.train import data as data_lib
 
 
@@ -100,6 +98,31 @@ def test_one_shard_read_to_its_second_pass_goes_on_to_the_next_slice(numbered):
   assert len(first) == len(second) == 4 * of_a_pass and not first & second
 
 
+def test_two_learners_with_files_of_their_own_read_all_of_them_in_orders_of_their_own(numbered):
+  config = config_lib.DataConfig(seq_len=16, batch_size=4, local=True)
+  of_a_pass = len(numbered.train(16)) // 4
+  passes = []
+  for number in (0, 1):
+    shard = data_lib.make_shard(numbered, config, number)
+    for first in (0, of_a_pass):
+      indices = range(first, first + of_a_pass)
+      passes.append([row.tobytes() for index in indices for row in shard[index]])
+  assert len(set(map(tuple, passes))) == 4
+  assert all(len(set(rows)) == 4 * of_a_pass for rows in passes)
+
+
+@pytest.mark.parametrize('part', [0, -1])
+def test_another_text_to_train_on_or_to_hold_out_is_another_digest(part, tmp_path):
+  path = tmp_path / 'input.txt'
+  digests = set()
+  for letter in b'xy':
+    text = bytearray(b'some letters ' * 300)
+    text[part] = letter
+    path.write_bytes(text)
+    digests.add(data_lib.load_corpus(str(path)).digest)
+  assert len(digests) == 2
+
+
 def test_held_out_files_are_in_no_shard(tmp_path):
   for i in range(300):
     (tmp_path / f'{i}.txt').write_text(f'<{i}>' * 10)
@@ -151,69 +174,10 @@ def test_evaluation_batches_are_always_the_same(numbered):
   first, second = (data_lib.eval_batches(numbered, config) for _ in range(2))
   np.testing.assert_array_equal(first, second)
   assert np.shape(first) == (3, 4, 17)
-  assert len({row.tobytes() for batch in first for row in batch}) == 12
-
-
-def test_an_unreadable_corpus_is_one_clear_line(tmp_path):
-  with pytest.raises(ValueError, match='has no files: use .stdlib.'):
-    data_lib.load_corpus(str(tmp_path))
-  with pytest.raises(ValueError, match='has no files'):
-    data_lib.load_corpus(str(tmp_path / 'nowhere' / '*.txt'))
-  (tmp_path / 'gone.txt').symlink_to(tmp_path / 'nowhere')
-  with pytest.raises(ValueError, match='has no files'):
-    data_lib.load_corpus(str(tmp_path))
-  gone = corpus_files.documents([('gone.txt', str(tmp_path / 'gone.txt'))])
-  with pytest.raises(ValueError, match='cannot read .*gone.txt: No such file'):
-    list(gone)
-
-
-def _texts(folder) -> list[str]:
-  found = corpus_files.documents(corpus_files.list_files(str(folder)))
-  return sorted(text.decode() for _, text in found)
-
-
-def test_each_line_of_jsonl_is_a_document(tmp_path, capsys):
-  rows = '{"text": "a \\"quote\\" \\u00e9", "id": 1}\n\n{"text": null}\n{"text": "two"}\n'
-  (tmp_path / 'a.jsonl').write_text(rows, 'utf-8')
-  assert _texts(tmp_path) == ['a "quote" é', 'two']
-  assert 'a.jsonl: 1 of 3 rows have no text (null)' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  'line, why',
-  [
-    ('{"text": 3}', '`text` of row 1 is int, no text'),
-    ('{"prompt": "a"}', 'line 1 is no object with `text`'),
-    ('["a"]', 'line 1 is no object with `text`'),
-    ('{"text": ', 'line 1 is no object with `text`'),
-  ],
-)
-def test_what_is_no_text_is_refused(tmp_path, line, why):
-  (tmp_path / 'a.jsonl').write_text(line + '\n', 'utf-8')
-  with pytest.raises(ValueError, match=f'a.jsonl: {why}'):
-    _texts(tmp_path)
-
-
-def test_files_that_are_no_text_are_left_out_and_said_or_refused(tmp_path, capsys):
-  (tmp_path / 'book.txt').write_text('a book', 'utf-8')
-  others = {
-    '.git/HEAD': b'ref: refs/heads/main',
-    '.DS_Store': b'Bud1',
-    'book.txt~': b'an older book',
-    'more.txt.gz': gzip.compress(b'more'),
-    'renamed.txt': b'\x28\xb5\x2f\xfd...',
-    'picture.png': b'\x89PNG\0\0',
-  }
-  for name, data in others.items():
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(data)
-  for source in (tmp_path, tmp_path / '*'):
-    assert _texts(source) == ['a book']
-  said = capsys.readouterr().err
-  for words in ('2 hidden', '1 a copy (book.txt~)', '1 gzip', '1 zstd (renamed.txt)', '1 binary'):
-    assert words in said, said
-  with pytest.raises(ValueError, match=r'more.txt.gz. is gzip, no text: unpack or convert it'):
-    _texts(tmp_path / 'more.txt.gz')
+  rows = [row.tobytes() for batch in first for row in batch]
+  windows = numbered.held_out(16)
+  assert len(set(rows)) == 12
+  assert (rows[0], rows[-1]) == (windows[0].tobytes(), windows[len(windows) - 1].tobytes())
 
 
 def test_too_little_text_says_how_much_is_needed(numbered):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import shutil
 import signal
@@ -65,6 +66,16 @@ def test_ids_are_those_of_the_present_files(tmp_path):
   after = data_lib.load_corpus(str(tmp_path), BPE)
   both = len(after.train_ids) + len(after.eval_ids)
   assert both > len(before.train_ids) + len(before.eval_ids) and after.digest != before.digest
+
+
+def test_ids_are_those_of_a_file_that_was_written_again_with_as_many_letters(text, tmp_path):
+  words = shutil.copy(tokenizer_lib.file(BPE, str(text)), tmp_path / 'words.json')
+  path, digests = tmp_path / 'a.txt', set()
+  for second, word in enumerate(('some', 'more', 'some')):
+    path.write_text(f'{word} words\n' * 100)
+    os.utime(path, (second, second))
+    digests.add(data_lib.load_corpus(str(path), str(words)).digest)
+  assert len(digests) == 2
 
 
 _BUILDS = """
@@ -164,31 +175,31 @@ def test_a_tokenizer_that_is_none_is_one_clear_line(text, tmp_path, name, match)
     data_lib.load_corpus(str(text), name)
 
 
-@pytest.mark.parametrize('package', ['tokenizers', 'sentencepiece', 'pyarrow'])
+@pytest.mark.parametrize('package', ['tokenizers', 'sentencepiece'])
 def test_a_package_that_is_not_installed_is_named(text, tmp_path, monkeypatch, package):
   monkeypatch.setitem(sys.modules, package, None)
-  for name in ('x.model', 'x.parquet'):
-    (tmp_path / name).touch()
-  source, tokenizer = {
-    'tokenizers': (text, BPE),
-    'sentencepiece': (text, str(tmp_path / 'x.model')),
-    'pyarrow': (tmp_path / '*.parquet', ''),
-  }[package]
-  with pytest.raises(ValueError, match=package):
-    data_lib.load_corpus(str(source), tokenizer)
+  (tmp_path / 'x.model').touch()
+  tokenizer = {'tokenizers': BPE, 'sentencepiece': str(tmp_path / 'x.model')}[package]
+  with pytest.raises(ValueError, match=rf"the package {package}: pip install 'diloco-jax\[data\]'"):
+    data_lib.load_corpus(str(text), tokenizer)
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(model, data, text):
   data.corpus, data.tokenizer = str(text), BPE
-  with pytest.raises(ValueError, match='has 400 ids, model.vocab_size is 256: raise it'):
-    decoder.task(model, data).data_digest()
+  task = decoder.task(model, data)
+  for read in (task.data_digest, task.eval_batches, lambda: task.batches(0), lambda: task.suite(9)):
+    with pytest.raises(ValueError, match='has 400 ids, model.vocab_size is 256: raise it'):
+      read()
+  task = decoder.task(dataclasses.replace(model, vocab_size=400), data)
+  assert task.data_digest() and len(task.eval_batches()) == data.eval_batches
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(model, data, text):
   """A uniform model of bytes needs 8 bits for each; a loss per id counts for the bytes in it."""
   data.corpus = str(text)
   as_bytes = decoder.task(model, data)
-  as_ids = decoder.task(model, dataclasses.replace(data, tokenizer=BPE))
+  wider = dataclasses.replace(model, vocab_size=400)
+  as_ids = decoder.task(wider, dataclasses.replace(data, tokenizer=BPE))
   of = lambda task: evaluate.bits_per_byte(task, task.eval_batches())
   assert of(as_bytes)(math.log(256)) == pytest.approx(8.0)
   targets = [row[1:] for batch in as_ids.eval_batches() for row in batch]

@@ -28,7 +28,9 @@ def task(
     of: the region that every learner reads; -1: all of them, mixed. None: learner number v of a run
       with data.local, or shard v, reads region v.
   """
-  corpus = functools.cache(lambda: data_lib.load_corpus(config.data.corpus))
+  corpus = functools.cache(
+    lambda: data_lib.load_corpus(config.data.corpus, field=config.data.field)
+  )
 
   def batches(number: int) -> 'Region':
     text = data_lib.Windows(corpus().train_ids, config.data.seq_len)
