@@ -76,7 +76,7 @@ class Syncer:
           own_model.require_no_run(self.folder)
           door = self._receive(cleanup)
         if self.stopped.is_set():  # while the model was awaited, read or written
-          return actions.Exit(code=0, text='stopped before it had a model and listened')
+          return actions.Exit(code=0, text='stopped before the run began')
         # The values are read from the folder when they are asked for, not held for the whole run.
         assembled = own_model.complete(own_model.read(self.folder), self.config)
         self.theta = global_model_lib.Theta(assembled)

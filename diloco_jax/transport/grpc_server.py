@@ -110,7 +110,7 @@ class Door(grpc.GenericRpcHandler):
     self.address = self._listener.address
     self._ended = threading.Event()
     self._server.start()
-    if self._listener.proves:
+    if self._listener.credentials:
       grpc_session.start_thread('certificates', self._watch_proofs)
 
   def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -141,8 +141,9 @@ class Door(grpc.GenericRpcHandler):
 
   def prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
     """The proof of a caller; None if this door needs none. Ends the call of a learner without."""
+    judge = self._listener.credentials
     try:
-      return self._listener.prove(context)
+      return judge and judge.prove(context)
     except proofs.Unproved as error:
       self.troubles.add(grpc_session.UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
@@ -153,12 +154,13 @@ class Door(grpc.GenericRpcHandler):
 
   def _watch_proofs(self) -> None:
     """Ends the sessions whose certificate has ended or was revoked."""
+    judge = self._listener.credentials
     while not self._ended.wait(credentials.WATCH_S):
       live = self._live()
-      self._listener.refresh([proof for _, proof in live])
+      judge.refresh([proof for _, proof in live])
       for session, proof in live:
         try:
-          self._listener.require(proof)
+          judge.require(proof)
         except proofs.Unproved as error:
           session.fail(str(error), trouble=grpc_session.UNPROVED)
 

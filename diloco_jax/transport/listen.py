@@ -11,7 +11,6 @@ from typing import IO
 
 import grpc
 
-from diloco_jax.certs import proofs
 from diloco_jax.transport import addresses, credentials
 
 Options = tuple[tuple[str, object], ...]
@@ -22,10 +21,11 @@ _NO_PROXY = ('grpc.enable_http_proxy', 0)
 
 
 class Listener:
-  """Where a gRPC server listens; it judges the callers.
+  """Where a gRPC server listens.
 
   Attributes:
     address: where the server listens; a port 0 is replaced by the one that the kernel chose.
+    credentials: judge the callers; None: callers need not prove their names.
 
   Args:
     server: not started yet.
@@ -41,7 +41,7 @@ class Listener:
     self, server: grpc.Server, address: str, access: addresses.Access, say: credentials.Say
   ):
     addresses.check(address, access)
-    self._credentials = access.tls and credentials.SyncerCredentials(access.tls, say)
+    self.credentials = credentials.SyncerCredentials(access.tls, say) if access.tls else None
     self._lock: IO | None = None
     self.address = address
     if address.startswith(addresses.UNIX):
@@ -50,24 +50,6 @@ class Listener:
       port = self._bind(server, address)
       self.address = f'{address.rpartition(":")[0]}:{port}'
 
-  @property
-  def proves(self) -> bool:
-    """Whether callers prove their names."""
-    return self._credentials is not None
-
-  def prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
-    """The learner that makes a call; None if this listener needs no proof. Raises Unproved."""
-    return self._credentials and self._credentials.prove(context)
-
-  def require(self, proof: proofs.Proof) -> None:
-    """Raises Unproved once a proof has ended or was revoked."""
-    self._credentials.require(proof)
-
-  def refresh(self, live: list[proofs.Proof]) -> None:
-    """Reads changed files; warns of proofs that end soon."""
-    if self._credentials is not None:
-      self._credentials.refresh(live)
-
   def close(self) -> None:
     """After the end of the server."""
     if self._lock is not None:
@@ -75,8 +57,8 @@ class Listener:
 
   def _bind(self, server: grpc.Server, address: str) -> int:
     try:
-      if self._credentials is not None:
-        return server.add_secure_port(address, self._credentials.server_credentials())
+      if self.credentials is not None:
+        return server.add_secure_port(address, self.credentials.server_credentials())
       return server.add_insecure_port(address)
     except RuntimeError as error:
       raise OSError(

@@ -330,21 +330,21 @@ def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run)
   (line,) = [line for line in syncer.said if line.startswith('refused certificates: 1, ')]
   assert 'learner l0' in line
   world.owner.issue('l0', proofs.utc_now(), renew=True)
-  syncer.transport._door._listener.refresh([])
+  syncer.transport._door._listener.credentials.refresh([])
   one.transport.dial(3)
   assert one.hears() == events.Connected(session=3)
 
 
 def _passes(syncer, seconds):
   """The clock by which a syncer judges goes on, by less than a jump that it does not believe."""
-  date = syncer.transport._door._listener._credentials._date
+  date = syncer.transport._door._listener.credentials._date
   date._wall = lambda: proofs.utc_now() + mint.seconds(seconds)
 
 
 def test_a_session_ends_with_its_certificate(run, closing, monkeypatch):
   world, syncer, one = run
   folder = world.node(uris=(_uri('l1'),), ends_s=300, listed='l1')
-  syncer.transport._door._listener.refresh([])
+  syncer.transport._door._listener.credentials.refresh([])
   two = learner(syncer.transport.address, addresses.Access(folder), closing)
   assert two.hears() == events.Connected(session=1)
   assert syncer.hears() == events.Connected(session=2, learner='l1')
@@ -363,7 +363,7 @@ def test_certificates_are_renewed_while_a_session_goes_on(run, closing):
   now = proofs.utc_now()
   world.owner.issue('syncer', now, renew=True)
   world.owner.issue('l0', now, renew=True)
-  syncer.transport._door._listener.refresh([])
+  syncer.transport._door._listener.credentials.refresh([])
   _lives(syncer, one)
   one.transport.close(1, 'done')
   one.transport.dial(2)
@@ -375,7 +375,7 @@ def test_half_written_files_leave_those_before_in_force(run, closing):
   world, syncer, one = run
   for name in (check.CERTIFICATE, allowlist.FILE):
     (world.syncer / name).write_bytes((world.syncer / name).read_bytes()[:100])
-  syncer.transport._door._listener.refresh([])
+  syncer.transport._door._listener.credentials.refresh([])
   two = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
   assert two.hears() == events.Connected(session=1)
   assert syncer.hears().learner == 'l1'
@@ -389,7 +389,7 @@ def test_the_token_of_a_session_serves_its_own_certificate_only(run):
   """Neither another learner nor another certificate of the same one opens Bulk with it."""
   world, syncer, one = run
   again = world.node(listed='l0')
-  syncer.transport._door._listener.refresh([])
+  syncer.transport._door._listener.credentials.refresh([])
   address = syncer.transport.address
   with _channel(address, _raw(world.of('l0'))) as first:
     control = first.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
@@ -591,7 +591,7 @@ def test_a_resumed_tls_session_is_judged_anew(run, version, how):
   """TLS takes a ticket after the end of the certificate that it was given for."""
   world, syncer, _ = run
   folder = world.node(uris=(_uri('l1'),), ends_s=300, listed='l1')
-  syncer.transport._door._listener.refresh([])
+  syncer.transport._door._listener.credentials.refresh([])
   context = ssl.create_default_context(cadata=(folder / check.AUTHORITY).read_text())
   context.load_cert_chain(folder / check.CERTIFICATE, folder / check.KEY)
   context.set_alpn_protocols(['h2'])
@@ -600,7 +600,7 @@ def test_a_resumed_tls_session_is_judged_anew(run, version, how):
   assert not reused and grpc_session.TOKEN.encode() in answer
   if how == 'revoked':
     world.owner.revoke('l1')
-    syncer.transport._door._listener.refresh([])
+    syncer.transport._door._listener.credentials.refresh([])
   else:
     _passes(syncer, 301)
   reused, answer, _ = _call_over_tls(context, syncer.transport.address, ticket)
