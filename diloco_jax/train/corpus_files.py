@@ -35,6 +35,7 @@ from typing import Any
 
 from diloco_jax.storage import files, folders, json_files
 
+Files = Sequence[tuple[str, str]]  # relative name, path
 HELD_OUT_OF_1000 = 30
 _COPIES = ('~', '.swp', '.swo', '.bak', '.orig', '.tmp')
 _FIELDS = ('.csv', '.tsv', '.json', '.ipynb')
@@ -128,21 +129,17 @@ def _looked_at(path: str, size: int, changed_ns: int) -> str:
     first = file.read(_LOOKED_AT)
   if found := _CONTAINER.match(first):
     return str(found.lastgroup)
-  return '' if b'\0' not in first and (name.endswith(_PLAIN) or _is_utf8(path)) else 'binary'
+  if name.endswith(_PLAIN):
+    return 'binary' if b'\0' in first else ''
+  with contextlib.suppress(UnicodeDecodeError), open(path, encoding='utf-8', newline='') as text:
+    if b'\0' not in first and all(
+      '\0' not in part for part in iter(lambda: text.read(1 << 20), '')
+    ):
+      return ''
+  return 'binary'
 
 
-def _is_utf8(path: str) -> bool:
-  """Whether all of a file is, without a zero byte."""
-  try:
-    with open(path, encoding='utf-8', newline='') as file:
-      return all('\0' not in piece for piece in iter(lambda: file.read(1 << 20), ''))
-  except UnicodeDecodeError:
-    return False
-
-
-def documents(
-  listed: Sequence[tuple[str, str]], field: str = 'text'
-) -> Iterator[tuple[bool, bytes]]:
+def documents(listed: Files, field: str = 'text') -> Iterator[tuple[bool, bytes]]:
   """Of every document whether it is held out, by a hash of its name, and its text. Raises
   ValueError: a file cannot be read, or has a row without `field` or with no string in it."""
   for name, path in listed:
@@ -209,8 +206,7 @@ def _json_lines(path: str, field: str) -> Iterator[object]:
         yield json.loads(line)[field]
       except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
-          f'line {number} is no object with the key {field!r}: write each document as '
-          f'{{"{field}": "..."}}, or set data.field to the key of the text'
+          f'line {number} has no object with the key {field!r}: set data.field to that of the text'
         ) from error
 
 

@@ -151,11 +151,11 @@ def test_a_corpus_without_any_text_is_refused(tokenizer, tmp_path, monkeypatch):
   [
     ('{"text": 3}', 'the text of row 1 is int, write a string there'),
     ('{"text": ["a"]}', 'the text of row 1 is list, write'),
-    ('{"prompt": "a"}', "line 1 is no object with the key 'text'"),
-    ('["a"]', "line 1 is no object with the key 'text'"),
-    ('{"text": ', "line 1 is no object with the key 'text'"),
-    ('[' * 100_000, "line 1 is no object with the key 'text'"),
-    ('\xff', "line 1 is no object with the key 'text'"),
+    ('{"prompt": "a"}', "line 1 has no object with the key 'text'"),
+    ('["a"]', "line 1 has no object with the key 'text'"),
+    ('{"text": ', "line 1 has no object with the key 'text'"),
+    ('[' * 100_000, "line 1 has no object with the key 'text'"),
+    ('\xff', "line 1 has no object with the key 'text'"),
   ],
 )
 def test_a_row_without_a_text_is_refused(tmp_path, line, why):
