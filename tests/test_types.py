@@ -29,6 +29,7 @@ def checked(*words: str) -> str:
   return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('public', [(), pytest.param(PUBLIC, marks=pytest.mark.full)])
 def test_pyright_finds_what_is_wrong_in_a_users_file_and_nothing_in_the_public_modules(public):
   modules = [f'diloco_jax/{name}' for name in public]

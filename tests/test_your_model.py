@@ -8,6 +8,7 @@ import types
 import flax
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 import diloco_jax
@@ -42,6 +43,7 @@ def test_the_task_of_the_page_learns(tmp_path):
   assert island.evaluate() < before
 
 
+@pytest.mark.long
 def test_the_loop_of_the_page_learns_by_the_clock(tmp_path):
   steps, sync = 40, dataclasses.replace(own_loop.get_config().sync, learners=1)
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):

@@ -68,7 +68,7 @@ def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
   np.testing.assert_array_equal(params['layers'][1]['query'], tree['layers']['1']['query'])
 
 
-@pytest.mark.parametrize('door', ['model', 'checkpoint'])
+@pytest.mark.parametrize('door', [pytest.param('model', marks=pytest.mark.long), 'checkpoint'])
 def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
   """The folder of a run may be from somebody else; 128 MiB of zeros take some KB."""
   folder = shutil.copytree(run, tmp_path / 'run')

@@ -79,6 +79,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
   assert heard == [True]
 
 
+@pytest.mark.long
 def test_two_learners_with_the_same_text_of_their_own_run_to_the_end(tmp_path):
   """All of it is merged, nothing is a duplicate, and the syncer reads nobody's files."""
   config = _config(MORE)

@@ -118,6 +118,7 @@ def test_an_arm_with_a_suite_has_the_same_bits_and_answers_again(monkeypatch):
   assert arm.key != dataclasses.replace(arm, suite=False).key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind', [pytest.param('alone', marks=pytest.mark.full), 'train'])
 def test_two_runs_of_one_seed_end_with_the_same_bits(kind):
   make = lambda seed: tiny(arms.decoupled('toy', 'a', True, seed=seed))

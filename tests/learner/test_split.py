@@ -111,7 +111,7 @@ def _is_equal(one, other, params) -> None:
   _same(one[1].params, other[1].params)
 
 
-@pytest.mark.parametrize('devices', [1, 8])
+@pytest.mark.parametrize('devices', [pytest.param(1, marks=pytest.mark.long), 8])
 def test_small_neighbours_are_one_piece_of_the_programs_and_no_bit_changes(devices, monkeypatch):
   """A program compiled for a tenth of a second for each leaf: 2,000 of 8 values never joined."""
   draw, shapes = np.random.default_rng(0), [(8,), (3, 5), (), (64,)]

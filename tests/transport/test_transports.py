@@ -99,7 +99,11 @@ class ProcessesWorld(GrpcWorld):
 
 
 @pytest.fixture(
-  params=[InProcessWorld, GrpcWorld, ProcessesWorld], ids=['inprocess', 'grpc', 'processes']
+  params=[
+    pytest.param(InProcessWorld, id='inprocess'),
+    pytest.param(GrpcWorld, id='grpc'),
+    pytest.param(ProcessesWorld, id='processes', marks=pytest.mark.long),  # test_processes.py
+  ]
 )
 def world(request):
   world = request.param()
