@@ -202,11 +202,6 @@ class GrpcSyncerTransport(sessions.Sessions):
     self._closing = False
     door.open({'Control': self._control, 'Bulk': self._bulk}, about, self._live)
 
-  @property
-  def port(self) -> int:
-    """Of a HOST:PORT."""
-    return int(self.address.rpartition(':')[2])
-
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
 

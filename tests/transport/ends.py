@@ -18,6 +18,11 @@ class End:
     self.history = []
     self.transport = make(self.inbox.put, self.payloads)
 
+  @property
+  def port(self):
+    """Where a syncer listens on loopback."""
+    return int(self.transport.address.rpartition(':')[2])
+
   def hears(self):
     event = self.inbox.get(timeout=DEADLINE_S)
     self.history.append(event)

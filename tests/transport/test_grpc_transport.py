@@ -144,9 +144,9 @@ NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
   ],
 )
 def test_garbage_ends_its_own_session_only(syncer, dial, control, bulk, clause):
-  good = dial(syncer.transport.port)
+  good = dial(syncer.port)
   number = joined(syncer, good)
-  channel, first, second = raw_streams(syncer.transport.port, control, bulk)
+  channel, first, second = raw_streams(syncer.port, control, bulk)
   with channel:
     code, details = status_of(first)
     assert code is grpc.StatusCode.ABORTED and clause in details
@@ -158,17 +158,17 @@ def test_garbage_ends_its_own_session_only(syncer, dial, control, bulk, clause):
 
 
 def test_an_unknown_session_token_is_refused(syncer, dial):
-  channel, first, second = raw_streams(syncer.transport.port, token='0' * 32)
+  channel, first, second = raw_streams(syncer.port, token='0' * 32)
   with channel:
     code, details = status_of(second)
   assert code is grpc.StatusCode.FAILED_PRECONDITION and 'unknown session token' in details
-  dial(syncer.transport.port)
+  dial(syncer.port)
   event = syncer.hears()
   assert isinstance(event, events.Connected) and event.session == 2  # session 1 never opened
 
 
 def test_a_session_token_serves_once(syncer):
-  channel, first, second = raw_streams(syncer.transport.port)
+  channel, first, second = raw_streams(syncer.port)
   with channel:
     connected(syncer)
     token = dict(first.initial_metadata())[grpc_session.TOKEN]
@@ -180,7 +180,7 @@ def test_a_session_token_serves_once(syncer):
 
 def test_control_without_bulk_is_closed():
   syncer = ends.syncer(dataclasses.replace(LIMITS, handshake_s=0.2))
-  with grpc.insecure_channel(f'127.0.0.1:{syncer.transport.port}') as channel:
+  with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
     control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
     code, details = status_of(control)
   syncer.transport.shutdown(0.0)
@@ -189,7 +189,7 @@ def test_control_without_bulk_is_closed():
 
 
 def test_a_learner_believes_no_size_that_the_layout_does_not_have(syncer, dial):
-  learner = dial(syncer.transport.port, dataclasses.replace(LIMITS, publish_bytes=(2, 4)))
+  learner = dial(syncer.port, dataclasses.replace(LIMITS, publish_bytes=(2, 4)))
   number = joined(syncer, learner)
   publish = samples.publish(samples.payload(b'abc'), base_version=None)
   syncer.transport.send(number, publish, b'abc')
@@ -211,7 +211,7 @@ def test_a_learner_believes_no_size_that_the_layout_does_not_have(syncer, dial):
 def test_a_message_that_cannot_be_sent_ends_the_session_with_the_reason(
   syncer, dial, message, data, reason
 ):
-  learner = dial(syncer.transport.port, dataclasses.replace(LIMITS, max_queued_bytes=10))
+  learner = dial(syncer.port, dataclasses.replace(LIMITS, max_queued_bytes=10))
   connected(learner)
   learner.transport.send(1, message, data)
   assert reason in learner.hears().reason

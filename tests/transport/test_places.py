@@ -291,7 +291,7 @@ def admitting(pipe, limits):
   inbox = queue.Queue()
   door = grpc_server.Door('127.0.0.1:0', limits.places, lambda line: None, access=ends.PLAIN)
   transport = grpc_server.GrpcSyncerTransport(door, inbox.put, payloads.PayloadStore(), limits)
-  pipe.send(transport.port)
+  pipe.send(int(transport.address.rpartition(':')[2]))
   while not pipe.poll():
     with contextlib.suppress(queue.Empty):
       match inbox.get(timeout=0.1):

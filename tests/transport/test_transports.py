@@ -62,7 +62,7 @@ class GrpcWorld(InProcessWorld):
 
   def syncer(self):
     end = ends.syncer(LIMITS)
-    self.port = end.transport.port
+    self.port = end.port
     return self.add(end)
 
   def learner(self):
@@ -94,7 +94,7 @@ class ProcessesWorld(GrpcWorld):
     end = ends.End(
       lambda *ports: parent.ProcessesTransport(2, '127.0.0.1:0', *ports, LIMITS, access=ends.PLAIN)
     )
-    self.port = end.transport.port
+    self.port = end.port
     return self.add(end)
 
 

@@ -123,10 +123,6 @@ class ProcessesTransport:
       for place in range(count)
     ]
 
-  @property
-  def port(self) -> int:
-    return int(self.address.rpartition(':')[2])
-
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
 

@@ -237,7 +237,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     transports.append(transport)
     return transport
 
-  address = f'127.0.0.1:{server.port}'
+  address = server.address
   for name in ('l0', 'l1'):
     learner(name, address)
   assert running.wait(60), 'the run does not begin'
