@@ -2,12 +2,10 @@
 
 The pages of docs/reference, and the invariants, are made here from the code; a mark in them says
 where. Links to files of the repo that are no page lead to the repo; where its address is not known
-they are paths in the text. Diagrams are drawn where docs/_static has a mermaid.*.js
-(docs/.readthedocs.yaml), and are text without it.
+they are paths in the text.
 """
 
 import dataclasses
-import html
 import inspect
 import os
 import pathlib
@@ -15,9 +13,6 @@ import re
 import subprocess
 import sys
 import tomllib
-
-from docutils import nodes
-from docutils.parsers import rst
 
 import diloco_jax
 from diloco_jax import __main__
@@ -28,7 +23,8 @@ from diloco_jax.verification.checks import checkers
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
 URLS = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']
-REPO = os.environ.get('READTHEDOCS_GIT_CLONE_URL', URLS.get('Source', '')).removesuffix('.git')
+SOURCE = URLS['Source'] if 'ADDRESS' not in URLS['Source'] else ''
+REPO = os.environ.get('READTHEDOCS_GIT_CLONE_URL', SOURCE).removesuffix('.git')
 
 project = 'diloco_jax'
 author = 'The diloco_jax authors'
@@ -36,16 +32,16 @@ copyright = author
 release = version = diloco_jax.__version__
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'sphinx_book_theme'
-html_title = 'diloco_jax'
+html_title = 'Decoupled DiLoCo in JAX'
 html_theme_options = {'navbar_persistent': []}  # it would have a second field for the search
-html_static_path = ['_static'] if (DOCS / '_static').is_dir() else []
-html_js_files = [file.name for file in DOCS.glob('_static/mermaid.*js')]
+html_context = {'default_mode': 'auto'}
+html_favicon = 'pictures/icon.svg'
+html_static_path = html_css_files = ['site.css']
 exclude_patterns = ['_build']
 highlight_language = 'none'
 smartquotes = False  # quotes are code here
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
-myst_fence_as_directive = ['mermaid']
 nb_execution_mode = 'off'
 napoleon_custom_sections = [('Of the protocol', 'Attributes')]  # SyncConfig
 autodoc_member_order = 'bysource'
@@ -135,18 +131,27 @@ def without_type(app, what: str, name: str, value, options, lines: list[str]) ->
 
 
 def _cell(text: str) -> str:
-  return ' '.join(text.split()).replace('|', '\\|').replace('*', '\\*').replace('<', '&lt;')
+  text = ' '.join(text.split()).replace('<', '&lt;')
+  return re.sub(r'[|*]|__', lambda found: ''.join(f'\\{one}' for one in found[0]), text)
 
 
 GENERATED = {make.__name__: make for make in (commands, config, api, records, curves, invariants)}
 
 
+ELSEWHERE = 'In the repository this page ends here, the site has the rest: '
+
+
 def generate(app, docname: str, source: list[str]) -> None:
-  """Puts what the code says in the place of each `<!-- generated: NAME -->`."""
+  """Puts what the code says in the place of each `<!-- generated: NAME -->`, and pictures of the
+  documents into notebooks, which lie elsewhere in the repository."""
+  source[0] = source[0].replace(
+    'In the repository this page ends here, the site has the rest: ', ''
+  )
+  source[0] = re.sub(r'<!-- picture: (.*?) -->', r'![](../pictures/\1)', source[0])
   source[0] = re.sub(r'<!-- generated: (\w+) -->', lambda m: GENERATED[m[1]](), source[0])
 
 
-# --- Links and diagrams ---------------------------------------------------------------------------
+# --- Links ----------------------------------------------------------------------------------------
 
 
 def to_the_repo(app, docname: str, source: list[str]) -> None:
@@ -165,18 +170,7 @@ def to_the_repo(app, docname: str, source: list[str]) -> None:
   source[0] = re.sub(r'(?<!!)\[([^\]"]*)\]\((?![a-z]+:|#)([^)#\s]+)\)', link, source[0])
 
 
-class Mermaid(rst.Directive):
-  """A diagram: text that mermaid.js draws."""
-
-  has_content = True
-
-  def run(self) -> list[nodes.Node]:
-    text = html.escape('\n'.join(self.content))
-    return [nodes.raw('', f'<pre class="mermaid">{text}</pre>', format='html')]
-
-
 def setup(app) -> None:
-  app.add_directive('mermaid', Mermaid)
   app.connect('source-read', generate)
   app.connect('source-read', to_the_repo)
   app.connect('autodoc-process-docstring', without_type, priority=400)  # before napoleon

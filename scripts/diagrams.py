@@ -1,59 +1,100 @@
 """Draws what the documents say of the code from the code itself.
 
-python scripts/diagrams.py           # rewrites the blocks between the markers
-python scripts/diagrams.py --check   # exit 1 if a document would change
+python scripts/diagrams.py           # rewrites the blocks between the markers, and docs/pictures
+python scripts/diagrams.py --check   # exit 1 if a document or a picture would change
 
 docs/protocol.md gets the states, from the tables beside the machines; docs/architecture.md the
 rooms of the library, what each holds (the first line of its package) and which imports which.
 """
 
 import ast
+import functools
 import graphlib
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'scripts')]
+
+import drawing
 
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import gather, members
+from diloco_jax.protocol.syncer import gather
 
 PACKAGE = ROOT / 'diloco_jax'
 SHELVES = ('protocol', 'verification')  # rooms that are made of rooms
-TABLES = (
-  ('A sync (`protocol/syncer/gather.py`, SYNC_STATES)', gather.SYNC_STATES),
-  ('A fragment at a learner (`protocol/syncer/members.py`, COPY_STATES)', members.COPY_STATES),
-  (
+TABLES = {  # by the name of its picture
+  'states_sync': ('A sync (`protocol/syncer/gather.py`, SYNC_STATES)', gather.SYNC_STATES),
+  'states_connection': (
     "A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
     connection.CONNECTION_STATES,
   ),
-  (
+  'states_training': (
     "A learner's training (`protocol/learner/machine.py`, TRAINING_STATES)",
     learner_machine.TRAINING_STATES,
   ),
+}
+CONVERSATION = (
+  ('', 'join'),
+  ('>', 'Join'),
+  ('<', 'Offer (or Refused)'),
+  ('>', 'Confirm'),
+  ('<', 'Joined'),
+  ('<', 'Publish, whole, for each due fragment'),
+  ('>', 'Adopted for each'),
+  ('', 'train and sync'),
+  ('>', 'Progress, in every inner step'),
+  ('<', 'Pull, when sync t is announced, and again when it has opened'),
+  ('>', 'Contribution (or Decline), at the step boundary where it is due'),
+  ('<', 'Settled: merged, discarded or cancelled'),
+  ('<', 'Publish: the new version as a delta'),
+  ('>', 'Adopted, at a step boundary'),
+  ('', 'at any time'),
+  ('>', 'Heartbeat'),
+  ('<', 'Heartbeat'),
+  ('', 'the run is over'),
+  ('<', 'Finish'),
+  ('>', 'Leave'),
 )
 
 
 # --- States ---------------------------------------------------------------------------------------
 
 
-def state_diagram(table: tuple[tuple[str, str, str], ...]) -> str:
-  """A mermaid state diagram; states without a way in are initial, without a way out final."""
-  sources = [source for source, _, _ in table]
-  targets = [target for _, target, _ in table]
-  lines = ['```mermaid', 'stateDiagram-v2', f'  [*] --> {table[0][0]}']
-  for source, target, why in table:
-    label = why.replace(': ', ', ')  # a colon would end the label
-    lines.append(f'  {source} --> {target} : {label}')
-  for state in dict.fromkeys(targets):
-    if state not in sources:
-      lines.append(f'  {state} --> [*]')
-  return '\n'.join([*lines, '```'])
-
-
 def states() -> str:
-  return '\n\n'.join(f'{title}:\n\n{state_diagram(table)}' for title, table in TABLES)
+  parts = []
+  for name, (title, table) in TABLES.items():
+    alt = f'{title.partition(" (")[0]}: states, and ways with the numbers of the table'
+    rows = [f'| {n} | {a} | {b} | {why} |' for n, (a, b, why) in enumerate(table, 1)]
+    parts += [f'{title}:', f'![{alt}](pictures/{name}.svg)']
+    parts.append('\n'.join(['| | from | to | when |', '|---|---|---|---|', *rows]))
+  return '\n\n'.join(parts)
+
+
+def state_graph(name: str) -> str:
+  title, table = TABLES[name]
+  return drawing.graph(title.replace('`', ''), [(a, b) for a, b, _ in table], numbered=True)
+
+
+def parts() -> str:
+  """A run of three learners."""
+  shapes = []
+  for row, (name, words) in enumerate((('l0', ''), ('l1', ''), ('l2', ', killed: it joins again'))):
+    y, dashed = 40 + 70 * row, ' stroke-dasharray="5 4"' * bool(words)
+    end = f' marker-end="url(#head)"{dashed}'
+    fill = '#fff' if words else '#eef3f8'
+    shapes.append(drawing.box(130, y, f'learner {name}{words}', 230, fill))
+    shapes.append(drawing.arrow(f'M246 {y - 5}L{565} {y - 5 + (1 - row) * 40}', end))
+    shapes.append(drawing.arrow(f'M565 {y + 7 + (1 - row) * 40}L{246} {y + 7}', end))
+  shapes.append(
+    '<rect x="566" y="58" width="184" height="104" rx="5" fill="#f3efe2" stroke="#888"/>'
+  )
+  lines = 'syncer, on a CPU', 'merges the changes,', 'writes them to its disk'
+  shapes += [drawing.text(658, 92 + 22 * row, words) for row, words in enumerate(lines)]
+  shapes.append(drawing.text(400, 20, 'up: the change of one fragment, 8-bit'))
+  shapes.append(drawing.text(400, 214, 'down: the merged change of the fragment, 8-bit'))
+  return drawing.svg('The parts of a run', 770, 224, shapes)
 
 
 # --- Rooms ----------------------------------------------------------------------------------------
@@ -96,11 +137,13 @@ def without_detours(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def room_diagram() -> str:
+  return '![Which package imports which: an arrow leads to what is imported](pictures/rooms.svg)'
+
+
+def room_graph() -> str:
   arrows = without_detours(imports())
-  lines = ['```mermaid', 'flowchart TD']
-  for name in sorted(arrows):
-    lines += [f'  {name} --> {other}' for other in sorted(arrows[name])]
-  return '\n'.join([*lines, '```'])
+  pairs = [(name, other) for name in sorted(arrows) for other in sorted(arrows[name])]
+  return drawing.graph('Which package imports which', pairs)
 
 
 def sentence(name: str) -> str:
@@ -124,6 +167,24 @@ BLOCKS = {
 }
 
 
+def icon() -> str:
+  """Three learners and the syncer between them."""
+  dots = ((8, 8, '#0072B2'), (24, 8, '#E69F00'), (16, 26, '#009E73'), (16, 14, '#444'))
+  circles = [f'<circle cx="{x}" cy="{y}" r="5" fill="{fill}"/>' for x, y, fill in dots]
+  return drawing.svg('diloco_jax', 32, 32, circles)
+
+
+PICTURES = {
+  'icon': icon,
+  'parts': parts,
+  'conversation': lambda: drawing.conversation(
+    'A learner and the syncer', 'LearnerMachine', 'SyncerMachine', CONVERSATION
+  ),
+  'rooms': room_graph,
+  **{name: functools.partial(state_graph, name) for name in TABLES},
+}
+
+
 def rewritten(text: str, blocks: dict) -> str:
   """The document with each block as the code now says."""
   for name, draw in blocks.items():
@@ -135,12 +196,12 @@ def rewritten(text: str, blocks: dict) -> str:
 
 def main() -> int:
   changed = False
-  for document, blocks in BLOCKS.items():
-    text = document.read_text('utf-8')
-    new = rewritten(text, blocks)
-    changed |= new != text
+  news = {path: rewritten(path.read_text('utf-8'), blocks) for path, blocks in BLOCKS.items()}
+  news |= {ROOT / f'docs/pictures/{name}.svg': draw() for name, draw in PICTURES.items()}
+  for path, new in news.items():
+    changed |= not path.exists() or path.read_text('utf-8') != new
     if '--check' not in sys.argv[1:]:
-      document.write_text(new, 'utf-8')
+      path.write_text(new, 'utf-8')
   return int(changed and '--check' in sys.argv[1:])
 
 

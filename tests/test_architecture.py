@@ -21,6 +21,12 @@ def test_a_document_is_drawn_from_the_code(document: pathlib.Path):
   assert new == text, 'run: python scripts/diagrams.py'
 
 
+@pytest.mark.parametrize('name', diagrams.PICTURES)
+def test_a_picture_is_drawn_from_the_code(name: str):
+  file = ROOT / 'docs' / 'pictures' / f'{name}.svg'
+  assert file.read_text('utf-8') == diagrams.PICTURES[name](), 'run: python scripts/diagrams.py'
+
+
 def way() -> list[tuple[str, list[str]]]:
   """(file, functions) for every stop of a fragment."""
   section = PAGE.split('## The path of a fragment')[1].split('\n## ')[0]

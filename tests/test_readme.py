@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import tomllib
 
 import jax
 
@@ -38,6 +39,11 @@ def test_files_that_the_readme_names_exist():
     assert (ROOT / target).exists(), target
   commands = re.findall(r'^    diloco (\w+)', README, re.M)
   assert commands and set(commands) <= {'completion', *__main__.COMMANDS}
+
+
+def test_the_address_to_clone_is_that_of_the_package():
+  urls = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']
+  assert f'git clone {urls["Source"]} ' in README
 
 
 def test_no_placeholder_is_left():
