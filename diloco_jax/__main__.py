@@ -28,6 +28,7 @@ COMMANDS = {
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
   'plan': 'say what a run needs, and whether it fits its links',
+  'aot': 'compile a config for a TPU slice on a machine without TPUs',
   'init': 'write the folder of a project to begin with, which runs',
   'example': 'print a file to begin with: a loop or a model of your own',
   'status': 'show a run in the browser, while it trains and afterwards',
@@ -36,29 +37,37 @@ COMMANDS = {
   'sample': 'print text of a trained model',
   'evaluate': 'print the held-out loss of a trained model',
   'export': 'write a trained model as one *.safetensors file',
-  'simulate': 'run the state machines in a simulated world with drawn faults',
-  'chaos': 'carry out a plan of faults on real processes and check their tapes',
-  'replay': 'run the machines of a past run again from their tapes',
-  'aot': 'compile a config for a TPU slice on a machine without TPUs',
+  'simulate': 'run the state machines in a simulated world with random faults',
+  'chaos': 'carry out a plan of faults on real processes and check what they recorded',
+  'replay': 'run the machines of a past run again from what they recorded',
   'restore': 'bring a run back to a kept checkpoint',
   'certs': 'make and check the certificates of a run on several machines',
 }
-_FIRST = {'train': 'run', 'status': 'look', 'simulate': 'prove', 'restore': 'keep'}  # of each group
+_FIRST = {'train': 'run', 'status': 'look', 'simulate': 'test', 'restore': 'keep'}  # of each group
 _OF_VERIFICATION = ('plan', 'simulate', 'chaos', 'replay')
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
 _VERSION = ('version', '--version')
 _COMPLETION = 'completion'
 _SCRIPTS = {  # for `eval`, of a shell that completes the names of commands and, after them, files
   'bash': """_diloco() {
-  [ "$COMP_CWORD" = 1 ] && COMPREPLY=($(compgen -W '%s' -- "${COMP_WORDS[1]}"))
+  local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" flag='' words='%s'
+  if [ "$COMP_CWORD" != 1 ]; then
+    [ "$before" = = ] && flag="${COMP_WORDS[COMP_CWORD-2]}="
+    [ "$word" = = ] && flag="$before=" word=''
+    words=$(diloco completion words "${COMP_WORDS[1]}" | sed -n "s|^$flag||p")
+    compopt -o nospace
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
 }
 complete -o default -F _diloco diloco""",
   'zsh': """_diloco() {
   local -a names=(%s)
-  if ((CURRENT == 2)); then _describe command names; else _files; fi
+  if ((CURRENT == 2)); then _describe command names
+  else compadd -S '' -- $(diloco completion words $words[2]); _files; fi
 }
 compdef _diloco diloco""",
-  'fish': 'complete -c diloco -n __fish_use_subcommand -f\n%s',
+  'fish': 'complete -c diloco -n __fish_use_subcommand -f\n%s\ncomplete -c diloco -n "not '
+  '__fish_use_subcommand" -a "(diloco completion words (commandline -opc)[2])"',
 }
 
 
@@ -66,6 +75,8 @@ def main() -> NoReturn:
   """Runs the command that the first argument names."""
   cli.speak_utf8()
   name, *words = sys.argv[1:] or ['help']
+  if name in _HELP and words[:1] and words[0] in COMMANDS:
+    name, words = words[0], ['--help']
   if name in _HELP:
     print(usage())
     sys.exit(0)
@@ -98,11 +109,13 @@ def usage() -> str:
 
 
 def _complete(words: list[str]) -> int:
-  """Prints the script of a shell."""
+  """Prints the script of a shell, or (words COMMAND) what may follow a command."""
+  if words[:1] == ['words']:
+    return _print_words(words[-1])
   texts = {name: text.replace("'", '') for name, text in COMMANDS.items()}
   one = "complete -c diloco -n __fish_use_subcommand -f -a {} -d '{}'"
   filled = {
-    'bash': ' '.join(COMMANDS),
+    'bash': ' '.join([*COMMANDS, 'help', _COMPLETION]),
     'zsh': ' '.join(f"'{name}:{text.replace(':', ',')}'" for name, text in texts.items()),
     'fish': '\n'.join(one.format(*row) for row in texts.items()),
   }
@@ -112,9 +125,20 @@ def _complete(words: list[str]) -> int:
   return 0
 
 
+def _print_words(name: str) -> int:
+  if name in COMMANDS:
+    from diloco_jax.launch import help as help_lib  # pylint: disable=g-import-not-at-top
+
+    sys.argv = [f'diloco {name}']
+    print('\n'.join(help_lib.words(importlib.import_module(module(name)))))
+  else:
+    print('\n'.join({_COMPLETION: ['bash', 'fish', 'zsh'], 'help': COMMANDS}.get(name, [])))
+  return 0
+
+
 def _unknown(name: str) -> str:
   close = difflib.get_close_matches(name, COMMANDS, n=1)
-  hint = f'did you mean {close[0]}?' if close else f'the commands are {", ".join(COMMANDS)}'
+  hint = f'did you mean {close[0]}?' if close else 'diloco help lists them'
   return f'there is no command {name!r}; {hint}'
 
 

@@ -55,7 +55,7 @@ def commands() -> str:
   """Every command with its help; the fields of the config are a page of their own."""
   started = {
     name: subprocess.Popen(
-      [sys.executable, '-m', 'diloco_jax', name, '--help'],
+      [sys.executable, '-m', 'diloco_jax', name, '--helpfull'],
       cwd=ROOT,
       stdout=subprocess.PIPE,
       text=True,
@@ -66,7 +66,7 @@ def commands() -> str:
   for name, process in started.items():
     text = process.communicate()[0].split('\nFields of the config')[0].strip()
     if process.returncode:
-      raise RuntimeError(f'diloco {name} --help ended with {process.returncode}')
+      raise RuntimeError(f'diloco {name} --helpfull ended with {process.returncode}')
     pages.append(f'## diloco {name}\n\n```text\n{text}\n```')
   return '\n\n'.join(pages)
 

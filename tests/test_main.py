@@ -35,6 +35,10 @@ def test_without_a_command_it_lists_them(words: list[str]):
     assert name in done.stdout and text in done.stdout
 
 
+def test_help_of_a_command_has_two_names():
+  assert diloco('help', 'status').stdout == diloco('status', '--help').stdout
+
+
 def test_an_unknown_command_is_one_line_and_42():
   done = diloco('trian', '--workdir=runs/x')
   assert (done.returncode, done.stdout) == (42, '')
@@ -76,6 +80,8 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   assert done.returncode == 0 and not done.stderr, done.stderr
   assert f'diloco {command}' in done.stdout
   assert '\n  --' in done.stdout or command in ('example', 'init', 'replay'), 'they have none'
+  lines = done.stdout.splitlines()
+  assert len(lines) <= 45 and max(map(len, lines)) <= 80, (len(lines), max(lines, key=len))
   assert 'allow_failpoints' not in done.stdout, 'it is for tests'
   examples = done.stdout.partition('\nFlags:')[0].splitlines()
   for line, following in itertools.pairwise(examples):  # each can be copied to a shell

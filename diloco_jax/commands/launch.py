@@ -1,7 +1,8 @@
 r"""Starts a run on an engine: on this machine, on a cluster, or as text for another system.
 
     diloco launch --config=stdlib_lm:tiny --workdir=runs/x          # as diloco train
-    diloco launch --engine=gke --config=gemma:1b --topology=v6e:4x4 --tls=certs --out=manifests
+    diloco launch --engine=gke --config=gemma:1b --topology=v6e:4x4 \
+      --tls=certs --out=manifests
 
     # A part of a run: a syncer here, and learners elsewhere that dial it.
     diloco launch --config=stdlib_lm:tiny --workdir=runs/x --only=syncer --listen=0.0.0.0:7070 \

@@ -4,17 +4,18 @@ r"""Runs a learner as a process; with --syncer=none it trains alone.
       --workdir=runs/by_hand --learner=l0 --syncer=file:runs/by_hand/syncer/address
 
     # On another machine than the syncer: mutual TLS (diloco certs --help).
-    diloco learner --config=stdlib_lm:cpu \
-      --workdir=runs/by_hand --learner=l0 --syncer=HOST:7070 --tls=certs/l0
+    diloco learner --config=stdlib_lm:cpu --learner=l0 --syncer=HOST:7070 \
+      --workdir=runs/by_hand --tls=certs/l0
 
-    # The data-parallel baseline: the same jitted step on all the tokens, without a syncer.
-    diloco learner --config=stdlib_lm:data_parallel \
-      --workdir=runs/data_parallel --learner=l0 --syncer=none
+    # The data-parallel baseline: the same step on all the tokens, no syncer.
+    diloco learner --config=stdlib_lm:data_parallel --learner=l0 \
+      --workdir=runs/data_parallel --syncer=none
 
-    # A learner of two hosts; the same on the second one with --host=1. On TPU VMs and GKE
-    # --hosts=auto is enough on each. All hosts need one folder, or a train.store.
-    diloco learner --config=stdlib_lm:cpu --workdir=/shared/runs/by_hand --learner=l0 \
-      --syncer=HOST:7070 --tls=certs/l0 --hosts=2 --host=0 --coordinator=HOST0:8476
+    # Two hosts; on the second one --host=1. On TPU VMs and GKE --hosts=auto is
+    # enough on each. All hosts need one folder, or a train.store.
+    diloco learner --config=stdlib_lm:cpu --learner=l0 --syncer=HOST:7070 \
+      --workdir=/shared/by_hand --tls=certs/l0 \
+      --hosts=2 --host=0 --coordinator=HOST0:8476
 
 Started again with the same --workdir, the learner continues from its checkpoint. Exit codes: 0
 done, or the run has ended; 42 never retry; anything else retry.

@@ -1,6 +1,6 @@
 """Runs an experiment on this machine: one syncer and its learners, each in its own process.
 
-    diloco train                                  # the demo, stdlib_lm.py:cpu
+    diloco train                                  # the demo, stdlib_lm:cpu
     diloco train --config=stdlib_lm:tiny --kill=l1@0.45+8    # once 45 % is done; again 8 s later
     diloco train --resume --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process

@@ -1,4 +1,4 @@
-"""The fields of a config with their types, defaults and docs, for `--help` and for hints."""
+"""The fields of a config with their types, defaults and docs, for `--helpfull` and for hints."""
 
 import dataclasses
 import inspect
@@ -31,10 +31,10 @@ class Field:
   doc: str
   section: bool
 
-  def text(self) -> str:
-    """The lines of `--help`."""
+  def text(self, columns: int) -> str:
+    """The lines of `--helpfull`."""
     head = f'{self.name} ({self.type}{self.default and f", {self.default}"}): {self.doc}'
-    return textwrap.fill(head, 98, initial_indent='  ', subsequent_indent='      ')
+    return textwrap.fill(head, columns, initial_indent='  ', subsequent_indent='      ')
 
 
 def walk(kind: type = run_config.Config, prefix: str = '') -> Iterator[Field]:

@@ -13,7 +13,7 @@ learner chooses its own.
 from diloco_jax.config import run_config
 from diloco_jax.train import config as train_config
 
-_SHAPES = {
+VARIANTS = {
   '1b': (26, 1152, 4, 1, 6912, 512),
   '4b': (34, 2560, 8, 4, 10240, 1024),
   '12b': (48, 3840, 16, 8, 15360, 1024),
@@ -23,9 +23,9 @@ _DEVICES = {'1b': 16, '4b': 64, '12b': 64}  # v6e:4x4, v6e:8x8, v5p:4x4x4
 
 def get_config(variant: str = '1b') -> run_config.Config:
   """Makes the config of a variant. Raises ValueError, which lists all variants."""
-  if variant not in _SHAPES:
-    raise ValueError(f'there is no variant {variant!r}; use one of: {", ".join(_SHAPES)}')
-  layers, width, heads, kv_heads, hidden, window = _SHAPES[variant]
+  if variant not in VARIANTS:
+    raise ValueError(f'there is no variant {variant!r}; use one of: {", ".join(VARIANTS)}')
+  layers, width, heads, kv_heads, hidden, window = VARIANTS[variant]
   devices = _DEVICES[variant]
   return run_config.Config(
     name=f'gemma_{variant}',

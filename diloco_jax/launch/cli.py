@@ -89,9 +89,8 @@ def define_config() -> flags.FlagHolder:
   sys.argv = _with_flag_files(sys.argv)  # config_flags reads them now
   holder = config_flags.DEFINE_config_file(
     'config',
-    help_string='FILE.py:VARIANT; NAME:VARIANT, a config of the package, for example '
-    'stdlib_lm:cpu; or the folder of a run. Without it: the config of the run in --workdir, if '
-    'there is one. Override any field, for example --config.sync.quorum=2',
+    help_string='FILE.py:VARIANT, NAME:VARIANT of the package (stdlib_lm:cpu), or the folder of a '
+    'run; default: that of --workdir. Fields: --config.sync.quorum=2',
   )
   flags.FLAGS['config'].parser = _ConfigParser()
   return holder
@@ -164,21 +163,13 @@ def run_command(module: types.ModuleType) -> NoReturn:
   (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
   POSITIONAL (whether it takes arguments that are not flags)."""
   for word in sys.argv[1:]:
-    if re.fullmatch(r'-?-(?:h|help|helpfull|\?)', word):
-      sys.exit(_guarded(lambda argv: print(_help(module), flush=True), []))
+    if found := re.fullmatch(r'-?-(?:h|help|help(full)|\?)', word):
+      from diloco_jax.launch import help as help_lib  # pylint: disable=g-import-not-at-top
+
+      show = lambda argv: print(help_lib.text(module, full=bool(found[1])), flush=True)
+      sys.exit(_guarded(show, []))
   sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
   run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
-
-
-_FIELDS = 'Fields of the config, --config.NAME=VALUE (type, default):'
-
-
-def _help(module: types.ModuleType) -> str:
-  lines = [module.__doc__, 'Flags:', flags.FLAGS.module_help(module).strip().partition('\n')[2]]
-  if 'config' in flags.FLAGS:
-    lines += ['', _FIELDS, '']
-    lines += [field.text() for field in fields.walk()]
-  return '\n'.join(lines)
 
 
 def run_main(

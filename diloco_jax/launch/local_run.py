@@ -158,6 +158,7 @@ def run(
   folder.
   """
   print(f'run {config.name} in {workdir}', flush=True)
+  print(f'watch it: diloco status --workdir={shlex.quote(str(workdir))} --open', flush=True)
   with exits.never_retry(files.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
   if outcome.code == exits.NEVER_RETRY:

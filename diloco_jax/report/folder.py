@@ -39,16 +39,20 @@ def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   newest record, and a line on stderr says which. Raises ValueError: there is none."""
   if workdir:
     return workdir
+  if not (found := runs()):
+    raise ValueError(f'there is no run in {RUNS}/ here: name its folder, --workdir=DIR')
+  print(f'{found[-1]}, the newest of {len(found)} in {RUNS}/', file=sys.stderr, flush=True)
+  return found[-1]
+
+
+def runs() -> list[str]:
+  """The folders of runs under ./runs; the one with the newest record is the last."""
   found = []
   for path in pathlib.Path(RUNS).glob('*'):
     kept = sorted((path / records_lib.RECORDS).glob('*.jsonl'))
     if (path / load.FILE).is_file() or any(one.stem == 'syncer' for one in kept):
       found.append((max((one.stat().st_mtime for one in kept), default=0.0), str(path)))
-  if not found:
-    raise ValueError(f'there is no run in {RUNS}/ here: name its folder, --workdir=DIR')
-  newest = max(found)[1]
-  print(f'{newest}, the newest of {len(found)} in {RUNS}/', file=sys.stderr, flush=True)
-  return newest
+  return [path for _, path in sorted(found)]
 
 
 def read(workdir: str | pathlib.Path) -> Read:

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -129,6 +130,24 @@ def test_bash_completes_the_names_of_commands(tmp_path):
   for begun, completed in {'sta': 'status', 're': 'report replay restore', 'x': ''}.items():
     done = run('bash', '-c', f'{script}\n{ask}', 'bash', begun, cwd=tmp_path)
     assert (done.stdout, done.stderr) == (f'{completed}\n', '')
+
+
+def test_bash_completes_flags_configs_and_runs(tmp_path):
+  (tmp_path / 'runs/x').mkdir(parents=True)
+  (tmp_path / 'runs/x/config.json').touch()
+  script = diloco('completion', 'bash', cwd=tmp_path).stdout
+  call = f'diloco() {{ {shlex.join(cli.PROGRAM)} "$@"; }}; compopt() {{ :; }}'
+  ask = 'COMP_WORDS=(diloco "$@"); COMP_CWORD=$#; _diloco; echo "${COMPREPLY[@]}"'
+  for words, completed in {
+    ('train', '--wo'): '--workdir= --workdir=runs/x',
+    ('train', '--config', '=', 'stdlib_lm:t'): 'stdlib_lm:tiny',
+    ('report', '--workdir', '='): 'runs/x',
+    ('report', 'ru'): 'runs/x',
+    ('help', 'sta'): 'status',
+    ('completion', 'z'): 'zsh',
+  }.items():
+    done = run('bash', '-c', f'{call}\n{script}\n{ask}', 'bash', *words, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == (f'{completed}\n', ''), words
 
 
 @pytest.mark.parametrize('shell', ['bash', 'zsh', 'fish'])

@@ -1,4 +1,4 @@
-"""Every field of the config has a doc, which `--help` shows with its type and default."""
+"""Every field of the config has a doc, which `--helpfull` shows with its type and default."""
 
 import pytest
 
@@ -30,6 +30,6 @@ def test_a_field(name: str, kind: str, default: str, doc: str):
 
 
 def test_help_shows_every_field():
-  shown = ' '.join(command_line.diloco('train', '--help').stdout.split())
+  shown = ' '.join(command_line.diloco('train', '--helpfull').stdout.split())
   for field in FIELDS.values():
-    assert ' '.join(field.text().split()) in shown
+    assert ' '.join(field.text(80).split()) in shown

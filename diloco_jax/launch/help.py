@@ -1,0 +1,85 @@
+"""What `--help` prints of a command, in 80 columns, and what a shell completes after its name."""
+
+import importlib
+import pkgutil
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+
+from absl import flags
+
+from diloco_jax import configs
+from diloco_jax.config import fields
+from diloco_jax.report import folder
+
+COLUMNS = 80
+_OF_ENGINE = re.compile('(gke|ray): ')  # flags that `--help` leaves out
+_FIELDS = 'Fields of the config, --config.NAME=VALUE (type, default):'
+
+
+def text(module: types.ModuleType, full: bool) -> str:
+  """The docstring of a command's module and its flags; with `full` all fields of the config."""
+  parts = [_prose(part) for part in (module.__doc__ or '').strip().split('\n\n')]
+  own = sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda one: one.name)
+  if shown := [_flag(one) for one in own if full or not _OF_ENGINE.match(one.help)]:
+    parts.append('\n'.join(['Flags:', *shown]))
+  if 'config' in flags.FLAGS:
+    name = module.__name__.rpartition('.')[2]
+    more = 'More flags' if len(shown) < len(own) else 'The fields of the config'
+    parts.append(f'{more}: diloco {name} --helpfull')
+    if full:
+      parts[-1] = '\n'.join([_FIELDS, '', *(field.text(COLUMNS) for field in fields.walk())])
+  return '\n\n'.join(parts)
+
+
+def _prose(part: str) -> str:
+  lines = part.splitlines()
+  if not any(line.startswith(' ') for line in lines):
+    return textwrap.fill(part, COLUMNS, break_on_hyphens=False)
+  return '\n'.join(shorter for line in lines for shorter in _narrow(line))
+
+
+def _narrow(line: str) -> Iterator[str]:
+  """A line of a shell, in shorter ones: its comment above it, and a command continued."""
+  command, mark, comment = line.partition('  # ')
+  if len(line) <= COLUMNS:
+    yield line
+  elif line.startswith('    # '):
+    yield from textwrap.wrap(line, COLUMNS, subsequent_indent='    # ')
+  elif mark:
+    yield from (f'    # {comment.strip()}', command.rstrip())
+  else:
+    words = line.removesuffix(' \\').rsplit(' --', 1)
+    yield from (f'{words[0]} \\', f'      --{words[1]}' + line[len(line.removesuffix(' \\')) :])
+
+
+def _flag(one: flags.Flag) -> str:
+  values = getattr(one.parser, 'enum_values', None)
+  kind = '|'.join(values) if values else one.flag_type().removeprefix('multi ').upper()
+  default = '' if one.default in (None, '', False, [], '{}') else f' (default: {one.default})'
+  about = re.sub(r'^<.*?>: |;\s+repeat this option.*', '', one.help)
+  name = f'[no]{one.name}' if one.boolean else f'{one.name}={kind}'
+  head = f'--{name}: {about}{default}'
+  return textwrap.fill(
+    head, COLUMNS, initial_indent='  ', subsequent_indent='      ', break_on_hyphens=False
+  )
+
+
+def words(module: types.ModuleType) -> list[str]:
+  """Flags, the configs of the package, and the runs below this folder."""
+  own = {one.name: one for one in flags.FLAGS.get_key_flags_for_module(module)}
+  runs = folder.runs()
+  found = [f'--{name}' + '=' * (not one.boolean) for name, one in own.items()]
+  found += [f'--config={name}' for name in _configs()] if 'config' in own else []
+  found += [f'--workdir={run}' for run in runs] if 'workdir' in own else []
+  return sorted(found) + (runs if getattr(module, 'POSITIONAL', False) else [])
+
+
+def _configs() -> Iterator[str]:
+  """NAME:VARIANT of each config of the package."""
+  for one in pkgutil.iter_modules(configs.__path__):
+    made = importlib.import_module(f'{configs.__name__}.{one.name}')
+    yield from (
+      (f'{one.name}:{name}' for name in made.VARIANTS) if hasattr(made, 'VARIANTS') else [one.name]
+    )
