@@ -65,7 +65,7 @@ CONVERSATION = (
 def states() -> str:
   parts = []
   for name, (title, table) in TABLES.items():
-    alt = f'{title.partition(" (")[0]}: states, and ways with the numbers of the table'
+    alt = f'{title.partition(" (")[0]}: its states'
     rows = [f'| {n} | {a} | {b} | {why} |' for n, (a, b, why) in enumerate(table, 1)]
     parts += [f'{title}:', f'![{alt}](pictures/{name}.svg)']
     parts.append('\n'.join(['| | from | to | when |', '|---|---|---|---|', *rows]))

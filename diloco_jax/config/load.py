@@ -59,6 +59,15 @@ def load(name: str) -> run_config.Config:
   return config
 
 
+def shipped() -> list[str]:
+  """NAME:VARIANT of each config of the package."""
+  names = []
+  for path in sorted(_SHIPPED.glob('[!_]*.py')):
+    variants = getattr(module(path), 'VARIANTS', ())
+    names += [f'{path.stem}:{variant}' for variant in variants] or [path.stem]
+  return names
+
+
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   """Writes the config of the run in a folder, with absolute paths of the task, the corpus, the
   initial arrays and the store, so that the run can be continued from any folder, and its tokenizer:

@@ -1,7 +1,5 @@
 """What `--help` prints of a command, in 80 columns, and what a shell completes after its name."""
 
-import importlib
-import pkgutil
 import re
 import textwrap
 import types
@@ -9,8 +7,7 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from diloco_jax import configs
-from diloco_jax.config import fields
+from diloco_jax.config import fields, load
 from diloco_jax.report import folder
 
 COLUMNS = 80
@@ -71,15 +68,6 @@ def words(module: types.ModuleType) -> list[str]:
   own = {one.name: one for one in flags.FLAGS.get_key_flags_for_module(module)}
   runs = folder.runs()
   found = [f'--{name}' + '=' * (not one.boolean) for name, one in own.items()]
-  found += [f'--config={name}' for name in _configs()] if 'config' in own else []
+  found += [f'--config={name}' for name in load.shipped()] if 'config' in own else []
   found += [f'--workdir={run}' for run in runs] if 'workdir' in own else []
   return sorted(found) + (runs if getattr(module, 'POSITIONAL', False) else [])
-
-
-def _configs() -> Iterator[str]:
-  """NAME:VARIANT of each config of the package."""
-  for one in pkgutil.iter_modules(configs.__path__):
-    made = importlib.import_module(f'{configs.__name__}.{one.name}')
-    yield from (
-      (f'{one.name}:{name}' for name in made.VARIANTS) if hasattr(made, 'VARIANTS') else [one.name]
-    )
