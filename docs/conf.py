@@ -142,12 +142,10 @@ ELSEWHERE = 'In the repository this page ends here, the site has the rest: '
 
 
 def generate(app, docname: str, source: list[str]) -> None:
-  """Puts what the code says in the place of each `<!-- generated: NAME -->`, and pictures of the
-  documents into notebooks, which lie elsewhere in the repository."""
+  """Puts what the code says in the place of each `<!-- generated: NAME -->`."""
   source[0] = source[0].replace(
     'In the repository this page ends here, the site has the rest: ', ''
   )
-  source[0] = re.sub(r'<!-- picture: (.*?) -->', r'![](../pictures/\1)', source[0])
   source[0] = re.sub(r'<!-- generated: (\w+) -->', lambda m: GENERATED[m[1]](), source[0])
 
 
