@@ -585,7 +585,7 @@ def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monk
         peer.sync(peer.params, tokens=1)
     server.wait(_DEADLINE_S)
     settings = own_model.about(own_model.config(4, _ONE, 16)).decode()
-    monkeypatch.setattr(own_model, 'meet', lambda *args: settings)
+    monkeypatch.setattr(bring, 'meet', lambda *args: settings)
     with pytest.raises(
       TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
     ):
