@@ -75,11 +75,12 @@ class Syncer:
         if own_model.read(self.folder) is None:
           own_model.require_no_run(self.folder)
           door = self._receive(cleanup)
-        if self.stopped.is_set():  # while the model was awaited, read or written
-          return actions.Exit(code=0, text='stopped before the run began')
-        # The values are read from the folder when they are asked for, not held for the whole run.
-        assembled = own_model.complete(own_model.read(self.folder), self.config)
-        self.theta = global_model_lib.Theta(assembled)
+        if not self.stopped.is_set():  # else there may be no model
+          # The values are read from the folder when they are asked for, not held for the whole run.
+          assembled = own_model.complete(own_model.read(self.folder), self.config)
+          self.theta = global_model_lib.Theta(assembled)
+      if self.stopped.is_set():  # while the model was awaited, read, written or built
+        return actions.Exit(code=0, text='stopped before the run began')
       return self.run(assembled, store, door)
 
   def _receive(self, cleanup: contextlib.ExitStack) -> grpc_server.Door:
