@@ -121,6 +121,8 @@ class Node:
       case actions.Send(session=session, message=message, payload_id=payload_id):
         payload = None if payload_id is None else self._payloads.get(payload_id)
         self._transport.send(session, message, payload)
+      case actions.Admit(session=session):
+        self._transport.admit(session)
       case actions.Dial(session=session):
         self._transport.dial(session)
       case actions.Close(session=session, reason=reason):

@@ -29,7 +29,7 @@ class Payloads(Protocol):
   def get(self, payload_id: int) -> payload_lib.Payload: ...
 
   def replace(self, payload_id: int, data: payload_lib.Payload) -> None:
-    """Keeps the same payload in another place under its id."""
+    """Keeps this under the id in the place of what was kept."""
 
   def drop(self, payload_id: int) -> None: ...
 
@@ -47,6 +47,9 @@ class Transport(Protocol):
   nonce: int
 
   def dial(self, session: int) -> None: ...
+
+  def admit(self, session: int) -> None:
+    """The peer is a member: the limits of a stranger's session no longer apply."""
 
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None

@@ -4,7 +4,7 @@ A machine consists of parts. All parts add to one list, so their decisions reach
 order in which they were made.
 """
 
-from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.protocol import actions, facts, messages, rate_limited_log
 
 
 class ActionList:
@@ -12,6 +12,7 @@ class ActionList:
 
   def __init__(self):
     self._actions: list[actions.Action] = []
+    self.notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, self.say)
     self.closing: set[int] = set()  # sessions that this machine closes, not yet Disconnected
 
   def take(self) -> list[actions.Action]:

@@ -1,6 +1,6 @@
 """The actions that a machine asks its shell to carry out.
 
-The shell carries out transport actions (Dial, Send, Close) and work actions (Step ... Save) in the
+The shell carries out transport actions (Dial ... Close) and work actions (Step ... Save) in the
 order given; the event named in a work action's docstring answers it later. Work of one machine runs
 first in, first out, so an Adopt given before a Step is finished before that step begins.
 """
@@ -23,6 +23,13 @@ def _action(cls):
 @_action
 class Dial:
   """Open a session with the syncer; answered by Connected or Disconnected."""
+
+  session: int
+
+
+@_action
+class Admit:
+  """The peer of a session is a member now: the session may last, and take a member's place."""
 
   session: int
 
@@ -121,6 +128,15 @@ class Participant:
 
 
 @_action
+class Measure:
+  """Measure the lengths of the tensors in a payload that counts, before its outer step. No event
+  answers it: the shell keeps them under the payload's id, which a Drop frees."""
+
+  fragment: int
+  payload_id: int
+
+
+@_action
 class Merge:
   """Run the outer step that makes `version`; participants in the order of learner ids. A
   participant whose value is not finite, or whose norm is above its limit, is left out.
@@ -180,6 +196,6 @@ class Exit:
   text: str
 
 
-Transport = Dial | Send | Close | Drop
-Work = Step | Encode | Adopt | UseShard | Merge | ReadFragment | Save
+Transport = Dial | Admit | Send | Close | Drop
+Work = Step | Encode | Adopt | UseShard | Measure | Merge | ReadFragment | Save
 Action = Transport | Work | Report | Say | Exit

@@ -132,7 +132,7 @@ class Theta:
     return self._pieces.at_home()
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
-    """A payload of fragment p where `lengths` and `merge` compute with it."""
+    """A payload of fragment p where `lengths` and `merge` compute with it: itself if it is near."""
     return self._pieces.near(p, payload)
 
   def published(self, p: int) -> payload_lib.Payload:

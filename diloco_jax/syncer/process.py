@@ -135,14 +135,7 @@ def run(
     restored = restore_note.read(workdir)  # behind the lock: now none begins
     _introduce(assembled, records)
     payloads = payloads_lib.PayloadStore()
-    work: syncer_work.SyncerWork | None = None
-
-    def post(event: events.Event) -> None:
-      if work is not None:
-        work.received(event)
-      event_queue.post(event)
-
-    transport = make_transport(post, payloads)
+    transport = make_transport(event_queue.post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
     keep_every = assembled.protocol.keep_every

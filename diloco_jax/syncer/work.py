@@ -1,9 +1,9 @@
 """The work of the syncer: outer steps, whole fragments, saves and held-out loss, on the CPU.
 
 One *work thread* changes Theta, first in first out, so a save or a whole fragment contains every
-merge before it. It measures each payload when it arrives, while others are on their way. An outer
-step screens the payloads, leaves refused ones out (protocol/syncer/screening.py), and is committed
-to the log before anything about it is posted. The *evaluation thread* works on copies, so no merge
+merge before it. It measures each payload that counts while others are on their way. An outer step
+screens the payloads, leaves refused ones out (protocol/syncer/screening.py), and is committed to
+the log before anything about it is posted. The *evaluation thread* works on copies, so no merge
 waits for it.
 """
 
@@ -12,13 +12,15 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from diloco_jax.config import build
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log
@@ -27,7 +29,14 @@ from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.transport import payloads as payloads_lib
 
-MEASURED = 1 << 10  # payloads whose lengths are kept: far more than may be in open syncs
+
+class Measured(NamedTuple):
+  """What the store keeps of a payload that is measured: itself, near Theta, and the length of each
+  tensor, float64[T]. These are NaN, so that it is refused, if it was lost with the devices of its
+  learner."""
+
+  near: payload_lib.Payload
+  lengths_T: np.ndarray
 
 
 class SyncerWork:
@@ -59,9 +68,7 @@ class SyncerWork:
     self._evaluation = evaluation
     self._store = store
     self._evaluated = 0
-    self._queue: queue.SimpleQueue[actions.Work | events.Received | None] = queue.SimpleQueue()
-    # By payload id: the length of each tensor, float64[T].
-    self._measured: dict[int, np.ndarray] = {}
+    self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
   def start(self) -> None:
@@ -72,11 +79,6 @@ class SyncerWork:
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
-
-  def received(self, event: events.Event) -> None:
-    """Takes notice of an event, from any thread, before the machine has it."""
-    if isinstance(event, events.Received) and isinstance(event.message, messages.Contribution):
-      self._queue.put(event)
 
   def stop(self) -> None:
     """Ends the thread after all work submitted before."""
@@ -91,11 +93,11 @@ class SyncerWork:
     except BaseException as error:  # raised again where the node runs
       self._fail(error)
 
-  def _perform(self, action: actions.Work | events.Received) -> None:
+  def _perform(self, action: actions.Work) -> None:
     match action:
-      case events.Received(message=message, payload_id=payload_id):
-        with contextlib.suppress(LookupError, ValueError):  # dropped already, or not plausible
-          self._lengths(message.fragment, payload_id)
+      case actions.Measure(fragment=fragment, payload_id=payload_id):
+        with contextlib.suppress(LookupError):  # dropped since, with its session
+          self._measured(fragment, payload_id)
       case actions.Merge():
         self._merge(action)
       case actions.ReadFragment(fragment=fragment):
@@ -108,8 +110,8 @@ class SyncerWork:
   def _merge(self, merge: actions.Merge) -> None:
     """Carries out an outer step, commits it, and only then posts anything about it."""
     p = merge.fragment
-    payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
-    lengths_MxT = np.stack([self._lengths(p, one.payload_id) for one in merge.participants])
+    payloads, lengths = zip(*(self._measured(p, one.payload_id) for one in merge.participants))
+    lengths_MxT = np.stack(lengths)
     screened = self._theta.screen(merge.participants, lengths_MxT, len(merge.live))
     merged = self._theta.merge(p, merge.participants, payloads, screened.refused, lengths_MxT)
     done = events.MergeDone(
@@ -127,7 +129,6 @@ class SyncerWork:
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
-      self._measured.pop(one.payload_id, None)
     if merged.failed:
       self._post(done)
       return
@@ -141,21 +142,19 @@ class SyncerWork:
       self._evaluated = merge.sync
       self._evaluation.submit(merge.sync)
 
-  def _lengths(self, p: int, payload_id: int) -> np.ndarray:
-    """The length of each tensor in a payload, which is measured once, and then is near Theta. NaN,
-    so that it is refused: it was lost with the devices of its learner."""
-    if payload_id not in self._measured:
-      try:
-        near = jax.block_until_ready(self._theta.near(p, self._payloads.get(payload_id)))
-      except jax.errors.JaxRuntimeError:
-        near, lengths_T = b'', np.full(len(self._assembled.layout.fragments[p]), np.nan)
-      else:
-        lengths_T = self._theta.lengths(p, near)
-      self._measured[payload_id] = lengths_T
-      self._payloads.replace(payload_id, near)
-      if len(self._measured) > MEASURED:
-        del self._measured[next(iter(self._measured))]  # it was dropped without a merge
-    return self._measured[payload_id]
+  def _measured(self, p: int, payload_id: int) -> Measured:
+    """A payload of fragment p, which is measured once."""
+    found = self._payloads.get(payload_id)
+    if isinstance(found, Measured):
+      return found
+    try:
+      near = jax.block_until_ready(self._theta.near(p, found))
+      measured = Measured(near, self._theta.lengths(p, near))
+    except jax.errors.JaxRuntimeError:
+      tensors = len(self._assembled.layout.fragments[p])
+      measured = Measured(b'', np.full(tensors, np.nan))
+    self._payloads.replace(payload_id, measured)
+    return measured
 
   def _read(self, p: int) -> None:
     payload_id, payload = payloads_lib.keep(self._payloads, self._theta.published(p))

@@ -142,6 +142,12 @@ class Session:
       self._changed.wait_for(lambda: self._state is not _State.CONNECTING, timeout_s)
       return self._state is not _State.CONNECTING
 
+  def admit(self) -> None:
+    """The peer is a member, whose session has no deadline."""
+    with self._changed:
+      self._rules.member = True
+      _cancel(self._deadline)
+
   def send(self, message: messages.Message, payload: link.Buffer | None) -> None:
     with self._changed:
       if self._state is not _State.OPEN:
@@ -149,8 +155,6 @@ class Session:
       try:
         self._send_queue.push(message, payload)
         self._rules.sent(message)
-        if self._rules.member:
-          _cancel(self._deadline)
         (self._changed if payload is None else self._bulk_changed).notify_all()
       except link.LinkError as error:
         self._change_state(_State.OVER, str(error), failed=True)

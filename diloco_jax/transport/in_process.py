@@ -90,8 +90,11 @@ class InProcessTransport:
         peer.traffic.add(received_bytes=size_bytes)
         peer._deliver(number, message, payload)
 
-  def handled(self, session: int) -> None:
+  def admit(self, session: int) -> None:
     pass  # peers in one process are trusted
+
+  def handled(self, session: int) -> None:
+    pass
 
   def close(self, session: int, reason: str) -> None:
     with self._hub._lock:

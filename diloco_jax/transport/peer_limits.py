@@ -38,7 +38,7 @@ class OfLearner:
 
   Attributes:
     stage: 0, 1 with its Join, 2 with its Confirm.
-    member: the syncer has answered as it answers members only (`sent`).
+    member: the syncer has admitted it.
   """
 
   def __init__(self, limits: link.Limits):
@@ -52,13 +52,9 @@ class OfLearner:
   def sent(self, message: messages.Message) -> None:
     """The syncer has sent this message."""
     match message:
-      case messages.Offer() | messages.Refused():
-        return  # any process may get these
-      case messages.Pull(sync=sync, fragment=fragment):
-        if sync > self._pulled.get(fragment, 0):  # else it is asked again, for the same answer
-          self._pulled[fragment] = sync
-          self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
-    self.member = True
+      case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
+        self._pulled[fragment] = sync  # else it is asked again, for the same answer
+        self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
 
   def begins(self, size: int) -> None:
     """The transfer of a payload of `size` bytes begins. Raises LinkError if none is awaited."""

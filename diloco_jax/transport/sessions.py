@@ -30,6 +30,10 @@ class Sessions:
     self._sessions: dict[int, grpc_session.Session] = {}
     payloads_lib.keep_freed_memory()
 
+  def admit(self, session: int) -> None:
+    if (found := self._find(session)) is not None:
+      found.admit()
+
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
   ) -> None:

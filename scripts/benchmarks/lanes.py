@@ -127,6 +127,7 @@ class Syncer:
     self.transport.handled(event.session)
     match event.message:
       case messages.Join():
+        self.transport.admit(event.session)
         for _ in range(self._ups):
           self._pull(event.session)
         for _ in range(self._downs):

@@ -55,6 +55,7 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
   session = inbox.get(timeout=DEADLINE_S).session
   client.send(1, messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1))
   assert isinstance(inbox.get(timeout=DEADLINE_S).message, messages.Join)
+  server.admit(session)
   announced = messages.Payload(size_bytes=len(PAYLOAD), crc32=zlib.crc32(PAYLOAD))
   contribution = lambda sync: messages.Contribution(
     sync=sync,

@@ -37,6 +37,9 @@ class Ports:
   def send(self, session: int, message: Any, payload: Any) -> None:
     self.asked.append(('send', session, message, payload))
 
+  def admit(self, session: int) -> None:
+    self.asked.append(('admit', session))
+
   def handled(self, session: int) -> None:
     self.asked.append(('handled', session))
 
@@ -81,6 +84,7 @@ def test_actions_reach_their_ports_in_order_until_exit():
   machine = Script(
     [
       actions.Dial(session=1),
+      actions.Admit(session=1),
       actions.Send(session=1, message=messages.Heartbeat()),
       actions.Send(session=1, message=messages.Leave(reason='x'), payload_id=payload_id),
       actions.Drop(payload_id=payload_id),
@@ -96,6 +100,7 @@ def test_actions_reach_their_ports_in_order_until_exit():
   )
   assert ports.asked == [
     ('dial', 1),
+    ('admit', 1),
     ('send', 1, messages.Heartbeat(), None),
     ('send', 1, messages.Leave(reason='x'), PAYLOAD),
     ('work', step),

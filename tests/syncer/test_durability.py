@@ -28,7 +28,7 @@ from diloco_jax.launch import cli
 from diloco_jax.node import loop
 from diloco_jax.nodes import exits
 from diloco_jax.numerics import codecs
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts
@@ -399,30 +399,20 @@ def drain_lines(rig: Rig) -> list[str]:
   return lines
 
 
-def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
-  """Also one that is no payload of this fragment, or was dropped: it harms nothing."""
+def test_a_payload_is_measured_once_before_its_outer_step(rig, expected, assembled):
+  """One that was dropped meanwhile harms nothing."""
   life, measured = rig(), []
   lengths = life.theta.lengths
   life.theta.lengths = lambda p, data: measured.append(data) or lengths(p, data)
-  merge, strange = merge_of(assembled, 1, life.payloads), life.payloads.put(b'of another size')
+  merge = merge_of(assembled, 1, life.payloads)
   arrived = [one.payload_id for one in merge.participants]
-  message = messages.Contribution(
-    sync=1,
-    fragment=merge.fragment,
-    version=0,
-    steps=STEPS,
-    tokens_from=0,
-    tokens_to=TOKENS,
-    shard=0,
-    cursor=STEPS,
-    payload=messages.Payload(size_bytes=0, crc32=0),
-  )
-  for payload_id in [*reversed(arrived), strange, strange + 1]:
-    life.work.received(events.Received(session=1, message=message, payload_id=payload_id))
   given = [life.payloads.get(payload_id) for payload_id in arrived]
+  for payload_id in [*reversed(arrived), max(arrived) + 1]:
+    life.work.submit(actions.Measure(fragment=merge.fragment, payload_id=payload_id))
   life.work.submit(merge)
   assert not life.posted.get(timeout=DEADLINE_S).failed
-  assert list(map(bytes, measured)) == [*map(bytes, reversed(given)), b'of another size']
+  assert list(map(bytes, measured)) == [*map(bytes, reversed(given))]
+  assert len(life.payloads) == 1, 'the new version'
   assert bits(life.theta) == expected[1]
 
 

@@ -306,6 +306,7 @@ def run(tmp_path, closing):
   assert syncer.hears() == events.Connected(session=1, learner='l0')
   one.transport.send(1, samples.join())
   assert isinstance(syncer.hears().message, messages.Join)
+  syncer.transport.admit(1)
   syncer.transport.send(1, messages.Heartbeat())
   assert one.hears().message == messages.Heartbeat()
   return world, syncer, one

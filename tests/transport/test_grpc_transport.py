@@ -62,6 +62,7 @@ def joined(syncer, learner, *asked):
   number = connected(syncer)
   learner.transport.send(1, samples.join())
   assert isinstance(syncer.message(), messages.Join)
+  syncer.transport.admit(number)
   for message in asked or (messages.Heartbeat(),):
     syncer.transport.send(number, message)
     assert learner.message() == message

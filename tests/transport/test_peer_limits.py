@@ -68,16 +68,6 @@ def test_a_stranger_sends_no_payload(size):
     stranger.begins(size)
 
 
-def test_what_is_sent_to_members_only_makes_a_member():
-  for message in (samples.JOINED, messages.Heartbeat(), pull(1)):  # one may wait for a shard long
-    stranger = peer_limits.OfLearner(LIMITS)
-    stranger.sent(message)
-    assert stranger.member
-  refused = peer_limits.OfLearner(LIMITS)
-  refused.sent(messages.Refused(code='MISMATCH', text='', retry_ns=None))
-  assert not refused.member
-
-
 def test_every_pull_allows_one_payload_of_its_fragment():
   one = member()
   one.sent(pull(1)), one.sent(pull(1)), one.sent(pull(2, fragment=1))

@@ -74,6 +74,7 @@ def member(syncer, learner):
   number = opened(syncer, learner)
   learner.transport.send(1, samples.join())
   assert isinstance(syncer.hears().message, messages.Join)
+  syncer.transport.admit(number)
   syncer.transport.send(number, samples.JOINED)
   assert learner.hears().message == samples.JOINED
   return number
@@ -299,6 +300,7 @@ def admitting(pipe, limits):
           if isinstance(message, messages.Join):
             transport.send(session, messages.Offer(run='r0', incarnation=1))
           elif isinstance(message, messages.Confirm):
+            transport.admit(session)
             transport.send(session, samples.JOINED)
           elif isinstance(message, messages.Heartbeat):
             transport.send(session, messages.Heartbeat())

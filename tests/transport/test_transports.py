@@ -119,6 +119,7 @@ def connect(syncer, learner, session=1):
   assert isinstance(event, events.Connected)
   learner.transport.send(session, samples.join(), None)
   assert isinstance(syncer.message(), messages.Join)
+  syncer.transport.admit(event.session)
   return event.session
 
 

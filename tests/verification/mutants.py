@@ -680,6 +680,24 @@ def jumped_clock_is_implausible(original):
   return lambda self, member: member.claimed
 
 
+@mutant('A process is admitted before its Confirm.', join_lib.Membership, 'join', 'I19')
+def strangers_are_admitted(original):
+  def join(self, now_ns, session, message):
+    original(self, now_ns, session, message)
+    self._out.do(actions.Admit(session=session))
+
+  return join
+
+
+@mutant('A member is taken for a stranger.', join_lib.Membership, '_admit', 'I19')
+def members_are_not_admitted(original):
+  def _admit(self, *args):
+    with mock.patch.object(self._out, 'do'):
+      original(self, *args)
+
+  return _admit
+
+
 @mutant(
   'The syncer sends a delta to every learner, whatever it holds.',
   published.Published,
@@ -972,7 +990,7 @@ def wrong_bits_are_left(original):
   'The syncer never answers a process that takes over an id.',
   join_lib.Membership,
   'confirm',
-  'I7 L3 L5 I13',
+  'I7 L3 L5 I13 I19',
 )
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):

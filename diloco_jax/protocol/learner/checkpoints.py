@@ -3,7 +3,7 @@ clock, and at its end."""
 
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, rate_limited_log
+from diloco_jax.protocol import action_list, actions, events
 from diloco_jax.protocol import config as config_lib
 
 
@@ -12,7 +12,6 @@ class Saving:
 
   def __init__(self, config: config_lib.ProtocolConfig, out: action_list.ActionList):
     self._every, self._keep_every = config.save_steps, config.keep_every
-    self._notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, out.say)
     self._out = out
     self._saved_steps = 0
     self._interval: int | None = None  # of `keep_every`, of the newest save or of the start
@@ -45,4 +44,4 @@ class Saving:
     self.running = False
     if done.error:
       text = f'checkpoint of step {done.clock} failed: {done.error}'
-      self._notices.say(now_ns, 'save', text)  # on a full disk each of them fails
+      self._out.notices.say(now_ns, 'save', text)  # on a full disk each of them fails

@@ -211,6 +211,7 @@ class Gathering:
     self._drop_older(gather, member)
     gather.waiting.discard(member.learner)
     gather.payloads[member.learner] = (message, payload_id)
+    self._out.do(actions.Measure(fragment=message.fragment, payload_id=payload_id))
 
   def _judge(
     self,
@@ -296,7 +297,7 @@ class Gathering:
         why = 'no learner trains. The run waits for learners'
       elif sum(now_ns - member.entered_ns >= pause_ns for member in live) < quorum <= contributors:
         why = f'{contributors} learners have only just joined. Training continues'
-      self._screening.notices.say(
+      self._out.notices.say(
         now_ns,
         'idle',
         f'no outer step for {(now_ns - self._merged_ns) // config_lib.SECOND_NS} s: {why} and '
@@ -306,7 +307,7 @@ class Gathering:
     for member in self._members.live():
       waited_ns = now_ns - max(member.entered_ns, member.merged_ns)
       if member.caught_up and waited_ns >= pause_ns and member.rejected:
-        self._screening.notices.say(
+        self._out.notices.say(
           now_ns,
           f'unmerged {member.learner}',
           f'nothing of {member.learner} was merged for {waited_ns // config_lib.SECOND_NS} s: '
@@ -438,7 +439,7 @@ class Gathering:
     for one in gather.participants:
       self._revoke(one, gather.fragment)
     text = f'Outer step {gather.sync} refused: {why}'
-    self._screening.notices.say(now_ns, 'refused outer step', text)
+    self._out.notices.say(now_ns, 'refused outer step', text)
     self.cancel(gather, why)
     took_part = {(one.learner, one.incarnation) for one in gather.participants}
     for member in self._members.live():

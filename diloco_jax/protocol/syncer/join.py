@@ -40,7 +40,7 @@ verdicts.py has the refusals.
 
 import dataclasses
 
-from diloco_jax.protocol import action_list, facts, messages
+from diloco_jax.protocol import action_list, actions, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
@@ -100,7 +100,6 @@ class Membership:
     self._gathering = gathering
     self._shards = shards
     self._out = out
-    self._notices = screening.notices
     self.plausibility = plausible.Plausibility(config, ledger, pace, published)
     self._proved: dict[int, str] = {}  # ids, by session, where they are proved
     self._offered: dict[int, _Offered] = {}
@@ -222,8 +221,7 @@ class Membership:
     account.train(confirm.steps, confirm.tokens)
     self._pace.mark_steps(now_ns, member, account.steps)
     self._waiting_room[session] = confirm
-    if not self.started:
-      self._out.send(session, messages.Heartbeat())  # so the transport knows a member
+    self._out.do(actions.Admit(session=session))
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
@@ -290,7 +288,6 @@ class Membership:
     self._waiting_room[member.session] = confirm
     if member.session not in self._told_to_wait and self._shards.all_read(self._live()):
       self._told_to_wait.add(member.session)
-      self._out.send(member.session, messages.Heartbeat())  # so the transport knows a member
       self._report(member, 'waits')
       self._out.say(
         f'{member.learner} waits: others read all {self._config.data_shards} shards, and '
@@ -382,7 +379,7 @@ class Membership:
     copy.repaired, copy.differs = True, copy.repaired
     if copy.differs:
       return
-    self._notices.say(
+    self._out.notices.say(
       now_ns,
       f'repair {member.learner}',
       f'{member.learner}: published fragment {adopted.fragment} differs from version '
@@ -399,7 +396,7 @@ class Membership:
       self._close(member, f'implausible: {fault}', f'implausible: {fault}')
 
   def _say_implausible(self, now_ns: int, learner: str, host: str, fault: str) -> None:
-    self._notices.say(
+    self._out.notices.say(
       now_ns,
       f'implausible {learner}',
       f'Learner {learner} on {host} sent a message that no learner of this run sends: {fault}. '

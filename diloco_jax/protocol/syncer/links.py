@@ -23,7 +23,7 @@ The pulls of a learner are spread evenly over the r periods, so that they do not
 
 from collections.abc import Callable, Sequence
 
-from diloco_jax.protocol import action_list, facts, messages, rate_limited_log
+from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
@@ -53,7 +53,6 @@ class Links:
     measured: bool,
     schedule: schedule_lib.Schedule,
     tempo: tempo_lib.Tempo,
-    notices: rate_limited_log.Notices,
     out: action_list.ActionList,
   ):
     """Begins with no link measured.
@@ -65,10 +64,10 @@ class Links:
       measured: whether their time is that of the link; else nothing less is asked of any.
       schedule: which sync has its turn.
       tempo: the period of the run, which the links change.
-      notices, out: for what is said and reported.
+      out: for what is said and reported.
     """
     self._schedule, self._tempo = schedule, tempo
-    self._config, self._members, self._notices, self._out = config, members, notices, out
+    self._config, self._members, self._out = config, members, out
     self._total = sum(payload_bytes)
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.
@@ -178,7 +177,7 @@ class Links:
   def _say(self, member: members_lib.Member) -> None:
     slot_s = self.slot_ns.value / config_lib.SECOND_NS
     payload_s = self._payload_ns(member.up) / config_lib.SECOND_NS
-    self._notices.say(
+    self._out.notices.say(
       self.now_ns,
       f'slow link {member.learner}',
       f'{member.learner} has a slow link: a payload takes {payload_s:.3g} s from it, one is due '
@@ -237,7 +236,7 @@ class Links:
     delay = delay_ns // step_ns if delay_ns >= LEAST_DELAY_NS else 0
     if not self._tempo.adapt(share, delay):
       return False
-    self._notices.say(
+    self._out.notices.say(
       self.now_ns,
       'tempo',
       f'each fragment is exchanged every {self._tempo.period} inner steps now (sync.period is '

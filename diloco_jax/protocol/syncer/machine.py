@@ -100,7 +100,6 @@ class SyncerMachine:
       links_measured,
       self._schedule,
       self._tempo,
-      self._screening.notices,
       self._out,
     )
     self._published = published_lib.Published(
@@ -431,7 +430,7 @@ class SyncerMachine:
       if self._saving.end_is_durable or not self.closed
       else ' Learners hear that the run is over once it can be written; it is tried again.'
     )
-    self._screening.notices.say(
+    self._out.notices.say(
       now_ns,
       'save',
       f'checkpoint of step {done.clock} failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}.{wait}',

@@ -45,7 +45,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages, rate_limited_log
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
@@ -199,7 +199,6 @@ class Screening:
     self._members = members
     self._out = out
     self.usual = [Usual() for _ in range(config.fragments)]
-    self.notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, out.say)
 
   def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""
@@ -251,7 +250,7 @@ class Screening:
     return [member for member in quarantined if self._members.quarantined(member)]
 
   def _say_nothing_trained(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
-    self.notices.say(
+    self._out.notices.say(
       now_ns,
       f'nothing {member.learner}',
       f'Learner {member.learner} trained nothing in these steps (gradient accumulation?): nothing '
@@ -263,7 +262,7 @@ class Screening:
     # A warm-up from 0 with accumulated gradients begins with steps that move nothing.
     begins = self.usual[done.fragment].commits <= self._config.norm_warmup
     if not begins and not any(norm for norm, _ in merged.values()):
-      self.notices.say(
+      self._out.notices.say(
         now_ns,
         'zero',
         f'outer step {done.sync} merged only zeros: nothing of fragment {done.fragment} moves. '
@@ -292,7 +291,7 @@ class Screening:
   ) -> bool:
     """Adds a strike for an update; returns whether that puts the learner into quarantine."""
     quarantined = self.add_strike(member, sure)
-    self.notices.say(
+    self._out.notices.say(
       now_ns,
       f'update {member.learner}',
       f'Learner {member.learner} on {member.host} sent {what} for fragment {fragment}; rejected '

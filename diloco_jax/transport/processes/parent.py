@@ -126,6 +126,9 @@ class ProcessesTransport:
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
 
+  def admit(self, session: int) -> None:
+    self._call(session, 'admit')
+
   def send(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None = None
   ) -> None:

@@ -364,6 +364,8 @@ class Syncer:
     theta, p = self._theta, action.fragment
     if isinstance(action, actions.Merge):
       return [self._merge(action)]
+    if isinstance(action, actions.Measure):
+      return []
     event = events.FragmentRead(
       fragment=p,
       version=theta.versions[p],

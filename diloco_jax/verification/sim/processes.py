@@ -153,7 +153,7 @@ class Process(abc.ABC):
         self.world.end(self, killed=False)
       case actions.Report(fact=fact):
         self.reports[type(fact)] = fact
-      case actions.Say():
+      case actions.Say() | actions.Admit():
         pass
       case _:
         self.work(action)
@@ -323,6 +323,10 @@ class Syncer(Process):
 
   def work(self, action: actions.Work) -> None:
     match action:
+      case actions.Measure(payload_id=payload_id):
+        arrays.claim(payload_id in self.contents, 'A payload that counts is there.', action)
+        self._arrays.perform(action)
+        return
       case actions.Save():
         job = self._checkpoint(action)
       case _:

@@ -146,7 +146,8 @@ def test_a_payload_during_the_merge_of_the_late_one_before_counts_for_the_next_s
   machine.handle(5, merge_done(2))
   merges += [machine.handle(6, received(1, progress(4)))]
   second = contribution(sync=4, tokens_from=20, tokens_to=40)
-  assert machine.handle(7, received(1, second, payload_id=3)) == []
+  measure = actions.Measure(fragment=0, payload_id=3)
+  assert machine.handle(7, received(1, second, payload_id=3)) == [measure]
   assert machine.handle(7, received(1, contribution(sync=2), payload_id=4)) == [
     actions.Drop(payload_id=4)
   ]
@@ -162,10 +163,14 @@ def test_a_payload_that_is_due_replaces_a_late_one_that_waits_in_its_sync():
   machine = two_learners_of(quorum=1, max_staleness=3)
   machine.handle(3, received(2, contribution(sync=2, shard=1), payload_id=1))
   machine.handle(4, merge_done(2))
-  assert machine.handle(5, received(1, contribution(sync=2), payload_id=2)) == []  # late
+  measure = actions.Measure(fragment=0, payload_id=2)
+  assert machine.handle(5, received(1, contribution(sync=2), payload_id=2)) == [measure]  # late
   machine.handle(6, received(1, progress(3)))
   newer = contribution(sync=4, tokens_from=0, tokens_to=30)
-  assert machine.handle(7, received(1, newer, payload_id=3)) == [actions.Drop(payload_id=2)]
+  assert machine.handle(7, received(1, newer, payload_id=3)) == [
+    actions.Drop(payload_id=2),
+    actions.Measure(fragment=0, payload_id=3),
+  ]
   made = machine.handle(8, received(1, progress(4)))
   (merge,) = [action for action in made if isinstance(action, actions.Merge)]
   assert [one.payload_id for one in merge.participants] == [3]

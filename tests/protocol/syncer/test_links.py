@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from diloco_jax.protocol import action_list, messages, rate_limited_log
+from diloco_jax.protocol import action_list, actions, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
@@ -20,14 +20,13 @@ class Syncer:
 
   def __init__(self, **settings):
     config = config_lib.ProtocolConfig(period=P, fragments=P, **settings)
-    self.out, self.said = action_list.ActionList(), []
+    self.out = action_list.ActionList()
     members = members_lib.Members(config)
     for session, name in enumerate(('l0', 'l1')):
       members.bind(name, session, 1, session, 0)
-    notices = rate_limited_log.Notices(rate_limited_log.PAUSE_NS, self.said.append)
     self.tempo, schedule = tempo_lib.Tempo(config), schedule_lib.Schedule(config)
     made = config, members, (SIZE,) * P, True, schedule, self.tempo
-    self.links = links_lib.Links(*made, notices, self.out)
+    self.links = links_lib.Links(*made, self.out)
     self.one = members.by_id['l1']
     self.sync = self.tokens = 0
     for _ in range(P):
@@ -74,12 +73,13 @@ def test_a_link_that_carries_less_is_asked_less_at_once_and_again_when_it_recove
   assert syncer.r == 1, 'one stall is no slow link'
   syncer.payload(4.0)
   assert syncer.r == 5, 'a quarter more than a payload takes'
-  assert len(syncer.said) == 1 and 'slow link' in syncer.said[0]
   syncer.payload(0.1)
   syncer.payload(0.1)
   assert syncer.r == 1
-  told = [action.fact.periods for action in syncer.out.take() if hasattr(action, 'fact')]
-  assert told == [5, 1]
+  taken = syncer.out.take()
+  assert [one.fact.periods for one in taken if isinstance(one, actions.Report)] == [5, 1]
+  [line] = [one.text for one in taken if isinstance(one, actions.Say)]
+  assert 'slow link' in line
 
 
 def asked_in(syncer: Syncer, periods: int, answers: bool) -> list[int]:
@@ -151,7 +151,8 @@ def test_where_most_links_are_slow_the_period_of_the_run_grows_and_shrinks_again
   assert not syncer.links.retime()
   slow_links_of_all(syncer, 4.0)
   assert syncer.links.retime() and syncer.tempo.period == 5 * P, 'a quarter more than it takes'
-  assert f'every {5 * P} inner steps' in syncer.said[-1] and 'Nothing is lost' in syncer.said[-1]
+  *_, line = (one.text for one in syncer.out.take() if isinstance(one, actions.Say))
+  assert f'every {5 * P} inner steps' in line and 'Nothing is lost' in line
   slow_links_of_all(syncer, 4.4)
   assert not syncer.links.retime(), 'a small change changes nothing'
   slow_links_of_all(syncer, 0.3)

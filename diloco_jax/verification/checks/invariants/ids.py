@@ -110,8 +110,20 @@ class OnlyMembers(invariant.Invariant):
   id = 'I19'
   sentence = (
     'The syncer says nothing about the run to a peer before the join, and nothing at all on a '
-    'closed session.'
+    'closed session. Its transport takes each member for one, at its Confirm, and nobody else.'
   )
+
+  @invariant.on(SYNCER, messages.Confirm)
+  def confirm(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
+    peer = book.peer
+    new = not (peer.member or peer.join is None or book.exiting) and _stays(peer, out)
+    if [one.session for one in out if type(one) is actions.Admit] != [peer.session] * new:
+      self.fail(event, out)
+
+  @invariant.on(SYNCER, actions.Admit)
+  def admit(self, book: SyncerBook, now_ns: int, admit: actions.Admit, event: Event) -> None:
+    if type(event) is not events.Received or type(event.message) is not messages.Confirm:
+      self.fail(admit, event)
 
   @invariant.on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
   def member(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:

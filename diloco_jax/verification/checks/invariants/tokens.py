@@ -136,8 +136,7 @@ class Rebased(invariant.Invariant):
   id = 'I25'
   sentence = (
     'When learners rebase, a learner that adopts a version carries on nothing that the ledger has '
-    'settled; the syncer asks it to drop the rest only after a refused update, a repair, or where '
-    'its link is too slow.'
+    'settled; the syncer asks it to drop the rest only after a refused update or a repair.'
   )
 
   @invariant.on(LEARNER, actions.Adopt)
