@@ -16,6 +16,7 @@ A config chooses the transform by a spec: a name of OUTERS, else any optimizer o
 `learning_rate` and needs only gradients: 'sgd(learning_rate=1.0)', 'adam(learning_rate=0.01)'.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,6 +114,7 @@ def nesterov(learning_rate: float = 0.7, momentum: float = 0.9) -> optax.Gradien
 OUTERS: dict[str, Callable[..., optax.GradientTransformation]] = {'nesterov': nesterov}
 
 
+@functools.cache  # to try one compiles it
 def make(text: str) -> optax.GradientTransformation:
   """The transform of a spec. Raises ValueError, also if it needs more than gradients, or makes of
   zeros, as in the padding of a fragment, what is not finite."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.node import payload as payload_lib
-from diloco_jax.numerics import codecs, exchange, fragments
+from diloco_jax.numerics import exchange, fragments
 from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.numerics.contrib import aged
@@ -95,14 +95,16 @@ class Theta:
     del found  # what is never sent takes no memory
     values = []
     for p, pieces in enumerate(layout.fragments):
-      rows = {piece.key: fragments.rows(leaves, piece) for piece in pieces}
-      value_N = np.asarray(codecs.canonical(fragments.join(layout, p, rows)))
-      for piece, start, stop in fragments.places(pieces):
-        if not np.isfinite(value_N[start:stop]).all():
+      value_N = np.zeros(sum(piece.padded_size for piece in pieces), np.float32)
+      for piece, start, _ in fragments.places(pieces):
+        here = value_N[start : start + piece.size]
+        here[:] = np.asarray(fragments.rows(leaves, piece)).reshape(-1)
+        if not np.isfinite(here).all():
           raise ValueError(
             f'{piece.path} has initial values that are not finite (NaN or infinite). Nothing was '
             'trained, nothing is lost: correct the initial parameters and start again'
           )
+      value_N[np.abs(value_N) < np.finfo(np.float32).tiny] = 0.0  # as codecs.canonical
       values.append(self._pieces.begin(p, value_N))
       for path in {piece.path for piece in pieces}:
         if last[path] == p:
