@@ -13,6 +13,7 @@ import pytest
 import diloco_jax
 from diloco_jax.config import fields
 from diloco_jax.verification.checks import checkers
+from tests import browsers
 from tests.launch.lib import command_line
 
 pytestmark = pytest.mark.timeout(900)  # 15 s on a quiet machine
@@ -111,3 +112,23 @@ def test_links_to_files_of_the_repo_lead_there(site):
   links = re.findall(rf'href="{REPO}/blob/main/([^"]+)"', (site / 'wire_format.html').read_text())
   assert 'diloco_jax/transport/link.py' in links
   assert all((ROOT / link).is_file() for link in links)
+
+
+@pytest.mark.full
+def test_a_browser_shows_the_site_without_errors(site):
+  with browsers.started() as browser:
+    for name in (
+      'index',
+      'protocol',
+      'architecture',
+      'reference/config',
+      'notebooks/kill_a_learner',
+    ):
+      said: list[str] = []
+      file = (site / f'{name}.html').as_uri()
+      shown = browsers.opened(browser, file, said, viewport=browsers.PHONE)
+      assert browsers.width(shown) <= 390 and not said, (name, said)
+      broken = 'some => some.filter(one => one.complete && !one.naturalWidth).map(one => one.src)'
+      assert shown.eval_on_selector_all('img', broken) == []
+      assert shown.locator('.mermaid').count() == 0
+      shown.close()

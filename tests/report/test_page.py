@@ -1,4 +1,4 @@
-"""The page of a run: its state, the file without a server, the server, and a browser (--all)."""
+"""The page of a run: its state, the file without a server, and the server."""
 
 import contextlib
 import html.parser
@@ -8,7 +8,6 @@ import json
 import math
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -279,43 +278,3 @@ def test_the_command_serves_a_run_until_ctrl_c(workdir):
     assert done.returncode == 42 and f'port {port} is in use' in done.stderr
     program.send_signal(signal.SIGINT)
     assert program.wait(60) == 0
-
-
-@pytest.fixture(name='browser')
-def _browser():
-  sync_api = pytest.importorskip('playwright.sync_api', reason='pip install playwright')
-  chromium = shutil.which('chromium') or shutil.which('google-chrome')
-  if chromium is None:
-    pytest.skip('no browser: apt install chromium')
-  with sync_api.sync_playwright() as playwright:
-    browser = playwright.chromium.launch(executable_path=chromium, args=['--no-sandbox'])
-    yield browser
-    browser.close()
-
-
-def opened(browser, url: str, said: list[str], **how):
-  """A page of the browser; what it writes to its console is appended to `said`."""
-  shown = browser.new_page(**how)
-  shown.on('console', lambda message: said.append(message.text))
-  shown.on('pageerror', lambda error: said.append(str(error)))
-  shown.goto(url)
-  shown.wait_for_selector('#runs td')
-  return shown
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_a_browser_opens_the_file_also_on_a_phone(browser, workdir, scheme):
-  file, said = workdir / 'index.html', []
-  file.write_text(page.inline([read(workdir)] * 2))
-  phone = {'width': 390, 'height': 800}
-  shown = opened(browser, file.as_uri(), said, color_scheme=scheme, viewport=phone)
-  assert shown.evaluate('document.documentElement.scrollWidth') <= 390
-  gap = 'plots.loss.data[1].findIndex(y => y === null) + 1'  # where l1 alone has a point
-  assert shown.evaluate(f'plots.loss.data[1][{gap}] === null && plots.loss.data[2][{gap}] > 4')
-  assert shown.locator('canvas').count() == 1 and shown.locator('svg rect').count() > 4
-  ink, paper = (
-    shown.evaluate(f'getComputedStyle(document.body).{name}') for name in ('color', 'background')
-  )
-  assert (int(re.search(r'\d+', ink)[0]) > int(re.search(r'\d+', paper)[0])) == (scheme == 'dark')
-  assert not said

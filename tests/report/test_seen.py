@@ -1,0 +1,138 @@
+"""What one sees of a run, in a browser: axes, words, contrast; and that it stays."""
+
+import math
+import pathlib
+import threading
+
+import pytest
+
+from diloco_jax.config import load
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import beside, facts, page, serve, summary
+from diloco_jax.report import folder as folder_lib
+from tests import browsers
+from tests.report.rows import add, child, exited, row, step, synced
+
+pytestmark = pytest.mark.full
+_AXES = """() => [1, 0].map(i => {
+  const axis = plots.loss.axes[i], ctx = plots.loss.ctx;
+  ctx.font = axis.font[0];
+  return axis._splits.map((x, k) => [plots.loss.valToPos(x, 'xy'[i]),
+    ctx.measureText(axis._values[k] ?? '').width / devicePixelRatio, axis._values[k]]);
+})"""
+
+
+@pytest.fixture(name='browser', scope='module')
+def _browser():
+  with browsers.started() as browser:
+    yield browser
+
+
+def written(workdir: pathlib.Path, first: float, last: float) -> pathlib.Path:
+  """A run of two learners whose loss falls from `first` to `last`; l1 is killed and comes back, and
+  no outer step comes for a minute."""
+  workdir.mkdir(exist_ok=True)
+  load.write(workdir, stdlib_lm.get_config('tiny'))
+  add(workdir, *[child(0, name, 'starting') for name in ('syncer', 'l0', 'l1')])
+  for name in ('l0', 'l1'):
+    losses = [first * (last / first) ** (i / 59) for i in range(60)]
+    add(workdir, *[(name, step(10 + i, i + 1, i + 1, loss)) for i, loss in enumerate(losses)])
+  merges = [11 + i + 60 * (i > 10) for i in range(40)]
+  add(workdir, *[('syncer', row(s, synced(i + 1, 'l0', 'l1'))) for i, s in enumerate(merges)])
+  add(workdir, *[('syncer', row(12 + i, facts.Eval(step=i, loss=first))) for i in range(3)])
+  zero = dict.fromkeys(('fragments', 'trained', 'merged', 'unsettled', 'synced', 'sync'), 1)
+  rest = dict.fromkeys(('cancelled', 'repaired', 'skipped'), 0)
+  ledger = protocol_facts.Ledger(**zero, **rest, discarded={}, learners={})
+  add(workdir, ('syncer', row(111, ledger)))
+  add(workdir, child(115, 'l1', 'down', 'killed'), exited(115, 'l1', -9))
+  return workdir
+
+
+def opened(browser, workdir: pathlib.Path, said: list[str], **how):
+  file = workdir / 'seen.html'
+  file.write_text(page.inline([summary.state_of(folder_lib.read(workdir))]))
+  shown = browsers.opened(browser, file.as_uri(), said, **how)
+  shown.wait_for_selector('#runs td')
+  return shown
+
+
+@pytest.mark.parametrize('first, last', [(7.1, 6.7), (5.5, 4.3), (2.5, 0.01), (4.5, 4.5)], ids=str)
+@pytest.mark.parametrize('view', [browsers.PHONE, browsers.DESK], ids=['phone', 'desk'])
+def test_the_loss_has_axes_that_can_be_read(browser, tmp_path, first, last, view):
+  said = []
+  shown = opened(browser, written(tmp_path / 'run', first, last), said, viewport=view)
+  y, x = shown.evaluate(_AXES)
+  assert len(y) >= 3 and all(label for *_, label in y) and not said
+  places = sorted(place for place, *_ in y)
+  assert all(b - a >= 16 for a, b in zip(places, places[1:])), y
+  labels = [one for one in x if one[2]]
+  assert len(labels) >= 3
+  for (place, width, _), (following, other, _) in zip(labels, labels[1:]):
+    assert following - place >= (width + other) / 2, labels
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('view', [browsers.PHONE, browsers.DESK], ids=['phone', 'desk'])
+def test_a_page_is_readable_and_each_word_explained(browser, tmp_path, scheme, view):
+  said, run = [], written(tmp_path / 'run', 5.5, 4.3)
+  add(run, child(120, 'syncer', 'failed', 'no such host'))
+  shown = opened(browser, run, said, viewport=view, color_scheme=scheme)
+  assert shown.title().endswith(' run') and 'no such host' in shown.inner_text('#notice')
+  assert browsers.width(shown) <= view['width'] and not browsers.pale(shown) and not said
+  marked = 'th[scope=col]:not(details *), .cards div, .key > span, .bar:not(.thin) i'
+  words = shown.eval_on_selector_all(
+    marked, 'some => some.map(one => [one.textContent, one.title])'
+  )
+  assert len(words) > 15 and all(title and title != text for text, title in words), words
+  assert shown.locator('canvas').count() == 2
+  assert shown.locator('canvas[role=img][aria-label], svg[role=img][aria-label]').count() == 3
+  shown.focus('#explain')
+  shown.keyboard.press('Enter')
+  assert shown.locator('#words dd').first.is_visible()
+  shown.focus('#values summary')
+  shown.keyboard.press('Enter')
+  assert '5.500' in shown.inner_text('#rows')
+
+
+def test_a_line_of_counts_ends_where_no_outer_step_comes(browser, tmp_path):
+  shown = opened(browser, written(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
+  times, counts, *_ = shown.evaluate('plots.merges0.data')
+  before = [count for at_s, count in zip(times, counts) if at_s < 80]
+  assert before[-1] is None and before[-2] == 2 and {*counts} == {None, 2}
+  left = [shown.evaluate('plots.merges0.bbox.left / devicePixelRatio'), 60]
+  assert math.isclose(*left, abs_tol=1), 'the lanes above begin there'
+
+
+def test_runs_beside_each_other_are_readable(browser, tmp_path):
+  runs = [written(tmp_path / name, 5.5, 4.3) for name in ('a', 'b')]
+  beside.write(beside.read(runs), tmp_path)
+  for view in (browsers.PHONE, browsers.DESK):
+    file, said = tmp_path / 'beside.html', []
+    shown = browsers.opened(browser, file.as_uri(), said, viewport=view)
+    shown.wait_for_selector('#runs td')
+    assert browsers.width(shown) <= view['width'] and not browsers.pale(shown) and not said
+    tops = shown.eval_on_selector_all('#runs > div', 'all => all.map(one => one.offsetTop)')
+    assert (tops[0] == tops[1]) == (view is browsers.DESK)
+
+
+def test_a_live_page_leaves_its_reader_in_place(browser, tmp_path):
+  run, said = written(tmp_path / 'run', 5.5, 4.3), []
+  add(run, *[child(116 + i, f'l{i % 2}', 'starting') for i in range(20)])
+  server, url = serve.make(run)
+  thread = threading.Thread(target=server.serve_forever, daemon=True)
+  thread.start()
+  shown = browsers.opened(browser, url, said, viewport=browsers.DESK)
+  shown.wait_for_selector('#events0 li')
+  shown.focus('#lives0-head')
+  shown.keyboard.press('Enter')
+  shown.evaluate("$('events0').scrollTop = 60")
+  before = shown.locator('#events0 li').count()
+  add(run, child(140, 'l0', 'starting'))
+  shown.wait_for_selector(f'#events0 li:nth-child({before + 1})', state='attached')
+  assert shown.evaluate("$('events0').scrollTop") >= 60 and not said
+  assert shown.evaluate("$('lives0').open && document.activeElement.id") == 'lives0-head'
+  shown.close()
+  server.shutdown()
+  server.server_close()
+  thread.join()
