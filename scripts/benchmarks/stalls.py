@@ -11,6 +11,7 @@ not balance, or the judge of the tapes has found a violation.
 """
 
 import asyncio
+import contextlib
 import pathlib
 import random
 import shutil
@@ -91,14 +92,13 @@ class Stalls(conductor.Conductor):
     away.rename(self._store)
 
   async def _fill(self, seconds: float) -> None:
-    rest = self.workdir.with_name('rest')
+    rest, until_s = self.workdir.with_name('rest'), time.monotonic() + seconds
     with open(rest, 'wb', buffering=0) as file:
-      try:
-        while file.write(bytes(512)):
-          pass
-      except OSError:  # full
-        pass
-    await asyncio.sleep(seconds)
+      while time.monotonic() < until_s:  # also what the run frees meanwhile
+        with contextlib.suppress(OSError):  # full
+          while file.write(bytes(4096)):
+            pass
+        await asyncio.sleep(0.1)
     rest.unlink()
 
 

@@ -39,6 +39,7 @@ class Gather:
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
   grace_ns: int = 0  # from the opening
+  for_all: bool = False  # the first of its fragment after a stall: waits for all, for all steps
   participants: tuple[actions.Participant, ...] = ()
   live: tuple[str, ...] = ()  # learners when its outer step was decided
   facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its outer step, for reports

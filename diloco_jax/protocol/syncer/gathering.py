@@ -117,11 +117,18 @@ class Gathering:
     gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
     gather.sync = sync
     gather.move('announced')
-    if self._config.closing(sync):  # the last one: their learners answer it with all their steps
-      for learner, (message, _) in sorted(gather.payloads.items()):
-        self.settle(self._members.by_id[learner], message.sync, fragment, Reason.LATE)
-        self._out.drop(gather.withdraw(learner))
+    if self._config.closing(sync):  # the last one
+      self._return_late(gather)
     return gather
+
+  def _return_late(self, gather: gather_lib.Gather) -> None:
+    """Drops the payloads for the sync before: their learners answer this one with all their
+    steps."""
+    for learner, (message, _) in sorted(gather.payloads.items()):
+      if message.sync != gather.sync:
+        self.settle(self._members.by_id[learner], message.sync, gather.fragment, Reason.LATE)
+        self._out.drop(gather.withdraw(learner))
+        gather.asked.discard(learner)
 
   def open_sync(self, now_ns: int, sync: int, fragment: int) -> gather_lib.Gather:
     """The sync opens: asks every contributor that has not answered."""
@@ -129,6 +136,8 @@ class Gathering:
     gather.move('gathering')
     gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(now_ns, gather)
     self.open[sync] = gather
+    if gather.for_all:
+      self._return_late(gather)
     self._links.opened(gather)
     self._pull_from(gather, self._members.live())
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
@@ -144,7 +153,8 @@ class Gathering:
       self._unmerged.add(gather.fragment)
       if now_ns - (self._all_ns or now_ns) > self._in_vain * REST * self._config.lease_ns:
         self._all_ns, self._in_vain = None, False
-    if gather.fragment in self._unmerged and gather.sync - last >= periods:
+    gather.for_all = gather.fragment in self._unmerged and gather.sync - last >= periods
+    if gather.for_all:
       # One lease for all fragments: else a learner that never answers would take one of each. Then
       # the steps in which others answer.
       self._all_ns = self._all_ns or now_ns + self._config.lease_ns
@@ -153,11 +163,11 @@ class Gathering:
 
   def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
-    if the sync has its quorum without it."""
+    if the sync has its quorum without it and is not for all."""
     able = [m.learner for m in self._members.live() if m.caught_up]
     turns = gather.asked | gather.payloads.keys()
     turns |= {m.learner for m in self._members.live() if self._links.pulls(m, gather.sync)}
-    every = len(turns & {*able}) < self._config.quorum
+    every = gather.for_all or len(turns & {*able}) < self._config.quorum
     for member in members:
       asked = member.learner in gather.asked
       answered = member.learner in gather.payloads or asked and member.learner not in gather.waiting
@@ -233,12 +243,12 @@ class Gathering:
   def _next(
     self, member: members_lib.Member, message: messages.Contribution
   ) -> gather_lib.Gather | None:
-    """The sync for which a late payload counts. None: it would be a closing one, which the learner
-    answers with all its steps, or P late payloads wait already."""
+    """The sync for which a late payload counts. None: it would be one that the learner answers with
+    all its steps, or P late payloads wait already."""
     p = message.fragment
     found = next((one for one in self._all() if one.fragment == p and not one.merging), None)
     if found is not None and (found.state != 'due' or member.learner in found.payloads):
-      return None if self._config.closing(found.sync) else found
+      return None if self._config.closing(found.sync) or found.for_all else found
     waiting = sum(len(gather.payloads) for gather in self.due.values())
     if self._config.closing(message.sync) or waiting >= self._config.fragments:
       return None
@@ -342,7 +352,7 @@ class Gathering:
     """Settles what is there, in the order of learner ids, for an outer step that begins now."""
     payloads = sorted(gather.payloads.items())
     gather.move('merging')
-    self._in_vain |= gather.fragment in self._unmerged and bool(gather.waiting)
+    self._in_vain |= gather.for_all and bool(gather.waiting)
     self._unmerged.discard(gather.fragment)
     shared_steps = self._shared_steps(gather)
     gather.participants = tuple(

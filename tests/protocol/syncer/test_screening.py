@@ -221,6 +221,49 @@ def test_after_a_stall_the_first_outer_step_waits_for_all_and_no_honest_norm_is_
   assert gather_.grace_ns == run.lease_ns
 
 
+@pytest.mark.parametrize('when', ['waits in its sync', 'comes later'])
+def test_a_late_payload_of_the_time_before_a_stall_is_no_answer_for_the_steps_of_it(when):
+  """l0 was late for the last sync before the stall: it answers the first one after it anew."""
+  run = Stalled(0, 0)
+  late = dataclasses.replace(single.contribution(20, 170, 200), steps=3, version=9)
+  for session in (1, 2):
+    run.send(session, single.progress(20))
+  run.contribute(20, 1, to=200)
+  run.now_ns += run.lease_ns // 2
+  run.send(2, messages.Heartbeat())
+  assert [[one.learner for one in merge.participants] for merge in run.merges] == [['l1']]
+  if when == 'waits in its sync':
+    run.send(1, late, payload_id=7)
+  for session in (1, 2):
+    run.send(session, single.progress(168))
+  run.merges.clear()
+  run.handle(dataclasses.replace(single.merge_done(20), norms=(2 * UNIT,)))
+  run.contribute(run.machine.clock, 1, to=1680)
+  if when == 'comes later':
+    run.send(1, late, payload_id=7)
+  assert run.machine.clock == 168 and not run.merges, 'it waits for l0'
+  run.tokens = 170
+  run.contribute(168, 0, to=1680)
+  (merge,) = run.merges
+  assert [(one.learner, one.steps) for one in merge.participants] == [('l0', 151), ('l1', 148)]
+
+
+def test_what_was_open_before_a_stall_is_no_wait_in_vain():
+  """A frozen syncer wakes up, and the window of the sync that was open has ended meanwhile."""
+  run = Stalled(0, 0)
+  for session in (1, 2):
+    run.send(session, single.progress(20))
+  run.now_ns += 2 * run.lease_ns
+  for m in (0, 1):
+    run.handle(events.Disconnected(session=1 + m, reason='lease expired'))
+  for m in (0, 1):
+    run.back(3 + m, m, clock=168)
+  said = dataclasses.replace(single.contribution(20, 170, 1680), steps=151, version=9)
+  run.send(3, said, payload_id=5)
+  assert [[one.learner for one in merge.participants] for merge in run.merges] == [['l0']]
+  assert not run.machine._gathering._in_vain
+
+
 def test_each_outage_has_its_own_lease_to_wait_for_all():
   """Also the second one, soon after the first."""
   run = Stalled(0, 0)
