@@ -242,7 +242,9 @@ def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
 
 
 def test_a_preempted_learner_stops_waiting_in_time():
+  """Also if it is asked again."""
   machine, _ = preempted()
+  machine.handle(20 * MS, events.Stop(reason='preempted once more'))
   leave_ns = 2 * MS + machine._config.drain_ns
   while machine.deadline_ns < leave_ns:
     assert not contents(machine.handle(machine.deadline_ns, events.Wake()), messages.Leave)

@@ -189,11 +189,11 @@ class Stalled:
       self.send(m + 1, dataclasses.replace(said, steps=steps, version=version), payload_id=m)
     self.tokens = to
 
-  def back(self, session: int, m: int, clock: int) -> None:
+  def back(self, session: int, m: int, clock: int, version: int = 9) -> None:
     """The process of a learner connects again."""
     join = single.join(learner=f'l{m}', nonce=7 + m, incarnation=1)
     self.send(session, dataclasses.replace(join, run='r0'))
-    held = (messages.Held(version=9, digest=78),)
+    held = (messages.Held(version=version, digest=78),)
     claim = dataclasses.replace(single.confirm(nonce=7 + m), clock=clock, steps=clock, held=held)
     claim = dataclasses.replace(claim, tokens=10 * clock, shard=m, cursor=clock)
     self.send(session, claim)
@@ -278,6 +278,25 @@ def test_each_outage_has_its_own_lease_to_wait_for_all():
     for m in (0, 1):
       said = messages.Decline(sync=gather_.sync, fragment=0, reason='empty', tokens_to=0)
       run.send(2 * outage + 1 + m, said)
+
+
+def test_an_outage_after_a_wait_in_vain_has_its_lease_too():
+  """l1 never answers after the first outage; soon after it all are lost once more."""
+  run = Stalled(150, 150)
+  run.contribute(run.sync, 0, to=1680)
+  for _ in range(3):
+    run.now_ns += run.lease_ns // 2
+    for session in (1, 2):
+      run.send(session, messages.Heartbeat())
+  assert [[one.learner for one in merge.participants] for merge in run.merges] == [['l0']]
+  run.handle(dataclasses.replace(single.merge_done(run.sync), norms=(2 * UNIT,)))
+  for m in (0, 1):
+    run.handle(events.Disconnected(session=1 + m, reason='cut'))
+  run.now_ns += run.lease_ns
+  for m in (0, 1):
+    run.back(3 + m, m, clock=208, version=10)
+  (gather_,) = run.machine._gathering.open.values()
+  assert gather_.grace_ns == run.lease_ns
 
 
 def test_who_lived_on_while_the_others_began_anew_is_not_measured_by_them():
