@@ -118,7 +118,7 @@ class Store:
     """The names of the objects that begin so, sorted. Raises StoreError."""
     end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ''
     found = self._do(prefix, self._objects.list(tensorstore.KvStore.KeyRange(prefix, end)))
-    return sorted(name for name in map(bytes.decode, found) if name.startswith(prefix))
+    return sorted(map(bytes.decode, found))
 
   def remove(self, *names: str) -> None:
     """Removes objects; one that does not exist is no error. Raises StoreError."""
