@@ -4,6 +4,7 @@ A killed learner comes back with its moments from there, or with those of anothe
 """
 
 import dataclasses
+import json
 import pathlib
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from diloco_jax.launch import cli, local_run
 from diloco_jax.report import records
 from diloco_jax.storage import folders
+from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.faults import conductor as conductor_lib
 from tests.runs.lib import conductor, promises, slow_data
 
@@ -91,6 +93,7 @@ def diloco(*words: str) -> str:
 @pytest.mark.full
 @pytest.mark.timeout(DEADLINE_S + 100)
 def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
+  """The last time with one learner fewer, on a smaller mesh."""
   store, workdir = f'{bucket.url}/run', f'--workdir={tmp_path / "run"}'
   diloco(
     'train',
@@ -103,13 +106,18 @@ def test_a_run_with_a_store_ends_goes_on_and_goes_back(bucket, tmp_path):
   place = folders.place(store)
   nodes = [place / 'islands' / name for name in ('l0', 'l1')]
   assert all(folders.checkpoints(node) for node in nodes)
-  log = tmp_path / 'run' / 'logs' / 'l1.log'
+  log = tmp_path / 'run' / 'logs' / 'l0.log'
   diloco('train', '--resume', workdir, '--config.train.steps=24')
-  assert log.read_text().count('l1 continues from its checkpoint at clock') == 1
-  said = diloco('restore', workdir, '--to=12')
-  assert str(place / 'aside-1') in said
+  assert log.read_text().count('l0 continues from its checkpoint at clock') == 1
+  said = diloco('restore', workdir, '--to=12', '--config.sync.learners=1', '--config.mesh.data=1')
+  assert str(place / 'aside-1') in said and 'l1 is not in this config' in said
   diloco('train', '--resume', workdir)
-  assert log.read_text().count('l1 continues from its checkpoint at clock') == 2
+  assert log.read_text().count('l0 continues from its checkpoint at clock') == 2
+  rows = (tmp_path / 'run' / 'records' / 'syncer.jsonl').read_text().splitlines()
+  ledger = [fact for fact in map(json.loads, rows) if fact['name'] == 'ledger'][-1]
+  assert chaos_report.balance(ledger) == 0, ledger
+  row = ledger['learners'].get('l1')  # closed: none of its tokens is unsettled
+  assert row is None or row['tokens'] * ledger['fragments'] == row['merged'] + row['discarded']
 
 
 OWN_DISK = """
