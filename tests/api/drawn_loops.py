@@ -4,21 +4,49 @@
 
 One learner, an outer step of rate 1 without momentum, lock step, payloads without loss. A seed
 draws the values, their dtypes and shardings, the mesh, the optimizer, the kind of state, donation,
-and the settings.
+the settings, and whether the loop is left after a sync of all fragments and begun again. Of two
+learners (`pair`) both adopt the mean of what they gave, and a step whose gradient is zero leaves
+it.
+
+Shapes and optimizers are few, so the draws of one process share their compiled functions.
 """
 
+import contextlib
+import functools
+import pathlib
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from flax.training import train_state
 
 import diloco_jax
+from diloco_jax.learner import on_device
 
 _STEPS = 8
+_DEADLINE_S = 240.0
+
+
+def _masters(rate: float) -> optax.GradientTransformation:
+  """SGD that computes the parameters from float32 copies of them in its state."""
+
+  def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    moved = jax.tree.map(lambda one, g: one - rate * g.astype(one.dtype), state['master'], grads)
+    # In float32, so that nothing but the last rounding is lost.
+    return jax.tree.map(lambda one, p: one - p.astype(one.dtype), moved, params), {'master': moved}
+
+  copy = lambda leaf: jnp.array(leaf, jnp.float32)
+  return optax.GradientTransformation(lambda params: {'master': jax.tree.map(copy, params)}, update)
+
+
 _OPTIMIZERS = {
   'sgd': optax.sgd(0.1, momentum=0.9),
   'adamw': optax.adamw(1e-2),
@@ -27,6 +55,7 @@ _OPTIMIZERS = {
   'steps': optax.MultiSteps(optax.adam(1e-2), 2),
   'schedule_free': optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1),
 }
+_WITHOUT_MOMENTUM = {'plain sgd': optax.sgd(0.1), 'masters': _masters(0.1)}
 _MESHES = {
   'none': (0, ''),
   **{f'{n} {kind}': (n, kind) for n in (1, 2) for kind in ('Auto', 'Explicit')},
@@ -39,28 +68,40 @@ class _State(train_state.TrainState):
 
 
 class Draw(NamedTuple):
+  """`kind`: 'state' (a TrainState), 'parts' (its parameters and opt_state), 'nnx', or 'pair'.
+  `stop`: the clock at which the loop is left, 0: never."""
+
   seed: int
+  kind: str
   dtype: str
   mesh: str
   optimizer: str
-  whole: bool
   donates: bool
   fragments: int
   period: int
+  stop: int
 
 
 def draw(seed: int) -> Draw:
   rng = np.random.default_rng(seed)
-  one = lambda choices: choices[rng.integers(len(choices))]
-  mesh, optimizer = one(list(_MESHES)), one(list(_OPTIMIZERS))
+  one = lambda *choices: choices[rng.integers(len(choices))]
+  kind = one('state', 'parts', 'nnx', 'pair')
+  optimizer = one(*(_WITHOUT_MOMENTUM if kind == 'pair' else _OPTIMIZERS))
+  fragments, period = one(1, 2), one(2, 4)
+  saves = kind in ('state', 'nnx') and fragments == 1  # else no sync is one of all, or saves all
+  stop = one(0, period, 2 * period) % _STEPS if saves else 0
+  mesh = 'none' if kind == 'nnx' else one(*_MESHES)
   return Draw(
-    seed, one(['float32', 'bfloat16']), mesh, optimizer,
-    one([True, False]), one([True, False]), one([1, 2]), one([2, 4]),
+    seed, kind, one('float32', 'bfloat16'), mesh, optimizer, one(True, False), fragments, period,
+    stop,
   )  # fmt: skip
 
 
-def _begin(drawn: Draw) -> Any:
-  rng, (devices, kind) = np.random.default_rng(drawn.seed), _MESHES[drawn.mesh]
+# --- Two kinds of state, and their steps ----------------------------------------------------------
+
+
+def _state(drawn: Draw, seed: int) -> _State:
+  rng, (devices, kind) = np.random.default_rng(seed), _MESHES[drawn.mesh]
   value = lambda *shape: rng.standard_normal(shape, np.float32)
   params = {'w': value(8, 4).astype(drawn.dtype), 'b': value(4), 'v': value(8, 8)}
   if devices:
@@ -72,54 +113,194 @@ def _begin(drawn: Draw) -> Any:
   params = jax.tree.map(jnp.asarray, params)
   copy = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), params)
   return _State.create(
-    apply_fn=None, params=params, tx=_OPTIMIZERS[drawn.optimizer], average=copy,
-    key=jax.random.key(drawn.seed),
+    apply_fn=None, params=params, tx=(_OPTIMIZERS | _WITHOUT_MOMENTUM)[drawn.optimizer],
+    average=copy, key=jax.random.key(seed),
   )  # fmt: skip
 
 
-def _step(state: _State, batch: jax.Array) -> _State:
+def _train(state: _State, batch: jax.Array) -> _State:
+  keep = jax.random.bernoulli(state.key, 0.5, ())  # as of dropout
+  grads = jax.tree.map(lambda leaf: leaf * batch * (1 + keep) + batch, state.params)
+  grads = jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), grads, state.params)
+  state = state.apply_gradients(grads=grads)
+  average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, state.params)
+  average = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.params)
+  return state.replace(average=average, key=jax.random.split(state.key)[0])
+
+
+_TRAIN = {True: jax.jit(_train, donate_argnums=0), False: jax.jit(_train)}
+
+
+class _Seen(nnx.Variable):
+  """How many batches: of a kind that nobody but this model knows."""
+
+
+class _Model(nnx.Module):
+  def __init__(self, seed: int, dtype: str):
+    rngs = nnx.Rngs(seed)
+    self.hidden = nnx.Linear(4, 8, rngs=rngs, param_dtype=dtype)
+    self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+    self.head, self.seen = nnx.Linear(8, 2, rngs=rngs), _Seen(jnp.zeros((), jnp.int32))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    self.seen[...] += 1
+    return self.head(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+@nnx.jit
+def _fit(model: _Model, optimizer: nnx.Optimizer, batch: jax.Array) -> None:
+  x = batch + jnp.arange(32.0).reshape(8, 4) / 32
+  grads = nnx.grad(lambda model: jnp.square(model(x) - batch).mean())(model)
+  optimizer.update(model, grads)
+
+
+class _Loop(NamedTuple):
+  """A state to begin with, and how a step and a sync make the next one of it."""
+
+  state: Any
+  step: Callable[[Any, Any], Any]
+  given: Callable[[Any], dict[str, Any]]  # to `join` and `sync`
+  taken: Callable[[Any, Any, diloco_jax.Peer], Any]  # the state of what they return
+
+
+def _loop(drawn: Draw, seed: int) -> _Loop:
+  if drawn.kind == 'nnx':
+    model = _Model(seed, drawn.dtype)
+    pair = model, nnx.Optimizer(model, _OPTIMIZERS[drawn.optimizer], wrt=nnx.Param)
+    step = lambda pair, batch: _fit(*pair, batch) or pair
+    return _Loop(pair, step, lambda pair: {'params': pair}, lambda pair, new, peer: pair)
+  whole = drawn.kind == 'state' or (drawn.kind == 'pair' and drawn.donates)
+  if whole:
+    given, taken = (lambda state: {'params': state}), (lambda state, new, peer: new)
+  else:
+    given = lambda state: {'params': state.params, 'opt_state': state.opt_state}
+    taken = lambda state, new, peer: state.replace(params=new, opt_state=peer.opt_state)
+  return _Loop(_state(drawn, seed), _TRAIN[drawn.donates], given, taken)
+
+
+def _bits(state: Any) -> dict[str, np.ndarray]:
+  """The leaves of a state by path; also of objects of nnx."""
+  if isinstance(state, tuple) and isinstance(state[0], nnx.Module):
+    state = [nnx.state(one) for one in state]
+  is_key = lambda leaf: jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+  raw = lambda leaf: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+  found = jax.tree_util.tree_leaves_with_path(state)
+  return {jax.tree_util.keystr(path): raw(leaf) for path, leaf in found}
+
+
+# --- The two oracles ------------------------------------------------------------------------------
+
+
+def _read(shard: int, index: int) -> np.float32:
+  return np.float32(np.random.default_rng([shard, index]).standard_normal())
+
+
+def _sync(drawn: Draw, learners: int) -> diloco_jax.SyncConfig:
+  return diloco_jax.SyncConfig(
+    learners=learners, quorum=learners, fragments=drawn.fragments, period=drawn.period, overlap=0,
+    codec_up='float32', codec_down='float32', outer='sgd(learning_rate=1.0)', merge='avg',
+    embedding_merge='avg', **({'adopt': 'overwrite'} if drawn.stop or learners > 1 else {}),
+  )  # fmt: skip
+
+
+_COMPILED: dict[str, dict[Any, Any]] = {'': {}, 'overwrite': {}}  # by what they depend on
+
+
+@contextlib.contextmanager
+def _shared(sync: diloco_jax.SyncConfig) -> Iterator[None]:
+  """Learners of equal settings and shapes have one set of compiled functions, as the learners of
+  one process may: to compile them anew would be most of the time of a draw."""
+  compiled = _COMPILED[sync.adopt if sync.adopt == 'overwrite' else '']
+  make = functools.partialmethod(on_device.Exchange.__init__, compiled=compiled)
+  with mock.patch.object(on_device.Exchange, '__init__', make):
+    yield
+
+
+@contextlib.contextmanager
+def _usual_promotion() -> Iterator[None]:
+  """As in a program of a user; optax adds types in its own functions."""
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-    keep = jax.random.bernoulli(state.key, 0.5, ())  # as of dropout
-    grads = jax.tree.map(lambda leaf: leaf * batch * (1 + keep) + batch, state.params)
-    grads = jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), grads, state.params)
-    state = state.apply_gradients(grads=grads)
-    average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, state.params)
-    average = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.params)
-    return state.replace(average=average, key=jax.random.split(state.key)[0])
+    yield
+
+
+def _joined(drawn: Draw, stops: tuple[int, ...], server: Any, workdir: pathlib.Path) -> Any:
+  """The state at the end of the loop, which is left at each of these clocks and begun again."""
+  for stop in stops:
+    loop = _loop(drawn, drawn.seed)
+    state, where = loop.state, {'syncer': server.address, 'learner': 'l0'}
+    where |= {'workdir': workdir} if drawn.stop else {}
+    with diloco_jax.join(**loop.given(state), **where) as peer:
+      state = loop.taken(state, peer.params, peer)
+      for _, batch in peer.steps(_read):
+        state = loop.step(state, batch)
+        state = loop.taken(state, peer.sync(**loop.given(state), tokens=1), peer)
+        if peer.clock == stop:
+          break
+  return state
+
+
+def _single(drawn: Draw) -> str:
+  plain, step, *_ = _loop(drawn, drawn.seed)
+  for index in range(_STEPS):
+    plain = step(plain, _read(0, index))
+  plain = _bits(plain)
+  with contextlib.ExitStack() as end:
+    workdir = pathlib.Path(end.enter_context(tempfile.TemporaryDirectory()))
+    server = end.enter_context(diloco_jax.run_syncer(total_steps=_STEPS, sync=_sync(drawn, 1)))
+    stops = (drawn.stop, 0) if drawn.stop else (0,)
+    mine = _bits(_joined(drawn, stops, server, workdir))
+  wrong = [path for path, value in plain.items() if not np.array_equal(mine[path], value)]
+  return ', '.join(wrong)
+
+
+def _of_pair(drawn: Draw, number: int, server: Any) -> list[dict[str, np.ndarray]]:
+  """The parameters that a learner has given, adopted and kept."""
+  with _usual_promotion():
+    loop, seen = _loop(drawn, drawn.seed), []
+    where = {'syncer': server.address, 'learner': f'l{number}'}
+    with diloco_jax.join(**loop.given(loop.state), **where) as peer:
+      state = loop.taken(loop.state, peer.params, peer)
+      for clock in peer.steps():
+        batch = np.float32((number + 0.5) * (clock < drawn.period))
+        state = loop.step(state, batch)
+        if clock in (drawn.period - 1, drawn.period):
+          seen.append(_bits(state.params))
+        state = loop.taken(state, peer.sync(**loop.given(state), tokens=1), peer)
+        if clock == drawn.period - 1:
+          seen.append(_bits(state.params))
+    return seen
+
+
+def _pair(drawn: Draw) -> str:
+  drawn = drawn._replace(fragments=1)  # so that one sync is of all
+  with (
+    diloco_jax.run_syncer(total_steps=2 * drawn.period, sync=_sync(drawn, 2)) as server,
+    futures.ThreadPoolExecutor(2) as pool,
+  ):
+    calls = [pool.submit(_of_pair, drawn, number, server) for number in range(2)]
+    ours, others = (call.result(_DEADLINE_S) for call in calls)
+  # What moves a float32 copy leaves it within the rounding of the value that it had.
+  close = (
+    {'rtol': 2**-7, 'atol': 2**-7} if drawn.dtype == 'bfloat16' else {'rtol': 1e-5, 'atol': 1e-6}
+  )
+  exact = drawn.optimizer == 'plain sgd'
+  wrong = []
+  for path, adopted in ours[1].items():
+    (gave, _, kept), (gave_too, adopted_too, kept_too) = (
+      [np.float32(one[path]) for one in seen] for seen in (ours, others)
+    )
+    wrong += [f'{path} of both'] * (not np.array_equal(np.float32(adopted), adopted_too))
+    mean = (gave + gave_too) / 2
+    wrong += [f'{path} as the mean'] * (not np.allclose(adopted_too, mean, **close))
+    same = np.array_equal if exact else functools.partial(np.allclose, **close)
+    wrong += [f'{path} as kept'] * (not (same(adopted_too, kept) and same(adopted_too, kept_too)))
+  return ', '.join(wrong)
 
 
 def difference(drawn: Draw) -> str:
-  """Where the two loops differ, '' if nowhere."""
-  read = lambda shard, index: np.float32(np.random.default_rng([shard, index]).standard_normal())
-  step = jax.jit(_step, donate_argnums=0 if drawn.donates else ())
-  plain = _begin(drawn)
-  for index in range(_STEPS):
-    plain = step(plain, read(0, index))
-  state = _begin(drawn)
-  sync = diloco_jax.SyncConfig(
-    learners=1, quorum=1, fragments=drawn.fragments, period=drawn.period, overlap=0,
-    codec_up='float32', codec_down='float32', outer='sgd(learning_rate=1.0)', merge='avg',
-    embedding_merge='avg',
-  )  # fmt: skip
-  with diloco_jax.run_syncer(total_steps=_STEPS, sync=sync) as server:
-    given, moments = (state, None) if drawn.whole else (state.params, state.opt_state)
-    with diloco_jax.join(given, syncer=server.address, learner='l0', opt_state=moments) as peer:
-      state = (
-        peer.params if drawn.whole else state.replace(params=peer.params, opt_state=peer.opt_state)
-      )
-      for _, batch in peer.steps(read):
-        state = step(state, batch)
-        if drawn.whole:
-          state = peer.sync(state, tokens=1)
-        else:
-          params = peer.sync(state.params, tokens=1, opt_state=state.opt_state)
-          state = state.replace(params=params, opt_state=peer.opt_state)
-  mine, its = (dict(jax.tree_util.tree_leaves_with_path(one)) for one in (state, plain))
-  bits = lambda leaf: np.asarray(
-    jax.random.key_data(leaf) if leaf.dtype == state.key.dtype else leaf
-  )
-  wrong = [path for path in its if not np.array_equal(bits(mine[path]), bits(its[path]))]
-  return ', '.join(jax.tree_util.keystr(path) for path in wrong)
+  """Where the loops differ, '' if nowhere."""
+  with _usual_promotion(), _shared(_sync(drawn, 1 + (drawn.kind == 'pair'))):
+    return _pair(drawn) if drawn.kind == 'pair' else _single(drawn)
 
 
 def main(seed: int, count: int) -> None:
