@@ -138,6 +138,39 @@ class OwnArrays:
         yield found
 
 
+class Watch:
+  """Compares the first step after the first adoption with one array as it was before and after it:
+  a loop that computes its parameters from a tree of its own undoes each merge."""
+
+  def __init__(self, params: dict[str, jax.Array]):
+    counted = own_model.statistics(params)
+    fits = lambda leaf: leaf.is_fully_addressable and leaf.size <= 1 << 16  # read here
+    names = [name for name, leaf in params.items() if fits(leaf) and name not in counted]
+    self._name = max(names, key=lambda name: params[name].size, default='')
+    self._steps, self._kept = 0, ()
+
+  @contextlib.contextmanager
+  def boundary(self, held: OwnArrays) -> Iterator[None]:
+    """Around the work of a boundary, which may consume the array."""
+    trained = held.params.get(self._name)
+    before = None if trained is None else jnp.copy(trained)
+    yield
+    self._steps += 1
+    if trained is not None and (adopted := held.params[self._name]) is not trained:
+      # In fewer steps a merge moves no farther than a step, which may well go back.
+      self._kept = (before, jnp.copy(adopted)) if self._steps >= 4 else ()
+      self._steps = 0
+
+  def undone(self, params: dict[str, Any]) -> str:
+    """The name of the array if the loop's step, the first after an adoption, has undone it."""
+    name, kept, self._kept = self._name, self._kept, ()
+    if not kept:
+      return ''
+    before, adopted, now = (np.asarray(one, np.float32) for one in (*kept, params[name]))
+    self._name = '' if (before != adopted).any() else name
+    return name if np.linalg.norm(now - before) < np.linalg.norm(now - adopted) / 2 else ''
+
+
 _COPIES = 'z', 'params0', 'init_particles', 'init_params'  # of optax.contrib, by its names
 
 

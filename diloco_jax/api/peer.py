@@ -73,6 +73,7 @@ class Peer:
     self._taken = False  # the loop has read `params`
     self._stale = ''  # a copy of a parameter in the moments that has moved, unseen by the loop
     self._warned = False
+    self._watch = own_arrays.Watch(self._arrays.params)
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
@@ -186,6 +187,12 @@ class Peer:
         'merged value was adopted: a step that computes from it undoes the merge. Nothing is lost: '
         'take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
       )
+    if (undone := self._watch.undone(named)) and not self._warned:
+      self._say(
+        f'{undone}: the first step after the adoption of a merged value has gone back to the value '
+        'before it. If the loop computes its parameters from a tree of its own, it undoes each '
+        'merge: write what `peer.sync` returns into that tree (docs/your_model.md)'
+      )
     with self._ends_with_an_error():
       self._arrays.take(named, parts.opt_state)
       if not self._measured:
@@ -201,7 +208,8 @@ class Peer:
       if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
         made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
         self._newest = [jnp.copy(leaf) for leaf in sorted(made, key=lambda leaf: leaf.size)[:1]]
-      self._next()
+      with self._watch.boundary(self._arrays):
+        self._next()
       return self.params
 
   @contextlib.contextmanager

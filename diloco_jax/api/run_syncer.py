@@ -11,7 +11,7 @@ process; its arrays are on the CPU.
 import contextlib
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -92,6 +92,7 @@ def run_syncer(
   tls: str | pathlib.Path | None = None,
   plaintext_loopback: bool = False,
   workdir: str | pathlib.Path | None = None,
+  evaluate: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Iterator[Server]:
   """Runs a syncer for the time of the `with`, for learners that `diloco_jax.join`.
 
@@ -104,6 +105,9 @@ def run_syncer(
     plaintext_loopback: plain TCP on a loopback address, for debugging.
     workdir: a folder for log, checkpoints and tape, from which the same call continues the run,
       with the model that it has; None: a temporary one.
+    evaluate: of the merged model, name -> array, returns numbers by name, for example {'loss': ...,
+      'accuracy': ...} on held-out data. Called on a thread of its own at the first and last clock
+      and every 60; they become lines, records and curves, and the loss that of the report.
 
   Raises:
     ValueError: settings or arrays cannot work.
@@ -128,6 +132,7 @@ def run_syncer(
       records=cleanup.enter_context(contextlib.closing(recorder)),
       address=listen or addresses.in_folder(folder),
       access=addresses.access(tls, plaintext_loopback),
+      measure=evaluate,
     )
     server = Server(syncer, None if init is None else make)
     cleanup.callback(server._stop)

@@ -20,8 +20,8 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import evaluation, outer_step, stored
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_step, stored
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_server
@@ -44,6 +44,7 @@ class Syncer:
     address: where to listen (transport/addresses.py), and then where it listens.
     processes: that serve its sessions (transport/processes/); 0: this one does so itself.
     listening: called with the address, also before there is a model.
+    measure: of the published model (syncer/evaluation.py), where there is no task.
   """
 
   config: run_config.Config
@@ -53,6 +54,7 @@ class Syncer:
   access: addresses.Access
   processes: int = 0
   listening: Callable[[str], object] = lambda address: None
+  measure: evaluation.Measure | None = None
   stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
   event_queue: loop.EventQueue = dataclasses.field(default_factory=loop.EventQueue)
   theta: global_model_lib.Theta = dataclasses.field(init=False)
@@ -143,7 +145,15 @@ class Syncer:
           store.run_is_over()
 
     return syncer_process.run(
-      assembled, self.theta, self.folder, self.event_queue, listen, self.records, finished, store
+      assembled,
+      self.theta,
+      self.folder,
+      self.event_queue,
+      listen,
+      self.records,
+      finished,
+      store,
+      self.measure,
     )
 
   def _write_address(self, address: str) -> None:

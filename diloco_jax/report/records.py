@@ -23,7 +23,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_jax.protocol import formats, safe_json
@@ -113,6 +113,17 @@ class Recorder:
     self.report(fact)
     self.say(f'held-out loss at clock {fact.step}: {fact.text}')
     self.scalars(fact.step, {'evaluation/loss': fact.loss})
+
+  def measured(self, step: int, figures: Mapping[str, Any]) -> None:
+    """Reports what a program of the user's own has measured of the model."""
+    values = {name: float(value) for name, value in figures.items()}
+    if 'loss' in values:
+      self.evaluated(facts.Eval(step=step, loss=values.pop('loss')))
+    if values:
+      self.report(facts.Metrics(step=step, values=values))
+      told = ', '.join(f'{name}: {value:.4g}' for name, value in values.items())
+      self.say(f'held-out at clock {step}: {told}')
+      self.scalars(step, {f'evaluation/{name}': value for name, value in values.items()})
 
   def ended(self, code: int) -> None:
     """Reports the end of the node: there may be no supervisor that does."""

@@ -1,6 +1,7 @@
 """Held-out loss of the global model, evaluated on its own thread."""
 
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.report import facts
@@ -8,6 +9,9 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.train import evaluate
 from diloco_jax.train import task as task_lib
+
+Measure = Callable[[Any], Mapping[str, Any]]
+"""Figures by name of a model: its held-out `loss`, and others."""
 
 DROP_S = 1.0  # how long `stop` waits for the batch that is being evaluated
 
@@ -17,11 +21,16 @@ class Evaluation:
   most one copy waits: a newer one replaces it."""
 
   def __init__(
-    self, task: task_lib.Task | None, theta: global_model_lib.Theta, records: records_lib.Recorder
+    self,
+    task: task_lib.Task | None,
+    theta: global_model_lib.Theta,
+    records: records_lib.Recorder,
+    measure: Measure | None = None,
   ):
-    """Without a task nothing is evaluated: the data is the user's own, or the learners evaluate,
-    since only they have the whole model."""
-    self._task = task
+    """`measure`: of a program of the user's own, in place of a task. Without both nothing is
+    evaluated: only the user has the data, or the learners evaluate, since only they have the whole
+    model."""
+    self._task, self._measure = task, measure
     self._theta = theta
     self._records = records
     self._well = True
@@ -33,7 +42,7 @@ class Evaluation:
 
   def submit(self, step: int) -> None:
     """Asks for an evaluation of the present model. Call it on the thread that changes the model."""
-    if self._task is not None and self._well:
+    if (self._task or self._measure) and self._well:
       with self._changed:
         self._waiting = step, self._theta.params()
         self._changed.notify_all()
@@ -61,6 +70,9 @@ class Evaluation:
       self._changed.notify_all()
 
   def _run(self) -> None:
+    if self._measure is not None:
+      while (asked := self._next()) is not None:
+        self._records.measured(asked[0], self._measure(asked[1]))
     if self._task is None:
       return
     asked = self._next()  # before it prepares: the first evaluation is of the first model

@@ -102,6 +102,7 @@ def run(
   records: records_lib.Recorder,
   finished: Callable[[], None] = lambda: None,
   store: stored.Stored | None = None,
+  measure: evaluation_lib.Measure | None = None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
 
@@ -115,6 +116,7 @@ def run(
     records: where facts go.
     finished: called once the run is over and no learner is waited for, before the last evaluation.
     store: of the run, if the caller has opened it.
+    measure: of the published model, where there is no task.
 
   Returns:
     The machine's Exit; its saves are on disk, and in the store. NOT_COPIED: they are not there.
@@ -156,7 +158,7 @@ def run(
     if not machine.closed:
       _forget_export(workdir, store)
     task = None if assembled.never_sent else assembled.task
-    evaluation = evaluation_lib.Evaluation(task, theta, records)
+    evaluation = evaluation_lib.Evaluation(task, theta, records, measure)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)

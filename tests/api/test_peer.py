@@ -1,5 +1,6 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
+import dataclasses
 import re
 import threading
 import time
@@ -222,6 +223,32 @@ def test_the_same_tree_dtypes_and_shardings_come_back(devices, kind, sets):
       mine = back
     server.wait(_DEADLINE_S)
   assert np.asarray(mine['embed']).max() < 0.5
+
+
+def test_the_merged_model_is_evaluated_by_a_function_of_the_program(tmp_path, capfd):
+  seen = []
+
+  def evaluate(params):
+    seen.append(float(params['w'].sum()))
+    return {'loss': params['b'].sum(), 'accuracy': seen[-1]}
+
+  params = {'w': jnp.zeros(8), 'b': jnp.ones(2)}
+  lossless = dataclasses.replace(_ONE, codec_up='float32', codec_down='float32')
+  with diloco_jax.run_syncer(
+    total_steps=4, sync=lossless, workdir=tmp_path, evaluate=evaluate
+  ) as server:
+    with diloco_jax.join(params, syncer=server.address) as peer:
+      held = peer.params
+      for _ in peer.steps():
+        held = peer.sync({**held, 'w': held['w'] + 1}, tokens=1)
+    merged = server.wait(_DEADLINE_S)
+  assert 0 < seen[-1] == float(merged['w'].sum())
+  found = list(diloco_jax.records(tmp_path))
+  assert [row['loss'] for row in found if row['name'] == 'eval'][-1] == 2.0
+  accuracies = [row['values'] for row in found if row['name'] == 'metrics']
+  assert accuracies == [{'accuracy': value} for value in seen]
+  told = rf'held-out at clock \d+: accuracy: {re.escape(f"{seen[-1]:.4g}")}'
+  assert re.search(told, capfd.readouterr().out)
 
 
 def test_every_array_keeps_its_place_in_the_tree():
@@ -693,6 +720,24 @@ def test_masters_in_the_state_of_an_optimizer_move_with_what_is_adopted(takes, t
   assert told != takes
   assert np.allclose(merged['w'].astype(np.float32), 2.0) == takes
   assert np.allclose(np.asarray(params['b']), 2.0) == takes
+
+
+@pytest.mark.parametrize('writes', [True, False])
+def test_a_loop_that_undoes_what_it_adopts_is_told_once(writes, capfd):
+  """It computes its parameters from a tree of its own, of which `join` knows nothing."""
+  halved = {'codec_down': 'float32', 'codec_up': 'float32', 'outer': 'sgd(learning_rate=0.5)'}
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=4, overlap=0, **halved)
+  with diloco_jax.run_syncer(total_steps=12, sync=sync) as server:
+    params = {'w': jnp.zeros(64), 'b': jnp.zeros(4)}
+    own = jax.tree.map(np.array, params)
+    with diloco_jax.join(params, syncer=server.address) as peer:
+      _ = peer.params
+      for _ in peer.steps():
+        own = jax.tree.map(lambda leaf: leaf + 1, own)
+        params = peer.sync(own, tokens=1)
+        own = jax.tree.map(np.array, params) if writes else own
+  told = capfd.readouterr().out.count('w: the first step after the adoption of a merged value has')
+  assert told == (not writes)
 
 
 @pytest.mark.long
