@@ -33,7 +33,7 @@ THINGS = {
 # arrays, functions and objects, and for how long its call may last.
 FUNCTIONS = {
   'join': ('learner', {'params', 'opt_state', 'label', 'sync', 'wait_s'}),
-  'run_syncer': ('syncer', {'label', 'sync'}),
+  'run_syncer': ('syncer', {'evaluate', 'label', 'sync'}),
   'run': ('train', set()),
   'open_run': ('report', set()),
   'load_params': ('export', {'into'}),

@@ -312,4 +312,5 @@ def main(seed: int, count: int) -> None:
 
 
 if __name__ == '__main__':
+  jax.config.update('jax_num_cpu_devices', 2)
   main(*map(int, sys.argv[1:]))
