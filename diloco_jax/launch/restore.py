@@ -11,7 +11,7 @@ Until the verification has ended nothing is changed, and only the locks are open
 everything later than the goal (checkpoints, log, tapes, the trained model) moves to
 WORKDIR/aside-K, and what learners have saved in the store to STORE/aside-K; nothing is deleted. A
 new log begins behind the position of the syncer's checkpoint. A restore that was interrupted is to
-be repeated; until then no syncer of the run starts (storage/restore_note.py).
+be repeated; until then no syncer of the run starts (storage/lineage.py).
 
 Names and numbers are typed before they become paths, and links are not followed.
 """
@@ -28,8 +28,9 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol import agreement, formats, ids
-from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, tree_digest
+from diloco_jax.storage import checkpoint, folders, json_files, outer_log, tree_digest
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import stored
 
 LATEST = 'latest'
@@ -88,10 +89,11 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
     assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
     if (workdir / load.FILE).is_file():  # else the operator has given one
       _require_same_run(config, load.read(workdir).agreement())
+    before = _lineage(workdir, say)
     most_bytes = lambda: tree_digest.most_bytes(assembly().shapes)
     goal = choose(places, at, most_bytes, say)
     agreed = assembly().agreement  # it may refuse: before anything moves
-    _go_back(config, agreed, places, goal, log_files, say)
+    _go_back(config, agreed, places, before, goal, log_files, say)
 
 
 def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:
@@ -210,32 +212,49 @@ def _there_are(known: list[int]) -> str:
 # --- Going back -----------------------------------------------------------------------------------
 
 
+def _lineage(workdir: pathlib.Path, say: Say) -> lineage_lib.Lineage:
+  """The lineage of the run; one that does not read back is written anew. Raises DirectoryError:
+  the folder is in the middle of a take-over; OtherFormat."""
+  try:
+    return lineage_lib.read(workdir, lineage_lib.RESTORE) or lineage_lib.Lineage()
+  except formats.OtherFormat:
+    raise
+  except ValueError:
+    say(f'{workdir / lineage_lib.FILE} is damaged and is written anew')
+    return lineage_lib.Lineage()
+
+
 def _go_back(
   config: run_config.Config,
   agreement_of_run: str,
   places: Places,
+  before: lineage_lib.Lineage,
   goal: Goal,
   log_files: files_lib.Files,
   say: Say,
 ) -> None:
-  workdir = places[0]
-  restore_note.write(workdir, restore_note.Note(done=False))
-  asides = [_set_aside(place, goal, place == workdir) for place in places]
-  say(f'all later files have been moved to {" and ".join(asides)}; nothing was deleted')
+  workdir, state = places[0], goal.machine_state
+  later = {place: _later(place, goal, place == workdir) for place in places}
+  asides = lineage_lib.set_aside(workdir, before, lineage_lib.RESTORE, later)
+  if asides:
+    say(f'all later files have been moved to {" and ".join(asides)}; nothing was deleted')
   learners = run_config.learner_ids(config.sync.learners)
-  note = restore_note.Note(done=True, id=secrets.token_hex(4))
-  if goal.machine_state is not None:
-    outer_log.begin(log_files, agreement_of_run, goal.machine_state)
-    members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
-    note = dataclasses.replace(
-      note,
-      log=goal.machine_state[outer_log.POSITION],
+  after = dataclasses.replace(
+    before, restored=(*before.restored, secrets.token_hex(4)), log=0, gone=(), changing=''
+  )
+  if state is not None:
+    outer_log.begin(log_files, agreement_of_run, state)
+    members = {row['learner'] for row in state['members'] if not row['left']}
+    after = dataclasses.replace(
+      after,
+      run=before.run or state.get('run', ''),
+      log=state[outer_log.POSITION],
       gone=tuple(sorted(members - set(learners))),
     )
   load.write(workdir, config)
   (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
-  restore_note.write(workdir, note)
-  if goal.machine_state is None:
+  lineage_lib.write(workdir, after)
+  if state is None:
     say('the run starts over: its syncer has saved no checkpoint')
   else:
     say(f'the run continues from the checkpoint of clock {goal.clock}')
@@ -244,24 +263,21 @@ def _go_back(
       f'{learner} starts from the fragments of the syncer, with the moments of another or fresh '
       'ones: this folder has no checkpoint of it at that clock or before'
     )
-  for learner in note.gone:
+  for learner in after.gone:
     say(f'{learner} is not in this config: it counts as having left')
 
 
-def _set_aside(place: json_files.Place, goal: Goal, is_workdir: bool) -> str:
-  """Moves everything later than the goal to a new folder, whose name it returns. What the syncer
-  has in a store stays: it will begin another part of the store (syncer/stored.py)."""
-  aside, nodes, moved = folders.new_aside(place), _islands(place), []
+def _later(place: json_files.Place, goal: Goal, is_workdir: bool) -> list[json_files.Place]:
+  """What is later than the goal, but for the log. What the syncer has in a store stays: it will
+  begin another part of the store (syncer/stored.py)."""
+  nodes, found = _islands(place), []
   if is_workdir:
-    nodes.append(syncer := folders.syncer_folder(place))
-    moved += [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
-    moved += filter(os.path.lexists, (place / 'tapes', place / stored.MODEL))
+    nodes.append(folders.syncer_folder(place))
+    found += filter(os.path.lexists, (place / 'tapes', place / stored.MODEL))
   for node in nodes:
-    moved += [
+    found += [
       node / folders.CHECKPOINTS / str(number)
       for number in folders.checkpoints(node)
       if number > goal.newest.get(node, -1)
     ]
-  for path in moved:
-    json_files.move(path, aside / path.relative_to(place))
-  return str(aside)
+  return found

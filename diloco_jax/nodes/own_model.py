@@ -196,7 +196,7 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
 
 def require_no_run(workdir: pathlib.Path) -> None:
   """Raises ValueError if a syncer has begun a run: one of own loops has its model before that."""
-  if (workdir / folders.RUN).exists():
+  if any((folders.syncer_folder(workdir) / 'wal').glob('*.rec')):
     raise ValueError(
       f'{workdir} holds a run without {FOLDER}, so it is none of own loops. Nothing was changed. '
       'Choose another folder'

@@ -26,6 +26,7 @@ from typing import Any
 from diloco_jax.protocol import formats, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
 NAME = 'syncer/claim'
@@ -43,21 +44,18 @@ class Held:
   """What the claim says.
 
   Attributes:
-    run: the name of the run.
-    disk: the disk whose folder is the newest state of the run, by a name that the disk keeps.
-    taker: one that has taken all of the run from the store, and has not continued it yet.
+    lineage: of the newest state of the run, and the disk whose folder is that state.
+    taker: a disk that has taken all of the run from the store, and has not continued it yet.
     lock: the file that the holder has locked: a copy of the disk has another.
     process: the holder, by a name that only it has.
     host, pid: the holder, for people.
     renewed: how many times it was, so no renewal is equal to another.
     released: the holder has ended in order.
     over: the run has reached its end.
-    restored: the restores of the run (storage/restore_note.py), in their order.
     log, clock: the newest committed outer step when it was renewed: its record, its sync.
   """
 
-  run: str
-  disk: str
+  lineage: lineage_lib.Lineage
   taker: str = ''
   lock: str = ''
   process: str = ''
@@ -66,7 +64,6 @@ class Held:
   renewed: int = 0
   released: bool = False
   over: bool = False
-  restored: tuple[str, ...] = ()
   log: int = 0
   clock: int = 0
 
@@ -95,9 +92,8 @@ def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
 
 def take(
   store: store_lib.Store,
-  disk: str,
+  here: lineage_lib.Lineage,
   lock: str,
-  run: str,
   begin: Callable[[], Held],
   say: Callable[[str], None],
 ) -> tuple[Held | None, 'Claim']:
@@ -106,9 +102,8 @@ def take(
 
   Args:
     store: of the run.
-    disk: of this process; '' if its folder was never one of a run in this store.
+    here: the lineage of this process's folder.
     lock: the file that this process has locked there.
-    run: the name of the run in its folder; '' if there is none.
     begin: makes the claim of a run that begins in this store.
     say: prints a line for people.
 
@@ -118,13 +113,13 @@ def take(
   """
   host = files.host_name()
   before, generation = read(store)
-  if before and run and before.run != run:
+  if before and here.run not in ('', before.lineage.run):
     raise Refused(
-      f'{store.place} holds the run {before.run}, this folder the run {run}. Nothing was changed. '
-      'Choose another train.store, or another folder'
+      f'{store.place} holds the run {before.lineage.run}, this folder the run {here.run}. Nothing '
+      'was changed. Choose another train.store, or another folder'
     )
   at_once = before is None or before.released
-  at_once = at_once or (has(before, disk) and (before.lock, before.host) == (lock, host))
+  at_once = at_once or (has(before, here.disk) and (before.lock, before.host) == (lock, host))
   if before and not at_once:
     before, generation = _wait_until_free(store, before, generation, say)
   mine = dataclasses.replace(
@@ -143,7 +138,7 @@ def take(
 
 def has(held: Held, disk: str) -> bool:
   """Whether a disk has the newest state of the run."""
-  return disk != '' and disk in (held.disk, held.taker)
+  return disk != '' and disk in (held.lineage.disk, held.taker)
 
 
 def _wait_until_free(

@@ -21,7 +21,6 @@ from diloco_jax.storage import json_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKPOINTS = 'ckpt'
-RUN = 'syncer/run'  # the name of the run, in its folder
 LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed

@@ -26,8 +26,9 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, folders, outer_log, restore_note, tapes, wal
+from diloco_jax.storage import arrays, checkpoint, folders, outer_log, tapes, wal
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
@@ -134,7 +135,7 @@ def run(
     log_files = store.log_files if store else files_lib.Files(workdir / 'syncer' / 'wal')
     log = commit.CommitLog(log_files, assembled.agreement, records.say, store=store)
     cleanup.callback(log.close)
-    restored = restore_note.read(workdir)  # behind the lock: now none begins
+    lineage = lineage_lib.begun(workdir)  # behind the lock: now no restore begins
     _introduce(assembled, records)
     payloads = payloads_lib.PayloadStore()
     transport = make_transport(event_queue.post, payloads)
@@ -146,9 +147,8 @@ def run(
       str(folder / folders.CHECKPOINTS), keep_every, if_all_are_damaged(folder, log_files, store)
     )
     cleanup.callback(checkpoints.close)
-    name = stored.run_name(workdir, store.run if store else '')
     cleanup.enter_context(theta.at_home())
-    start = recover(assembled, theta, checkpoints, log, records, name, restored)
+    start = recover(assembled, theta, checkpoints, log, records, lineage)
     tape = tapes.Tape(workdir, start, records.say, config.to_dict())
     cleanup.callback(tape.close)
     if store:
@@ -274,14 +274,9 @@ def recover(
   checkpoints: checkpoint.Checkpoints,
   log: commit.CommitLog,
   records: records_lib.Recorder,
-  name: str,
-  brought_back: restore_note.Note | None = None,
+  lineage: lineage_lib.Lineage,
 ) -> tape_lib.Start:
-  """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
-
-  `name`: of the run, if it is at version 0; `brought_back`: the last restore's message to the
-  syncer (launch/restore.py).
-  """
+  """Moves `theta` from version 0 to where the last process was; returns the machine's start."""
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
   records_lib.report_startup(records, 'restored')
@@ -291,7 +286,7 @@ def recover(
     node='syncer',
     config=assembled.protocol,
     agreement=assembled.agreement,
-    run=name,
+    run=lineage.run,
     payload_bytes=sizes,
     links_measured=tempo.are_measured(sizes),
   )
@@ -306,8 +301,8 @@ def recover(
       load(machine_state)
     origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
-  if brought_back and machine_state.get(outer_log.POSITION) == brought_back.log:
-    machine_state = recovery.without(machine_state, brought_back.gone)
+  if lineage.gone and machine_state.get(outer_log.POSITION) == lineage.log:
+    machine_state = recovery.without(machine_state, lineage.gone)
   replayed = log.recover(theta, machine_state)
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
   if restored is None and not replayed:

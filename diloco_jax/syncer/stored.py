@@ -22,6 +22,7 @@ STORE/syncer/restored-ID, from the folder that was restored; what was there befo
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import pathlib
@@ -30,7 +31,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.config import load, run_config
@@ -43,15 +44,14 @@ from diloco_jax.storage import (
   json_files,
   orbax_context,
   outer_log,
-  restore_note,
   wal,
 )
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
 MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
-_DISK = 'disk'  # in WORKDIR/syncer: the name of the disk
 _OWN_MODEL = 'syncer/model'  # nodes/own_model.py
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
 _COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
@@ -71,8 +71,8 @@ def opened(
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
     ValueError: the store and the folder lie in each other, or gcsfs is missing.
-    Refused: another syncer continues the run; only a lost disk has its state; another run; the
-      store may not be written.
+    Refused, one of: another syncer has the claim; the newest state is on a lost disk; the store is
+      that of another run; nobody may write there.
     StoreError: the store cannot be read or written: retry.
   """
   if not config.train.store:
@@ -92,19 +92,6 @@ def opened(
         raise claim_lib.Refused(f'{error}. Nothing was started: check train.store') from error
       raise
     yield stored
-
-
-def run_name(workdir: pathlib.Path, name: str = '') -> str:
-  """The name of the run in a folder, drawn when its first syncer starts, unless the store has one.
-  Checkpoints, the log and learners hold it, too, so that a learner of another run is refused.
-  Raises ValueError."""
-  path = workdir / folders.RUN
-  if not path.exists():
-    json_files.replace(path, (name or secrets.token_hex(8)).encode())
-  name = json_files.read_bytes(path, 64).decode()
-  if not re.fullmatch('[0-9a-f]{16}', name):
-    raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')
-  return name
 
 
 class _Damaged(store_lib.StoreError):
@@ -136,51 +123,45 @@ class Stored:
     self._closed = False
     self._thread = threading.Thread(target=self._copy_what_is_due, name='copies', daemon=True)
 
-  @property
-  def run(self) -> str:
-    """The name of the run."""
-    return self._claim.held.run
-
   # --- The start ----------------------------------------------------------------------------------
 
   def open(self) -> None:
     """As `opened`."""
-    note, path = restore_note.read(self._workdir), self._folder / _DISK
-    restored = (note.id,) if note and note.id else ()
-    known = json_files.read_bytes(path, 64).decode() if path.exists() else ''
-    run = run_name(self._workdir) if (self._workdir / folders.RUN).exists() else ''
-    disk = known or secrets.token_hex(8)
+    here = lineage_lib.read(self._workdir, lineage_lib.TAKE_OVER) or lineage_lib.Lineage()
+    named = dataclasses.replace(here, disk=here.disk or secrets.token_hex(8))
 
     def begin() -> claim_lib.Held:
-      self._require_own_or_empty(bool(known and run), restored)
-      json_files.replace(path, disk.encode())  # first: this folder is the newest state of the run
-      name = run or secrets.token_hex(8)
-      return claim_lib.Held(run=name, disk=disk, restored=restored, log=self._end())
+      self._require_own_or_empty(here)
+      lineage_lib.write(self._workdir, named)  # first: this folder is the newest state of the run
+      run = here.run or secrets.token_hex(8)
+      return claim_lib.Held(lineage=dataclasses.replace(named, run=run), log=self._end())
 
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
     lock = str((self._folder / 'wal' / files_lib.LOCK).stat().st_ino)
-    before, self._claim = claim_lib.take(claims, known, lock, run, begin, self._say)
-    followed = self._claim.held.restored
-    new = tuple(one for one in restored if one not in followed)
-    restores = followed + new
-    self._at = f'syncer/restored-{restores[-1]}/' if restores else 'syncer/'
-    if new:
+    before, self._claim = claim_lib.take(claims, here, lock, begin, self._say)
+    newest = self._claim.held.lineage
+    restored = tuple(dict.fromkeys((*newest.restored, *here.restored)))
+    self._at = _part(restored)
+    if restored != newest.restored:  # a restore that the store has not followed yet
+      newest = here
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
     elif before:
-      self._take_over(before, claim_lib.has(before, known))
+      self._take_over(before, here)
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
-    json_files.replace(path, disk.encode())
+    lineage = dataclasses.replace(newest, disk=named.disk, restored=restored, changing='')
+    lineage_lib.write(self._workdir, lineage)
     # If this process cannot continue the run, the disk that had it still has.
-    self._begun = {'disk': disk, 'restored': restores, 'taker': '', 'over': False}
-    if not new:
-      self._claim.renew(taker=disk, log=max(self._claim.held.log, self._end()))
+    self._begun = {'lineage': lineage, 'taker': '', 'over': False}
+    if newest is not here:
+      self._claim.renew(taker=lineage.disk, log=max(self._claim.held.log, self._end()))
 
-  def _require_own_or_empty(self, mine: bool, restored: tuple[str, ...]) -> None:
-    """Of a store without a claim. `mine`: the folder is that of a run with a store. Raises Refused
-    if the store has a run that is not in the folder."""
-    self._at = f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
+  def _require_own_or_empty(self, here: lineage_lib.Lineage) -> None:
+    """Of a store without a claim. Raises Refused if the store has a run that is not in the
+    folder."""
+    self._at = _part(here.restored)
+    mine = here.disk and here.run and not here.changing
     copies = self._copies() if mine else ()
     behind = copies and self._manifest(copies[-1])['log'] > self._end()
     if behind or (not mine and self._store.names('syncer/')):
@@ -194,13 +175,14 @@ class Stored:
     """The newest record in the folder."""
     return max(wal.numbers(self.log_files), default=0)
 
-  def _take_over(self, before: claim_lib.Held, mine: bool) -> None:
-    """Makes the folder the newest state of the run. `mine`: it is that of the last holder, older
-    than the store only if the disk itself went back."""
-    copies, here = self._copies(), wal.numbers(self.log_files)
+  def _take_over(self, before: claim_lib.Held, here: lineage_lib.Lineage) -> None:
+    """Makes the folder the newest state of the run. That of the last holder is older than the store
+    only if the disk itself went back."""
+    mine = claim_lib.has(before, here.disk) and not here.changing
+    copies, records = self._copies(), wal.numbers(self.log_files)
     newest = self._manifest(copies[-1])['log'] if copies else 0
-    if not mine or newest > self._end() or (before.log and not here):
-      self._download(before, copies)
+    if not mine or newest > self._end() or (before.log and not records):
+      self._download(before, here, copies)
     self._download_records()
     end = self._end()
     if end < before.log or not (mine or before.released or self._config.train.store_log):
@@ -210,7 +192,7 @@ class Stored:
         f'continues behind outer step {end}. With train.store_log=true none would be gone'
       )
 
-  def _download(self, before: claim_lib.Held, copies: list[str]) -> None:
+  def _download(self, before: claim_lib.Held, here: lineage_lib.Lineage, copies: list[str]) -> None:
     """Fetches the newest copy that is whole; then moves what the folder has of the run aside, and
     puts the copy there, with a log that begins behind it."""
     staging, whole, damaged = self._folder / 'from-store', None, []
@@ -226,9 +208,10 @@ class Stored:
     first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
     if not whole and (copies or (before.log and not first)):
       raise claim_lib.Refused(
-        f'{self._store.place} has no whole copy of the run {before.run}, of which {before.log} '
-        f'outer steps are committed: only the disk of {before.host} has them. Nothing was changed. '
-        'Start the syncer on that disk; if it is lost, start over with another train.store'
+        f'{self._store.place} has no whole copy of the run {before.lineage.run}, of which '
+        f'{before.log} outer steps are committed: only the disk of {before.host} has them. Nothing '
+        'was changed. Start the syncer on that disk; if it is lost, start over with another '
+        'train.store'
       )
     text = agreement.data.decode(errors='replace') if agreement else ''
     run = known = outer_log.run_of(text)
@@ -240,7 +223,16 @@ class Stored:
         f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
       )
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
-    self._set_aside()
+    folder = self._folder
+    moved = [
+      path for path in (self._workdir / _OWN_MODEL, folder / folders.CHECKPOINTS) if path.exists()
+    ]
+    later = {self._workdir: moved}
+    for aside in lineage_lib.set_aside(self._workdir, here, lineage_lib.TAKE_OVER, later):
+      self._say(
+        f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
+        'nothing was deleted'
+      )
     if not (whole or first):
       return  # the run had not begun
     position = whole or {'log': 0, 'chain': wal.first_chain(run).hex()}
@@ -248,23 +240,7 @@ class Stored:
       json_files.move(staging, self._folder / folders.CHECKPOINTS)
     outer_log.begin(self.log_files, text, position)
     json_files.replace(self._folder / 'wal' / AGREEMENT, agreement.data)
-    json_files.replace(self._workdir / folders.RUN, before.run.encode())
     self._say(f'the folder begins behind outer step {position["log"]}, from {self._store.place}')
-
-  def _set_aside(self) -> None:
-    """Moves what the folder has of the run to a new folder; nothing is deleted."""
-    names = ('run', _DISK, 'model', folders.CHECKPOINTS, restore_note.FILE)
-    moved = [path for name in names if (path := self._folder / name).exists()]
-    moved += [path for path in (self._folder / 'wal').iterdir() if path.name != files_lib.LOCK]
-    if not moved:
-      return
-    aside = folders.new_aside(self._workdir)
-    for path in moved:
-      json_files.move(path, aside / path.relative_to(self._workdir))
-    self._say(
-      f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
-      'nothing was deleted'
-    )
 
   def _download_records(self) -> None:
     """Adds the records that follow those of the folder; the log verifies them as its own."""
@@ -520,6 +496,11 @@ class Stored:
       self._changed.notify_all()
     if self._claim:
       self._claim.close()
+
+
+def _part(restored: Sequence[str]) -> str:
+  """The part of the store that has the copies and records since a run's last restore."""
+  return f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
 
 
 def _number(name: str) -> str:

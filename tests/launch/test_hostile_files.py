@@ -22,8 +22,8 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import (
   checkpoint,
   json_files,
+  lineage,
   outer_log,
-  restore_note,
   tapes,
   wal,
 )
@@ -87,7 +87,7 @@ NUMBERS = (
 
 
 def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
-  """Changes the record of a checkpoint, or the note of a restore; its digest is right."""
+  """Changes the record of a checkpoint, or a lineage; its digest is right."""
   values = json.loads(path.read_bytes())
   name = 'sha256' if 'sha256' in values else 'digest'
   del values[name]
@@ -118,13 +118,13 @@ def test_a_checkpoint_with_a_name_or_a_number_that_is_none_is_passed_over(whole,
   gc.collect()
 
 
-def test_a_note_of_a_restore_with_a_name_that_is_none_is_refused(tmp_path):
+def test_a_lineage_with_a_name_that_is_none_is_refused(tmp_path):
   assert len(NAMES) >= 60
-  restore_note.write(tmp_path, restore_note.Note(done=True, gone=('l0',)))
+  lineage.write(tmp_path, lineage.Lineage(gone=('l0',)))
   for name in NAMES:
-    _resaved(tmp_path / 'syncer' / restore_note.FILE, _set('gone', to=[name]))
+    _resaved(tmp_path / lineage.FILE, _set('gone', to=[name]))
     with pytest.raises(ValueError, match='does not read back'):
-      restore_note.read(tmp_path)
+      lineage.read(tmp_path)
 
 
 def test_the_operators_words_are_typed_too(config, whole):
@@ -180,10 +180,10 @@ def test_neither_are_pipes_and_folders(tmp_path, whole):
     path.unlink()
     make(path)
     assert restores._choose(workdir).clock == 105
-    path = workdir / 'syncer' / restore_note.FILE
+    path = workdir / lineage.FILE
     make(path)
     with pytest.raises(ValueError, match='does not read back'):
-      restore_note.read(workdir)
+      lineage.read(workdir)
     path.rmdir() if path.is_dir() else path.unlink()
     path = workdir / 'islands' / 'l0' / 'ckpt' / '200' / 'record' / 'data.json'
 
@@ -244,7 +244,7 @@ def _read_tape(workdir: pathlib.Path) -> None:
 READERS = {
   load.FILE: load.read,
   'syncer/model/model.json': own_model.read,
-  f'syncer/{restore_note.FILE}': restore_note.read,
+  lineage.FILE: lineage.read,
   'tapes/l0.1.0.jsonl': _read_tape,
 }
 

@@ -23,7 +23,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import restore
 from diloco_jax.nodes import exits, own_model, run_folder
-from diloco_jax.storage import checkpoint, folders, json_files, outer_log, restore_note, wal
+from diloco_jax.storage import checkpoint, folders, json_files, lineage, outer_log, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 from tests.launch.lib import command_line
@@ -257,11 +257,11 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = 1
   said = _restore(config, workdir)
-  assert restore_note.read(workdir).gone == ('l1', 'l2')
+  assert lineage.read(workdir).gone == ('l1', 'l2')
   assert any('l1 is not in this config' in line for line in said)
   config.sync.learners = 4
   said = _restore(config, workdir)
-  assert restore_note.read(workdir).gone == ()
+  assert lineage.read(workdir).gone == ()
   assert any(re.search('l3 starts from the fragments', line) for line in said)
 
 
@@ -287,7 +287,7 @@ def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_
 
   def state(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
     found = _contents(workdir)
-    del found[pathlib.Path('syncer', restore_note.FILE)]  # each restore has another id
+    del found[pathlib.Path(lineage.FILE)]  # each restore has another id
     return {path: data for path, data in found.items() if not str(path).startswith('aside-')}
 
   done = shutil.copytree(whole, tmp_path / 'done')
@@ -311,11 +311,11 @@ def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_
           cuts += 1
         else:
           break
-      if restore_note.FILE in {path.name for path in (workdir / 'syncer').iterdir()}:
+      if (workdir / lineage.FILE).exists():
         with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
-          restore_note.read(workdir)
+          lineage.read(workdir)
       _restore(config, workdir, '299')
-      restore_note.read(workdir)
+      lineage.read(workdir)
       assert state(workdir) == state(done), (name, nth)
   assert cuts >= 8
 
@@ -348,7 +348,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   assert 'the run continues from the checkpoint of clock 105' in done.stdout
   again = f' train --resume --workdir={workdir}'
   assert done.stdout.splitlines()[-1].endswith(again)
-  assert restore_note.read(workdir).log == 10
+  assert lineage.read(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
   shutil.rmtree(workdir / 'islands')  # learners on other machines
   done = restored(f'--workdir={workdir}', '--to=latest')
@@ -375,9 +375,9 @@ __main__.main()
   assert ended.returncode == exits.DISK_FAILED, ended.stderr
   assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
-    restore_note.read(workdir)
+    lineage.read(workdir)
   _restore(config, workdir, '299')
-  restore_note.read(workdir)
+  lineage.read(workdir)
 
 
 def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
@@ -398,7 +398,7 @@ def test_a_run_of_own_loops_goes_back_too(tmp_path):
   _save(workdir / 'syncer', 100, 1, _books(1))
   with pytest.raises(ValueError, match='loops of one'):
     _restore(config, workdir)
-  assert restore_note.read(workdir) is None
+  assert lineage.read(workdir) is None
   model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
   own_model.write(workdir, model, config)
   agreement = own_model.complete(model, config).agreement

@@ -26,7 +26,7 @@ from diloco_jax.nodes import own_model
 from diloco_jax.protocol import actions, formats, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts, folder, records
-from diloco_jax.storage import checkpoint, claim, files, json_files, restore_note, tapes, wal
+from diloco_jax.storage import checkpoint, claim, files, json_files, lineage, tapes, wal
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import chunks, control_crc
@@ -245,8 +245,8 @@ def _settings(here: pathlib.Path) -> None:
   load.write(here, load.load('stdlib_lm:tiny'))
 
 
-def _note(here: pathlib.Path) -> None:
-  restore_note.write(here, restore_note.Note(done=True))
+def _lineage(here: pathlib.Path) -> None:
+  lineage.write(here, lineage.Lineage())
 
 
 _RECORD = 'islands/l0/ckpt/2/record/data.json'
@@ -269,7 +269,7 @@ DOORS = {
   ),
   'checkpoint': Door(_write_checkpoints, _in_json(_RECORD, 'sha256'), _restore),
   'config': Door(_settings, _in_json(load.FILE), load.read),
-  'restore note': Door(_note, _in_json('syncer/restore.json', 'digest'), restore_note.read),
+  'lineage': Door(_lineage, _in_json(lineage.FILE, 'digest'), lineage.read),
   'claim': Door(_write_claim, _in_json(f'store/{claim.NAME}'), _open_claim, claim.Refused),
   'manifest': Door(_write_manifest, _in_json('store/syncer/ckpt/*.json'), _open_manifest),
   'tape': Door(_write_tape, _change_tape, _open_tape, tape.OtherTape),

@@ -33,7 +33,7 @@ from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, outer_log, restore_note, wal
+from diloco_jax.storage import checkpoint, lineage, outer_log, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import global_model as global_model_lib
@@ -118,8 +118,9 @@ class Rig:
       self.theta = global_model_lib.Theta(assembled)
       remedy = syncer_process.if_all_are_damaged(folder, self.disk, store)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'), remedy=remedy)
+      origin = lineage.read(folder.parent) or lineage.Lineage(run='0' * 16)
       self.start = syncer_process.recover(
-        assembled, self.theta, self.checkpoints, self.log, self.records, 'r0'
+        assembled, self.theta, self.checkpoints, self.log, self.records, origin
       )
     except BaseException:
       self.log.close()
@@ -574,7 +575,7 @@ def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
 
 def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_path):
   """A restore holds the lock: none can begin after the question."""
-  restore_note.write(tmp_path, restore_note.Note(done=False))
+  lineage.write(tmp_path, lineage.Lineage(changing=lineage.RESTORE))
   records = types.SimpleNamespace(say=print)
   start = lambda: syncer_process.run(assembled, None, tmp_path, None, None, records)
   with contextlib.closing(files_lib.Files(tmp_path / 'syncer' / 'wal')) as files:

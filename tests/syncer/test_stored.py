@@ -20,7 +20,7 @@ from diloco_jax.launch import restore
 from diloco_jax.node import loop
 from diloco_jax.nodes import dial, own_model, run_folder
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, folders, restore_note, wal
+from diloco_jax.storage import checkpoint, folders, lineage, wal
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
@@ -52,7 +52,6 @@ class Life(durability.Rig):
     self.disk_folder, self._end = disk, contextlib.ExitStack()
     self.store = self._end.enter_context(stored.opened(config, disk, records.say))
     try:
-      stored.run_name(disk, self.store.run)
       super().__init__(assembled, disk / 'syncer', store=self.store, records=records)
     except BaseException:
       self._end.close()
@@ -309,7 +308,7 @@ def test_a_second_syncer_is_refused_before_it_changes_anything(site, monkeypatch
   with pytest.raises(claim_lib.Refused, match='holds the run .*, this folder the run'):
     site.live('b', store_log=True)
   shutil.copytree(site.folder / 'a', site.folder / 'c')
-  (site.folder / 'c' / 'syncer' / 'disk').unlink()
+  lineage.write(site.folder / 'c', lineage.Lineage(run=lineage.read(site.folder / 'c').run))
   copied = contents(site.folder / 'c')
   with pytest.raises(claim_lib.Refused, match=r'is in use: the syncer pid \d+ on .* Nothing was'):
     site.live('c', store_log=True)
@@ -583,5 +582,6 @@ def test_a_restore_is_not_undone_by_the_store(site, expected):
   site.kill()
   again = site.live('a', store_log=True)  # the restore was followed: it is not followed twice
   assert bits(again.theta) == expected[3]
-  assert restore_note.read(site.folder / 'a') is None  # it moved aside with the rest
+  assert len(lineage.read(site.folder / 'a').restored) == 1
+  assert lineage.read(site.folder / 'a').restored == lineage.read(site.folder / 'b').restored
   assert checkpoint.CHECKPOINTS_KEPT == 2

@@ -26,7 +26,7 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import folders, json_files, outer_log, restore_note, wal
+from diloco_jax.storage import folders, json_files, lineage, outer_log, wal
 from diloco_jax.transport import chunks, control_crc, translate
 from diloco_jax.verification.sim import disk as disk_lib
 from tests.transport import samples
@@ -293,10 +293,10 @@ def _decode_turn(data: bytes) -> None:
   tape.decode(tape.Record | tape.Crash, tape._parse(data.rstrip(b'\n').removesuffix(b'}')))
 
 
-_NOTE = restore_note.Note(done=True, log=12, gone=('l1',))
+_LINEAGE = lineage.Lineage(log=12, gone=('l1',))
 
 
-def _mend_note(data: bytes) -> bytes:
+def _mend_lineage(data: bytes) -> bytes:
   try:
     value = json.loads(data)
     value.pop('digest', None)
@@ -305,11 +305,10 @@ def _mend_note(data: bytes) -> bytes:
     return data
 
 
-def _read_note(workdir: pathlib.Path, data: bytes) -> None:
-  folder = folders.syncer_folder(workdir)
-  folder.mkdir(exist_ok=True)
-  (folder / restore_note.FILE).write_bytes(data)
-  restore_note.read(workdir)
+def _read_lineage(workdir: pathlib.Path, data: bytes) -> None:
+  folders.syncer_folder(workdir).mkdir(exist_ok=True)
+  (workdir / lineage.FILE).write_bytes(data)
+  lineage.read(workdir)
 
 
 _ALLOWLIST = {
@@ -357,11 +356,11 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target('tape', lines, _decode_line, (tape.TapeError,), _mend_line, json=True, slow=4),
     Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True, slow=4),
     Target(
-      'restore_note',
-      (_mend_note(json.dumps({'format': 1, **json.loads(tape.encode(_NOTE))}).encode()),),
-      functools.partial(_read_note, workdir),
+      'lineage',
+      (_mend_lineage(json.dumps({'format': 1, **json.loads(tape.encode(_LINEAGE))}).encode()),),
+      functools.partial(_read_lineage, workdir),
       (ValueError, files_lib.DirectoryError),
-      _mend_note,
+      _mend_lineage,
       json=True,
       slow=40,
     ),

@@ -1,0 +1,137 @@
+"""WORKDIR/syncer/lineage.json: which run a folder is of, and where its state comes from.
+
+A restore (launch/restore.py) is a take-over (syncer/stored.py) of the run by its own past. Both
+choose a verified state, move what else there is aside, begin a log behind the position of that
+state, and write the lineage, which every later syncer follows. Until that is written no syncer
+starts. The claim of a store (storage/claim.py) holds the lineage of the newest state of the run.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+
+from diloco_jax.protocol import formats
+from diloco_jax.protocol.tape import codec
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files
+
+FILE = 'syncer/lineage.json'
+RESTORE, TAKE_OVER = 'restore', 'take-over'
+_AGAIN = {
+  RESTORE: 'Run diloco restore again, with the same --to.',
+  TAKE_OVER: 'Start the syncer again with the same train.store.',
+}
+_IDS = {'run': '[0-9a-f]{16}|', 'disk': '[0-9a-f]{16}|', 'changing': f'{RESTORE}|{TAKE_OVER}|'}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+  """Where the state of a folder comes from.
+
+  Attributes:
+    run: the name of the run, which checkpoints, log and learners hold, too, so that a learner of
+      another run is refused; '': none has begun.
+    disk: the name of the folder in the claim of a store; '': it never had one.
+    restored: the ids of the run's restores, in their order. A store follows each once.
+    log: the position in the log of the checkpoint that the last of them went back to.
+    gone: learners that count as having left at that position.
+    changing: RESTORE or TAKE_OVER while one replaces the state; '': none does.
+  """
+
+  run: str = ''
+  disk: str = ''
+  restored: tuple[str, ...] = ()
+  log: int = 0
+  gone: tuple[str, ...] = ()
+  changing: str = ''
+
+  def __post_init__(self):
+    """Raises ValueError if a value is out of its range."""
+    folders.require_number('log', self.log)
+    for name in self.gone:
+      folders.require_learner(name)
+    values = [(getattr(self, name), form) for name, form in _IDS.items()]
+    for value, form in (*values, *((one, '[0-9a-f]{8}') for one in self.restored)):
+      if not re.fullmatch(form, value):
+        raise ValueError(f'{codec.short(value)} is none of its values')
+
+
+def read(workdir: pathlib.Path, repeats: str = '') -> Lineage | None:
+  """The lineage of a folder, None if no syncer has begun there.
+
+  Raises:
+    DirectoryError: a restore or a take-over has not ended, and it is not the one that the caller
+      `repeats`.
+    ValueError: the file is not what was written.
+  """
+  path = workdir / FILE
+  try:
+    values = json_files.read(path)
+    if values.pop('digest', None) != json_files.sha256(values):
+      raise ValueError('it is not what was written')
+    found = codec.decode(Lineage, formats.taken('lineage', values, path), 'it')
+  except FileNotFoundError:
+    return None
+  except formats.OtherFormat:
+    raise
+  except (OSError, ValueError, codec.TapeError) as error:
+    raise ValueError(
+      f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
+    ) from error
+  if found.changing not in ('', repeats):
+    raise files_lib.DirectoryError(
+      f'{workdir} is in the middle of a {found.changing} ({path}). Nothing is lost, nothing was '
+      f'started. {_AGAIN[found.changing]}'
+    )
+  return found
+
+
+def write(workdir: pathlib.Path, lineage: Lineage) -> None:
+  """Replaces the lineage of a folder, durably. Raises OSError."""
+  values = formats.stamp('lineage') | json.loads(codec.encode(lineage))
+  json_files.write(workdir / FILE, {**values, 'digest': json_files.sha256(values)})
+
+
+def begun(workdir: pathlib.Path) -> Lineage:
+  """The lineage of a folder; a run that begins there gets its name. Raises as `read`, OSError."""
+  found = read(workdir) or Lineage()
+  if not found.run:
+    found = dataclasses.replace(found, run=secrets.token_hex(8))
+    write(workdir, found)
+  return found
+
+
+def set_aside(
+  workdir: pathlib.Path,
+  before: Lineage,
+  changing: str,
+  later: Mapping[json_files.Place, Sequence[json_files.Place]],
+) -> list[str]:
+  """Moves all that is later than a verified state to new folders, with the log; nothing is deleted.
+  No syncer starts until the caller has begun a log behind that state and has written the next
+  lineage.
+
+  Args:
+    workdir: of the run.
+    before: its lineage.
+    changing: RESTORE or TAKE_OVER.
+    later: by the folder in which an aside-K is made: what is moved there. The log is added.
+
+  Returns:
+    The new folders. Raises OSError.
+  """
+  write(workdir, dataclasses.replace(before, changing=changing))
+  records = (folders.syncer_folder(workdir) / 'wal').iterdir()
+  old = [path for path in records if path.name != files_lib.LOCK]
+  asides = []
+  for place, paths in later.items():
+    if moved := [*paths, *(old if place == workdir else ())]:
+      asides.append(aside := folders.new_aside(place))
+      if place == workdir:
+        write(workdir / aside.name, before)  # what is moved there is complete
+      for path in moved:
+        json_files.move(path, aside / path.relative_to(place))
+  return [str(aside) for aside in asides]
