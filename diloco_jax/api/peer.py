@@ -77,7 +77,7 @@ class Peer:
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
-    self._newest: Any = ()  # an array that is ready once the newest step is done, if no metric is
+    self._newest: Any = ()  # the newest step's smallest output, if no metric tells its end
     self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
     self.clock: int | None = None
     self.failed = False  # an error has ended it at once

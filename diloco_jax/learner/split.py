@@ -29,16 +29,16 @@ from diloco_jax.transport import payloads as payloads_lib
 
 
 class Kind(NamedTuple):
-  """All that the functions of a fragment depend on: fragments of one kind share them.
+  """What the compiled functions of a fragment depend on: fragments of equal kinds share them.
 
   Attributes:
-    pieces: of the fragment; their paths are '0', '1' ..., the places of their leaves in `leaves`;
-      of their labels only that of statistics is kept. Where the first row of a piece is an argument
-      of the functions, rows begin at 0 here: all but those of leaves whose rows are split.
+    pieces: of the fragment. Their paths are '0', '1' ..., the indices of their leaves in `leaves`;
+      of their labels only that of statistics is kept. Their first rows are 0, as the functions get
+      the real ones as an argument, except for leaves whose rows are split.
     leaves: shape, dtype and sharding of the parameters with rows in the fragment.
     sharding: of flat arrays; None: they are committed to no device.
     specs: how each piece is split.
-    local: the pieces as one device has them; the path of each is its place in `pieces`.
+    local: the pieces as one device has them; the path of each is its index in `pieces`.
   """
 
   pieces: exchange.Pieces

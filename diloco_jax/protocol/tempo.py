@@ -24,7 +24,8 @@ from diloco_jax.protocol import facts
 # back from the second on. If most links are slow, every payload has to be in time; where only one
 # is slow, one that is late is merged one period later.
 MOST_LINKS, ONE_LINK = (900, 700), (1_400, 1_150)
-# A factor changes if it is less or more than so many times the share, and is then the third.
+# A factor stays while it is TIGHT to WIDE times the share (in 1/1000), else it becomes RIGHT times
+# the share.
 TIGHT, WIDE, RIGHT = 1_100, 1_600, 1_250
 LEAST_BYTES = 1 << 15  # the time of smaller payloads is that of encoding and of busy cores
 

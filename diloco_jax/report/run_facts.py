@@ -147,9 +147,10 @@ class RunFacts:
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
     period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
     layout: what it trains and exchanges, in numbers and in words.
-    synced: the newest outer step. Of every one merges_s: when it was published; participants and
-      live: how many learners; waited_ns: from the opening of its sync to the decision; staleness:
-      versions since its oldest anchor.
+    synced: the newest outer step.
+    merges_s, participants, live, waited_ns, staleness: one entry for each outer step: when it was
+      published; how many learners were merged, and were live; from the opening of its sync to the
+      decision; versions since its oldest anchor.
     evaluations: of the held-out loss; evaluated_s: when; evaluated_tokens: the tokens trained by
       then, ascending.
     ledger: the newest one.

@@ -162,7 +162,8 @@ class Pieces:
     sums = lambda counts, blocks_B: jnp.stack(exchange.tensor_sums(counts, blocks_B))
     self._tensor_sums = jax.jit(sums, static_argnums=0)
     self._digest = jax.jit(digest_lib.digest)
-    # The outer gradient stands where its buffer takes a result that needs no copy of it before.
+    # Donated buffers are matched with results in order: as the second, `merged_n` becomes
+    # published_n, which needs no copy of it.
     step = lambda codec, tx, spare, merged_n, more, *rest: exchange.outer_step(
       codec, tx, merged_n, *rest
     )

@@ -53,7 +53,7 @@ class Memory:
         block = self._returned.popleft()
         self._unused.append((self._takes, block))
         self._in_use_bytes -= block.nbytes
-      # A block of up to twice the size will do; of equals the one used last.
+      # The smallest block of size to 2 * size; on a tie the one used last.
       fits = [one for one in self._unused if size <= one[1].nbytes <= 2 * size]
       found = min(reversed(fits), key=lambda one: one[1].nbytes, default=None)
       block = self.make(size) if found is None else found[1]

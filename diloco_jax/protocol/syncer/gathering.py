@@ -66,8 +66,8 @@ class Gathering:
     self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
     # By fragment: the next sync, if payloads were late for the last one.
     self.due: dict[int, gather_lib.Gather] = {}
-    # Reasons after which the learner keeps the tokens and sends them again, and the one for those
-    # that it does not send although nothing was said of them.
+    # Rejections after which a learner sends the tokens again, and the reason for tokens that a
+    # learner has skipped without a verdict.
     self._kept = messages.kept(config.rebases)
     self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
     # Fragments that have had no outer step since the process began, the last learner was lost, or

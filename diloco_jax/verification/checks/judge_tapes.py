@@ -173,7 +173,7 @@ def in_order(
       begun.append((first.now_ns, node_tape, first, turns))
   begun.sort(key=lambda one: one[0])
   ordered = [
-    _numbered(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
+    _with_last_mark(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
     for number, (_, node_tape, first, turns) in enumerate(begun, 1)
   ]
   return heapq.merge(*ordered, key=lambda one: (one[2].now_ns, one[1].number))
@@ -183,7 +183,7 @@ class _Crashed(Exception):
   """A machine raised in a turn."""
 
 
-def _numbered(
+def _with_last_mark(
   node_tape: Tape, life: observers.ObservedProcess, first: Any, turns: Iterator
 ) -> Iterator[tuple]:
   """The turns of a tape; the last one is marked as such."""

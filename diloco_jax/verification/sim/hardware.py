@@ -117,7 +117,7 @@ class Island:
 
   # --- Work ---------------------------------------------------------------------------------------
 
-  def next_step(self) -> tuple[int, int]:
+  def draw_step(self) -> tuple[int, int]:
     """Work in ns and tokens of the step that begins now."""
     time_ns = self.step_ns
     if self.noise:

@@ -237,7 +237,7 @@ class Learner(Process):
 
   def begin_step(self) -> None:
     self._training = True
-    work_ns, tokens = self.island.next_step()
+    work_ns, tokens = self.island.draw_step()
     begun_ns = self.world.now_ns
 
     def end() -> None:
