@@ -1,6 +1,7 @@
 """Which disk has the newest state of a run, where more than one could be it, and what a pause of
 the holder may do."""
 
+import copy
 import dataclasses
 import shutil
 import threading
@@ -8,7 +9,8 @@ import time
 
 import pytest
 
-from diloco_jax.storage import checkpoint, outer_log, wal
+from diloco_jax.launch import restore
+from diloco_jax.storage import checkpoint, files, lineage, outer_log, wal
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.syncer import stored
 from tests.syncer import test_durability as durability
@@ -203,3 +205,38 @@ def test_settings_that_are_damaged_in_the_store_are_named(here, expected, store_
     here.live('b', store_log)
   here.store.put(name, (here.folder / 'a' / 'syncer' / 'wal' / stored.AGREEMENT).read_bytes())
   assert bits(here.live('b', store_log).theta) == expected[3 if store_log else 2]
+
+
+def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_before(
+  here, expected, monkeypatch
+):
+  run_until(here.live('a', True), range(1, 5), saves=(2,))
+  here.kill()
+
+  def fails(*_):
+    raise OSError('no space')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(outer_log, 'begin', fails)
+    with pytest.raises(OSError, match='no space'):
+      here.live('b', True)
+  with pytest.raises(files.DirectoryError, match=r'middle of a take-over.*the same train\.store'):
+    lineage.begun(here.folder / 'b')
+  assert bits(here.live('b', True).theta) == expected[4]
+  assert not lineage.begun(here.folder / 'b').changing
+
+
+def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):
+  """The disk of the restore is lost before its syncer has saved again."""
+  life = here.live('a')
+  run_until(life, range(1, 4), saves=(2,))
+  here.kill()
+  config = copy.deepcopy(life.assembled.config)
+  config.train.store, config.sync.learners = here.place, 1
+  restore.restore(config, here.folder / 'a', 'latest', print)
+  here.live('a')
+  here.kill()
+  shutil.rmtree(here.folder / 'a')
+  other = here.live('b')
+  left = {row['learner']: row['left'] for row in other.start.state['members']}
+  assert left == {'l0': False, 'l1': True}
