@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     hbm = aot.HBM[aot.chip(_TOPOLOGY.value)]
     config = cli.config()
     aot.prepare()
-    learner = aot.Learner(config, aot.look_up(_TOPOLOGY.value))
+    learner = aot.CompiledLearner(config, aot.look_up(_TOPOLOGY.value))
     print(_header(learner, config.name, hbm), flush=True)
     arrays, functions = learner.arrays, []
     aot.verdict(hbm, arrays, functions)
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     print(aot.verdict(hbm, arrays, functions))
 
 
-def _header(learner: aot.Learner, name: str, hbm: int) -> str:
+def _header(learner: aot.CompiledLearner, name: str, hbm: int) -> str:
   assembled, device = learner.assembled, learner.devices[0]
   held = ', '.join(f'{group} {size / _MIB:.1f}' for group, size in learner.arrays.items())
   return (

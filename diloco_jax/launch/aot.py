@@ -98,7 +98,7 @@ def look_up(topology: str) -> list[Any]:
     raise ValueError(f'there is no topology {topology}: {error}') from error
 
 
-class Learner:
+class CompiledLearner:
   """A learner of a config on these devices, made of shapes. Raises ValueError.
 
   Attributes:

@@ -68,7 +68,7 @@ LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Learner:
+class LearnerAccount:
   """The account of one learner. `spent_ns`: by category, except those of finished steps. `lost_ns`:
   when the syncer lost it: there it ended, unless it says more. `phase`: the last of its start."""
 
@@ -129,7 +129,7 @@ class Book:
 
   def __init__(self, quorum: int = 1, steps_per_sync: float = 1.0):
     self._quorum, self._steps_per_sync = quorum, steps_per_sync
-    self.learners: dict[str, Learner] = {}
+    self.learners: dict[str, LearnerAccount] = {}
     self.ledger: protocol_facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
@@ -147,7 +147,7 @@ class Book:
   def starts(self, name: str, at_ns: int) -> None:
     """A process of a learner starts."""
     if name not in self.learners:
-      self.learners[name] = Learner(at_ns, at_ns, INIT)
+      self.learners[name] = LearnerAccount(at_ns, at_ns, INIT)
     learner = self.learners[name]
     if learner.doing not in (*_ENDED, INIT):  # no record has the end of its last process
       self.died(name, learner.lost_ns or learner.at_ns, killed=True)
@@ -231,12 +231,12 @@ class Book:
       self._changes.append((at_ns, None))
       self._training.clear()  # also of those that have trained to the end
 
-  def _learner(self, name: str, at_ns: int) -> Learner:
+  def _learner(self, name: str, at_ns: int) -> LearnerAccount:
     if name not in self.learners:
-      self.learners[name] = Learner(at_ns, at_ns, OTHER)
+      self.learners[name] = LearnerAccount(at_ns, at_ns, OTHER)
     return self.learners[name]
 
-  def _pass(self, learner: Learner, at_ns: int) -> None:
+  def _pass(self, learner: LearnerAccount, at_ns: int) -> None:
     if learner.doing == _WAITS:
       self._wait(learner, at_ns)
     else:
@@ -244,7 +244,7 @@ class Book:
       learner.spent_ns[category] += at_ns - learner.at_ns
       learner.at_ns = at_ns
 
-  def _wait(self, learner: Learner, until_ns: int) -> None:
+  def _wait(self, learner: LearnerAccount, until_ns: int) -> None:
     """Books a time of waiting by what was awaited."""
     place = bisect.bisect_right(self._awaited, (learner.at_ns, '~')) - 1
     for (_, category), (next_ns, _) in zip(

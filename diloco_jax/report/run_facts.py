@@ -50,7 +50,7 @@ class Process:
 
 
 @dataclasses.dataclass(slots=True)
-class Learner:
+class LearnerFacts:
   """Everything about one learner.
 
   Attributes:
@@ -176,7 +176,7 @@ class RunFacts:
     """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
     self._told = told
     self._supervised: set[str] = set()  # programs that a supervisor of this folder has started
-    self.learners = {name: Learner(told=told) for name in learners}
+    self.learners = {name: LearnerFacts(told=told) for name in learners}
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps, self.period = total_steps, 0
@@ -372,7 +372,7 @@ class RunFacts:
   def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, Learner(told=self._told))
+      learner = self.learners.setdefault(fact.learner, LearnerFacts(told=self._told))
       learner.joined.append((at_s, fact.incarnation))
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
       learner.lost.append((at_s, fact.reason))
@@ -389,7 +389,7 @@ class RunFacts:
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
   def _unsupervised(
-    self, learner: Learner, at_s: float, fact: protocol_facts.Member, left: bool
+    self, learner: LearnerFacts, at_s: float, fact: protocol_facts.Member, left: bool
   ) -> None:
     """Follows a process of whose beginning, on another machine, or end only the syncer tells."""
     processes = learner.processes
@@ -402,7 +402,7 @@ class RunFacts:
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
 
-  def _progressed(self, learner: Learner, at_s: float, fact: protocol_facts.Progress) -> None:
+  def _progressed(self, learner: LearnerFacts, at_s: float, fact: protocol_facts.Progress) -> None:
     before = learner.told or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
@@ -455,7 +455,13 @@ class RunFacts:
       learner.processes[-1].first_step_s = at_s
 
   def _trained(
-    self, learner: Learner, at_s: float, tokens: int, clock: int, loss: float | None, seconds: float
+    self,
+    learner: LearnerFacts,
+    at_s: float,
+    tokens: int,
+    clock: int,
+    loss: float | None,
+    seconds: float,
   ) -> None:
     """A learner has reached a clock by `tokens` more."""
     self.tokens += tokens

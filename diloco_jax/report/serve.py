@@ -75,7 +75,7 @@ class Watch:
           return
       for name in (found[0], found[1].get('child', found[0])):
         if name not in ids.NO_LEARNERS:
-          self._run.learners.setdefault(name, run_facts.Learner())
+          self._run.learners.setdefault(name, run_facts.LearnerFacts())
       yield found
 
 

@@ -109,7 +109,7 @@ def _stride(column: Sequence) -> int:
   return max(1, -(-len(column) // POINTS))
 
 
-def _curve(learner: run_facts.Learner) -> list[list]:
+def _curve(learner: run_facts.LearnerFacts) -> list[list]:
   """Columns: tokens; loss; how a process ended, at its last step. A None follows it, so that no
   line bridges an absence."""
   steps, points = learner.steps, []

@@ -66,7 +66,7 @@ def test_without_the_compiler_it_names_the_package():
 
 
 @pytest.fixture(scope='module')
-def compiled() -> tuple[aot.Learner, dict[str, aot.Function]]:
+def compiled() -> tuple[aot.CompiledLearner, dict[str, aot.Function]]:
   """One layer, 512 wide, for four chips."""
   config = stdlib_lm.get_config('tiny')
   config.mesh.data, config.mesh.fsdp = 1, 4
@@ -75,7 +75,7 @@ def compiled() -> tuple[aot.Learner, dict[str, aot.Function]]:
   model.num_heads, model.head_dim = 8, 64
   with mock.patch.dict(os.environ):
     aot.prepare()
-    learner = aot.Learner(config, aot.look_up('v6e:2x2'))
+    learner = aot.CompiledLearner(config, aot.look_up('v6e:2x2'))
     return learner, {one.name: one for one in learner.functions()}
 
 

@@ -154,7 +154,7 @@ class ChaosRun(conductor.Conductor):
     second = fault.kind != 'replace' or self._has_taken_over(victim, began_s)
     return lost and second and self._have_continued(self._others, began_s)
 
-  def _has_taken_over(self, victim: run_facts.Learner, began_s: float) -> bool:
+  def _has_taken_over(self, victim: run_facts.LearnerFacts, began_s: float) -> bool:
     joined_s = victim.joined[-1][0]
     return joined_s >= began_s and self._count_since(victim.merged_s, joined_s) > 0
 
