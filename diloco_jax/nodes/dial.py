@@ -94,9 +94,9 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
 
   def dialled() -> str:
     if time.monotonic() >= trust_claim_s:
-      with contextlib.suppress(store_lib.StoreError, claim_lib.Refused):
-        held, _ = claim_lib.read(store_lib.Store(store, claim_lib.ANSWER_S))
-        if held and held.over:
+      with contextlib.suppress(store_lib.StoreError, claim_lib.Denied):
+        content, _ = claim_lib.read(store_lib.Store(store, claim_lib.ANSWER_S))
+        if content and content.over:
           raise addresses.RunEnded(f'{addresses.ENDED}: the claim in {store} says so')
     return address
 

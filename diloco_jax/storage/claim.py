@@ -35,12 +35,12 @@ ANSWER_S = 10.0  # within which the store is to answer
 LOOK_S = 2.0  # between two looks at another's claim, and after a renewal that failed
 
 
-class Refused(ValueError):
+class Denied(ValueError):
   """The run in the store is not this process's to continue: never retry."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Content:
   """What the claim says.
 
   Attributes:
@@ -72,19 +72,19 @@ class Held:
     return f'syncer pid {self.pid} on {self.host}'
 
 
-def read(store: store_lib.Store) -> tuple[Held | None, bytes | None]:
-  """The claim, and its generation. Raises StoreError; Refused if it is none."""
+def read(store: store_lib.Store) -> tuple[Content | None, bytes | None]:
+  """The claim, and its generation. Raises StoreError; Denied if it is none."""
   found = store.read(NAME)
   if found is None:
     return None, None
   place = f'{store.place}/{NAME}'
   try:
     values = formats.taken('claim', safe_json.parse_object(found.data), place)
-    return codec.decode(Held, values.get('held'), 'it'), found.generation
+    return codec.decode(Content, values.get('content'), 'it'), found.generation
   except formats.OtherFormat as error:
-    raise Refused(str(error)) from error
+    raise Denied(str(error)) from error
   except (ValueError, codec.TapeError) as error:
-    raise Refused(
+    raise Denied(
       f'{place} is no claim: {error}. Nothing was changed. Remove it, and start the syncer on the '
       'disk that had the run: it writes the claim again'
     ) from error
@@ -94,9 +94,9 @@ def take(
   store: store_lib.Store,
   here: lineage_lib.Lineage,
   lock: str,
-  begin: Callable[[], Held],
+  begin: Callable[[], Content],
   say: Callable[[str], None],
-) -> tuple[Held | None, 'Claim']:
+) -> tuple[Content | None, 'Claim']:
   """Takes the claim, and waits for that if need be; from then on it is renewed. Returns what it
   said before, and the claim.
 
@@ -108,13 +108,13 @@ def take(
     say: prints a line for people.
 
   Raises:
-    Refused: another process continues the run, or the store has another run; nothing was changed.
+    Denied: another process continues the run, or the store has another run; nothing was changed.
     StoreError: the store cannot be read or written.
   """
   host = files.host_name()
   before, generation = read(store)
   if before and here.run not in ('', before.lineage.run):
-    raise Refused(
+    raise Denied(
       f'{store.place} holds the run {before.lineage.run}, this folder the run {here.run}. Nothing '
       'was changed. Choose another train.store, or another folder'
     )
@@ -136,15 +136,15 @@ def take(
   return before, claim
 
 
-def has(held: Held, disk: str) -> bool:
+def has(content: Content, disk: str) -> bool:
   """Whether a disk has the newest state of the run."""
-  return disk != '' and disk in (held.lineage.disk, held.taker)
+  return disk != '' and disk in (content.lineage.disk, content.taker)
 
 
 def _wait_until_free(
-  store: store_lib.Store, before: Held, generation: bytes | None, say: Callable[[str], None]
-) -> tuple[Held, bytes | None]:
-  """Returns the claim once it was not renewed for so long, or is released. Raises Refused if it is
+  store: store_lib.Store, before: Content, generation: bytes | None, say: Callable[[str], None]
+) -> tuple[Content, bytes | None]:
+  """Returns the claim once it was not renewed for so long, or is released. Raises Denied if it is
   renewed twice."""
   say(f'{store.place} is claimed by the {before.holder}: looks for {EXPIRED_S:g} s if it is alive')
   until_s, renewed = time.monotonic() + EXPIRED_S, False
@@ -159,7 +159,7 @@ def _wait_until_free(
       until_s = time.monotonic() + EXPIRED_S
       continue
     if newer != generation:
-      raise Refused(
+      raise Denied(
         f'{store.place} is in use: the {(now or before).holder} continues its run and renews its '
         'claim. Nothing was changed. Stop that syncer first, or choose another train.store'
       )
@@ -171,28 +171,32 @@ class Claim:
   """A claim of this process. Any thread may call it.
 
   Attributes:
-    held: what it says.
+    content: what it says.
     next: fields that the next renewal changes.
     on_loss: called if the claim is taken.
     thread: renews it.
   """
 
   def __init__(
-    self, store: store_lib.Store, held: Held, generation: bytes | None, say: Callable[[str], None]
+    self,
+    store: store_lib.Store,
+    content: Content,
+    generation: bytes | None,
+    say: Callable[[str], None],
   ):
     """`generation`: of the claim that it replaces."""
-    self.held = held
+    self.content = content
     self.next: dict[str, Any] = {}
     self.on_loss: Callable[[BaseException], None] = lambda error: None
     self.thread = threading.Thread(target=self._run, name='claim', daemon=True)
     self._store, self._generation, self._say = store, generation, say
     self._fresh_until_s = 0.0
-    self._lost: Refused | None = None
+    self._lost: Denied | None = None
     self._lock = threading.Lock()
     self._closed = threading.Event()
 
   def require(self) -> None:
-    """Returns if this process holds the claim for the next seconds. Raises Refused if it was taken;
+    """Returns if this process holds the claim for the next seconds. Raises Denied if it was taken;
     StoreError if it could not be renewed for too long."""
     if self._lost:
       raise self._lost
@@ -203,19 +207,19 @@ class Claim:
       )
 
   def renew(self, **changes: Any) -> None:
-    """Renews it at once, with these changes. Raises Refused if it was taken; StoreError."""
+    """Renews it at once, with these changes. Raises Denied if it was taken; StoreError."""
     with self._lock:
       if self._lost:
         raise self._lost
       since_s = time.monotonic()
-      changes = self.next | changes | {'renewed': self.held.renewed + 1}
-      self.held = dataclasses.replace(self.held, **changes)
-      data = codec.encode(formats.stamp('claim') | {'held': self.held}).encode()
+      changes = self.next | changes | {'renewed': self.content.renewed + 1}
+      self.content = dataclasses.replace(self.content, **changes)
+      data = codec.encode(formats.stamp('claim') | {'content': self.content}).encode()
       while (made := self._store.replace(NAME, data, self._generation)) is None:
         found, self._generation = read(self._store)  # an earlier write of this process, perhaps
-        if found is None or found.process != self.held.process:
+        if found is None or found.process != self.content.process:
           by = f'the {found.holder} has taken it' if found else 'it was removed'
-          self._lost = Refused(
+          self._lost = Denied(
             f'this syncer has lost its claim in {self._store.place}: {by}. It commits nothing more'
           )
           raise self._lost
@@ -227,7 +231,7 @@ class Claim:
     self.thread.join()
     try:
       self.renew(released=True)
-    except (Refused, store_lib.StoreError) as error:
+    except (Denied, store_lib.StoreError) as error:
       self._say(f'the claim was not released: {error}')
 
   def _run(self) -> None:
@@ -236,7 +240,7 @@ class Claim:
       try:
         self.renew()
         pause_s = RENEW_S
-      except Refused as error:
+      except Denied as error:
         self.on_loss(error)
         return
       except store_lib.StoreError as error:

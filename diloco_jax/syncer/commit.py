@@ -97,7 +97,7 @@ class CommitLog:
     Raises:
       Closed: `stop` was called before it was written.
       WalFull: there was no space, or no answer, for too long.
-      Refused: another syncer has the claim.
+      Denied: another syncer has the claim.
       WalBroken: the disk failed; nothing about this outer step may leave the process.
     """
     buffers = outer_log.encode(step)

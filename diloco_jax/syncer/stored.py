@@ -71,8 +71,8 @@ def opened(
   Raises:
     DirectoryError: another syncer has the folder, or a restore has not ended.
     ValueError: the store and the folder lie in each other, or gcsfs is missing.
-    Refused, one of: another syncer has the claim; the newest state is on a lost disk; the store is
-      that of another run; nobody may write there.
+    Denied: one of these: another syncer has the claim; the newest state is on a lost disk; the
+      store is that of another run; nobody may write there.
     StoreError: the store cannot be read or written: retry.
   """
   if not config.train.store:
@@ -89,7 +89,7 @@ def opened(
       stored.open()
     except store_lib.StoreError as error:
       if re.search('PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND', str(error)):
-        raise claim_lib.Refused(f'{error}. Nothing was started: check train.store') from error
+        raise claim_lib.Denied(f'{error}. Nothing was started: check train.store') from error
       raise
     yield stored
 
@@ -130,16 +130,16 @@ class Stored:
     here = lineage_lib.read(self._workdir, lineage_lib.TAKE_OVER) or lineage_lib.Lineage()
     named = dataclasses.replace(here, disk=here.disk or secrets.token_hex(8))
 
-    def begin() -> claim_lib.Held:
+    def begin() -> claim_lib.Content:
       self._require_own_or_empty(here)
       lineage_lib.write(self._workdir, named)  # first: this folder is the newest state of the run
       run = here.run or secrets.token_hex(8)
-      return claim_lib.Held(lineage=dataclasses.replace(named, run=run), log=self._end())
+      return claim_lib.Content(lineage=dataclasses.replace(named, run=run), log=self._end())
 
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
     lock = str((self._folder / 'wal' / files_lib.LOCK).stat().st_ino)
     before, self._claim = claim_lib.take(claims, here, lock, begin, self._say)
-    newest = self._claim.held.lineage
+    newest = self._claim.content.lineage
     restored = tuple(dict.fromkeys((*newest.restored, *here.restored)))
     self._at = _part(restored)
     if restored != newest.restored:  # a restore that the store has not followed yet
@@ -155,17 +155,17 @@ class Stored:
     # If this process cannot continue the run, the disk that had it still has.
     self._begun = {'lineage': lineage, 'taker': '', 'over': False}
     if newest is not here:
-      self._claim.renew(taker=lineage.disk, log=max(self._claim.held.log, self._end()))
+      self._claim.renew(taker=lineage.disk, log=max(self._claim.content.log, self._end()))
 
   def _require_own_or_empty(self, here: lineage_lib.Lineage) -> None:
-    """Of a store without a claim. Raises Refused if the store has a run that is not in the
+    """Of a store without a claim. Raises Denied if the store has a run that is not in the
     folder."""
     self._at = _part(here.restored)
     mine = here.disk and here.run and not here.changing
     copies = self._copies() if mine else ()
     behind = copies and self._manifest(copies[-1])['log'] > self._end()
     if behind or (not mine and self._store.names('syncer/')):
-      raise claim_lib.Refused(
+      raise claim_lib.Denied(
         f'{self._store.place} has a run, and no {claim_lib.NAME} that says which. Nothing was '
         'changed. Start the syncer on the disk that had the run: it writes the claim again. If '
         'that is lost, choose another train.store'
@@ -175,7 +175,7 @@ class Stored:
     """The newest record in the folder."""
     return max(wal.numbers(self.log_files), default=0)
 
-  def _take_over(self, before: claim_lib.Held, here: lineage_lib.Lineage) -> None:
+  def _take_over(self, before: claim_lib.Content, here: lineage_lib.Lineage) -> None:
     """Makes the folder the newest state of the run. That of the last holder is older than the store
     only if the disk itself went back."""
     mine = claim_lib.has(before, here.disk) and not here.changing
@@ -192,7 +192,9 @@ class Stored:
         f'continues behind outer step {end}. With train.store_log=true none would be gone'
       )
 
-  def _download(self, before: claim_lib.Held, here: lineage_lib.Lineage, copies: list[str]) -> None:
+  def _download(
+    self, before: claim_lib.Content, here: lineage_lib.Lineage, copies: list[str]
+  ) -> None:
     """Fetches the newest copy that is whole; then moves what the folder has of the run aside, and
     puts the copy there, with a log that begins behind it."""
     staging, whole, damaged = self._folder / 'from-store', None, []
@@ -207,7 +209,7 @@ class Stored:
     agreement = self._store.read(f'syncer/{AGREEMENT}')
     first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
     if not whole and (copies or (before.log and not first)):
-      raise claim_lib.Refused(
+      raise claim_lib.Denied(
         f'{self._store.place} has no whole copy of the run {before.lineage.run}, of which '
         f'{before.log} outer steps are committed: only the disk of {before.host} has them. Nothing '
         'was changed. Start the syncer on that disk; if it is lost, start over with another '
@@ -218,7 +220,7 @@ class Stored:
     if whole or first:
       known = whole.get('run', known) if whole else wal.run_in(first.data)
     if run != known or (whole and not agreement):
-      raise claim_lib.Refused(
+      raise claim_lib.Denied(
         f'{self._store.place}/syncer/{AGREEMENT} is damaged. Nothing was changed. Put a copy of it '
         f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
       )
@@ -315,7 +317,7 @@ class Stored:
   # --- Outer steps --------------------------------------------------------------------------------
 
   def before_commit(self, number: int, record: Callable[[], bytes]) -> None:
-    """Returns once a record may be committed. Raises StoreError while it may not; Refused if the
+    """Returns once a record may be committed. Raises StoreError while it may not; Denied if the
     claim was taken; WalBroken if a process before this one has put another record late."""
     self._claim.require()
     if self._config.train.store_log:
@@ -329,11 +331,11 @@ class Stored:
       self._claim.require()
 
   def run_is_over(self) -> None:
-    """Tells learners that dial after the end, by the claim. Raises Refused; StoreError."""
+    """Tells learners that dial after the end, by the claim. Raises Denied; StoreError."""
     self._claim.renew(over=True)
 
   def committed(self, number: int, clock: int) -> None:
-    """An outer step was committed: the claim will say so. Raises StoreError, and Refused, while
+    """An outer step was committed: the claim will say so. Raises StoreError, and Denied, while
     nothing about it may leave the process: the disk may have been slow."""
     self._claim.next = {'log': number, 'clock': clock}
     self._claim.require()
@@ -362,7 +364,7 @@ class Stored:
       for kind, (text, call) in due:
         try:
           call()
-        except claim_lib.Refused:
+        except claim_lib.Denied:
           return  # the node hears of it from the claim
         except Exception as error:  # of any kind: else nothing would be copied any more
           self._notices.say(time.monotonic_ns(), kind, f'{text} is not in the store yet: {error}')
@@ -466,7 +468,7 @@ class Stored:
   ) -> actions.Exit:
     """Waits until everything is copied, or half of the time of an orderly end has passed since the
     process was asked to stop (`stopped`: it was). Returns the Exit of the process, after a line
-    that says what is not copied. `finished`: the run is over. Raises Refused."""
+    that says what is not copied. `finished`: the run is over. Raises Denied."""
     until_s = None
     while self._due:
       if isinstance(event_queue.take(0), events.Stop):

@@ -121,7 +121,7 @@ def test_a_syncer_whose_machine_dies_continues_elsewhere_from_the_store(tmp_path
   def may_die() -> bool:
     """The store has a checkpoint, and has heard of outer steps behind it."""
     copies = [int(path.name.partition('-')[0]) for path in syncer.glob('ckpt/*.json')]
-    known = json.loads((syncer / 'claim').read_bytes())['held']['log'] if copies else 0
+    known = json.loads((syncer / 'claim').read_bytes())['content']['log'] if copies else 0
     return bool(copies) and known > max(copies) > len(run.facts('syncer', 'synced')) - 200
 
   with (

@@ -270,7 +270,7 @@ DOORS = {
   'checkpoint': Door(_write_checkpoints, _in_json(_RECORD, 'sha256'), _restore),
   'config': Door(_settings, _in_json(load.FILE), load.read),
   'lineage': Door(_lineage, _in_json(lineage.FILE, 'digest'), lineage.read),
-  'claim': Door(_write_claim, _in_json(f'store/{claim.NAME}'), _open_claim, claim.Refused),
+  'claim': Door(_write_claim, _in_json(f'store/{claim.NAME}'), _open_claim, claim.Denied),
   'manifest': Door(_write_manifest, _in_json('store/syncer/ckpt/*.json'), _open_manifest),
   'tape': Door(_write_tape, _change_tape, _open_tape, tape.OtherTape),
   'records': Door(_write_records, _change_records, lambda here: list(records.records(here))),

@@ -208,7 +208,7 @@ def test_a_run_of_which_the_store_has_nothing_is_not_started_over(here):
   life.store._claim.renew()
   here.kill()
   before = here.objects()
-  with pytest.raises(claim_lib.Refused, match='no whole copy of the run .* 3 outer steps are comm'):
+  with pytest.raises(claim_lib.Denied, match='no whole copy of the run .* 3 outer steps are comm'):
     here.live('b')
   after = here.objects()
   assert before.keys() == after.keys()
@@ -264,7 +264,7 @@ def test_a_death_in_a_copy_or_after_it_costs_at_most_that_copy(
   run_until(life, range(1, 3), saves=(1, 2))
 
   def dies() -> None:
-    raise claim_lib.Refused(failpoint)  # ends the thread
+    raise claim_lib.Denied(failpoint)  # ends the thread
 
   with monkeypatch.context() as patch:
     failpoints.arm(failpoint, dies, patch.setattr)
@@ -305,12 +305,12 @@ def test_a_second_syncer_is_refused_before_it_changes_anything(site, monkeypatch
   site.kill()  # disk b has a run of its own by now
   life = site.live('a', store_log=True)
   before = contents(site.folder / 'b'), {**site.objects(), claim_lib.NAME: b''}
-  with pytest.raises(claim_lib.Refused, match='holds the run .*, this folder the run'):
+  with pytest.raises(claim_lib.Denied, match='holds the run .*, this folder the run'):
     site.live('b', store_log=True)
   shutil.copytree(site.folder / 'a', site.folder / 'c')
   lineage.write(site.folder / 'c', lineage.Lineage(run=lineage.read(site.folder / 'c').run))
   copied = contents(site.folder / 'c')
-  with pytest.raises(claim_lib.Refused, match=r'is in use: the syncer pid \d+ on .* Nothing was'):
+  with pytest.raises(claim_lib.Denied, match=r'is in use: the syncer pid \d+ on .* Nothing was'):
     site.live('c', store_log=True)
   lock = 'syncer/wal/lock'
   assert contents(site.folder / 'c') | {lock: b''} == copied | {lock: b''}
@@ -384,13 +384,13 @@ def test_a_store_that_may_not_be_written_is_refused_one_that_fails_is_not(bucket
                                                                           tmp_path):  # fmt: skip
   site = Site(assembled, tmp_path, f'{bucket.url}/run')
   bucket.door.refuses_with = 403
-  with pytest.raises(claim_lib.Refused, match='PERMISSION_DENIED.*check train.store'):
+  with pytest.raises(claim_lib.Denied, match='PERMISSION_DENIED.*check train.store'):
     site.live('a')
   bucket.door.refuses_with = 503
   with pytest.raises(store_lib.StoreError, match='UNAVAILABLE|attempts failed'):
     site.live('a')
   bucket.door.refuses_with = 0
-  with pytest.raises(claim_lib.Refused, match='NOT_FOUND'):
+  with pytest.raises(claim_lib.Denied, match='NOT_FOUND'):
     site.live('a', place=f'{bucket.url}-of-no-name/run')
 
 
@@ -426,11 +426,11 @@ def test_a_holder_whose_claim_was_taken_ends_and_changes_nothing(site):
   life.store._claim._closed.set()  # it does not renew
   life.store._claim.thread.join()
   site.live('b', store_log=True)
-  with pytest.raises(claim_lib.Refused, match='has lost its claim .* has taken it'):
+  with pytest.raises(claim_lib.Denied, match='has lost its claim .* has taken it'):
     life.store._claim.renew()
   before = {**site.objects(), claim_lib.NAME: b''}
   life.submit(3)
-  assert isinstance(life.failed.get(timeout=DEADLINE_S), claim_lib.Refused)
+  assert isinstance(life.failed.get(timeout=DEADLINE_S), claim_lib.Denied)
   assert life.posted.empty() and life.log.position['log'] == 2
   assert before == {**site.objects(), claim_lib.NAME: b''}
 

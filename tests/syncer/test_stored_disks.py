@@ -48,7 +48,7 @@ def test_a_copy_of_the_folder_on_the_same_host_is_another_disk(here, monkeypatch
   run_until(life, range(1, 3))
   shutil.copytree(here.folder / 'a', here.folder / 'copied')
   monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
-  with pytest.raises(claim_lib.Refused, match='is in use'):
+  with pytest.raises(claim_lib.Denied, match='is in use'):
     here.live('copied')
   life.merge(3)
 
@@ -109,16 +109,16 @@ def test_a_slow_disk_publishes_nothing_once_the_claim_may_be_taken(here, monkeyp
   life.store._claim._closed.set()  # it does not renew
   life.store._claim.thread.join()
   wait(lambda: time.monotonic() > life.store._claim._fresh_until_s)
-  held, generation = claim_lib.read(here.store)
-  taker = claim_lib.Claim(here.store, dataclasses.replace(held, process='b'), generation, print)
+  content, generation = claim_lib.read(here.store)
+  taker = claim_lib.Claim(here.store, dataclasses.replace(content, process='b'), generation, print)
   taker.renew()
   drain_lines(life)
   taken.set()
   line = life.records.lines.get(timeout=DEADLINE_S)
   assert 'could not be renewed for 1 s' in line and life.posted.empty()
-  with pytest.raises(claim_lib.Refused):
+  with pytest.raises(claim_lib.Denied):
     life.store._claim.renew()
-  assert isinstance(life.failed.get(timeout=DEADLINE_S), claim_lib.Refused)
+  assert isinstance(life.failed.get(timeout=DEADLINE_S), claim_lib.Denied)
   assert life.posted.empty()
 
 
@@ -150,12 +150,12 @@ def test_a_store_without_its_claim_is_not_empty(here, expected, store_log):
   here.kill()
   here.store.put(claim_lib.NAME, b'{')
   with pytest.raises(
-    claim_lib.Refused, match='is no claim.* Remove it, and start the syncer on the'
+    claim_lib.Denied, match='is no claim.* Remove it, and start the syncer on the'
   ):
     here.live('a', store_log)
   here.store.remove(claim_lib.NAME)
   before = here.objects()
-  with pytest.raises(claim_lib.Refused, match='has a run, and no syncer/claim that says which'):
+  with pytest.raises(claim_lib.Denied, match='has a run, and no syncer/claim that says which'):
     here.live('b', store_log)
   assert here.objects() == before
   assert bits(here.live('a', store_log).theta) == expected[3]
@@ -169,7 +169,7 @@ def test_a_disk_that_is_behind_the_store_writes_no_claim(here):
   run_until(here.live('a'), range(1, 4), saves=(2,))
   here.kill()
   here.store.remove(claim_lib.NAME)
-  with pytest.raises(claim_lib.Refused, match='has a run, and no syncer/claim that says which'):
+  with pytest.raises(claim_lib.Denied, match='has a run, and no syncer/claim that says which'):
     here.live('old')
 
 
@@ -201,7 +201,7 @@ def test_settings_that_are_damaged_in_the_store_are_named(here, expected, store_
   if how != 'removed':
     here.store.put(name, whole[:-1] if how == 'cut off' else whole.replace(b':2', b':3', 1))
     assert here.store.read(name).data != whole
-  with pytest.raises(claim_lib.Refused, match='agreement.json is damaged.* Put a copy of it back'):
+  with pytest.raises(claim_lib.Denied, match='agreement.json is damaged.* Put a copy of it back'):
     here.live('b', store_log)
   here.store.put(name, (here.folder / 'a' / 'syncer' / 'wal' / stored.AGREEMENT).read_bytes())
   assert bits(here.live('b', store_log).theta) == expected[3 if store_log else 2]

@@ -39,7 +39,7 @@ class Story:
       life = self.site.live(f'disk{self.draw.randrange(DISKS)}', store_log=self.log)
     except (store_lib.StoreError, checkpoint.CheckpointError):
       return  # it is started again
-    except claim_lib.Refused as error:  # another disk has all of the run
+    except claim_lib.Denied as error:  # another disk has all of the run
       assert not self.log and not self.safe and 'has no whole copy' in str(error)
       return
     at = life.log.position['log']

@@ -111,8 +111,8 @@ def test_without_the_log_the_run_continues_behind_the_last_copy(tmp_path):
   said = [line for line in run.said if 'gone:' in line]
   assert said and all('only the disk of' in line for line in said), run.said
   store = store_lib.Store(f'{tmp_path}-store')
-  held, _ = claim_lib.read(store)
-  assert held.released and held.log > 0
+  content, _ = claim_lib.read(store)
+  assert content.released and content.log > 0
 
 
 # --- Two syncers ----------------------------------------------------------------------------------
