@@ -200,7 +200,7 @@ class Exchange:
 
   def lower_adopt(self, kind: split.Kind) -> jax.stages.Lowered:
     adopt = functools.partial(exchange.adopt, kind.local, self._codec_up, self._codec_down)
-    specs = exchange.Published(*3 * (kind.flat,), *2 * (jax.P(),))
+    specs = exchange.Adoption(*3 * (kind.flat,), *2 * (jax.P(),))
     each = kind.on_each(adopt, (kind.rows_specs, kind.flat, specs), kind.rows_specs)
 
     def adopt_all(leaves, starts, anchor, published):
@@ -214,7 +214,7 @@ class Exchange:
     )
     shardings = split.named(leaf.sharding for leaf in kind.leaves)
     return kind.jit(adopt_all, shardings, donate=0).lower(
-      *self._held(kind), anchor, exchange.Published(anchor, data, capture, flag, flag)
+      *self._held(kind), anchor, exchange.Adoption(anchor, data, capture, flag, flag)
     )
 
   def lower_apply(self, kind: split.Kind) -> jax.stages.Lowered:
@@ -361,7 +361,7 @@ class Exchange:
       alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind)
     self.launches += 2
-    value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
+    value = exchange.Adoption(base_N, delta, capture, self._flags[merged], self._flags[keep])
     adopt = self._get(self.lower_adopt, kind)
     adopted = adopt(self._own(p), self._starts[p], self.anchors[p], value)
     self._assign(p, adopted)

@@ -27,8 +27,8 @@ def digest(
 ) -> jax.Array:
   """The digest of float32[n] as uint32[2]; for use inside jit.
 
-  Of a vector that is cut into pieces it is the sum, modulo 2^32, of the digests of the pieces.
-  `first` is the place of a piece in its vector; from `count` values on, the piece is padding.
+  Of a vector that is cut into tiles it is the sum, modulo 2^32, of the digests of the tiles.
+  `first` is the place of a tile in its vector; from `count` values on, the tile is padding.
 
   >>> digest(jnp.float32([1.0, -2.5])).tolist()
   [2145386496, 4274141047]

@@ -29,7 +29,7 @@ are exact (see codecs.py), every backend rounds one addition alike, and `apply_d
 result canonical (no subnormals, no -0). The digest verifies it. A learner that holds another
 version gets A_{v+1} whole, as float32 values: that is lossless, as they are canonical.
 
-The syncer's functions take one piece of n values at a time, any n that is a multiple of 32, and
+The syncer's functions take one tile of n values at a time, any n that is a multiple of 32, and
 their bits do not depend on n (syncer/outer_step.py); a learner's take a whole fragment.
 
 Give `pieces`, the codecs and `tx` to jax.jit as static arguments. Only bytes, flags,
@@ -66,16 +66,16 @@ class Values(NamedTuple):
 
 
 class OuterResult(NamedTuple):
-  """The result of the outer step of a piece.
+  """The result of the outer step of a tile.
 
   Attributes:
-    piece: the new values.
+    tile: the new values.
     delta_bytes: uint8, the encoded delta from A_v to A_{v+1}.
-    digest: uint32[2], the part of this piece in the digest of the published value.
+    digest: uint32[2], the part of this tile in the digest of the published value.
     ok: false if a value is not finite: none of this may be used.
   """
 
-  piece: Values
+  tile: Values
   delta_bytes: jax.Array
   digest: jax.Array
   ok: jax.Array
@@ -157,7 +157,7 @@ def _published(base_n: jax.Array, delta_n: jax.Array) -> jax.Array:
   return codecs.canonical(base_n + delta_n)
 
 
-class Published(NamedTuple):
+class Adoption(NamedTuple):
   """A published value as it reaches a learner, and what the learner has given to it.
 
   Attributes:
@@ -181,30 +181,30 @@ def adopt(
   codec_down: codecs.Codec,
   leaves: Leaves,
   anchor_N: jax.Array,
-  published: Published,
+  adoption: Adoption,
 ) -> Leaves:
   """Learner: the parameters with the published value of a fragment adopted, tensor by tensor.
 
   Give `leaves` to jit as donated: each tensor is replaced in place.
   """
-  if anchor_N.shape != published.base_N.shape:
+  if anchor_N.shape != adoption.base_N.shape:
     raise ValueError(
       f'exchange: a fragment was anchored at {anchor_N.shape} values and '
-      f'{published.base_N.shape} were published; learner and syncer have different layouts'
+      f'{adoption.base_N.shape} were published; learner and syncer have different layouts'
     )
   leaves, n = dict(leaves), anchor_N.shape[0]
   # A sum of differences of a statistic may be a value that no learner has had, as a variance below
   # 0. Published values are means of what learners had.
-  kept = lambda piece: published.keep if piece.label != fragments.STATISTIC else False
+  kept = lambda piece: adoption.keep if piece.label != fragments.STATISTIC else False
   for piece, start, stop in fragments.places(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
     shaped = functools.partial(fragments.shaped, piece)
     rows = fragments.rows(leaves, piece)
     theta = rows.astype(jnp.float32)
-    delta_n = codec_down.decode_range(published.data, n, start, stop)
-    value = shaped(_published(codecs.part(published.base_N, start, stop - start), delta_n))
-    given_n = codec_up.decode_range(published.capture, n, start, stop)
-    merged_n = jnp.where(published.merged, given_n, 0.0)
+    delta_n = codec_down.decode_range(adoption.data, n, start, stop)
+    value = shaped(_published(codecs.part(adoption.base_N, start, stop - start), delta_n))
+    given_n = codec_up.decode_range(adoption.capture, n, start, stop)
+    merged_n = jnp.where(adoption.merged, given_n, 0.0)
     carried = theta - shaped(
       _held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
     )
@@ -301,28 +301,28 @@ def outer_step(
   codec: codecs.Codec,
   tx: optax.GradientTransformation,
   merged_n: jax.Array,
-  piece: Values,
+  tile: Values,
   first: jax.Array,
   count: jax.Array,
   statistic_B: jax.Array | None = None,
   periods: jax.Array | None = None,
 ) -> OuterResult:
-  """Syncer: the outer optimizer and the down-link of one piece.
+  """Syncer: the outer optimizer and the down-link of one tile.
 
   Args:
     merged_n: the outer gradient, decoded.
-    first, count: the place of the piece in its fragment, as for digest.digest.
+    first, count: the place of the tile in its fragment, as for digest.digest.
     statistic_B: whether each block belongs to a statistic, which becomes the learners' mean.
     periods: how many the outer gradient is of; None: of one.
   """
-  updates_n, tx_state = tx.update(merged_n, piece.tx_state, piece.master_n)
+  updates_n, tx_state = tx.update(merged_n, tile.tx_state, tile.master_n)
   if periods is not None:
-    tx_state = outer.after_periods(tx, merged_n, piece.tx_state, piece.master_n, periods)
+    tx_state = outer.after_periods(tx, merged_n, tile.tx_state, tile.master_n, periods)
   if statistic_B is not None:
     updates_n = jnp.where(codecs.spread(statistic_B), -merged_n, updates_n)
-  master_n = optax.apply_updates(piece.master_n, updates_n)
-  data, ok = codec.encode(master_n - piece.published_n)
-  published_n = codecs.canonical(piece.published_n + codec.decode(data, master_n.shape[0]))
+  master_n = optax.apply_updates(tile.master_n, updates_n)
+  data, ok = codec.encode(master_n - tile.published_n)
+  published_n = codecs.canonical(tile.published_n + codec.decode(data, master_n.shape[0]))
   vectors = []
   for leaf in jax.tree.leaves(tx_state):
     if (leaf.shape, leaf.dtype) == (published_n.shape, published_n.dtype):

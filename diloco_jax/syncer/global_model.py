@@ -1,6 +1,6 @@
 """Theta on the syncer: master, published value and outer state of each fragment; the outer step.
 
-A fragment is a list of pieces of a flat float32 vector (outer_step.py). The merged outer gradient
+A fragment is a list of tiles of a flat float32 vector (outer_step.py). The merged outer gradient
 is encoded before the outer optimizer gets it, so a replay from the log (storage/outer_log.py) has
 what the optimizer had, and makes the same bits with the same functions. The rounding error of the
 encoding is not carried on to the next outer step: it would be lost with the process, so that a run
@@ -62,14 +62,14 @@ class Theta:
     layout = assembled.layout
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
-    self._pieces = outer_step_lib.Pieces(
+    self._tiles = outer_step_lib.Tiles(
       layout,
       assembled.codec_up,
       assembled.codec_down,
       assembled.codec_log,
       assembled.transform,
       devices or jax.local_devices(backend='cpu')[:1],
-      None if devices else outer_step_lib.PIECE,
+      None if devices else outer_step_lib.TILE,
     )
     self._values: list[list[exchange.Values]] | None = None
     self._warm = False
@@ -105,7 +105,7 @@ class Theta:
             'trained, nothing is lost: correct the initial parameters and start again'
           )
       value_N[np.abs(value_N) < np.finfo(np.float32).tiny] = 0.0  # as codecs.canonical
-      values.append(self._pieces.begin(p, value_N))
+      values.append(self._tiles.begin(p, value_N))
       for path in {piece.path for piece in pieces}:
         if last[path] == p:
           del leaves[path]  # so the model is not held twice
@@ -113,7 +113,7 @@ class Theta:
 
   def arrays(self) -> dict[str, Any]:
     """All arrays of a checkpoint, as a tree, in new buffers."""
-    return _tree(self._pieces.join(p, pieces) for p, pieces in enumerate(self._whole()))
+    return _tree(self._tiles.join(p, tiles) for p, tiles in enumerate(self._whole()))
 
   def _whole(self) -> list[list[exchange.Values]]:
     if self._values is None:
@@ -123,38 +123,38 @@ class Theta:
   @property
   def like(self) -> Any:
     """The shapes of `arrays`, without drawing values."""
-    return _tree(map(self._pieces.like, range(len(self.versions))))
+    return _tree(map(self._tiles.like, range(len(self.versions))))
 
   @property
   def place(self) -> jax.sharding.Sharding:
     """Where the arrays of a checkpoint are read, for `restore`."""
-    return self._pieces.place(0)
+    return self._tiles.place(0)
 
   def at_home(self) -> contextlib.AbstractContextManager[Any]:
-    return self._pieces.at_home()
+    return self._tiles.at_home()
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
     """A payload of fragment p where `lengths` and `merge` compute with it: itself if it is near."""
-    return self._pieces.near(p, payload)
+    return self._tiles.near(p, payload)
 
   def published(self, p: int) -> payload_lib.Payload:
     """The published value of fragment p, float32[N_p], a new array."""
-    return self._pieces.published(p, self._whole()[p])
+    return self._tiles.published(p, self._whole()[p])
 
   def master(self, p: int) -> np.ndarray:
     """The float32 master of fragment p, a new array."""
-    return self._pieces.flat(p, [piece.master_n for piece in self._whole()[p]])
+    return self._tiles.flat(p, [tile.master_n for tile in self._whole()[p]])
 
   @property
   def shapes(self) -> Any:
     return self._assembled.exchanged
 
   def digest(self, p: int) -> int:
-    return self._pieces.digest(p, self._whole()[p])
+    return self._tiles.digest(p, self._whole()[p])
 
   def lengths(self, p: int, payload: payload_lib.Payload) -> np.ndarray:
     """The length of each tensor of fragment p in a payload, float64[T]. Raises ValueError."""
-    return self._pieces.lengths(p, self.near(p, payload))
+    return self._tiles.lengths(p, self.near(p, payload))
 
   def screen(
     self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray, live: int = 0
@@ -187,7 +187,7 @@ class Theta:
       return self._failed(p, ALL_REJECTED)
     given = [self.near(p, payloads[m]) for m in counts]
     if lengths_MxT is None:
-      lengths_MxT = np.stack([self._pieces.lengths(p, one) for one in given])
+      lengths_MxT = np.stack([self._tiles.lengths(p, one) for one in given])
     else:
       lengths_MxT = lengths_MxT[counts]
     steps = [participants[m].steps for m in counts]
@@ -200,14 +200,14 @@ class Theta:
       )
     )
     rule = self._rules[p]
-    cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
+    cosines = self._tiles.cosines(p, given, lengths_MxT) if rule.cosines else None
     shortened_MxT = merge_lib.shortened(lengths_MxT)
     rows = merge_lib.Rows(shares_M, lengths_MxT * shortened_MxT, cosines)
     factors_MxT = rule.factors(rows) * shortened_MxT
-    totals, sums_T = self._pieces.sums(p, list(zip(given, factors_MxT, strict=True)))
+    totals, sums_T = self._tiles.sums(p, list(zip(given, factors_MxT, strict=True)))
     stretch_T = rule.stretch(rows, sums_T)
     periods = self._periods(participants, refused)
-    made = self._pieces.merge(p, self._whole()[p], totals, stretch_T, periods)
+    made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
     return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
 
@@ -227,7 +227,7 @@ class Theta:
       return self._failed(p, ALL_REJECTED)
     data = self.near(p, gradient)
     periods = self._periods(participants, refused)
-    stepped = self._pieces.redo(p, self._whole()[p], data, periods)
+    stepped = self._tiles.redo(p, self._whole()[p], data, periods)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
   def _next(
@@ -236,8 +236,8 @@ class Theta:
     """Makes the result of an outer step the next version. The encoded outer gradient is copied to
     the host: it is what the log records."""
     values = self._whole()
-    self._pieces.recycle(p, values[p])
-    values[p] = stepped.pieces
+    self._tiles.recycle(p, values[p])
+    values[p] = stepped.tiles
     self.versions[p] += 1
     return Merged('', stepped.digest, stepped.delta, payloads_lib.to_host(data), length)
 
@@ -248,14 +248,14 @@ class Theta:
     """Compiles the outer steps, with a payload of zeros whose result is dropped."""
     if not self._warm:
       values = self._whole()
-      for p in self._pieces.unlike:
+      for p in self._tiles.unlike:
         zeros = [np.zeros(self._assembled.payload_bytes[p], np.uint8)] * 2
         lengths = [self.lengths(p, one) for one in zeros]
         if self._rules[p].cosines:
-          self._pieces.cosines(p, zeros, np.stack(lengths))
-        totals, sums_T = self._pieces.sums(p, list(zip(zeros, lengths)))
-        _, stepped = self._pieces.merge(p, values[p], totals, sums_T)
-        self._pieces.recycle(p, stepped.pieces)
+          self._tiles.cosines(p, zeros, np.stack(lengths))
+        totals, sums_T = self._tiles.sums(p, list(zip(zeros, lengths)))
+        _, stepped = self._tiles.merge(p, values[p], totals, sums_T)
+        self._tiles.recycle(p, stepped.tiles)
       self._warm = True
 
   def forget(self) -> None:
@@ -265,8 +265,8 @@ class Theta:
   def params(self) -> Any:
     """Returns the published model as a parameter tree in new buffers; None stands for what is never
     sent."""
-    published = [[piece.published_n for piece in one] for one in self._whole()]
-    leaves, found = self._to_leaves(jax.device_put(published, self._pieces.place(0))), self._shapes
+    published = [[tile.published_n for tile in one] for one in self._whole()]
+    leaves, found = self._to_leaves(jax.device_put(published, self._tiles.place(0))), self._shapes
     for piece, paths, _ in itertools.chain(*self._packed):
       like = [self._shapes[path] for path in paths]
       found = found | dict(zip(paths, fragments.unpack(leaves[piece.path], like)))
@@ -284,7 +284,7 @@ class Theta:
 
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
     whole = map(exchange.Values, arrays['masters'], arrays['published'], arrays['outer'])
-    self._values = [self._pieces.cut(p, one) for p, one in enumerate(whole)]
+    self._values = [self._tiles.cut(p, one) for p, one in enumerate(whole)]
     self.versions = list(versions)
 
 

@@ -1,7 +1,7 @@
-"""The outer step of a fragment, piece by piece.
+"""The outer step of a fragment, tile by tile.
 
-A piece is 512 Ki values, so that what one call reads and writes stays in the cache of a core, and
-one compiled function serves all pieces of all fragments; the last piece of a fragment is filled up
+A tile is 512 Ki values, so that what one call reads and writes stays in the cache of a core, and
+one compiled function serves all tiles of all fragments; the last tile of a fragment is filled up
 with zeros. A byte of a payload is read twice (its norms, its row in the sum), a value of the state
 once. The M float32 rows never exist, and new values go into the buffers of old ones:
 
@@ -11,12 +11,12 @@ once. The M float32 rows never exist, and new values go into the buffers of old 
   merge        the outer gradient, encoded; optimizer, delta, published value, digest
   redo         the same from the encoded outer gradient alone
 
-Each works on as many pieces at a time as the process has cores. The bits depend neither on that nor
-on the size of the pieces, nor on where they are: what crosses the border of a block is summed in
+Each works on as many tiles at a time as the process has cores. The bits depend neither on that nor
+on the size of the tiles, nor on where they are: what crosses the border of a block is summed in
 one order (exchange.tensor_sums). A transform that looks at whole tensors gets them: its fragments
-are one piece each (numerics/outer.py).
+are one tile each (numerics/outer.py).
 
-On the devices of a single controller each fragment is one piece, too. They are spread over the
+On the devices of a single controller each fragment is one tile, too. They are spread over the
 devices: a payload goes there from the learner's devices, and the delta from there to those of the
 learners. The host receives the lengths of tensors, flags, digests and, for the log, the encoded
 outer gradient.
@@ -40,7 +40,7 @@ from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.transport import payloads
 
-PIECE = 1 << 19
+TILE = 1 << 19
 MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
 
 Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
@@ -63,25 +63,25 @@ def share_cores() -> None:
 @functools.cache
 def threads() -> futures.ThreadPoolExecutor:
   """One for each core, at most MOST_THREADS."""
-  return futures.ThreadPoolExecutor(min(cores(), MOST_THREADS), thread_name_prefix='pieces')
+  return futures.ThreadPoolExecutor(min(cores(), MOST_THREADS), thread_name_prefix='tiles')
 
 
 class Stepped(NamedTuple):
   """The result of an outer step that is finite.
 
   Attributes:
-    pieces: the new values. The old ones are valid until `recycle`.
+    tiles: the new values. The old ones are valid until `recycle`.
     delta: a payload, from the published version before to this one.
     digest: of the published value.
   """
 
-  pieces: list[exchange.Values]
+  tiles: list[exchange.Values]
   delta: payload_lib.Payload
   digest: int
 
 
 class _Encoded:
-  """A payload that is written piece by piece, or is the only piece, where it is."""
+  """A payload that is written tile by tile, or is the only tile, where it is."""
 
   def __init__(self, codec: codecs.Codec, size: int, on_host: bool):
     """`size`: in values."""
@@ -89,7 +89,7 @@ class _Encoded:
     self.payload = payloads.MEMORY.take(codec.encoded_size(size)) if on_host else None
 
   def write(self, start: int, n: int, encoded: jax.Array) -> None:
-    """Writes an encoded piece of n values to its places in the payload of its fragment."""
+    """Writes an encoded tile of n values to its places in the payload of its fragment."""
     if self.payload is None:
       self.payload = encoded
       return
@@ -100,8 +100,8 @@ class _Encoded:
       self.payload[to] = data[at]
 
 
-class Pieces:
-  """Cuts fragments into pieces and computes with them. One caller at a time."""
+class Tiles:
+  """Cuts fragments into tiles and computes with them. One caller at a time."""
 
   def __init__(
     self,
@@ -111,21 +111,21 @@ class Pieces:
     codec_log: codecs.Codec,
     tx: optax.GradientTransformation,
     devices: Sequence[jax.Device],
-    piece: int | None = PIECE,
+    tile: int | None = TILE,
   ):
-    """`devices`: fragment p is on the one at p modulo their number. `piece`: values in a piece, a
+    """`devices`: fragment p is on the one at p modulo their number. `tile`: values in a tile, a
     multiple of 32; None: each fragment is one, and payloads are arrays of jax, wherever they are.
     """
-    self._on_host = piece is not None  # payloads
+    self._on_host = tile is not None  # payloads
     self._up, self._down, self._log = codec_up, codec_down, codec_log
     self._places = [jax.sharding.SingleDeviceSharding(one) for one in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
-    widest = min(piece or PIECE, max(self._sizes))
+    widest = min(tile or TILE, max(self._sizes))
     by_value = outer_lib.elementwise(tx)
     self._whole = not (self._on_host and by_value)
     self._n = self._sizes if self._whole else [widest] * count
-    # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
+    # A call for the lengths keeps no values, so it takes as many bytes of a payload as a tile has.
     measured = round(4 * widest / codec_up.encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
     self._tx = [tx if by_value else outer_lib.by_tensor(tx, layout, p) for p in range(count)]
@@ -186,14 +186,14 @@ class Pieces:
       payload = np.frombuffer(payload, np.uint8)
     return payload if self._on_host else jax.device_put(payload, self.place(p))
 
-  def published(self, p: int, pieces: Sequence[exchange.Values]) -> Any:
+  def published(self, p: int, tiles: Sequence[exchange.Values]) -> Any:
     """The published value of fragment p as a payload, float32[N_p], a new array."""
     if self._on_host:
-      return self.flat(p, [piece.published_n for piece in pieces])
-    return jnp.copy(pieces[0].published_n)  # the original becomes a buffer
+      return self.flat(p, [tile.published_n for tile in tiles])
+    return jnp.copy(tiles[0].published_n)  # the original becomes a buffer
 
   def starts(self, p: int) -> range:
-    """Where the pieces of fragment p begin."""
+    """Where the tiles of fragment p begin."""
     return range(0, self._sizes[p], self._n[p])
 
   def begin(self, p: int, values_N: Any) -> list[exchange.Values]:
@@ -204,8 +204,8 @@ class Pieces:
   def cut(self, p: int, whole: exchange.Values) -> list[exchange.Values]:
     """The inverse of `join`."""
     leaves, tree = jax.tree.flatten(whole)
-    pieces = zip(*(self._cut(p, leaf) for leaf in leaves), strict=True)
-    return [jax.tree.unflatten(tree, piece) for piece in pieces]
+    tiles = zip(*(self._cut(p, leaf) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(tree, tile) for tile in tiles]
 
   def _cut(self, p: int, values_N: Any) -> list[jax.Array]:
     values_N, n = np.asarray(values_N), self._n[p]
@@ -214,12 +214,12 @@ class Pieces:
     parts = (values_N[start : start + n] for start in self.starts(p))
     return [jax.device_put(np.pad(part, (0, n - len(part))), self.place(p)) for part in parts]
 
-  def join(self, p: int, pieces: Sequence[exchange.Values]) -> exchange.Values:
+  def join(self, p: int, tiles: Sequence[exchange.Values]) -> exchange.Values:
     """Fragment p in arrays of its length, new ones."""
-    return jax.tree.map(lambda *parts: self.flat(p, parts), *pieces)
+    return jax.tree.map(lambda *parts: self.flat(p, parts), *tiles)
 
   def flat(self, p: int, parts: Sequence[jax.Array]) -> np.ndarray:
-    """The values of all pieces as one array, a new one."""
+    """The values of all tiles as one array, a new one."""
     if parts[0].shape != (self._n[p],):
       return np.array(parts[0])
     flat_N = np.empty(self._sizes[p], parts[0].dtype)
@@ -244,7 +244,7 @@ class Pieces:
 
   def cosines(self, p: int, payloads: Sequence[np.ndarray], lengths_MxT: np.ndarray) -> np.ndarray:
     """Between the payloads, float64[M, M, T], of each tensor; 0 where one of them is zero. Of a
-    piece one decoded row exists at a time."""
+    tile one decoded row exists at a time."""
 
     def products(start: int) -> list[jax.Array]:
       found = []
@@ -264,7 +264,7 @@ class Pieces:
     return cosines_MxMxT
 
   def sums(self, p: int, rows: Sequence[Row]) -> tuple[list[jax.Array], np.ndarray]:
-    """(the sums u in pieces, the lengths of their tensors float64[T]) of at least one row."""
+    """(the sums u in tiles, the lengths of their tensors float64[T]) of at least one row."""
     factors = [np.repeat(factors_T.astype(np.float32), self._blocks[p]) for _, factors_T in rows]
 
     def add(start: int) -> tuple[jax.Array, jax.Array]:
@@ -281,13 +281,13 @@ class Pieces:
   def merge(
     self,
     p: int,
-    pieces: Sequence[exchange.Values],
+    tiles: Sequence[exchange.Values],
     totals: Sequence[jax.Array],
     stretch_T: np.ndarray,
     periods: int = 1,
   ) -> tuple[np.ndarray, Stepped] | None:
     """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
-    Consumes the sums; `pieces` stay as they are. `periods`: those that it covers."""
+    Consumes the sums; `tiles` stay as they are. `periods`: those that it covers."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
     encoded, at = self._encoded(self._log, p), dict(zip(self.starts(p), totals, strict=True))
 
@@ -301,11 +301,11 @@ class Pieces:
       encoded.write(start, self._n[p], data)
       return merged_n, bool(ok)
 
-    stepped = self._outer_step(p, pieces, gradient, periods)
+    stepped = self._outer_step(p, tiles, gradient, periods)
     return stepped and (encoded.payload, stepped)
 
   def redo(
-    self, p: int, pieces: Sequence[exchange.Values], data: np.ndarray, periods: int = 1
+    self, p: int, tiles: Sequence[exchange.Values], data: np.ndarray, periods: int = 1
   ) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
     another size."""
@@ -315,20 +315,20 @@ class Pieces:
       sections = self._sections(self._log, p, data, start, self._n[p])
       return self._decode(self._log, self._buffer(p), sections), True
 
-    return self._outer_step(p, pieces, gradient, periods)
+    return self._outer_step(p, tiles, gradient, periods)
 
   def _outer_step(
     self,
     p: int,
-    pieces: Sequence[exchange.Values],
+    tiles: Sequence[exchange.Values],
     gradient: Callable[[int], tuple[jax.Array, bool]],
     periods: int,
   ) -> Stepped | None:
-    """Piece by piece: `gradient` gives the outer gradient where a piece starts, and whether it is
+    """Tile by tile: `gradient` gives the outer gradient where a tile starts, and whether it is
     finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
     count = np.int32(periods) if periods > 1 else None
-    delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), pieces, strict=True))
+    delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), tiles, strict=True))
 
     def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
       merged_n, finite = gradient(start)
@@ -339,7 +339,7 @@ class Pieces:
       more = before[start], *place, statistic_B, count
       result = self._step(self._down, self._tx[p], *donated, *more)
       delta.write(start, n, result.delta_bytes)
-      return result.piece, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
+      return result.tile, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
 
     stepped, digests, oks = zip(*self._each(self.starts(p), step))
     if not all(oks):
@@ -347,21 +347,21 @@ class Pieces:
       return None
     return Stepped(list(stepped), delta.payload, digest_lib.as_int(sum(digests) & 0xFFFFFFFF))
 
-  def recycle(self, p: int, pieces: Iterable[exchange.Values]) -> None:
-    """Takes pieces that are not needed any more, for later results."""
-    for piece in pieces:
-      self._keep(p, self._vectors(p, piece))
+  def recycle(self, p: int, tiles: Iterable[exchange.Values]) -> None:
+    """Takes tiles that are not needed any more, for later results."""
+    for tile in tiles:
+      self._keep(p, self._vectors(p, tile))
 
-  def digest(self, p: int, pieces: Sequence[exchange.Values]) -> int:
+  def digest(self, p: int, tiles: Sequence[exchange.Values]) -> int:
     """Of the published value."""
     total = np.zeros(2, np.uint64)
-    for start, piece in zip(self.starts(p), pieces, strict=True):
+    for start, tile in zip(self.starts(p), tiles, strict=True):
       count = np.uint32(min(self._n[p], self._sizes[p] - start))
-      total += np.asarray(self._digest(piece.published_n, np.uint32(start), count))
+      total += np.asarray(self._digest(tile.published_n, np.uint32(start), count))
     return digest_lib.as_int(total & 0xFFFFFFFF)
 
   def _each(self, starts: range, work: Callable[[int], Any]) -> list[Any]:
-    """The results of `work` where pieces start, in order, of several threads."""
+    """The results of `work` where tiles start, in order, of several threads."""
 
     def on_cpu(start: int) -> Any:
       with self.at_home():
@@ -392,24 +392,24 @@ class Pieces:
     return [np.pad(part, (0, width - len(part))) for part, width in zip(parts, widths)]
 
   def _read(self, p: int, payload: np.ndarray, start: int, values_n: jax.Array) -> tuple[Any, ...]:
-    """What reads one piece of a payload: its codec, `values_n`, its sections."""
+    """What reads one tile of a payload: its codec, `values_n`, its sections."""
     return self._up, values_n, self._sections(self._up, p, payload, start, self._n[p])
 
   def _encoded(self, codec: codecs.Codec, p: int) -> _Encoded:
     return _Encoded(codec, self._sizes[p], self._on_host)
 
   def _of_blocks(self, p: int, values_B: np.ndarray, start: int) -> np.ndarray:
-    """The values for the blocks of one piece, zeros behind the last."""
+    """The values for the blocks of one tile, zeros behind the last."""
     first, count = start // codecs.BLOCK, self._n[p] // codecs.BLOCK
     part = values_B[first : first + count]
     return part if len(part) == count else np.pad(part, (0, count - len(part)))
 
   def _lengths(self, p: int, squares: Iterable[jax.Array]) -> np.ndarray:
-    """From the sums of squares of the blocks, piece by piece."""
+    """From the sums of squares of the blocks, tile by tile."""
     return np.sqrt(self._by_tensor(p, squares))
 
   def _by_tensor(self, p: int, blocks: Iterable[jax.Array]) -> np.ndarray:
-    """The sum for each tensor, of one number for each block, piece by piece."""
+    """The sum for each tensor, of one number for each block, tile by tile."""
     if not self._on_host:
       (blocks_B,) = blocks
       return np.asarray(self._tensor_sums(tuple(self._blocks[p]), blocks_B), np.float64)
@@ -426,7 +426,7 @@ class Pieces:
   def _keep(self, p: int, arrays: Iterable[jax.Array]) -> None:
     self._spare.setdefault((self._n[p], self.place(p)), []).extend(arrays)
 
-  def _vectors(self, p: int, piece: exchange.Values) -> list[jax.Array]:
-    """The arrays of a piece that serve as buffers."""
-    leaves = jax.tree.leaves(piece)
+  def _vectors(self, p: int, tile: exchange.Values) -> list[jax.Array]:
+    """The arrays of a tile that serve as buffers."""
+    leaves = jax.tree.leaves(tile)
     return [one for one in leaves if (one.shape, one.dtype) == ((self._n[p],), np.float32)]

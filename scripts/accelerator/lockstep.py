@@ -117,7 +117,7 @@ class Learners:
     flat = fragments.by_path(self._state.params) | leaves
     params = jax.tree.unflatten(jax.tree.structure(self._state.params), flat.values())
     self._state = self._state._replace(params=params)
-    self._outer[p], self._published[p] = result.piece, result.piece.published_n
+    self._outer[p], self._published[p] = result.tile, result.tile.published_n
 
   def _leaves(self, p: int) -> dict[str, jax.Array]:
     leaves = fragments.by_path(self._state.params)
@@ -163,7 +163,7 @@ class Learners:
     pieces, yes = made.layout.fragments[p], jnp.bool_(True)
 
     def adopt(own: Any, capture: jax.Array) -> Any:
-      published = exchange.Published(anchor_N, delta, capture, yes, yes)
+      published = exchange.Adoption(anchor_N, delta, capture, yes, yes)
       return exchange.adopt(pieces, made.codec_up, made.codec_down, own, anchor_N, published)
 
     return jax.vmap(adopt)(leaves, captures_MxB)

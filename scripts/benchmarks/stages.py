@@ -35,8 +35,8 @@ FOLDER = 'STAGES'  # the environment variable that says where the processes writ
 STAGES = {  # name: function, or method, of module; 'waits': its result is computed by XLA
   'encode': ('learner.on_device', 'Exchange', 'encode', 'waits'),
   'screen': ('syncer.global_model', 'Theta', 'lengths', ''),
-  'merge': ('syncer.outer_step', 'Pieces', 'sums', ''),
-  'optimizer, delta': ('syncer.outer_step', 'Pieces', 'merge', ''),
+  'merge': ('syncer.outer_step', 'Tiles', 'sums', ''),
+  'optimizer, delta': ('syncer.outer_step', 'Tiles', 'merge', ''),
   'log: hash, write': ('storage.wal', 'Wal', 'append', ''),
   'log: fsync': ('storage.wal', 'Wal', 'commit', ''),
   'checksum to announce': ('transport.payloads', '', 'keep', ''),
@@ -92,7 +92,7 @@ def install(clock: Clock) -> None:
   for name, place in STAGES.items():
     _wrap(clock, name, *place)
   _wrap_checksums(clock)
-  _wrap_pieces(clock)
+  _wrap_tiles(clock)
 
 
 def _wrap(clock: Clock, name: str, module: str, owner: str, attribute: str, how: str) -> None:
@@ -129,13 +129,13 @@ def _wrap_checksums(clock: Clock) -> None:
   ISAL, chunks.isal_zlib = chunks.isal_zlib, Checksums
 
 
-def _wrap_pieces(clock: Clock) -> None:
-  """What the threads of `pieces` use belongs to the stage that waits for them."""
+def _wrap_tiles(clock: Clock) -> None:
+  """What the threads of `outer_step` use belongs to the stage that waits for them."""
   from diloco_jax.syncer import outer_step
 
-  each = outer_step.Pieces._each
+  each = outer_step.Tiles._each
 
-  def counted(pieces: Any, starts: range, work: Callable[[int], Any]) -> list[Any]:
+  def counted(tiles: Any, starts: range, work: Callable[[int], Any]) -> list[Any]:
     caller, used = threading.get_ident(), []
 
     def timed(start: int) -> Any:
@@ -145,11 +145,11 @@ def _wrap_pieces(clock: Clock) -> None:
         used.append(time.thread_time_ns() - cpu_ns)
       return result
 
-    found = each(pieces, starts, timed)
+    found = each(tiles, starts, timed)
     clock._open.stack[-1][0] -= sum(used)  # `measure` subtracts what is inner
     return found
 
-  outer_step.Pieces._each = counted
+  outer_step.Tiles._each = counted
 
 
 def learner(index: int) -> Callable:

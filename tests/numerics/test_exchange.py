@@ -43,7 +43,7 @@ def _pseudo_gradient(p, codec, params, anchor_N):
 
 def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=True):
   """The parameters with a value adopted that came whole."""
-  value = exchange.Published(
+  value = exchange.Adoption(
     published_N, jnp.zeros_like(capture), capture, jnp.bool_(merged), jnp.bool_(keep)
   )
   leaves = fragments.by_path(params)
@@ -119,7 +119,7 @@ def test_a_delta_is_adopted_as_the_value_that_it_makes():
     anchor_N = fragments.gather(_layout(), p, params)
     data, _ = codec.encode(0.1 * fragments.gather(_layout(), p, _tree(1)))
     published_N, _ = _apply_delta(codec, anchor_N, data)
-    value = exchange.Published(anchor_N, data, data, jnp.bool_(False), jnp.bool_(False))
+    value = exchange.Adoption(anchor_N, data, data, jnp.bool_(False), jnp.bool_(False))
     leaves = fragments.by_path(params)
     new = _jit_adopt(_layout().fragments[p], codec, codec, leaves, anchor_N, value)
     for piece, start, stop in fragments.places(_layout().fragments[p]):
@@ -198,7 +198,7 @@ def test_a_statistic_is_adopted_as_it_is():
   pieces, codec = (fragments.Piece('0', 0, 4, (4,), fragments.STATISTIC),), codecs.get('float32')
   flat_N = lambda value: jnp.full(32, value, jnp.float32)
   capture, _ = codec.encode(flat_N(0.1))
-  value = exchange.Published(
+  value = exchange.Adoption(
     flat_N(0.2), jnp.zeros_like(capture), capture, jnp.bool_(True), jnp.bool_(True)
   )
   local = {'0': jnp.full(4, 0.01)}  # 0.9 at the capture

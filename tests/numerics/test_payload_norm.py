@@ -26,19 +26,19 @@ WEIGHTS = (0.02, -0.3, 1.5, 2.4)
 
 
 def _norm(name: str, data: np.ndarray, n: int = N) -> float:
-  """NaN if the syncer takes it for not finite. Two tensors, in several pieces."""
+  """NaN if the syncer takes it for not finite. Two tensors, in several tiles."""
   tree = {key: jax.ShapeDtypeStruct((n // 2,), jnp.float32) for key in 'ab'}
   layout = fragments.make_layout('balanced', tree, 1, lambda path: 'rda')
   codec = codecs.get(name)
-  lib = _pieces(layout, codec)
+  lib = _tiles(layout, codec)
   norm = global_model.norm(lib.lengths(0, np.frombuffer(data, np.uint8)))
   return math.nan if norm == screening.NOT_FINITE else norm / screening.UNIT
 
 
 @functools.cache
-def _pieces(layout, codec):
+def _tiles(layout, codec):
   devices = jax.local_devices(backend='cpu')[:1]
-  return outer_step.Pieces(layout, codec, codec, codec, optax.sgd(1.0), devices, piece=3 << 14)
+  return outer_step.Tiles(layout, codec, codec, codec, optax.sgd(1.0), devices, tile=3 << 14)
 
 
 def _measured(name: str, values: np.ndarray) -> float:

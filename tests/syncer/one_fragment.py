@@ -19,7 +19,7 @@ class Fragment:
   Args:
     values_N: its first values.
     rules: label -> merge rule.
-    piece: values in a piece.
+    tile: values in a tile.
     devices: the fragments are whole on these.
   """
 
@@ -32,7 +32,7 @@ class Fragment:
     tx: optax.GradientTransformation,
     up: str = 'float32',
     down: str = 'float32',
-    piece: int = outer_step_lib.PIECE,
+    tile: int = outer_step_lib.TILE,
     devices: Sequence[jax.Device] = (),
   ):
     self.codec = codecs.get(up)
@@ -40,8 +40,8 @@ class Fragment:
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
     made = layout, self.codec, codecs.get(down), self.codec, tx
     places = devices or jax.local_devices(backend='cpu')[:1]
-    self._lib = outer_step_lib.Pieces(*made, places, None if devices else piece)
-    self._pieces = self._lib.begin(p, values_N)
+    self._lib = outer_step_lib.Tiles(*made, places, None if devices else tile)
+    self._tiles = self._lib.begin(p, values_N)
 
   def lengths(self, payload: np.ndarray) -> np.ndarray:
     return self._lib.lengths(self._p, self._lib.near(self._p, payload))
@@ -61,7 +61,7 @@ class Fragment:
     near = [self._lib.near(self._p, one) for one in payloads]
     totals, sums_T = self._lib.sums(self._p, list(zip(near, factors, strict=True)))
     stretch_T = self._rule.stretch(rows, sums_T)
-    made = self._lib.merge(self._p, self._pieces, totals, stretch_T)
+    made = self._lib.merge(self._p, self._tiles, totals, stretch_T)
     if made is None:
       return None
     self.gradient, stepped = made
@@ -69,12 +69,12 @@ class Fragment:
 
   def redo(self, payload: np.ndarray) -> outer_step_lib.Stepped | None:
     """The outer step of an encoded outer gradient."""
-    return self._take(self._lib.redo(self._p, self._pieces, self._lib.near(self._p, payload)))
+    return self._take(self._lib.redo(self._p, self._tiles, self._lib.near(self._p, payload)))
 
   def _take(self, stepped: outer_step_lib.Stepped | None) -> outer_step_lib.Stepped | None:
     if stepped is not None:
-      self._lib.recycle(self._p, self._pieces)
-      self._pieces = stepped.pieces
+      self._lib.recycle(self._p, self._tiles)
+      self._tiles = stepped.tiles
     return stepped
 
   def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step_lib.Stepped | None:
@@ -85,10 +85,10 @@ class Fragment:
   @property
   def whole(self):
     """Its arrays: master, published value, state of the outer optimizer."""
-    return self._lib.join(self._p, self._pieces)
+    return self._lib.join(self._p, self._tiles)
 
   def restore(self, whole) -> None:
-    self._pieces = self._lib.cut(self._p, whole)
+    self._tiles = self._lib.cut(self._p, whole)
 
   def digest(self) -> int:
-    return self._lib.digest(self._p, self._pieces)
+    return self._lib.digest(self._p, self._tiles)

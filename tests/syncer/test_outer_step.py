@@ -1,4 +1,4 @@
-"""The outer step in pieces: the equations of the paper, and bits that depend on nothing else than
+"""The outer step in tiles: the equations of the paper, and bits that depend on nothing else than
 payloads, weights and the values before."""
 
 import functools
@@ -109,7 +109,7 @@ def _expected(deltas_MxN, weights, p, tx, rules):
 def test_it_is_the_rule_of_each_tensor_then_the_transform(text):
   """Also with a transform that looks at whole tensors."""
   tx, weights = outer.make(text), [3, 1, 2]
-  one = _fragment(1, 'float32', tx, piece=96)
+  one = _fragment(1, 'float32', tx, tile=96)
   steps = [_deltas(1, 3, seed=10 * k) for k in range(3)]
   for deltas_MxN in steps:
     one.merge(deltas_MxN, weights)
@@ -130,7 +130,7 @@ def test_nesterov_is_the_equation_of_section_4():
 
 
 def test_an_outer_optimizer_with_a_schedule_counts_its_steps():
-  one = _fragment(0, tx=optax.sgd(optax.linear_schedule(1.0, 0.5, 10)), piece=96)
+  one = _fragment(0, tx=optax.sgd(optax.linear_schedule(1.0, 0.5, 10)), tile=96)
   one.merge(_deltas(0, 2), [1, 1])
   assert [int(x) for x in jax.tree.leaves(one.whole.tx_state)] == [1]
 
@@ -145,7 +145,7 @@ def test_an_outer_optimizer_may_hold_its_state_in_another_type():
 
 @codec_names
 def test_cosines_are_those_of_the_tensors(name):
-  one, deltas_MxN = _fragment(1, name, piece=96), _deltas(1, 3)
+  one, deltas_MxN = _fragment(1, name, tile=96), _deltas(1, 3)
   deltas_MxN[1] += deltas_MxN[0]
   deltas_MxN[2, : deltas_MxN.shape[1] // 2] = 0
   payloads = [np.asarray(one.codec.encode(row_N)[0]) for row_N in deltas_MxN]
@@ -174,12 +174,12 @@ def test_cosines_are_those_of_the_tensors(name):
   ],
   ids=['int8', 'float32', 'majority'],
 )
-def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
-  """Nor do the threads: a single piece is computed by the caller; nor other devices, with payloads
+def test_the_size_of_the_tiles_changes_no_bit(name, text, rules):
+  """Nor do the threads: a single tile is computed by the caller; nor other devices, with payloads
   that never reach the host."""
   found = set()
   devices = jax.devices()
-  for where in ({'piece': 32}, {'piece': 640}, {}, {'devices': devices[5:7]}):
+  for where in ({'tile': 32}, {'tile': 640}, {}, {'devices': devices[5:7]}):
     one = _fragment(1, name, outer.make(text), rules=rules, **where)
     made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2]) for k in range(2)]
     ends = [(np.asarray(stepped.delta).tobytes(), stepped.digest) for stepped in made]
@@ -190,7 +190,7 @@ def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
 @codec_names
 def test_the_encoded_gradient_repeats_the_outer_step_bit_for_bit(name):
   """What the log holds: one payload, whatever the number of learners."""
-  one, again, live = _fragment(1, name), _fragment(1, name, piece=96), 0
+  one, again, live = _fragment(1, name), _fragment(1, name, tile=96), 0
   for seed in range(3):
     stepped = one.merge(_deltas(1, 3, seed=10 * seed), [3, 1, 2])
     assert one.gradient.nbytes == stepped.delta.nbytes
@@ -212,7 +212,7 @@ def test_on_devices_each_fragment_is_on_one_and_only_numbers_reach_the_host(monk
   stepped = one.step(payloads, [3, 1, 2])
   tensors = len(_layout().fragments[1])
   assert copied and max(array.size for array in copied) <= tensors < payloads[0].size / 10
-  arrays = stepped.delta, one.gradient, *jax.tree.leaves(stepped.pieces)
+  arrays = stepped.delta, one.gradient, *jax.tree.leaves(stepped.tiles)
   assert {device for array in arrays for device in array.devices()} == {devices[1]}
 
 
@@ -227,14 +227,14 @@ def test_padding_stays_zero():
 
 
 @pytest.mark.parametrize('values', [[0.1, np.nan], [np.inf, 0.1], [3e38, 3e38]], ids=str)
-@pytest.mark.parametrize('where', [{'piece': 96}, {'devices': jax.devices()[3:4]}], ids=str)
+@pytest.mark.parametrize('where', [{'tile': 96}, {'devices': jax.devices()[3:4]}], ids=str)
 def test_a_bad_outer_step_leaves_everything_as_it_was(values, where):
   """One NaN of one learner must not poison the model: refused, and the old state, bit for bit."""
   one = _fragment(0, 'float32', outer.nesterov(3.0), **where)
   one.merge(_deltas(0, 2), [1, 1])
   before, digest = _bits(one.whole), one.digest()
   deltas_MxN = _deltas(0, 2)
-  deltas_MxN[:, -40] = values  # in one of the pieces
+  deltas_MxN[:, -40] = values  # in one of the tiles
   payloads = [row_N.astype('<f4').view(np.uint8) for row_N in deltas_MxN]
   assert one.step(payloads, [1, 1]) is None
   assert (_bits(one.whole), one.digest()) == (before, digest)
@@ -247,7 +247,7 @@ def test_a_payload_of_another_size_is_refused():
     one.lengths(np.zeros(33, np.uint8))
 
 
-def test_the_syncer_leaves_xla_the_cores_that_the_pieces_do_not_use():
+def test_the_syncer_leaves_xla_the_cores_that_the_tiles_do_not_use():
   code = """
 import pathlib
 from diloco_jax.nodes import syncer_node
@@ -277,7 +277,7 @@ def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(o
   )
   rules = {'statistic': merge.avg(), 'body': merge.avg()}
   value_N = np.ones(layout.size(0), np.float32)
-  one = one_fragment.Fragment(layout, 0, value_N, rules, outer.make(outer_spec), piece=64)
+  one = one_fragment.Fragment(layout, 0, value_N, rules, outer.make(outer_spec), tile=64)
   for _ in range(3):
     var_N, w_N = np.split(np.asarray(one.whole.published_n), 2)
     held_N = np.concatenate([0.2 * var_N, w_N - 1.0])

@@ -70,7 +70,7 @@ class Gradient:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Published:
+class PublishedPayload:
   """The bytes of a published payload: its value, the base of the delta (None: whole), and by
   process the ranges of its tokens that the value contains."""
 
@@ -373,9 +373,9 @@ class Syncer:
       digest=theta.values[p],
       payload=PAYLOAD,
     )
-    return [(event, Published(None, theta.values[p], theta.contents(p)))]
+    return [(event, PublishedPayload(None, theta.values[p], theta.contents(p)))]
 
-  def _merge(self, merge: actions.Merge) -> tuple[events.MergeDone, Published | None]:
+  def _merge(self, merge: actions.Merge) -> tuple[events.MergeDone, PublishedPayload | None]:
     process, theta, p = self._process, self._theta, merge.fragment
     grads = [process.contents.pop(one.payload_id) for one in merge.participants]
     norms, refused = screened(
@@ -397,5 +397,5 @@ class Syncer:
     process.write(outer_log.OuterStep(merge, done, merged.gradient))
     if merged.failed:
       return done, None
-    published = Published(base, merged.digest, theta.contents(p))
+    published = PublishedPayload(base, merged.digest, theta.contents(p))
     return dataclasses.replace(done, payload=PAYLOAD), published
