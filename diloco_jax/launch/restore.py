@@ -89,7 +89,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
     assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
     if (workdir / load.FILE).is_file():  # else the operator has given one
       _require_same_run(config, load.read(workdir).agreement())
-    before = _lineage(workdir, say)
+    before = lineage_lib.read(workdir, lineage_lib.RESTORE) or lineage_lib.Lineage()
     most_bytes = lambda: tree_digest.most_bytes(assembly().shapes)
     goal = choose(places, at, most_bytes, say)
     agreed = assembly().agreement  # it may refuse: before anything moves
@@ -212,18 +212,6 @@ def _there_are(known: list[int]) -> str:
 # --- Going back -----------------------------------------------------------------------------------
 
 
-def _lineage(workdir: pathlib.Path, say: Say) -> lineage_lib.Lineage:
-  """The lineage of the run; one that does not read back is written anew. Raises DirectoryError:
-  the folder is in the middle of a take-over; OtherFormat."""
-  try:
-    return lineage_lib.read(workdir, lineage_lib.RESTORE) or lineage_lib.Lineage()
-  except formats.OtherFormat:
-    raise
-  except ValueError:
-    say(f'{workdir / lineage_lib.FILE} is damaged and is written anew')
-    return lineage_lib.Lineage()
-
-
 def _go_back(
   config: run_config.Config,
   agreement_of_run: str,
@@ -233,51 +221,48 @@ def _go_back(
   log_files: files_lib.Files,
   say: Say,
 ) -> None:
-  workdir, state = places[0], goal.machine_state
+  workdir, state = places[0], goal.machine_state or {}
   later = {place: _later(place, goal, place == workdir) for place in places}
-  asides = lineage_lib.set_aside(workdir, before, lineage_lib.RESTORE, later)
-  if asides:
+  if asides := lineage_lib.set_aside(workdir, before, lineage_lib.RESTORE, later):
     say(f'all later files have been moved to {" and ".join(asides)}; nothing was deleted')
-  learners = run_config.learner_ids(config.sync.learners)
-  after = dataclasses.replace(
-    before, restored=(*before.restored, secrets.token_hex(4)), log=0, gone=(), changing=''
-  )
-  if state is not None:
+  if state:
     outer_log.begin(log_files, agreement_of_run, state)
-    members = {row['learner'] for row in state['members'] if not row['left']}
-    after = dataclasses.replace(
-      after,
-      run=before.run or state.get('run', ''),
-      log=state[outer_log.POSITION],
-      gone=tuple(sorted(members - set(learners))),
-    )
+  learners = run_config.learner_ids(config.sync.learners)
+  members = {row['learner'] for row in state.get('members', ()) if not row['left']}
+  gone = tuple(sorted(members - set(learners)))
+  after = dataclasses.replace(
+    before,
+    run=before.run or state.get('run', ''),
+    restored=(*before.restored, secrets.token_hex(4)),
+    log=state.get(outer_log.POSITION, 0),
+    gone=gone,
+    changing='',
+  )
   load.write(workdir, config)
   (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
   lineage_lib.write(workdir, after)
-  if state is None:
-    say('the run starts over: its syncer has saved no checkpoint')
-  else:
-    say(f'the run continues from the checkpoint of clock {goal.clock}')
+  from_there = f'continues from the checkpoint of clock {goal.clock}'
+  say(f'the run {from_there if state else "starts over: its syncer has saved no checkpoint"}')
   for learner in sorted(set(learners) - {node.name for node in goal.newest}):
     say(
       f'{learner} starts from the fragments of the syncer, with the moments of another or fresh '
       'ones: this folder has no checkpoint of it at that clock or before'
     )
-  for learner in after.gone:
+  for learner in gone:
     say(f'{learner} is not in this config: it counts as having left')
 
 
 def _later(place: json_files.Place, goal: Goal, is_workdir: bool) -> list[json_files.Place]:
   """What is later than the goal, but for the log. What the syncer has in a store stays: it will
   begin another part of the store (syncer/stored.py)."""
-  nodes, found = _islands(place), []
-  if is_workdir:
-    nodes.append(folders.syncer_folder(place))
-    found += filter(os.path.lexists, (place / 'tapes', place / stored.MODEL))
-  for node in nodes:
-    found += [
+  syncer = [folders.syncer_folder(place)] if is_workdir else []
+  ends = (place / 'tapes', place / stored.MODEL) if is_workdir else ()
+  return [
+    *filter(os.path.lexists, ends),
+    *(
       node / folders.CHECKPOINTS / str(number)
+      for node in (*_islands(place), *syncer)
       for number in folders.checkpoints(node)
       if number > goal.newest.get(node, -1)
-    ]
-  return found
+    ),
+  ]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from diloco_jax.protocol import formats
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import folders, json_files
+from diloco_jax.storage import folders, json_files, wal
 
 FILE = 'syncer/lineage.json'
 RESTORE, TAKE_OVER = 'restore', 'take-over'
@@ -24,7 +24,6 @@ _AGAIN = {
   RESTORE: 'Run diloco restore again, with the same --to.',
   TAKE_OVER: 'Start the syncer again with the same train.store.',
 }
-_IDS = {'run': '[0-9a-f]{16}|', 'disk': '[0-9a-f]{16}|', 'changing': f'{RESTORE}|{TAKE_OVER}|'}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +52,17 @@ class Lineage:
     folders.require_number('log', self.log)
     for name in self.gone:
       folders.require_learner(name)
-    values = [(getattr(self, name), form) for name, form in _IDS.items()]
-    for value, form in (*values, *((one, '[0-9a-f]{8}') for one in self.restored)):
-      if not re.fullmatch(form, value):
-        raise ValueError(f'{codec.short(value)} is none of its values')
+    for name in (self.run, self.disk, *self.restored):
+      if not re.fullmatch('[0-9a-f]{8}|[0-9a-f]{16}|', name):
+        raise ValueError(f'{codec.short(name)} is no name of a run, a folder or a restore')
+    if self.changing not in ('', *_AGAIN):
+      raise ValueError(f'changing is {codec.short(self.changing)}')
 
 
 def read(workdir: pathlib.Path, repeats: str = '') -> Lineage | None:
-  """The lineage of a folder, None if no syncer has begun there.
-
-  Raises:
-    DirectoryError: a restore or a take-over has not ended, and it is not the one that the caller
-      `repeats`.
-    ValueError: the file is not what was written.
-  """
+  """The lineage of a folder, None if no syncer has begun there. Raises DirectoryError if a restore
+  or a take-over has not ended and the caller does not repeat it; ValueError if the file is not what
+  was written."""
   path = workdir / FILE
   try:
     values = json_files.read(path)
@@ -79,7 +75,8 @@ def read(workdir: pathlib.Path, repeats: str = '') -> Lineage | None:
     raise
   except (OSError, ValueError, codec.TapeError) as error:
     raise ValueError(
-      f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
+      f'{path} does not read back: {error}. Nothing was started or changed. Remove it, then run '
+      f'{wal.restore(f"{workdir}/syncer/wal")}, which writes it again'
     ) from error
   if found.changing not in ('', repeats):
     raise files_lib.DirectoryError(
@@ -110,18 +107,13 @@ def set_aside(
   changing: str,
   later: Mapping[json_files.Place, Sequence[json_files.Place]],
 ) -> list[str]:
-  """Moves all that is later than a verified state to new folders, with the log; nothing is deleted.
-  No syncer starts until the caller has begun a log behind that state and has written the next
-  lineage.
+  """Moves what is later than a verified state, and the log, to new folders, and returns these.
+  Nothing is deleted. No syncer starts until the caller has written the next lineage.
 
   Args:
-    workdir: of the run.
-    before: its lineage.
+    workdir: of the run, of which `before` is the lineage.
     changing: RESTORE or TAKE_OVER.
-    later: by the folder in which an aside-K is made: what is moved there. The log is added.
-
-  Returns:
-    The new folders. Raises OSError.
+    later: what is moved, by the folder that gets an aside-K for it. Raises OSError.
   """
   write(workdir, dataclasses.replace(before, changing=changing))
   records = (folders.syncer_folder(workdir) / 'wal').iterdir()

@@ -140,6 +140,7 @@ class Stored:
     lock = str((self._folder / 'wal' / files_lib.LOCK).stat().st_ino)
     before, self._claim = claim_lib.take(claims, here, lock, begin, self._say)
     newest = self._claim.content.lineage
+    run = newest.run
     restored = tuple(dict.fromkeys((*newest.restored, *here.restored)))
     self._at = _part(restored)
     if restored != newest.restored:  # a restore that the store has not followed yet
@@ -150,7 +151,7 @@ class Stored:
       self._take_over(before, here)
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
-    lineage = dataclasses.replace(newest, disk=named.disk, restored=restored, changing='')
+    lineage = dataclasses.replace(newest, run=run, disk=named.disk, restored=restored, changing='')
     lineage_lib.write(self._workdir, lineage)
     # If this process cannot continue the run, the disk that had it still has.
     self._begun = {'lineage': lineage, 'taker': '', 'over': False}

@@ -265,6 +265,19 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   assert any(re.search('l3 starts from the fragments', line) for line in said)
 
 
+def test_a_damaged_lineage_is_written_again_by_the_way_that_its_refusal_names(config, workdir):
+  lineage.write(workdir, lineage.Lineage(run='0' * 16))
+  _flip(workdir / lineage.FILE, 30, 0)
+  with pytest.raises(ValueError, match='does not read back.*Remove it, then run') as refused:
+    _restore(config, workdir)
+  (pasted,) = re.findall('diloco restore.*latest', str(refused.value))
+  (read,) = command_line.read([shlex.split(pasted)])
+  assert read['workdir'] == str(workdir)
+  (workdir / lineage.FILE).unlink()
+  _restore(config, workdir, read['to'])
+  assert lineage.read(workdir).log == 20
+
+
 def test_a_folder_without_a_run_is_refused(config, tmp_path):
   with pytest.raises(ValueError, match='there is no run in'):
     _restore(config, tmp_path)
