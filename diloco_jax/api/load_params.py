@@ -146,7 +146,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   theta = global_model_lib.Theta(assembled)
   like = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.place), theta.like
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.sharding), theta.like
   )
   saved = arrays.load(pathlib.Path(folder), like, 'state')
   theta.restore(saved, [0] * assembled.layout.num_fragments)

@@ -49,9 +49,9 @@ class Exchange:
     self._rebases = assembled.protocol.rebases
     # By fragment: where its leaves are among those of the parameters, and the first row of each of
     # its pieces.
-    self._places: list[list[list[int]]] = []
+    self._leaf_indices: list[list[list[int]]] = []
     self._first_rows: list[np.ndarray] = []
-    order = {path: place for place, path in enumerate(fragments.by_path(island.params))}
+    order = {path: index for index, path in enumerate(fragments.by_path(island.params))}
     self.kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
@@ -84,7 +84,7 @@ class Exchange:
         for piece, paths, _ in found
       )
       kinds.append(split.make_kind(tuple(named), tuple(leaves.values()), at))
-      self._places.append([[order[path] for path in paths] for paths in leaves])
+      self._leaf_indices.append([[order[path] for path in paths] for paths in leaves])
       self._first_rows.append(np.int32([piece.start for piece, *_ in found]))
     return kinds
 
@@ -240,7 +240,7 @@ class Exchange:
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
-    mine = ([leaves[place] for place in places] for places in self._places[p])
+    mine = ([leaves[index] for index in indices] for indices in self._leaf_indices[p])
     return split.named(fragments.pack(some, self._concatenate) for some in mine)
 
   def digests(self) -> tuple[int, ...]:
@@ -322,15 +322,15 @@ class Exchange:
     have one function, for the digest of a padded value.
     """
     kind, leaves = self.kinds[p], self._leaves(p)
-    for place, (piece, start, stop) in enumerate(fragments.places(kind.pieces)):
+    for index, (piece, start, stop) in enumerate(fragments.spans(kind.pieces)):
       leaf, at = leaves[piece.path], kind.leaves[int(piece.path)].sharding
       rows = fragments.shaped(piece, value_N[start:stop]).astype(leaf.dtype)
       if rows.shape == leaf.shape:
         leaves[piece.path] = split.put(rows, at)
       else:
-        rows = split.put(rows, kind.shardings[place])
+        rows = split.put(rows, kind.shardings[index])
         leaf, rows = (jax.device_put(one, split.automatic(one.sharding)) for one in (leaf, rows))
-        leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][place])
+        leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][index])
     self.launches += 1
     self._assign(p, leaves)
     self.anchors[p] = split.values(kind, value_N.view(np.uint8))
@@ -384,10 +384,10 @@ class Exchange:
   def _assign(self, p: int, values: exchange.Leaves) -> None:
     """Replaces the parameters with rows in fragment p."""
     leaves, tree = jax.tree.flatten(self._island.params)
-    for name, places in split.named(self._places[p]).items():
-      likes = [self._likes[place] for place in places]
-      for place, leaf in zip(places, fragments.unpack(values[name], likes)):
-        leaves[place] = leaf
+    for name, indices in split.named(self._leaf_indices[p]).items():
+      likes = [self._likes[index] for index in indices]
+      for index, leaf in zip(indices, fragments.unpack(values[name], likes)):
+        leaves[index] = leaf
     self._island.params = jax.tree.unflatten(tree, leaves)
 
 

@@ -98,13 +98,13 @@ class Kind(NamedTuple):
   def rows(self, leaves: exchange.Leaves, starts: jax.Array) -> exchange.Leaves:
     """The values of each piece. `starts`: the first row of each, int32."""
     found = []
-    for place, piece in enumerate(self.pieces):
+    for index, piece in enumerate(self.pieces):
       rows = leaves[piece.path]
       if rows.shape != piece.shape:
         rows = jax.lax.dynamic_slice_in_dim(
-          rows, self._start(place, starts), piece.stop - piece.start
+          rows, self._start(index, starts), piece.stop - piece.start
         )
-        rows = self._as_leaf(place, rows)
+        rows = self._as_leaf(index, rows)
       found.append(rows)
     return named(found)
 
@@ -113,22 +113,22 @@ class Kind(NamedTuple):
   ) -> exchange.Leaves:
     """The leaves with the values of each piece replaced."""
     leaves = dict(leaves)
-    for place, piece in enumerate(self.pieces):
-      leaf, values = leaves[piece.path], rows[str(place)]
+    for index, piece in enumerate(self.pieces):
+      leaf, values = leaves[piece.path], rows[str(index)]
       if leaf.shape != piece.shape:
-        values = self._as_leaf(place, values)
-        values = jax.lax.dynamic_update_slice_in_dim(leaf, values, self._start(place, starts), 0)
+        values = self._as_leaf(index, values)
+        values = jax.lax.dynamic_update_slice_in_dim(leaf, values, self._start(index, starts), 0)
       leaves[piece.path] = values
     return leaves
 
-  def _start(self, place: int, starts: jax.Array) -> Any:
-    piece = self.pieces[place]
-    return piece.start if _splits_rows(self.leaves[int(piece.path)]) else starts[place]
+  def _start(self, index: int, starts: jax.Array) -> Any:
+    piece = self.pieces[index]
+    return piece.start if _splits_rows(self.leaves[int(piece.path)]) else starts[index]
 
-  def _as_leaf(self, place: int, rows: jax.Array) -> jax.Array:
+  def _as_leaf(self, index: int, rows: jax.Array) -> jax.Array:
     """Some rows, split as their leaf. Otherwise the compiler may gather the whole leaf to split
     these rows along another axis."""
-    leaf = self.leaves[int(self.pieces[place].path)]
+    leaf = self.leaves[int(self.pieces[index].path)]
     if self.parts == 1 or not _is_on(self.sharding.mesh, leaf.sharding) or _splits_rows(leaf):
       return rows
     at = NamedSharding(self._auto_mesh, leaf.sharding.spec)
@@ -141,7 +141,7 @@ class Kind(NamedTuple):
     zero = total = jnp.zeros(2, jnp.uint32)
     shares, first = collections.defaultdict(lambda: zero), 0  # by the axes that split a piece
     for (local, start, stop), piece, spec in zip(
-      fragments.places(self.local), self.pieces, self.specs
+      fragments.spans(self.local), self.pieces, self.specs
     ):
       if axes := tuple(sorted(sum(map(_axes, spec), ()))):
         shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
@@ -161,8 +161,8 @@ def automatic(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding |
 
 
 def named(values: Iterable[Any]) -> dict[str, Any]:
-  """Values by their places."""
-  return {str(place): value for place, value in enumerate(values)}
+  """Values by their indices."""
+  return {str(index): value for index, value in enumerate(values)}
 
 
 def make_kind(
@@ -178,7 +178,7 @@ def make_kind(
   else:
     sharding, mesh = replicated, None
   kept, specs, local = [], [], []
-  for place, piece in enumerate(pieces):
+  for index, piece in enumerate(pieces):
     leaf = leaves[int(piece.path)]
     if not _splits_rows(leaf):
       piece = dataclasses.replace(piece, start=0, stop=piece.stop - piece.start)
@@ -187,7 +187,7 @@ def make_kind(
     rows = shape[0] if shape else 1
     kept.append(piece)
     specs.append(spec)
-    local.append(dataclasses.replace(piece, path=str(place), start=0, stop=rows, shape=shape))
+    local.append(dataclasses.replace(piece, path=str(index), start=0, stop=rows, shape=shape))
   return Kind(tuple(kept), leaves, sharding, tuple(specs), tuple(local))
 
 
@@ -211,11 +211,11 @@ def _spec(
   entries += [()] * (len(shape) - len(entries))
   used = sum(entries, ())
   moved = [
-    [used if axis == place else () for axis in range(len(shape))] for place in range(len(shape))
+    [used if axis == target else () for axis in range(len(shape))] for target in range(len(shape))
   ]
   for choice in (entries, *moved) if used else ():
     ways = [math.prod(mesh.shape[axis] for axis in entry) for entry in choice]
-    last = max(place for place, entry in enumerate(choice) if entry)
+    last = max(axis for axis, entry in enumerate(choice) if entry)
     even = all(size % number == 0 for size, number in zip(shape, ways))
     if even and math.prod(shape[last:]) // ways[last] % codecs.BLOCK == 0:
       return P(*(entry or None for entry in choice))
@@ -346,8 +346,8 @@ def _blocks(
   """The blocks of one device, for each piece and section of the codec: (what they are, views of
   them in the payload and in the bytes of the device)."""
   mesh = kind.sharding.mesh
-  pieces = zip(fragments.places(kind.pieces), fragments.places(kind.local), kind.specs)
-  for place, ((piece, start, stop), (_, first, last), spec) in enumerate(pieces):
+  pieces = zip(fragments.spans(kind.pieces), fragments.spans(kind.local), kind.specs)
+  for number, ((piece, start, stop), (_, first, last), spec) in enumerate(pieces):
     index = NamedSharding(mesh, spec).devices_indices_map(piece.shape)[mesh.devices.flat[device]]
     # The last axis that is split, with those behind it, is one axis of blocks.
     axis = max((axis for axis, entry in enumerate(spec) if entry), default=0)
@@ -365,4 +365,4 @@ def _blocks(
       codec.sections,
     ):
       there = data[at].reshape(*piece.shape[:axis], -1, width)[tuple(where)]
-      yield (place, at.start, str(where)), there, part[mine].reshape(there.shape)
+      yield (number, at.start, str(where)), there, part[mine].reshape(there.shape)

@@ -90,7 +90,7 @@ def pseudo_gradient(
   not needed any more, to jit as donated: the new one takes its place.
   """
   n, oks = anchor_N.shape[0], []
-  for piece, start, _ in fragments.places(pieces):
+  for piece, start, _ in fragments.spans(pieces):
 
     def encode(state: tuple[jax.Array, jax.Array], first: Any, rows: jax.Array):
       (data, ok), at, theta_n = state, start + first, fragments.flat(piece, rows)
@@ -196,7 +196,7 @@ def adopt(
   # A sum of differences of a statistic may be a value that no learner has had, as a variance below
   # 0. Published values are means of what learners had.
   kept = lambda piece: adoption.keep if piece.label != fragments.STATISTIC else False
-  for piece, start, stop in fragments.places(pieces):
+  for piece, start, stop in fragments.spans(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
     shaped = functools.partial(fragments.shaped, piece)
     rows = fragments.rows(leaves, piece)

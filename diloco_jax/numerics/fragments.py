@@ -153,8 +153,8 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
   return Layout(tuple(tuple(sorted(f, key=tree_order)) for f in fragments), kind)
 
 
-def places(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
-  """Each piece of a fragment, with the place [start, stop) of its padded values in the vector."""
+def spans(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
+  """Each piece of a fragment, with the span [start, stop) of its padded values in the vector."""
   start = 0
   for piece in pieces:
     yield piece, start, start + piece.padded_size
@@ -188,7 +188,7 @@ def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
     )
   return {
     piece.key: shaped(piece, flat_N[..., start:stop])
-    for piece, start, stop in places(layout.fragments[p])
+    for piece, start, stop in spans(layout.fragments[p])
   }
 
 

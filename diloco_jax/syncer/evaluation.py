@@ -76,7 +76,7 @@ class Evaluation:
     if self._task is None:
       return
     asked = self._next()  # before it prepares: the first evaluation is of the first model
-    (device,) = self._theta.place.device_set
+    (device,) = self._theta.sharding.device_set
     held_out = evaluate.HeldOut(self._task, self._theta.shapes, device)
     while asked is not None:
       step, params = asked

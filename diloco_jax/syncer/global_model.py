@@ -96,7 +96,7 @@ class Theta:
     values = []
     for p, pieces in enumerate(layout.fragments):
       value_N = np.zeros(sum(piece.padded_size for piece in pieces), np.float32)
-      for piece, start, _ in fragments.places(pieces):
+      for piece, start, _ in fragments.spans(pieces):
         here = value_N[start : start + piece.size]
         here[:] = np.asarray(fragments.rows(leaves, piece)).reshape(-1)
         if not np.isfinite(here).all():
@@ -126,9 +126,9 @@ class Theta:
     return _tree(map(self._tiles.like, range(len(self.versions))))
 
   @property
-  def place(self) -> jax.sharding.Sharding:
+  def sharding(self) -> jax.sharding.Sharding:
     """Where the arrays of a checkpoint are read, for `restore`."""
-    return self._tiles.place(0)
+    return self._tiles.sharding(0)
 
   def at_home(self) -> contextlib.AbstractContextManager[Any]:
     return self._tiles.at_home()
@@ -266,7 +266,7 @@ class Theta:
     """Returns the published model as a parameter tree in new buffers; None stands for what is never
     sent."""
     published = [[tile.published_n for tile in one] for one in self._whole()]
-    leaves, found = self._to_leaves(jax.device_put(published, self._tiles.place(0))), self._shapes
+    leaves, found = self._to_leaves(jax.device_put(published, self.sharding)), self._shapes
     for piece, paths, _ in itertools.chain(*self._packed):
       like = [self._shapes[path] for path in paths]
       found = found | dict(zip(paths, fragments.unpack(leaves[piece.path], like)))
@@ -278,7 +278,7 @@ class Theta:
     for found, parts in zip(self._packed, published):
       # Copies: an array that is returned as it came would change with the next outer step.
       value_N = jnp.concatenate([jnp.copy(part) for part in parts])
-      for piece, start, stop in fragments.places([piece for piece, *_ in found]):
+      for piece, start, stop in fragments.spans([piece for piece, *_ in found]):
         fragments.replace_rows(leaves, piece, fragments.shaped(piece, value_N[start:stop]))
     return leaves
 

@@ -95,8 +95,8 @@ class _Encoded:
       return
     data = np.asarray(encoded)
     stop = min(start + n, self._size)
-    places = codecs.ranges(self._codec, self._size, start, stop)
-    for to, at in zip(places, codecs.ranges(self._codec, n, 0, stop - start)):
+    spans = codecs.ranges(self._codec, self._size, start, stop)
+    for to, at in zip(spans, codecs.ranges(self._codec, n, 0, stop - start)):
       self.payload[to] = data[at]
 
 
@@ -118,7 +118,7 @@ class Tiles:
     """
     self._on_host = tile is not None  # payloads
     self._up, self._down, self._log = codec_up, codec_down, codec_log
-    self._places = [jax.sharding.SingleDeviceSharding(one) for one in devices]
+    self._shardings = [jax.sharding.SingleDeviceSharding(one) for one in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(tile or TILE, max(self._sizes))
@@ -176,15 +176,15 @@ class Tiles:
 
   # --- Cutting and joining ------------------------------------------------------------------------
 
-  def place(self, p: int) -> jax.sharding.Sharding:
+  def sharding(self, p: int) -> jax.sharding.Sharding:
     """Where the arrays of fragment p are."""
-    return self._places[p % len(self._places)]
+    return self._shardings[p % len(self._shardings)]
 
   def near(self, p: int, payload: payload_lib.Payload) -> Any:
     """A payload of fragment p where it can be computed with, uint8[B]."""
     if not payload_lib.is_on_devices(payload):  # also one of the log
       payload = np.frombuffer(payload, np.uint8)
-    return payload if self._on_host else jax.device_put(payload, self.place(p))
+    return payload if self._on_host else jax.device_put(payload, self.sharding(p))
 
   def published(self, p: int, tiles: Sequence[exchange.Values]) -> Any:
     """The published value of fragment p as a payload, float32[N_p], a new array."""
@@ -199,7 +199,7 @@ class Tiles:
   def begin(self, p: int, values_N: Any) -> list[exchange.Values]:
     """Version 0 of fragment p: master and published value, and the optimizer's first state."""
     make = lambda value_n: exchange.Values(value_n, jnp.copy(value_n), self._tx[p].init(value_n))
-    return [jax.device_put(make(value_n), self.place(p)) for value_n in self._cut(p, values_N)]
+    return [jax.device_put(make(value_n), self.sharding(p)) for value_n in self._cut(p, values_N)]
 
   def cut(self, p: int, whole: exchange.Values) -> list[exchange.Values]:
     """The inverse of `join`."""
@@ -210,9 +210,9 @@ class Tiles:
   def _cut(self, p: int, values_N: Any) -> list[jax.Array]:
     values_N, n = np.asarray(values_N), self._n[p]
     if values_N.shape != (self._sizes[p],):  # of the whole fragment, as the count of steps
-      return [jax.device_put(np.array(values_N), self.place(p)) for _ in self.starts(p)]
+      return [jax.device_put(np.array(values_N), self.sharding(p)) for _ in self.starts(p)]
     parts = (values_N[start : start + n] for start in self.starts(p))
-    return [jax.device_put(np.pad(part, (0, n - len(part))), self.place(p)) for part in parts]
+    return [jax.device_put(np.pad(part, (0, n - len(part))), self.sharding(p)) for part in parts]
 
   def join(self, p: int, tiles: Sequence[exchange.Values]) -> exchange.Values:
     """Fragment p in arrays of its length, new ones."""
@@ -333,10 +333,10 @@ class Tiles:
     def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
       merged_n, finite = gradient(start)
       spare = [self._buffer(p) for _ in self._vectors(p, before[start])[1:]]
-      place = np.uint32(start), np.uint32(min(n, size - start))
+      span = np.uint32(start), np.uint32(min(n, size - start))
       donated = spare[:1], merged_n, spare[1:]
       statistic_B = self._statistic and self._of_blocks(p, self._statistic[p], start)
-      more = before[start], *place, statistic_B, count
+      more = before[start], *span, statistic_B, count
       result = self._step(self._down, self._tx[p], *donated, *more)
       delta.write(start, n, result.delta_bytes)
       return result.tile, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
@@ -372,7 +372,7 @@ class Tiles:
   def at_home(self) -> Any:
     """Here jax computes on a device of the global model what has no place of its own, not on one of
     an island."""
-    return jax.default_device(next(iter(self.place(0).device_set)))
+    return jax.default_device(next(iter(self.sharding(0).device_set)))
 
   def _check_size(self, p: int, payload: np.ndarray, codec: codecs.Codec) -> None:
     size = codec.encoded_size(self._sizes[p])
@@ -419,12 +419,12 @@ class Tiles:
 
   def _buffer(self, p: int) -> jax.Array:
     try:
-      return self._spare[self._n[p], self.place(p)].pop()
+      return self._spare[self._n[p], self.sharding(p)].pop()
     except LookupError:  # there is none
-      return jax.device_put(np.zeros(self._n[p], np.float32), self.place(p))
+      return jax.device_put(np.zeros(self._n[p], np.float32), self.sharding(p))
 
   def _keep(self, p: int, arrays: Iterable[jax.Array]) -> None:
-    self._spare.setdefault((self._n[p], self.place(p)), []).extend(arrays)
+    self._spare.setdefault((self._n[p], self.sharding(p)), []).extend(arrays)
 
   def _vectors(self, p: int, tile: exchange.Values) -> list[jax.Array]:
     """The arrays of a tile that serve as buffers."""

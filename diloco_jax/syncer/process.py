@@ -278,7 +278,7 @@ def recover(
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start."""
   like = theta.like
-  restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
+  restored = checkpoints.restore(jax.tree.map(lambda _: theta.sharding, like), like)
   records_lib.report_startup(records, 'restored')
   sizes = assembled.payload_bytes
   start = tape_lib.Start(

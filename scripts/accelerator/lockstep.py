@@ -133,7 +133,7 @@ class Learners:
     rows_MxN = jax.vmap(lambda data: made.codec_up.decode(data, size))(captures_MxB)
     merged = [
       self._rule(piece.label, rows_MxN[:, start:stop])
-      for piece, start, stop in fragments.places(pieces)
+      for piece, start, stop in fragments.spans(pieces)
     ]
     counts = [np.full(piece.padded_size // codecs.BLOCK, codecs.BLOCK) for piece in pieces]
     for count, piece in zip(counts, pieces):

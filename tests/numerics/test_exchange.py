@@ -122,7 +122,7 @@ def test_a_delta_is_adopted_as_the_value_that_it_makes():
     value = exchange.Adoption(anchor_N, data, data, jnp.bool_(False), jnp.bool_(False))
     leaves = fragments.by_path(params)
     new = _jit_adopt(_layout().fragments[p], codec, codec, leaves, anchor_N, value)
-    for piece, start, stop in fragments.places(_layout().fragments[p]):
+    for piece, start, stop in fragments.spans(_layout().fragments[p]):
       found = fragments.flat(piece, fragments.rows(new, piece))
       np.testing.assert_array_equal(found[: piece.size], published_N[start:stop][: piece.size])
 

@@ -151,7 +151,7 @@ def test_cosines_are_those_of_the_tensors(name):
   payloads = [np.asarray(one.codec.encode(row_N)[0]) for row_N in deltas_MxN]
   held = [np.asarray(one.codec.decode(each, deltas_MxN.shape[1])) for each in payloads]
   found = one.cosines(payloads)
-  for t, (_, start, stop) in enumerate(fragments.places(_layout().fragments[1])):
+  for t, (_, start, stop) in enumerate(fragments.spans(_layout().fragments[1])):
     rows = np.float64(held)[:, start:stop]
     lengths_M = np.linalg.norm(rows, axis=1)
     want = rows @ rows.T / np.where(lengths_M > 0, lengths_M, np.inf)[:, None]
