@@ -226,11 +226,8 @@ class Stored:
         f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
       )
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
-    folder = self._folder
-    moved = [
-      path for path in (self._workdir / _OWN_MODEL, folder / folders.CHECKPOINTS) if path.exists()
-    ]
-    later = {self._workdir: moved}
+    state = (self._workdir / _OWN_MODEL, self._folder / folders.CHECKPOINTS)
+    later = {self._workdir: [path for path in state if path.exists()]}
     for aside in lineage_lib.set_aside(self._workdir, here, lineage_lib.TAKE_OVER, later):
       self._say(
         f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
