@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from diloco_jax.config import build
 from diloco_jax.launch import restore
 from diloco_jax.storage import checkpoint, files, lineage, outer_log, wal
 from diloco_jax.storage import claim as claim_lib
@@ -232,8 +233,9 @@ def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):
   run_until(life, range(1, 4), saves=(2,))
   here.kill()
   config = copy.deepcopy(life.assembled.config)
-  config.train.store, config.sync.learners = here.place, 1
+  config.train.store, config.sync.learners, config.sync.quorum = here.place, 1, 1
   restore.restore(config, here.folder / 'a', 'latest', print)
+  here.assembled = build.assemble(config)
   here.live('a')
   here.kill()
   shutil.rmtree(here.folder / 'a')
