@@ -172,9 +172,11 @@ def _write_manifest(here: pathlib.Path) -> None:
   copied = here.parent / 'copied'
   copied.mkdir()
   (copied / 'a').write_bytes(b'abc')
+  about = {'log': 3, 'chain': '0' * 64}
   (here / 'store').mkdir()
   with _stored(here, 'first') as there:
-    there._upload(copied, 'syncer/ckpt/4-00000000', stored._files_in(copied), {'log': 3})
+    there._upload(copied, 'syncer/ckpt/4-00000000', stored._files_in(copied), about)
+    there._store.put(f'syncer/{stored.AGREEMENT}', b'{}')
 
 
 def _open_manifest(here: pathlib.Path) -> None:
