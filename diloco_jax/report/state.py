@@ -71,7 +71,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
 
 
 def _mean_pace(
-  run: run_facts.RunFacts, tokens: int, learners: Sequence[run_facts.Learner]
+  run: run_facts.RunFacts, tokens: int, learners: Sequence[run_facts.LearnerFacts]
 ) -> float | None:
   """Tokens a second from the first step to the last one, without the long part of pauses."""
   ends = [(one.steps[0].at_s, one.steps[-1].at_s) for one in learners if one.steps]
