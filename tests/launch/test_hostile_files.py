@@ -352,7 +352,8 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     log = commit.CommitLog(files_lib.Files(folder / 'wal'), assembled.agreement, print)
     checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
     try:
-      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records(), 'r0')
+      origin = lineage.Lineage(run='0' * 16)
+      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records(), origin)
       accepted.append(name)
     except wal.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)

@@ -165,6 +165,7 @@ def test_learners_go_back_in_the_store(kind, config, workdir, bucket, tmp_path):
   assert folders.checkpoints(aside) == [200, 299]
   assert str(place / 'aside-1') in said[0] and str(workdir / 'aside-1') in said[0]
   checkpoint.verify(aside / 'ckpt' / '299')
+  _save(place / 'islands' / 'l0', 299, 299, {})
   said = _restore(config, workdir)
   assert str(place / 'aside-2') in said[0] and folders.checkpoints(aside) == [200, 299]
 
@@ -240,7 +241,7 @@ def test_a_run_goes_on_from_its_checkpoints_and_nothing_is_deleted(config, workd
   address.write_text(addresses.ENDED)
   said = _restore(config, workdir)
   assert not address.exists(), 'a learner would believe that the run has ended'
-  assert len(_contents(workdir)) == len(before) + 2, 'nothing is copied: a log and a note are new'
+  assert len(_contents(workdir)) == len(before) + 3, 'a log and two lineages are new, no copies'
   for folder, step, seed in (('syncer', 205, 2), ('islands/l0', 200, 20), ('islands/l1', 200, 21)):
     held = _held(workdir / folder / 'ckpt')
     assert held.step == step and held.data_state == seed
@@ -386,7 +387,7 @@ __main__.main()
   words = (f'--workdir={workdir}', '--to=299')
   ended = command_line.python('-c', script, 'restore', *words)
   assert ended.returncode == exits.DISK_FAILED, ended.stderr
-  assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
+  assert ended.stderr.count('\n') == 1 and 'restore again, with this --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
     lineage.read(workdir)
   _restore(config, workdir, '299')
@@ -416,7 +417,7 @@ def test_a_run_of_own_loops_goes_back_too(tmp_path):
   own_model.write(workdir, model, config)
   agreement = own_model.complete(model, config).agreement
   said = _restore(config, workdir)
-  assert said[1].startswith('the run continues from')
+  assert said[0].startswith('the run continues from')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   assert wal.open_log(files, outer_log.run_of(agreement), 10, CHAIN).committed == 10
   files.close()
