@@ -241,4 +241,4 @@ def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):
   shutil.rmtree(here.folder / 'a')
   other = here.live('b')
   left = {row['learner']: row['left'] for row in other.start.state['members']}
-  assert left == {'l0': False, 'l1': True}
+  assert left == {'l0': False, 'l1': True, 'l2': True}
