@@ -61,7 +61,7 @@ def test_the_pages_name_commands_flags_and_fields_that_exist(flags):
       for flag in FLAG.findall(words) or ['']:
         found += 1
         flag, _, field = flag.partition('.')
-        right = name in flags and flag in {'', 'help', *flags[name]}
+        right = name in flags and flag in {'', 'help', 'helpfull', *flags[name]}
         if not right or field and re.sub(r'\[\d\]', '[0]', field) not in known:
           wrong.append(f'{page.relative_to(ROOT)}: diloco {name} --{flag} {field}')
   assert found > 100 and not wrong, wrong
