@@ -13,8 +13,8 @@ import pytest
 import diloco_jax
 from diloco_jax.config import fields
 from diloco_jax.verification.checks import checkers
-from tests import browsers
 from tests.launch.lib import command_line
+from tests.report import browsers
 
 pytestmark = pytest.mark.timeout(900)  # 15 s on a quiet machine
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -33,6 +33,7 @@ from diloco_jax.learner import on_device
 
 _STEPS = 8
 _DEADLINE_S = 240.0
+_CLOSE = {True: {'rtol': 2**-7, 'atol': 2**-7}, False: {'rtol': 1e-5, 'atol': 1e-6}}  # of bfloat16?
 
 
 def _masters(rate: float) -> optax.GradientTransformation:
@@ -249,8 +250,17 @@ def _single(drawn: Draw) -> str:
     server = end.enter_context(diloco_jax.run_syncer(total_steps=_STEPS, sync=_sync(drawn, 1)))
     stops = (drawn.stop, 0) if drawn.stop else (0,)
     mine = _bits(_joined(drawn, stops, server, workdir))
-  wrong = [path for path, value in plain.items() if not np.array_equal(mine[path], value)]
+  wrong = [path for path, value in plain.items() if not _same(drawn, path, mine[path], value)]
   return ', '.join(wrong)
+
+
+def _same(drawn: Draw, path: str, mine: np.ndarray, plain: np.ndarray) -> bool:
+  """The same bits. What a loop takes from the syncer and keeps nothing beside, in a second life or
+  as a statistic, is A - (A - theta), and float32 rounds the difference of a small and a large
+  value."""
+  if not (drawn.stop or "['mean']" in path or "['var']" in path):
+    return np.array_equal(mine, plain)
+  return np.allclose(np.float32(mine), np.float32(plain), **_CLOSE[str(mine.dtype) == 'bfloat16'])
 
 
 def _of_pair(drawn: Draw, number: int, server: Any) -> list[dict[str, np.ndarray]]:
@@ -280,9 +290,7 @@ def _pair(drawn: Draw) -> str:
     calls = [pool.submit(_of_pair, drawn, number, server) for number in range(2)]
     ours, others = (call.result(_DEADLINE_S) for call in calls)
   # What moves a float32 copy leaves it within the rounding of the value that it had.
-  close = (
-    {'rtol': 2**-7, 'atol': 2**-7} if drawn.dtype == 'bfloat16' else {'rtol': 1e-5, 'atol': 1e-6}
-  )
+  close = _CLOSE[drawn.dtype == 'bfloat16']
   exact = drawn.optimizer == 'plain sgd'
   wrong = []
   for path, adopted in ours[1].items():

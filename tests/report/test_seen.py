@@ -11,7 +11,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import beside, facts, page, serve, summary
 from diloco_jax.report import folder as folder_lib
-from tests import browsers
+from tests.report import browsers
 from tests.report.rows import add, child, exited, row, step, synced
 
 pytestmark = pytest.mark.full
