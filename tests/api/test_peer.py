@@ -540,8 +540,8 @@ def test_a_syncer_that_is_refused_leaves_the_folder_as_it_is(tmp_path):
   assert load.read(folder).train.steps == 20
   config = stdlib_lm.get_config('tiny')
   folder = run_folder.open_workdir(config, tmp_path / 'task', resume=False)
-  (folder / 'syncer').mkdir()
-  (folder / 'syncer' / 'run').write_text('0' * 16)
+  (folder / 'syncer' / 'wal').mkdir(parents=True)
+  (folder / 'syncer' / 'wal' / '0.rec').touch()
   for given in (init, None):
     with pytest.raises(ValueError, match='none of own loops. Nothing was changed'):
       with diloco_jax.run_syncer(given, total_steps=20, sync=_ONE, workdir=folder):

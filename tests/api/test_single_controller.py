@@ -158,7 +158,7 @@ def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_pa
 
 def test_a_baseline_leaves_devices_for_the_learners_of_the_next_run(tmp_path, monkeypatch):
   config, prepared = _config(STEPS), []
-  monkeypatch.setattr(single_controller.nodes, 'prepare_jax', prepared.append)
+  monkeypatch.setattr(single_controller.lifecycle, 'prepare_jax', prepared.append)
   (tmp_path / 'notes.txt').touch()
   for syncer in ('none', 'local'):
     with pytest.raises(ValueError, match='is not empty'):

@@ -146,7 +146,7 @@ def test_a_registry_renders_the_readme(description):
   kinds = [token.type for token in tokens]
   inline = [child.type for token in tokens for child in token.children or ()]
   assert 'html_block' not in kinds and 'html_inline' not in inline
-  assert kinds.count('table_open') == 1 and kinds.count('heading_open') > 5
+  assert kinds.count('table_open') == 2 and kinds.count('heading_open') > 5
   assert re.match(r'# diloco_jax\n', text)
 
 
@@ -184,6 +184,7 @@ def test_every_link_of_the_released_readme_is_whole(tmp_path):
   assert 'https://forge.example/we/diloco_jax/blob/v1.2.3/docs/protocol.md' in links
   urls = tomllib.loads((tmp_path / 'pyproject.toml').read_text('utf-8'))['project']['urls']
   assert urls.keys() == {'Changelog', 'Issues', 'Paper', 'Source'}
+  assert urls['Source'] == 'https://forge.example/we/diloco_jax' and 'ADDRESS/' not in text
 
 
 def test_only_the_jobs_that_publish_get_a_token_and_a_person_agrees():

@@ -188,7 +188,7 @@ STORY = {
   'connected': Turn(LEARNER, 1, e.Connected(session=1), (say(JOIN),)),
   'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(run='r0', incarnation=1)),)),
   'offer': Turn(LEARNER, 3, got(m.Offer(run='r0', incarnation=1)), (say(CONFIRM),)),
-  'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
+  'confirm': Turn(SYNCER, 4, got(CONFIRM), (a.Admit(session=1), say(JOINED))),
   'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(clock=0))),
   'step 1': Turn(
     LEARNER, 6, e.StepDone(tokens=10, step_ns=MS), (say(progress(1)), a.Step(clock=1))
