@@ -793,6 +793,7 @@ def test_what_no_checkpoint_can_have_is_refused_at_join(server, tmp_path):
     assert complex(peer.opt_state['m'][0]) == 2j
 
 
+@pytest.mark.long
 def test_loops_over_mutual_tls(tmp_path):
   """The first learner brings the model under its own name; a loop of another run gets nothing."""
   owner = mint.owner(tmp_path / 'certs')

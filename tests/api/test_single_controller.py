@@ -125,6 +125,7 @@ def test_a_run_that_cannot_start_claims_no_folder(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_path, capsys):
   deadline_s = time.monotonic() + DEADLINE_S
   config = _config(1_000_000)

@@ -40,7 +40,7 @@ def _same(one, other) -> None:
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', [pytest.param('float32', marks=pytest.mark.long), 'bfloat16'])
 def test_an_exported_model_has_the_same_bits_and_another_run_begins_with_it(
   config, tmp_path, dtype
 ):

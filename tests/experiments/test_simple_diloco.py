@@ -43,7 +43,7 @@ def _config(steps: int) -> run_config.Config:
   return config
 
 
-@pytest.mark.parametrize('steps', [24, 80])
+@pytest.mark.parametrize('steps', [24, pytest.param(80, marks=pytest.mark.long)])
 def test_its_merged_model_has_the_held_out_loss_of_the_engines(steps: int):
   with jax.numpy_dtype_promotion('standard'):  # optax corrects its averages by float ** int
     _, held_out = simple_diloco.train(steps)

@@ -33,6 +33,7 @@ def _mean(*leaves):
   return np.mean(leaves, axis=0)
 
 
+@pytest.mark.long
 def test_two_runs_of_one_seed_have_the_same_bits_and_the_schedule_of_the_protocol_alone(config):
   first, again = (virtual.train(config, **ROUGH, faults=DEATHS, seed=5) for _ in range(2))
   assert _without_time(first) == _without_time(again)
