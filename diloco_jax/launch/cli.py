@@ -175,9 +175,9 @@ def run_command(module: types.ModuleType) -> NoReturn:
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
-  """Calls absl's app.run with the exit codes above. Without --config the config is that of the run
-  in --workdir, if there is one, else `default_config`. With `positional`, `main` gets the arguments
-  that are not flags, else they are refused."""
+  """Calls absl's app.run with the exit codes of nodes/exits.py. Without --config the config is that
+  of the run in --workdir, if there is one, else `default_config`. With `positional`, `main` gets
+  the arguments that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
   workdir = _value(argv, 'workdir')
   if workdir and (pathlib.Path(workdir) / load.FILE).is_file():

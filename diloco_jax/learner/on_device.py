@@ -102,7 +102,7 @@ class Exchange:
 
   def borrow(self) -> None:
     """No adoption consumes the parameters as they are now."""
-    # A dead one is none of any tree.
+    # Weak references: an array that the program has let go of is nobody's.
     self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._island.params)]
 
   def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:

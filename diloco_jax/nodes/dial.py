@@ -76,7 +76,7 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
 
 
 def shown(address: str) -> str:
-  """The same for people: a file with its whole path, and whether it is there."""
+  """The address as a message shows it: a file with its whole path, and whether it is there."""
   path = pathlib.Path(address.removeprefix(FILE)).absolute()
   if not address.startswith(FILE):
     return address

@@ -1,9 +1,9 @@
 """The entry point of a learner's process: it builds a node on gRPC from the flags.
 
-Errors that a retry cannot fix raise exits.NeverRetry (exit 42): a refused join, a port in use, a
-folder that is not writable or is locked by another syncer, a config that does not fit the model, a
-checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (exits.py), and
-so do checkpoints that cannot be read: the cause may pass.
+Errors that a retry cannot fix raise exits.NeverRetry (exit 42): a refused join, a folder that is
+not writable or that another process of this learner has locked, a config that does not fit the
+model, a checkpoint of another model. A failing or full disk gives exit 74 (exits.py), and so do
+checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib

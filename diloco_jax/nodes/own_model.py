@@ -212,9 +212,6 @@ def read(workdir: pathlib.Path) -> Model | None:
   return from_header(text, lambda: arrays.load(folder / 'values'))
 
 
-# --- The call -------------------------------------------------------------------------------------
-
-
 def require_finite(name: str, value: np.ndarray) -> None:
   if not np.isfinite(value).all():
     raise ValueError(

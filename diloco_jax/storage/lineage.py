@@ -108,12 +108,13 @@ def set_aside(
   later: Mapping[json_files.Place, Sequence[json_files.Place]],
 ) -> list[str]:
   """Moves what is later than a verified state, and the log, to new folders, and returns these.
-  Nothing is deleted. No syncer starts until the caller has written the next lineage.
+  Nothing is deleted. No syncer starts until the caller has written the next lineage. Raises
+  OSError.
 
   Args:
     workdir: of the run, of which `before` is the lineage.
     changing: RESTORE or TAKE_OVER.
-    later: what is moved, by the folder that gets an aside-K for it. Raises OSError.
+    later: what is moved, by the folder that gets an aside-K for it.
   """
   write(workdir, dataclasses.replace(before, changing=changing))
   records = (folders.syncer_folder(workdir) / 'wal').iterdir()
@@ -123,7 +124,8 @@ def set_aside(
     if moved := [*paths, *(old if place == workdir else ())]:
       asides.append(aside := folders.new_aside(place))
       if place == workdir:
-        write(workdir / aside.name, before)  # what is moved there is complete
+        # What is moved there is complete, also if an earlier try did not end.
+        write(workdir / aside.name, dataclasses.replace(before, changing=''))
       for path in moved:
         json_files.move(path, aside / path.relative_to(place))
   return [str(aside) for aside in asides]

@@ -1,1 +1,1 @@
-"""The commands `simulate`, `chaos` and `replay`, one module each: flags and `main`."""
+"""The commands `simulate`, `chaos`, `replay` and `plan`, one module each: flags and `main`."""
