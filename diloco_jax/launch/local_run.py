@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pathlib
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +157,7 @@ def run(
   folder.
   """
   print(f'run {config.name} in {workdir}', flush=True)
-  print(f'watch it: diloco status --workdir={shlex.quote(str(workdir))} --open', flush=True)
+  print(f'watch it: {cli.command("status", f"--workdir={workdir}", "--open")}', flush=True)
   with exits.never_retry(files.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
   if outcome.code == exits.NEVER_RETRY:
@@ -166,7 +165,7 @@ def run(
   write = lambda: summary_lib.write(workdir, plot=not outcome.interrupted)
   text = lambda: summary_lib.text(write(), workdir, shutil.get_terminal_size().columns)
   tell = lambda: print('\n' + text(), end='', flush=True)
-  if not header.shown(tell, 'the summary', f'diloco report {shlex.quote(str(workdir))}'):
+  if not header.shown(tell, 'the summary', cli.command('report', str(workdir))):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:]]

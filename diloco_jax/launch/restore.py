@@ -253,8 +253,8 @@ def _go_back(
 
 
 def _later(place: json_files.Place, goal: Goal, is_workdir: bool) -> list[json_files.Place]:
-  """What is later than the goal, but for the log. What the syncer has in a store stays: it will
-  begin another part of the store (syncer/stored.py)."""
+  """The files of a node that are later than the goal, but for the log. Those of the syncer in a
+  store stay: it will begin another part of the store (syncer/stored.py)."""
   syncer = [folders.syncer_folder(place)] if is_workdir else []
   ends = (place / 'tapes', place / stored.MODEL) if is_workdir else ()
   return [

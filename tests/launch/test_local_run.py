@@ -5,6 +5,7 @@ import copy
 import os
 import pathlib
 import re
+import subprocess
 import threading
 from concurrent import futures
 
@@ -272,8 +273,14 @@ def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
   """The disk of the output is full at the end, or the report itself has a fault."""
   done = command_line.python('-c', _ENDED, tmp_path / 'run', why)
   assert done.returncode == 0, done.stderr
-  told = re.fullmatch(r'error: the summary is missing .* Later: (.*)\n', done.stderr)
-  assert told[1] == f'diloco report {tmp_path}/run'
+  later = re.fullmatch(r'error: the summary is missing .* Later: (.*)\n', done.stderr)
+  watch = re.search('^watch it: (.*)$', done.stdout, re.M)
+  for told, words in (
+    (later, f'report {tmp_path}/run'),
+    (watch, f'status --workdir={tmp_path}/run'),
+  ):
+    assert words in told[1]
+    subprocess.run(['bash', '-c', f'{told[1]} --help'], check=True, capture_output=True)
 
 
 def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
 """The published fragments, and the version of each that every learner holds.
 
-The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows. What a learner
-holds of it, and is sent next, is a Copy (members.py). The syncer reads a whole fragment once for
-all learners that need it, and sends the version that the fragment has when the read is answered;
-the same read serves a learner that needs it before.
+The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows. A Copy
+(members.py) records the version of one learner, and how the learner gets the next one. The syncer
+reads a whole fragment once for all learners that need it, and sends the version that the fragment
+has when the read is answered; the same read serves a learner that needs it before.
 
 A learner keeps received versions until its next step boundary, and on a slow link they arrive late,
 so they would pile up. At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a
