@@ -19,7 +19,7 @@ _ALLOWED = {
   'protocol/learner': 'protocol',
   'protocol/tape': 'protocol protocol/syncer protocol/learner',
   'numerics': '',
-  'storage': 'protocol protocol/tape',
+  'storage': 'protocol protocol/tape numerics',
   'train': 'numerics storage',
   'config': 'protocol protocol/tape numerics storage train',
   'node': 'protocol',

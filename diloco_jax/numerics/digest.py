@@ -13,6 +13,7 @@ guards against mistakes and faults, not against an adversary.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,16 +77,18 @@ def _terms(
 
 
 def _pair(bits: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return bits * (2 * i + 1), _mix(bits + jnp.uint32(_GOLDEN) * (i + 1))
+  return bits * (2 * i + 1), mixed(bits, i)
 
 
 def _bits(values: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(values, jnp.uint32)
 
 
-def _mix(h: jax.Array) -> jax.Array:
-  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+def mixed(bits: Any, i: Any) -> Any:
+  """The terms of the second word for the places i; both uint32, of jax or of numpy."""
+  h = bits + np.uint32(_GOLDEN) * (i + np.uint32(1))
+  h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+  h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
   return h ^ (h >> 16)
 
 

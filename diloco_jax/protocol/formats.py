@@ -17,7 +17,7 @@ NUMBERS = {
   'frame': 4,
   'model header': 1,
   'log': 3,
-  'checkpoint': 1,
+  'checkpoint': 2,
   'config': 2,
   'lineage': 1,
   'claim': 2,

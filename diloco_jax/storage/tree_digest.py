@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.numerics import digest as digest_lib
+
 _PART_BYTES = 256 << 20  # that `require_reads_back` holds at once, beside a leaf that is larger
 _LEFT_OUT = ...  # Orbax reads no such leaf
 _CHUNK = 1 << 20  # elements
@@ -70,9 +72,11 @@ def compile_digests(tree: Any) -> None:
 
 
 def digest_leaf(leaf: jax.Array) -> jax.Array:
-  """sum_i bits_i (2 i + 1) mod 2^32: exact in any order, so any sharding gives the same number.
+  """sum_i mixed(bits_i, i) mod 2^32: exact in any order, so any sharding gives the same number.
 
-  Every weight is odd, hence any change of one element of at most 32 bits changes the sum.
+  A change of one element of at most 32 bits always changes the sum. Terms that are linear in the
+  bits would not do: a flipped bit in a compressed file changes the signs of several values, and two
+  signs together change a linear sum by 2^31 (2 i + 1 + 2 j + 1), which is 0.
   """
   bits = _bits(leaf)
   index = jnp.zeros(bits.shape, jnp.uint32)
@@ -80,7 +84,7 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
   for axis in reversed(range(bits.ndim)):
     index += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
     stride *= bits.shape[axis]
-  return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
+  return jnp.sum(digest_lib.mixed(bits, index), dtype=jnp.uint32)
 
 
 _digest_leaf = jax.jit(digest_leaf)  # leaf by leaf: a program grows with its leaves
@@ -146,8 +150,8 @@ def _digest_of_host(leaf: np.ndarray) -> int:
   total = 0
   for start in range(0, len(bits), _CHUNK):
     part = bits[start : start + _CHUNK].astype(np.uint32)
-    weight = 2 * np.arange(start, start + len(part), dtype=np.uint64) + 1
-    total += int(np.sum(part * weight.astype(np.uint32), dtype=np.uint32))
+    index = np.arange(start, start + len(part), dtype=np.uint64).astype(np.uint32)
+    total += int(np.sum(digest_lib.mixed(part, index), dtype=np.uint32))
   return total % (1 << 32)
 
 

@@ -7,7 +7,6 @@ last tests restore a syncer that has merged and saved (tests/syncer/test_durabil
 import copy
 import errno
 import functools
-import gc
 import pathlib
 import random
 import re
@@ -29,12 +28,6 @@ from diloco_jax.transport import addresses
 from tests.launch.lib import command_line
 from tests.syncer import test_durability as durability
 
-# Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make
-# reads fail collect it, so that it complains there.
-pytestmark = [
-  pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning'),
-  pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning'),
-]
 CHAIN = bytes(range(32))
 LEARNERS = ('l0', 'l1', 'l2')
 assembled = durability._assembled
@@ -198,7 +191,6 @@ def test_flipped_bits_are_found(config, tmp_path, counts):
     else:
       found += 1
     path.write_bytes(whole)
-  gc.collect()
   assert _choose(workdir).clock == 105
   with pytest.raises(ValueError, match='whole'):  # more than the model of the run can take
     _choose(workdir, most_bytes=8)
@@ -230,7 +222,6 @@ def test_what_is_damaged_is_passed_over_and_said(config, workdir):
   assert any('l1 starts from the fragments of the syncer' in line for line in said), said
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
   assert (workdir / 'aside-1' / 'islands' / 'l1' / 'ckpt' / '100').is_dir()
-  gc.collect()
 
 
 # --- What is done ---------------------------------------------------------------------------------
@@ -491,7 +482,6 @@ def test_no_checkpoint_that_is_whole_is_refused_and_none_at_all_is_the_beginning
   ckpt.rename(damaged / 'elsewhere')
   _restore(assembled.config, damaged)
   _goes_on(assembled, damaged, expected, 0)
-  gc.collect()
 
 
 def test_theta_versions_and_ledger_are_those_of_a_kept_clock(assembled, tmp_path, expected):
