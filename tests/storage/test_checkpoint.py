@@ -243,11 +243,13 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
-  _save(tmp_path, 1, 2)
-  for file in (tmp_path / '2' / 'state').glob('**/d/*'):  # where Orbax keeps the arrays
-    file.write_bytes(file.read_bytes()[:-20])
-  with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
-    _assert_holds(_restore(tmp_path), 1)
+  _save(tmp_path, 1)
+  for _ in range(2):  # the second takes the place of the first
+    _save(tmp_path, 2)
+    for file in (tmp_path / '2' / 'state').glob('**/d/*'):  # where Orbax keeps the arrays
+      file.write_bytes(file.read_bytes()[:-20])
+    with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
+      _assert_holds(_restore(tmp_path), 1)
   assert 'does not read back' in caplog.text and 'unreadable-2' in caplog.text
   _save(tmp_path, 2)
   _assert_holds(_restore(tmp_path), 2)
@@ -313,6 +315,17 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
     assert len({end.result() for end in ends}) == 4
   assert checkpoints.numbers == [3, 4]
   checkpoints.close()
+
+
+def test_a_closed_folder_takes_no_save(tmp_path):
+  """Another process may have it by then."""
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  checkpoints.close()
+  with pytest.raises(checkpoint.CheckpointError, match='is closed'):
+    checkpoints.save(1, _state(1), 10)
+  assert not list(tmp_path.iterdir())
+  _save(tmp_path, 2)
+  _assert_holds(_restore(tmp_path), 2)
 
 
 def test_one_changed_bit_is_detected(tmp_path):

@@ -133,6 +133,7 @@ sys.stdin.read()
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: pathlib.Path):
   command = [sys.executable, '-c', HOLD, str(tmp_path)]
+  (tmp_path / files_lib.LOCK).write_text('{"role": "of a process before, with a long name"}' * 9)
   pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
   holder = subprocess.Popen(command, text=True, **pipes)
   try:
@@ -188,6 +189,18 @@ def test_an_empty_lock_file_still_locks(tmp_path: pathlib.Path):
   other.close()
 
 
+def test_a_process_of_another_host_is_not_taken_for_this_one(tmp_path: pathlib.Path):
+  """In containers with a common folder all may have one pid."""
+  files, other = files_lib.Files(tmp_path), files_lib.Files(tmp_path)
+  files.lock()
+  holder = {'role': 'learner', 'pid': os.getpid(), 'host': 'pod-7'}
+  (tmp_path / files_lib.LOCK).write_text(json.dumps(holder))
+  with pytest.raises(files_lib.DirectoryError, match='on pod-7. Nothing .* Stop that process'):
+    other.lock()
+  files.close()
+  other.close()
+
+
 def test_an_unwritable_directory_is_one_line(tmp_path: pathlib.Path, monkeypatch):
   (tmp_path / 'file').write_text('')
   with pytest.raises(files_lib.DirectoryError, match='file is no directory to write in'):
@@ -230,3 +243,15 @@ def test_a_replaced_file_is_durable_before_it_has_its_name_and_its_name_on_retur
     ('replace', 'note.json.new', 'note.json'),
     ('fsync', 'a', b''),
   ]
+
+
+def test_a_replacement_that_fails_leaves_the_file_and_nothing_else(tmp_path):
+  def pieces():
+    yield b'half'
+    raise OSError(errno.ENOSPC, 'no space')
+
+  path = tmp_path / 'note.json'
+  json_files.write(path, {'a': 1})
+  with pytest.raises(OSError, match='no space'):
+    json_files.replace(path, pieces())
+  assert list(tmp_path.iterdir()) == [path] and json_files.read(path) == {'a': 1}

@@ -64,3 +64,9 @@ def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
   found = folders.cache()
   assert found.name.startswith('diloco_jax-') and found.parent == tmp_path
   assert found.name != f'diloco_jax-{user + 1}'
+
+
+def test_what_is_moved_aside_gets_a_new_folder_also_if_an_older_one_is_gone(tmp_path):
+  for name in ('aside-2', 'aside-10'):
+    (tmp_path / name).mkdir()
+  assert folders.new_aside(tmp_path).name == 'aside-11'

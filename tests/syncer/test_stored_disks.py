@@ -54,6 +54,18 @@ def test_a_copy_of_the_folder_on_the_same_host_is_another_disk(here, monkeypatch
   life.merge(3)
 
 
+def test_a_run_that_goes_on_after_an_orderly_end_is_claimed_again(here, monkeypatch):
+  """The end has released the claim, and nobody waits for a claim that is released."""
+  life = here.live('a')
+  run_until(life, range(1, 3))
+  life.end()
+  life = here.live('a')
+  monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
+  with pytest.raises(claim_lib.Denied, match='is in use'):
+    here.live('b')
+  life.merge(3)
+
+
 def test_a_renewal_that_was_on_its_way_is_no_sign_of_life(here, expected, monkeypatch):
   """The holder was killed a moment after it had sent it."""
   life = here.live('a', store_log=True)
