@@ -35,7 +35,6 @@ from diloco_jax.verification.replay import tape_files
 from tests.launch import test_restore as restores
 from tests.syncer import test_durability as durability
 
-pytestmark = restores.pytestmark
 config = restores._config
 assembled = durability._assembled
 
