@@ -16,7 +16,7 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
               A_{v+1} = A_v + D_down(bytes)                                     apply_delta
 
 with c_m = D_up(bytes_m) if the syncer merged it, else 0. Parameters of fewer bits than float32
-hold A_v rounded; what they have moved is counted from there (`_held`), or every learner would
+hold A_v rounded; what they have moved is counted from there (`held`), or every learner would
 contribute the same rounding error as if it had trained it.
 
 Error feedback upward: theta_m - (A_v - c_m) holds, beside the steps since the capture, what the
@@ -95,7 +95,7 @@ def pseudo_gradient(
     def encode(state: tuple[jax.Array, jax.Array], first: Any, rows: jax.Array):
       (data, ok), at, theta_n = state, start + first, fragments.flat(piece, rows)
       anchor_n = codecs.part(anchor_N, at, theta_n.size)
-      data, finite = codec.encode_into(data, n, at, _held(anchor_n, rows.dtype) - theta_n)
+      data, finite = codec.encode_into(data, n, at, held(anchor_n, rows.dtype) - theta_n)
       return data, ok & finite
 
     data, ok = _in_turns(fragments.rows(leaves, piece), encode, (data, jnp.bool_(True)))
@@ -131,7 +131,7 @@ def _in_turns(array: jax.Array, function: Callable, state: Any) -> Any:
   return jax.lax.platform_dependent(array, state, tpu=loop, default=whole)
 
 
-def _held(anchor_n: jax.Array, dtype: Any) -> jax.Array:
+def held(anchor_n: jax.Array, dtype: Any) -> jax.Array:
   """An anchor as parameters of this type hold it. Not by casts: XLA may leave a pair out."""
   info = jnp.finfo(dtype)
   if info.bits >= 32:
@@ -206,7 +206,7 @@ def adopt(
     given_n = codec_up.decode_range(adoption.capture, n, start, stop)
     merged_n = jnp.where(adoption.merged, given_n, 0.0)
     carried = theta - shaped(
-      _held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
+      held(codecs.part(anchor_N, start, stop - start), rows.dtype) - merged_n
     )
     fragments.replace_rows(leaves, piece, value + jnp.where(kept(piece), carried, 0.0))
   return leaves

@@ -308,7 +308,9 @@ def _leaves(tree: PyTree, label: Callable[[str], str]) -> list[Piece]:
   for path, leaf in by_path(tree).items():
     shape = tuple(leaf.shape)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-      raise ValueError(f'fragments: leaf {path} is {leaf.dtype}; parameters must be floats')
+      raise ValueError(
+        f'fragments: leaf {path} is {leaf.dtype}; parameters must be floats; leave it out'
+      )
     if 0 in shape:
       raise ValueError(f'fragments: leaf {path} of shape {shape} is empty; leave it out')
     whole.append(Piece(path, 0, shape[0] if shape else 1, shape, label(path)))
