@@ -1,7 +1,8 @@
 """How the gap to data-parallel training changes as models grow (scale.md).
 
 Sizes train equally many tokens for each parameter, in global batches that grow with the root of the
-size. M learners share a global batch, so that all of them have one baseline.
+size. M learners share a global batch, so that all of them have one baseline. DiLoCo with M=1 is
+data-parallel training with an outer step, as of diloco_jax.outer_optimizer.
 """
 
 import functools
@@ -34,7 +35,7 @@ PAIR = (BASE, ('decoupled', 4))
 FIRST = (*PAIR, ('diloco', 4))
 REST = (('decoupled', 8), ('streaming', 4), ('diloco', 8), ('streaming', 8))
 METHODS = *FIRST, *REST
-EIGHT = (('decoupled', 8),)
+EIGHT, ONE = (('decoupled', 8),), (('diloco', 1),)
 MUON, ADAMW, BOTH = ('muon',), ('adamw',), ('muon', 'adamw')
 
 
@@ -45,10 +46,10 @@ class Case(NamedTuple):
   ratio: int
   optimizer: str
   method: str
-  learners: int  # 1: data-parallel training
+  learners: int
 
   def __str__(self) -> str:
-    together = f', M={self.learners}' if self.learners > 1 else ''
+    together = '' if self.method == BASE[0] else f', M={self.learners}'
     return f'{self.size} x{self.ratio}, {self.optimizer}, {self.method}{together}'
 
 
@@ -78,7 +79,7 @@ def arm(case: Case, rate: float, seed: int, against: str = '') -> arms.Arm:
   )
   config.data.seq_len, config.data.eval_batches = LENGTH, 32
   config.train.eval_every = max(1, steps // 4)
-  alone = case.learners == 1
+  alone = case.method == BASE[0]
   return arms.Arm(
     study='scale',
     name=f'{case}, {rate:g}',
@@ -149,6 +150,7 @@ def stages(quick: bool) -> Iterator[dict[Case, int]]:
     yield cases(size, SHORT, methods=FIRST, seeds=0) | cases(size, SHORT, MUON, EIGHT, 0)
   yield cases(SMALL, SHORT, methods=FIRST) | cases(MIDDLE, SHORT, methods=FIRST)
   yield cases(SMALL, SHORT) | cases(MIDDLE, SHORT)
+  yield cases(SMALL, SHORT, methods=ONE) | cases(MIDDLE, SHORT, methods=ONE)
   yield cases('0.9M', SHORT, MUON, FIRST)
   yield cases('1.8M', SHORT, MUON, FIRST, 2)
   yield cases('0.9M', SHORT, MUON, EIGHT)
