@@ -146,8 +146,8 @@ class Watch:
     counted = own_model.statistics(params)
     fits = lambda leaf: leaf.is_fully_addressable and leaf.size <= 1 << 16  # read here
     names = [name for name, leaf in params.items() if fits(leaf) and name not in counted]
-    self._name = max(names, key=lambda name: params[name].size, default='')
-    self._steps, self._kept = 0, ()
+    self._name = max(names, key=lambda name: params[name].size, default=None)
+    self._steps, self._begun, self._kept = 0, None, ()
 
   @contextlib.contextmanager
   def boundary(self, held: OwnArrays) -> Iterator[None]:
@@ -156,42 +156,51 @@ class Watch:
     before = None if trained is None else jnp.copy(trained)
     yield
     self._steps += 1
-    if trained is not None and (adopted := held.params[self._name]) is not trained:
-      # In fewer steps a merge moves no farther than a step, which may well go back.
-      self._kept = (before, jnp.copy(adopted)) if self._steps >= 4 else ()
-      self._steps = 0
+    if trained is not None:
+      after = jnp.copy(held.params[self._name])
+      if held.params[self._name] is not trained:
+        # In fewer steps a merge moves no farther than a step, which may well go back.
+        self._kept = (self._begun, before, after) if self._steps >= 4 else ()
+        self._steps = 0
+      self._begun = after
 
   def undone(self, params: dict[str, Any]) -> str:
-    """The name of the array if the loop's step, the first after an adoption, has undone it."""
+    """The name of the array if the loop's step, the first after an adoption, has undone it: it is
+    far longer than the one before, and goes back. A step of usual length that goes back is none."""
     name, kept, self._kept = self._name, self._kept, ()
     if not kept:
       return ''
-    before, adopted, now = (np.asarray(one, np.float32) for one in (*kept, params[name]))
-    self._name = '' if (before != adopted).any() else name
-    return name if np.linalg.norm(now - before) < np.linalg.norm(now - adopted) / 2 else ''
+    begun, before, adopted, now = (np.asarray(one, np.float32) for one in (*kept, params[name]))
+    self._name = None if (before != adopted).any() else name
+    short = max(map(np.linalg.norm, (now - before, before - begun)))
+    return (name or 'params') if short < np.linalg.norm(now - adopted) / 2 else ''
 
 
-_COPIES = 'z', 'params0', 'init_particles', 'init_params'  # of optax.contrib, by its names
+_COPIES = 'z', 'x0', 'params0', 'init_particles', 'init_params'  # of optax.contrib, by its names
 
 
 def find_copies(params: dict[str, jax.Array], moments: Any) -> dict[int, str]:
-  """Where in the moments there is a copy of each parameter that is trained: by the place of its
-  leaf the name of the parameter. Such a copy is derived from the parameters, as the float32 masters
-  of bfloat16 ones, or the z of optax.contrib.schedule_free: one that stayed where it was would undo
-  what is adopted, or drift away from it."""
+  """Where in the moments there are copies of parameters: by the place of its leaf the name of the
+  parameter. Such a copy is derived from the parameters, as the float32 masters of bfloat16 ones, or
+  the z of optax.contrib.schedule_free: one that stayed where it was would undo what is adopted, or
+  drift away from it. A node of them has a copy of each parameter that is trained, or else nothing
+  beside copies of some, as where an optimizer is masked."""
   counted = own_model.statistics(params)
   tails = {name.removeprefix('params/'): name for name in params if name not in counted}
   groups: dict[str, dict[int, str]] = collections.defaultdict(dict)
-  leaves = arrays.by_name(moments)
+  leaves, below = arrays.by_name(moments), collections.Counter()
   for place, (path, leaf) in enumerate(leaves.items()):
-    at = [at for at, c in enumerate(f'/{path}') if c == '/']
-    name, start = next(((tails[path[k:]], k) for k in at if path[k:] in tails), ('', 0))
-    if name and leaf.shape == params[name].shape and jnp.issubdtype(leaf.dtype, jnp.floating):
-      groups[path[:start].strip('/')][place] = name
+    at = [at for at, c in enumerate(f'/{path}/') if c == '/']  # the last is for a bare array, ''
+    below.update(path[:k].strip('/') for k in at)
+    start = next((k for k in at if path[k:] in tails), None)
+    if start is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
+      name = tails[path[start:]]
+      if leaf.shape == params[name].shape:
+        groups[path[:start].strip('/')][place] = name
   found, values = {}, list(leaves.values())
   for path, group in groups.items():
-    whole = len(group) == len(tails) and path.split('/')[0] != 'rest'
-    if whole and (path.split('/')[-1] in _COPIES or _equal(params, values, group)):
+    fits = len(group) in (len(tails), below[path]) and path.split('/')[0] != 'rest'
+    if fits and (path.split('/')[-1] in _COPIES or _equal(params, values, group)):
       found |= group
   return found
 

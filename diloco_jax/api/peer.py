@@ -189,9 +189,11 @@ class Peer:
       )
     if (undone := self._watch.undone(named)) and not self._warned:
       self._say(
-        f'{undone}: the first step after the adoption of a merged value has gone back to the value '
-        'before it. If the loop computes its parameters from a tree of its own, it undoes each '
-        'merge: write what `peer.sync` returns into that tree (docs/your_model.md)'
+        f'{undone}: the first step after the adoption of a merged value has gone back to about the '
+        'value before it, and was more than twice as long as the step before. If each step of the '
+        'loop reaches its goal at once, nothing is wrong. If the loop computes its parameters from '
+        'a tree of its own, it undoes each merge: write what `peer.sync` returns into that tree '
+        '(docs/your_model.md)'
       )
     with self._ends_with_an_error():
       self._arrays.take(named, parts.opt_state)

@@ -36,7 +36,7 @@ _DEADLINE_S = 240.0
 _CLOSE = {True: {'rtol': 2**-7, 'atol': 2**-7}, False: {'rtol': 1e-5, 'atol': 1e-6}}  # of bfloat16?
 
 
-def _masters(rate: float) -> optax.GradientTransformation:
+def masters(rate: float) -> optax.GradientTransformation:
   """SGD that computes the parameters from float32 copies of them in its state."""
 
   def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ _OPTIMIZERS = {
   'steps': optax.MultiSteps(optax.adam(1e-2), 2),
   'schedule_free': optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1),
 }
-_WITHOUT_MOMENTUM = {'plain sgd': optax.sgd(0.1), 'masters': _masters(0.1)}
+_WITHOUT_MOMENTUM = {'plain sgd': optax.sgd(0.1), 'masters': masters(0.1)}
 _MESHES = {
   'none': (0, ''),
   **{f'{n} {kind}': (n, kind) for n in (1, 2) for kind in ('Auto', 'Explicit')},

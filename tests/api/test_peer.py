@@ -19,7 +19,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import on_device
 from diloco_jax.nodes import bring, own_model, run_folder
 from diloco_jax.report import records, run_facts
-from diloco_jax.storage import arrays, files
+from diloco_jax.storage import files
 from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
 from tests.launch.lib import command_line
@@ -697,87 +697,6 @@ def test_what_a_loop_gives_may_be_written_again(tmp_path):
     np.testing.assert_allclose(server.wait(_DEADLINE_S)['w'], expected, atol=1.0)
   rows = list(diloco_jax.records(tmp_path))
   assert [row['loss'] for row in rows if row['name'] == 'step'] == list(range(8))
-
-
-@pytest.mark.parametrize('takes', [True, False])
-def test_masters_in_the_state_of_an_optimizer_move_with_what_is_adopted(takes, tmp_path, capfd):
-  """If the loop takes them; else it is told. Its steps are zero once the fourth is made."""
-  halved = {'codec_down': 'float32', 'codec_up': 'float32', 'outer': 'sgd(learning_rate=0.5)'}
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=4, overlap=0, **halved)
-  with diloco_jax.run_syncer(total_steps=12, sync=sync) as server:
-    params = {'w': jnp.zeros(64, jnp.bfloat16), 'b': jnp.zeros(64)}
-    state = {'master': jax.tree.map(lambda leaf: leaf.astype(np.float32), params)}
-    with diloco_jax.join(params, opt_state=state, syncer=server.address, workdir=tmp_path) as peer:
-      params, state = peer.params, peer.opt_state
-      for clock in peer.steps():
-        master = jax.tree.map(lambda leaf: leaf + float(clock < 4), state['master'])
-        params = jax.tree.map(lambda leaf, one: one.astype(leaf.dtype), params, master)
-        state = {'master': master}
-        params = peer.sync(params, tokens=1, opt_state=state)
-        state = peer.opt_state if takes else state
-    merged = server.wait(_DEADLINE_S)
-  told = 'opt_state: master/b is a copy of a parameter' in capfd.readouterr().out
-  assert told != takes
-  assert np.allclose(merged['w'].astype(np.float32), 2.0) == takes
-  assert np.allclose(np.asarray(params['b']), 2.0) == takes
-
-
-@pytest.mark.parametrize('writes', [True, False])
-def test_a_loop_that_undoes_what_it_adopts_is_told_once(writes, capfd):
-  """It computes its parameters from a tree of its own, of which `join` knows nothing."""
-  halved = {'codec_down': 'float32', 'codec_up': 'float32', 'outer': 'sgd(learning_rate=0.5)'}
-  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=4, overlap=0, **halved)
-  with diloco_jax.run_syncer(total_steps=12, sync=sync) as server:
-    params = {'w': jnp.zeros(64), 'b': jnp.zeros(4)}
-    own = jax.tree.map(np.array, params)
-    with diloco_jax.join(params, syncer=server.address) as peer:
-      _ = peer.params
-      for _ in peer.steps():
-        own = jax.tree.map(lambda leaf: leaf + 1, own)
-        params = peer.sync(own, tokens=1)
-        own = jax.tree.map(np.array, params) if writes else own
-  told = capfd.readouterr().out.count('w: the first step after the adoption of a merged value has')
-  assert told == (not writes)
-
-
-@pytest.mark.long
-def test_masters_of_an_optimizer_follow_what_was_merged_while_their_learner_was_away(tmp_path):
-  params = {'w': jnp.ones(64, jnp.bfloat16)}
-  state = {'master': {'w': jnp.ones(64)}}
-  sync = diloco_jax.SyncConfig(learners=2, quorum=1, fragments=1, period=2, overlap=0)
-  with diloco_jax.run_syncer(total_steps=1_000_000, sync=sync) as server:
-
-    def learn(learner: str, step: float) -> None:
-      where = {'syncer': server.address, 'workdir': tmp_path / learner}
-      with diloco_jax.join(params, learner=learner, opt_state=state, **where) as peer:
-        w, master = peer.params['w'], peer.opt_state['master']['w']
-        np.testing.assert_allclose(np.asarray(w, np.float32), master, rtol=0.01)
-        for _, _ in zip(range(6), peer.steps()):
-          master += step
-          given = {'w': master.astype(np.float32).astype(jnp.bfloat16)}
-          peer.sync(given, tokens=1, opt_state={'master': {'w': master}})
-          master = peer.opt_state['master']['w']
-
-    for learner in ('l0', 'l1', 'l0'):
-      learn(learner, 1.0)
-
-
-@pytest.mark.parametrize(
-  'tx, copy',
-  [
-    (optax.adamw(1e-2), ''),
-    (optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1), 'z'),
-    (optax.contrib.prodigy(), 'params0'),
-    (optax.contrib.cocob(), 'init_particles'),
-  ],
-  ids=lambda value: value if isinstance(value, str) else '',
-)
-def test_copies_of_parameters_are_found_in_the_states_of_optax(tx, copy):
-  params = {'w': jnp.zeros((4, 4)), 'b': jnp.zeros(4)}
-  state = jax.tree.map(jnp.asarray, tx.init(params))
-  names = list(arrays.by_name(state))
-  found = {names[place] for place in own_arrays.find_copies(params, state)}
-  assert {name.split('/')[-2] for name in found} == ({copy} if copy else set())
 
 
 def test_what_no_checkpoint_can_have_is_refused_at_join(server, tmp_path):

@@ -1,0 +1,332 @@
+"""Copies of the parameters in a user's loop move with what it adopts (docs/your_model.md).
+
+The gradients do not depend on the parameters, so a loop that adopts goes on along the path of a
+loop without a syncer, moved by what it has adopted: one whose copies undo a merge leaves it.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import diloco_jax
+from diloco_jax.api import own_arrays, states
+from diloco_jax.storage import arrays
+from tests.api import drawn_loops
+
+_DEADLINE_S = 240.0
+_STALE = 'is a copy of a parameter, and has stayed where it was'
+_BACK = 'the first step after the adoption of a merged value has gone back'
+
+
+_RUN = {  # each merged value is halfway between the one before and that of the learner
+  'total_steps': 12,
+  'sync': diloco_jax.SyncConfig(
+    learners=1, fragments=1, period=4, overlap=0, codec_down='float32', codec_up='float32',
+    outer='sgd(learning_rate=0.5)',
+  ),
+}  # fmt: skip
+
+
+def _draw(*shape: int) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+_TREE = {'w': _draw(8, 8), 'b': _draw(8)}
+_HALF = {**_TREE, 'w': _TREE['w'].astype(jnp.bfloat16)}
+
+
+def _averaged(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+  """Its state has an average of the parameters, too."""
+
+  def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, inner = tx.update(grads, state['inner'], params)
+    new = optax.apply_updates(params, updates)
+    return updates, {'inner': inner, 'ema': optax.incremental_update(new, state['ema'], 0.1)}
+
+  return optax.GradientTransformation(lambda p: {'inner': tx.init(p), 'ema': p}, update)
+
+
+_LOOKAHEAD = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
+
+
+def _lookahead() -> optax.GradientTransformation:
+  """With the slow parameters in its state, beside the documented way."""
+
+  def init(params: Any) -> Any:
+    both = optax.LookaheadParams.init_synced(params)
+    return {'inner': _LOOKAHEAD.init(both), 'slow': params}
+
+  def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    both = optax.LookaheadParams(params, state['slow'])
+    updates, inner = _LOOKAHEAD.update(grads, state['inner'], both)
+    return updates.fast, {'inner': inner, 'slow': optax.apply_updates(both, updates).slow}
+
+  return optax.GradientTransformation(init, update)
+
+
+def _of(first: optax.GradientTransformation, other: optax.GradientTransformation) -> Any:
+  """One optimizer for w and another one for b."""
+  return optax.partition({'w': first, 'b': other}, {'w': 'w', 'b': 'b'})
+
+
+class _Kind(NamedTuple):
+  tx: optax.GradientTransformation
+  params: Any
+  leaf: str = ''  # the copy that the line names
+  evaluated: Callable[[Any, Any], Any] = lambda opt_state, params: params
+  label: Callable[[str], str] | None = None
+
+
+_FREE = optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1)
+_EVAL = optax.contrib.schedule_free_eval_params
+_ZEROS = jax.tree.map(jnp.zeros_like, _TREE)
+_KINDS = {
+  'moments': _Kind(optax.sgd(0.1, momentum=0.9), _TREE),
+  'schedule_free': _Kind(_FREE, _TREE, 'z/b', _EVAL),
+  'lookahead': _Kind(_lookahead(), _TREE, 'slow/b', lambda state, params: state['slow']),
+  'masters': _Kind(drawn_loops.masters(0.1), _HALF, 'master/b'),
+  'ema': _Kind(_averaged(optax.sgd(0.1)), _TREE, 'ema/b', lambda state, params: state['ema']),
+  'masters of some': _Kind(
+    _of(drawn_loops.masters(0.1), optax.sgd(0.1)), _HALF, 'inner_states/w/inner_state/master/w'
+  ),
+  'the rest is frozen': _Kind(
+    _of(_FREE, optax.set_to_zero()), _TREE, 'inner_states/w/inner_state/z/w',
+    label=lambda name: 'frozen' if name == 'b' else 'body',
+  ),
+  'accumulated': _Kind(optax.MultiSteps(_FREE, 2), _TREE, 'inner_opt_state/z/b'),
+  'a bare array': _Kind(_FREE, _TREE['w'], 'z', _EVAL),
+  'madgrad from zeros': _Kind(optax.contrib.madgrad(0.1), _ZEROS, '1/x0/b'),
+}  # fmt: skip
+
+
+class _Held(NamedTuple):
+  """What a loop goes on with: by its fields a whole state."""
+
+  params: Any
+  opt_state: Any
+
+  def replace(self, **fields: Any) -> Any:
+    return self._replace(**fields)
+
+
+def _plus(one: Any, other: Any, sign: int = 1) -> Any:
+  return jax.tree.map(lambda a, b: np.float32(a) + sign * np.float32(b), one, other)
+
+
+def _farthest(tree: Any) -> float:
+  return max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
+
+
+class _Followed(NamedTuple):
+  moved: float  # by adoptions
+  off: float  # how far the loop, and what it evaluates, is from the plain one that is so moved
+  merged: float  # how far the run's model is from the loop's
+
+
+def _follow(kind: _Kind, way: str) -> _Followed:
+  """Trains alone, and through `join`: the 'parts' or the 'whole' state, or the parts 'apart', which
+  keeps an opt_state of its own."""
+  grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.5), kind.params)
+
+  @jax.jit
+  def step(held: _Held) -> _Held:
+    updates, opt_state = kind.tx.update(grads, held.opt_state, held.params)
+    return _Held(optax.apply_updates(held.params, updates), opt_state)
+
+  def begin() -> tuple[_Held, dict[str, Any]]:
+    held = _Held(kind.params, kind.tx.init(kind.params))
+    return held, {'params': held} if way == 'whole' else held._asdict()
+
+  def off() -> float:
+    pairs = [(mine.params, alone.params)]
+    pairs.append(tuple(kind.evaluated(one.opt_state, one.params) for one in (mine, alone)))
+    return max(_farthest(_plus(_plus(one, moved, -1), plain, -1)) for one, plain in pairs)
+
+  (alone, given), worst = begin(), 0.0
+  moved = _plus(alone.params, alone.params, -1)
+  with diloco_jax.run_syncer(**_RUN) as server:
+    with diloco_jax.join(**given, syncer=server.address, label=kind.label) as peer:
+      taken = peer.params
+      mine = taken if way == 'whole' else _Held(taken, peer.opt_state)
+      for _ in peer.steps():
+        mine, alone = step(mine), step(alone)
+        worst = max(worst, off())
+        trained = jax.tree.map(np.float32, mine.params)
+        if way == 'whole':
+          mine = peer.sync(mine, tokens=1)
+        else:
+          params = peer.sync(**mine._asdict(), tokens=1)
+          mine = _Held(params, peer.opt_state if way == 'parts' else mine.opt_state)
+        moved = _plus(moved, _plus(mine.params, trained, -1))
+        worst = max(worst, off())
+    merged = server.wait(_DEADLINE_S)
+  named = {name: leaf for name, leaf in arrays.by_name(mine.params).items() if name in merged}
+  return _Followed(_farthest(moved), worst, _farthest(_plus(named, dict(merged), -1)))
+
+
+@pytest.fixture(autouse=True)
+def _usual_promotion():
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):  # as of users
+    yield
+
+
+_CLOSE = 2**-5  # what bfloat16 rounds; adoptions move more than twice as far
+
+
+def _lanes(names: Iterable[str], *default: str) -> list[Any]:
+  long = [name for name in names if name not in default]
+  return [*default, *(pytest.param(name, marks=pytest.mark.long) for name in long)]
+
+
+def _require_silent(capfd) -> None:
+  said = capfd.readouterr().out
+  assert _STALE not in said and _BACK not in said
+
+
+@pytest.mark.parametrize('name', _lanes(_KINDS, 'schedule_free', 'masters of some'))
+def test_copies_of_parameters_move_with_what_is_adopted(name, capfd):
+  """The documented ways: nothing is undone, and what is evaluated is of the adopted model."""
+  seen = _follow(_KINDS[name], 'whole' if name in ('lookahead', 'masters of some') else 'parts')
+  assert seen.off < _CLOSE < seen.moved / 2
+  assert seen.merged < _CLOSE
+  _require_silent(capfd)
+
+
+@pytest.mark.parametrize('name', _lanes(_KINDS, 'masters'))
+def test_a_loop_that_keeps_its_own_state_is_told_once_with_the_name_of_a_leaf(name, capfd):
+  leaf = _KINDS[name].leaf
+  seen = _follow(_KINDS[name], 'apart')
+  assert (seen.off > _CLOSE) == bool(leaf)
+  assert re.findall(rf'opt_state: (\S*) {_STALE}', capfd.readouterr().out) == [leaf] * bool(leaf)
+
+
+@pytest.mark.long
+def test_fast_and_slow_parameters_of_lookahead_are_adopted_alike(capfd):
+  """Its steps are zero once the fourth is made."""
+  params = optax.LookaheadParams.init_synced(_TREE)
+  opt_state, adopted = _LOOKAHEAD.init(params), 0
+  with diloco_jax.run_syncer(**_RUN) as server:
+    with diloco_jax.join(params, opt_state=opt_state, syncer=server.address) as peer:
+      params = peer.params
+      for clock in peer.steps():
+        grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 5.0 * (clock < 4)), _TREE)
+        updates, opt_state = _LOOKAHEAD.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        if adopted and opt_state.steps_since_sync:  # else it draws the two together
+          assert _farthest(_plus(new, params, -1)) == 0
+        params = peer.sync(jax.tree.map(jnp.copy, new), tokens=1, opt_state=opt_state)
+        adopted += min(_farthest(_plus(one, two, -1)) for one, two in zip(params, new)) > 0.1
+    merged = server.wait(_DEADLINE_S)
+  assert adopted
+  for name, leaf in params.slow.items():
+    np.testing.assert_allclose(leaf, merged[f'slow/{name}'], atol=1e-5)
+  _require_silent(capfd)
+
+
+class _Averaged(train_state.TrainState):
+  average: Any
+
+
+@pytest.mark.long
+def test_an_average_in_a_train_state_follows_what_is_adopted_at_its_own_rate(capfd):
+  """Its steps are zero once the fourth is made."""
+  state = _Averaged.create(apply_fn=None, params=_TREE, tx=optax.sgd(1.0), average=_TREE)
+  with diloco_jax.run_syncer(**_RUN) as server:
+    with diloco_jax.join(state, syncer=server.address) as peer:
+      state = peer.params
+      for clock in peer.steps():
+        grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 1.0 * (clock < 4)), _TREE)
+        state = state.apply_gradients(grads=grads)
+        average = optax.incremental_update(state.params, state.average, 0.5)
+        state = peer.sync(state.replace(average=jax.tree.map(jnp.copy, average)), tokens=1)
+        assert _farthest(_plus(state.average, average, -1)) == 0
+    merged = server.wait(_DEADLINE_S)
+  for name, leaf in state.average.items():
+    np.testing.assert_allclose(state.params[name], merged[name], atol=1e-5)
+    np.testing.assert_allclose(leaf, merged[name], atol=2 * 2**-8)
+  _require_silent(capfd)
+
+
+_LOOPS = {  # of an array that the loop keeps, what `sync` has returned, and the clock, the next one
+  'writes': lambda own, returned, clock: returned + 1,
+  'keeps': lambda own, returned, clock: own + 1,
+  'warms up': lambda own, returned, clock: returned + 1 + clock,
+  'arrives at once': lambda own, returned, clock: np.full_like(own, 8.0),
+}
+
+
+@pytest.mark.parametrize('name', _lanes(_LOOPS, 'keeps', 'warms up'))
+def test_a_loop_whose_long_step_undoes_what_it_adopts_is_told_once(name, capfd):
+  """A loop that arrives with each step looks like one that keeps a tree of its own, of which `join`
+  knows nothing, so the line names both. The fifth step of one that warms up is as long as what the
+  first adoption has undone, and no longer than its steps are."""
+  with diloco_jax.run_syncer(**_RUN) as server:
+    own = {'w': np.zeros(64, np.float32), 'b': np.zeros(4, np.float32)}
+    with diloco_jax.join(own, syncer=server.address) as peer:
+      held = jax.tree.map(np.array, peer.params)
+      for clock in peer.steps():
+        own = jax.tree.map(lambda one, two, clock=clock: _LOOPS[name](one, two, clock), own, held)
+        held = jax.tree.map(np.array, peer.sync(own, tokens=1))
+  told = re.findall(f'w: {_BACK}.*', capfd.readouterr().out)
+  assert len(told) == (name in ('keeps', 'arrives at once'))
+  for one in told:
+    assert 'If each step of the loop reaches its goal at once, nothing is wrong' in one
+    assert 'write what `peer.sync` returns into that tree' in one
+
+
+@pytest.mark.long
+def test_masters_of_an_optimizer_follow_what_was_merged_while_their_learner_was_away(tmp_path):
+  params = {'w': jnp.ones(64, jnp.bfloat16)}
+  state = {'master': {'w': jnp.ones(64)}}
+  sync = diloco_jax.SyncConfig(learners=2, quorum=1, fragments=1, period=2, overlap=0)
+  with diloco_jax.run_syncer(total_steps=1_000_000, sync=sync) as server:
+
+    def learn(learner: str, step: float) -> None:
+      where = {'syncer': server.address, 'workdir': tmp_path / learner}
+      with diloco_jax.join(params, learner=learner, opt_state=state, **where) as peer:
+        w, master = peer.params['w'], peer.opt_state['master']['w']
+        np.testing.assert_allclose(np.asarray(w, np.float32), master, rtol=0.01)
+        for _, _ in zip(range(6), peer.steps()):
+          master += step
+          given = {'w': master.astype(np.float32).astype(jnp.bfloat16)}
+          peer.sync(given, tokens=1, opt_state={'master': {'w': master}})
+          master = peer.opt_state['master']['w']
+
+    for learner in ('l0', 'l1', 'l0'):
+      learn(learner, 1.0)
+
+
+@pytest.mark.parametrize(
+  'tx, copy',
+  [
+    (optax.adamw(1e-2), ''),
+    (optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1), 'z'),
+    (optax.contrib.prodigy(), 'params0'),
+    (optax.contrib.cocob(), 'init_particles'),
+    (optax.contrib.madgrad(0.1), 'x0'),
+    (optax.contrib.mechanize(optax.sgd(0.1)), 'x0'),
+  ],
+  ids=lambda value: value if isinstance(value, str) else '',
+)
+def test_copies_of_parameters_are_found_in_the_states_of_optax(tx, copy):
+  params = {'w': jnp.zeros((4, 4)), 'b': jnp.zeros(4)}
+  state = jax.tree.map(jnp.asarray, tx.init(params))
+  names = list(arrays.by_name(state))
+  found = {names[place] for place in own_arrays.find_copies(params, state)}
+  assert {name.split('/')[-2] for name in found} == ({copy} if copy else set())
+
+
+def test_copies_of_parameters_are_found_in_an_optimizer_of_nnx():
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  parts = states.split((model, nnx.Optimizer(model, _FREE, wrt=nnx.Param)))
+  found = own_arrays.find_copies(arrays.by_name(parts.params), parts.opt_state)
+  names = list(arrays.by_name(parts.opt_state))
+  assert {names[place].split('/z/')[-1] for place in found} == {'kernel', 'bias'}
