@@ -41,6 +41,12 @@ FUNCTIONS = {
 }
 PROTOCOL = {'total_steps'}  # T, train.steps of a config
 
+# Words of the glossary that have meant many things, and what a module has that gives one its name.
+WORDS = {
+  'place': r'\b(folders|json_files|files_port|store_lib|class Files)\b',
+  'piece': r'exchange\.Pieces|fragments\.Piece|layout\.fragments|store\.pieces|def pieces',
+}
+
 
 def flags_in(path: pathlib.Path) -> dict[str, str]:
   """The flags that a file defines, with their help."""
@@ -110,3 +116,16 @@ def test_no_text_manifest_or_notebook_has_another_name_of_a_learner():
     if '--learner' + '_id' in path.read_text('utf-8', 'replace')
   ]
   assert not found
+
+
+@pytest.mark.parametrize('word', WORDS)
+def test_a_word_has_the_meaning_of_the_glossary(word: str):
+  is_word = re.compile(rf'_?({word}|{word}s)', re.I).fullmatch
+  others = []
+  for path in sorted((ROOT / 'diloco_jax').rglob('*.py')):
+    text = path.read_text('utf-8')
+    if word in text.lower() and not re.search(WORDS[word], text):
+      nodes = ast.walk(ast.parse(text))
+      names = {getattr(node, kind, '') for node in nodes for kind in ('id', 'arg', 'attr', 'name')}
+      others += [(str(path), name) for name in names if is_word(str(name))]
+  assert not others

@@ -26,7 +26,7 @@ def meet(
   address: Callable[[], str],
   wait_s: float,
   learner: str,
-  place: pathlib.Path,
+  workdir: pathlib.Path,
   syncer: str,
   access: addresses.Access,
   cleanup: contextlib.ExitStack,
@@ -35,7 +35,7 @@ def meet(
   asks for all."""
   settings = ''
   if hosts.leads():
-    learner = learner or choose(place, access, cleanup)
+    learner = learner or choose(workdir, access, cleanup)
     dial.require_own_certificate(access, learner)
     header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
     with contextlib.suppress(addresses.RunEnded):

@@ -39,8 +39,8 @@ def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
   gs://BUCKET/PREFIX.
 
   `into`: what a loop of the user's own has given to `join`, a tree, a TrainState or (model,
-  nnx.Optimizer): returned with the parameters of the run, in the dtypes and places of its own; all
-  else of it stays. (model, optimizer) is changed in place.
+  nnx.Optimizer): returned with the parameters of the run, in the dtypes and shardings of its own;
+  all else of it stays. (model, optimizer) is changed in place.
 
   Raises:
     ValueError: there is no run in the folder, or it has no model yet, or one that does not fit

@@ -67,14 +67,14 @@ class OwnArrays:
       return ''
     moved = ''
     leaves, structure = jax.tree.flatten(self.moments)
-    for place, name in self.copies.items():
-      now, before, copy = self.params[name], self._before.get(name), leaves[place]
+    for index, name in self.copies.items():
+      now, before, copy = self.params[name], self._before.get(name), leaves[index]
       if before is not None and now is not before:
         change = now.astype(copy.dtype) - before.astype(copy.dtype)
-        leaves[place] = _put(
+        leaves[index] = _put(
           copy + _beside(copy, change), copy.sharding if copy.committed else None
         )
-        moved = moved or list(arrays.by_name(self.moments))[place]
+        moved = moved or list(arrays.by_name(self.moments))[index]
     self.moments, self._before = jax.tree.unflatten(structure, leaves), self.params
     return moved
 
@@ -117,8 +117,8 @@ class OwnArrays:
   def saved(
     self, workdir: pathlib.Path, learner: str, config: run_config.Config
   ) -> Iterator[moments_lib.Found | None]:
-    """Takes the moments that are found, and a place to save these. Raises DirectoryError if another
-    process has it, ValueError if some cannot be saved."""
+    """Takes the moments that are found, and a folder to save these. Raises DirectoryError if
+    another process has it, ValueError if some cannot be saved."""
     tree_digest.require_digests({'opt_state': self.moments})
     place = folders.of_learners(workdir, config.train.store)
     root = str(moments_lib.folder(place, learner))
@@ -180,7 +180,7 @@ _COPIES = 'z', 'x0', 'params0', 'init_particles', 'init_params'  # of optax.cont
 
 
 def find_copies(params: dict[str, jax.Array], moments: Any) -> dict[int, str]:
-  """Where in the moments there are copies of parameters: by the place of its leaf the name of the
+  """Where in the moments there are copies of parameters: by the index of its leaf the name of the
   parameter. Such a copy is derived from the parameters, as the float32 masters of bfloat16 ones, or
   the z of optax.contrib.schedule_free: one that stayed where it was would undo what is adopted, or
   drift away from it. A node of them has a copy of each parameter that is trained, or else nothing
@@ -189,14 +189,14 @@ def find_copies(params: dict[str, jax.Array], moments: Any) -> dict[int, str]:
   tails = {name.removeprefix('params/'): name for name in params if name not in counted}
   groups: dict[str, dict[int, str]] = collections.defaultdict(dict)
   leaves, below = arrays.by_name(moments), collections.Counter()
-  for place, (path, leaf) in enumerate(leaves.items()):
+  for index, (path, leaf) in enumerate(leaves.items()):
     at = [at for at, c in enumerate(f'/{path}/') if c == '/']  # the last is for a bare array, ''
     below.update(path[:k].strip('/') for k in at)
     start = next((k for k in at if path[k:] in tails), None)
     if start is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
       name = tails[path[start:]]
       if leaf.shape == params[name].shape:
-        groups[path[:start].strip('/')][place] = name
+        groups[path[:start].strip('/')][index] = name
   found, values = {}, list(leaves.values())
   for path, group in groups.items():
     fits = len(group) in (len(tails), below[path]) and path.split('/')[0] != 'rest'
@@ -207,7 +207,7 @@ def find_copies(params: dict[str, jax.Array], moments: Any) -> dict[int, str]:
 
 def _equal(params: dict[str, jax.Array], values: list[jax.Array], group: dict[int, str]) -> bool:
   """Whether all are the parameters, rounded as these; zeros say nothing."""
-  pairs = [(values[place], params[name]) for place, name in group.items()]
+  pairs = [(values[index], params[name]) for index, name in group.items()]
   same = lambda copy, own: (copy.astype(own.dtype) == _beside(copy, own)).all()
   return all(bool(same(*pair)) for pair in pairs) and any(bool(copy.any()) for copy, _ in pairs)
 

@@ -8,8 +8,8 @@ All else of it is saved and restored as the state of the optimizer is: steps, av
 parameters, other variables, streams of random keys. Not so parameters that no optimizer trains, and
 what is no array.
 
-An iterator of batches is no such state: it has no place to which a learner that comes back, or one
-that takes a shard over, could return. `zip(peer.steps(), batches)` takes one as it is.
+An iterator of batches is no such state: it has no position to which a learner that comes back, or
+one that takes a shard over, could return. `zip(peer.steps(), batches)` takes one as it is.
 """
 
 import sys

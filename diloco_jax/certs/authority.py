@@ -38,7 +38,7 @@ class Authority:
     `renew` replaces those in a folder that is there; the old certificate stays good until its end.
     """
     key = mint.new_key()
-    return self._place(self._name(id), key.public_key(), now, renew, mint.key_pem(key))
+    return self._write(self._name(id), key.public_key(), now, renew, mint.key_pem(key))
 
   def sign(
     self, request: bytes, id: str, now: datetime.datetime, renew: bool = False
@@ -53,7 +53,7 @@ class Authority:
       raise ValueError('the request is not signed by its own key, or its key is not P-256')
     if not isinstance(public_key.curve, ec.SECP256R1):
       raise ValueError(f'the key of the request is {public_key.curve.name}, it must be P-256')
-    return self._place(self._name(id), public_key, now, renew)
+    return self._write(self._name(id), public_key, now, renew)
 
   def revoke(self, learner: str) -> int:
     """Takes a learner off the allowlist; returns how many certificates it had there."""
@@ -89,7 +89,7 @@ class Authority:
     if there and not folder.is_dir():
       raise ValueError(f'there is no {folder} to renew; leave --renew out to make it')
 
-  def _place(
+  def _write(
     self,
     name: names.Name,
     public_key: ec.EllipticCurvePublicKey,

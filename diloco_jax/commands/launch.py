@@ -66,17 +66,17 @@ def main(argv: list[str]) -> int:
   engine = _ENGINES[_ENGINE.value]
   _refuse_flags_of_others()
   with exits.never_retry():
-    places = engine.places(request)
-    described = spec_lib.make(request, places)
+    known = engine.known(request)
+    described = spec_lib.make(request, known)
     needs = engine.needs(described, request) if hasattr(engine, 'needs') else {}
   missing = [*(text for text, there in needs.items() if not there), *_wrong_certificates(described)]
   if missing:
     text = f'--engine={_ENGINE.value} needs {"; ".join(missing)}'
     raise exits.NeverRetry(f'{text}. Nothing was written or started')
   if hasattr(engine, 'run'):
-    return engine.run(described, request, places)
+    return engine.run(described, request, known)
   with exits.never_retry():
-    texts = engine.render(described, request, places)
+    texts = engine.render(described, request, known)
   for name, text in texts.items():
     if _OUT.value:
       _write(pathlib.Path(_OUT.value) / name, text)

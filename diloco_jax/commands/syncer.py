@@ -62,5 +62,5 @@ def main(argv: list[str]) -> int:
   cli.serve_metrics('syncer')
   if config.task != run_config.OWN_LOOP and _INIT.value:
     raise exits.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
-  place = config, _WORKDIR.value, _LISTEN.value, cli.access()
-  return syncer_node.main(*place, _INIT.value, _PROCESSES.value)
+  given = config, _WORKDIR.value, _LISTEN.value, cli.access()
+  return syncer_node.main(*given, _INIT.value, _PROCESSES.value)

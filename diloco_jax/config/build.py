@@ -44,7 +44,7 @@ class Assembly:
   protocol: protocol_config.ProtocolConfig
   init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
-  exchanged: Any  # the same, with None in place of those that never leave a learner
+  exchanged: Any  # the same, with None instead of those that never leave a learner
   never_sent: tuple[str, ...]  # the names of these
   layout: fragments.Layout
   codec_up: codecs.Codec

@@ -51,7 +51,7 @@ def load(name: str) -> run_config.Config:
   try:
     config = module(path).get_config(*variant)
   except Exception as error:
-    raise ValueError(f'{_place(path, error)}: {type(error).__name__}: {error}') from error
+    raise ValueError(f'{_where(path, error)}: {type(error).__name__}: {error}') from error
   if not isinstance(config, run_config.Config):
     raise ValueError(
       f'{path}: get_config returned {type(config).__name__}, it must return a run_config.Config'
@@ -131,7 +131,7 @@ def module(path: pathlib.Path) -> types.ModuleType:
   return made
 
 
-def _place(path: pathlib.Path, error: Exception) -> str:
+def _where(path: pathlib.Path, error: Exception) -> str:
   """The file, and its last line that led to the error."""
   frames = traceback.extract_tb(error.__traceback__)
   is_here = lambda name: pathlib.Path(name or '').resolve() == path.resolve()

@@ -110,13 +110,13 @@ def describe(
   request = spec_lib.Request(
     config=config, config_flags=config_flags, syncer=spec_lib.ALONE if alone else ''
   )
-  return spec_lib.make(request, places(workdir))
+  return spec_lib.make(request, known(workdir))
 
 
-def places(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Places:
+def known(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Known:
   """Learners read the address file at every dial, so they may start before the syncer, and a
   restarted syncer may listen on another port."""
-  return spec_lib.Places(
+  return spec_lib.Known(
     workdir=str(workdir), syncer=f'file:{workdir / run_folder.ADDRESS}', listen=listen, tls=tls
   )
 

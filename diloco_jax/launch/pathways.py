@@ -79,7 +79,7 @@ def start(devices: int) -> None:
       'start it, or correct the address; nothing was trained'
     ) from error
   lifecycle.prepare_jax(devices=1)
-  # Else an island would compute with a chip of another one what has no place, and fail with it.
+  # Else an island would compute with a chip of another one what is nowhere yet, and fail with it.
   jax.config.update('jax_default_device', jax.local_devices(backend='cpu')[0])
   if len(found) < devices:
     slices = len({getattr(one, 'slice_index', 0) for one in found})

@@ -95,8 +95,8 @@ def _words(hosts: int) -> list[list[str]]:
     return [[]]
   with socket.socket() as probe:
     probe.bind((_LOOPBACK, 0))
-    place = f'{_LOOPBACK}:{probe.getsockname()[1]}'
-  return [[f'--hosts={hosts}', f'--host={host}', f'--coordinator={place}'] for host in range(hosts)]
+    meet = f'{_LOOPBACK}:{probe.getsockname()[1]}'
+  return [[f'--hosts={hosts}', f'--host={host}', f'--coordinator={meet}'] for host in range(hosts)]
 
 
 def _describe_exit(code: int) -> str:

@@ -5,7 +5,7 @@ that verifies of those at or before a clock. Parameters, clock, ledger and data 
 it. Each learner adds the moments of its own newest checkpoint at or before that clock. Checkpoints
 that do not verify are passed over with a line that says what differs. So a log that is refused
 because it is damaged is mended, too: the run repeats the outer steps behind the checkpoint. Without
-a checkpoint the run starts over. Learners without a place in the config count as having left.
+a checkpoint the run starts over. Learners that the config does not have count as having left.
 
 Until the verification has ended nothing is changed, and only the locks are opened for writing. Then
 everything later than the goal (checkpoints, log, tapes, the trained model) moves to

@@ -1,7 +1,7 @@
 """The description of a run: its programs, and what each of them needs.
 
 `make` is a pure function of what the user asks for (`Request`) and of what only the engine knows
-(`Places`). Every engine (launch/engines) gets the same description: some run its programs, some
+(`Known`). Every engine (launch/engines) gets the same description: some run its programs, some
 write it as text for another system. `cli.end` says what an exit code means to all of them.
 """
 
@@ -15,8 +15,8 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import aot
 
 SYNCER, LEARNER = names.SYNCER, names.LEARNER
-ALONE = 'none'  # in place of the syncer's address
-CPU = 'cpu'  # in place of a topology
+ALONE = 'none'  # instead of the syncer's address
+CPU = 'cpu'  # instead of a topology
 CHIPS_PER_HOST = 4  # of a TPU slice
 
 # By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
@@ -38,7 +38,7 @@ class Program:
   Attributes:
     name: 'syncer', or the id of a learner.
     role: SYNCER or LEARNER.
-    argv: its command, which begins with 'diloco'; an engine puts its interpreter in that place.
+    argv: its command, which begins with 'diloco'; an engine puts its interpreter there.
     environment: what it needs beside the environment of its machine.
     hosts: the machines on which the command runs at the same time, more than one for a learner of
       several hosts; they start and end together.
@@ -107,7 +107,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Known:
   """What only the engine knows.
 
   Attributes:
@@ -128,13 +128,13 @@ class Places:
   flags: Sequence[str] = ()
 
 
-def make(request: Request, places: Places) -> Spec:
+def make(request: Request, known: Known) -> Spec:
   """The description of a run. Raises ValueError: one line with a remedy."""
   config = request.config
-  programs = [] if request.syncer else [_syncer(request, places)]
+  programs = [] if request.syncer else [_syncer(request, known)]
   if config.task != run_config.OWN_LOOP:
     learners = 1 if request.syncer == ALONE else config.sync.learners
-    programs += [_learner(request, places, name) for name in run_config.learner_ids(learners)]
+    programs += [_learner(request, known, name) for name in run_config.learner_ids(learners)]
   elif request.syncer:
     raise ValueError(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
@@ -148,27 +148,27 @@ def make(request: Request, places: Places) -> Spec:
   return Spec(name=request.run, programs=[one for one in programs if one.name in chosen])
 
 
-def _syncer(request: Request, places: Places) -> Program:
-  listen = [f'--listen={places.listen}'] if places.listen else []
+def _syncer(request: Request, known: Known) -> Program:
+  listen = [f'--listen={known.listen}'] if known.listen else []
   return Program(
     name=SYNCER,
     role=SYNCER,
-    argv=[*_command('syncer', SYNCER, request, places), *listen],
+    argv=[*_command('syncer', SYNCER, request, known), *listen],
     environment=ENVIRONMENT,
     disk_gib=request.disk_gib,
   )
 
 
-def _learner(request: Request, places: Places, name: str) -> Program:
+def _learner(request: Request, known: Known, name: str) -> Program:
   hosts, chips = _hosts(request)
   return Program(
     name=name,
     role=LEARNER,
     argv=[
-      *_command('learner', name, request, places),
+      *_command('learner', name, request, known),
       f'--learner={name}',
-      f'--syncer={request.syncer or places.syncer}',
-      *(places.meet if hosts > 1 else ()),
+      f'--syncer={request.syncer or known.syncer}',
+      *(known.meet if hosts > 1 else ()),
     ],
     environment=ENVIRONMENT,
     hosts=hosts,
@@ -177,10 +177,10 @@ def _learner(request: Request, places: Places, name: str) -> Program:
   )
 
 
-def _command(command: str, name: str, request: Request, places: Places) -> list[str]:
-  tls = [f'--tls={places.tls}/{name}'] if places.tls else []
-  flags = places.flags or request.config_flags
-  return ['diloco', command, *flags, f'--workdir={places.workdir}', *tls]
+def _command(command: str, name: str, request: Request, known: Known) -> list[str]:
+  tls = [f'--tls={known.tls}/{name}'] if known.tls else []
+  flags = known.flags or request.config_flags
+  return ['diloco', command, *flags, f'--workdir={known.workdir}', *tls]
 
 
 def _hosts(request: Request) -> tuple[int, int]:

@@ -370,7 +370,7 @@ class Exchange:
 
   def _own(self, p: int) -> exchange.Leaves:
     """The leaves of fragment p, for an adoption to consume: copies of those that are the arrays
-    that the program gave first, or have two places in the tree, as tied ones."""
+    that the program gave first, or are in the tree twice, as tied ones."""
     uses = collections.Counter(map(id, jax.tree.leaves(self._island.params)))
     uses.update(id(leaf) for ref in self._borrowed if (leaf := ref()) is not None)
     own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf

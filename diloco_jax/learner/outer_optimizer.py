@@ -44,9 +44,9 @@ class OuterState(NamedTuple):
 
   Attributes:
     inner: the state of the inner optimizer.
-    step: int32, the place in the period.
+    step: int32, the index in the period.
     masters: Theta by fragment, in float32; each a tree like the parameters, with a tuple of rows
-      in place of a leaf that is cut, and None for one that the fragment lacks.
+      instead of a leaf that is cut, and None for one that the fragment lacks.
     outer: the state of the outer optimizer by fragment.
   """
 
@@ -75,7 +75,7 @@ def outer_optimizer(
     inner: any optimizer of optax.
     period: H, inner steps between two outer steps of one fragment.
     outer: a spec as in `SyncConfig.outer`, or a transform of the outer gradient.
-    fragments: P; each has its outer step at another place in the period.
+    fragments: P; each has its outer step at another step of the period.
 
   Raises:
     ValueError: the period is below 1, has fewer steps than there are fragments, or the spec is

@@ -248,7 +248,7 @@ def running_node(
     thread.start()
     yield ended
     thread.join()
-  except BaseException as error:  # else the node would go on, and hold its arrays and its place
+  except BaseException as error:  # else the node would go on, and hold its arrays and its seat
     event_queue.fail(error)
     thread.join()
     raise

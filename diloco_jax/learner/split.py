@@ -145,7 +145,7 @@ class Kind(NamedTuple):
     ):
       if axes := tuple(sorted(sum(map(_axes, spec), ()))):
         shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
-        shares[axes] += digest.at(shaped, first + _places(piece, local, spec))
+        shares[axes] += digest.at(shaped, first + _indices(piece, local, spec))
       else:
         total += digest.digest(values_n[start:stop], first)
       first += piece.padded_size
@@ -230,19 +230,19 @@ def _axes(entry: Any) -> tuple[str, ...]:
   return entry if isinstance(entry, tuple) else (entry,) if entry else ()
 
 
-def _places(piece: fragments.Piece, local: fragments.Piece, spec: P) -> jax.Array:
-  """The places in a piece of the values of this device, uint32, in their shape."""
-  places, stride = jnp.zeros(local.shape, jnp.uint32), piece.size
+def _indices(piece: fragments.Piece, local: fragments.Piece, spec: P) -> jax.Array:
+  """The indices in a piece of the values of this device, uint32, in their shape."""
+  indices, stride = jnp.zeros(local.shape, jnp.uint32), piece.size
   for axis, (size, entry) in enumerate(zip(piece.shape, spec)):
     stride //= size
     at = jax.lax.broadcasted_iota(jnp.uint32, local.shape, axis)
     if axes := _axes(entry):
       at += jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(local.shape[axis])
-    places += at * np.uint32(stride)
-  return places
+    indices += at * np.uint32(stride)
+  return indices
 
 
-_PLACES = codecs.get('float32')._replace(name='places', sections=(1,))  # one number for a block
+_NUMBERS = codecs.get('float32')._replace(name='numbers', sections=(1,))  # one number for a block
 
 # --- between host and devices ---------------------------------------------------------------------
 
@@ -294,8 +294,8 @@ class Order(NamedTuple):
   """Where blocks are on the wire and in a flat array of several parts.
 
   Attributes:
-    flat_B: int32, by the place of a block on the wire its place in the flat array.
-    wire_F: int32, by the place of a block in the flat array its place on the wire.
+    flat_B: int32, by the index of a block on the wire its index in the flat array.
+    wire_F: int32, by the index of a block in the flat array its index on the wire.
   """
 
   flat_B: np.ndarray
@@ -307,7 +307,7 @@ def order(kind: Kind) -> Order:
   flat_B = np.arange(_whole_size(kind) // codecs.BLOCK, dtype=np.int32)
   wire_F = np.empty(kind.parts * kind.size // codecs.BLOCK, np.int32)
   for device, part in enumerate(wire_F.reshape(kind.parts, -1)):
-    for _, there, here in _blocks(kind, _PLACES, flat_B, part, device):
+    for _, there, here in _blocks(kind, _NUMBERS, flat_B, part, device):
       here[:] = there
   flat_B[wire_F] = np.arange(wire_F.size)  # of several copies any
   return Order(flat_B, wire_F)

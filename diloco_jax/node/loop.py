@@ -1,7 +1,7 @@
 """The loop of every node: one machine, one event queue, and the ports to the outside.
 
-This is the only place outside simulation and replay that calls `machine.handle`. The loop runs on
-one thread; transport and work post events into the queue from their own threads.
+Only simulation and replay call `machine.handle`, too. The loop runs on one thread; transport and
+work post events into the queue from their own threads.
 
 The loop writes every turn to the tape before it carries out the turn's first action, so a replay
 can reproduce all visible actions of a machine, also after a kill at any moment. A machine that

@@ -22,7 +22,7 @@ from diloco_jax.storage import checkpoint
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
 _METHOD = f'/{grpc_session.SERVICE}/{grpc_session.BRING}'
-_PIECE_BYTES = 1 << 20
+_PART_BYTES = 1 << 20
 _UPLOAD_S = 60.0
 _UPLOAD_BYTES_PER_S = 1 << 20
 _TOLD = ('grpc.max_receive_message_length', 2 * own_model.MAX_HEADER_BYTES)
@@ -89,7 +89,7 @@ def bring(
   while True:
     try:
       with listen.dial(address(), access, (*grpc_session.COMMON_OPTIONS, _TOLD)) as channel:
-        return channel.stream_unary(_METHOD)(_pieces(header, model), timeout=limit_s)
+        return channel.stream_unary(_METHOD)(_parts(header, model), timeout=limit_s)
     except grpc.RpcError as error:
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(f'the syncer refused the model: {error.details()}') from None
@@ -110,13 +110,13 @@ def _size_bytes(model: own_model.Model) -> int:
   return sum(4 * leaf.size for leaf in model.shapes.values())
 
 
-def _pieces(header: bytes, model: own_model.Model) -> Iterator[bytes]:
+def _parts(header: bytes, model: own_model.Model) -> Iterator[bytes]:
   yield header
   values = model.values()
   for name in model.shapes:
     data = memoryview(np.ascontiguousarray(values[name])).cast('B')
-    for start in range(0, len(data), _PIECE_BYTES):
-      yield bytes(data[start : start + _PIECE_BYTES])
+    for start in range(0, len(data), _PART_BYTES):
+      yield bytes(data[start : start + _PART_BYTES])
 
 
 class Brought:
@@ -203,10 +203,10 @@ def _in_time(seconds: float, cancel: Callable[[], object]) -> Iterator[None]:
 def _value(requests: Iterator[bytes], name: str, shape: tuple[int, ...], size: int) -> np.ndarray:
   data = bytearray()
   while len(data) < size:
-    piece = next(requests, b'')
-    if not piece or len(data) + len(piece) > size:
-      raise ValueError(f'{name} has {len(data) + len(piece)} bytes, {size} were announced')
-    data += piece
+    part = next(requests, b'')
+    if not part or len(data) + len(part) > size:
+      raise ValueError(f'{name} has {len(data) + len(part)} bytes, {size} were announced')
+    data += part
   value = np.frombuffer(data, np.float32).reshape(shape)
   own_model.require_finite(name, value)
   return value

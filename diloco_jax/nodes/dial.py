@@ -57,11 +57,11 @@ def limits(assembled: build.Assembly, owed_bytes: int = 0) -> link.Limits:
     max_queued_bytes=max(link.Limits.max_queued_bytes, wholes_bytes + deltas_bytes, owed_bytes),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,
-    **places(sync),
+    **seats(sync),
   )
 
 
-def places(sync: run_config.SyncConfig) -> dict[str, int]:
+def seats(sync: run_config.SyncConfig) -> dict[str, int]:
   """Those of a syncer, as fields of Limits: after its restart all learners are strangers."""
   return {
     'max_members': 2 * sync.learners + SPARE_SESSIONS,

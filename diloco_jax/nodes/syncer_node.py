@@ -99,8 +99,8 @@ class Syncer:
     return door
 
   def _listen(self, *brought: bring.Brought) -> grpc_server.Door:
-    places = sum(dial.places(self.config.sync).values())
-    return grpc_server.Door(self.address, places, self.records.say, *brought, access=self.access)
+    seats = sum(dial.seats(self.config.sync).values())
+    return grpc_server.Door(self.address, seats, self.records.say, *brought, access=self.access)
 
   def _found(self, address: str) -> None:
     self.address = address

@@ -83,7 +83,7 @@ class Codec(NamedTuple):
     return jax.lax.cond(ok, lambda *parts: jnp.concatenate(parts), empty, *sections), ok
 
   def encode_into(self, data: Any, n: int, start: int | jax.Array, values: Any) -> tuple[Any, Any]:
-    """Encodes values [start, start + len(values)) of a payload of n values in their place in
+    """Encodes values [start, start + len(values)) of a payload of n values where they are in
     `data`, uint8[encoded_size(n)]; returns it and ok. All three are multiples of BLOCK."""
     sections, ok = self.to_sections(values)
     section = 0

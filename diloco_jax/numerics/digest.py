@@ -29,7 +29,7 @@ def digest(
   """The digest of float32[n] as uint32[2]; for use inside jit.
 
   Of a vector that is cut into tiles it is the sum, modulo 2^32, of the digests of the tiles.
-  `first` is the place of a tile in its vector; from `count` values on, the tile is padding.
+  `first` is the index of a tile's first value; from `count` values on, the tile is padding.
 
   >>> digest(jnp.float32([1.0, -2.5])).tolist()
   [2145386496, 4274141047]
@@ -40,13 +40,13 @@ def digest(
   return jnp.stack(jax.lax.reduce(_terms(values_n, first, count), (zero, zero), add, (0,)))
 
 
-def at(values: jax.Array, places: jax.Array) -> jax.Array:
+def at(values: jax.Array, indices: jax.Array) -> jax.Array:
   """The share of some values, float32 of any shape, in the digest of their vector, in which they
-  have these places, uint32 of the same shape."""
+  have these indices, uint32 of the same shape."""
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
   zero = jnp.uint32(0)
   axes = tuple(range(values.ndim))
-  return jnp.stack(jax.lax.reduce(_pair(_bits(values), places), (zero, zero), add, axes))
+  return jnp.stack(jax.lax.reduce(_pair(_bits(values), indices), (zero, zero), add, axes))
 
 
 def checked(
@@ -68,12 +68,12 @@ def checked(
 def _terms(
   values_n: jax.Array, first: jax.Array | int, count: jax.Array | int | None
 ) -> tuple[jax.Array, jax.Array]:
-  bits, place = _bits(values_n), jax.lax.iota(jnp.uint32, values_n.shape[0])
-  i = place + jnp.asarray(first, jnp.uint32)
+  bits, index = _bits(values_n), jax.lax.iota(jnp.uint32, values_n.shape[0])
+  i = index + jnp.asarray(first, jnp.uint32)
   terms = _pair(bits, i)
   if count is None:
     return terms
-  return tuple(jnp.where(place < count, term, jnp.uint32(0)) for term in terms)
+  return tuple(jnp.where(index < count, term, jnp.uint32(0)) for term in terms)
 
 
 def _pair(bits: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +85,7 @@ def _bits(values: jax.Array) -> jax.Array:
 
 
 def mixed(bits: Any, i: Any) -> Any:
-  """The terms of the second word for the places i; both uint32, of jax or of numpy."""
+  """The terms of the second word for the indices i; both uint32, of jax or of numpy."""
   h = bits + np.uint32(_GOLDEN) * (i + np.uint32(1))
   h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
   h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)

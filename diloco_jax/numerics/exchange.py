@@ -104,7 +104,7 @@ def pseudo_gradient(
 
 
 def _in_turns(array: jax.Array, function: Callable, state: Any) -> Any:
-  """state <- function(state, 0, array); on TPU function(state, place of the first value, some rows)
+  """state <- function(state, 0, array); on TPU function(state, index of the first value, some rows)
   for all rows one after the other, so many that there are about _AT_ONCE values.
 
   For TPU the blocks of a codec take eight times the memory of their values, and a program grows
@@ -291,8 +291,8 @@ def outer_gradient(
   Not a part of `outer_step`: there a compiler could fuse this product, or one of the optimizer's,
   into a multiply-add, and its choice would change with n.
   """
-  place = jax.lax.iota(jnp.int32, total_n.shape[0]) % codecs.BLOCK
-  exact_n = jnp.where(place < codecs.spread(count_B), total_n * codecs.spread(stretch_B), 0.0)
+  index = jax.lax.iota(jnp.int32, total_n.shape[0]) % codecs.BLOCK
+  exact_n = jnp.where(index < codecs.spread(count_B), total_n * codecs.spread(stretch_B), 0.0)
   data, ok = codec.encode(exact_n)
   return data, ok, codec.decode(data, total_n.shape[0])
 
@@ -311,7 +311,7 @@ def outer_step(
 
   Args:
     merged_n: the outer gradient, decoded.
-    first, count: the place of the tile in its fragment, as for digest.digest.
+    first, count: where the tile is in its fragment, as for digest.digest.
     statistic_B: whether each block belongs to a statistic, which becomes the learners' mean.
     periods: how many the outer gradient is of; None: of one.
   """

@@ -32,7 +32,7 @@ PyTree = Any
 
 MOST_PERIODS = 256
 
-# The primitives of jax that compute each value from the values at the same place.
+# The primitives of jax that compute each value from the values at the same index.
 _BY_VALUE = frozenset(
   'abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy div eq exp floor ge '
   'gt integer_pow is_finite le log log1p lt max min mul ne neg not or pow round rsqrt select_n '
@@ -42,7 +42,7 @@ _BY_VALUE = frozenset(
 
 def elementwise(tx: optax.GradientTransformation) -> bool:
   """Whether the update of each value depends on this value's gradient, state and parameter only, so
-  that a fragment may be updated in pieces. False for a transform that looks at whole tensors, as
+  that a fragment may be updated in tiles. False for a transform that looks at whole tensors, as
   lamb, and for one that this module does not know to be elementwise.
 
   >>> elementwise(optax.adam(0.1)), elementwise(optax.lamb(0.1)), elementwise(optax.sm3(0.1))

@@ -29,7 +29,7 @@ class Dial:
 
 @_action
 class Admit:
-  """The peer of a session is a member now: the session may last, and take a member's place."""
+  """The peer of a session is a member now: the session may last, and take a member's seat."""
 
   session: int
 

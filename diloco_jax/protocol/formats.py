@@ -34,13 +34,13 @@ class OtherFormat(ValueError):
   """Another release has written it; nothing was changed."""
 
 
-def refusal(name: str, found: object, place: object, program: object = '') -> str:
+def refusal(name: str, found: object, subject: object, program: object = '') -> str:
   """Why this release does not read something of a format, for people; '' if it does.
 
   Args:
     name: of the format.
     found: the number in it; None: there is none.
-    place: what was found, the subject of the sentence.
+    subject: of the sentence: what was found.
     program: the release that wrote it, if it says so.
   """
   number = NUMBERS[name]
@@ -51,7 +51,7 @@ def refusal(name: str, found: object, place: object, program: object = '') -> st
   if type(program) is str and program:
     reader = f'diloco_jax {program}'
   return (
-    f'{place} has {printable.printable(what, _SHOWN)}, diloco_jax {version.__version__} reads '
+    f'{subject} has {printable.printable(what, _SHOWN)}, diloco_jax {version.__version__} reads '
     f'{number}. Nothing was changed or lost. Use the release that reads it: '
     f'{printable.printable(reader, _SHOWN)}'
   )
@@ -62,8 +62,8 @@ def stamp(name: str) -> dict[str, Any]:
   return {_NUMBER: NUMBERS[name], _PROGRAM: version.__version__}
 
 
-def taken(name: str, values: dict[str, Any], place: object) -> dict[str, Any]:
+def taken(name: str, values: dict[str, Any], subject: object) -> dict[str, Any]:
   """The other fields of a JSON object. Raises OtherFormat."""
-  if found := refusal(name, values.get(_NUMBER), place, values.get(_PROGRAM)):
+  if found := refusal(name, values.get(_NUMBER), subject, values.get(_PROGRAM)):
     raise OtherFormat(found)
   return {field: value for field, value in values.items() if field not in (_NUMBER, _PROGRAM)}

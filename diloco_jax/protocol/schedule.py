@@ -42,20 +42,20 @@ class Schedule:
   def next(self, t: int, factor: int = 1) -> int:
     """The first due time after t (t >= 0) that has a turn with this period factor of the run."""
     whole, rest = divmod(t, self.period)
-    place = bisect.bisect_right(self.offsets, rest)
-    if place == len(self.offsets):
-      whole, place = whole + 1, 0
-    due = whole * self.period + self.offsets[place]
+    index = bisect.bisect_right(self.offsets, rest)
+    if index == len(self.offsets):
+      whole, index = whole + 1, 0
+    due = whole * self.period + self.offsets[index]
     while factor > 1 and due <= self.total_steps and self.turn(due, factor) is None:
       due = self.next(due)
     return due
 
   def number(self, sync: int) -> int:
-    """The place of a sync among all syncs of the schedule."""
+    """The index of a sync among all syncs of the schedule."""
     return -(-sync * len(self.offsets) // self.period) - 1
 
   def turn(self, sync: int, factor: int) -> int | None:
-    """The place of a sync among those that have a turn with this period factor; None: it has
+    """The index of a sync among those that have a turn with this period factor; None: it has
     none."""
     return turn(self.number(sync), len(self.offsets), factor)
 
@@ -72,7 +72,7 @@ class Schedule:
 
 
 def turn(number: int, fragments: int, factor: int) -> int | None:
-  """The place of sync `number`, of which `number % fragments` is the fragment, among those that
+  """The index of sync `number`, of which `number % fragments` is the fragment, among those that
   have a turn: each fragment in one of `factor` periods, and one sync of about `factor`.
 
   >>> [n for n in range(48) if turn(n, 12, 5) is not None]
@@ -82,10 +82,10 @@ def turn(number: int, fragments: int, factor: int) -> int | None:
   >>> turn(45, 12, 5), turn(46, 12, 5), turn(60, 12, 5)
   (9, None, 12)
   """
-  cycle, place = divmod(number, factor * fragments)
-  found = -(-place // factor)
+  cycle, rest = divmod(number, factor * fragments)
+  found = -(-rest // factor)
   if (
-    found < fragments and place == found * factor - found * math.gcd(factor, fragments) // fragments
+    found < fragments and rest == found * factor - found * math.gcd(factor, fragments) // fragments
   ):
     return cycle * fragments + found
   return None

@@ -246,9 +246,9 @@ class Book:
 
   def _wait(self, learner: LearnerAccount, until_ns: int) -> None:
     """Books a time of waiting by what was awaited."""
-    place = bisect.bisect_right(self._awaited, (learner.at_ns, '~')) - 1
+    index = bisect.bisect_right(self._awaited, (learner.at_ns, '~')) - 1
     for (_, category), (next_ns, _) in zip(
-      self._awaited[place:], [*self._awaited[place + 1 :], (until_ns, '')]
+      self._awaited[index:], [*self._awaited[index + 1 :], (until_ns, '')]
     ):
       end_ns = max(learner.at_ns, min(next_ns, until_ns))
       learner.spent_ns[category] += end_ns - learner.at_ns

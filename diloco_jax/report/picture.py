@@ -90,8 +90,8 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
   >>> ticks(4.3, 5.5, log=True)
   [4.4, 4.6, 4.8, 5.0, 5.2, 5.4]
   """
-  place = math.log if log else float
-  apart, size = (place(high) - place(low)) / 13, 10 ** math.floor(math.log10(high - low))
+  scale = math.log if log else float
+  apart, size = (scale(high) - scale(low)) / 13, 10 ** math.floor(math.log10(high - low))
   sets = []
   for part in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5):
     step = part * size
@@ -104,7 +104,7 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
       sets.append([float(f'{digit}e{decade}') for decade in some for digit in digits])
   sets = [[float(f'{x:.9g}') for x in some] for some in sets]
   shown = [[x for x in some if low <= x <= high] for some in sets]
-  far = lambda some: all(place(b) - place(a) >= apart for a, b in itertools.pairwise(some))
+  far = lambda some: all(scale(b) - scale(a) >= apart for a, b in itertools.pairwise(some))
   return max((some for some in shown if len(some) < 9 and far(some)), key=len, default=[])
 
 
@@ -122,8 +122,8 @@ def _draw_processes(
     axes.vlines(merged, row - 0.36, row - 0.22, color='black', linewidth=0.6)
   for at_s, pause_s in run['pauses']:
     axes.axvline(short(at_s), color='black', linewidth=0.8, linestyle=':')
-    text, place = f' {header.duration(pause_s)} pause', (short(at_s), 0)
-    axes.annotate(text, place, xycoords=('data', 'axes fraction'), fontsize=8, va='bottom')
+    text, point = f' {header.duration(pause_s)} pause', (short(at_s), 0)
+    axes.annotate(text, point, xycoords=('data', 'axes fraction'), fontsize=8, va='bottom')
   axes.set_yticks(range(len(lanes)), lanes)
   axes.set_ylim(len(lanes) - 0.4, -0.6)
   axes.set_xlim(0, max(0.01, short(run['end_s']) * 1.01))

@@ -275,7 +275,7 @@ class Tail:
         file.seek(self._offset)
         while line := file.readline(MAX_LINE_BYTES):
           if not line.endswith(b'\n') and len(line) < MAX_LINE_BYTES:
-            return  # else it is a piece of a line that is no fact
+            return  # else it is a part of a line that is no fact
           self._offset += len(line)
           yield line
 

@@ -2,7 +2,7 @@
 plan read it.
 
 Times are seconds since the first fact of the run. Tokens are those that all learners have trained
-together by then, so that the curves of restarted learners are at the right place.
+together by then, so that the curves of restarted learners are right.
 """
 
 import array
@@ -258,8 +258,8 @@ class RunFacts:
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""
     clocks, tokens = self._reached
-    place = bisect.bisect_right(clocks, step)
-    return tokens[place - 1] if place else 0
+    index = bisect.bisect_right(clocks, step)
+    return tokens[index - 1] if index else 0
 
   def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
     """Takes lines of the records, in the order of time; skips lines without a known fact."""
@@ -288,9 +288,9 @@ class RunFacts:
       case facts.Eval():
         self._evaluated(at_s, fact)
       case facts.Recovered(sync=sync):  # after a restore the clocks go back
-        place = bisect.bisect_right(self._reached[0], sync)
+        index = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
-          del column[place:]
+          del column[index:]
         if self.synced and sync < self.synced.sync:
           self.went_back.append((at_s, sync))
           for learner in self.learners.values():  # what the syncer counts went back, too

@@ -114,8 +114,8 @@ def _curve(learner: run_facts.LearnerFacts) -> list[list]:
   line bridges an absence."""
   steps, points = learner.steps, []
   starts = [process.started_s for process in learner.processes[1:]]
-  places = [bisect.bisect_left(steps, at_s, key=lambda step: step.at_s) for at_s in starts]
-  for process, begin, end in zip(learner.processes, [0, *places], [*places, len(steps)]):
+  firsts = [bisect.bisect_left(steps, at_s, key=lambda step: step.at_s) for at_s in starts]
+  for process, begin, end in zip(learner.processes, [0, *firsts], [*firsts, len(steps)]):
     smooth = min(_SMOOTH_STEPS, 1 + (end - begin) // 20)
     for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
       some = steps.losses(max(begin, last + 1 - smooth), last + 1)

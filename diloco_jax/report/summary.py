@@ -250,7 +250,7 @@ def text(
 ) -> str:
   """The summary for people, in lines of at most `width` columns, but for what is pasted. The
   headline comes first and last, as a terminal shows the end."""
-  places = _place_lines(summary, workdir, out or workdir / REPORT)
+  paths = _file_lines(summary, workdir, out or workdir / REPORT)
   lines = [*_disk_lines(summary), *_headline(summary), '']
   lines += [f'{"" if number else "run":13}{line}' for number, line in enumerate(summary['layout'])]
   lines += _learner_lines(summary)
@@ -260,12 +260,12 @@ def text(
     lines += ['', *goodput_lines(summary['goodput'], width)]
   lines += [
     '',
-    *places,
+    *paths,
     '',
     *_headline(summary),
     *_kill_lines(summary),
   ]
-  pasted = {line for line in places if line.startswith((' ', 'model', 'curves'))}
+  pasted = {line for line in paths if line.startswith((' ', 'model', 'curves'))}
   wrapped = ([line] if line in pasted else _wrap(line, width) for line in lines)
   return '\n'.join(itertools.chain.from_iterable(wrapped)) + '\n'
 
@@ -328,30 +328,30 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def _place_lines(
+def _file_lines(
   summary: Mapping[str, Any], workdir: pathlib.Path, report: pathlib.Path
 ) -> list[str]:
   """Where the files of the run are, and the model; an interrupted run has fewer."""
-  place, there = (min(str(one), os.path.relpath(one), key=len) for one in (workdir, report))
+  shown, there = (min(str(one), os.path.relpath(one), key=len) for one in (workdir, report))
   files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
-  folders = [f'{place}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
+  folders = [f'{shown}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
   lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(filter(None, [*folders, summary["store"]]))}')
   if folders and (workdir / load.FILE).is_file():  # else the syncer has another folder
-    lines.append(f'model        import diloco_jax; diloco_jax.load_params({place!r})')
+    lines.append(f'model        import diloco_jax; diloco_jax.load_params({shown!r})')
     begun = summary['init_from']  # from a Hugging Face folder, perhaps
     folder = begun and any(pathlib.Path(begun).glob('model.safetensors*'))
     made = 'NEW_FOLDER' if folder else 'model.safetensors'
-    lines.append(f'             diloco export --workdir={shlex.quote(place)} --out={made}')
+    lines.append(f'             diloco export --workdir={shlex.quote(shown)} --out={made}')
     if (workdir / 'model').is_dir():
       load_it = f'v1.load({str(workdir.absolute() / "model")!r})'
       lines.append(f'             from orbax.checkpoint import v1; {load_it}')
     if summary['task'] == run_config.DECODER:
-      lines.append(f'             diloco sample --workdir={shlex.quote(place)}')
+      lines.append(f'             diloco sample --workdir={shlex.quote(shown)}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
     lines.append(
-      f'curves       tensorboard --logdir={shlex.quote(place)}/{records_lib.TENSORBOARD}'
+      f'curves       tensorboard --logdir={shlex.quote(shown)}/{records_lib.TENSORBOARD}'
     )
   return [*lines, 'figures      in plain words: docs/howto/report.md, "What the figures mean"']
 

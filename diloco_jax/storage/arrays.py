@@ -113,11 +113,11 @@ def require_shapes(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> 
       raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
 
 
-class Stored(NamedTuple):
+class Tensor(NamedTuple):
   """A tensor in a *.safetensors file, which is read where it is used."""
 
   path: pathlib.Path
-  place: str  # for people
+  where: str  # for people
   kind: str  # its type there
   shape: tuple[int, ...]
   at: int  # its first byte
@@ -126,12 +126,12 @@ class Stored(NamedTuple):
     """Raises ValueError, OSError."""
     if self.kind not in _DTYPES:
       raise ValueError(
-        f'{self.place} is {self.kind}, which is not read: write it as one of {", ".join(_DTYPES)}'
+        f'{self.where} is {self.kind}, which is not read: write it as one of {", ".join(_DTYPES)}'
       )
     return np.memmap(self.path, _DTYPES[self.kind], 'r', self.at, self.shape)
 
 
-def stored(path: pathlib.Path) -> dict[str, Stored]:
+def stored(path: pathlib.Path) -> dict[str, Tensor]:
   """The tensors in a *.safetensors file by name. Their bytes are side by side, from the end of the
   header to that of the file. Raises ValueError, OSError."""
   files.require_file(path)
@@ -143,12 +143,12 @@ def stored(path: pathlib.Path) -> dict[str, Stored]:
     json_files.require_keys(f'{path}: {name}', one, _ENTRY)
   found, at = {}, 8 + size
   for name, one in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
-    found[name] = new = Stored(path, f'{name} in {path}', one['dtype'], tuple(one['shape']), at)
+    found[name] = new = Tensor(path, f'{name} in {path}', one['dtype'], tuple(one['shape']), at)
     begin, at = (8 + size + offset for offset in one['data_offsets'])
     item = np.dtype(_DTYPES.get(new.kind, 'V0')).itemsize  # 0: not known
     is_full = not item or at - begin == item * math.prod(new.shape)
     if begin != new.at or not is_full or min((at - begin, *new.shape)) < 0:
-      raise ValueError(f'{new.place} has other bytes than its type, its shape and its neighbours')
+      raise ValueError(f'{new.where} has other bytes than its type, its shape and its neighbours')
   if at != path.stat().st_size:
     raise ValueError(f'{path.name} has {path.stat().st_size} bytes, by its header {at}')
   return found

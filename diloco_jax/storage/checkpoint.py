@@ -449,13 +449,13 @@ def _abstract_of(
 ) -> dict[str, Any]:
   """The arrays of a checkpoint by its own description, which must be that of its record, all on the
   first device."""
-  place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   described = orbax_context.ocp.checkpointables_metadata(folder).metadata
   for name, tree in described.items():
     if tree is None and name != 'record':  # Orbax has warned, and would guess
       raise ValueError(f'the description of its {name} cannot be read')
   arrays = {
-    name: tree_digest.abstract(tree, place) for name, tree in described.items() if name != 'record'
+    name: tree_digest.abstract(tree, first) for name, tree in described.items() if name != 'record'
   }
   tree_digest.require_same_shapes(shapes, tree_digest.shapes(arrays))
   del described['record']

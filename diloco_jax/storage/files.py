@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 from diloco_jax.protocol import safe_json
 
-PIECE_BYTES = 1 << 20  # of a direct write
-PIECES = 64  # most buffers in one write
+MOST_BYTES = 1 << 20  # in one direct write
+MOST_BUFFERS = 64  # in one write
 DIRECT_BYTES = 4 << 20  # of a file that is written around the page cache
 BLOCK = 4096  # bytes; such a write has whole blocks, in the file and in memory
 _DIRECT = getattr(os, 'O_DIRECT', 0)  # 0 on a system that has no such writes
@@ -82,7 +82,7 @@ class Files:
     """Raises DirectoryError."""
     self._path = pathlib.Path(path)
     self._open: dict[str, int] = {}  # descriptors of written files
-    self._piece: memoryview | None = None  # aligned memory for direct writes
+    self._aligned: memoryview | None = None  # memory for direct writes
     self._lock = -1
     self.place = str(self._path)
     try:
@@ -107,19 +107,19 @@ class Files:
       file.seek(offset)
       if count is None:
         return file.readall()
-      pieces = []
+      parts = []
       while count and (found := file.read(count)):  # short: a signal, or the end of the file
-        pieces.append(found)
+        parts.append(found)
         count -= len(found)
-    return pieces[0] if len(pieces) == 1 else b''.join(pieces)
+    return parts[0] if len(parts) == 1 else b''.join(parts)
 
-  def write(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
+  def write(self, name: str, *buffers: bytes | bytearray | memoryview) -> None:
     self._require_open()
     self._close(name)
     descriptor = self._open[name] = os.open(
       self._path / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _PLAIN, 0o644
     )
-    views = [memoryview(piece) for piece in pieces]
+    views = [memoryview(buffer) for buffer in buffers]
     if _DIRECT and sum(map(len, views)) >= DIRECT_BYTES:
       views = self._write_direct(descriptor, views)
     _write(descriptor, views)
@@ -197,14 +197,14 @@ class Files:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
       fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
-      if self._piece is None:
-        self._piece = memoryview(mmap.mmap(-1, PIECE_BYTES))
-      while count := min(sum(map(len, views)), PIECE_BYTES) // BLOCK * BLOCK:
+      if self._aligned is None:
+        self._aligned = memoryview(mmap.mmap(-1, MOST_BYTES))
+      while count := min(sum(map(len, views)), MOST_BYTES) // BLOCK * BLOCK:
         done = 0  # the copy holds the interpreter lock for a tenth of a millisecond
         for view in _cut(views, count)[0]:
-          self._piece[done : done + len(view)] = view
+          self._aligned[done : done + len(view)] = view
           done += len(view)
-        written = os.write(descriptor, self._piece[:count])
+        written = os.write(descriptor, self._aligned[:count])
         _, views = _cut(views, written)
         if written < count:
           break
@@ -238,7 +238,7 @@ def _plain(path: str, flags: int) -> int:
 def _write(descriptor: int, views: Sequence[memoryview]) -> None:
   left = [view for view in views if len(view)]
   while left:
-    written = os.writev(descriptor, left[:PIECES])
+    written = os.writev(descriptor, left[:MOST_BUFFERS])
     if not written:
       raise OSError(errno.EIO, 'the disk took nothing')
     _, left = _cut(left, written)  # a full disk takes a part; the next write fails

@@ -30,8 +30,8 @@ class Files(Protocol):
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
     """`count` bytes from `offset` (None: all), fewer only where the file ends."""
 
-  def write(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
-    """Makes a file of all pieces (flat buffers, never copied whole), or replaces one. Durable by
+  def write(self, name: str, *buffers: bytes | bytearray | memoryview) -> None:
+    """Makes a file of all buffers (flat, never copied whole), or replaces one. Durable by
     fsync and fsync_names. If the call raises, the file may be missing or have a part of the bytes.
     """
 

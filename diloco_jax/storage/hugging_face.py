@@ -44,27 +44,27 @@ def is_model(path: str) -> bool:
 def read(folder: str, like: Any) -> Any:
   """The tensors in the tree and the types of `like`, the leaves of a decoder without a scan. Raises
   ValueError: they cannot be read, or are of another model."""
-  places = _places(like)
-  wanted = {theirs: _shape(*place) for theirs, place in places.items()}
+  matches = _matches(like)
+  wanted = {theirs: _shape(*match) for theirs, match in matches.items()}
   found = _tensors(pathlib.Path(folder), lambda theirs: not theirs.endswith(_COMPUTED))
   if _HEAD not in wanted and _HEAD in found:
     _require_equal(found.pop(_HEAD), found.get(_EMBEDDING))
   here = {theirs: tensor.shape for theirs, tensor in found.items()}
   arrays.require_shapes(folder, here, wanted)
   leaves = []
-  for theirs, (name, leaf) in places.items():
+  for theirs, (name, leaf) in matches.items():
     tensor = found[theirs].mapped() if name == 'embedding' else found[theirs].mapped().T
     leaves.append(np.asarray(tensor.reshape(leaf.shape), leaf.dtype))
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _require_equal(head: arrays.Stored, embedding: arrays.Stored | None) -> None:
+def _require_equal(head: arrays.Tensor, embedding: arrays.Tensor | None) -> None:
   """Raises ValueError."""
   one, other = (np.asarray(stored.mapped()) for stored in (head, embedding or head))
   # A row at a time, as they may be large.
   if not embedding or one.shape != other.shape or not all(map(np.array_equal, one, other)):
     raise ValueError(
-      f'{head.place} is not {_EMBEDDING}, and the model of this run has one tensor for both. '
+      f'{head.where} is not {_EMBEDDING}, and the model of this run has one tensor for both. '
       'Nothing was changed: set tie_word_embeddings to false in config.json, or remove the tensor'
     )
 
@@ -72,7 +72,7 @@ def _require_equal(head: arrays.Stored, embedding: arrays.Stored | None) -> None
 def tensors_of(params: Any) -> dict[str, np.ndarray]:
   """The tensors of such a folder by name. Raises ValueError."""
   named = {}
-  for theirs, (name, leaf) in _places(params).items():
+  for theirs, (name, leaf) in _matches(params).items():
     rows = np.asarray(leaf).reshape(_shape(name, leaf)[:: 1 if name == 'embedding' else -1])
     named[theirs] = rows if name == 'embedding' else rows.T
   return named
@@ -93,17 +93,17 @@ def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Pa
   arrays.export(folder / FILE, typed, {'format': 'pt'})
 
 
-def _places(tree: Any) -> dict[str, tuple[str, Any]]:
+def _matches(tree: Any) -> dict[str, tuple[str, Any]]:
   """Name there -> last part of the name here, and the leaf; in tree order."""
-  ours, places = arrays.by_name(tree), {}
+  ours, matches = arrays.by_name(tree), {}
   names = _WITH_POST_NORMS if any(name.endswith('_post_norm') for name in ours) else _NAMES
   for path, leaf in ours.items():
     *layer, name = path.split('/')
     if name not in names or len(layer) not in (0, 2):
       raise ValueError(f'no Hugging Face folder that is known here has {path}')
     within = f'model.layers.{layer[1]}.' if layer else ''
-    places[f'{within}{names[name]}.weight'] = name, leaf
-  return places
+    matches[f'{within}{names[name]}.weight'] = name, leaf
+  return matches
 
 
 def _shape(name: str, leaf: Any) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def read_object(path: pathlib.Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   return json_files.require_keys(path, path.read_bytes(), keys)
 
 
-def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, arrays.Stored]:
+def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, arrays.Tensor]:
   """Those of a folder that are read: each from the one file that the index names. Raises
   ValueError."""
   try:
@@ -129,15 +129,15 @@ def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, 
       found = arrays.stored(folder / FILE)
       return {name: one for name, one in found.items() if is_read(name)}
     told = read_object(folder / _INDEX, {'weight_map': dict[str, Any]})['weight_map']
-    places, found = {name: file for name, file in told.items() if is_read(name)}, {}
-    for name, file in places.items():
+    file_of, found = {name: file for name, file in told.items() if is_read(name)}, {}
+    for name, file in file_of.items():
       if not re.fullmatch(r'[^/]+\.safetensors', str(file)):
         raise ValueError(f'{_INDEX} has {name} in {file!r}, no *.safetensors beside it')
-    for file in sorted(set(places.values())):
+    for file in sorted(set(file_of.values())):
       here = arrays.stored(folder / file).items()
-      found |= {name: one for name, one in here if places.get(name) == file}
-    if absent := sorted(places.keys() - found.keys()):
-      raise ValueError(f'{absent[0]} is not in {places[absent[0]]}, where the index has it')
+      found |= {name: one for name, one in here if file_of.get(name) == file}
+    if absent := sorted(file_of.keys() - found.keys()):
+      raise ValueError(f'{absent[0]} is not in {file_of[absent[0]]}, where the index has it')
     return found
   except (OSError, ValueError) as error:
     raise ValueError(f'cannot read the model in {folder}: {error}') from error

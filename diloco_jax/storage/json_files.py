@@ -58,9 +58,9 @@ def read_bytes(path: Place, max_bytes: int) -> bytes:
     os.close(descriptor)
 
 
-def require_keys(place: object, value: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+def require_keys(where: object, value: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
   """A JSON object, or that in a text of bytes, that has these keys, each of its type (a hint, as
-  `int | None`); it may have others. Raises ValueError, which names the place and the key."""
+  `int | None`); it may have others. Raises ValueError, which names the file and the key."""
   try:
     value = safe_json.parse(value, finite=False) if isinstance(value, bytes) else value
     found = codec.decode(dict[str, Any], value, 'it')
@@ -68,7 +68,7 @@ def require_keys(place: object, value: Any, keys: Mapping[str, Any]) -> dict[str
       codec.decode(hint, found.get(key), f'`{key}`')
   except (codec.TapeError, safe_json.Unreadable) as error:
     raise ValueError(
-      f'{place}: {error}. Nothing was changed: mend the file, or copy it again from its source'
+      f'{where}: {error}. Nothing was changed: mend the file, or copy it again from its source'
     ) from None
   return found
 
@@ -85,8 +85,8 @@ def write(path: pathlib.Path, value: Any) -> None:
 
 
 def replace(path: pathlib.Path, data: bytes | Iterable[bytes]) -> None:
-  """Replaces a file, by one piece or several, durably; makes its folder. A link of its name is
-  replaced, not followed. Raises OSError, and what the pieces raise."""
+  """Replaces a file, by one buffer or several, durably; makes its folder. A link of its name is
+  replaced, not followed. Raises OSError, and what their iterator raises."""
   path.parent.mkdir(parents=True, exist_ok=True)
   new = path.with_name(path.name + '.new')
   new.unlink(missing_ok=True)  # of a killed process

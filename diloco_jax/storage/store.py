@@ -3,7 +3,7 @@
 TensorStore reads and writes them, as it does for Orbax, with Google Cloud Storage and with files
 alike: an object is replaced at once, is durable on return, and has a *generation* that changes with
 every write. A write may require a generation, so that of two processes that replace an object one
-succeeds. Large files travel in pieces, so that a copy needs little memory whatever it copies: they
+succeeds. Large files travel in parts, so that a copy needs little memory whatever it copies: they
 are written by gcsfs, as TensorStore writes whole objects, or into the folder.
 
 The answer to a write can be lost after the write was carried out. TensorStore then sends it again,
@@ -24,7 +24,7 @@ from diloco_jax.storage import folders, json_files
 
 _BUCKET = 'gs://'
 _ABSENT = b'\x02'  # TensorStore's generation of what does not exist
-PIECE_BYTES = 8 << 20  # of a file
+PART_BYTES = 8 << 20  # of a file
 LIMIT_S = 30.0  # for the answer to a small request
 _BYTES_PER_S = 1 << 19  # of the slowest network that is waited for
 # TensorStore's own 32 attempts would take a quarter of an hour; its callers try again, and say so.
@@ -43,7 +43,7 @@ class Object(NamedTuple):
 
 
 class Store:
-  """The objects below one place. Any thread may call it.
+  """The objects below a place. Any thread may call it.
 
   Args:
     place: a folder, made when something is written, or gs://BUCKET/PREFIX.
@@ -73,26 +73,26 @@ class Store:
 
   def put_file(self, name: str, path: pathlib.Path) -> None:
     """Writes an object, or replaces it, with the bytes of a file. Raises StoreError, OSError."""
-    if path.stat().st_size <= PIECE_BYTES:
+    if path.stat().st_size <= PART_BYTES:
       self.put(name, path.read_bytes())
       return
     with open(path, 'rb') as file:
-      pieces = iter(lambda: file.read(PIECE_BYTES), b'')
+      parts = iter(lambda: file.read(PART_BYTES), b'')
       if self._folder:
-        json_files.replace(self._folder / name, pieces)
+        json_files.replace(self._folder / name, parts)
         return
       try:
         with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open('wb') as made:
-          made.writelines(pieces)
+          made.writelines(parts)
       except OSError as error:
         raise StoreError(f'{self.place}/{name}: {error}') from error
 
   def pieces(self, name: str, size: int) -> Iterator[bytes]:
     """The bytes of an object of this size, fewer of a shorter one. Raises StoreError."""
-    for start in range(0, size, PIECE_BYTES):
-      part = slice(start, min(start + PIECE_BYTES, size))
+    for start in range(0, size, PART_BYTES):
+      span = slice(start, min(start + PART_BYTES, size))
       try:
-        yield self._do(name, self._objects.read(name, byte_range=part), PIECE_BYTES).value
+        yield self._do(name, self._objects.read(name, byte_range=span), PART_BYTES).value
       except StoreError as error:
         if 'OUT_OF_RANGE' not in str(error):
           raise

@@ -2,7 +2,7 @@
 
 LIFE counts the processes of a node: each process writes its own tape under the next free number. A
 tape is cut into segments; the process closes a full segment, begins the next, and a separate thread
-packs the full one (.jsonl.gz), in small pieces, so that the machine's thread never waits for the
+packs the full one (.jsonl.gz), in small parts, so that the machine's thread never waits for the
 interpreter lock.
 
 The operating system has a line before the actions of its turn are carried out, so a killed process
@@ -43,7 +43,7 @@ TAPES = 'tapes'
 SEGMENT_BYTES = 64 << 20
 LIMIT_BYTES = 2 << 30
 _SEGMENTS = 32  # at least so many segments in `limit_bytes`
-PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each piece
+PART_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each part
 UNKNOWN = 'unknown'
 
 NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
@@ -140,7 +140,7 @@ class Tape:
 
   def _rotate(self) -> None:
     full = self.path
-    life = place(full)[1]
+    life = parse(full)[1]
     size = sum(self._sizes(life).values())
     if size + self._segment_bytes > self._half_bytes:
       raise tape.TapeError(f'it has {size >> 20} MiB, half of what the tapes of a node may take')
@@ -196,7 +196,7 @@ def _compress(path: pathlib.Path) -> None:
   fresh = target.with_name(f'{target.name}.new')
   try:
     with open(path, 'rb', buffering=0) as source, gzip.open(fresh, 'wb', compresslevel=6) as packed:
-      shutil.copyfileobj(source, packed, PIECE_BYTES)
+      shutil.copyfileobj(source, packed, PART_BYTES)
     json_files.fsync(fresh)
     fresh.replace(target)
     json_files.fsync(path.parent)
@@ -270,7 +270,7 @@ def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
     if NAME.fullmatch(path.name) and path.is_file():
-      node, life, segment = place(path)
+      node, life, segment = parse(path)
       # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
       found.setdefault((node, life), {})[segment] = path
   return [
@@ -279,7 +279,7 @@ def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   ]
 
 
-def place(path: pathlib.Path) -> tuple[str, int, int]:
+def parse(path: pathlib.Path) -> tuple[str, int, int]:
   """Node, number of its process and number of the segment."""
   match = NAME.fullmatch(path.name)
   return match['node'], int(match['life']), int(match['segment'])

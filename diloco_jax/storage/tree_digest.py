@@ -210,7 +210,7 @@ def _bytes(leaf: Any) -> int:
 
 def abstract(tree: Any, shardings: Any = None) -> Any:
   """The shapes of a tree, to be read to these shardings: one, or a tree of them."""
-  shape = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+  shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
   if shardings is None or isinstance(shardings, jax.sharding.Sharding):
     return jax.tree.map(lambda leaf: shape(leaf, shardings), tree)
   return jax.tree.map(shape, tree, shardings)

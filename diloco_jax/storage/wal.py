@@ -53,7 +53,7 @@ from diloco_jax.storage import files_port as files_port_lib
 VERSION = formats.NUMBERS['log']
 BASE = 0
 NEW = 'record.new'
-PIECE_BYTES = 1 << 20  # of a payload, hashed together
+PART_BYTES = 1 << 20  # of a payload, hashed together
 RUN_BYTES = 64
 
 _MAGIC = b'DJAXREC\n'
@@ -135,31 +135,31 @@ def chain_of(before: bytes, kind: int, number: int, length: int, hashes: bytes) 
 
 def hashes_of(buffers: Iterable[memoryview]) -> bytes:
   """A payload's hashes; those of a large one are computed on several cores."""
-  pieces = list(_pieces(buffers))
-  if len(pieces) < 2:
-    return b''.join(map(_hash_of, pieces))
-  return b''.join(_threads().map(_hash_of, pieces))
+  parts = list(_parts(buffers))
+  if len(parts) < 2:
+    return b''.join(map(_hash_of, parts))
+  return b''.join(_threads().map(_hash_of, parts))
 
 
-def _hash_of(piece: Iterable[memoryview]) -> bytes:
+def _hash_of(part: Iterable[memoryview]) -> bytes:
   total = hashlib.sha256()
-  for view in piece:
+  for view in part:
     total.update(view)  # releases the interpreter lock
   return total.digest()
 
 
-def _pieces(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+def _parts(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
   """The MiBs of the joined buffers, not copied."""
-  piece, room = [], PIECE_BYTES
+  part, room = [], PART_BYTES
   for view in buffers:
     while view:
-      piece.append(view[:room])
-      view, room = view[room:], room - len(piece[-1])
+      part.append(view[:room])
+      view, room = view[room:], room - len(part[-1])
       if not room:
-        yield piece
-        piece, room = [], PIECE_BYTES
-  if piece:
-    yield piece
+        yield part
+        part, room = [], PART_BYTES
+  if part:
+    yield part
 
 
 @functools.cache

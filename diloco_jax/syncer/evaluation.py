@@ -27,7 +27,7 @@ class Evaluation:
     records: records_lib.Recorder,
     measure: Measure | None = None,
   ):
-    """`measure`: of a program of the user's own, in place of a task. Without both nothing is
+    """`measure`: of a program of the user's own, instead of a task. Without both nothing is
     evaluated: only the user has the data, or the learners evaluate, since only they have the whole
     model."""
     self._task, self._measure = task, measure

@@ -89,7 +89,7 @@ class _Encoded:
     self.payload = payloads.MEMORY.take(codec.encoded_size(size)) if on_host else None
 
   def write(self, start: int, n: int, encoded: jax.Array) -> None:
-    """Writes an encoded tile of n values to its places in the payload of its fragment."""
+    """Writes an encoded tile of n values into the payload of its fragment."""
     if self.payload is None:
       self.payload = encoded
       return
@@ -370,7 +370,7 @@ class Tiles:
     return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
   def at_home(self) -> Any:
-    """Here jax computes on a device of the global model what has no place of its own, not on one of
+    """Here jax computes on a device of the global model what is on no device yet, not on one of
     an island."""
     return jax.default_device(next(iter(self.sharding(0).device_set)))
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
   import grain
 
 _PARTS, _DIGEST = ('train.ids', 'held_out.ids'), 'digest'
-_PIECE_BYTES = 1 << 20
+_PART_BYTES = 1 << 20
 
 
 class Examples(Protocol):
@@ -135,8 +135,8 @@ def _write_ids(
   """Writes the ids of both parts, and their digest. The library encodes some MiB at a time, on all
   cores."""
   with open(folder / _PARTS[0], 'wb') as train, open(folder / _PARTS[1], 'wb') as held_out:
-    for pieces in _batched(texts):
-      for (part, ends, _), ids in zip(pieces, tokenizer.encode([text for _, _, text in pieces])):
+    for batch in _batched(texts):
+      for (part, ends, _), ids in zip(batch, tokenizer.encode([text for *_, text in batch])):
         (held_out if part else train).write(
           np.asarray([*ids, *(tokenizer.end if ends else ())], tokenizer.dtype)
         )
@@ -145,18 +145,18 @@ def _write_ids(
 
 
 def _batched(texts: Iterator[tuple[bool, bytes]]) -> Iterator[list[tuple[bool, bool, str]]]:
-  """Pieces of documents: whether it is held out, whether its end is in it, its text. A long one is
+  """Parts of documents: whether one is held out, whether its end is in it, its text. A long one is
   cut behind a line."""
-  pieces, size = [], 0
+  batch, size = [], 0
   for held_out, text in texts:
     lines = io.BytesIO(text)
-    while piece := b''.join(lines.readlines(_PIECE_BYTES)):
-      pieces.append((held_out, lines.tell() == len(text), piece.decode('utf-8', 'replace')))
-      size += len(piece)
-      if size >= 4 * _PIECE_BYTES:
-        yield pieces
-        pieces, size = [], 0
-  yield pieces
+    while part := b''.join(lines.readlines(_PART_BYTES)):
+      batch.append((held_out, lines.tell() == len(text), part.decode('utf-8', 'replace')))
+      size += len(part)
+      if size >= 4 * _PART_BYTES:
+        yield batch
+        batch, size = [], 0
+  yield batch
 
 
 class Windows:
@@ -191,10 +191,10 @@ class Shard:
     self._pass: tuple[int, grain.MapDataset] | None = None
 
   def __getitem__(self, index: int) -> task_lib.Batch:
-    number, place = divmod(index, self._batches)
+    number, rest = divmod(index, self._batches)
     if self._pass is None or self._pass[0] != number:
       self._pass = number, self._order(number)
-    return jax.tree.map(lambda leaf: leaf[: self._config.rows], self._pass[1][place])
+    return jax.tree.map(lambda leaf: leaf[: self._config.rows], self._pass[1][rest])
 
   def _order(self, number: int) -> 'grain.MapDataset':
     """The batches of pass `number`."""

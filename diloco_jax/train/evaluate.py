@@ -20,7 +20,7 @@ from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 SUITE_EXAMPLES = 2048
-_SEED = 0  # of the suite: other continuations, and the place of the right one
+_SEED = 0  # of the suite: other continuations, and the index of the right one
 _BRACKETS = {'(': ')', '[': ']', '{': '}'}
 _INDENTED = re.compile(r'\n( *)(\w+|\S)')  # a new line: its spaces, and its first word
 
@@ -193,9 +193,9 @@ def multiple_choice(
   counted_RxL1 = np.zeros(ids_RxL1.shape, bool)
   for number, rows in enumerate(rows_NxC):
     begin = len(os.path.commonprefix(list(rows)))
-    for place, row in enumerate(rows, number * choices):
-      ids_RxL1[place, : len(row)] = row
-      counted_RxL1[place, begin : len(row)] = True
+    for index, row in enumerate(rows, number * choices):
+      ids_RxL1[index, : len(row)] = row
+      counted_RxL1[index, begin : len(row)] = True
   return task_lib.Questions(
     inputs=ids_RxL1[:, :-1],
     targets_RxL=ids_RxL1[:, 1:],

@@ -60,7 +60,7 @@ class _Dispatched(NamedTuple):
 
   clock: int
   begun_ns: int
-  placed_ns: int  # its batch was on the device
+  put_ns: int  # its batch was on the device
   ended: futures.Future  # the metrics, and when they were there, in ns
 
 
@@ -194,7 +194,7 @@ class Island:
   def _dispatch(self, clock: int) -> futures.Future:
     begun_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._read())
-    placed_ns = time.monotonic_ns()
+    put_ns = time.monotonic_ns()
     rate = mesh_lib.put(np.float32(self._rate(clock)), self.replicated)
     with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
       self._state, metrics = self._train_step(self._state, batch, rate)
@@ -204,7 +204,7 @@ class Island:
       ended.set_result(_await(metrics))
     else:
       ended = self._watcher.submit(_await, metrics)
-    self._dispatched.append(_Dispatched(clock, begun_ns, placed_ns, ended))
+    self._dispatched.append(_Dispatched(clock, begun_ns, put_ns, ended))
     return ended
 
   def must_finish(self, ahead: int) -> bool:
@@ -214,7 +214,7 @@ class Island:
 
   def finish(self) -> StepResult:
     """Blocks until the oldest dispatched step is done."""
-    clock, begun_ns, placed_ns, ended = self._dispatched.popleft()
+    clock, begun_ns, put_ns, ended = self._dispatched.popleft()
     metrics, ended_ns = ended.result()
     start_ns = max(begun_ns, self._ended_ns)
     if self._dispatched and (after := self._dispatched[0]).ended.done():
@@ -226,7 +226,7 @@ class Island:
       metrics.pop('grad_norm'),
       self.tokens_per_step,
       (ended_ns - start_ns) / 1e9,
-      max(0, placed_ns - start_ns) / 1e9,
+      max(0, put_ns - start_ns) / 1e9,
       clock,
       metrics,
     )
@@ -247,9 +247,9 @@ class Island:
       raise
 
   def _say_damaged(self, error: Exception, ahead: int) -> None:
-    place = self._shard_index, self._next_index
-    if place not in self._damaged and len(self._damaged) < MAX_SAID:
-      self._damaged.add(place)
+    position = self._shard_index, self._next_index
+    if position not in self._damaged and len(self._damaged) < MAX_SAID:
+      self._damaged.add(position)
       _LOG.warning(
         'batch %d of shard %d cannot be read (%s: %s): batch %d is trained on instead, once more; '
         'nothing else is lost. Mend or remove the record',
@@ -267,7 +267,7 @@ class Island:
       batches = self._task.eval_batches()
       self.bits_per_byte = evaluate_lib.bits_per_byte(self._task, batches)  # of a loss
       self._eval_batches = [mesh_lib.put_batch(self.mesh, batch) for batch in batches]
-    params = self.params if params is None else self._place_params(params)
+    params = self.params if params is None else self._put_params(params)
     return evaluate_lib.evaluate(self._eval_step, params, self._eval_batches)
 
   # State, between steps.
@@ -280,7 +280,7 @@ class Island:
 
   @state.setter
   def state(self, state: step_lib.TrainState) -> None:
-    self._state = _place(state, self._state, self.shardings)
+    self._state = _put_tree(state, self._state, self.shardings)
 
   @property
   def params(self) -> Any:
@@ -289,10 +289,10 @@ class Island:
   @params.setter
   def params(self, params: Any) -> None:
     """Replaces parameters and keeps the optimizer's moments (adopt)."""
-    self._state = self._state._replace(params=self._place_params(params))
+    self._state = self._state._replace(params=self._put_params(params))
 
-  def _place_params(self, params: Any) -> Any:
-    return _place(params, self._state.params, self.shardings.params)
+  def _put_params(self, params: Any) -> Any:
+    return _put_tree(params, self._state.params, self.shardings.params)
 
   @property
   def moments(self) -> Any:
@@ -303,7 +303,7 @@ class Island:
   def moments(self, moments: Any) -> None:
     """Replaces the optimizer's state and keeps the parameters."""
     self._state = self._state._replace(
-      opt_state=_place(moments, self._state.opt_state, self.shardings.opt_state)
+      opt_state=_put_tree(moments, self._state.opt_state, self.shardings.opt_state)
     )
 
   @property
@@ -379,7 +379,7 @@ def _await(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], int]:
   return {name: float(value) for name, value in metrics.items()}, ended_ns
 
 
-def _place(tree: Any, like: Any, shardings: Any) -> Any:
+def _put_tree(tree: Any, like: Any, shardings: Any) -> Any:
   """Puts each leaf where the compiled step expects it; costs nothing for a leaf already there.
 
   Raises:
@@ -408,9 +408,9 @@ def _fits(tree: Any, like: Any) -> bool:
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
-  if placed or isinstance(leaf, jax.Array):
-    return leaf if placed else jax.device_put(leaf, sharding)
+  there = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+  if there or isinstance(leaf, jax.Array):
+    return leaf if there else jax.device_put(leaf, sharding)
   return mesh_lib.put(leaf, sharding)
 
 

@@ -119,17 +119,17 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Places a host array, or a leaf that is drawn when it is read (initial.py); each host of an
-  island passes the whole and keeps its part."""
+  """Puts a host array on the devices, or a leaf that is drawn when it is read (initial.py); each
+  host of an island passes the whole and keeps its part."""
   return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def put_batch(mesh: jax.sharding.Mesh, batch: task_lib.Batch) -> Any:
-  """Places the host arrays of a batch with their rows split over `data` and `fsdp`. Raises
+  """Puts the host arrays of a batch there, with their rows split over `data` and `fsdp`. Raises
   ValueError for a leaf without rows, or with a number of them that does not split."""
   ways = mesh.shape['data'] * mesh.shape['fsdp']
 
-  def placed(path: jax.tree_util.KeyPath, values: np.ndarray) -> jax.Array:
+  def put_leaf(path: jax.tree_util.KeyPath, values: np.ndarray) -> jax.Array:
     if not np.ndim(values) or len(values) % ways:
       name = jax.tree_util.keystr(path) or 'the array'
       raise ValueError(
@@ -141,4 +141,4 @@ def put_batch(mesh: jax.sharding.Mesh, batch: task_lib.Batch) -> Any:
       np.array(values), batch_sharding(mesh)
     )  # it may be a view of a buffer that is reused
 
-  return jax.tree_util.tree_map_with_path(placed, batch)
+  return jax.tree_util.tree_map_with_path(put_leaf, batch)

@@ -75,7 +75,7 @@ def embeddings(path: str) -> str:
 class Questions:
   """Held-out questions whose right answers are known (evaluate.scores).
 
-  A row is what a model reads with one of the C `choices` in its place: question n has the rows
+  A row is what a model reads with one of the C `choices` filled in: question n has the rows
   n C ... n C + C - 1. A model chooses the row whose counted ids have the largest product of
   probabilities. With one choice a row counts as right by the share of its counted ids that are the
   likeliest ones of all.
@@ -158,7 +158,7 @@ class Task:
   flops_per_token: float = 0.0
 
   def trained(self, params: Params) -> Params:
-    """The parameters with None in place of those that are frozen."""
+    """The parameters with None instead of those that are frozen."""
     return fragments.keep(params, lambda path: self.label(path) != fragments.FROZEN)
 
   def measured(self, params: Params, batch: Batch, sharding: jax.sharding.Sharding) -> Measured:

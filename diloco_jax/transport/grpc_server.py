@@ -10,11 +10,11 @@ must come with the same one, and the session ends when its certificate ends or i
 synchronous API is used throughout: for bulk, threads are a little faster than asyncio, and every
 large copy and checksum runs without the GIL.
 
-Places. A session is a *stranger's* until the machine has answered it as it answers members only
-(peer_limits.py), and must become a member's in time. There is a number of places for members, and
+Seats. A session is a *stranger's* until the machine has answered it as it answers members only
+(peer_limits.py), and must become a member's in time. There is a number of seats for members, and
 another one for strangers. If all of those are taken, a newcomer displaces a stranger that has had
 `stay_s` to join: of those that have come least far with joining the oldest. Newcomers wait in line
-for that, and come at no higher rate. A learner that has proved its name needs no place among the
+for that, and come at no higher rate. A learner that has proved its name needs no seat among the
 strangers, but its newest session displaces another one of it that has not joined. So processes that
 occupy sessions keep neither a member nor a restarted learner out, which needs less time to join,
 and connections that do not speak end after seconds.
@@ -46,7 +46,7 @@ from diloco_jax.transport import (
   sessions,
 )
 
-_LINE = 128  # newcomers that wait for a place
+_LINE = 128  # newcomers that wait for a seat
 _SPARE_CALLS = 16  # calls that are about to be refused, or to end
 _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
@@ -70,7 +70,7 @@ class Door(grpc.GenericRpcHandler):
 
   Args:
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
-    places: for so many sessions.
+    seats: for so many sessions.
     say: takes lines for the operator: about certificates, and sessions that no learner used.
     bring: answers a loop that calls BRING (nodes/bring.py), until the door is opened.
     access: whether learners must prove their names.
@@ -78,24 +78,24 @@ class Door(grpc.GenericRpcHandler):
 
   Raises:
     ValueError: `access` is not enough for the address, or its files are wrong.
-    OSError: the address cannot be bound, or the process may open too few files for the places.
+    OSError: the address cannot be bound, or the process may open too few files for the seats.
   """
 
   def __init__(
     self,
     address: str,
-    places: int,
+    seats: int,
     say: credentials.Say = print,
     bring: Callable[[Iterator[bytes], grpc.ServicerContext], bytes] = lambda requests, context: b'',
     *,
     access: addresses.Access = addresses.LOCAL,
     shared_port: bool = False,
   ):
-    reserve_descriptors(places)
+    reserve_descriptors(seats)
     self.troubles = Troubles(say)
     self._calls, self._live = {'Control': _early, 'Bulk': _early}, list
     self._bring = bring
-    threads = 2 * places + _LINE + _SPARE_CALLS
+    threads = 2 * seats + _LINE + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
     # Without this option a second syncer would silently share the port.
     options = (*_OPTIONS, ('grpc.so_reuseport', int(shared_port)))
@@ -252,7 +252,7 @@ class GrpcSyncerTransport(sessions.Sessions):
   def _admit(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
   ) -> tuple[grpc_session.Session, str]:
-    """The session of a newcomer, and its token. Ends the call if there is no place for it."""
+    """The session of a newcomer, and its token. Ends the call if there is no seat for it."""
     turn = threading.Event()
     with self._lock:
       self._line.append(turn)
@@ -260,7 +260,7 @@ class GrpcSyncerTransport(sessions.Sessions):
       waits = len(self._line) <= _LINE
     try:
       if not waits or not turn.wait(self._limits.handshake_s):
-        self._refuse(context, f'{_LINE} other sessions wait for a place. Dial again')
+        self._refuse(context, f'{_LINE} other sessions wait for a seat. Dial again')
       return self._enter(context, proof)
     finally:
       with self._lock:
@@ -288,16 +288,16 @@ class GrpcSyncerTransport(sessions.Sessions):
     if full:
       self._refuse(
         context,
-        f'{members} learners are connected, as many as the syncer has places for. '
-        'Restart it with more, or wait for a place',
+        f'{members} learners are connected, as many as the syncer has seats for. '
+        'Restart it with more, or wait for a seat',
       )
     if displaced is not None:
       displaced.fail('displaced by a newer session before it had joined', _DISPLACED)
     return session, token
 
   def _wait_for_room(self, proved: bool) -> tuple[int, grpc_session.Session | None]:
-    """Waits for a place for one more stranger, which a learner with a certificate is not; the
-    caller holds the lock. Returns the number of members, who may have all places, and the stranger
+    """Waits for a seat for one more stranger, which a learner with a certificate is not; the
+    caller holds the lock. Returns the number of members, who may have all seats, and the stranger
     to displace."""
     while True:
       sessions = self._sessions.values()
@@ -364,10 +364,10 @@ class Troubles:
     self._say(f'{kind}: {count}, the last one: {text}')
 
 
-def reserve_descriptors(places: int) -> None:
+def reserve_descriptors(seats: int) -> None:
   """Lets the process open as many files as it may. Raises OSError if that is too few for the
-  sessions of `places`: connections that do not speak would then shut learners out."""
-  needed = 4 * places + _SPARE_DESCRIPTORS
+  sessions of `seats`: connections that do not speak would then shut learners out."""
+  needed = 4 * seats + _SPARE_DESCRIPTORS
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   if soft != hard:
     with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
@@ -375,7 +375,7 @@ def reserve_descriptors(places: int) -> None:
       soft = hard
   if soft != resource.RLIM_INFINITY and soft < needed:
     raise OSError(
-      f'this process may open {soft} files, {places} sessions need {needed}; nothing was started: '
+      f'this process may open {soft} files, {seats} sessions need {needed}; nothing was started: '
       'raise the limit (ulimit -n) or lower sync.learners'
     )
 

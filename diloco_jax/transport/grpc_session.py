@@ -434,7 +434,7 @@ class Session:
     self._unhandled += 1
     self._post(events.Received(session=self.number, message=message, payload_id=payload_id))
 
-  # --- The only place where a session ends --------------------------------------------------------
+  # --- The only function that ends a session ------------------------------------------------------
 
   def _change_state(self, state: _State, reason: str, failed: bool) -> None:
     if self._state is _State.OVER:

@@ -65,7 +65,7 @@ class Limits:
     return max(*self.contribution_bytes, *self.publish_bytes)
 
   @property
-  def places(self) -> int:
+  def seats(self) -> int:
     return self.max_members + self.max_strangers
 
 

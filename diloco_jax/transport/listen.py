@@ -1,4 +1,4 @@
-"""The only place that binds gRPC servers and opens channels.
+"""The only module that binds gRPC servers and opens channels.
 
 An address is a Unix socket of this user alone, or TLS with certificates on both ends, or, where
 `Access.plaintext_loopback` says so, plain TCP on loopback (addresses.py).

@@ -128,7 +128,7 @@ class PayloadStore:
       return self._kept[payload_id]
 
   def replace(self, payload_id: int, data: payload_lib.Payload) -> None:
-    """Keeps this under the id in the place of what was kept."""
+    """Keeps this under the id instead of what was kept."""
     with self._lock:
       self._check(payload_id)
       self._kept[payload_id] = data

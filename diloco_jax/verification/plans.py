@@ -107,7 +107,7 @@ def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   >>> [(fault.kind, fault.node) for fault in plan]
   [('kill', 'l1'), ('slow', 'l2'), ('reset', 'l1')]
   """
-  # Kinds that end a process come last in a storm: 'replace' leaves another process in its place.
+  # Kinds that end a process come last in a storm: 'replace' leaves another process behind.
   ends = ('kill', 'preempt', 'replace').__contains__
   kinds = sorted(KINDS, key=ends) if names == STORM else names.split(',')
   for kind in kinds:

@@ -116,7 +116,7 @@ class Syncer:
 
       self.transport = parent.ProcessesTransport(processes, address, *ports, access=PLAIN)
     else:
-      door = grpc_server.Door(address, ports[-1].places, access=PLAIN)
+      door = grpc_server.Door(address, ports[-1].seats, access=PLAIN)
       self.transport = grpc_server.GrpcSyncerTransport(door, *ports)
     self.children = psutil.Process().children()
     self._payload, self._announced = _payload(self._store)

@@ -44,7 +44,7 @@ def cpu_s() -> float:
 def measure(address: str, syncer: addresses.Access, learner: addresses.Access, mib: int) -> tuple:
   """(CPU seconds, seconds) for `mib` MiB."""
   inbox, connected, kept = queue.Queue(), queue.Queue(), payloads.PayloadStore()
-  door = grpc_server.Door(address, LIMITS.places, access=syncer)
+  door = grpc_server.Door(address, LIMITS.seats, access=syncer)
   server = grpc_server.GrpcSyncerTransport(door, inbox.put, kept, LIMITS)
   client = grpc_client.GrpcLearnerTransport(
     lambda: server.address, connected.put, payloads.PayloadStore(), LIMITS, access=learner

@@ -578,7 +578,7 @@ def test_a_model_that_does_not_fit_the_syncer_is_refused_and_not_kept(tmp_path):
 
 
 def test_an_interrupt_while_join_waits_leaves_no_learner(monkeypatch):
-  """Its node would keep the id and a place in the run, and never make a step."""
+  """Its node would keep the id and a seat, and never make a step."""
 
   def interrupted(peer):
     raise KeyboardInterrupt

@@ -43,7 +43,7 @@ def test_what_the_drivers_read(request_of_a_run):
     node_python='/env/bin/python',
     ray_resources='{"learner": {"GPU": 8}, "l1": {"TPU": 4}}',
   ):
-    described = spec_lib.make(asked, ray.places(asked))
+    described = spec_lib.make(asked, ray.known(asked))
     read = ray.describe(described, asked.tls, '$SCRATCH/run')
   programs = read.pop('programs')
   assert read.pop('tether').startswith('"""Runs a command that must not outlive')
@@ -76,7 +76,7 @@ def test_what_the_drivers_read(request_of_a_run):
 
 def test_what_is_missing_is_named(request_of_a_run):
   asked = request_of_a_run
-  described = spec_lib.make(asked, ray.places(asked))
+  described = spec_lib.make(asked, ray.known(asked))
   needs = lambda: [text for text, there in ray.needs(described, asked).items() if not there]
   for python in ('', 'no/such/python'):
     with flagsaver.flagsaver(ray_python=python):

@@ -12,7 +12,7 @@ from diloco_jax.launch.engines import local
 from diloco_jax.nodes import exits
 from tests.launch.lib import command_line
 
-_PLACES = spec_lib.Places(
+_KNOWN = spec_lib.Known(
   workdir='/run/diloco',
   syncer='gemma-1b-syncer:7070',
   listen='0.0.0.0:7070',
@@ -38,7 +38,7 @@ def values(program: spec_lib.Program) -> dict:
 
 @pytest.mark.parametrize('learners', [1, 2, 8])
 def test_a_syncer_and_its_learners(learners):
-  described = spec_lib.make(request(learners=learners, topology='v6e:4x4', disk_gib=500), _PLACES)
+  described = spec_lib.make(request(learners=learners, topology='v6e:4x4', disk_gib=500), _KNOWN)
   common = ['--config=gemma:1b', f'--config.sync.learners={learners}', '--workdir=/run/diloco']
   syncer = {
     'name': 'syncer',
@@ -70,15 +70,15 @@ def test_a_syncer_and_its_learners(learners):
   assert (read[0]['listen'], read[0]['tls']) == ('0.0.0.0:7070', '/certs/syncer')
   for number, one in enumerate(read[1:]):
     assert (one['learner'], one['tls']) == (f'l{number}', f'/certs/l{number}')
-    assert (one['syncer'], one['hosts']) == (_PLACES.syncer, 'auto')
+    assert (one['syncer'], one['hosts']) == (_KNOWN.syncer, 'auto')
   assert all(one['config']['sync']['learners'] == learners for one in read)
 
 
 def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
-  places = spec_lib.Places(workdir='/w', syncer='file:/w/syncer/address')
+  known = spec_lib.Known(workdir='/w', syncer='file:/w/syncer/address')
   asked = request(chips=4)
   asked.config.mesh.hosts = 2
-  syncer, learner, _ = spec_lib.make(asked, places).programs
+  syncer, learner, _ = spec_lib.make(asked, known).programs
   assert list(syncer.argv[-1:]) == ['--workdir=/w']
   assert list(learner.argv[-2:]) == ['--learner=l0', '--syncer=file:/w/syncer/address']
   assert (learner.hosts, learner.chips) == (2, 2)
@@ -99,22 +99,22 @@ def test_on_one_machine_there_are_no_certificates_and_hosts_are_processes():
 )
 def test_a_slice_has_hosts_of_four_chips(topology, hosts, chips):
   asked = request(chips=hosts * chips, topology=topology)
-  learner = spec_lib.make(asked, _PLACES).programs[1]
+  learner = spec_lib.make(asked, _KNOWN).programs[1]
   assert (learner.hosts, learner.chips, learner.topology) == (hosts, chips, topology)
   assert ('--hosts=auto' in learner.argv) == (hosts > 1)
 
 
 def names(asked: spec_lib.Request) -> list[str]:
-  return [one.name for one in spec_lib.make(asked, _PLACES).programs]
+  return [one.name for one in spec_lib.make(asked, _KNOWN).programs]
 
 
 def test_a_part_of_a_run():
   assert names(request(only=['l1', 'syncer'])) == ['syncer', 'l1']
   elsewhere = request(learners=12, syncer='far:7070')
   assert names(elsewhere) == run_config.learner_ids(12)
-  assert '--syncer=far:7070' in spec_lib.make(elsewhere, _PLACES).programs[3].argv
+  assert '--syncer=far:7070' in spec_lib.make(elsewhere, _KNOWN).programs[3].argv
   alone = request(learners=12, syncer=spec_lib.ALONE)
-  (lone,) = spec_lib.make(alone, _PLACES).programs
+  (lone,) = spec_lib.make(alone, _KNOWN).programs
   assert lone.name == 'l0' and '--syncer=none' in lone.argv
 
 
@@ -145,7 +145,7 @@ def test_a_run_has_a_name_that_dns_takes(name, part):
 )
 def test_what_cannot_be_started_is_one_line_with_a_remedy(more, words):
   with pytest.raises(ValueError, match=words) as refusal:
-    spec_lib.make(request(**more), _PLACES)
+    spec_lib.make(request(**more), _KNOWN)
   assert '\n' not in str(refusal.value)
 
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_started_is_one_line_with_a_remedy(more, words):
 )
 def test_what_this_machine_cannot_give(more, words):
   with pytest.raises(ValueError, match=words):
-    local.places(request(**more))
+    local.known(request(**more))
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,16 @@ class Waiting:
     self._keep(model)
     self.model.set_result(model)
 
-  def bring(self, pieces):
-    """The call; the pieces are those of an iterator."""
+  def bring(self, parts):
+    """The call; the parts are those of an iterator."""
     channel = listen.dial(self.address, addresses.LOCAL, ())
     return channel.stream_unary(f'/{grpc_session.SERVICE}/{grpc_session.BRING}').future(
-      pieces, timeout=_DEADLINE_S
+      parts, timeout=_DEADLINE_S
     )
 
-  def refuses(self, pieces):
+  def refuses(self, parts):
     """The status and the text of the refusal."""
-    call = self.bring(pieces)
+    call = self.bring(parts)
     error = call.exception()
     return error.code(), error.details()
 
@@ -76,7 +76,7 @@ def header(shape=(8, 8), **changes):
 
 
 @pytest.mark.parametrize(
-  'pieces, said',
+  'parts, said',
   [
     ([b'[' * 100_000], 'not the header of a model'),
     ([b'{"format": 1, "shapes": 1}'], 'not the header of a model'),
@@ -96,9 +96,9 @@ def header(shape=(8, 8), **changes):
   ],
   ids=str,
 )
-def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, pieces, said):
+def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, parts, said):
   syncer = waiting()
-  code, text = syncer.refuses(iter(pieces))
+  code, text = syncer.refuses(iter(parts))
   assert code is grpc.StatusCode.INVALID_ARGUMENT and said in text and len(text) < 300
   bring.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
@@ -395,8 +395,8 @@ def test_running_statistics_are_labelled_by_default():
 
 def test_the_limit_of_a_model_is_half_of_the_memory_of_the_container(tmp_path, monkeypatch):
   """A host may have far more; the syncer would be killed with the model half read."""
-  pieces = list(bring._pieces(_MODEL.header().encode(), _MODEL))
+  parts = list(bring._parts(_MODEL.header().encode(), _MODEL))
   monkeypatch.setattr(accelerators, 'available_memory', lambda: 2 * 255)
   with contextlib.closing(Waiting(tmp_path)) as waiting:
-    code, text = waiting.refuses(iter(pieces))
+    code, text = waiting.refuses(iter(parts))
   assert code == grpc.StatusCode.INVALID_ARGUMENT and '255' in text

@@ -66,7 +66,7 @@ def test_a_torn_line_of_a_killed_process_is_skipped_and_then_cut_off(tmp_path):
   assert [line['step'] for line in lines if line['name'] == 'step'] == [1, 2]
 
 
-def test_a_line_that_is_far_too_long_is_skipped_in_pieces(tmp_path, monkeypatch):
+def test_a_line_that_is_far_too_long_is_skipped_in_parts(tmp_path, monkeypatch):
   monkeypatch.setattr(records, 'MAX_LINE_BYTES', 1 << 12)
   path = tmp_path / 'l0.jsonl'
   path.write_bytes(b'{"name": "' + b'x' * (1 << 14) + b'"}\n{"name": "y", "time": 0}\n{"torn')

@@ -21,7 +21,7 @@ RUN = 'files'
 # --- The port -------------------------------------------------------------------------------------
 
 
-def test_names_sizes_and_pieces(tmp_path: pathlib.Path):
+def test_names_sizes_and_parts(tmp_path: pathlib.Path):
   files = files_lib.Files(tmp_path / 'new' / 'state')
   assert files.names() == []
   files.write('a', b'01', memoryview(b'2345'), b'', bytearray(b'67'))
@@ -71,7 +71,7 @@ def test_no_descriptor_stays_open_behind_a_rename_a_removal_or_a_read(tmp_path: 
   assert opened() == before - 1
 
 
-def test_large_and_many_buffers_go_out_in_pieces(tmp_path: pathlib.Path, monkeypatch):
+def test_large_and_many_buffers_go_out_in_parts(tmp_path: pathlib.Path, monkeypatch):
   """A partial write is continued."""
   written, writev = [], os.writev
 
@@ -81,9 +81,9 @@ def test_large_and_many_buffers_go_out_in_pieces(tmp_path: pathlib.Path, monkeyp
 
   monkeypatch.setattr(os, 'writev', some)
   files = files_lib.Files(tmp_path)
-  pieces = [b'small', bytes(range(256)) * 12_000, *(bytes([n % 256]) * n for n in range(300))]
-  files.write('a', *pieces)
-  assert files.read('a') == b''.join(pieces)
+  buffers = [b'small', bytes(range(256)) * 12_000, *(bytes([n % 256]) * n for n in range(300))]
+  files.write('a', *buffers)
+  assert files.read('a') == b''.join(buffers)
   assert len(written) > 4
   monkeypatch.setattr(os, 'writev', lambda descriptor, buffers: 0)
   with pytest.raises(OSError, match='took nothing'):
@@ -115,7 +115,7 @@ def test_large_files_go_around_the_page_cache(tmp_path: pathlib.Path, monkeypatc
     files.fsync('a')
     assert files.size('a') == size and files.read('a') == data
   assert bool(blocks) == allowed
-  assert all(0 < size <= files_lib.PIECE_BYTES and not size % files_lib.BLOCK for size in blocks)
+  assert all(0 < size <= files_lib.MOST_BYTES and not size % files_lib.BLOCK for size in blocks)
   files.close()
 
 

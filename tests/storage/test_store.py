@@ -34,9 +34,9 @@ def test_an_object_is_read_as_it_was_written(store):
 
 @pytest.mark.filterwarnings('ignore:Sending a large body')  # of aiohttp to gcsfs
 @pytest.mark.parametrize('kind', ['folder', 'bucket'])
-def test_a_large_file_is_copied_in_pieces(kind, tmp_path, request, monkeypatch):
-  """Both ways: never more of it is in memory, or in a request, than some pieces."""
-  monkeypatch.setattr(store_lib, 'PIECE_BYTES', 1 << 20)
+def test_a_large_file_is_copied_in_parts(kind, tmp_path, request, monkeypatch):
+  """Both ways: never more of it is in memory, or in a request, than some parts."""
+  monkeypatch.setattr(store_lib, 'PART_BYTES', 1 << 20)
   size, requests = 40 << 20, []
   (tmp_path / 'file').write_bytes(data := os.urandom(size))
   bucket = request.getfixturevalue('bucket') if kind == 'bucket' else None

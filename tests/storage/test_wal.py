@@ -56,8 +56,8 @@ class Storage(disk_lib.Disk):
     self._turn('read', lambda: None)
     return super().read(name, offset, count)
 
-  def write(self, name: str, *pieces: bytes) -> None:
-    data = b''.join(pieces)
+  def write(self, name: str, *buffers: bytes) -> None:
+    data = b''.join(buffers)
     part = data[: self._draw.randrange(len(data) + 1)]
     write = super().write
     self._turn('write', lambda: write(name, data), lambda: write(name, part))
@@ -129,8 +129,8 @@ def chain_after(records: list[tuple[int, bytes]]) -> bytes:
   chain = hashlib.sha256(RUN.encode()).digest()
   for number, (kind, data) in enumerate(records, 1):
     head = struct.pack('<IQQ', kind, number, len(data))
-    pieces = (data[at : at + MIB] for at in range(0, len(data), MIB))
-    hashes = b''.join(hashlib.sha256(piece).digest() for piece in pieces)
+    parts = (data[at : at + MIB] for at in range(0, len(data), MIB))
+    hashes = b''.join(hashlib.sha256(part).digest() for part in parts)
     chain = hashlib.sha256(chain + head + hashes).digest()
   return chain
 

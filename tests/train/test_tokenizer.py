@@ -40,7 +40,7 @@ def _documents(ids: np.ndarray, tokenizer: tokenizer_lib.Tokenizer) -> list[str]
 
 def test_every_document_comes_back_whole_on_its_own_side(text, monkeypatch):
   (text / 'odd.txt').write_text('\tгде\r\n\n  0 \u20ac \U0001f600\n' * 30)
-  monkeypatch.setattr(data_lib, '_PIECE_BYTES', 64)  # a document is many pieces
+  monkeypatch.setattr(data_lib, '_PART_BYTES', 64)  # a document is many parts
   tokenizer = tokenizer_lib.load(BPE, str(text))
   corpus, as_bytes = data_lib.load_corpus(str(text), BPE), data_lib.load_corpus(str(text))
   assert isinstance(corpus.train_ids, np.memmap) and corpus.train_ids.dtype == np.uint16

@@ -39,7 +39,7 @@ class End:
 def syncer(
   limits: link.Limits, access: addresses.Access = PLAIN, address: str = '127.0.0.1:0', said=print
 ) -> End:
-  door = grpc_server.Door(address, limits.places, said, access=access)
+  door = grpc_server.Door(address, limits.seats, said, access=access)
   return End(lambda *ports: grpc_server.GrpcSyncerTransport(door, *ports, limits))
 
 

@@ -164,7 +164,7 @@ def test_a_throttled_lane_keeps_its_rate_until_it_is_healed():
     began_s = loop.time()
     learner[1].write(bytes(20 * MIB))
     await soon(syncer[0].readexactly(60_000))
-    assert loop.time() - began_s >= 0.2  # 0.3 s less the first piece, which waits for nothing
+    assert loop.time() - began_s >= 0.2  # 0.3 s less the first part, which waits for nothing
     peers.proxy.heal()  # at the old rate the rest would take 100 s
     await soon(syncer[0].readexactly(20 * MIB - 60_000))
 
@@ -177,12 +177,12 @@ def test_a_cut_lane_holds_a_bounded_amount_and_stops_the_sender():
     peers.proxy.up.set(proxy_lib.Toxics(cut=True))
     total = 64 * MIB
     sending = asyncio.create_task(_send(learner[1], total))
-    held = proxy_lib.HELD_PIECES * proxy_lib.PIECE_BYTES
+    held = proxy_lib.HELD_READS * proxy_lib.READ_BYTES
     await true(lambda: peers.proxy.up.came_bytes >= held)
     # The sender cannot be done: the kernel's buffers are far smaller than the total.
     assert not sending.done()
-    # One more piece waits to enter, and one to leave.
-    assert peers.proxy.up.came_bytes <= held + 2 * proxy_lib.PIECE_BYTES
+    # One more read waits to enter, and one to leave.
+    assert peers.proxy.up.came_bytes <= held + 2 * proxy_lib.READ_BYTES
     peers.proxy.heal()
     assert len(await soon(syncer[0].readexactly(total))) == total
     await soon(sending)
@@ -196,7 +196,7 @@ async def _send(writer, total: int) -> None:
     await writer.drain()
 
 
-def test_flip_changes_one_bit_of_a_long_enough_piece():
+def test_flip_changes_one_bit_of_a_long_enough_read():
   async def scenario(peers):
     learner, syncer = await peers.connect()
     peers.proxy.up.flip(least_bytes=1000)

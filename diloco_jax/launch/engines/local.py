@@ -22,7 +22,7 @@ _LISTEN = flags.DEFINE_string(
 )
 
 
-def places(request: spec_lib.Request) -> spec_lib.Places:
+def known(request: spec_lib.Request) -> spec_lib.Known:
   if request.topology:
     raise ValueError('--topology: learners on this machine take the accelerators that it has')
   if request.tls and not (_LISTEN.value or request.syncer):
@@ -32,18 +32,18 @@ def places(request: spec_lib.Request) -> spec_lib.Places:
     )
   workdir = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
   tls = str(pathlib.Path(request.tls).absolute()) if request.tls else ''
-  return local_run.places(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
+  return local_run.known(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
 
 
 def run(
   described: spec_lib.Spec,
   request: spec_lib.Request,
-  places: spec_lib.Places,
+  known: spec_lib.Known,
   programs: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = local_run.programs,
   more: Sequence[str] = (),
 ) -> int:
   """`programs`: of the supervisor. `more`: flags of the command that continues the run."""
-  config, workdir = request.config, pathlib.Path(places.workdir)
+  config, workdir = request.config, pathlib.Path(known.workdir)
   here = programs is local_run.programs  # not on other machines
   whole = here and local_run.is_whole(config, described)
   with exits.never_retry(ValueError, files.DirectoryError):

@@ -1,6 +1,6 @@
 """The engine of a Ray cluster, under the supervisor of `diloco train` (launch/supervisor.py).
 
-Ray has an environment of its own. In the place of each program the supervisor runs `RAY_PYTHON -I
+Ray has an environment of its own. Instead of each program the supervisor runs `RAY_PYTHON -I
 ray_driver.py WORKDIR/ray.json NAME`, which runs the program on machines of the cluster, and writes
 and ends as the program does (ray_driver.py). So this machine has the logs and records of all.
 """
@@ -40,10 +40,10 @@ _NODE_PYTHON = flags.DEFINE_string(
 )
 
 
-def places(request: spec_lib.Request) -> spec_lib.Places:
+def known(request: spec_lib.Request) -> spec_lib.Known:
   """Words in braces are known once Ray has found the machines."""
   del request
-  return spec_lib.Places(
+  return spec_lib.Known(
     workdir='{workdir}',
     syncer='file:{workdir}/address',
     listen='{ip}:0',
@@ -63,7 +63,7 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
   }
 
 
-def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Places) -> int:
+def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known) -> int:
   named = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
   if named[0] not in '~$':  # those are others on other machines
     named = os.path.abspath(named)
@@ -84,8 +84,8 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, places: spec_lib.Pl
   given = [one for one in flags.FLAGS.get_key_flags_for_module(__name__) if one.present]
   more = ['--engine=ray', *(one.serialize() for one in given if one.name != 'resume')]
   more += [f'--workdir={named}'] if named != str(workdir) else []
-  places = dataclasses.replace(places, workdir=str(workdir))
-  return local.run(described, request, places, programs, more)
+  known = dataclasses.replace(known, workdir=str(workdir))
+  return local.run(described, request, known, programs, more)
 
 
 def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:

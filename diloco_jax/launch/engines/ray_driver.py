@@ -1,7 +1,7 @@
 """Runs one program on a Ray cluster: RAY_PYTHON -I ray_driver.py FOLDER/ray.json NAME.
 
-The supervisor of the engine `ray` (ray.py) starts it, in the place of the program itself: it writes
-what the program writes, copies its records to FOLDER/records, passes SIGTERM on and ends with its
+The supervisor of the engine `ray` (ray.py) starts it instead of the program itself: it writes what
+the program writes, copies its records to FOLDER/records, passes SIGTERM on and ends with its
 exit code. It runs in Ray's own environment and needs the standard library and Ray alone.
 
 The program is a placement group with a bundle for each of its hosts. In each bundle is an actor,
@@ -53,7 +53,7 @@ class Host:
     self._raylet, self._ending = os.getppid(), False
     self._lines: list[str] = []
 
-  def place(self) -> tuple[str, int]:
+  def address(self) -> tuple[str, int]:
     """Returns the IP address of this machine, and a port that is free on it."""
     import ray
 
@@ -154,17 +154,17 @@ class Driver:
       if self._stop.wait(POLL_S):
         return 128 + signal.SIGTERM
     hosts = self._make_hosts()
-    places = self._find_places(hosts)
-    if not places:
+    found = self._find_machines(hosts)
+    if not found:
       return 128 + signal.SIGTERM
     if self._name == SYNCER:
       placed.touch()
-    say(f'starts on {", ".join(ip for ip, _ in places)}')
-    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*places[0])}
+    say(f'starts on {", ".join(ip for ip, _ in found)}')
+    meet = {'hosts': f'{self._count}', 'coordinator': '{}:{}'.format(*found[0])}
     files = map(pathlib.Path, self._program['secrets'])
     secrets = {file.name: file.read_bytes() for file in files}
     works = [
-      actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': places[host][0]}, secrets)
+      actor.work.remote(self._program, {**meet, 'host': f'{host}', 'ip': found[host][0]}, secrets)
       for host, actor in enumerate(hosts)
     ]
     return verdict(self._follow(hosts, works), self._run['never_retry'])
@@ -182,13 +182,13 @@ class Driver:
       for host in range(self._count)
     ]
 
-  def _find_places(self, hosts: list) -> list[tuple[str, int]]:
+  def _find_machines(self, hosts: list) -> list[tuple[str, int]]:
     """Waits until Ray has found a machine for each host; [] if the program is to end before."""
-    places, began_s, said = [host.place.remote() for host in hosts], time.monotonic(), False
+    addresses, began_s, said = [host.address.remote() for host in hosts], time.monotonic(), False
     while not self._stop.is_set():
-      _, missing = self._ray.wait(places, num_returns=self._count, timeout=POLL_S)
+      _, missing = self._ray.wait(addresses, num_returns=self._count, timeout=POLL_S)
       if not missing:
-        return self._ray.get(places)
+        return self._ray.get(addresses)
       if not said and time.monotonic() > began_s + PATIENCE_S:
         said = True
         say(self._waits())

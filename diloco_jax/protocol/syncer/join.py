@@ -184,7 +184,7 @@ class Membership:
     return refused
 
   def _refuse_if_full(self, learner: str) -> messages.Refused | None:
-    """Refuses a new learner for now if too many such are live: they may not take the places of
+    """Refuses a new learner for now if too many such are live: they may not take the seats of
     learners that contribute."""
     new_learners = [name for name in self._live() if not self._ledger.merged(name)]
     room = self._config.learners + SPARE_NEW_LEARNERS

@@ -251,8 +251,8 @@ class Links:
     """The time of an inner step of the run: that of the K-th fastest learner, and not less than the
     lower median, so that no learner alone shortens it; 0: not known."""
     times = sorted(time_ns for one in self._members.live() if (time_ns := one.inner_step_ns))
-    place = max(self._config.quorum - 1, (len(times) - 1) // 2)
-    return times[place] if place < len(times) else 0
+    index = max(self._config.quorum - 1, (len(times) - 1) // 2)
+    return times[index] if index < len(times) else 0
 
   def _round_trip_ns(self, member: members_lib.Member) -> int:
     """Of a message without a payload. A process that was busy when it joined took longer to

@@ -1,7 +1,7 @@
 """Members: the learner ids of a run, the processes that hold them, and their leases.
 
-A learner id names a place in the run; a *nonce* names one process; an *incarnation* counts the
-processes that have held the id. One process holds it at a time::
+A learner id names a learner, a *nonce* one of its processes; an *incarnation* counts the processes
+that have held the id. One process holds it at a time::
 
     absent --Confirm--> live --session closed, lease over, Leave--> absent
 

@@ -169,8 +169,8 @@ def common(norms: Sequence[int], live: int) -> int:
   (60, 5, 0)
   """
   ordered = sorted(norms)
-  place = len(norms) - 1 - max(1, live // 2)
-  return max(0, ordered[place]) if place >= 0 else 0
+  index = len(norms) - 1 - max(1, live // 2)
+  return max(0, ordered[index]) if index >= 0 else 0
 
 
 def describe(norm: int, votes: list[list[int]]) -> str:

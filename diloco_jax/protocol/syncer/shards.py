@@ -19,8 +19,8 @@ learner needs one and none is free. A restarted syncer may not know the latest r
 accepts the claims of processes that reconnect. In every case a contribution counts only if none of
 its batches was merged for its fragment before.
 
-With `data.local` each learner has data of its own. Its batches then have a *number* in the place of
-a shard: the one that it had before, or one under which nothing was ever merged. So no learner waits
+With `data.local` each learner has data of its own. Its batches then have a *number* instead of a
+shard: the one that it had before, or one under which nothing was ever merged. So no learner waits
 for a number, none ever reads on under that of another, and each batch of a learner's own data
 counts once. Nothing is known of the data themselves: two learners may have the same text.
 """

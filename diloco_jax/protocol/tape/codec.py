@@ -5,7 +5,7 @@ values have equal text: dicts keep their order, nothing is escaped in two ways, 
 that are no numbers.
 
 Reading is strict. A kind that the hint does not allow, a field too many or too few, an int where a
-bool is due: each is a `TapeError` that names the place and both values, never a guess. The config
+bool is due: each is a `TapeError` that names the field and both values, never a guess. The config
 of a run (config/run_config.py) is written and read with it, too.
 """
 
@@ -21,7 +21,7 @@ SHOWN_CHARS = 240  # characters of a value in an error text
 
 
 class TapeError(Exception):
-  """A tape cannot be read or written: the text names the place and both values."""
+  """A tape cannot be read or written: the text names the field and both values."""
 
 
 def encode(value: Any) -> str:

@@ -233,19 +233,19 @@ class Reader:
     end: 'exit', 'crash' or 'open' (see the top of this file), of the lines read so far.
   """
 
-  def __init__(self, lines: Iterable[bytes], place: Callable[[], str] | None = None):
+  def __init__(self, lines: Iterable[bytes], where: Callable[[], str] | None = None):
     """Reads the header.
 
     Args:
       lines: of all segments in order, each with its line end.
-      place: the place of the last line taken from `lines`, for errors; by default its number.
+      where: file and line of the last one taken from `lines`, for errors; by default its number.
 
     Raises:
       TapeError: here and while iterating, for a damaged or unknown line.
     """
     self._lines = iter(lines)
     self._number = 0
-    self._place = place or (lambda: f'line {self._number}')
+    self._where = where or (lambda: f'line {self._number}')
     self._segments = 0
     self.header: Header | None = None
     self.hash = GENESIS
@@ -267,7 +267,7 @@ class Reader:
       try:
         entry = self._read(line)
       except TapeError as error:
-        raise type(error)(f'{self._place()}: {error}') from None
+        raise type(error)(f'{self._where()}: {error}') from None
       if entry is not None:
         return entry
     return None

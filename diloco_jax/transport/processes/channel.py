@@ -23,7 +23,7 @@ from diloco_jax.transport.processes import blocks as blocks_lib
 OBJECT, UNUSED, FREED = range(3)
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
   """Where a payload is: at the start of a block of the sender. `key` tells payloads apart that are
   in use."""
 
@@ -74,12 +74,12 @@ class Channel:
       copy[:] = np.frombuffer(payload, np.uint8)
       payload = memoryview(copy)
       block = self._blocks.of(payload)
-    place = _Place(id(payload), block.number, payload.nbytes)
+    location = _Location(id(payload), block.number, payload.nbytes)
     with self._lock:
       new = block.number not in self._known
       self._known.add(block.number)
-      self._lent.setdefault(place.key, [payload, 0])[1] += 1
-      self._queue.put(((OBJECT, thing, place, new), block.descriptor if new else None))
+      self._lent.setdefault(location.key, [payload, 0])[1] += 1
+      self._queue.put(((OBJECT, thing, location, new), block.descriptor if new else None))
 
   def receive(self) -> tuple[Any, memoryview | None]:
     """The next object, and its payload, which is the same memoryview as long as it is in use.
@@ -124,8 +124,8 @@ class Channel:
     self._mapped[block] = blocks_lib.map_block(descriptor)
     os.close(descriptor)
 
-  def _payload(self, payload: _Place | bytes | None) -> memoryview | None:
-    if not isinstance(payload, _Place):
+  def _payload(self, payload: _Location | bytes | None) -> memoryview | None:
+    if not isinstance(payload, _Location):
       return None if payload is None else memoryview(payload)
     use = self._uses.get(payload.key)
     if use is None:

@@ -21,7 +21,7 @@ from diloco_jax.transport.processes import channel as channel_lib
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-  """What a process begins with; its sessions are `first`, `first + every` ...; `place`: of its
+  """What a process begins with; its sessions are `first`, `first + every` ...; `index`: of its
   bytes among the totals."""
 
   address: str
@@ -30,7 +30,7 @@ class Start:
   about: bytes
   first: int
   every: int
-  place: int
+  index: int
 
 
 class Child:
@@ -40,7 +40,7 @@ class Child:
     self._channel, self._store = channel, payloads.PayloadStore()
     door = grpc_server.Door(
       start.address,
-      start.limits.places,
+      start.limits.seats,
       channel.send,  # lines for the operator
       access=start.access,
       shared_port=True,
@@ -52,7 +52,7 @@ class Child:
       start.limits,
       about=start.about,
       numbers=itertools.count(start.first, start.every),
-      traffic=link.Traffic(totals[2 * start.place : 2 * start.place + 2]),
+      traffic=link.Traffic(totals[2 * start.index : 2 * start.index + 2]),
     )
 
   def _post(self, event: events.Event) -> None:

@@ -1,7 +1,7 @@
 """The transport of a syncer whose sessions are served by transport processes (child.py).
 
 A process that dies takes its sessions with it: the machine receives their Disconnected, and the
-learners dial again, which any process answers; another process takes its place. No outer step is
+learners dial again, which any process answers; another process takes over. No outer step is
 lost, since payloads that have arrived are in memory that this process has mapped.
 """
 
@@ -25,7 +25,7 @@ from diloco_jax.transport.processes import channel as channel_lib
 from diloco_jax.transport.processes import child
 
 _START_S = 60.0  # for the start of a process
-_AGAIN_S = 1.0  # at least between two starts in the same place
+_AGAIN_S = 1.0  # at least between two starts under the same index
 _PROGRAM = f'from {child.__name__} import main; main()'
 
 
@@ -78,7 +78,7 @@ class _Process:
 class ProcessesTransport:
   """The port `node.ports.Transport` for the syncer, with `count` transport processes.
 
-  Args: as of `Door` and `GrpcSyncerTransport`; each process has places of its own.
+  Args: as of `Door` and `GrpcSyncerTransport`; each process has seats of its own.
 
   Raises:
     ValueError: this system cannot do it, the address is no HOST:PORT, or as `Door`.
@@ -111,16 +111,16 @@ class ProcessesTransport:
     self._closing = threading.Event()
     self._processes: list[_Process] = []
     try:
-      for place in range(count):
-        self._processes.append(self._begin(place, place + 1))
+      for index in range(count):
+        self._processes.append(self._begin(index, index + 1))
         self.address = self._processes[0].address  # with the port that the kernel chose
     except BaseException:
       for process in self._processes:
         process.end(0.0)
       raise
     self._readers = [
-      grpc_session.start_thread(f'transport-process-{place}', self._serve, place)
-      for place in range(count)
+      grpc_session.start_thread(f'transport-process-{index}', self._serve, index)
+      for index in range(count)
     ]
 
   def dial(self, session: int) -> None:
@@ -144,27 +144,27 @@ class ProcessesTransport:
     self._closing.set()
     for process in self._processes:
       process.channel.send(('shutdown', grace_s))
-    for place, reader in enumerate(self._readers):
+    for index, reader in enumerate(self._readers):
       reader.join(grace_s + ports.SHUTDOWN_S)
       if reader.is_alive():
-        self._processes[place].end(0.0)
+        self._processes[index].end(0.0)
         reader.join()
-      self._processes[place].end(ports.SHUTDOWN_S)
+      self._processes[index].end(ports.SHUTDOWN_S)
 
   def _call(self, session: int, name: str, *arguments: Any, payload: Any = None) -> None:
     process = self._processes[(session - 1) % self._count]
     process.channel.send((name, session, *arguments), payload)
 
-  def _begin(self, place: int, first: int) -> _Process:
-    start = child.Start(self.address, *self._start, first=first, every=self._count, place=place)
+  def _begin(self, index: int, first: int) -> _Process:
+    start = child.Start(self.address, *self._start, first=first, every=self._count, index=index)
     return _Process(start, self._totals)
 
-  def _serve(self, place: int) -> None:
-    """Posts the events of the processes in one place, one process after the other."""
-    last = place + 1  # session
+  def _serve(self, index: int) -> None:
+    """Posts the events of the processes of one index, one process after the other."""
+    last = index + 1  # session
     while True:
       started_s = time.monotonic()
-      process = self._processes[place]
+      process = self._processes[index]
       last = max(last, self._receive(process))
       lost, process.live = sorted(process.live), set()
       for session in lost:
@@ -177,20 +177,20 @@ class ProcessesTransport:
         'lost. Another process starts'
       )
       last += self._count
-      while not self._restart(place, last, started_s):
+      while not self._restart(index, last, started_s):
         started_s = time.monotonic()
 
-  def _restart(self, place: int, first: int, started_s: float) -> bool:
-    """Starts a process again, not too often; returns whether the place is served, or closed."""
+  def _restart(self, index: int, first: int, started_s: float) -> bool:
+    """Starts a process again, not too often; returns whether one serves now, or all is closed."""
     if self._closing.wait(max(0.0, started_s + _AGAIN_S - time.monotonic())):
       return True
     try:
-      self._processes[place] = self._begin(place, first)
+      self._processes[index] = self._begin(index, first)
     except (OSError, ValueError) as error:
       self._say(f'no transport process starts: {error}. The others go on; it is tried again')
       return False
     if self._closing.is_set():  # `shutdown` has not seen this one
-      self._processes[place].channel.send(('shutdown', 0.0))
+      self._processes[index].channel.send(('shutdown', 0.0))
     return True
 
   def _receive(self, process: _Process) -> int:

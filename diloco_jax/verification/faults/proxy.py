@@ -11,10 +11,10 @@ ones::
 * cut: no byte passes and neither end gets an error (half-open). The proxy keeps the bytes, as TCP
   would send them again, and also the end of a direction and its reset. While either lane is cut no
   new connection reaches the other side: its first packet or the answer would be lost.
-* flip: one bit of one byte of the next piece is inverted; TCP itself notices nothing.
+* flip: one bit of one byte of the next read is inverted; TCP itself notices nothing.
 * reset: all connections break at once, with RST.
 
-Held data is bounded: beyond HELD_PIECES the proxy stops reading from the socket, so that the sender
+Held data is bounded: beyond HELD_READS the proxy stops reading from the socket, so that the sender
 notices it as it would notice a slow link.
 """
 
@@ -25,9 +25,9 @@ import socket
 import struct
 from collections.abc import Callable
 
-PIECE_BYTES = 1 << 16
-HELD_PIECES = 16
-_RATE_PIECES_PER_S = 20  # of a throttled lane
+READ_BYTES = 1 << 16
+HELD_READS = 16
+_WRITES_PER_S = 20  # to a throttled lane
 _LATE_S = 0.5  # waits that took too long by no more than this do not lower the rate
 _RESET_ON_CLOSE = struct.pack('ii', 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
@@ -50,7 +50,7 @@ class Lane:
     self._toxics = Toxics()
     self._changed = asyncio.Event()
     self._free_s = 0.0  # when the rate allows more bytes
-    self._flip_bytes = 0  # flip a byte of the next piece with so many, 0: of none
+    self._flip_bytes = 0  # flip a byte of the next read with so many, 0: of none
     self.flipped = 0  # bytes
     self.came_bytes = 0  # read from a socket, whether or not they have passed since
     self.passed_bytes = 0
@@ -66,7 +66,7 @@ class Lane:
     self._changed = asyncio.Event()
 
   def flip(self, least_bytes: int = 1) -> None:
-    """Flips a byte in the middle of the next piece that has at least so many."""
+    """Flips a byte in the middle of the next read that has at least so many."""
     self._flip_bytes = max(1, least_bytes)
 
   async def until_open(self) -> None:
@@ -90,7 +90,7 @@ class Lane:
       await asyncio.wait_for(self._changed.wait(), seconds)
 
   def cut_up(self, data: bytes) -> list[bytes]:
-    """Cuts a piece into the sizes that the rate allows, with one flipped bit if `flip` asked for
+    """Cuts what was read into parts that the rate allows, with one flipped bit if `flip` asked for
     it."""
     if self._flip_bytes and len(data) >= self._flip_bytes:
       middle = len(data) // 2
@@ -99,7 +99,7 @@ class Lane:
       self.flipped += 1
     if not self._toxics.rate:
       return [data]
-    size = max(1, int(self._toxics.rate / _RATE_PIECES_PER_S))
+    size = max(1, int(self._toxics.rate / _WRITES_PER_S))
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
@@ -114,9 +114,7 @@ class _Side:
   reader: asyncio.StreamReader
   writer: asyncio.StreamWriter
   lane: Lane
-  held: asyncio.Queue = dataclasses.field(
-    default_factory=lambda: asyncio.Queue(maxsize=HELD_PIECES)
-  )
+  held: asyncio.Queue = dataclasses.field(default_factory=lambda: asyncio.Queue(maxsize=HELD_READS))
   ended: bool = False  # it has been sent the end of its direction
 
   def close(self) -> None:
@@ -152,7 +150,7 @@ class Proxy:
   async def start(self) -> None:
     """Listens on a port of the kernel's choice."""
     self._server = await asyncio.start_server(
-      self._accept, '127.0.0.1', 0, limit=PIECE_BYTES, family=socket.AF_INET
+      self._accept, '127.0.0.1', 0, limit=READ_BYTES, family=socket.AF_INET
     )
 
   @property
@@ -193,7 +191,7 @@ class Proxy:
     await self._until_both_open()
     try:
       host, _, port = self._resolve().rpartition(':')
-      streams = await asyncio.open_connection(host, int(port), limit=PIECE_BYTES)
+      streams = await asyncio.open_connection(host, int(port), limit=READ_BYTES)
     except (OSError, ValueError):
       return  # no process listens there: the learner's side is reset
     syncer = _Side(*streams, self.up)
@@ -218,7 +216,7 @@ async def _read(source: _Side, sink: _Side) -> None:
   data = None
   while data != _END:
     try:
-      data = await source.reader.read(PIECE_BYTES)
+      data = await source.reader.read(READ_BYTES)
     except OSError:
       await sink.held.put(_RESET)
       return
@@ -246,8 +244,8 @@ async def _pass_on(data: bytes, sink: _Side) -> None:
     sink.writer.write_eof()
     sink.ended = True
     return
-  for piece in sink.lane.cut_up(data):
+  for part in sink.lane.cut_up(data):
     await sink.lane.until_open()
-    sink.writer.write(piece)
+    sink.writer.write(part)
     await sink.writer.drain()
-    await sink.lane.after(len(piece))
+    await sink.lane.after(len(part))

@@ -78,17 +78,17 @@ class Replay:
     return f'identical: {self.events} events, hash {self.hash}{notes[self.end]}{torn}'
 
 
-def replay(lines: Iterable[bytes], place: Callable[[], str] | None = None) -> Replay:
+def replay(lines: Iterable[bytes], where: Callable[[], str] | None = None) -> Replay:
   """Makes the machine of a tape again, feeds it the events and compares its actions.
 
   Args:
     lines: of all segments in order, each with its line end.
-    place: the place of the last line taken from `lines`, for errors.
+    where: file and line of the last one taken from `lines`, for errors.
 
   Raises:
     TapeError: the tape is damaged, or of a version that this code cannot read.
   """
-  reader = tape.Reader(lines, place)
+  reader = tape.Reader(lines, where)
   divergence = crash = None
   if reader.header is not None:
     machine = _make(reader.header.start)

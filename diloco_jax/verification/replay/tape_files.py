@@ -15,7 +15,7 @@ MAX_LINE_BYTES = safe_json.MAX_BYTES  # gzip makes 1000 of each byte
 
 
 class Lines:
-  """The lines of a tape's segments; `place` names file and number of the last line read."""
+  """The lines of a tape's segments; `where` names file and number of the last line read."""
 
   def __init__(self, segments: Sequence[pathlib.Path]):
     self._segments = segments
@@ -39,16 +39,16 @@ class Lines:
       try:
         line = file.readline(MAX_LINE_BYTES + 1)
       except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise tape.TapeError(f'{self.place()}: cannot be unpacked: {error}') from None
+        raise tape.TapeError(f'{self.where()}: cannot be unpacked: {error}') from None
       if not line:
         return
       if len(line) > MAX_LINE_BYTES:
         raise tape.TapeError(
-          f'{self.place()}: it is longer than {MAX_LINE_BYTES} bytes, which no line of a tape is'
+          f'{self.where()}: it is longer than {MAX_LINE_BYTES} bytes, which no line of a tape is'
         )
       yield line
 
-  def place(self) -> str:
+  def where(self) -> str:
     return f'{self._path}, line {self._number}'
 
 
@@ -70,17 +70,17 @@ def find(path: pathlib.Path) -> list[tapes.ProcessTape]:
     raise ValueError(f'there is no tape {path} (seen from {pathlib.Path.cwd()})')
   if not tapes.NAME.fullmatch(path.name):
     return [tapes.ProcessTape(path.name, 0, (path,))]
-  node, life, _ = tapes.place(path)
+  node, life, _ = tapes.parse(path)
   return [one for one in tapes.process_tapes(path.parent) if (one.node, one.number) == (node, life)]
 
 
 def replay(life: tapes.ProcessTape) -> machines.Replay:
   """Replays a tape. Raises tape.TapeError that names file and line."""
   lines = Lines(life.segments)
-  return machines.replay(lines, lines.place)
+  return machines.replay(lines, lines.where)
 
 
 def read(life: tapes.ProcessTape) -> tape.Reader:
   """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
   lines = Lines(life.segments)
-  return tape.Reader(lines, lines.place)
+  return tape.Reader(lines, lines.where)

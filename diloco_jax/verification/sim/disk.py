@@ -77,9 +77,9 @@ class Disk:
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
     return bytes(self._files[name].data[offset : None if count is None else offset + count])
 
-  def write(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
+  def write(self, name: str, *buffers: bytes | bytearray | memoryview) -> None:
     """A file of these bytes; a full disk stores only a part, then raises ENOSPC."""
-    data = b''.join(pieces)
+    data = b''.join(buffers)
     self._burn(name, data)
     if self.full:
       self._store(name, data[: self._draw.randrange(len(data) + 1)])
@@ -195,9 +195,9 @@ class Disk:
     names = [name for name in self.names() if self._files[name].data]
     if names:
       name = self._draw.choice(names)
-      place = self._draw.randrange(self.size(name))
-      self._files[name].data[place] ^= 1 << self._draw.randrange(8)
-      self.rot.append((name, place))
+      index = self._draw.randrange(self.size(name))
+      self._files[name].data[index] ^= 1 << self._draw.randrange(8)
+      self.rot.append((name, index))
     return bool(names)
 
 

@@ -74,16 +74,16 @@ class Pipe:
     queue = self._queues.setdefault(session, [])
     share = self._bytes_per_s / len(self._queues)
     window = min(share * QUEUE_S, FRAME_BYTES + share * SPARE_S)  # was handed over, in whole frames
-    place, room = 0, FRAME_BYTES * engine_lib.SECOND * math.ceil(window / FRAME_BYTES)
+    index, room = 0, FRAME_BYTES * engine_lib.SECOND * math.ceil(window / FRAME_BYTES)
     last = max((n for n, item in enumerate(queue) if item[2]), default=-1)
-    while place < len(queue) and (not control or place <= last or queue[place][0] <= room):
-      room -= queue[place][0]
-      place += 1
-    if place < len(queue) and room > 0:  # a part of a payload
-      queue[place][0] -= room
-      queue.insert(place, [room, lambda: None, False])
-      place += 1
-    queue.insert(place, [size * engine_lib.SECOND, done, control])
+    while index < len(queue) and (not control or index <= last or queue[index][0] <= room):
+      room -= queue[index][0]
+      index += 1
+    if index < len(queue) and room > 0:  # a part of a payload
+      queue[index][0] -= room
+      queue.insert(index, [room, lambda: None, False])
+      index += 1
+    queue.insert(index, [size * engine_lib.SECOND, done, control])
     self._plan_next()
 
   def forget(self, session: int) -> None:

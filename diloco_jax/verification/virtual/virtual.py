@@ -170,8 +170,8 @@ def train(
 
   held_out = bool(assembled.task.eval_batches()) and not assembled.never_sent
   lies = dict.fromkeys(faults.flipped, np.negative) | {
-    name: arrays.noise(np.random.default_rng([seed, place]))
-    for place, name in enumerate(faults.noisy)
+    name: arrays.noise(np.random.default_rng([seed, index]))
+    for index, name in enumerate(faults.noisy)
   }
   keep_moments = bool(faults.death_every or faults.plan)
   model = arrays.Model(assembled, evaluate, keep_moments, lies, faults.shared)

@@ -47,12 +47,12 @@ def texts(asked: spec_lib.Request, **more) -> dict[str, str]:
   """What `diloco launch --engine=gke` writes, whatever the certificates are; `more`: flags of the
   engine. Raises ValueError: what it needs."""
   with flagsaver.flagsaver(**{**GIVEN, **more}):
-    places = gke.places(asked)
-    described = spec_lib.make(asked, places)
+    known = gke.known(asked)
+    described = spec_lib.make(asked, known)
     needs = gke.needs(described, asked)
     if missing := [text for text, there in needs.items() if not there]:
       raise ValueError('; '.join(missing))
-    return gke.render(described, asked, places)
+    return gke.render(described, asked, known)
 
 
 def require_golden(found: Mapping[str, str]) -> None:

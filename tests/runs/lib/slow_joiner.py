@@ -208,7 +208,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   syncer = syncer_machine.SyncerMachine(
     config, AGREEMENT, 'slow', (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
   )
-  door = grpc_server.Door('127.0.0.1:0', limits.places, access=ACCESS)
+  door = grpc_server.Door('127.0.0.1:0', limits.seats, access=ACCESS)
   inbox, server, work = start(
     'syncer',
     syncer,

@@ -128,8 +128,8 @@ class Lineage:
     return self.accounts.setdefault(key, Account([0] * len(self.versions)))
 
   def surplus(self, present: Collection[str], learners: int) -> list[str]:
-    """The rule of syncer/join.py, implemented a second time: a new id takes the place of the one
-    that came first among those that are absent and of which nothing was ever merged."""
+    """The rule of syncer/join.py, implemented a second time: a new id replaces the one that
+    came first among those that are absent and of which nothing was ever merged."""
     useful = {learner for (learner, _), account in self.accounts.items() if account.merged}
     new_learners = [learner for learner in self.holders if learner not in useful]
     absent = [learner for learner in new_learners if learner not in present]

@@ -31,7 +31,7 @@ class Peer:
   wholes: dict[int, int] = dataclasses.field(default_factory=dict)  # in flight whole: versions
   repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   differs: set[int] = dataclasses.field(default_factory=set)  # it reported other bits since then
-  owed: set[int] = dataclasses.field(default_factory=set)  # wholes in the place of its own steps
+  owed: set[int] = dataclasses.field(default_factory=set)  # wholes instead of its own steps
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it

@@ -83,7 +83,7 @@ def member(syncer, learner):
 # --- Places ---------------------------------------------------------------------------------------
 
 
-def test_learners_beyond_the_places_are_told_so_and_so_is_the_operator(made):
+def test_learners_beyond_the_seats_are_told_so_and_so_is_the_operator(made):
   syncer = made.syncer()
   for _ in range(LIMITS.max_members):
     first = made.learner(syncer)
@@ -141,7 +141,7 @@ def test_members_are_never_displaced(made):
 @pytest.mark.parametrize(
   'joins, reason', [(False, 'no Join within 5 s'), (True, 'not admitted as a learner within 15 s')]
 )
-def test_a_session_that_becomes_no_learners_gives_its_place_back(made, monkeypatch, joins, reason):
+def test_a_session_that_becomes_no_learners_gives_its_seat_back(made, monkeypatch, joins, reason):
   timers = []  # they end when the test says so
   later = lambda *timer: timers.append(timer) or threading.Timer(ends.DEADLINE_S, print)
   monkeypatch.setattr(grpc_session, 'start_timer', later)
@@ -170,12 +170,12 @@ def test_a_line_of_a_kind_is_said_once_a_minute_with_its_count():
   assert lines == ['sessions: 1, the last one: a', 'sessions: 3, the last one: d']
 
 
-def test_too_few_descriptors_for_the_places_are_one_clear_line():
+def test_too_few_descriptors_for_the_seats_are_one_clear_line():
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  places = 1 << 40
+  seats = 1 << 40
   if hard != resource.RLIM_INFINITY:
     with pytest.raises(OSError, match=f'may open {hard} files.*ulimit -n.*sync.learners') as caught:
-      grpc_server.reserve_descriptors(places)
+      grpc_server.reserve_descriptors(seats)
     assert '\n' not in str(caught.value)
   resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
   grpc_server.reserve_descriptors(1)
@@ -290,7 +290,7 @@ def test_a_learner_of_very_short_steps_reports_less_often(made):
 def admitting(pipe, limits):
   """A syncer that admits every learner, in a process of its own."""
   inbox = queue.Queue()
-  door = grpc_server.Door('127.0.0.1:0', limits.places, lambda line: None, access=ends.PLAIN)
+  door = grpc_server.Door('127.0.0.1:0', limits.seats, lambda line: None, access=ends.PLAIN)
   transport = grpc_server.GrpcSyncerTransport(door, inbox.put, payloads.PayloadStore(), limits)
   pipe.send(int(transport.address.rpartition(':')[2]))
   while not pipe.poll():
@@ -431,9 +431,9 @@ def test_a_crowd_keeps_no_learner_out(counts):
       descriptors, threads = zip(*used)
       assert max(descriptors) <= sockets + 2 * streams + 100, max(descriptors)
       # A session has two threads of the pool and two readers; gRPC has some of its own.
-      places = limits.max_members + limits.max_strangers
+      seats = limits.max_members + limits.max_strangers
       waiting = 128
-      assert max(threads) <= 4 * places + waiting + 100, max(threads)
+      assert max(threads) <= 4 * seats + waiting + 100, max(threads)
     print(f'{len(took_s)} joins, the slowest in {max(took_s):.2f} s')
   finally:
     learner.transport.shutdown(0.0)
