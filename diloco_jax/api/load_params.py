@@ -93,7 +93,7 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
   """The folder of a run, None: of the newest here; of a store in a bucket a temporary copy of its
   model and what describes it. Raises ValueError, StoreError."""
   place = folder_lib.chosen(place)
-  if not str(place).startswith('gs://'):
+  if not str(place).startswith(folders_lib.BUCKET):
     yield pathlib.Path(place).absolute()
     return
   bucket = store_lib.Store(str(place))
@@ -137,7 +137,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = folders_lib.syncer_folder(workdir)
   most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
-  if not (node / 'wal').is_dir():
+  if not folders_lib.log_folder(workdir).is_dir():
     place = folders_lib.of_learners(workdir, assembled.config.train.store)
     if (params := _of_baseline(place, most_bytes)) is not None:
       return params
@@ -155,7 +155,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
 
 def _of_baseline(place: json_files.Place, most_bytes: int) -> Any:
   """The model in the newest checkpoint of a learner without a syncer that verifies, or None."""
-  for node in sorted(place.glob('islands/*')):
+  for node in sorted((place / folders_lib.ISLANDS).glob('*')):
     folder = _verified(_checkpoints(node), most_bytes)
     if folder is not None:
       protocol, saved = checkpoint.verify(folder, most_bytes=most_bytes)

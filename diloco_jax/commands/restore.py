@@ -21,7 +21,7 @@ from absl import flags, logging
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
-from diloco_jax.storage import files, wal
+from diloco_jax.storage import files, folders, wal
 
 cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     raise exits.DiskFailed(
       f'the disk failed: {exits.one_line(error)}. Nothing is lost: restore again, with this --to'
     ) from error
-  if config.task == run_config.OWN_LOOP or not (workdir / 'islands').is_dir():
+  if config.task == run_config.OWN_LOOP or not (workdir / folders.ISLANDS).is_dir():
     print('continue the run: start its syncer and its learners again, with their own commands')
   else:
     again = cli.command('train', '--resume', f'--workdir={workdir}')

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import psutil
 
-_TETHER = pathlib.Path(__file__).with_name('die_with_parent.py')
+TETHER = pathlib.Path(__file__).with_name('die_with_parent.py')
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 _DRAIN_S = 1.0
@@ -122,7 +122,7 @@ async def start(
       sys.executable,
       '-I',
       '-S',
-      str(_TETHER),
+      str(TETHER),
       str(os.getpid()),
       ','.join(map(str, cpus)) or 'all',
       *command,

@@ -302,7 +302,7 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     sys.exit(exits.refuse('--workdir is empty: name the folder of the run'))
   reads = workdir is not None and workdir.help == TO_READ
   for path in (_value(argv, 'workdir'), *rest[1:]):
-    if re.match(r'\w[\w+.-]*://', path) and not (reads and path.startswith('gs://')):
+    if re.match(r'\w[\w+.-]*://', path) and not (reads and path.startswith(folders.BUCKET)):
       told = f'{path} is a URL: only folders of a file system work. Nothing was started'
       sys.exit(
         exits.refuse(f'{told}. What must outlive this machine: --config.train.store=gs://...')

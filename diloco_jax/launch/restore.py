@@ -28,14 +28,13 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol import agreement, formats, ids
-from diloco_jax.storage import checkpoint, folders, json_files, outer_log, tree_digest
+from diloco_jax.storage import checkpoint, folders, json_files, outer_log, tapes, tree_digest
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import stored
 
 LATEST = 'latest'
 MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
-_WAL = 'wal'
 
 Say = Callable[[str], None]
 Places = tuple[json_files.Place, ...]  # the workdir, then the store if there is one
@@ -80,7 +79,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
   with contextlib.ExitStack() as locked:
     if (workdir / files_lib.LOCK).is_file():  # a supervisor starts its processes again
       _lock(workdir, locked)
-    log_files = _lock(folders.syncer_folder(workdir) / _WAL, locked)
+    log_files = _lock(folders.log_folder(workdir), locked)
     for node in _islands(workdir):
       if (node / folders.CHECKPOINTS).is_dir():
         _lock(node / folders.CHECKPOINTS, locked)
@@ -109,8 +108,8 @@ def _require_plain_folders(places: Places) -> None:
   Raises ValueError."""
   syncer = folders.syncer_folder(places[0])
   nodes = [syncer, *(node for place in places for node in _islands(place))]
-  links = [places[0] / 'tapes', syncer / _WAL, *(place / 'islands' for place in places)]
-  links += [*nodes, *(node / folders.CHECKPOINTS for node in nodes)]
+  links = [places[0] / tapes.TAPES, *(place / folders.ISLANDS for place in places)]
+  links += [folders.log_folder(places[0]), *nodes, *(node / folders.CHECKPOINTS for node in nodes)]
   for path in links:
     if isinstance(path, pathlib.Path) and path.is_symlink():
       raise ValueError(
@@ -122,7 +121,7 @@ def _require_plain_folders(places: Places) -> None:
 def _islands(place: json_files.Place) -> list[json_files.Place]:
   """The folders of learners."""
   with json_files.as_os_errors():
-    return sorted(path for path in (place / 'islands').glob('*') if ids.is_learner(path.name))
+    return sorted(path for path in (place / folders.ISLANDS).glob('*') if ids.is_learner(path.name))
 
 
 # --- The goal -------------------------------------------------------------------------------------
@@ -256,7 +255,7 @@ def _later(place: json_files.Place, goal: Goal, is_workdir: bool) -> list[json_f
   """The files of a node that are later than the goal, but for the log. Those of the syncer in a
   store stay: it will begin another part of the store (syncer/stored.py)."""
   syncer = [folders.syncer_folder(place)] if is_workdir else []
-  ends = (place / 'tapes', place / stored.MODEL) if is_workdir else ()
+  ends = (place / tapes.TAPES, place / stored.MODEL) if is_workdir else ()
   return [
     *filter(os.path.lexists, ends),
     *(

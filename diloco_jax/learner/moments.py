@@ -8,7 +8,7 @@ under the same folder, whose moments are as good (docs/studies/deaths.md); else 
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol import formats
-from diloco_jax.storage import checkpoint, json_files
+from diloco_jax.storage import checkpoint, folders, json_files
 
 
 class Found(NamedTuple):
@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
 def folder(place: json_files.Place, learner: str) -> json_files.Place:
   """The checkpoints of a learner, in the workdir or the store of its run."""
-  return place / 'islands' / learner / 'ckpt'
+  return place / folders.ISLANDS / learner / folders.CHECKPOINTS
 
 
 def find(place: json_files.Place, learner: str, like: Any, part: str = 'opt_state') -> Found | None:
@@ -30,7 +30,7 @@ def find(place: json_files.Place, learner: str, like: Any, part: str = 'opt_stat
   if there is one, else of any other; None: there is none. `part`: of the checkpoint."""
   ages = {
     (path.parts[-3] == learner, number, path.parts[-3]): path
-    for path in place.glob('islands/*/ckpt/*')
+    for path in place.glob(f'{folders.ISLANDS}/*/{folders.CHECKPOINTS}/*')
     if (number := json_files.number(path.name)) is not None
   }
   for (_, _, name), path in sorted(ages.items(), reverse=True):
@@ -49,8 +49,8 @@ def told(found: Found | None, place: json_files.Place, given: str) -> str:
   if found is not None:
     return f'the inner optimizer begins with the moments of {found.learner} at step {found.step}'
   return (
-    f'no checkpoint of a learner with this model can be read under {place / "islands"}, so the '
-    f'inner optimizer begins with {given}. No merged update is lost; expect a higher loss for some '
-    'hundred steps. A workdir that outlives the process, or a train.store that the learners share, '
-    'avoids this.'
+    f'no checkpoint of a learner with this model can be read under {place / folders.ISLANDS}, so '
+    f'the inner optimizer begins with {given}. No merged update is lost; expect a higher loss for '
+    'some hundred steps. A workdir that outlives the process, or a train.store that the learners '
+    'share, avoids this.'
   )

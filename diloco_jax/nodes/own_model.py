@@ -25,7 +25,6 @@ from diloco_jax.protocol import agreement, formats, safe_json
 from diloco_jax.storage import arrays, folders, json_files
 from diloco_jax.train import task as task_lib
 
-FOLDER = pathlib.Path('syncer') / 'model'
 MAX_HEADER_BYTES = 4 << 20
 
 
@@ -187,7 +186,7 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
   writes nothing, if no syncer of this config could use it, or the folder has a run without one."""
   complete(model, config)
   require_no_run(workdir)
-  folder, values = workdir / FOLDER, model.values()
+  folder, values = workdir / folders.OWN_MODEL, model.values()
   for name, value in values.items():
     require_finite(name, value)
   arrays.save(folder / 'values', values)
@@ -196,16 +195,16 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
 
 def require_no_run(workdir: pathlib.Path) -> None:
   """Raises ValueError if a syncer has begun a run: one of own loops has its model before that."""
-  if any((folders.syncer_folder(workdir) / 'wal').glob('*.rec')):
+  if any(folders.log_folder(workdir).glob('*.rec')):
     raise ValueError(
-      f'{workdir} holds a run without {FOLDER}, so it is none of own loops. Nothing was changed. '
-      'Choose another folder'
+      f'{workdir} holds a run without {folders.OWN_MODEL}, so it is none of own loops. '
+      'Nothing was changed. Choose another folder'
     )
 
 
 def read(workdir: pathlib.Path) -> Model | None:
   """The model in a folder, None if there is none. Raises ValueError if it is damaged."""
-  folder = workdir / FOLDER
+  folder = workdir / folders.OWN_MODEL
   if not (folder / 'model.json').is_file():
     return None
   text = json_files.read_bytes(folder / 'model.json', MAX_HEADER_BYTES).decode()

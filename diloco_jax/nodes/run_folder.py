@@ -22,7 +22,6 @@ import pathlib
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Collection
 
 from diloco_jax.config import load, run_config
@@ -49,7 +48,7 @@ def open_workdir(
   if not named:
     if resume:
       raise ValueError('--resume needs --workdir=DIR, the run to continue')
-    workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
+    workdir = pathlib.Path(folders.new_run(config.name))
   workdir = workdir.absolute()
   files.require_name(workdir)
   folders.require_apart(workdir, config.train.store)
@@ -154,7 +153,7 @@ def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
 def _check_ended(workdir: pathlib.Path) -> None:
   """Refuses a run whose syncer has the log: without the address, its learners could not come back.
   A live supervisor, which starts its syncer again, holds the folder. Raises DirectoryError."""
-  log = folders.syncer_folder(workdir) / 'wal'
+  log = folders.log_folder(workdir)
   if log.is_dir():
     with held(log):
       pass
@@ -163,13 +162,14 @@ def _check_ended(workdir: pathlib.Path) -> None:
 def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   """Refuses a run with a syncer to a learner alone, and the reverse: neither could go on from the
   checkpoints of the other. Raises ValueError."""
-  has_log = (folders.syncer_folder(workdir) / 'wal').is_dir()
+  has_log = folders.log_folder(workdir).is_dir()
   if alone and has_log:
     raise ValueError(
       f"the run in {workdir} has a syncer; leave --syncer=none (in Python: syncer='none') out, or "
       'choose another folder'
     )
-  if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
+  learners = (workdir / folders.ISLANDS).glob('*')
+  if not alone and not has_log and any(map(folders.checkpoints, learners)):
     raise ValueError(
       f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none '
       "(in Python: syncer='none'), or choose another folder"

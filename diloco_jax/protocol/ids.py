@@ -4,6 +4,7 @@ import re
 
 ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 SYNCER = 'syncer'
+FORGOTTEN = '(forgotten)'  # in the ledger: all ids that the syncer has dropped
 NO_LEARNERS = (SYNCER, 'supervisor')  # other programs of a run, whose records have these names
 RULE = 'use at most 63 of a-z 0-9 _ -, the first a letter or digit; syncer and supervisor are taken'
 

@@ -63,7 +63,6 @@ PHASES = {'imported': PREP, 'built': RESTORE, 'restored': COMPILE}  # of a start
 # What a learner may be doing beside these.
 _WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
 _ENDED = _GONE, DOWN, AFTER_END
-FORGOTTEN = '(forgotten)'  # all ids in a ledger that the syncer has dropped (syncer/ledger.py)
 LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
 
 
@@ -368,7 +367,7 @@ class Book:
       return 0
     told = {name: row.get('tokens', 0) for name, row in self.ledger.learners.items()}
     more = sum(max(0, one.tokens - told.get(name, 0)) for name, one in self.learners.items())
-    return max(0, more - told.get(FORGOTTEN, 0))
+    return max(0, more - told.get(ids.FORGOTTEN, 0))
 
   def summary(self, at_ns: int) -> dict[str, Any]:
     """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""

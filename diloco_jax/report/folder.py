@@ -11,8 +11,8 @@ from diloco_jax.config import load, run_config
 from diloco_jax.protocol import ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import run_facts
+from diloco_jax.storage import folders
 
-RUNS = 'runs'  # where the newest run is looked for
 UNKNOWN = f'not recorded: there is no {load.FILE}, which the syncer writes when it starts'
 
 
@@ -40,15 +40,15 @@ def chosen(workdir: str | pathlib.Path | None) -> str | pathlib.Path:
   if workdir:
     return workdir
   if not (found := runs()):
-    raise ValueError(f'there is no run in {RUNS}/ here: name its folder, --workdir=DIR')
-  print(f'{found[-1]}, the newest of {len(found)} in {RUNS}/', file=sys.stderr, flush=True)
+    raise ValueError(f'there is no run in {folders.RUNS}/ here: name its folder, --workdir=DIR')
+  print(f'{found[-1]}, the newest of {len(found)} in {folders.RUNS}/', file=sys.stderr, flush=True)
   return found[-1]
 
 
 def runs() -> list[str]:
   """The folders of runs under ./runs; the one with the newest record is the last."""
   found = []
-  for path in pathlib.Path(RUNS).glob('*'):
+  for path in pathlib.Path(folders.RUNS).glob('*'):
     kept = sorted((path / records_lib.RECORDS).glob('*.jsonl'))
     if (path / load.FILE).is_file() or any(one.stem == 'syncer' for one in kept):
       found.append((max((one.stat().st_mtime for one in kept), default=0.0), str(path)))

@@ -334,11 +334,11 @@ def _file_lines(
   """Where the files of the run are, and the model; an interrupted run has fewer."""
   shown, there = (min(str(one), os.path.relpath(one), key=len) for one in (workdir, report))
   files = [name for name in (SUMMARY, PAGE, TIMELINE) if (report / name).is_file()]
-  folders = [f'{shown}/{name}' for name in ('islands', 'syncer') if (workdir / name).is_dir()]
+  saved = [f'{shown}/{name}' for name in (folders.ISLANDS, 'syncer') if (workdir / name).is_dir()]
   lines = [f'report       {there}: {", ".join([TEXT, *files])}'] if files else []
-  if folders:
-    lines.append(f'checkpoints  {" and ".join(filter(None, [*folders, summary["store"]]))}')
-  if folders and (workdir / load.FILE).is_file():  # else the syncer has another folder
+  if saved:
+    lines.append(f'checkpoints  {" and ".join(filter(None, [*saved, summary["store"]]))}')
+  if saved and (workdir / load.FILE).is_file():  # else the syncer has another folder
     lines.append(f'model        import diloco_jax; diloco_jax.load_params({shown!r})')
     begun = summary['init_from']  # from a Hugging Face folder, perhaps
     folder = begun and any(pathlib.Path(begun).glob('model.safetensors*'))

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,10 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import json_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-CHECKPOINTS = 'ckpt'
+RUNS = 'runs'  # here a run gets its folder if the user names none, and the newest is looked for
+ISLANDS, CHECKPOINTS = 'islands', 'ckpt'
+OWN_MODEL = 'syncer/model'  # that a loop of the user's own brought (nodes/own_model.py)
+BUCKET = 'gs://'
 LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
@@ -54,7 +58,7 @@ def home_cache() -> pathlib.Path | None:
 
 def place(text: str) -> json_files.Place:
   """A folder, absolute, or gs://BUCKET/PREFIX. Raises ValueError: a library is missing."""
-  if not text.startswith('gs://'):
+  if not text.startswith(BUCKET):
     return pathlib.Path(text).absolute()
   try:
     importlib.import_module('gcsfs')
@@ -77,7 +81,7 @@ def of_learners(workdir: pathlib.Path, store: str) -> json_files.Place:
 def require_apart(workdir: pathlib.Path, store: str) -> None:
   """Raises ValueError if a store and the folder of a run lie in each other, also by links: the disk
   that takes one takes both, and what is moved aside or removed in one is gone from the other."""
-  if not store or store.startswith('gs://'):
+  if not store or store.startswith(BUCKET):
     return
   first, second = workdir.resolve(), pathlib.Path(store).resolve()
   if first.is_relative_to(second) or second.is_relative_to(first):
@@ -87,8 +91,16 @@ def require_apart(workdir: pathlib.Path, store: str) -> None:
     )
 
 
+def new_run(name: str) -> str:
+  return f'{RUNS}/{name}-{time.strftime("%Y%m%d-%H%M%S")}'
+
+
 def syncer_folder(workdir: pathlib.Path) -> pathlib.Path:
   return workdir / 'syncer'
+
+
+def log_folder(workdir: pathlib.Path) -> pathlib.Path:
+  return syncer_folder(workdir) / 'wal'
 
 
 def checkpoints(node: json_files.Place) -> list[int]:

@@ -117,7 +117,7 @@ def set_aside(
     later: what is moved, by the folder that gets an aside-K for it.
   """
   write(workdir, dataclasses.replace(before, changing=changing))
-  records = (folders.syncer_folder(workdir) / 'wal').iterdir()
+  records = folders.log_folder(workdir).iterdir()
   old = [path for path in records if path.name != files_lib.LOCK]
   asides = []
   for place, paths in later.items():

@@ -22,7 +22,6 @@ import tensorstore
 
 from diloco_jax.storage import folders, json_files
 
-_BUCKET = 'gs://'
 _ABSENT = b'\x02'  # TensorStore's generation of what does not exist
 PART_BYTES = 8 << 20  # of a file
 LIMIT_S = 30.0  # for the answer to a small request
@@ -53,8 +52,8 @@ class Store:
   def __init__(self, place: str, limit_s: float = LIMIT_S):
     self.place, self._limit_s = place.rstrip('/'), limit_s
     self._folder: pathlib.Path | None = None
-    if place.startswith(_BUCKET):
-      bucket, _, prefix = self.place.removeprefix(_BUCKET).partition('/')
+    if place.startswith(folders.BUCKET):
+      bucket, _, prefix = self.place.removeprefix(folders.BUCKET).partition('/')
       spec = {'driver': 'gcs', 'bucket': bucket, 'path': f'{prefix}/', 'context': {}}
       spec['context']['gcs_request_retries'] = _RETRIES
     else:

@@ -132,7 +132,7 @@ def run(
   with contextlib.ExitStack() as cleanup:
     config = assembled.config
     store = store or cleanup.enter_context(stored.opened(config, workdir, records.say))
-    log_files = store.log_files if store else files_lib.Files(workdir / 'syncer' / 'wal')
+    log_files = store.log_files if store else files_lib.Files(folders.log_folder(workdir))
     log = commit.CommitLog(log_files, assembled.agreement, records.say, store=store)
     cleanup.callback(log.close)
     lineage = lineage_lib.begun(workdir)  # behind the lock: now no restore begins

@@ -53,7 +53,7 @@ def _open_at_once(
 
 def test_runs_that_start_in_one_second_have_folders_of_their_own(config, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(run_folder.time, 'strftime', lambda form: '20260101-120000')
+  monkeypatch.setattr(folders.time, 'strftime', lambda form: '20260101-120000')
   opened = _open_at_once(8, config, None)
   first = tmp_path / 'runs' / 'tiny-20260101-120000'
   assert sorted(opened) == [first, *(first.with_name(f'{first.name}-{n}') for n in range(2, 9))]

@@ -13,6 +13,7 @@ import pytest
 from absl.testing import flagsaver
 
 from diloco_jax.config import load
+from diloco_jax.launch import children
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import ray, ray_driver
 from diloco_jax.nodes import exits
@@ -135,7 +136,7 @@ class Program:
   """A host of learner l0 that runs a shell command, as an actor on a machine would."""
 
   def __init__(self, folder: pathlib.Path, command: str, name: str = 'l0'):
-    run = {'workdir': '$MACHINE/run', 'cwd': str(folder), 'tether': ray._TETHER.read_text()}
+    run = {'workdir': '$MACHINE/run', 'cwd': str(folder), 'tether': children.TETHER.read_text()}
     self.host = ray_driver.Host(name, run)
     argv = ['/bin/sh', '-c', command]
     self._program = {'name': name, 'argv': argv, 'environment': {'GIVEN': 'yes'}}

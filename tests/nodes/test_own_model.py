@@ -20,7 +20,7 @@ from diloco_jax.config import run_config
 from diloco_jax.nodes import accelerators, bring, exits, own_model, syncer_node
 from diloco_jax.protocol import agreement
 from diloco_jax.report import records
-from diloco_jax.storage import arrays, checkpoint
+from diloco_jax.storage import arrays, checkpoint, folders
 from diloco_jax.transport import addresses, grpc_server, grpc_session, listen
 
 _DEADLINE_S = 60
@@ -110,7 +110,7 @@ def test_a_model_that_is_not_finite_is_not_stored(tmp_path):
   model = own_model.describe(values, lambda name: 'body')
   with pytest.raises(ValueError, match='^b has initial values that are not finite'):
     own_model.write(tmp_path, model, _CONFIG)
-  assert own_model.read(tmp_path) is None and not (tmp_path / own_model.FOLDER).exists()
+  assert own_model.read(tmp_path) is None and not (tmp_path / folders.OWN_MODEL).exists()
 
 
 def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):

@@ -17,6 +17,7 @@ from absl import flags
 
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.nodes import exits
+from diloco_jax.storage import folders
 
 _PORT = 7070
 _SPARE_S = 10
@@ -68,7 +69,7 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
   config, tokenizer = request.config, request.config.data.tokenizer
   train = any(one.role == spec_lib.LEARNER for one in described.programs)
   alone = all(one.hosts == 1 for one in described.programs)
-  stored = config.train.store.startswith('gs://') or (alone and _WITHOUT_STORE.value)
+  stored = config.train.store.startswith(folders.BUCKET) or (alone and _WITHOUT_STORE.value)
   paths = {  # those of this machine are not in an image; an absolute one may be of the image
     'task': config.task if '.py:' in config.task else '',
     'data.corpus': config.data.corpus,

@@ -5,7 +5,6 @@ It runs a whole run, or a part of one whose other programs are on other machines
 
 import functools
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 
 from absl import flags
@@ -14,7 +13,7 @@ from diloco_jax.launch import cli, local_run
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.nodes import exits, run_folder
-from diloco_jax.storage import files
+from diloco_jax.storage import files, folders
 
 RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')
 _LISTEN = flags.DEFINE_string(
@@ -30,7 +29,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
       f'--tls={request.tls}: the programs of one machine need no certificates; leave it out, or '
       'give --listen=HOST:PORT for learners on other machines'
     )
-  workdir = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
+  workdir = request.workdir or folders.new_run(request.run)
   tls = str(pathlib.Path(request.tls).absolute()) if request.tls else ''
   return local_run.known(pathlib.Path(workdir).absolute(), _LISTEN.value, tls)
 

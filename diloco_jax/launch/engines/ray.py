@@ -11,11 +11,11 @@ import os
 import pathlib
 import shutil
 import sys
-import time
 
 from absl import flags
 
 from diloco_jax.certs import allowlist, check
+from diloco_jax.launch import children
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.launch.engines import local, ray_driver
@@ -23,7 +23,6 @@ from diloco_jax.nodes import exits
 from diloco_jax.storage import folders
 
 _DRIVER = pathlib.Path(ray_driver.__file__)
-_TETHER = pathlib.Path(__file__).parents[1] / 'die_with_parent.py'
 flags.declare_key_flag(local.RESUME.name)
 _PYTHON = flags.DEFINE_string('ray_python', '', "ray: the Python of Ray's environment here.")
 _ADDRESS = flags.DEFINE_string(
@@ -64,7 +63,7 @@ def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, obje
 
 
 def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known) -> int:
-  named = request.workdir or f'runs/{request.run}-{time.strftime("%Y%m%d-%H%M%S")}'
+  named = request.workdir or folders.new_run(request.run)
   if named[0] not in '~$':  # those are others on other machines
     named = os.path.abspath(named)
   workdir = pathlib.Path(os.path.expanduser(os.path.expandvars(named)))
@@ -111,7 +110,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     'address': _ADDRESS.value,
     'workdir': workdir,
     'cwd': os.getcwd(),
-    'tether': _TETHER.read_text('utf-8'),
+    'tether': children.TETHER.read_text('utf-8'),
     'never_retry': exits.NEVER_RETRY,
     'programs': found,
   }

@@ -16,7 +16,7 @@ always, per incarnation::
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import ids, messages
 from diloco_jax.protocol.syncer import members as members_lib
 
 Reason = messages.Reason
@@ -93,7 +93,6 @@ class Account:
 
 
 FORMER = 0  # the incarnation of an account that is the sum of all ended ones
-FORGOTTEN = '(forgotten)'  # the learner of an account that is the sum of forgotten ids
 
 
 class Ledger:
@@ -137,7 +136,7 @@ class Ledger:
     """Adds all accounts of a learner to that of forgotten ids."""
     for name, incarnation in [key for key in self.accounts if key[0] == learner]:
       if self.accounts[name, incarnation].trained:
-        self.fold(name, incarnation, FORGOTTEN)
+        self.fold(name, incarnation, ids.FORGOTTEN)
       else:
         del self.accounts[name, incarnation]
 
