@@ -14,12 +14,10 @@ settings of lock step.
 
 import contextlib
 import dataclasses
-import functools
 import operator
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -27,21 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.api import admission as admission_lib
-from diloco_jax.api import own_arrays, states
-from diloco_jax.config import build, run_config
+from diloco_jax.api import own_arrays, own_node, states
+from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
-from diloco_jax.learner import moments as moments_lib
-from diloco_jax.learner import process as learner_process
-from diloco_jax.learner import work as learner_work
-from diloco_jax.node import loop, ports
+from diloco_jax.node import loop
 from diloco_jax.nodes import dial, learner_node, lifecycle, own_model, run_folder
-from diloco_jax.protocol import actions, events, ids
+from diloco_jax.protocol import events, ids
 from diloco_jax.report import header
-from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, folders
+from diloco_jax.storage import arrays
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import addresses
-from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
 
@@ -66,10 +59,7 @@ class Peer:
     self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
     self.total_steps, self.learner, self._rebuild = total_steps, learner, rebuild
-    self._work: learner_work.LearnerWork  # these four are set by _lead or _follow
-    self._post: Callable[[events.Event], None]
-    self._fail: Callable[[BaseException], None]
-    self._say: Callable[[str], None]
+    self._node: own_node.Node  # once the run has steps left for it
     self._taken = False  # the loop has read `params`
     self._stale = ''  # a copy of a parameter in the moments that has moved, unseen by the loop
     self._warned = False
@@ -182,13 +172,13 @@ class Peer:
     held, named = self._arrays.params, self._checked(parts.params, parts.opt_state)
     if self._stale and not self._warned:
       self._warned = True
-      self._say(
+      self._node.say(
         f'opt_state: {self._stale} is a copy of a parameter, and has stayed where it was when a '
         'merged value was adopted: a step that computes from it undoes the merge. Nothing is lost: '
         'take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
       )
     if (undone := self._watch.undone(named)) and not self._warned:
-      self._say(
+      self._node.say(
         f'{undone}: the first step after the adoption of a merged value has gone back to about the '
         'value before it, and was more than twice as long as the step before. If each step of the '
         'loop reaches its goal at once, nothing is wrong. If the loop computes its parameters from '
@@ -200,7 +190,7 @@ class Peer:
       if not self._measured:
         self._arrays.look()
       if self._arrays.copies:
-        self._work.exchange.borrow()
+        self._node.work.exchange.borrow()
       trained = self._arrays.params
       self._arrays.tokens_per_step = tokens
       self._arrays.next_index += 1
@@ -224,7 +214,7 @@ class Peer:
         yield
     except BaseException as error:
       self.clock, self.failed = None, True
-      self._fail(error)
+      self._node.fail(error)
       raise
 
   def _measure(self, clock: int, tokens: int, metrics: dict[str, Any]) -> None:
@@ -242,18 +232,18 @@ class Peer:
     data_ns = min(self._data_ns, step_ns)
     self._data_ns = 0
     self._record()
-    between = self._work.take_between()
+    between = self._node.work.take_between()
     result = island_lib.StepResult(None, None, tokens, step_ns / 1e9, data_ns / 1e9, clock, metrics)
     self._unrecorded = result, between
     if waits or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
       self._record()
-    self._post(
+    self._node.post(
       events.StepDone(
         tokens=tokens,
         step_ns=step_ns,
         data_ns=data_ns,
         saving_ns=between[0],
-        loss=self._work.loss,
+        loss=self._node.work.loss,
       )
     )
 
@@ -263,7 +253,7 @@ class Peer:
       (result, between), self._unrecorded = self._unrecorded, None
       metrics = {name: float(value) for name, value in result.metrics.items()}
       loss = metrics.pop('loss', None)
-      self._work.record(result._replace(loss=loss, metrics=metrics), *between)
+      self._node.work.record(result._replace(loss=loss, metrics=metrics), *between)
 
   def _checked(self, params: Any, opt_state: Any) -> dict[str, Any]:
     """What the loop gives, by name. Raises ValueError: it is not like what `join` was given."""
@@ -294,7 +284,7 @@ class Peer:
 
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""
-    self.clock = self._work.next_step()
+    self.clock = self._node.work.next_step()
     self._stale = self._arrays.follow()
     self._boundary_ns = time.monotonic_ns()
 
@@ -380,10 +370,10 @@ def join(
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
   parts = states.split(params, opt_state)
-  lines, (params, opt_state, rebuild, in_place) = list(states.told(parts)), parts[:4]
-  del parts
+  lines, rebuild, in_place = list(states.told(parts)), parts.rebuild, parts.in_place
   with jax.set_mesh(None):
-    params, opt_state = own_arrays.on_devices(params, opt_state)
+    params, opt_state = own_arrays.on_devices(parts.params, parts.opt_state)
+  del parts
   several = hosts.are_several(params)
   model = own_model.describe(params, label)
   config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
@@ -401,11 +391,12 @@ def join(
       if several:
         sent = {name: leaf for name, leaf in arrays.by_name(params).items() if name in model.shapes}
         model = dataclasses.replace(model, values=hosts.gather(sent))
-      place = pathlib.Path(workdir or '').absolute()
+      folder = pathlib.Path(workdir or '').absolute()
       if hosts.leads():
-        place = run_folder.or_temporary(workdir, cleanup)
-      who = learner, place, syncer, access, cleanup
-      learner, settings = admission_lib.meet(model, config, address, wait_s, *who)
+        folder = run_folder.or_temporary(workdir, cleanup)
+      learner, settings = admission_lib.meet(
+        model, config, address, wait_s, learner, folder, syncer, access, cleanup
+      )
       if not settings:
         header.say(f'[{learner}] the run has ended: there are no steps left')
         yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
@@ -416,125 +407,57 @@ def join(
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
-      saved = peer._arrays.saved(place, learner, config)
+      saved = peer._arrays.saved(folder, learner, config)
       saves = bool(workdir is not None or store) and peer.opt_state is not None
       connect = dial.dialer(assembled, address, access)
-      begin = functools.partial(_lead, place, connect, wait_s) if hosts.leads() else _follow
       with jax.set_mesh(None):  # that of the program is for its own steps
         found = cleanup.enter_context(saved) if saves else None
-        ended = begin(peer, assembled, learner, found, event_queue, cleanup)
+        if hosts.leads():
+          peer._node = own_node.lead(
+            peer._arrays, assembled, learner, found, cleanup, event_queue, folder, connect, wait_s
+          )
+        else:
+          peer._node = own_node.follow(peer._arrays, assembled, learner, found, cleanup)
         for line in lines:
-          peer._say(line)
+          peer._node.say(line)
         peer._next()
       if in_place:
         _ = peer.params  # the loop's objects have them from here on
     if peer.clock is None:
-      _require_well(ended)
-      peer._say('the run has ended: there are no steps left')
+      _require_well(peer)
+      peer._node.say('the run has ended: there are no steps left')
     try:
       with at_once():
         yield peer
     finally:
-      lost = _leave(peer, event_queue)
+      lost = _leave(peer)
       if in_place and not lost:
         _ = peer.params  # what has been adopted since the last sync
     if not lost:
-      peer._say(_require_well(ended))
+      peer._node.say(_require_well(peer))
 
 
-def _leave(peer: Peer, event_queue: loop.EventQueue) -> bool:
+def _leave(peer: Peer) -> bool:
   """Ends the learner; returns whether it is lost, by an error of its own or because its last step
   has consumed the parameters."""
   with contextlib.suppress(Exception):  # of a step that has failed, whose error the loop has
     peer._record()
   if peer._arrays.consumed and not peer.failed:  # nothing to contribute, as after a crash
     peer.clock, peer.failed = None, True
-    event_queue.fail(Ended('left after a step that had consumed the parameters'))
+    peer._node.fail(Ended('left after a step that had consumed the parameters'))
   with peer._ends_with_an_error():
     if peer.clock is not None:
-      peer._work.exchange.borrow()  # what the last sync has returned stays the loop's
-      peer._post(events.Stop(reason='its loop ended'))
-      peer._post(events.StepDone(tokens=0, step_ns=0))
+      peer._node.work.exchange.borrow()  # what the last sync has returned stays the loop's
+      peer._node.post(events.Stop(reason='its loop ended'))
+      peer._node.post(events.StepDone(tokens=0, step_ns=0))
     while peer.clock is not None:
       peer._next()
   return peer.failed
 
 
-def _lead(
-  place: pathlib.Path,
-  connect: ports.MakeTransport,
-  wait_s: float,
-  peer: Peer,
-  assembled: build.Assembly,
-  learner: str,
-  found: moments_lib.Found | None,
-  event_queue: loop.EventQueue,
-  cleanup: contextlib.ExitStack,
-) -> futures.Future[actions.Exit]:
-  """Begins the learner, or the host that leads it; returns how its node ends."""
-  payloads = payloads_lib.PayloadStore()
-  own = found if found is not None and found.learner == learner else None
-  store = folders.of_learners(place, assembled.config.train.store)
-  origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
-  records = cleanup.enter_context(
-    contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
-  )
-  cleanup.push(lambda kind, *_: records.ended(int(issubclass(kind or int, Exception))))
-  records_lib.report_startup(records, 'restored')
-  if own:
-    records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
-  work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
-  work = work_class(assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records)
-  peer._work, peer._say = work, records.say
-  peer._post, peer._fail = event_queue.post, event_queue.fail
-  work.exchange.compile_all()
-  records_lib.report_startup(records, 'compiled')
-  hosts.ready()
-  admission = admission_lib.Admission(learner, event_queue, wait_s)
-  cleanup.callback(admission.cancel)
-  cleanup.enter_context(work.threads())
-  return cleanup.enter_context(
-    learner_process.running_node(
-      assembled,
-      work,
-      place,
-      learner,
-      own.protocol if own else None,
-      event_queue,
-      lambda post, payloads: connect(admission.begin(post), payloads),
-      payloads,
-      records,
-      None if own or peer.opt_state is None else origin,
-    )
-  )
-
-
-def _follow(
-  peer: Peer,
-  assembled: build.Assembly,
-  learner: str,
-  found: moments_lib.Found | None,
-  event_queue: loop.EventQueue,
-  cleanup: contextlib.ExitStack,
-) -> futures.Future[actions.Exit]:
-  """As `_lead`, on another host."""
-  records = hosts.quiet(learner)
-  work = hosts.FollowerWork(assembled, peer._arrays, records)
-  peer._work, peer._say = work, records.say
-  peer._post = peer._fail = lambda event: None
-  work.exchange.compile_all()
-  hosts.ready()
-  cleanup.enter_context(work.threads())
-  if found is None or found.learner != learner:
-    work.exchange.digests()  # as for the tape of the lead
-  ended: futures.Future[actions.Exit] = futures.Future()
-  ended.set_result(hosts.FOLLOWED)
-  return ended
-
-
-def _require_well(ended: futures.Future[actions.Exit]) -> str:
+def _require_well(peer: Peer) -> str:
   """How the node has ended. Raises Ended: it has failed, or the syncer has refused it."""
-  result = ended.result()
+  result = peer._node.ended.result()
   if result.code:
     raise Ended(result.text)
   return result.text

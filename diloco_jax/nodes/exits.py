@@ -22,11 +22,12 @@ import sys
 import time
 from collections.abc import Iterator
 
+from diloco_jax.protocol import actions
 from diloco_jax.storage import files_port, wal
 
 NEVER_RETRY = 42
 DISK_FAILED = 74
-NOT_IN_TIME = 75
+NOT_IN_TIME = actions.NOT_IN_TIME
 INTERRUPTED = 130
 DONE, RETRY, NEVER = 'done', 'retry', 'never'
 ENDS = {0: DONE, NEVER_RETRY: NEVER}  # all other codes: RETRY

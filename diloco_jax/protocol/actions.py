@@ -11,6 +11,8 @@ from typing import Any
 
 from diloco_jax.protocol import facts, messages
 
+NOT_IN_TIME = 75  # the code of an Exit that a later start mends
+
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def _action(cls):
@@ -190,7 +192,7 @@ class Say:
 
 @_action
 class Exit:
-  """End the process: exit code (0 done, 42 never retry) and its last line of output."""
+  """End the process: exit code (nodes/exits.py) and its last line of output."""
 
   code: int
   text: str

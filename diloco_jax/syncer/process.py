@@ -120,7 +120,7 @@ def run(
     measure: of the published model, where there is no task.
 
   Returns:
-    The machine's Exit; its saves are on disk, and in the store. NOT_COPIED: they are not there.
+    The machine's Exit; its saves are on disk, and in the store. NOT_IN_TIME: not in the store yet.
 
   Raises:
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not

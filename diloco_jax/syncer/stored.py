@@ -56,7 +56,6 @@ _OWN_MODEL = 'syncer/model'  # nodes/own_model.py
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
 _COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
 _LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
-NOT_COPIED = 75  # the exit code of a run that is over, before the store has its model
 _LARGE = 1 << 26  # bytes: a record is hardly larger
 _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
@@ -126,7 +125,7 @@ class Stored:
   # --- The start ----------------------------------------------------------------------------------
 
   def open(self) -> None:
-    """As `opened`."""
+    """Takes the claim, and makes the folder the newest state of the run. Raises as `opened`."""
     here = lineage_lib.read(self._workdir, lineage_lib.TAKE_OVER) or lineage_lib.Lineage()
     named = dataclasses.replace(here, disk=here.disk or secrets.token_hex(8))
 
@@ -139,23 +138,28 @@ class Stored:
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
     lock = str((self._folder / 'wal' / files_lib.LOCK).stat().st_ino)
     before, self._claim = claim_lib.take(claims, here, lock, begin, self._say)
-    newest = self._claim.content.lineage
-    run = newest.run
-    restored = tuple(dict.fromkeys((*newest.restored, *here.restored)))
+    claimed = self._claim.content.lineage
+    restored = tuple(dict.fromkeys((*claimed.restored, *here.restored)))
+    store_is_behind = restored != claimed.restored  # of a restore of this folder
     self._at = _part(restored)
-    if restored != newest.restored:  # a restore that the store has not followed yet
-      newest = here
+    if store_is_behind:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
     elif before:
       self._take_over(before, here)
     if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
       self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
-    lineage = dataclasses.replace(newest, run=run, disk=named.disk, restored=restored, changing='')
+    lineage = dataclasses.replace(
+      here if store_is_behind else claimed,
+      run=claimed.run,
+      disk=named.disk,
+      restored=restored,
+      changing='',
+    )
     lineage_lib.write(self._workdir, lineage)
     # If this process cannot continue the run, the disk that had it still has.
     self._begun = {'lineage': lineage, 'taker': '', 'over': False}
-    if newest is not here:
+    if not store_is_behind:
       self._claim.renew(taker=lineage.disk, log=max(self._claim.content.log, self._end()))
 
   def _require_own_or_empty(self, here: lineage_lib.Lineage) -> None:
@@ -485,7 +489,7 @@ class Stored:
       'syncer there again, and it is copied'
     )
     if finished:
-      return actions.Exit(code=NOT_COPIED, text=text)
+      return actions.Exit(code=actions.NOT_IN_TIME, text=text)
     self._say(text)
     return result
 

@@ -33,7 +33,7 @@ from diloco_jax.learner import on_device
 
 _STEPS = 8
 _DEADLINE_S = 240.0
-_CLOSE = {True: {'rtol': 2**-7, 'atol': 2**-7}, False: {'rtol': 1e-5, 'atol': 1e-6}}  # of bfloat16?
+_CLOSE = {True: {'rtol': 2**-7, 'atol': 2**-7}, False: {'rtol': 1e-5, 'atol': 1e-5}}  # of bfloat16?
 
 
 def masters(rate: float) -> optax.GradientTransformation:
@@ -139,7 +139,8 @@ class _Seen(nnx.Variable):
 class _Model(nnx.Module):
   def __init__(self, seed: int, dtype: str):
     rngs = nnx.Rngs(seed)
-    self.hidden = nnx.Linear(4, 8, rngs=rngs, param_dtype=dtype)
+    # A bias has no gradient before a BatchNorm, and Adam would make large steps of its rounding.
+    self.hidden = nnx.Linear(4, 8, use_bias=False, rngs=rngs, param_dtype=dtype)
     self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
     self.head, self.seen = nnx.Linear(8, 2, rngs=rngs), _Seen(jnp.zeros((), jnp.int32))
 

@@ -513,7 +513,7 @@ def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
   (here.folder / 'a' / stored.MODEL / 'x').write_text('')
   ended = life.store.finish(done, queue, False, finished)
   if finished:
-    assert ended.code == stored.NOT_COPIED and 'the trained model is not in' in ended.text
+    assert ended.code == actions.NOT_IN_TIME and 'the trained model is not in' in ended.text
   else:
     assert ended == done
     assert any('the trained model is not in' in line for line in drain_lines(life))

@@ -4,10 +4,10 @@ It has trained to the end, or may not step (lock step), or was never admitted. T
 for no syncer.
 """
 
+from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 
 ALONE_NS = 3600 * config_lib.SECOND_NS
-_NOT_IN_TIME = 75
 
 
 class Alone:
@@ -37,7 +37,7 @@ class Alone:
       return False
     minutes = ALONE_NS // (60 * config_lib.SECOND_NS)
     self.end = (
-      _NOT_IN_TIME,
+      actions.NOT_IN_TIME,
       f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to make: '
       'it ends. If the run has ended, all is done. Else what was merged is safe: start this '
       'learner again once the syncer listens.',

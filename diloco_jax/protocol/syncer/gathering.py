@@ -134,7 +134,12 @@ class Gathering:
     """The sync opens: asks every contributor that has not answered."""
     gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(now_ns, gather)
+    gather.opened_ns = now_ns
+    if self._config.closing(sync) or self._config.waits_for_live:
+      gather.grace_ns = self._config.lease_ns
+    else:
+      self._choose_for_all(now_ns, gather)
+      gather.grace_ns = self._window_ns(now_ns, gather)
     self.open[sync] = gather
     if gather.for_all:
       self._return_late(gather)
@@ -143,22 +148,27 @@ class Gathering:
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self, now_ns: int, gather: gather_lib.Gather) -> int:
-    if self._config.closing(gather.sync) or self._config.waits_for_live:
-      return self._config.lease_ns
-    step_ns = pace_lib.step_ns(self._members)
+  def _choose_for_all(self, now_ns: int, gather: gather_lib.Gather) -> None:
+    """Decides whether a sync waits for all learners: the first one of a fragment that they have
+    trained on for long without an outer step. One lease serves all fragments: else a learner that
+    never answers would take one of each."""
     last, periods = self._published.fragments[gather.fragment].last_sync, 2 * self._tempo.period
     clocks = [member.clock for member in self._members.live() if member.caught_up]
     if pace_lib.lower_median(clocks) - last > periods:
       self._unmerged.add(gather.fragment)
-      if now_ns - (self._all_ns or now_ns) > self._in_vain * REST * self._config.lease_ns:
+      rest_ns = REST * self._config.lease_ns if self._in_vain else 0
+      if self._all_ns is not None and now_ns - self._all_ns > rest_ns:
         self._all_ns, self._in_vain = None, False
     gather.for_all = gather.fragment in self._unmerged and gather.sync - last >= periods
+    if gather.for_all and self._all_ns is None:
+      self._all_ns = now_ns + self._config.lease_ns
+
+  def _window_ns(self, now_ns: int, gather: gather_lib.Gather) -> int:
+    """The grace window; of a sync for all the rest of their lease, at least the steps in which a
+    learner answers."""
+    step_ns = pace_lib.step_ns(self._members)
     if gather.for_all:
-      # One lease for all fragments: else a learner that never answers would take one of each. Then
-      # the steps in which others answer.
-      self._all_ns = self._all_ns or now_ns + self._config.lease_ns
-      return max(self._all_ns - now_ns, self._tempo.in_flight * step_ns)
+      return max((self._all_ns or now_ns) - now_ns, self._tempo.in_flight * step_ns)
     return self.grace.window_ns(self._tempo, step_ns)
 
   def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:

@@ -1,6 +1,7 @@
 """Liveness: no step waits, the syncer waits for no dead learner, and a healed run continues."""
 
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import verdicts
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
@@ -129,7 +130,10 @@ class MergesAgain(invariant.Invariant):
 
 class Joins(invariant.Invariant):
   id = 'L3'
-  sentence = 'After healing, the only live process of an id ends up joined, not refused.'
+  sentence = (
+    'After healing, the only live process of an id ends up joined, not refused, once no process '
+    'before it is in quarantine.'
+  )
 
   LEASES = 4
 
@@ -156,7 +160,10 @@ class Joins(invariant.Invariant):
     alone = sum(other.learner == book.learner for other in self._alive.values()) == 1
     if not alone or book.ever_joined or book.ending:
       return False
-    long = now_ns - self._changed_ns[book.learner] > self.LEASES * self.config.lease_ns
+    leases = self.LEASES
+    if book.refused is not None and book.refused.code == 'ID_IN_QUARANTINE':
+      leases += verdicts.QUARANTINE_LEASES
+    long = now_ns - self._changed_ns[book.learner] > leases * self.config.lease_ns
     return long and self.run.healed_for(now_ns, self.LEASES)
 
   @invariant.on(SYNCER, actions.Exit)

@@ -1,0 +1,115 @@
+"""The node of a learner that a loop drives."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable
+from concurrent import futures
+from typing import NamedTuple
+
+import jax
+
+from diloco_jax.api import admission as admission_lib
+from diloco_jax.api import own_arrays
+from diloco_jax.config import build
+from diloco_jax.learner import hosts
+from diloco_jax.learner import moments as moments_lib
+from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import loop, ports
+from diloco_jax.protocol import actions, events
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import folders
+from diloco_jax.transport import payloads as payloads_lib
+
+
+class Node(NamedTuple):
+  """What a loop has of its node.
+
+  Attributes:
+    work: carries out what the machine asks for between two steps.
+    post: gives the machine an event.
+    fail: ends the node with an error.
+    say: prints a line.
+    ended: how the machine has ended.
+  """
+
+  work: learner_work.LearnerWork
+  post: Callable[[events.Event], None]
+  fail: Callable[[BaseException], None]
+  say: Callable[[str], None]
+  ended: futures.Future[actions.Exit]
+
+
+def lead(
+  arrays: own_arrays.OwnArrays,
+  assembled: build.Assembly,
+  learner: str,
+  found: moments_lib.Found | None,
+  cleanup: contextlib.ExitStack,
+  event_queue: loop.EventQueue,
+  folder: pathlib.Path,
+  connect: ports.MakeTransport,
+  wait_s: float,
+) -> Node:
+  """Begins the node of a learner, or of the host that leads it, until `cleanup`.
+
+  Args:
+    found: the checkpoint that its moments come from.
+    folder: for its tape and records.
+    wait_s: how long the syncer has to admit it.
+  """
+  payloads = payloads_lib.PayloadStore()
+  own = found if found is not None and found.learner == learner else None
+  store = folders.of_learners(folder, assembled.config.train.store)
+  origin = found, moments_lib.told(found, store, 'the opt_state that join was given')
+  records = cleanup.enter_context(
+    contextlib.closing(records_lib.Recorder(folder, learner, prefix=f'[{learner}] '))
+  )
+  cleanup.push(lambda kind, *_: records.ended(int(issubclass(kind or int, Exception))))
+  records_lib.report_startup(records, 'restored')
+  if own:
+    records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
+  work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
+  work = work_class(assembled, arrays, event_queue.post, event_queue.fail, payloads, records)
+  work.exchange.compile_all()
+  records_lib.report_startup(records, 'compiled')
+  hosts.ready()
+  admission = admission_lib.Admission(learner, event_queue, wait_s)
+  cleanup.callback(admission.cancel)
+  cleanup.enter_context(work.threads())
+  ended = cleanup.enter_context(
+    learner_process.running_node(
+      assembled,
+      work,
+      folder,
+      learner,
+      own.protocol if own else None,
+      event_queue,
+      lambda post, payloads: connect(admission.begin(post), payloads),
+      payloads,
+      records,
+      None if own or arrays.moments is None else origin,
+    )
+  )
+  return Node(work, event_queue.post, event_queue.fail, records.say, ended)
+
+
+def follow(
+  arrays: own_arrays.OwnArrays,
+  assembled: build.Assembly,
+  learner: str,
+  found: moments_lib.Found | None,
+  cleanup: contextlib.ExitStack,
+) -> Node:
+  """As `lead`, on another host, which has no machine."""
+  records = hosts.quiet(learner)
+  work = hosts.FollowerWork(assembled, arrays, records)
+  work.exchange.compile_all()
+  hosts.ready()
+  cleanup.enter_context(work.threads())
+  if found is None or found.learner != learner:
+    work.exchange.digests()  # as for the tape of the lead
+  ended: futures.Future[actions.Exit] = futures.Future()
+  ended.set_result(hosts.FOLLOWED)
+  nowhere = lambda event: None
+  return Node(work, nowhere, nowhere, records.say, ended)
