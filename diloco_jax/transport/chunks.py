@@ -63,8 +63,9 @@ def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 class Shared:
-  """The newest frames, so that a payload that goes to several learners is read and copied once, as
-  long as they are about equally fast. Thread-safe: of two threads one makes a frame."""
+  """The newest frames of payloads that live, so that one that goes to several learners is read and
+  copied once, as long as they are about equally fast. Thread-safe: of two threads one makes a
+  frame."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -72,15 +73,21 @@ class Shared:
       collections.OrderedDict()
     )
     self._bytes = 0
+    # A destructor may run in any thread, also in one that holds the lock: it only appends.
+    self._gone: collections.deque[tuple[tuple, weakref.ref]] = collections.deque()
 
   def take(self, payload: memoryview, at: tuple[int, int], make: Callable[[], bytes]) -> bytes:
     """The frame of this very payload with this chunk size and index."""
     key = id(payload), *at  # another payload may have had this id: the reference tells
     with self._lock:
+      while self._gone:
+        gone, of = self._gone.popleft()
+        if self._made.get(gone, (None,))[0] is of:
+          self._bytes -= len(self._made.pop(gone)[1])
       of, frame = self._made.get(key, (None, b''))
       if of is None or of() is not payload:
         before, frame = len(frame), make()
-        self._made[key] = weakref.ref(payload), frame
+        self._made[key] = weakref.ref(payload, lambda of: self._gone.append((key, of))), frame
         self._bytes += len(frame) - before
         while self._bytes > SHARED_BYTES:
           self._bytes -= len(self._made.popitem(last=False)[1][1])

@@ -132,13 +132,23 @@ def test_a_frame_for_several_learners_is_made_once():
   assert alike == list(chunks.split(payload)) and large == list(chunks.split(payload, 1 << 20))
 
 
-def test_frames_are_kept_up_to_a_number_of_bytes_and_of_no_other_payload():
-  shared, size = chunks.Shared(), chunks.LARGE_CHUNK_BYTES
-  for turn in range(2 * chunks.SHARED_BYTES // size):  # each may get the id of the one before
-    payload = memoryview(bytes([turn]) * size)
-    assert list(chunks.split(payload, size, shared)) == list(chunks.split(payload, size))
+def test_frames_are_kept_up_to_a_number_of_bytes(monkeypatch):
+  monkeypatch.setattr(chunks, 'SHARED_BYTES', 3 * CHUNK)
+  shared, all_payloads = chunks.Shared(), [memoryview(bytes(CHUNK)) for _ in range(5)]
+  for payload in all_payloads:
+    list(chunks.split(payload, CHUNK, shared))
   held = sum(len(frame) for _, frame in shared._made.values())
-  assert held == shared._bytes <= chunks.SHARED_BYTES
+  assert CHUNK < held == shared._bytes <= 3 * CHUNK
+
+
+def test_frames_of_a_payload_that_is_gone_are_dropped_and_of_no_other_one():
+  shared = chunks.Shared()
+  for turn in range(64):  # each may get the id of the one before
+    payload = memoryview(bytes([turn]) * CHUNK)
+    frames = list(chunks.split(payload, CHUNK, shared))
+    assert frames == list(chunks.split(payload, CHUNK))
+    assert shared._bytes <= 2 * len(frames[0]), 'of this one and the one before'
+    assert len(shared._made) <= 2
 
 
 def test_a_slower_learner_gets_the_same_frames_from_a_payload_larger_than_what_is_kept(monkeypatch):
