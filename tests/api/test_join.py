@@ -13,8 +13,9 @@ from flax.training import train_state
 
 import diloco_jax
 from diloco_jax.api import admission
-from diloco_jax.protocol import ids
-from diloco_jax.storage import files
+from diloco_jax.node import loop
+from diloco_jax.protocol import events, ids, messages
+from diloco_jax.storage import arrays, files
 from diloco_jax.transport import addresses
 from tests.certs import mint
 
@@ -72,6 +73,20 @@ def test_a_certificate_says_which_learner_it_is(choose, tmp_path):
   assert choose(access=addresses.Access(tls=folder / 'l1')) == 'l1'
   with pytest.raises(ValueError, match='there is no such folder'):
     choose(access=addresses.Access(tls=folder / 'l7'))
+
+
+def test_a_wait_in_vain_ends_with_the_refusal_and_not_with_the_end_of_its_session():
+  event_queue = loop.EventQueue()
+  waits = admission.Admission('l0', event_queue, 3600.0)
+  post = waits.begin(event_queue.post)
+  refused = messages.Refused(code='ID_IN_USE', text='l0 is in use by pod-7 pid 1', retry_ns=1)
+  post(events.Received(session=2, message=refused))
+  post(events.Disconnected(session=2, reason='the syncer has closed the session'))
+  waits.cancel()
+  waits._give_up()
+  with pytest.raises(TimeoutError, match='within 3600 s: l0 is in use by pod-7 pid 1'):
+    while True:
+      event_queue.take(0.0)
 
 
 def test_join_needs_nothing_but_the_address(tmp_path, capfd):
@@ -212,8 +227,9 @@ def _fit(model, optimizer, batch):
 def test_an_nnx_optimizer_is_joined_with_its_model_and_both_stay_the_loops(
   kind, exchanged, tmp_path
 ):
-  """What the optimizer does not train never leaves the learner."""
-  with diloco_jax.run_syncer(total_steps=1_000_000, sync=_sync()) as server:
+  """What the optimizer does not train never leaves the learner. What is adopted as the loop is left
+  is in the model, too."""
+  with diloco_jax.run_syncer(total_steps=1_000_000, sync=_sync(fragments=2)) as server:
     for process in range(2):
       model = _Model()
       optimizer = nnx.Optimizer(model, _TX, wrt=kind)
@@ -225,6 +241,9 @@ def test_an_nnx_optimizer_is_joined_with_its_model_and_both_stay_the_loops(
           given = peer.sync((model, optimizer), tokens=16, metrics={'loss': loss})
         assert given == (model, optimizer) and model.hidden.kernel is kernel
         assert len(peer._names) == exchanged
+      ends = arrays.by_name(nnx.state(model))
+      for name, leaf in peer._arrays.params.items():
+        np.testing.assert_array_equal(ends[name], leaf)
   assert int(optimizer.step[...]) == 20
   assert float(jnp.abs(model.norm.mean[...]).max()) > 0
 
@@ -296,8 +315,9 @@ class _Averaged(train_state.TrainState):
 
 
 def test_all_else_of_a_state_is_saved_and_what_is_not_is_named(tmp_path, capfd):
+  first = jax.random.key(0, impl='rbg')
   make = lambda: _Averaged.create(
-    apply_fn=None, params=_ones(), tx=_TX, average=_ones(), key=jax.random.key(0), name='run 7'
+    apply_fn=None, params=_ones(), tx=_TX, average=_ones(), key=first, name='run 7'
   )
   with diloco_jax.run_syncer(total_steps=1_000_000, sync=_sync()) as server:
     for process in range(2):
@@ -311,7 +331,7 @@ def test_all_else_of_a_state_is_saved_and_what_is_not_is_named(tmp_path, capfd):
           state = peer.sync(state.replace(step=state.step + 1, average=average, key=key), tokens=1)
       assert float(state.params['w'][0, 0]) == float(state.params['w'][0, 0]), 'still readable'
       assert state.name == 'run 7'
-  expected = jax.random.key(0)
+  expected = first
   for _ in range(10):
     expected = jax.random.split(expected)[0]
   assert jnp.array_equal(jax.random.key_data(state.key), jax.random.key_data(expected))

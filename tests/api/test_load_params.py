@@ -8,6 +8,7 @@ import shutil
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -18,7 +19,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.nodes import run_folder
-from diloco_jax.report import records
+from diloco_jax.report import facts, records
 from diloco_jax.storage import arrays, checkpoint, store
 from diloco_jax.syncer import global_model
 from diloco_jax.syncer import process as syncer_process
@@ -52,12 +53,34 @@ def test_an_opened_run_tells_what_it_has_recorded(run):
   assert 'tokens/s' not in repr(opened) and opened.summary['learners']['l0']['status'] == 'done'
   first, *_, last = opened.evaluations.loss
   assert opened.loss_at(0) == first and opened.loss_at(tokens[-1]) == last
-  with pytest.raises(ValueError, match='no evaluation is before and after'):
-    opened.loss_at(tokens[-1] + 1)
+  for outside in (-1, tokens[-1] + 1):
+    with pytest.raises(ValueError, match='no evaluation is before and after'):
+      opened.loss_at(outside)
   assert opened.params['embedding'].shape == (256, 32)
   assert len(opened.plot().axes) == 2
   with pytest.raises(ValueError, match='there is no run in'):
     diloco_jax.open_run(run / 'model')
+
+
+def test_a_run_that_goes_on_is_read_again(run, tmp_path):
+  opened = diloco_jax.open_run(shutil.copytree(run, tmp_path / 'run'))
+  before = opened.losses('l0').loss.size
+  with contextlib.closing(records.Recorder(opened.workdir, 'l0', tensorboard=False)) as recorder:
+    recorder.report(facts.Step(step=13, steps=13, tokens=13, loss=1.0, seconds=1.0))
+  assert opened.losses('l0').loss.size == before + 1
+
+
+@pytest.mark.parametrize('kind', ['of NumPy', 'of no device', 'of one device'])
+def test_what_is_given_keeps_its_types_and_its_places(run, kind):
+  """A jitted step is compiled again for arrays that are committed to a device."""
+  given = diloco_jax.load_params(run)
+  if kind != 'of NumPy':
+    given = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), given)
+  if kind == 'of one device':
+    given = jax.device_put(given, jax.devices()[1])
+  read = diloco_jax.load_params(run, into=given)
+  place = lambda leaf: (leaf.dtype, getattr(leaf, 'committed', None), leaf.device)
+  assert jax.tree.map(place, read) == jax.tree.map(place, given)
 
 
 def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):

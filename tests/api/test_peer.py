@@ -521,8 +521,9 @@ def test_a_run_that_continues_keeps_its_version_0(tmp_path):
   """Whatever `init` the second call gives."""
   sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0, codec_down='float32')
   kwargs, init = {'total_steps': 20, 'sync': sync}, {'w': jnp.ones((8, 8))}
-  with diloco_jax.run_syncer(init, workdir=tmp_path, **kwargs):
-    pass
+  with diloco_jax.run_syncer(init, workdir=tmp_path, **kwargs) as server:
+    with pytest.raises(TimeoutError, match='has not ended within 0.1 s'):
+      server.wait(0.1)
   with (
     diloco_jax.run_syncer({'w': init['w'] * 5}, workdir=tmp_path, **kwargs) as server,
     diloco_jax.join({'w': init['w'] * 7}, learner='l0', syncer=server.address, **kwargs) as peer,
@@ -678,6 +679,11 @@ def _aligned(value: float) -> np.ndarray:
 
 def test_what_a_loop_gives_may_be_written_again(tmp_path):
   """Arrays of NumPy that join and sync are given, and metrics of NumPy, or donated ones."""
+
+  class Late(float):  # with it a step is recorded in the next sync
+    def is_ready(self) -> bool:
+      return False
+
   params, loss, donated = {'w': _aligned(1.0)}, np.zeros(()), jnp.ones(())
   spend = jax.jit(lambda one: one + 1, donate_argnums=0)
   with diloco_jax.run_syncer(total_steps=8, sync=_ONE) as server:
@@ -690,7 +696,7 @@ def test_what_a_loop_gives_may_be_written_again(tmp_path):
         assert float(peer.opt_state['m'][0]) == 1.0
         expected -= 0.125
         params['w'][:], moments['m'][:], loss[...] = np.asarray(held['w']) - 0.125, 1.0, clock
-        metrics = {'loss': loss, 'other': donated}
+        metrics = {'loss': loss, 'other': donated, 'late': Late()}
         held = peer.sync(params, tokens=1, opt_state=moments, metrics=metrics)
         params['w'][:], moments['m'][:], loss[...] = 77.0, 77.0, 77.0
         donated = spend(donated)

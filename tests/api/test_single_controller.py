@@ -120,7 +120,7 @@ def test_a_run_that_cannot_start_claims_no_folder(tmp_path):
   """Else the mended config would be another run's."""
   config = _config(STEPS)
   config.sync.learners = 16
-  with pytest.raises(ValueError, match='or lower sync.learners'):
+  with pytest.raises(ValueError, match='_DEVICES=17 before .*or lower sync.learners'):
     single_controller.run(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
