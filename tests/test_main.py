@@ -123,9 +123,11 @@ def test_a_command_that_we_print_works_wherever_it_is_pasted(here, tmp_path, mon
 @pytest.fixture(name='beside')
 def _beside(tmp_path) -> pathlib.Path:
   """A folder of the start with files that have the names of Python's modules."""
+  folder = tmp_path / "it's here"
+  folder.mkdir()
   for name in ('secrets', 'token', 'random', 'types'):
-    (tmp_path / f'{name}.py').write_text('raise RuntimeError(__file__)', 'utf-8')
-  return tmp_path
+    (folder / f'{name}.py').write_text('raise RuntimeError(__file__)', 'utf-8')
+  return folder
 
 
 def test_a_command_that_we_print_works_beside_any_files(beside, monkeypatch):

@@ -138,6 +138,7 @@ def test_our_command_line_takes_the_commands():
     ({}, {'image': ''}, ('--image', 'launch.md')),
     ({'topology': ''}, {}, ('--topology', 'v6e:4x4', '--topology=cpu')),
     ({}, {'metrics_port': 7070}, ('another --metrics_port than 7070',)),
+    ({'init_from': 'm.safetensors'}, {}, ('--config.train.init_from=/..., the path of m.safe',)),
   ],
 )
 def test_what_is_missing_is_named_in_one_line(asked, given, words):

@@ -238,10 +238,11 @@ def test_the_hosts_of_a_learner_share_its_devices(config, tmp_path):
 
 
 def test_the_users_environment_wins():
+  theirs = {'JAX_PLATFORMS': 'tpu', 'JAX_COMPILATION_CACHE_DIR': '/c', 'GRPC_VERBOSITY': 'DEBUG'}
   environment = local_run.environment(
-    2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': ':/x::/y:'}
+    2, {**theirs, 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': ':/x::/y:'}
   )
-  assert environment['JAX_PLATFORMS'] == 'tpu'
+  assert theirs.items() <= environment.items()
   assert environment['JAX_NUM_CPU_DEVICES'] == '2'  # the mesh of the config
   assert environment['PYTHONPATH'] == '/x:/y', 'an empty part would be the folder of the start'
 

@@ -65,8 +65,11 @@ def test_a_learner_elsewhere_trains_with_the_syncer_and_a_learner_here(tmp_path)
 
 
 def test_a_syncer_for_loops_of_the_users_own_is_started_and_interrupted(tmp_path):
-  run = Launch(tmp_path / 'run', '--config=own_loop')
+  """The command that continues the run is for the same part of it, with the same places."""
+  authority.init(tmp_path / 'certs', 'own', proofs.utc_now())
+  words = '--name=own', f'--tls={tmp_path}/certs', '--listen=127.0.0.1:0', '--only=syncer'
+  run = Launch(tmp_path / 'run', '--config=own_loop', *words)
   run.until('for the first learner, which brings the model')
   run.process.send_signal(signal.SIGINT)
   assert run.end() == 130
-  assert f'launch --resume --workdir={tmp_path}/run' in ''.join(run.said)
+  assert ' '.join(['launch --resume', f'--workdir={tmp_path}/run', *words]) in ''.join(run.said)

@@ -114,6 +114,13 @@ def test_a_host_that_ends_early_with_0_does_not_make_the_others_done(tmp_path, m
   assert (outcome.code, outcome.statuses['l0'].starts) == (0, 2)
 
 
+def test_a_host_that_ends_with_0_gives_the_others_time_to_end(tmp_path, monkeypatch):
+  monkeypatch.setattr(process_group, 'LAST_WORDS_S', 0.0)
+  script = 'wait_for_others()\nif host: signal.sigtimedwait([], 1)'
+  outcome = test_supervisor.Run(tmp_path / 'run', [of_hosts(tmp_path, script)]).run()
+  assert (outcome.code, outcome.statuses['l0'].starts) == (0, 1)
+
+
 def test_an_interrupt_asks_all_hosts(tmp_path):
   script = """
 signal.signal(signal.SIGTERM, lambda *_: (folder / f"asked-{host}").touch() or sys.exit(0))

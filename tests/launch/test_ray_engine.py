@@ -100,9 +100,14 @@ def test_an_environment_without_ray_is_refused(request_of_a_run, tmp_path):
     '--config.sync.learners=2',
     '--config.sync.quorum=2',
   )
-  done = command_line.diloco('launch', '--config=stdlib_lm:tiny', *words)
-  assert done.returncode == NEVER, done.stderr
-  assert f'error: {sys.executable} has no Ray: {sys.executable} -m pip install ray' in done.stderr
+  ended = [tmp_path / 'run' / name for name in ('address', ray_driver.PLACED)]
+  for resume in ('--noresume', '--resume'):  # the second time with files of an ended run
+    done = command_line.diloco('launch', '--config=stdlib_lm:tiny', resume, *words)
+    assert done.returncode == NEVER, done.stderr
+    assert f'error: {sys.executable} has no Ray: {sys.executable} -m pip install' in done.stderr
+    assert not any(file.exists() for file in ended), 'learners would dial a syncer that is gone'
+    for file in ended:
+      file.touch()
 
 
 @pytest.mark.parametrize(

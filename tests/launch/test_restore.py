@@ -52,7 +52,7 @@ def _books(number: int) -> dict:
   return {
     'log': 10 * number,
     'chain': CHAIN.hex(),
-    'members': [{'learner': name, 'left': False} for name in LEARNERS],
+    'members': [{'learner': name, 'left': name == 'l9'} for name in (*LEARNERS, 'l9')],
   }
 
 

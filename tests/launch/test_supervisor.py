@@ -142,9 +142,23 @@ def test_a_run_has_one_supervisor(tmp_path):
 
 def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeypatch):
   monkeypatch.setattr(restarts, '_BACKOFF_S', (0.01, 0.01))
-  outcome = Run(tmp_path, [program('l0', 'raise SystemExit(3)')]).run()
+  outcome = Run(tmp_path, [program('l0', 'print("begins"); raise SystemExit(3)')]).run()
   assert (outcome.code, outcome.statuses['l0'].state) == (1, 'failed')
   assert outcome.statuses['l0'].starts == restarts.MAX_SHORT_LIVES
+  assert (tmp_path / 'logs' / 'l0.log').read_text() == 'begins\n' * restarts.MAX_SHORT_LIVES
+
+
+def test_a_life_is_as_long_as_its_process(tmp_path, monkeypatch):
+  monkeypatch.setattr(restarts, '_BACKOFF_S', (0.01, 0.01))
+  monkeypatch.setattr(restarts, 'SHORT_LIFE_S', 1e-6)
+  script = f"""
+import pathlib, sys
+lives = pathlib.Path(sys.argv[1], "lives")
+with lives.open("a") as file: file.write("x")
+sys.exit(42 if len(lives.read_text()) > {restarts.MAX_SHORT_LIVES} else 3)
+"""
+  outcome = Run(tmp_path, [program('l0', script, str(tmp_path))]).run()
+  assert outcome.statuses['l0'].state == 'refused'
 
 
 MANY, SHORT = restarts.MAX_SHORT_LIVES, restarts.SHORT_LIFE_S - 1
@@ -448,10 +462,12 @@ outcome = asyncio.run(supervisor.Supervisor(
 
 
 def test_an_endless_line_is_cut(tmp_path):
-  run = Run(tmp_path, [program('l0', 'import sys; sys.stdout.write("x" * 200_000)')])
+  script = 'import sys; sys.stdout.write("x" * 200_000 + "\\nwithout an end")'
+  run = Run(tmp_path, [program('l0', script)])
   run.run()
-  assert sum(len(line) for line in run.said('l0')) == 200_000
-  assert max(len(line) for line in run.said('l0')) <= 2 * (1 << 16)
+  *pieces, last = run.said('l0')
+  assert sum(map(len, pieces)) == 200_000 and last == 'without an end'
+  assert max(map(len, pieces)) <= 2 * (1 << 16)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,12 @@ def request(
   topology: str = 'v6e:4x4',
   store: str = STORE,
   config: str = 'gemma:1b',
+  init_from: str = '',
   **more,
 ) -> spec_lib.Request:
   loaded = load.load(config)
   loaded.sync.learners, loaded.train.store = learners, store
+  loaded.train.init_from = init_from
   given = [f'--config={config}', f'--config.sync.learners={learners}']
   given += [f'--config.train.store={store}']
   if topology not in ('', spec_lib.CPU):
