@@ -147,7 +147,7 @@ class Program:
     self._program = {'name': name, 'argv': argv, 'environment': {'GIVEN': 'yes'}}
     self.codes: list[int] = []
     self.lines: list[str] = []
-    self.thread = threading.Thread(target=self._work)
+    self.thread = threading.Thread(target=self._work, daemon=True)
 
   def _work(self) -> None:
     words = {'ip': '10.0.0.1', 'host': '1'}
