@@ -113,10 +113,17 @@ def _state(drawn: Draw, seed: int) -> _State:
     params = jax.device_put(params, at)
   params = jax.tree.map(jnp.asarray, params)
   copy = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), params)
-  return _State.create(
+  state = _State.create(
     apply_fn=None, params=params, tx=(_OPTIMIZERS | _WITHOUT_MOMENTUM)[drawn.optimizer],
     average=copy, key=jax.random.key(seed),
   )  # fmt: skip
+  if not devices:
+    return state
+  # Scalars where a step leaves them: XLA rounds those of bfloat16 otherwise in the step that finds
+  # them elsewhere.
+  everywhere = jax.NamedSharding(mesh, jax.P())
+  on_mesh = lambda leaf: leaf if jnp.ndim(leaf) else jax.device_put(leaf, everywhere)
+  return jax.tree.map(on_mesh, state)
 
 
 def _train(state: _State, batch: jax.Array) -> _State:
