@@ -44,7 +44,7 @@ PROTOCOL = {'total_steps'}  # T, train.steps of a config
 # Words of the glossary that have meant many things, and what a module has that gives one its name.
 WORDS = {
   'place': r'\b(folders|json_files|files_port|store_lib|class Files)\b',
-  'piece': r'exchange\.Pieces|fragments\.Piece|layout\.fragments|store\.pieces|def pieces',
+  'piece': r'exchange\.Pieces|fragments\.Piece|layout\.fragments',
 }
 
 

@@ -86,7 +86,7 @@ class Store:
       except OSError as error:
         raise StoreError(f'{self.place}/{name}: {error}') from error
 
-  def pieces(self, name: str, size: int) -> Iterator[bytes]:
+  def parts(self, name: str, size: int) -> Iterator[bytes]:
     """The bytes of an object of this size, fewer of a shorter one. Raises StoreError."""
     for start in range(0, size, PART_BYTES):
       span = slice(start, min(start + PART_BYTES, size))

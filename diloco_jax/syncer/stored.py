@@ -52,7 +52,6 @@ from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
 MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
-_OWN_MODEL = 'syncer/model'  # nodes/own_model.py
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
 _COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
 _LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
@@ -79,7 +78,7 @@ def opened(
     return
   folders.of_learners(workdir, config.train.store)  # refuses one that may not be
   with contextlib.ExitStack() as cleanup:
-    log_files = files_lib.Files(workdir / 'syncer' / 'wal')
+    log_files = files_lib.Files(folders.log_folder(workdir))
     cleanup.callback(log_files.close)
     log_files.lock()
     stored = Stored(config, workdir, log_files, say)
@@ -136,7 +135,7 @@ class Stored:
       return claim_lib.Content(lineage=dataclasses.replace(named, run=run), log=self._end())
 
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
-    lock = str((self._folder / 'wal' / files_lib.LOCK).stat().st_ino)
+    lock = str((folders.log_folder(self._workdir) / files_lib.LOCK).stat().st_ino)
     before, self._claim = claim_lib.take(claims, here, lock, begin, self._say)
     claimed = self._claim.content.lineage
     restored = tuple(dict.fromkeys((*claimed.restored, *here.restored)))
@@ -147,8 +146,9 @@ class Stored:
         self._copy(numbers[-1])
     elif before:
       self._take_over(before, here)
-    if not (self._workdir / _OWN_MODEL).exists() and self._store.read(f'{_OWN_MODEL}.json'):
-      self._download_files(_OWN_MODEL, self._workdir / _OWN_MODEL)
+    own_model = self._workdir / folders.OWN_MODEL
+    if not own_model.exists() and self._store.read(f'{folders.OWN_MODEL}.json'):
+      self._download_files(folders.OWN_MODEL, own_model)
     lineage = dataclasses.replace(
       here if store_is_behind else claimed,
       run=claimed.run,
@@ -230,7 +230,7 @@ class Stored:
         f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
       )
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
-    state = (self._workdir / _OWN_MODEL, self._folder / folders.CHECKPOINTS)
+    state = (self._workdir / folders.OWN_MODEL, self._folder / folders.CHECKPOINTS)
     later = {self._workdir: [path for path in state if path.exists()]}
     for aside in lineage_lib.set_aside(self._workdir, here, lineage_lib.TAKE_OVER, later):
       self._say(
@@ -243,7 +243,7 @@ class Stored:
     if whole:
       json_files.move(staging, self._folder / folders.CHECKPOINTS)
     outer_log.begin(self.log_files, text, position)
-    json_files.replace(self._folder / 'wal' / AGREEMENT, agreement.data)
+    json_files.replace(folders.log_folder(self._workdir) / AGREEMENT, agreement.data)
     self._say(f'the folder begins behind outer step {position["log"]}, from {self._store.place}')
 
   def _download_records(self) -> None:
@@ -255,7 +255,7 @@ class Stored:
       record = self._store.read(name, _LARGE)
       if record is None:
         raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
-      json_files.replace(self._folder / 'wal' / wal.name_of(end + 1), record.data)
+      json_files.replace(folders.log_folder(self._workdir) / wal.name_of(end + 1), record.data)
       end += 1
 
   def _same_history(self, number: int) -> bool:
@@ -279,9 +279,9 @@ class Stored:
     Raises StoreError."""
     self._checkpoints = checkpoints
     self._claim.renew(log=self._end(), **self._begun)
-    own_model = self._workdir / _OWN_MODEL
-    if own_model.exists() and not self._store.read(f'{_OWN_MODEL}.json'):
-      self._upload(own_model, _OWN_MODEL, _files_in(own_model), {})
+    own_model = self._workdir / folders.OWN_MODEL
+    if own_model.exists() and not self._store.read(f'{folders.OWN_MODEL}.json'):
+      self._upload(own_model, folders.OWN_MODEL, _files_in(own_model), {})
     self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
     for path in self._workdir.iterdir():
       if path.name.startswith(load.WRITTEN):
@@ -456,7 +456,7 @@ class Stored:
     for path, (size, sha256) in manifest['files'].items():
       if path.startswith('/') or '..' in path.split('/'):
         raise _Damaged(f'{self._store.place}/{name}.json names {path}')
-      json_files.replace(new / path, self._store.pieces(f'{name}/{path}', size))
+      json_files.replace(new / path, self._store.parts(f'{name}/{path}', size))
       if _sha256(new / path) != sha256:
         raise _Damaged(f'{self._store.place}/{name}/{path} is not what was put there')
     new.rename(folder)

@@ -114,6 +114,8 @@ def main(argv: list[str]) -> int:
   bad = ledger['discarded'].get('bad_value', 0)
   print(f'{_STALLS.value} stalls in {time.monotonic() - began_s:.0f} s: {ledger["synced"]} outer')
   print(f'steps, {len(refused)} refused, {bad} fragment-tokens bad, balance {balance}')
+  for one in refused:
+    print(one)
   print('no violation' if verdict.broken is None else verdict.text())
   return int(bool(refused or bad or balance or verdict.broken))
 

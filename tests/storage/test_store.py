@@ -48,13 +48,13 @@ def test_a_large_file_is_copied_in_parts(kind, tmp_path, request, monkeypatch):
   if not bucket:
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
   tracemalloc.reset_peak()
-  json_files.replace(tmp_path / 'back', store.pieces('model/d/0', size))
+  json_files.replace(tmp_path / 'back', store.parts('model/d/0', size))
   if not bucket:
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
   tracemalloc.stop()
   assert (tmp_path / 'back').read_bytes() == data
   assert store.names() == ['model/d/0']
-  assert b''.join(store.pieces('model/d/0', size + (5 << 20))) == data
+  assert b''.join(store.parts('model/d/0', size + (5 << 20))) == data
   assert max(requests, default=0) < 16 << 20 and (len(requests) > 40 or not bucket)
 
 

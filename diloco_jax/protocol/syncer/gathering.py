@@ -153,13 +153,15 @@ class Gathering:
     trained on for long without an outer step. One lease serves all fragments: else a learner that
     never answers would take one of each."""
     last, periods = self._published.fragments[gather.fragment].last_sync, 2 * self._tempo.period
-    clocks = [member.clock for member in self._members.live() if member.caught_up]
-    if pace_lib.lower_median(clocks) - last > periods:
+    there = [member for member in self._members.live() if member.caught_up]
+    if pace_lib.lower_median([member.clock for member in there]) - last > periods:
       self._unmerged.add(gather.fragment)
       rest_ns = REST * self._config.lease_ns if self._in_vain else 0
       if self._all_ns is not None and now_ns - self._all_ns > rest_ns:
         self._all_ns, self._in_vain = None, False
-    gather.for_all = gather.fragment in self._unmerged and gather.sync - last >= periods
+    # One of them may be far ahead of the run, which goes on at the clock of one that has returned.
+    newest = max([gather.sync, *(member.claimed for member in there)])
+    gather.for_all = gather.fragment in self._unmerged and newest - last >= periods
     if gather.for_all and self._all_ns is None:
       self._all_ns = now_ns + self._config.lease_ns
 

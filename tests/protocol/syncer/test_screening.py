@@ -280,6 +280,29 @@ def test_each_outage_has_its_own_lease_to_wait_for_all():
       run.send(2 * outage + 1 + m, said)
 
 
+def test_a_learner_far_ahead_of_one_that_returned_is_waited_for():
+  """l1 died with the syncer, and a new process of it joins before l0 has answered: the run goes on
+  at its clock, but l0 has trained 150 steps alone."""
+  run = Stalled(0, 0)
+  run.machine = syncer_machine.SyncerMachine.restore(
+    run.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), run.machine.state()
+  )
+  run.back(3, 0, clock=168)
+  run.send(4, single.join(learner='l1', nonce=9))
+  held = (messages.Held(version=9, digest=78),)
+  run.send(4, dataclasses.replace(single.confirm(nonce=9), incarnation=2, held=held))
+  (gather_,) = run.machine._gathering.open.values()
+  assert gather_.sync == 20 and gather_.grace_ns == run.lease_ns
+  one_step = dataclasses.replace(single.contribution(20, 0, 10, shard=1), steps=1, version=9)
+  one_step = dataclasses.replace(one_step, cursor=18)
+  all_steps = dataclasses.replace(single.contribution(20, 170, 1680), steps=151, version=9)
+  run.send(4, dataclasses.replace(single.progress(20), steps=1, tokens=10))
+  run.send(4, one_step, payload_id=4)
+  assert not run.merges
+  run.send(3, all_steps, payload_id=3)
+  assert run.limits() == [20 * screening.GROWTH * UNIT, 20 * UNIT]
+
+
 def test_an_outage_after_a_wait_in_vain_has_its_lease_too():
   """l1 never answers after the first outage; soon after it all are lost once more."""
   run = Stalled(150, 150)
