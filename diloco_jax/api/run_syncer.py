@@ -71,10 +71,11 @@ class Server:
   def _run(self) -> None:
     try:
       self._result = self._syncer.run_loops(self._make)
-    except (exits.NeverRetry, exits.DiskFailed) as error:  # of a process: here its cause is raised
-      self._result = error.__cause__ or error
     except BaseException as error:  # `wait` and the end of the `with` raise it
-      self._result = error
+      of_a_process = isinstance(error, exits.NeverRetry | exits.DiskFailed)
+      self._result = of_a_process and error.__cause__ or error  # here its cause is raised
+      # Learners of this program wait for a syncer meanwhile, and may fail first.
+      self._syncer.records.say(f'the syncer has ended: {_told(self._result)}')
     finally:
       self._syncer.records.ended(int(isinstance(self._result, BaseException)))
       self._listens.set()
@@ -137,6 +138,16 @@ def run_syncer(
     server = Server(syncer, None if init is None else make)
     cleanup.callback(server._stop)
     server._require_well()
-    yield server
+    try:
+      yield server
+    except BaseException as error:
+      server._stop()
+      if isinstance(server._result, BaseException):
+        error.add_note(f'The syncer has ended before: {_told(server._result)}')
+      raise
     server._stop()
     server._require_well()
+
+
+def _told(error: BaseException) -> str:
+  return f'{type(error).__name__}: {exits.one_line(error)}'

@@ -550,7 +550,7 @@ def test_a_syncer_that_is_refused_leaves_the_folder_as_it_is(tmp_path):
   assert load.read(folder) == config and own_model.read(folder) is None
 
 
-def test_the_error_of_a_syncer_reaches_its_program(tmp_path):
+def test_the_error_of_a_syncer_reaches_its_program(tmp_path, capfd):
   sync = diloco_jax.SyncConfig(learners=1, fragments=64, period=64)
   kwargs = {'total_steps': 100, 'sync': sync, 'workdir': tmp_path}
   with pytest.raises(ValueError, match='64 balanced fragments'):
@@ -559,6 +559,14 @@ def test_the_error_of_a_syncer_reaches_its_program(tmp_path):
   assert own_model.read(tmp_path) is None
   with diloco_jax.run_syncer({'w': jnp.ones((64, 64))}, **kwargs):  # the mistake is mended
     pass
+  for file in (tmp_path / 'syncer' / 'ckpt').glob('*/state/**/d/*'):
+    file.write_bytes(b'')
+  with pytest.raises(LookupError) as error:  # as of a learner that has waited for the syncer
+    with diloco_jax.run_syncer({'w': jnp.ones((64, 64))}, **kwargs) as server:
+      server._thread.join()
+      assert 'the syncer has ended: CheckpointError: none' in capfd.readouterr().out
+      raise LookupError
+  assert 'CheckpointError: none of the checkpoints' in error.value.__notes__[0]
 
 
 def test_a_model_that_does_not_fit_the_syncer_is_refused_and_not_kept(tmp_path):
