@@ -135,11 +135,8 @@ class Gathering:
     gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
     gather.opened_ns = now_ns
-    if self._config.closing(sync) or self._config.waits_for_live:
-      gather.grace_ns = self._config.lease_ns
-    else:
-      self._choose_for_all(now_ns, gather)
-      gather.grace_ns = self._window_ns(now_ns, gather)
+    self._choose_for_all(now_ns, gather)
+    gather.grace_ns = self._window_ns(now_ns, gather)
     self.open[sync] = gather
     if gather.for_all:
       self._return_late(gather)
@@ -151,7 +148,9 @@ class Gathering:
   def _choose_for_all(self, now_ns: int, gather: gather_lib.Gather) -> None:
     """Decides whether a sync waits for all learners: the first one of a fragment that they have
     trained on for long without an outer step. One lease serves all fragments: else a learner that
-    never answers would take one of each."""
+    never answers would take one of each. Not one that has a lease anyway."""
+    if self._has_lease(gather):
+      return
     last, periods = self._published.fragments[gather.fragment].last_sync, 2 * self._tempo.period
     there = [member for member in self._members.live() if member.caught_up]
     if pace_lib.lower_median([member.clock for member in there]) - last > periods:
@@ -165,9 +164,14 @@ class Gathering:
     if gather.for_all and self._all_ns is None:
       self._all_ns = now_ns + self._config.lease_ns
 
+  def _has_lease(self, gather: gather_lib.Gather) -> bool:
+    return self._config.closing(gather.sync) or self._config.waits_for_live
+
   def _window_ns(self, now_ns: int, gather: gather_lib.Gather) -> int:
     """The grace window; of a sync for all the rest of their lease, at least the steps in which a
     learner answers."""
+    if self._has_lease(gather):
+      return self._config.lease_ns
     step_ns = pace_lib.step_ns(self._members)
     if gather.for_all:
       return max((self._all_ns or now_ns) - now_ns, self._tempo.in_flight * step_ns)
