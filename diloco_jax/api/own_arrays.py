@@ -219,8 +219,8 @@ def _beside(leaf: jax.Array, other: jax.Array) -> jax.Array:
 
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
   """The arrays of the user as those of jax, on all hosts of the learner."""
-  params = jax.tree.map(_own, own_model.as_arrays(params, 'params'))
-  opt_state = jax.tree.map(_own, own_model.as_arrays(opt_state, 'opt_state'))
+  params = jax.tree.map(_copied_if_of_host, own_model.as_arrays(params, 'params'))
+  opt_state = jax.tree.map(_copied_if_of_host, own_model.as_arrays(opt_state, 'opt_state'))
   if hosts.are_several(params):
     return hosts.on_all(params, params), hosts.on_all(opt_state, params)
   return jax.device_put(params), jax.device_put(opt_state)
@@ -244,13 +244,13 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
   return shardings[0]
 
 
-def _own(leaf: Any) -> Any:
+def _copied_if_of_host(leaf: Any) -> Any:
   """A copy of memory of the host, which its program may write again: jax would share it."""
   return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-  leaf = _own(leaf)
+  leaf = _copied_if_of_host(leaf)
   if isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding):
     return leaf
   if isinstance(leaf, np.ndarray) and sharding is not None:

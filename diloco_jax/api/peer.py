@@ -40,7 +40,7 @@ WAIT_S = 120.0
 
 
 class Ended(RuntimeError):
-  """The learner cannot go on: the syncer has refused it. Errors of its node come as they are."""
+  """The learner cannot go on: the run is over, the syncer refused it, or an error ended it."""
 
 
 class Peer:
@@ -195,7 +195,7 @@ class Peer:
       self._arrays.tokens_per_step = tokens
       self._arrays.next_index += 1
       self._synced = True
-      metrics = {name: _own(value) for name, value in metrics.items()}
+      metrics = {name: _kept_metric(value) for name, value in metrics.items()}
       self._measure(self.clock, tokens, metrics)
       if not any(hasattr(value, 'block_until_ready') for value in metrics.values()):
         made = [leaf for name, leaf in trained.items() if leaf is not held[name]]
@@ -289,7 +289,7 @@ class Peer:
     self._boundary_ns = time.monotonic_ns()
 
 
-def _own(value: Any) -> Any:
+def _kept_metric(value: Any) -> Any:
   """A copy of a metric, which is read later, when the loop may have donated or written it."""
   if isinstance(value, np.ndarray):
     return float(value)

@@ -121,7 +121,7 @@ def known(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Kn
   )
 
 
-def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
+def programs(described: spec_lib.Spec) -> list[supervisor_lib.LocalProgram]:
   """The same programs for the supervisor: with an interpreter, and shares of this machine."""
   learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
   cpus = share_cpus(len(learners), available_cpus())
@@ -134,7 +134,7 @@ def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
     syncer = one.role == spec_lib.SYNCER
     hosts = [environment(1)] if syncer else [next(environments) for _ in range(one.hosts)]
     found.append(
-      supervisor_lib.Program(
+      supervisor_lib.LocalProgram(
         name=one.name,
         command=[*cli.PROGRAM, *one.argv[1:]],
         environment={**one.environment, **hosts[0]},
@@ -153,8 +153,9 @@ def run(
 ) -> int:
   """Runs the experiment, writes the report, prints the summary and returns the exit code.
 
-  carry_out: runs the programs to their end. again: the command that continues the run, but for its
-  folder.
+  Args:
+    carry_out: runs the programs to their end.
+    again: the command that continues the run, but for its folder.
   """
   print(f'run {config.name} in {workdir}', flush=True)
   print(f'watch it: {cli.command("status", f"--workdir={workdir}", "--open")}', flush=True)
@@ -162,9 +163,12 @@ def run(
     outcome = carry_out()
   if outcome.code == exits.NEVER_RETRY:
     raise exits.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
-  write = lambda: summary_lib.write(workdir, plot=not outcome.interrupted)
-  text = lambda: summary_lib.text(write(), workdir, shutil.get_terminal_size().columns)
-  tell = lambda: print('\n' + text(), end='', flush=True)
+
+  def tell() -> None:
+    written = summary_lib.write(workdir, plot=not outcome.interrupted)
+    text = summary_lib.text(written, workdir, shutil.get_terminal_size().columns)
+    print('\n' + text, end='', flush=True)
+
   if not header.shown(tell, 'the summary', cli.command('report', str(workdir))):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it may take nothing more
   if outcome.code:
@@ -187,7 +191,7 @@ def run_processes(
   config: run_config.Config,
   workdir: pathlib.Path,
   described: spec_lib.Spec,
-  make: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = programs,
+  make: Callable[[spec_lib.Spec], list[supervisor_lib.LocalProgram]] = programs,
   kills: Sequence[supervisor_lib.Kill] = (),
 ) -> supervisor_lib.Outcome:
   """Runs the programs under the supervisor. `make`: turns the programs into those that the

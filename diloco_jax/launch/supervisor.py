@@ -53,8 +53,8 @@ _KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-  """A program to keep running.
+class LocalProgram:
+  """What this machine runs for a program of a spec: itself, or its driver (launch/engines/ray.py).
 
   Attributes:
     cpus: that it may use, () for all.
@@ -121,7 +121,7 @@ class Supervisor:
 
   def __init__(
     self,
-    programs: Sequence[Program],
+    programs: Sequence[LocalProgram],
     workdir: pathlib.Path,
     view: run_facts.RunFacts,
     recorder: records_lib.Recorder,
@@ -184,7 +184,7 @@ class Supervisor:
     """The running process of a program; None if there is none."""
     return self._running.get(name)
 
-  def add(self, program: Program) -> None:
+  def add(self, program: LocalProgram) -> None:
     """Runs one more learner like the others; the run waits for its end, too."""
     assert program.name not in self._programs, program.name
     self._programs[program.name] = program
@@ -220,10 +220,10 @@ class Supervisor:
 
   # --- One program --------------------------------------------------------------------------------
 
-  def _begin(self, program: Program) -> None:
+  def _begin(self, program: LocalProgram) -> None:
     self._runners[program.name] = asyncio.create_task(self._keep(program))
 
-  async def _keep(self, program: Program) -> None:
+  async def _keep(self, program: LocalProgram) -> None:
     """Runs the processes of a program, one after the other, until it has ended or the run stops."""
     pauses = restarts.Restarts(self._draw)
     while not self._ending(program.name).is_set():
@@ -247,7 +247,7 @@ class Supervisor:
         pauses.requested()
       await self._pause(program.name, pause_s)
 
-  async def _live(self, program: Program) -> tuple[int | None, str, float]:
+  async def _live(self, program: LocalProgram) -> tuple[int | None, str, float]:
     """Runs one process, or those of all hosts; returns the exit code, how it ended, and its running
     time in seconds. The code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]
@@ -412,15 +412,9 @@ def _verdict(
   if interrupted:
     return {'code': exits.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
-    return {
-      'code': exits.NEVER_RETRY,
-      'text': syncer.last_error or 'the syncer refused to start',
-    }
+    return {'code': exits.NEVER_RETRY, 'text': syncer.last_error or 'the syncer refused to start'}
   if learners and all(status.state == 'refused' for status in learners):
-    return {
-      'code': exits.NEVER_RETRY,
-      'text': learners[0].last_error or 'no learner could start',
-    }
+    return {'code': exits.NEVER_RETRY, 'text': learners[0].last_error or 'no learner could start'}
   if syncer is not None and syncer.state != 'done':
     return {'code': 1, 'text': f'the syncer is {syncer.state} (see its log)'}
   if learners and not any(status.state == 'done' for status in learners):

@@ -68,14 +68,14 @@ class Exchange:
     self._digest = jax.jit(digest_lib.digest)
 
   def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
-    like = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-    params, shardings = self._island.params, self._island.shardings.params
-    likes, at = fragments.by_path(jax.tree.map(like, params, shardings)), self._island.replicated
+    like = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    params, replicated = self._island.params, self._island.replicated
+    likes = fragments.by_path(jax.tree.map(like, params, self._island.shardings.params))
     self._likes = list(likes.values())
-    self._concatenate = jax.jit(jnp.concatenate, out_shardings=at)
+    self._concatenate = jax.jit(jnp.concatenate, out_shardings=replicated)
     kinds = []
     for pieces in self._layout.fragments:
-      found = fragments.packed(pieces, likes, at)
+      found = fragments.packed(pieces, likes, replicated)
       leaves = {paths: leaf for _, paths, leaf in found}
       names = {paths: name for name, paths in split.named(leaves).items()}
       label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
@@ -83,7 +83,7 @@ class Exchange:
         dataclasses.replace(piece, path=names[paths], label=label(piece))
         for piece, paths, _ in found
       )
-      kinds.append(split.make_kind(tuple(named), tuple(leaves.values()), at))
+      kinds.append(split.make_kind(tuple(named), tuple(leaves.values()), replicated))
       self._leaf_indices.append([[order[path] for path in paths] for paths in leaves])
       self._first_rows.append(np.int32([piece.start for piece, *_ in found]))
     return kinds
@@ -165,8 +165,8 @@ class Exchange:
       data, oks = each(data, kind.rows(leaves, starts), anchor)
       return data, jnp.all(oks)
 
-    at = kind.sharding, self._island.replicated
-    return kind.jit(encode_all, at, donate=0).lower(
+    shardings = kind.sharding, self._island.replicated
+    return kind.jit(encode_all, shardings, donate=0).lower(
       kind.like(size, np.uint8) if self._reuses else None,
       *self._held(kind),
       kind.like(kind.size, np.float32),
@@ -178,12 +178,12 @@ class Exchange:
     return jax.process_count() > 1 or (self._in_process and kind.parts > 1)
 
   def _lower_wire(self, kind: split.Kind) -> jax.stages.Lowered:
-    codec, at = self._codec_up, self._island.replicated
+    codec, replicated = self._codec_up, self._island.replicated
     flat = kind.like(codec.encoded_size(kind.size), np.uint8)
     if not self._in_process:
-      return kind.jit(lambda data: data, at).lower(flat)
+      return kind.jit(lambda data: data, replicated).lower(flat)
     wire = functools.partial(split.reorder, codec.sections, (kind.parts, 1))
-    return kind.jit(wire, at).lower(flat, self._order(kind).flat_B)
+    return kind.jit(wire, replicated).lower(flat, self._order(kind).flat_B)
 
   def _lower_flat(self, kind: split.Kind, whole: bool) -> jax.stages.Lowered:
     """`whole`: of a published value, else of a delta."""
@@ -223,8 +223,8 @@ class Exchange:
       return published_n, kind.digest(published_n)
 
     each = kind.on_each(apply, (kind.flat, kind.flat), (kind.flat, jax.P()))
-    at = kind.sharding, self._island.replicated
-    return kind.jit(each, at, donate=0).lower(
+    shardings = kind.sharding, self._island.replicated
+    return kind.jit(each, shardings, donate=0).lower(
       kind.like(kind.size, np.float32),
       kind.like(self._codec_down.encoded_size(kind.size), np.uint8),
     )
@@ -234,8 +234,8 @@ class Exchange:
     return split.named(map(like, kind.leaves)), self._like((len(kind.pieces),), np.int32)
 
   def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    at = split.automatic(self._island.replicated)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+    sharding = split.automatic(self._island.replicated)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
   def _leaves(self, p: int) -> exchange.Leaves:
     """The parameters with rows in fragment p."""
@@ -363,12 +363,12 @@ class Exchange:
     self.launches += 2
     value = exchange.Adoption(base_N, delta, capture, self._flags[merged], self._flags[keep])
     adopt = self._get(self.lower_adopt, kind)
-    adopted = adopt(self._own(p), self._starts[p], self.anchors[p], value)
+    adopted = adopt(self._consumable(p), self._starts[p], self.anchors[p], value)
     self._assign(p, adopted)
     self.anchors[p], digest = self._get(self.lower_apply, kind)(base_N, delta)
     return digest
 
-  def _own(self, p: int) -> exchange.Leaves:
+  def _consumable(self, p: int) -> exchange.Leaves:
     """The leaves of fragment p, for an adoption to consume: copies of those that are the arrays
     that the program gave first, or are in the tree twice, as tied ones."""
     uses = collections.Counter(map(id, jax.tree.leaves(self._island.params)))

@@ -131,8 +131,8 @@ class Kind(NamedTuple):
     leaf = self.leaves[int(self.pieces[index].path)]
     if self.parts == 1 or not _is_on(self.sharding.mesh, leaf.sharding) or _splits_rows(leaf):
       return rows
-    at = NamedSharding(self._auto_mesh, leaf.sharding.spec)
-    return jax.lax.with_sharding_constraint(rows, at)
+    sharding = NamedSharding(self._auto_mesh, leaf.sharding.spec)
+    return jax.lax.with_sharding_constraint(rows, sharding)
 
   def digest(self, values_n: jax.Array) -> jax.Array:
     """The digest of the whole fragment, uint32[2], from the values of this device."""
@@ -194,9 +194,9 @@ def make_kind(
 def _splits_rows(leaf: jax.ShapeDtypeStruct) -> bool:
   """Whether the rows of a leaf are on several devices. A slice of them has to begin at a constant,
   or the compiler would gather all of them first."""
-  at = leaf.sharding
-  named = isinstance(at, NamedSharding) and leaf.shape
-  return bool(named) and at.shard_shape(leaf.shape)[0] < leaf.shape[0]
+  sharding = leaf.sharding
+  named = isinstance(sharding, NamedSharding) and leaf.shape
+  return bool(named) and sharding.shard_shape(leaf.shape)[0] < leaf.shape[0]
 
 
 def _spec(

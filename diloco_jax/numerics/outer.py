@@ -88,7 +88,7 @@ def after_periods(
   b <- mu^r b + (1 - mu^r) / (1 - mu) D / r
   """
   mean = merged / jnp.asarray(count, merged.dtype)
-  return jax.lax.fori_loop(0, count, lambda _, at: tx.update(mean, at, params)[1], state)
+  return jax.lax.fori_loop(0, count, lambda _, carried: tx.update(mean, carried, params)[1], state)
 
 
 def by_tensor(

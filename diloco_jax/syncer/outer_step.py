@@ -289,12 +289,13 @@ class Tiles:
     """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
     Consumes the sums; `tiles` stay as they are. `periods`: those that it covers."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
-    encoded, at = self._encoded(self._log, p), dict(zip(self.starts(p), totals, strict=True))
+    encoded = self._encoded(self._log, p)
+    totals_at = dict(zip(self.starts(p), totals, strict=True))
 
     def gradient(start: int) -> tuple[jax.Array, bool]:
       data, ok, merged_n = self._gradient(
         self._log,
-        at[start],
+        totals_at[start],
         self._of_blocks(p, stretch_B, start),
         self._of_blocks(p, self._counts[p], start),
       )

@@ -12,8 +12,8 @@ large copy and checksum runs without the GIL.
 
 Seats. A session is a *stranger's* until the machine has answered it as it answers members only
 (peer_limits.py), and must become a member's in time. There is a number of seats for members, and
-another one for strangers. If all of those are taken, a newcomer displaces a stranger that has had
-`stay_s` to join: of those that have come least far with joining the oldest. Newcomers wait in line
+another one for strangers. If all of those are taken, an arrival displaces a stranger that has had
+`stay_s` to join: of those that have come least far with joining the oldest. Arrivals wait in line
 for that, and come at no higher rate. A learner that has proved its name needs no seat among the
 strangers, but its newest session displaces another one of it that has not joined. So processes that
 occupy sessions keep neither a member nor a restarted learner out, which needs less time to join,
@@ -46,7 +46,7 @@ from diloco_jax.transport import (
   sessions,
 )
 
-_LINE = 128  # newcomers that wait for a seat
+_LINE = 128  # arrivals that wait for a seat
 _SPARE_CALLS = 16  # calls that are about to be refused, or to end
 _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
@@ -192,7 +192,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits, traffic)
     self._door, self.address = door, door.address
     self._numbers = numbers or itertools.count(1)
-    self._line: list[threading.Event] = []  # of newcomers; set: it is this one's turn
+    self._line: list[threading.Event] = []  # of arrivals; set: it is this one's turn
     self._arrivals = peer_limits.Rate(
       limits.max_strangers / max(limits.stay_s, 0.001), limits.max_strangers
     )
@@ -252,7 +252,7 @@ class GrpcSyncerTransport(sessions.Sessions):
   def _admit(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
   ) -> tuple[grpc_session.Session, str]:
-    """The session of a newcomer, and its token. Ends the call if there is no seat for it."""
+    """The session of an arrival, and its token. Ends the call if there is no seat for it."""
     turn = threading.Event()
     with self._lock:
       self._line.append(turn)

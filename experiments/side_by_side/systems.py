@@ -93,8 +93,8 @@ def kills(seed: int, learners: list[str], seconds: float) -> list[plans.Fault]:
 
 
 def program(
-  system: str, floor_s: float, one: supervisor_lib.Program
-) -> supervisor_lib.Program | None:
+  system: str, floor_s: float, one: supervisor_lib.LocalProgram
+) -> supervisor_lib.LocalProgram | None:
   """The program of a system that runs instead of this one of a run of the package; None: none."""
   python, option, *words = one.command
   if words[: len(_PROGRAM)] != _PROGRAM:

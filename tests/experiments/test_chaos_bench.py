@@ -44,7 +44,7 @@ def test_restart_all_runs_its_own_programs_and_no_syncer():
   syncer = ['python', '-m', 'diloco_jax', 'syncer', '--workdir=w']
 
   def command(system: str, words: list[str]) -> list[str] | None:
-    one = supervisor.Program(name='one', command=words, environment={})
+    one = supervisor.LocalProgram(name='one', command=words, environment={})
     changed = systems.program(system, 0.2, one)
     return changed and list(changed.command)
 

@@ -33,9 +33,9 @@ while not pathlib.Path(sys.argv[1], "DONE").exists():
 """
 
 
-def program(name: str, script: str, *args: str) -> supervisor_lib.Program:
+def program(name: str, script: str, *args: str) -> supervisor_lib.LocalProgram:
   command = [sys.executable, '-S', '-c', script, *args]
-  return supervisor_lib.Program(name=name, command=command, environment=_ENVIRONMENT)
+  return supervisor_lib.LocalProgram(name=name, command=command, environment=_ENVIRONMENT)
 
 
 class Run:
@@ -432,7 +432,7 @@ from diloco_jax.report import live, records, run_facts
 workdir = pathlib.Path(sys.argv[1])
 command = [sys.executable, "-S", "-c", {_FOREVER!r}]
 programs = [
-  supervisor.Program(name=name, command=command, environment={{}}) for name in ("syncer", "l0")
+  supervisor.LocalProgram(name=name, command=command, environment={{}}) for name in ("syncer", "l0")
 ]
 display = live.Display()
 outcome = asyncio.run(supervisor.Supervisor(

@@ -54,7 +54,7 @@ class Drill(conductor.Conductor):
         await self._merged()
     self.supervisor.retire()
 
-  def _of_release(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _of_release(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     file = self._releases / program.name
     file.write_text(str(self._homes[0]), 'utf-8')
     words = program.command[program.command.index('utf8') + 2 :]

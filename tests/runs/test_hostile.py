@@ -103,7 +103,7 @@ class Shares:
     return max(0, blocked) / total if total else 0.0
 
 
-def _with_small_pages(program: supervisor_lib.Program) -> supervisor_lib.Program:
+def _with_small_pages(program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
   """Where the kernel gathers untouched memory to pages of 2 MiB, a process grows by tens of MiB
   without an attack."""
   tunables = program.environment['GLIBC_TUNABLES'] + ':glibc.malloc.hugetlb=0'

@@ -60,7 +60,7 @@ class Conductor(conductor.Conductor):
     }
     super().__init__(workdir, recorder, overrides, change=self._prove)
 
-  def _prove(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _prove(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     tls = f'--tls={self._certs / program.name}'
     if program.name == ids.SYNCER:
       return conductor_lib.with_more(program, tls, '--listen=127.0.0.1:0')

@@ -171,7 +171,7 @@ class Conductor(conductor.Conductor):
     config = {**OVERRIDES, **(overrides or {})}
     super().__init__(workdir, recorder, config, change=self._with_failpoints)
 
-  def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _with_failpoints(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     if program.name != 'syncer':
       return conductor.paced(program, STEP_S)
     return failpoints.instead(program, NextLife(program.environment, self._place_of_next_life))

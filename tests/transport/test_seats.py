@@ -101,7 +101,7 @@ def test_learners_beyond_the_seats_are_told_so_and_so_is_the_operator(made):
   member(syncer, made.learner(syncer))
 
 
-def test_a_newcomer_displaces_the_stranger_that_has_come_least_far(made):
+def test_an_arrival_displaces_the_stranger_that_has_come_least_far(made):
   syncer = made.syncer(dataclasses.replace(LIMITS, stay_s=0.0))
   learners = []
   for greets in (True, False, False):
@@ -117,7 +117,7 @@ def test_a_newcomer_displaces_the_stranger_that_has_come_least_far(made):
   assert all(learners[k].inbox.empty() for k in (0, 2))
 
 
-def test_a_stranger_has_some_time_to_join_before_a_newcomer_displaces_it(made):
+def test_a_stranger_has_some_time_to_join_before_an_arrival_displaces_it(made):
   syncer = made.syncer()
   start_s = time.monotonic()
   strangers = [made.learner(syncer) for _ in range(LIMITS.max_strangers)]

@@ -147,15 +147,15 @@ def overwritten_payload_stays(original):
 @mutant(
   'The syncer does not tell a learner that its contribution was merged.',
   gathering.Gathering,
-  'settle',
+  'send_verdict',
   'I7c',
 )
 def merged_payload_is_not_reported(original):
-  def settle(self, member, sync, fragment, reason):
+  def send_verdict(self, member, sync, fragment, reason):
     if reason:
       original(self, member, sync, fragment, reason)
 
-  return settle
+  return send_verdict
 
 
 # --- Rebase ---------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def late_tokens_are_settled(original):
     original(self, member, message, payload_id, reason)
     if reason == Reason.LATE:
       self._withdraw(member, message.fragment, message.tokens_to)
-      self._settle(member, message, reason)
+      self._settle_tokens(member, message, reason)
 
   return _reject
 
@@ -788,7 +788,7 @@ def saves_during_a_merge(original):
 )
 def cancel_is_not_reported(original):
   def cancel(self, gather, why):
-    with mock.patch.object(gathering.Gathering, 'settle', lambda *args: None):
+    with mock.patch.object(gathering.Gathering, 'send_verdict', lambda *args: None):
       original(self, gather, why)
 
   return cancel

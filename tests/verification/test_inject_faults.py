@@ -29,8 +29,8 @@ while True:
 """
 
 
-def _program(name: str, script: str = _TICKS) -> supervisor_lib.Program:
-  return supervisor_lib.Program(
+def _program(name: str, script: str = _TICKS) -> supervisor_lib.LocalProgram:
+  return supervisor_lib.LocalProgram(
     name=name, command=[sys.executable, '-S', '-c', script], environment=_ENVIRONMENT
   )
 

@@ -38,7 +38,7 @@ def run(
   described: spec_lib.Spec,
   request: spec_lib.Request,
   known: spec_lib.Known,
-  programs: Callable[[spec_lib.Spec], list[supervisor_lib.Program]] = local_run.programs,
+  programs: Callable[[spec_lib.Spec], list[supervisor_lib.LocalProgram]] = local_run.programs,
   more: Sequence[str] = (),
 ) -> int:
   """`programs`: of the supervisor. `more`: flags of the command that continues the run."""

@@ -70,13 +70,15 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Kno
   with exits.never_retry(ValueError):
     text = json.dumps(describe(described, request.tls, f'{named}/machine'), indent=1)
 
-  def programs(described: spec_lib.Spec) -> list[supervisor_lib.Program]:
+  def programs(described: spec_lib.Spec) -> list[supervisor_lib.LocalProgram]:
     for name in ('address', ray_driver.PLACED):
       (workdir / name).unlink(missing_ok=True)  # of an ended run
     (workdir / 'ray.json').write_text(text, 'utf-8')
     driver = [_PYTHON.value, '-I', str(_DRIVER), str(workdir / 'ray.json')]
     return [
-      supervisor_lib.Program(name=one.name, command=[*driver, one.name], environment=os.environ)
+      supervisor_lib.LocalProgram(
+        name=one.name, command=[*driver, one.name], environment=os.environ
+      )
       for one in described.programs
     ]
 

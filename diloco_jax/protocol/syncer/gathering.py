@@ -126,7 +126,7 @@ class Gathering:
     steps."""
     for learner, (message, _) in sorted(gather.payloads.items()):
       if message.sync != gather.sync:
-        self.settle(self._members.by_id[learner], message.sync, gather.fragment, Reason.LATE)
+        self.send_verdict(self._members.by_id[learner], message.sync, gather.fragment, Reason.LATE)
         self._out.drop(gather.withdraw(learner))
         gather.asked.discard(learner)
 
@@ -286,8 +286,8 @@ class Gathering:
     member.rejected, member.last_reason = member.rejected + 1, reason
     if reason not in self._kept:
       self._withdraw(member, fragment, message.tokens_to)
-      self._settle(member, message, reason)
-    self.settle(member, message.sync, fragment, reason)
+      self._settle_tokens(member, message, reason)
+    self.send_verdict(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
     version = self._published.fragments[fragment].version
     copy = member.copies[fragment]
@@ -296,7 +296,7 @@ class Gathering:
     elif reason == Reason.DUPLICATE:  # else it takes the next version for one with this payload
       copy.spoiled = True
 
-  def _settle(
+  def _settle_tokens(
     self, member: members_lib.Member, message: messages.Contribution, reason: str
   ) -> bool:
     return self._ledger.of(member).settle(
@@ -411,7 +411,7 @@ class Gathering:
     self, learner: str, message: messages.Contribution, payload_id: int, shared_steps: int
   ) -> actions.Participant:
     member = self._members.by_id[learner]
-    settled = self._settle(member, message, '')
+    settled = self._settle_tokens(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
     least, limit = self._screening.limits(message.fragment, message.steps, shared_steps)
     return actions.Participant(
@@ -454,7 +454,7 @@ class Gathering:
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
-        self.settle(member, gather.given_for(member.learner), done.fragment, end)
+        self.send_verdict(member, gather.given_for(member.learner), done.fragment, end)
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
@@ -508,14 +508,14 @@ class Gathering:
     for member in told:
       if member.joined:
         for sync in sorted({gather.given_for(member.learner), gather.sync}):
-          self.settle(member, sync, gather.fragment, messages.CANCELLED)
+          self.send_verdict(member, sync, gather.fragment, messages.CANCELLED)
     for payload_id in gather.abandon():
       self._out.drop(payload_id)
     gather.move('cancelled')
 
   # --- Verdicts sent to a learner -----------------------------------------------------------------
 
-  def settle(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
+  def send_verdict(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
     """Sends a learner the verdict on its contribution to a sync; `reason` '' if it was merged."""
     settled = messages.Settled(sync=sync, fragment=fragment, merged=not reason, reason=reason)
     self._out.send(member.session, settled)

@@ -53,8 +53,8 @@ from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
-NEW_LEARNERS = 2  # known ids of which nothing was merged, for each expected learner
-SPARE_NEW_LEARNERS = 8  # live ones beyond the expected number of learners
+NEWCOMERS = 2  # known ones, for each expected learner: ids of which nothing was merged
+SPARE_NEWCOMERS = 8  # live ones beyond the expected number of learners
 
 
 # --- A member's life ------------------------------------------------------------------------------
@@ -184,15 +184,14 @@ class Membership:
     return refused
 
   def _refuse_if_full(self, learner: str) -> messages.Refused | None:
-    """Refuses a new learner for now if too many such are live: they may not take the seats of
-    learners that contribute."""
-    new_learners = [name for name in self._live() if not self._ledger.merged(name)]
-    room = self._config.learners + SPARE_NEW_LEARNERS
-    if len(new_learners) < room or learner in new_learners or self._ledger.merged(learner):
+    """Refuses a newcomer for now if too many are live: others need seats, too."""
+    newcomers = [name for name in self._live() if not self._ledger.merged(name)]
+    room = self._config.learners + SPARE_NEWCOMERS
+    if len(newcomers) < room or learner in newcomers or self._ledger.merged(learner):
       return None
     return messages.Refused(
       code='FULL',
-      text=f'{len(new_learners)} learners are connected of which nothing was merged yet, at most '
+      text=f'{len(newcomers)} learners are connected of which nothing was merged yet, at most '
       f'{room} may be at once. Nothing is lost.',
       retry_ns=self._config.lease_ns,
     )
@@ -208,7 +207,7 @@ class Membership:
     process are lost."""
     before = self._members.by_id.get(join.learner)
     if before is None:
-      self._forget_new_learners()
+      self._forget_newcomers()
     elif before.nonce != join.nonce:
       self._ledger.fold(join.learner, before.incarnation)
       self._shards.give_back(join.learner)
@@ -225,12 +224,12 @@ class Membership:
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
-  def _forget_new_learners(self) -> None:
-    """Forgets the oldest absent ids that never contributed, if there are too many of them."""
+  def _forget_newcomers(self) -> None:
+    """Forgets the oldest absent newcomers, if there are too many newcomers."""
     busy = {one.learner for gather in self._gathering.open.values() for one in gather.participants}
-    new_learners = [name for name in self._members.by_id if not self._ledger.merged(name)]
-    absent = [n for n in new_learners if not self._members.by_id[n].live and n not in busy]
-    for learner in absent[: max(0, len(new_learners) + 1 - NEW_LEARNERS * self._config.learners)]:
+    newcomers = [name for name in self._members.by_id if not self._ledger.merged(name)]
+    absent = [n for n in newcomers if not self._members.by_id[n].live and n not in busy]
+    for learner in absent[: max(0, len(newcomers) + 1 - NEWCOMERS * self._config.learners)]:
       self._shards.give_back(learner)
       self._ledger.forget(learner)
       self._screening.forget(learner)
@@ -343,7 +342,7 @@ class Membership:
     for p, fragment in enumerate(self._published.fragments):
       sync = self._pace.last_due(p)
       if sync > clock and sync != fragment.last_sync and sync not in self._gathering.open:
-        self._gathering.settle(member, sync, p, messages.CANCELLED)
+        self._gathering.send_verdict(member, sync, p, messages.CANCELLED)
 
   def _caught_up(self, member: members_lib.Member) -> None:
     """Counts a learner that now holds published values only, and pulls for the open syncs."""

@@ -6,7 +6,7 @@ sees anyway, and asks less of a slow one::
 
     service      of a payload: its arrival - max(when it was due, arrival of the one before)
     r, 1 to 16   its payloads do not fit: the learner is pulled for a fragment in one of r periods
-                 only, with all its steps, which count less (contrib/aged.py)
+                 only, with all its steps, which count less (numerics/contrib/aged.py)
 
 A payload is due at the learner at the step boundary of its capture, and the learner reports that
 step: a Contribution up to `tokens_to` was due an inner step after the Progress with these tokens
@@ -148,21 +148,16 @@ class Links:
   def _judge(self, member: members_lib.Member) -> None:
     """Changes what is asked of the learner, if its link says so."""
     up, before, factor = member.up, member.up.periods, self._tempo.factor
-    known = self.slot_ns.samples >= min(SLOTS, self._config.fragments) and self.slot_ns.value
+    known = self.slot_ns.samples >= min(SLOTS, self._config.fragments) and self.slot_ns.value > 0
     if not (self._adapts and known and len(up.samples) == SAMPLES):
       return
     if before > 1 or self._median(self._up_share) <= PERMILLE * factor:
       share = self._up_share(member) // factor
       up.periods = tempo_lib.factor(share, before, MOST_PERIODS, tempo_lib.ONE_LINK)
     if up.periods != before:
-      self._out.report(
-        facts.Link(
-          learner=member.learner,
-          periods=up.periods,
-          up_ns=self._payload_ns(up),
-          slot_ns=self.slot_ns.value,
-        )
-      )
+      up_ns, slot_ns = self._payload_ns(up), self.slot_ns.value
+      link = facts.Link(learner=member.learner, periods=up.periods, up_ns=up_ns, slot_ns=slot_ns)
+      self._out.report(link)
       if before == 1:
         self._say(member)
 
@@ -195,7 +190,9 @@ class Links:
 
   def _delta_ns(self, down: members_lib.Downlink) -> int:
     """The time of a delta of mean size. One stall changes nothing."""
-    time_ns, size = (sum(values) for values in zip((0, 1), *sorted(down.samples)[:-1]))
+    kept = sorted(down.samples)[:-1]  # without the slowest
+    time_ns = sum(time_ns for time_ns, _ in kept)
+    size = 1 + sum(size for _, size in kept)  # never 0
     deltas = self._delta_bytes.values()
     return time_ns * sum(deltas) // (size * max(1, len(deltas)))
 
@@ -205,10 +202,12 @@ class Links:
     if link.periods == 1 or self._config.closing(sync):
       return True
     factor = self._tempo.factor
-    # To older pulls no answer will come.
-    lost = number - 2 * factor * max(fragments, 2 * link.periods)
+    period, spacing = factor * fragments, factor * link.periods  # in syncs; of the learner's pulls
+    # A pull that is older than two periods and than four spacings will have no answer. One payload
+    # may travel and one wait behind it, beside those of syncs that are announced and not open yet.
+    lost = number - max(2 * period, 4 * spacing)
     waiting = sum(one > lost for one in link.asked)
-    if not waiting and number - link.asked_at >= factor * fragments:
+    if not waiting and number - link.asked_at >= period:
       return True
     few = waiting < 2 + self._config.lead // link.periods
     turn = self._schedule.turn(sync, factor)
@@ -231,7 +230,8 @@ class Links:
       return False
     slot_ns = step_ns * self._config.period // self._config.fragments
     share = self._median(lambda one: self._longest_ns(one) * PERMILLE // slot_ns)
-    share *= self._adapts
+    if not self._adapts:  # the time of so small payloads is not that of a link
+      share = 0
     delay_ns = self._median(self._round_trip_ns)
     delay = delay_ns // step_ns if delay_ns >= LEAST_DELAY_NS else 0
     if not self._tempo.adapt(share, delay):

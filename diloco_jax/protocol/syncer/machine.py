@@ -26,14 +26,14 @@ This file has `handle`, the decisions of a sync's life and the end of the run. I
 no part calls it::
 
     join.py           how a process joins, and how a member is lost or leaves
-    pace.py           which sync opens next, and when
+    pace.py           which sync opens next, and when;  protocol/tempo.py: the period at present
     plausible.py      whether a learner of this run could send a message at all
     links.py          how fast payloads travel, and what the syncer asks of slow links
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
     gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which of them each learner is sent
-    checkpoints.py    when to save
-    screening.py      which payloads are refused before a merge;  quarantine
+    checkpoints.py    when to save;  recovery.py: the state after a restart
+    screening.py      which payloads are refused before a merge;  strikes, quarantine
     members.py        learner ids and leases;  ledger.py: tokens
     shards.py         which learner reads which shard, and how far each is committed
 """
@@ -295,7 +295,7 @@ class SyncerMachine:
     for member in self._members.live():
       for fragment in range(self._config.fragments if member.joined else 0):
         due = self._schedule.last_due(fragment, self._pace.next - 1)
-        self._gathering.settle(member, due, fragment, messages.CANCELLED)
+        self._gathering.send_verdict(member, due, fragment, messages.CANCELLED)
 
   def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
     if self._save_waits:

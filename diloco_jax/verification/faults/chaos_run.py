@@ -107,7 +107,7 @@ class ChaosRun(conductor.Conductor):
     lines += [f'NOT AS PROMISED: {complaint}' for complaint in complaints]
     return '\n'.join(lines), not complaints and verdict.broken is None
 
-  def _connect_to_proxy(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _connect_to_proxy(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     if program.name == ids.SYNCER:
       return conductor.with_more(program, '--listen=127.0.0.1:0', '--plaintext_loopback')
     address = f'file:{_proxy_file(self.workdir, program.name)}'

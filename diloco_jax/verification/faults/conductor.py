@@ -87,18 +87,19 @@ class Conductor:
     recorder: records.Recorder,
     config: run_config.Config,
     config_flags: Sequence[str],
-    change: Callable[[supervisor_lib.Program], supervisor_lib.Program | None] = lambda program: (
-      program
-    ),
+    change: Callable[
+      [supervisor_lib.LocalProgram], supervisor_lib.LocalProgram | None
+    ] = lambda program: program,
     display: live.Display | None = None,
   ):
-    """Args:
+    """Plans the programs; `play` runs them.
 
-    workdir: the run's folder.
-    recorder: of the facts of the supervisor.
-    config: of the run; `config_flags`: the same for the command line of its programs.
-    change: changes each program before it starts; None: it does not run.
-    display: shows the run.
+    Args:
+      workdir: the run's folder.
+      recorder: of the facts of the supervisor.
+      config: of the run; `config_flags`: the same for the command line of its programs.
+      change: changes each program before it starts; None: it does not run.
+      display: shows the run.
     """
     self.workdir = workdir
     programs = [
@@ -130,7 +131,7 @@ class Conductor:
     """After the run, however it ended."""
     await self.nemesis.heal()
 
-  def second(self, name: str) -> supervisor_lib.Program:
+  def second(self, name: str) -> supervisor_lib.LocalProgram:
     """Another process for the learner id of this program, on its own disk."""
     second = with_flag(self._programs[name], 'workdir', str(self.workdir / SECONDS / name))
     return dataclasses.replace(second, name=f'{name}-second')
@@ -166,7 +167,9 @@ class Conductor:
       self._display.listen(name, line)
 
 
-def with_flag(program: supervisor_lib.Program, name: str, value: str) -> supervisor_lib.Program:
+def with_flag(
+  program: supervisor_lib.LocalProgram, name: str, value: str
+) -> supervisor_lib.LocalProgram:
   """The program with another value of a flag that its command has."""
   command = [
     f'--{name}={value}' if word.startswith(f'--{name}=') else word for word in program.command
@@ -174,7 +177,7 @@ def with_flag(program: supervisor_lib.Program, name: str, value: str) -> supervi
   return dataclasses.replace(program, command=command)
 
 
-def with_more(program: supervisor_lib.Program, *words: str) -> supervisor_lib.Program:
+def with_more(program: supervisor_lib.LocalProgram, *words: str) -> supervisor_lib.LocalProgram:
   """The program with more flags."""
   return dataclasses.replace(program, command=[*program.command, *words])
 

@@ -1,8 +1,8 @@
 """Injects faults into the processes of a supervisor: kill, end, freeze, replace, slow down.
 
-Primitives without a plan: the caller decides when to use which (faults/chaos_run.py); faults of the
-network are in faults/proxy.py. Each returns whether its victim was running. The supervisor can
-still end a frozen process.
+Primitives without a plan: the caller decides when to use which (verification/faults/chaos_run.py);
+faults of the network are in verification/faults/proxy.py. Each returns whether its victim was
+running. The supervisor can still end a frozen process.
 
 `slow` freezes a process briefly, often: in every SLICE_S it may run a `factor`-th of the time. So
 the heartbeats of a learner are slow as well as its steps.
@@ -27,7 +27,7 @@ class Nemesis:
   def __init__(
     self,
     supervisor: supervisor_lib.Supervisor,
-    second: Callable[[str], supervisor_lib.Program],
+    second: Callable[[str], supervisor_lib.LocalProgram],
   ):
     self._supervisor, self._second = supervisor, second
     self._frozen: set[str] = set()

@@ -28,7 +28,9 @@ PACED = floor.__name__  # the module instead of `diloco_jax learner`
 _LEARNER = [*cli.PROGRAM, 'learner']
 
 
-def paced(program: supervisor_lib.Program, step_s: float = STEP_S) -> supervisor_lib.Program:
+def paced(
+  program: supervisor_lib.LocalProgram, step_s: float = STEP_S
+) -> supervisor_lib.LocalProgram:
   """A learner's program with a floor under the time of its steps; another one as it is."""
   if list(program.command[: len(_LEARNER)]) != _LEARNER:
     return program
@@ -71,7 +73,7 @@ class Conductor(conductor.Conductor):
     workdir: pathlib.Path,
     recorder: records.Recorder,
     overrides: dict[str, Any],
-    change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = paced,
+    change: Callable[[supervisor_lib.LocalProgram], supervisor_lib.LocalProgram] = paced,
     variant: str = 'tiny',
   ):
     config = stdlib_lm.get_config(variant)

@@ -45,8 +45,8 @@ NAMES = tuple(PLACES)
 
 
 def instead(
-  program: supervisor_lib.Program, environment: Mapping[str, str]
-) -> supervisor_lib.Program:
+  program: supervisor_lib.LocalProgram, environment: Mapping[str, str]
+) -> supervisor_lib.LocalProgram:
   """Replaces a syncer's program by this one."""
   words = list(program.command)
   start = list(cli.PROGRAM)

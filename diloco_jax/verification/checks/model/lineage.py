@@ -18,7 +18,7 @@ from diloco_jax.protocol import actions, messages
 Reason = messages.Reason
 Range = tuple[int, int]
 FORMER = 0  # the incarnation under which accounts of replaced processes are summed up
-NEW_LEARNERS = 2  # ids of which nothing was merged, for each expected learner
+NEWCOMERS = 2  # known ones, for each expected learner
 FORGOTTEN = '(forgotten)'  # the learner under which accounts of forgotten ids are summed up
 
 
@@ -128,12 +128,12 @@ class Lineage:
     return self.accounts.setdefault(key, Account([0] * len(self.versions)))
 
   def surplus(self, present: Collection[str], learners: int) -> list[str]:
-    """The rule of syncer/join.py, implemented a second time: a new id replaces the one that
-    came first among those that are absent and of which nothing was ever merged."""
+    """The rule of protocol/syncer/join.py, implemented a second time: a new id replaces the absent
+    newcomer that came first."""
     useful = {learner for (learner, _), account in self.accounts.items() if account.merged}
-    new_learners = [learner for learner in self.holders if learner not in useful]
-    absent = [learner for learner in new_learners if learner not in present]
-    return absent[: max(0, len(new_learners) + 1 - NEW_LEARNERS * learners)]
+    newcomers = [learner for learner in self.holders if learner not in useful]
+    absent = [learner for learner in newcomers if learner not in present]
+    return absent[: max(0, len(newcomers) + 1 - NEWCOMERS * learners)]
 
   def forget(self, learner: str) -> None:
     """The syncer forgets an id: its accounts become part of one for all such ids."""
