@@ -127,7 +127,7 @@ def _complete(words: list[str]) -> int:
 
 def _print_words(name: str) -> int:
   if name in COMMANDS:
-    from diloco_jax.launch import help as help_lib  # pylint: disable=g-import-not-at-top
+    from diloco_jax.launch import help as help_lib  # only completion needs it
 
     sys.argv = [f'diloco {name}']
     print('\n'.join(help_lib.words(importlib.import_module(module(name)))))

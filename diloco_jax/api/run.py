@@ -110,9 +110,9 @@ class Run:
 
   def plot(self) -> 'figure_lib.Figure':
     """The picture of the report: losses against tokens, processes against time."""
-    from matplotlib import pyplot  # pylint: disable=g-import-not-at-top  # 1 s
+    from matplotlib import pyplot  # 1 s
 
-    from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top
+    from diloco_jax.report import picture  # imports matplotlib
 
     ipython = sys.modules.get('IPython')
     if getattr(ipython and ipython.get_ipython(), 'kernel', None):

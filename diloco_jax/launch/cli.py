@@ -131,7 +131,7 @@ def define_metrics() -> None:
 def serve_metrics(process: str) -> None:
   """As --metrics_port says; a port that is in use is no reason not to train."""
   if (port := flags.FLAGS['metrics_port'].value) is not None:
-    from diloco_jax.report import serve  # pylint: disable=g-import-not-at-top
+    from diloco_jax.report import serve  # only --metrics_port needs it
 
     try:
       port = serve.serve_metrics(config(), flags.FLAGS['workdir'].value, process, port)
@@ -164,7 +164,7 @@ def run_command(module: types.ModuleType) -> NoReturn:
   POSITIONAL (whether it takes arguments that are not flags)."""
   for word in sys.argv[1:]:
     if found := re.fullmatch(r'-?-(?:h|help|help(full)|\?)', word):
-      from diloco_jax.launch import help as help_lib  # pylint: disable=g-import-not-at-top
+      from diloco_jax.launch import help as help_lib  # only --help needs it
 
       show = lambda argv: print(help_lib.text(module, full=bool(found[1])), flush=True)
       sys.exit(_guarded(show, []))

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
   """Asks the kernel to kill this process with its parent, unless the parent has already died."""
   if sys.platform == 'linux':
-    import ctypes  # pylint: disable=g-import-not-at-top
+    import ctypes  # nothing else needs it
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

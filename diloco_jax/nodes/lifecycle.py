@@ -47,6 +47,7 @@ def keep_compiled() -> None:
 
 
 def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
+  """The folder of the run, claimed, and the recorder of the process `name` in it."""
   folder = pathlib.Path(workdir).absolute()
   try:
     run_folder.claim(folder)
@@ -116,6 +117,7 @@ def stops(
 
 
 def end(result: actions.Exit, records: records_lib.Recorder) -> int:
+  """Says and records how the node has ended; returns the exit code, or raises the refusal."""
   for refusal in (exits.NeverRetry, exits.NotInTime):
     if result.code == refusal.code:
       records.close()

@@ -48,13 +48,14 @@ class Recorder:
     prefix: str = '',
     limit_bytes: int = LIMIT_BYTES,
   ):
-    """Args:
+    """Opens the file of facts.
 
-    workdir: the run's folder; created if it does not exist (OSError if that fails).
-    process: the name of the process, for example 'l0' or 'syncer'.
-    tensorboard: also write curves. A killed process loses the last 8 KiB of them.
-    prefix: of every line for people, if several nodes share an output.
-    limit_bytes: the most that the file of facts may have.
+    Args:
+      workdir: the run's folder; created if it does not exist (OSError if that fails).
+      process: the name of the process, for example 'l0' or 'syncer'.
+      tensorboard: also write curves. A killed process loses the last 8 KiB of them.
+      prefix: of every line for people, if several nodes share an output.
+      limit_bytes: the most that the file of facts may have.
     """
     self._process = process
     self._prefix = prefix
@@ -195,26 +196,26 @@ class Curves:
   into a buffer."""
 
   def __init__(self, folder: pathlib.Path):
-    from tensorboardX import event_file_writer  # pylint: disable=g-import-not-at-top  # 0.4 s
+    from tensorboardX import event_file_writer  # 0.4 s
 
     folder.mkdir(parents=True, exist_ok=True)
     self._writer = event_file_writer.EventsWriter(str(folder / 'events'))
 
   def add(self, step: int, values: dict[str, float]) -> None:
     """Adds a point to each curve. Raises OSError."""
-    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
+    from tensorboardX import summary  # loaded by now
 
     for key, value in values.items():
       self._write(step, summary.scalar(key, value))
 
   def text(self, key: str, text: str) -> None:
     """Adds a text, which is shown as it is. Raises OSError."""
-    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
+    from tensorboardX import summary  # loaded by now
 
     self._write(0, summary.text(key, textwrap.indent(text, '    ')))
 
   def _write(self, step: int, summary: Any) -> None:
-    from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
+    from tensorboardX.proto import event_pb2  # loaded by now
 
     make = event_pb2.Event  # type: ignore[attr-defined]  # made when it is imported
     self._writer.write_event(make(summary=summary, step=step, wall_time=time.time()))

@@ -64,7 +64,7 @@ def state_of(found: folder_lib.Read) -> dict[str, Any]:
 def _png(shown: dict[str, Any]) -> bytes:
   if not folders.home_cache():
     os.environ.setdefault('MPLCONFIGDIR', str(folders.cache() / 'matplotlib'))
-  from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
+  from diloco_jax.report import picture  # 1 s
 
   picture.draw(shown).savefig(file := io.BytesIO(), dpi=picture.DPI)
   return file.getvalue()
@@ -258,13 +258,7 @@ def text(
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
   if summary['goodput']:
     lines += ['', *goodput_lines(summary['goodput'], width)]
-  lines += [
-    '',
-    *paths,
-    '',
-    *_headline(summary),
-    *_kill_lines(summary),
-  ]
+  lines += ['', *paths, '', *_headline(summary), *_kill_lines(summary)]
   pasted = {line for line in paths if line.startswith((' ', 'model', 'curves'))}
   wrapped = ([line] if line in pasted else _wrap(line, width) for line in lines)
   return '\n'.join(itertools.chain.from_iterable(wrapped)) + '\n'

@@ -81,7 +81,7 @@ def peak(kind: str) -> float:
 def memory(devices: 'list[jax.Device]') -> tuple[int, int]:
   """The most bytes that any of these devices of this host has held, and its limit; 0 each: a
   backend that does not count, as on CPUs, or does not tell, as Pathways."""
-  import jax  # pylint: disable=g-import-not-at-top  # who reads records needs none
+  import jax  # who reads records needs none
 
   try:
     stats = [device.memory_stats() or {} for device in devices]

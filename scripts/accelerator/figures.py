@@ -39,7 +39,7 @@ def add(out: pathlib.Path, phase: str, **found: Any) -> None:
 
 def machine(out: pathlib.Path) -> None:
   """Adds what this process runs on."""
-  import jax  # pylint: disable=g-import-not-at-top  # the driver has no need of it
+  import jax  # the driver has no need of it
 
   device = jax.local_devices()[0]
   add(
