@@ -1,7 +1,7 @@
 """The facts that machines report: for the records and the checks, never for another machine.
 
 The name of a fact is its class name in small letters. The facts of a process itself are in
-report/facts.py. Each token counts once for each fragment (syncer/ledger.py).
+report/facts.py. Each token counts once for each fragment (protocol/syncer/ledger.py).
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ class Progress:
 
 @fact
 class Link:
-  """What the syncer asks of a learner has changed with its link (syncer/links.py): the
+  """What the syncer asks of a learner has changed with its link (protocol/syncer/links.py): the
   period factor r. `up_ns`: the time of a payload of mean size; `slot_ns`: between two syncs."""
 
   learner: str

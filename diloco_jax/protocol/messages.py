@@ -125,7 +125,7 @@ class Contribution:
 
   It covers the learner's own token count from `tokens_from` (what the syncer had settled before)
   to `tokens_to` (the capture): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
-  are the batches [cursor - steps, cursor) of data shard `shard` (syncer/shards.py).
+  are the batches [cursor - steps, cursor) of data shard `shard` (protocol/syncer/shards.py).
   """
 
   sync: int

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
-MAX_DIGITS = 100  # of an integer; a norm (syncer/screening.py) has up to 60
+MAX_DIGITS = 100  # of an integer; a norm (protocol/syncer/screening.py) has up to 60
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _NOT_A_BRACKET = re.compile(r'[^\[\]{}]+')
 

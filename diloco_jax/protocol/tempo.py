@@ -9,9 +9,9 @@ shortens them again when the links allow it::
     overlap   q tau steps; a sync waits longer by the delay
     delay     of a message to a learner and of its answer, in inner steps
 
-Only most learners together change it: one with a thin link is asked less itself (syncer/links.py).
-The learners need not know: they answer pulls. A new process of the syncer begins with the settings,
-and measures again.
+Only most learners together change it: one with a thin link is asked less itself
+(protocol/syncer/links.py). The learners need not know: they answer pulls. A new process of the
+syncer begins with the settings, and measures again.
 """
 
 import dataclasses

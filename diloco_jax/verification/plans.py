@@ -1,7 +1,8 @@
 """Chaos plans: faults with their kinds, nodes, times and durations. Pure data.
 
-The same plan drives the simulated world (sim/faults.py) and real processes (faults/chaos_run.py). A
-fault has a kind, begins at `at_ns` of the run and ends `for_ns` later:
+The same plan drives the simulated world (verification/sim/faults.py) and real processes
+(verification/faults/chaos_run.py). A fault has a kind, begins at `at_ns` of the run and ends
+`for_ns` later:
 
 | kind | what happens to `node` | `amount` |
 |---|---|---|

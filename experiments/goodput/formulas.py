@@ -12,7 +12,7 @@ from diloco_jax.verification.sim import hardware
 
 
 def elastic(slices: hardware.Slices) -> float:
-  """Goodput of an island that goes on without its failed slices (sim/hardware.py).
+  """Goodput of an island that goes on without its failed slices (verification/sim/hardware.py).
 
   With failures at rate `n / MTBI` while the island runs, 1 / (share of time it runs) is 1 plus the
   pauses per second of running: a downscale per failure, and an upscale per group of healthy slices

@@ -139,8 +139,8 @@ def failures(quick: bool) -> Table:
     notes=f'Islands alone for {hours} h; machines for {times[1] / 60:g} minutes after '
     f'{times[0] / 60:g} that all checkers watch, on the same failures, P = H = 24, K = 1, steps of '
     '1 s with 2 % noise. Times of pauses and recoveries were fitted to the published goodput '
-    '(sim/hardware.py). "DP, elastic" is one island of all chips. Uptime: at least one '
-    'island runs. Of the machines, goodput counts chips that train, token goodput tokens that '
+    '(verification/sim/hardware.py). "DP, elastic" is one island of all chips. Uptime: at least '
+    'one island runs. Of the machines, goodput counts chips that train, token goodput tokens that '
     'were merged.',
     verdicts=_failure_verdicts,
   )

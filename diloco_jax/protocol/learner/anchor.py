@@ -11,7 +11,7 @@ capture that was merged. The ledger of the syncer, never the learner, says what 
 `Publish.settled_to` and `Joined.settled`. The merge is that of LOSCAR-SGD (arXiv 2605.20866).
 
 A learner that returns after more than MOST_VERSIONS versions drops its steps: the syncer would
-refuse the norm of so many (syncer/screening.py), and the model learns more without them
+refuse the norm of so many (protocol/syncer/screening.py), and the model learns more without them
 (docs/studies/links.md).
 """
 

@@ -3,8 +3,8 @@
 A process does for its machine what node/loop.py and the shell do in production: it feeds events,
 wakes the machine at its deadline, carries out its actions, and answers its work after a while. What
 the work does to arrays is that of the world's *model*: simulated values (arrays.py), none
-(no_arrays.py), or the real arrays (virtual/arrays.py). It also tracks payload ids, to notice a leak
-or a double drop.
+(no_arrays.py), or the real arrays (verification/virtual/arrays.py). It also tracks payload ids, to
+notice a leak or a double drop.
 """
 
 import abc

@@ -1,4 +1,4 @@
-"""The model of real arrays (sim/processes.py): production work, done at once.
+"""The model of real arrays (verification/sim/processes.py): production work, done at once.
 
 Learners and the syncer are driven through the classes that real processes use (learner/work.py,
 syncer/work.py). Only what they do beside the arithmetic is left out here: threads, files, records.

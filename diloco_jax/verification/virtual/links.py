@@ -1,7 +1,7 @@
 """What its links make of a run: the protocol alone, on links of so many bytes per second.
 
-Payloads have the sizes of their codecs and no content (sim/no_arrays.py), so a prediction takes
-seconds for a model of any size.
+Payloads have the sizes of their codecs and no content (verification/sim/no_arrays.py), so a
+prediction takes seconds for a model of any size.
 """
 
 import collections

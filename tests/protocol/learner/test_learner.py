@@ -32,7 +32,7 @@ def test_a_capture_of_an_old_session_is_not_sent_on_the_new_one():
 
 
 def test_wrong_bits_adopted_while_disconnected_are_reported_later():
-  # Design section 4: "a learner whose published value differs is repaired and counted".
+  """A learner whose published value differs is repaired and counted."""
   machine = new_learner()
   connect(machine, 1, 0)
   machine.handle(MS, received(1, publish(2, 0, version=1), payload_id=4))

@@ -199,8 +199,7 @@ def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption
 
 @pytest.mark.parametrize('staleness, reason', [(0, 'stale'), (1, '')])
 def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str):
-  # Design section 4: "counts with its own displacement if it is at most max_staleness versions
-  # old".
+  """A payload counts with its own displacement if its anchor is no older."""
   machine, session = joined(max_staleness=staleness, learners=2, quorum=1)
   advance(machine, session, step=2)
   machine.handle(2, received(session, contribution(sync=2), payload_id=1))
@@ -248,7 +247,7 @@ def test_grace_decisions():
 
 
 def test_a_delta_is_sent_only_to_holders_of_the_version_before():
-  # Design section 4: "a learner of another version gets the whole fragment".
+  """A learner of another version gets the whole fragment."""
   machine = two_learners(quorum=1)
   machine.handle(3, received(1, contribution(), payload_id=1))
   machine.handle(3, received(2, contribution(shard=1), payload_id=2))

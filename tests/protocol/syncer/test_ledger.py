@@ -22,7 +22,7 @@ from tests.protocol.single import (
 
 
 def test_the_ledger_settles_ranges_once():
-  # Design section 4: "Every token trained is merged or discarded with a reason".
+  """Every token that was trained is merged, or discarded with a reason."""
   account = ledger.Ledger(2).open('l0', 1)
   account.train(10, 100)
   assert account.settle(0, 20, 50, '', gap='overwritten')
@@ -36,7 +36,7 @@ def test_the_ledger_settles_ranges_once():
 
 
 def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_process():
-  # Design section 4, also if another process took the id while the outer step was under way.
+  """The ledger adds up, also if another process took the id while the merge was under way."""
   book = ledger.Ledger(1)
   account = book.open('l0', 1)
   account.train(10, 100)
@@ -120,7 +120,7 @@ def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
 
 
 def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
-  # Design section 4: "the ledger adds up, always", also across a restart of a finished run.
+  """The ledger adds up across a restart of a finished run, too."""
   seen = Recording(learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=4)
   seen.start('l0').run(250)
   seen.world.link('l0').cut.update(('up', 'down'))

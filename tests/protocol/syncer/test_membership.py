@@ -23,7 +23,6 @@ MS = engine.MS
 
 
 def test_a_repeated_join_or_confirm_changes_nothing():
-  # Reliability section 2.1: "A Join or Confirm repeated with the holder's nonce is idempotent".
   machine, session = joined()
   before = machine.state()
   assert machine.handle(2, received(session, join())) == []
@@ -33,7 +32,7 @@ def test_a_repeated_join_or_confirm_changes_nothing():
 
 
 def test_an_offer_holds_nothing():
-  # Reliability section 2.1: Offer is "not durable"; the id is held from Confirm on.
+  """The process holds the id from its Confirm on."""
   machine = new_machine()
   machine.handle(0, received(1, join(nonce=7)))
   out = machine.handle(0, received(2, join(nonce=8)))

@@ -32,7 +32,6 @@ MS = engine.MS
 
 
 def test_a_fast_network_cannot_shrink_h():
-  # Design section 4: "a fast network cannot shrink H"; paper-facts section 4, the last remark.
   seen = Recording(learners=1, fragments=4, period=4, overlap=2, quorum=1, total_steps=40)
   seen.start('l0')
   link, island = seen.world.link('l0'), seen.world.island('l0')
@@ -47,7 +46,6 @@ def test_a_fast_network_cannot_shrink_h():
 
 
 def test_when_the_fastest_learner_dies_the_next_one_takes_over_at_once():
-  # Design section 4: "when the fastest learner dies the next one carries on at once".
   seen = Recording(learners=2, fragments=2, period=2, overlap=1, quorum=1, total_steps=40)
   seen.start('l0', step_ms=50).start('l1', step_ms=100).run(1000)
   before = max(seen.opened())
@@ -87,7 +85,7 @@ def test_with_wait_for_live_no_step_is_taken_before_all_live_learners_are_there(
 
 
 def test_a_syncs_step_is_adopted_as_the_clock():
-  # Design section 4: "adopting what sync t published sets it to max(clock, t)".
+  """A learner that adopts what sync t published sets its clock to max(clock, t)."""
   seen = Recording(learners=2, fragments=4, period=4, overlap=1, quorum=1, total_steps=40)
   seen.start('l0', step_ms=50).start('l1', step_ms=500).run(2500)
   fast = [report for _, report in seen.sent(messages.Progress, 'l0')][-1]
@@ -165,7 +163,7 @@ def test_after_a_restart_a_clock_counts_as_far_as_another_returned_one_allows():
 
 
 def test_an_event_costs_the_same_with_many_learners():
-  # Design section 1: the same machines at millions of chips: O(1) but for syncs and sweeps.
+  """The cost of an event is O(1) but for syncs and sweeps: it serves millions of chips."""
   machine = new_machine(learners=300, quorum=300)
   for n in range(300):
     machine.handle(0, received(n, join(learner=f'l{n}', nonce=n)))

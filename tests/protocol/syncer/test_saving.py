@@ -29,8 +29,7 @@ MS = engine.MS
 
 
 def test_a_busy_syncer_saves_too():
-  # Design section 4, Durability: a machine state has no half-done merge; merges that always overlap
-  # must not prevent a save.
+  """A machine state has no half-done merge; merges that always overlap must not prevent a save."""
   seen = Recording(
     learners=1, fragments=8, period=8, overlap=3, quorum=1, total_steps=80, save_syncs=4
   )
@@ -42,7 +41,6 @@ def test_a_busy_syncer_saves_too():
 
 
 def test_a_machine_state_restores_the_machine():
-  # Design section 1: snapshot(), restore(): the same state again.
   machine, session = joined()
   advance(machine, session, step=2)
   machine.handle(2, received(session, contribution(sync=2), payload_id=1))

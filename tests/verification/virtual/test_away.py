@@ -1,6 +1,6 @@
 """A learner, the syncer or its network is away for many periods: what is merged on the return, how,
 and what is lost. The machines, all checkers on, and arrays that are the displacements
-(sim/arrays.py)."""
+(verification/sim/arrays.py)."""
 
 import functools
 from collections.abc import Callable

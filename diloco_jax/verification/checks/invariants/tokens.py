@@ -196,7 +196,7 @@ class Verdicts(invariant.Invariant):
         self.fail(send, event, book.ended.merged)
     elif said.reason == messages.CANCELLED:
       gather = book.gathers.get(said.sync)
-      # A closing sync that is open again (syncer/pace.py) may find nothing left to merge.
+      # A closing sync that is open again (protocol/syncer/pace.py) may find nothing left to merge.
       over = gather.merging if gather else said.sync <= book.lineage.last_sync[said.fragment]
       if over and not self._was_late(book, send, event):
         self.fail(send, f'sync {said.sync} made a version or may make one')
