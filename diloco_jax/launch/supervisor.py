@@ -314,8 +314,8 @@ class Supervisor:
   def _look(self) -> None:
     self._view.take(self._tails.read())
     for kill in [one for one in self._kills if one.at_fraction <= self._view.foremost]:
-      self._kills.remove(kill)
-      self.bring_down(kill.victim, kill.down_s, 'killed by --kill')
+      if self.bring_down(kill.victim, kill.down_s, 'killed by --kill'):  # else it has no process yet
+        self._kills.remove(kill)
 
   async def _until_over(self) -> None:
     """Waits until the syncer has ended, no learner is left, or a signal interrupts the run."""

@@ -317,6 +317,18 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
   assert exits == [-signal.SIGKILL, 0]
 
 
+def test_a_kill_that_is_due_waits_until_its_victim_has_a_process(tmp_path):
+  kills = [supervisor_lib.Kill(victim='l0', at_fraction=0.0, down_s=0.0)]
+
+  def tick(run: Run) -> None:
+    if run.supervisor.statuses['l0'].starts == 2:
+      run.supervisor.retire()
+
+  Run(tmp_path, [program('l0', _FOREVER)], kills=kills).run(tick)
+  facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
+  assert [fact['code'] for fact in facts if fact['name'] == 'exit'][0] == -signal.SIGKILL
+
+
 @pytest.mark.parametrize('text', ['l9@0.5', 'l0', 'l0@1.5', 'l0@-1', 'l0@0.5+', 'l0@0.5+-1', ''])
 def test_a_kill_that_cannot_be_is_refused(text):
   with pytest.raises(ValueError, match='use NAME@FRACTION.SECONDS.* names syncer, l0, l1'):
