@@ -314,7 +314,7 @@ class Supervisor:
   def _look(self) -> None:
     self._view.take(self._tails.read())
     for kill in [one for one in self._kills if one.at_fraction <= self._view.foremost]:
-      if self.bring_down(kill.victim, kill.down_s, 'killed by --kill'):  # else it has no process yet
+      if self.bring_down(kill.victim, kill.down_s, 'killed by --kill'):  # it has a process
         self._kills.remove(kill)
 
   async def _until_over(self) -> None:
