@@ -289,9 +289,12 @@ def bucket(_fake_gcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
 @pytest.fixture(scope='module', autouse=True)
 def _give_way(request: pytest.FixtureRequest) -> None:
-  """A worker of several lets the real run of another go first. Linux shares the CPUs between the
-  sessions first, by the nice values of their autogroups; each process of a run leads a session."""
-  if hasattr(request.config, 'workerinput'):
+  """In a lane of many real runs a worker of several lets the real run of another go first. Linux
+  shares the CPUs between the sessions first, by the nice values of their autogroups; each process
+  of a run leads a session. The default lane gives way to nobody: beside four other busy processes
+  it would have a sixth of the CPUs."""
+  many = request.config.getoption('--long') or request.config.getoption('--all')
+  if many and hasattr(request.config, 'workerinput'):
     real = request.node.nodeid.startswith(_REAL_RUNS)
     with contextlib.suppress(OSError):  # a kernel without autogroups
       pathlib.Path('/proc/self/autogroup').write_text('0' if real else '5', encoding='utf-8')
