@@ -453,7 +453,7 @@ class Gathering:
         self._revoke(one, gather.fragment)
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
-      if end is not None:
+      if end is not None and member.joined:  # else its Joined tells what is settled
         self.send_verdict(member, gather.given_for(member.learner), done.fragment, end)
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
