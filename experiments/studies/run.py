@@ -44,6 +44,7 @@ STUDIES = (
   'scale',
   'scale.closing',
   'scale.many',
+  'scale.tuned',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
 _QUICK = flags.DEFINE_bool('quick', False, 'short: fewer arms, a third of the steps, one seed')

@@ -169,7 +169,7 @@ def test_a_report_of_a_part_of_the_grid(cheap_keys, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1_800)  # three minutes on two quiet cores
 def test_the_quick_study_runs_to_its_trend(tmp_path):
-  studies = '--study=scale,scale.closing,scale.many', '--quick', f'--out={tmp_path}'
+  studies = '--study=scale,scale.closing,scale.many,scale.tuned', '--quick', f'--out={tmp_path}'
   subprocess.run([sys.executable, '-m', 'experiments.studies.run', *studies], cwd=ROOT, check=True)
   text = (tmp_path / 'scale.md').read_text('utf-8')
   assert all(f'| 13k 30k 63k x2, {one}, decoupled, M=4 | 3 |' in text for one in scale.BOTH)

@@ -61,6 +61,7 @@ ALIKE = (  # as parity's, or as the test of a suite
   'scale',
   'scale.closing',
   'scale.many',
+  'scale.tuned',
 )
 
 

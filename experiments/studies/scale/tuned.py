@@ -1,0 +1,143 @@
+"""Each method with its best inner optimizer, data-parallel training included (tuned.md).
+
+The momentum of Muon and its weight beside the newest gradient (`optimizer.momentum_weight`), each
+with its best inner rate: searched at each size.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+from experiments.studies import scale
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+from experiments.studies.scale import closing, many
+
+NAME = 'scale.tuned'
+METHODS = {
+  'data-parallel': scale.BASE,
+  'M=4': ('decoupled', 4),
+  'M=8': ('decoupled', 8),
+  'with an outer step': ('diloco', 1),  # of one learner, every 12 steps; at the small size
+}
+BASE = next(iter(METHODS))
+SETTINGS: dict[str, dict[str, Any]] = {
+  'as set': {},
+  'momentum 0.9': {'optimizer.momentum': 0.9},
+  'weight 0.7': {'optimizer.momentum_weight': 0.7},
+  'weight 0.5': {'optimizer.momentum_weight': 0.5},
+  'weight 0.7, int4, P=H=6': {'optimizer.momentum_weight': 0.7} | many.FACTORS['int4, P=H=6'],
+}
+CARRIERS = (BASE, 'M=4', 'M=8')
+CARRIED = ('as set', 'weight 0.7', 'weight 0.7, int4, P=H=6')
+SEEDS = (0, 1, 2)
+
+
+class Choice(NamedTuple):
+  """The inner optimizer of a method at a size."""
+
+  setting: str
+  rate: float
+  loss: float  # of the first seed
+
+
+def _arm(size: str, method: str, setting: str, rate: float, seed: int, quick: bool) -> arms.Arm:
+  ratio = scale.QUICK if quick else scale.SHORT
+  arm = scale.arm(scale.Case(size, ratio, 'muon', *METHODS[method]), rate, seed)
+  for name, value in SETTINGS[setting].items():
+    part, field = name.split('.')
+    setattr(getattr(arm.config, part), field, value)
+  name = f'{size}, {method}, {setting}, {rate:g}'
+  return dataclasses.replace(arm, study=NAME, name=name)
+
+
+def _search(
+  size: str, method: str, setting: str, quick: bool, book: study_lib.Book
+) -> tuple[list[arms.Arm], Choice | None]:
+  """The arms of the search for the best rate, and the choice, None while it is unknown."""
+  make = lambda rate: _arm(size, method, setting, rate, 0, quick)
+  if setting not in _settings(size, method):
+    found, rate = [], None
+  elif quick:
+    found, rate = [make(scale.RATES[1])], scale.RATES[1]
+  else:
+    first = (2.4e-2, 4.8e-2) if size == scale.SMALL else (1.2e-2, 2.4e-2)
+    found, rate = study_lib.best_rate(make, first, book)
+  row = book.row(make(rate)) if rate else None
+  return found, Choice(setting, rate, row['loss']) if rate and row else None
+
+
+def _settings(size: str, method: str) -> list[str]:
+  """Those of the inner optimizer for all methods, of the exchange where learners exchange; at the
+  middle size what is set, and what is best at the small one."""
+  inner = lambda one: all(name.startswith('optimizer.') for name in SETTINGS[one])
+  learners = METHODS[method][1]
+  if size == scale.MIDDLE:
+    return [one for one in CARRIED if learners > 1 or inner(one)] if method in CARRIERS else []
+  return [one for one in SETTINGS if learners > 1 or inner(one)]
+
+
+def _sizes(quick: bool) -> tuple[str, ...]:
+  return ('13k',) if quick else (scale.SMALL, scale.MIDDLE)
+
+
+def _chosen(size: str, method: str, quick: bool, book: study_lib.Book) -> list[Choice]:
+  """As set, and the best setting, of those that have run."""
+  found = [_search(size, method, setting, quick, book)[1] for setting in _settings(size, method)]
+  known = [one for one in found if one]
+  if not known:
+    return []
+  return list(dict.fromkeys((known[0], min(known, key=lambda one: one.loss))))
+
+
+def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
+  """The searches, then the other seeds of what is set and of what is best."""
+  planned: dict[str, arms.Arm] = {}
+  for size in _sizes(quick):
+    for method in METHODS:
+      for setting in _settings(size, method):
+        planned |= {one.key: one for one in _search(size, method, setting, quick, book)[0]}
+    for method in METHODS:
+      for choice in _chosen(size, method, quick, book):
+        for seed in SEEDS[: 1 if quick else None]:
+          one = _arm(size, method, choice.setting, choice.rate, seed, quick)
+          planned[one.key] = one
+  return list(planned.values())
+
+
+def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
+  """The searches, then the gaps to the best data-parallel training."""
+  del out
+  lines = ['| seed 0 | ' + ' | '.join(METHODS) + ' |', '|---|' + '---|' * len(METHODS)]
+  for size in _sizes(quick):
+    for setting in _settings(size, 'M=4'):
+      found = [_search(size, method, setting, quick, book)[1] for method in METHODS]
+      cells = [f'{one.loss:.4f} ({one.rate:g})' if one else '' for one in found]
+      lines.append(f'| {size}, {setting} | ' + ' | '.join(cells) + ' |')
+  lines += ['', '| all seeds | rate | loss | gap to the best baseline |', '|---|---|---|---|']
+  for size in _sizes(quick):
+    best = list(_losses(size, BASE, quick, book).values())[-1:]
+    for method in METHODS:
+      for choice, losses in _losses(size, method, quick, book).items():
+        name = f'| {size}, {method}, {choice.setting} | {choice.rate:g} '
+        mean = sum(losses.values()) / len(losses)
+        lines.append(f'{name}| {mean:.4f} | {closing.changes(losses, *best) if best else ""} |')
+  return '\n'.join([*lines, ''])
+
+
+def _losses(
+  size: str, method: str, quick: bool, book: study_lib.Book
+) -> dict[Choice, dict[int, float]]:
+  """By seed, of each choice; the best choice is the last."""
+  found: dict[Choice, dict[int, float]] = {}
+  for choice in _chosen(size, method, quick, book):
+    rows = {
+      seed: book.row(_arm(size, method, choice.setting, choice.rate, seed, quick)) for seed in SEEDS
+    }
+    found[choice] = {seed: row['loss'] for seed, row in rows.items() if row}
+  return found
+
+
+STUDY = study_lib.Study(
+  name=NAME, title='Each method with its best inner optimizer', plan=plan, conclude=conclude
+)
