@@ -235,6 +235,8 @@ def test_weights_are_quantity_times_quality():
 def test_absent_learners_weigh_nothing():
   assert merge.token_weights([0, 5, 0, 7], [0, 0, 3, 7]).tolist() == [0.0, 0.0, 0.0, 1.0]
   assert merge.token_weights([0, 0], [0, 0]).tolist() == [0.0, 0.0]
+  far = merge.token_weights([8_000_000, 400, 400, 400], [80_000, 4, 4, 4])
+  np.testing.assert_allclose(far, [1, 1 / 3, 1 / 3, 1 / 3], rtol=1e-6)  # M - 1 times the median
 
 
 @pytest.mark.parametrize('tokens', [2**31, 2**53, 2**62])
