@@ -291,8 +291,8 @@ def bucket(_fake_gcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 def _give_way(request: pytest.FixtureRequest) -> None:
   """In a lane of many real runs a worker of several lets the real run of another go first. Linux
   shares the CPUs between the sessions first, by the nice values of their autogroups; each process
-  of a run leads a session. The default lane gives way to nobody: beside four other busy processes
-  it would have a sixth of the CPUs."""
+  of a run leads a session. In the default lane no worker gives way: beside four other busy
+  processes the lane would have a sixth of the CPUs."""
   many = request.config.getoption('--long') or request.config.getoption('--all')
   if many and hasattr(request.config, 'workerinput'):
     real = request.node.nodeid.startswith(_REAL_RUNS)

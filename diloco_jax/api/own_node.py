@@ -23,7 +23,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 
 class Node(NamedTuple):
-  """What a loop has of its node.
+  """The node of a learner, as its loop uses it.
 
   Attributes:
     work: carries out what the machine asks for between two steps.

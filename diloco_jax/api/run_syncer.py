@@ -72,8 +72,9 @@ class Server:
     try:
       self._result = self._syncer.run_loops(self._make)
     except BaseException as error:  # `wait` and the end of the `with` raise it
-      of_a_process = isinstance(error, exits.NeverRetry | exits.DiskFailed)
-      self._result = of_a_process and error.__cause__ or error  # here its cause is raised
+      self._result = error
+      if isinstance(error, exits.NeverRetry | exits.DiskFailed):  # ends of a process
+        self._result = error.__cause__ or error
       # Learners of this program wait for a syncer meanwhile, and may fail first.
       self._syncer.records.say(f'the syncer has ended: {_told(self._result)}')
     finally:

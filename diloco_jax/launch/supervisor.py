@@ -54,7 +54,7 @@ _KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LocalProgram:
-  """What this machine runs for a program of a spec: itself, or its driver (launch/engines/ray.py).
+  """A program of a spec on this machine: it runs here, or its driver does (launch/engines/ray.py).
 
   Attributes:
     cpus: that it may use, () for all.

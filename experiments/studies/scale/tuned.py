@@ -28,8 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
   'weight 0.5': {'optimizer.momentum_weight': 0.5},
   'weight 0.7, int4, P=H=6': {'optimizer.momentum_weight': 0.7} | many.FACTORS['int4, P=H=6'],
 }
-CARRIERS = (BASE, 'M=4', 'M=8')
-CARRIED = ('as set', 'weight 0.7', 'weight 0.7, int4, P=H=6')
+MIDDLE_METHODS = (BASE, 'M=4', 'M=8')
+MIDDLE_SETTINGS = ('as set', 'weight 0.7', 'weight 0.7, int4, P=H=6')
 SEEDS = (0, 1, 2)
 
 
@@ -73,8 +73,10 @@ def _settings(size: str, method: str) -> list[str]:
   inner = lambda one: all(name.startswith('optimizer.') for name in SETTINGS[one])
   learners = METHODS[method][1]
   if size == scale.MIDDLE:
-    return [one for one in CARRIED if learners > 1 or inner(one)] if method in CARRIERS else []
-  return [one for one in SETTINGS if learners > 1 or inner(one)]
+    known = MIDDLE_SETTINGS if method in MIDDLE_METHODS else ()
+  else:
+    known = tuple(SETTINGS)
+  return [one for one in known if learners > 1 or inner(one)]
 
 
 def _sizes(quick: bool) -> tuple[str, ...]:
