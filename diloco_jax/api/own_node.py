@@ -94,7 +94,7 @@ def lead(
   return Node(work, event_queue.post, event_queue.fail, records.say, ended)
 
 
-def follow(
+def led(
   arrays: own_arrays.OwnArrays,
   assembled: build.Assembly,
   learner: str,
@@ -103,13 +103,13 @@ def follow(
 ) -> Node:
   """As `lead`, on another host, which has no machine."""
   records = hosts.quiet(learner)
-  work = hosts.FollowerWork(assembled, arrays, records)
+  work = hosts.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
   hosts.ready()
   cleanup.enter_context(work.threads())
   if found is None or found.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()
-  ended.set_result(hosts.FOLLOWED)
+  ended.set_result(hosts.ENDED_BY_LEAD)
   nowhere = lambda event: None
   return Node(work, nowhere, nowhere, records.say, ended)

@@ -417,7 +417,7 @@ def join(
             peer._arrays, assembled, learner, found, cleanup, event_queue, folder, connect, wait_s
           )
         else:
-          peer._node = own_node.follow(peer._arrays, assembled, learner, found, cleanup)
+          peer._node = own_node.led(peer._arrays, assembled, learner, found, cleanup)
         for line in lines:
           peer._node.say(line)
         peer._next()

@@ -2,8 +2,8 @@
 
 Host 0, the *lead*, has the machine, the sessions, the tape and the records. Before it performs a
 work action it writes it to the key-value store of jax's coordination service, and the other hosts,
-the *followers*, take it from there. So all hosts launch the same device programs in the same order,
-which is all that their devices need. Payloads that the lead has received reach the followers over
+the *led hosts*, take it from there. So all hosts launch the same device programs in the same order,
+which is all that their devices need. Payloads that the lead has received reach the led hosts over
 the network of the devices.
 """
 
@@ -35,7 +35,7 @@ HEARTBEAT_S = 20  # a host that is silent for so long ends the learner
 START_S = 600  # for all hosts to start, and then to compile
 _SHUTDOWN_S = 60
 _WAIT_MS = 3_600_000
-_FOLDER, _KEPT = 100, 1000  # messages; no follower is as many behind as are kept
+_FOLDER, _KEPT = 100, 1000  # messages; no led host is as many behind as are kept
 _STATE = distributed.global_state  # jax.process_index() would start the backend
 _STOP = 'diloco/stop'
 _STREAMS, _VALUES = itertools.count(), itertools.count()  # alike on all hosts
@@ -136,7 +136,7 @@ def of_lead(text: str) -> str:
 
 
 def require_same(name: str, text: str) -> None:
-  """Raises RuntimeError on a follower whose text is not that of the lead."""
+  """Raises RuntimeError on a led host whose text is not that of the lead."""
   if (expected := of_lead(text)) != text:
     raise RuntimeError(
       f'{name} of host {_STATE.process_id} is {text}, of the lead {expected}: all hosts of a '
@@ -181,7 +181,7 @@ class _SentPayloads:
 
 
 class _ReceivedPayloads:
-  """The payloads of a follower: it receives what the lead takes."""
+  """The payloads of a led host: it receives what the lead takes."""
 
   def __init__(self):
     self.sizes: dict[int, int] = {}  # in bytes
@@ -257,8 +257,8 @@ class LeadWork(_HostWork):
       self._post(events.Stop(reason=reason))
 
 
-class FollowerWork(_HostWork):
-  """The work of a follower: what the lead publishes. It answers nobody."""
+class LedWork(_HostWork):
+  """The work of a led host: what the lead publishes. It answers nobody."""
 
   def __init__(
     self,
@@ -299,7 +299,7 @@ class FollowerWork(_HostWork):
       pass
 
 
-FOLLOWED = actions.Exit(code=0, text='done: the lead has ended the work')  # of a follower
+ENDED_BY_LEAD = actions.Exit(code=0, text='done: the lead has ended the work')
 
 
 def quiet(learner: str) -> 'Quiet':
@@ -308,7 +308,7 @@ def quiet(learner: str) -> 'Quiet':
 
 
 class Quiet:
-  """The records of a follower (node.ports.Records): its lines for people, and nothing else."""
+  """The records of a led host (node.ports.Records): its lines for people, and nothing else."""
 
   def __init__(self, name: str):
     self._name = name

@@ -139,7 +139,7 @@ def run(
   return ended.result()
 
 
-def follow(
+def run_led(
   assembled: build.Assembly,
   island: island_lib.Island,
   workdir: pathlib.Path,
@@ -149,12 +149,12 @@ def follow(
   """Runs a host that does not lead, as `run` runs the lead, until the lead ends the work."""
   with contextlib.closing(island):
     restored, _ = _restore(assembled, island, workdir, learner_id, records)
-    work = hosts.FollowerWork(assembled, island, records)
+    work = hosts.LedWork(assembled, island, records)
     _compile(island, work, restored)
     if restored is None:
       work.exchange.digests()  # as for the tape of the lead
     work.run()
-  return hosts.FOLLOWED
+  return hosts.ENDED_BY_LEAD
 
 
 def _restore(

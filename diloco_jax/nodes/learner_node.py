@@ -97,7 +97,7 @@ def _run(
       stop if leads else hosts_lib.ask_to_stop, config.train.drain_s, LEARNER_SAFE
     ):
       if not leads:
-        return learner_process.follow(*node, records), records
+        return learner_process.run_led(*node, records), records
       if resolve is None:
         return baseline.run(config, island, records, stopped.is_set), records
       connect = dial.dialer(assembled, resolve, access)

@@ -130,7 +130,7 @@ class _Metrics(_Handler):
   def do_GET(self) -> None:
     if self.path != '/metrics':
       self._answer('none.txt', 'not found\n', 404)
-    else:  # a follower has no records
+    else:  # a led host has no records
       self._answer('metrics.txt', metrics(run) if (run := self.watch.state())['began_s'] else '')
 
   do_HEAD = do_GET

@@ -67,7 +67,7 @@ if not again:
 def test_exit_42_of_any_host_is_final_whatever_the_other_does(
   tmp_path, monkeypatch, refused, other, last_words_s
 ):
-  """A follower that is refused makes the lead fail, and either may be gone before the other."""
+  """A led host that is refused makes the lead fail, and either may be gone before the other."""
   monkeypatch.setattr(process_group, 'LAST_WORDS_S', last_words_s)
   script = f"""
 wait_for_others()
@@ -85,7 +85,7 @@ if host == {refused}:
 
 
 @pytest.mark.full
-def test_a_real_follower_with_another_config_is_refused_for_all(tmp_path):
+def test_a_real_led_host_with_another_config_is_refused_for_all(tmp_path):
   config = tmp_path / 'config.py'
   config.write_text(
     'import os\nfrom diloco_jax.configs import stdlib_lm\n'

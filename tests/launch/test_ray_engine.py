@@ -115,7 +115,7 @@ def test_an_environment_without_ray_is_refused(request_of_a_run, tmp_path):
   [
     ([(0, 0)], 0),
     ([(1, 0), (0, 0)], 0),
-    ([(0, 75), (1, NEVER)], NEVER),  # a follower that is refused
+    ([(0, 75), (1, NEVER)], NEVER),  # a led host that is refused
     ([(1, -signal.SIGKILL), (0, 75)], 137),
     ([(0, 0), (1, ray_driver.LOST)], ray_driver.LOST),
   ],

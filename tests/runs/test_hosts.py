@@ -103,7 +103,7 @@ def test_two_hosts_and_a_single_process_train_one_run(tmp_path):
     'l1',
     'supervisor',
     'syncer',
-  ], 'a follower records nothing'
+  ], 'a led host records nothing'
   assert [life.name for life in run.tapes()] == ['l0.1', 'l1.1', 'syncer.1']
 
 
