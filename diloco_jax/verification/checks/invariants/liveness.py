@@ -254,12 +254,18 @@ class Heard(invariant.Invariant):
   id = 'L11'
   sentence = (
     'Once the last fault is over for two leases, no session ends for silence while the syncer '
-    'runs: heartbeats do not wait behind payloads.'
+    'runs, but for the other end of one that has: heartbeats do not wait behind payloads.'
   )
+
+  def __init__(self, run: run_book.Run) -> None:
+    super().__init__(run)
+    self._left_ns: dict[int, int] = {}  # when a process has last left a silent syncer, by nonce
 
   @invariant.on(SYNCER, actions.Close)
   def syncer(self, book: SyncerBook, now_ns: int, close: actions.Close, event: Event) -> None:
-    if close.reason == 'lease expired':
+    peer = book.peers[close.session]
+    left_ns = self._left_ns.get(peer.join.nonce, 0) if peer.join else 0
+    if close.reason == 'lease expired' and left_ns <= peer.entered_ns:
       self._silent(book, now_ns, close)
 
   @invariant.on(LEARNER, actions.Close)
@@ -267,7 +273,10 @@ class Heard(invariant.Invariant):
     syncer = self.run.syncer
     joins = () if syncer is None or syncer.exited else [one.join for one in syncer.peers.values()]
     heard = any(join and join.nonce == book.nonce for join in joins)  # else by a syncer before it
-    if heard and close.reason == 'the syncer fell silent':
+    if close.reason != 'the syncer fell silent':
+      return
+    self._left_ns[book.nonce] = now_ns
+    if heard:
       self._silent(book, now_ns, close)
 
   def _silent(self, book: SyncerBook, now_ns: int, close: actions.Close) -> None:

@@ -46,10 +46,11 @@ class Pace(invariant.Invariant):
 
   @invariant.on(SYNCER, facts.Tempo)
   def retimed(self, book: SyncerBook, now_ns: int, tempo: facts.Tempo, event: Event) -> None:
-    """The first sync after the change has a turn, and comes within a period and the lead."""
-    longest = self.config.period * max(book.tempo.factor, tempo.factor) + self.config.period
-    turn = book.schedule.turn(tempo.sync, tempo.factor) is not None
+    """The first sync after the change has a turn. It comes within the lead and a period of each
+    tempo: the one that was announced is cancelled, and has no turn again."""
     changed = tempo.factor != book.tempo.factor
+    longest = self.config.period * (tempo.factor + (book.tempo.factor if changed else 1))
+    turn = book.schedule.turn(tempo.sync, tempo.factor) is not None
     late = tempo.sync - book.lineage.opened - book.lead
     if changed and not (turn or self.config.closing(tempo.sync)) or late > longest:
       self.fail(tempo, book.lineage.opened)
