@@ -24,7 +24,7 @@ THIN = (
 ALL_GOOD = 'four good links, P=H=4'
 BOUNDS: dict[str, dict[str, Any]] = {'': {}, ', the period as set': {'longest_period': 0}}
 SCALE = 1_000  # the links carry payloads so many times as large as those of the tiny model
-_SIZES: dict[int, int] = {}  # the mean size of a payload, by the number of fragments
+_SIZES: dict[tuple[int, str], int] = {}  # of a payload, by the number of fragments and the codec
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
@@ -54,6 +54,9 @@ def _all_links(quick: bool) -> list[arms.Arm]:
         shape = {'fragments': 4, 'period': 4}
         arm = _arm(quick, seed, name + text, of_all=steps, against=ALL_GOOD, **shape, **bound)
         found.append(arm)
+    if not quick:  # a payload of int4 takes 17 steps, a delta of int8 about twice as many
+      more = {'of_all': 17.0, 'against': ALL_GOOD, 'codec_up': 'int4', **shape}
+      found.append(_arm(quick, seed, 'all 17 steps, int4 up', **more))
     for latency in (0.0, *(LATENCIES[1:] if quick else LATENCIES)):
       for text, bound in BOUNDS.items() if latency else (('', {}),):
         found.append(_far(quick, seed, latency, text, **bound))
@@ -105,9 +108,7 @@ def _arm(
     rate=3e-3,
     against=against,
     outer='nesterov(learning_rate=0.7, momentum=0.5)',
-    codec_up='int8',
-    codec_down='int8',
-    **sync,
+    **({'codec_up': 'int8', 'codec_down': 'int8'} | sync),
   )
   made.config.model = stdlib_lm.tiny().model
   up, down = of_all or up, of_all or down
@@ -134,9 +135,10 @@ def _bytes_per_s(arm: arms.Arm, steps: float) -> float:
 def _payload_bytes(arm: arms.Arm) -> int:
   """The mean size of a payload. All arms have the same model."""
   count = arm.config.sync.fragments
-  if count not in _SIZES:
-    _SIZES[count] = sum(build.assemble(arm.config).payload_bytes) // count
-  return _SIZES[count]
+  key = count, arm.config.sync.codec_up
+  if key not in _SIZES:
+    _SIZES[key] = sum(build.assemble(arm.config).payload_bytes) // count
+  return _SIZES[key]
 
 
 STUDY = study_lib.Study(name='links', title='A learner with a thin link, or offline', plan=plan)

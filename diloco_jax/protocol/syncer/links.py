@@ -193,8 +193,12 @@ class Links:
     kept = sorted(down.samples)[:-1]  # without the slowest
     time_ns = sum(time_ns for time_ns, _ in kept)
     size = 1 + sum(size for _, size in kept)  # never 0
-    deltas = self._delta_bytes.values()
-    return time_ns * sum(deltas) // (size * max(1, len(deltas)))
+    return time_ns * self._mean_delta // size
+
+  @property
+  def _mean_delta(self) -> int:
+    """Bytes of a delta of mean size; 0: none was sent."""
+    return sum(self._delta_bytes.values()) // max(1, len(self._delta_bytes))
 
   def pulls(self, member: members_lib.Member, sync: int) -> bool:
     """Whether the learner is pulled for a sync that has its quorum without it."""
@@ -260,6 +264,9 @@ class Links:
     return min([member.round_trip_ns, *member.down.delays])
 
   def _longest_ns(self, member: members_lib.Member) -> int:
-    """The time of a payload or of a delta of mean size, whichever is longer."""
+    """The time of a payload or of a delta of mean size, whichever is longer. Until the down-link is
+    measured, a byte takes as long on it as on the up-link."""
     up_ns, down = self._payload_ns(member.up), member.down
-    return max(up_ns, self._delta_ns(down) if len(down.samples) > SAMPLES else 0)
+    if len(down.samples) > SAMPLES:
+      return max(up_ns, self._delta_ns(down))
+    return max(up_ns, up_ns * self._mean_delta * self._config.fragments // self._total)

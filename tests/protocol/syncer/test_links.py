@@ -160,6 +160,16 @@ def test_where_most_links_are_slow_the_period_of_the_run_grows_and_shrinks_again
   assert syncer.r == 1, 'no learner alone is asked less'
 
 
+def test_until_the_down_link_is_measured_a_byte_takes_as_long_on_it_as_on_the_up_link():
+  syncer = Syncer()
+  syncer.links._delta_bytes = dict.fromkeys(range(P), 2 * SIZE)  # as int8 down and int4 up
+  slow_links_of_all(syncer, 4.0)
+  assert syncer.links.retime() and syncer.tempo.period == 10 * P
+  for member in syncer.links._members.by_id.values():
+    member.down.samples = [(2 * SLOT_NS, 2 * SIZE)] * 4
+  assert syncer.links.retime() and syncer.tempo.period == 5 * P
+
+
 def test_one_slow_link_of_two_does_not_change_the_period_and_a_bound_ends_it():
   syncer = Syncer(longest_period=3 * P + 1)
   slow_links_of_all(syncer, 4.0)
