@@ -48,12 +48,13 @@ def masters(rate: float) -> optax.GradientTransformation:
   return optax.GradientTransformation(lambda params: {'master': jax.tree.map(copy, params)}, update)
 
 
+_EPS = 1e-4  # else Adam makes whole steps of a gradient that is rounding, as behind a dead unit
 _OPTIMIZERS = {
   'sgd': optax.sgd(0.1, momentum=0.9),
-  'adamw': optax.adamw(1e-2),
+  'adamw': optax.adamw(1e-2, eps=_EPS),
   'lion': optax.lion(1e-3),
-  'schedule': optax.adam(optax.cosine_decay_schedule(1e-2, _STEPS)),
-  'steps': optax.MultiSteps(optax.adam(1e-2), 2),
+  'schedule': optax.adam(optax.cosine_decay_schedule(1e-2, _STEPS), eps=_EPS),
+  'steps': optax.MultiSteps(optax.adam(1e-2, eps=_EPS), 2),
   'schedule_free': optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1),
 }
 _WITHOUT_MOMENTUM = {'plain sgd': optax.sgd(0.1), 'masters': masters(0.1)}
