@@ -31,7 +31,8 @@ _ALLOWED = {
     'protocol protocol/learner protocol/tape numerics storage train config node transport report'
   ),
   'syncer': (
-    'protocol protocol/syncer protocol/tape numerics storage train config node transport report'
+    'protocol protocol/syncer protocol/tape numerics storage train config node certs transport '
+    'report'
   ),
   'nodes': 'protocol storage train config node configs certs transport report learner syncer',
   'launch': (

@@ -47,6 +47,8 @@ class SyncConfig(protocol_sections.Sync):
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
       default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
+    follow_bytes_per_s: what the syncer sends to all followers together (diloco_jax.follow): less
+      than the learners leave of its up-link. 0: nobody may follow the run.
   """
 
   fragmentation: str = 'balanced'
@@ -55,9 +57,11 @@ class SyncConfig(protocol_sections.Sync):
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.5, momentum=0.3)'
+  follow_bytes_per_s: int = 1 << 22
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
+    _within('sync.follow_bytes_per_s', self.follow_bytes_per_s, 0, 10**12, '0 allows no followers')
 
 
 SyncConfig.__doc__ = protocol_config.described(
@@ -184,7 +188,7 @@ class Config:
     digest of the data. With `data.local` the data may differ, and build.py adds one of the
     tokenizer."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
-    own |= {'model.remat', 'model.loss_chunk'}
+    own |= {'model.remat', 'model.loss_chunk', 'sync.follow_bytes_per_s'}
     if self.data.local:
       own |= {'data.shards', 'data.seed'}
     shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards', 'data.local')

@@ -20,7 +20,7 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import evaluation, outer_step, stored
+from diloco_jax.syncer import evaluation, followers, outer_step, stored
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
@@ -99,7 +99,7 @@ class Syncer:
     return door
 
   def _listen(self, *brought: bring.Brought) -> grpc_server.Door:
-    seats = sum(dial.seats(self.config.sync).values())
+    seats = sum(dial.seats(self.config.sync).values()) + followers.SEATS
     return grpc_server.Door(self.address, seats, self.records.say, *brought, access=self.access)
 
   def _found(self, address: str) -> None:
@@ -116,6 +116,8 @@ class Syncer:
     """Runs a syncer whose model is known, with `theta`. Raises as syncer/process.py, and
     NeverRetry: it cannot listen. `door`: through which the model has come."""
     records_lib.report_startup(self.records, 'assembled')
+    rate = 0 if self.processes else self.config.sync.follow_bytes_per_s
+    followed = followers.Followers(rate, assembled.layout) if rate else None
 
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
@@ -127,7 +129,9 @@ class Syncer:
           where = self.processes, self.address, *ports, self.records.say
           transport = parent.ProcessesTransport(*where, access=self.access, about=about)
         else:
-          transport = grpc_server.GrpcSyncerTransport(door or self._listen(), *ports, about=about)
+          transport = grpc_server.GrpcSyncerTransport(
+            door or self._listen(), *ports, about=about, followers=followed
+          )
         try:
           run_folder.write_config(self.folder, self.config)
           self._found(transport.address)
@@ -154,6 +158,7 @@ class Syncer:
       finished,
       store,
       self.measure,
+      followed,
     )
 
   def _write_address(self, address: str) -> None:

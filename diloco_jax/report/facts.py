@@ -145,6 +145,15 @@ class Traffic:
 
 
 @protocol_facts.fact
+class Followers:
+  """How many processes follow the run (syncer/followers.py), and how many versions of fragments the
+  last one is behind."""
+
+  count: int
+  behind: int
+
+
+@protocol_facts.fact
 class Recovered:
   """The syncer has recovered: outer steps replayed from its log, the clock, the number of the
   newest record, the version of each fragment."""
@@ -179,7 +188,7 @@ class Exit:
   stopped: bool = False
 
 
-_OfSyncer = Layout | Outer | Traffic | Recovered
+_OfSyncer = Layout | Outer | Traffic | Followers | Recovered
 _OfLearner = Step | Metrics | Cost | Eval | Moments
 Fact = protocol_facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
 

@@ -31,6 +31,7 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
+from diloco_jax.syncer import followers as followers_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
@@ -44,10 +45,15 @@ class SyncerRecords:
   """The syncer's records, with the bytes on the wire after each ledger (node.ports.Records)."""
 
   def __init__(
-    self, records: records_lib.Recorder, traffic: link.Traffic, assembled: build.Assembly
+    self,
+    records: records_lib.Recorder,
+    traffic: link.Traffic,
+    assembled: build.Assembly,
+    followers: followers_lib.Followers | None,
   ):
     self._records = records
     self._traffic = traffic
+    self._followers, self._followed = followers, False
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
     self._steps = assembled.config.train.steps
@@ -63,6 +69,7 @@ class SyncerRecords:
         self._records.report(
           facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
+        self._report_followers()
         self._say(fact)
       case protocol_facts.Synced():
         self._records.scalars(
@@ -76,6 +83,12 @@ class SyncerRecords:
             **({'sync/grace_seconds': fact.grace_ns / 1e9} if fact.sync <= self._steps else {}),
           },
         )
+
+  def _report_followers(self) -> None:
+    count, behind = self._followers.state() if self._followers else (0, 0)
+    if count or self._followed:
+      self._records.report(facts.Followers(count=count, behind=behind))
+    self._followed = bool(count)
 
   def _say(self, ledger: protocol_facts.Ledger) -> None:
     """Says a line about the whole run, every now and then."""
@@ -104,6 +117,7 @@ def run(
   finished: Callable[[], None] = lambda: None,
   store: stored.Stored | None = None,
   measure: evaluation_lib.Measure | None = None,
+  followers: followers_lib.Followers | None = None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
 
@@ -118,6 +132,7 @@ def run(
     finished: called once the run is over and no learner is waited for, before the last evaluation.
     store: of the run, if the caller has opened it.
     measure: of the published model, where there is no task.
+    followers: of the run, whom the transport serves.
 
   Returns:
     The machine's Exit; its saves are on disk, and in the store. NOT_IN_TIME: not in the store yet.
@@ -164,16 +179,30 @@ def run(
       evaluation.submit(machine.clock)
     post_own, fail = event_queue.post, event_queue.fail
     work = syncer_work.SyncerWork(
-      assembled, theta, post_own, fail, payloads, records, checkpoints, log, evaluation, store
+      assembled,
+      theta,
+      post_own,
+      fail,
+      payloads,
+      records,
+      checkpoints,
+      log,
+      evaluation,
+      store,
+      followers,
     )
     work.start()
+    if followers:
+      followers.begin(work.read_for_followers)
     cleanup.callback(work.stop)
     cleanup.callback(log.stop)  # if the node fails, the work waits for no space
     records_lib.report_startup(records, 'ready')
-    facts_port = SyncerRecords(records, transport.traffic, assembled)
+    facts_port = SyncerRecords(records, transport.traffic, assembled, followers)
     clock = loop.Monotonic()
     node = loop.Node(machine, event_queue, clock, transport, work, payloads, facts_port, tape)
     result = node.run()
+    if followers and machine.finished:
+      followers.finish()
     work.stop()
     stopped = not machine.finished
     if machine.finished:  # a syncer that was asked to stop has no time for it

@@ -20,12 +20,13 @@ import numpy as np
 from diloco_jax.config import build
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log
 from diloco_jax.syncer import commit, outer_step, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
+from diloco_jax.syncer import followers as followers_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -54,6 +55,7 @@ class SyncerWork:
     log: commit.CommitLog,
     evaluation: evaluation_lib.Evaluation,
     store: stored.Stored | None = None,
+    followers: followers_lib.Followers | None = None,
   ):
     """`fail` ends the node: without the work thread nothing is merged or saved. `store`: takes a
     copy of each checkpoint."""
@@ -67,8 +69,9 @@ class SyncerWork:
     self._log = log
     self._evaluation = evaluation
     self._store = store
+    self._followers = followers
     self._evaluated = 0
-    self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
+    self._queue: queue.SimpleQueue[actions.Work | int | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
   def start(self) -> None:
@@ -79,6 +82,10 @@ class SyncerWork:
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
+
+  def read_for_followers(self, fragment: int) -> None:
+    """Asks for a copy of a fragment, which the followers take."""
+    self._queue.put(fragment)
 
   def stop(self) -> None:
     """Ends the thread after all work submitted before."""
@@ -93,8 +100,10 @@ class SyncerWork:
     except BaseException as error:  # raised again where the node runs
       self._fail(error)
 
-  def _perform(self, action: actions.Work) -> None:
+  def _perform(self, action: actions.Work | int) -> None:
     match action:
+      case int(fragment):
+        self._show(fragment)
       case actions.Measure(fragment=fragment, payload_id=payload_id):
         with contextlib.suppress(LookupError):  # dropped since, with its session
           self._measured(fragment, payload_id)
@@ -133,6 +142,9 @@ class SyncerWork:
       self._post(done)
       return
     payload_id, payload = announced.result()
+    if self._followers:
+      publish = self._publish(p, merge.sync, merged.digest, payload)
+      self._followers.take_delta(publish, self._payloads.get(payload_id))
     self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
       facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
@@ -166,6 +178,29 @@ class SyncerWork:
         payload=payload,
         digest=self._theta.digest(p),
       )
+    )
+
+  def _show(self, p: int) -> None:
+    """Copies a fragment for the followers."""
+    assert self._followers
+    payload_id, payload = payloads_lib.keep(self._payloads, self._theta.published(p))
+    copy = self._payloads.get(payload_id)
+    self._payloads.drop(payload_id)
+    self._followers.take_whole(self._publish(p, 0, self._theta.digest(p), payload), copy)
+
+  def _publish(self, p: int, sync: int, digest: int, payload: messages.Payload) -> messages.Publish:
+    """What followers receive of a version: the delta that a sync has published, or (0) the whole
+    fragment."""
+    version = self._theta.versions[p]
+    return messages.Publish(
+      sync=sync,
+      fragment=p,
+      version=version,
+      base_version=version - 1 if sync else None,
+      digest=digest,
+      settled_to=0,
+      keep=True,
+      payload=payload,
     )
 
   def _save(self, save: actions.Save) -> None:

@@ -17,7 +17,8 @@ another one for strangers. If all of those are taken, an arrival displaces a str
 for that, and come at no higher rate. A learner that has proved its name needs no seat among the
 strangers, but its newest session displaces another one of it that has not joined. So processes that
 occupy sessions keep neither a member nor a restarted learner out, which needs less time to join,
-and connections that do not speak end after seconds.
+and connections that do not speak end after seconds. Followers have seats of their own
+(syncer/followers.py).
 """
 
 import collections
@@ -30,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Protocol
 
 import grpc
 
@@ -60,6 +62,22 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.max_receive_message_length', 4 << 20),  # for the header of a model: a frame has less
   ('grpc.http2.min_ping_interval_without_data_ms', 5_000),
 )
+
+
+Proved = tuple[Callable[..., None], proofs.Proof]
+"""What ends a call, with a reason, and the proof with which it came."""
+
+
+class Followers(Protocol):
+  """Who answers FOLLOW: see syncer/followers.py."""
+
+  def serve(
+    self, requests: Iterator[bytes], context: grpc.ServicerContext, proof: proofs.Proof | None
+  ) -> Iterator[bytes]: ...
+
+  def live(self) -> list[Proved]: ...
+
+  def shutdown(self, grace_s: float) -> None: ...
 
 
 class Door(grpc.GenericRpcHandler):
@@ -93,7 +111,8 @@ class Door(grpc.GenericRpcHandler):
   ):
     reserve_descriptors(seats)
     self.troubles = Troubles(say)
-    self._calls, self._live = {'Control': _early, 'Bulk': _early}, list
+    self._calls = dict.fromkeys(('Control', 'Bulk', grpc_session.FOLLOW), _early)
+    self._live: Callable[[], list[Proved]] = list
     self._bring = bring
     threads = 2 * seats + _LINE + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
@@ -125,10 +144,10 @@ class Door(grpc.GenericRpcHandler):
     self,
     calls: dict[str, Callable[..., Iterator[bytes]]],
     about: bytes,
-    live: Callable[[], list[tuple[grpc_session.Session, proofs.Proof]]],
+    live: Callable[[], list[Proved]],
   ) -> None:
     """Lets sessions begin. `calls`: of a session, by method. `about`: the answer to BRING from now
-    on; no request is read, for which a caller could let the syncer wait. `live`: the sessions that
+    on; no request is read, for which a caller could let the syncer wait. `live`: the calls that
     have proved a name."""
     self._bring, self._live, self._calls = (lambda *call: about), live, calls
 
@@ -158,11 +177,11 @@ class Door(grpc.GenericRpcHandler):
     while not self._ended.wait(credentials.WATCH_S):
       live = self._live()
       judge.refresh([proof for _, proof in live])
-      for session, proof in live:
+      for fail, proof in live:
         try:
           judge.require(proof)
         except proofs.Unproved as error:
-          session.fail(str(error), trouble=grpc_session.UNPROVED)
+          fail(str(error), trouble=grpc_session.UNPROVED)
 
 
 class GrpcSyncerTransport(sessions.Sessions):
@@ -174,6 +193,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     about: what a loop is told before it joins (nodes/own_model.py).
     numbers, traffic: of its sessions, where other processes have further ones
       (transport/processes/).
+    followers: answer those who follow the run.
   """
 
   nonce = 0  # only learners are named
@@ -188,6 +208,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     about: bytes = b'',
     numbers: Iterator[int] | None = None,
     traffic: link.Traffic | None = None,
+    followers: Followers | None = None,
   ):
     super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits, traffic)
     self._door, self.address = door, door.address
@@ -200,7 +221,11 @@ class GrpcSyncerTransport(sessions.Sessions):
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
     self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
-    door.open({'Control': self._control, 'Bulk': self._bulk}, about, self._live)
+    self._followers = followers
+    calls = {'Control': self._control, 'Bulk': self._bulk}
+    if followers:
+      calls[grpc_session.FOLLOW] = self._follow
+    door.open(calls, about, self._live)
 
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
@@ -209,12 +234,23 @@ class GrpcSyncerTransport(sessions.Sessions):
     with self._lock:
       self._closing = True
       self._room.notify_all()
+    deadline_s = time.monotonic() + grace_s
     self._close_all('the syncer shut down', grace_s)
+    if self._followers:
+      self._followers.shutdown(max(0.0, deadline_s - time.monotonic()))
     self._door.close()
 
-  def _live(self) -> list[tuple[grpc_session.Session, proofs.Proof]]:
+  def _live(self) -> list[Proved]:
+    followers = self._followers.live() if self._followers else []
     with self._lock:
-      return [(self._sessions[number], proof) for number, proof in self._proofs.items()]
+      return [
+        *((self._sessions[number].fail, proof) for number, proof in self._proofs.items()),
+        *followers,
+      ]
+
+  def _follow(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    assert self._followers
+    yield from self._followers.serve(requests, context, self._door.prove(context))
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
 

@@ -37,13 +37,15 @@ from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_l
 
 SERVICE = 'diloco.v1.SyncerService'
 BRING = 'Bring'  # what a loop calls before it joins
+FOLLOW = 'Follow'  # what a follower calls (syncer/followers.py)
 TOKEN = 'diloco-session'
+FOLLOWS = 'diloco-follows'  # in the first metadata of a follower's call that is taken
 REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its trailing metadata
 LOST = 'connection lost'
 REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
 MAX_UNHANDLED = 16
 UNPROVED = 'refused certificates'
-_SHARED = chunks.Shared()  # frames of the syncer of this process
+SHARED = chunks.Shared()  # frames of the syncer of this process
 UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the protocol'
 
 COMMON_OPTIONS = (
@@ -272,7 +274,7 @@ class Session:
   def _split(self, payload: link.Buffer) -> Iterator[bytes]:
     """The frames of a transfer, which begins now."""
     size = chunks.LARGE_CHUNK_BYTES if self._window.fast else chunks.CHUNK_BYTES
-    return chunks.split(payload, size, None if self._dialed else _SHARED)
+    return chunks.split(payload, size, None if self._dialed else SHARED)
 
   def _wait_for_room(self, size: int) -> bytes | None:
     """Waits until a frame may leave; returns an acknowledgement that leaves before it."""

@@ -1,0 +1,351 @@
+"""Followers: processes that do not train, and receive the newest global model of a live run.
+
+A follower calls FOLLOW at the port of the learners, with the version of each fragment that it
+holds. The answer is a stream: of a fragment whose newest version it lacks a Publish, as on Control,
+then the payload, as on Bulk: the delta from the version that it holds, or else the whole fragment.
+Then the next fragment, of which it is the most versions behind.
+
+No follower changes the run. Its call has a thread of its own, reads what outer steps have
+published, and posts no event: machine, ledger, leases and tapes do not know of it. What all of them
+cost together is bounded:
+
+  bytes         `sync.follow_bytes_per_s`, in turns; a Publish counts as PUBLISH_BYTES
+  memory        WHOLES whole fragments, and deltas of each fragment, of half its size
+  work thread   copies of whole fragments, as many bytes a second as may be sent
+  threads       SEATS, one for each; no more than ARRIVALS_PER_S new ones begin per second
+
+A frame waits in gRPC until the follower reads. One that keeps frames waiting is cut off.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from diloco_jax.certs import proofs
+from diloco_jax.numerics import fragments as fragments_lib
+from diloco_jax.protocol import formats, messages, safe_json
+from diloco_jax.transport import (
+  addresses,
+  chunks,
+  control_crc,
+  grpc_session,
+  link,
+  peer_limits,
+  translate,
+)
+
+SEATS = 32
+ARRIVALS_PER_S = 8
+WHOLES = 2  # in memory; further followers wait
+STALL_S = 10.0  # for which the frames of one payload may wait, and longer if there are many
+LEAST_BYTES_PER_S = 1 << 16
+PUBLISH_BYTES = 1 << 16  # it takes as much time of the processor
+ENDING_S = 0.5
+_ITEM_BYTES, _REQUEST_BYTES = 64, 1 << 10  # of one fragment in a request, and of the rest
+
+Held = tuple[int, int]
+"""The version and the digest of a fragment's published value."""
+NOTHING: Held = (-1, 0)
+
+
+def request(layout: str, held: Sequence[Held]) -> bytes:
+  """What a follower calls with: the digest of its layout, and what it holds, by fragment."""
+  return json.dumps({**formats.stamp('protocol'), 'layout': layout, 'held': held}).encode()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Update:
+  """A payload from one version of a fragment (`base`; None: from none) to another one."""
+
+  base: Held | None
+  publish: messages.Publish
+  payload: memoryview
+
+  @property
+  def held(self) -> Held:
+    return self.publish.version, self.publish.digest
+
+
+@dataclasses.dataclass(slots=True)
+class _Fragment:
+  """`newest`: None until something of it was published or read. `deltas` lead to it, in a chain."""
+
+  whole_bytes: int
+  newest: Held | None = None
+  deltas: collections.deque[Update] = dataclasses.field(default_factory=collections.deque)
+  whole: Update | None = None  # as long as a follower needs it, and deltas lead on from it
+  reading: bool = False
+
+  def next(self, held: Held) -> Update | None:
+    """What leads on from a version that is not the newest, if it is in memory."""
+    found = (delta for delta in self.deltas if delta.base == held)
+    return next(found, self.whole)
+
+
+class _Follower:
+  """A call. `held`: by fragment, with what was sent."""
+
+  def __init__(self, cancel: Callable[[], object], fragments: int):
+    self.held = [NOTHING] * fragments
+    self.sending: Update | None = None
+    self.gone = threading.Event()
+    self.reason = ''
+    self._cancel = cancel
+    self._blocked_s, self._since_s = 0.0, None
+
+  def fail(self, reason: str, trouble: str = '') -> None:
+    self.reason = reason
+    self.gone.set()
+    self._cancel()
+
+  def give(self, frame: bytes) -> Iterator[bytes]:
+    """Measures how long a frame waits for the follower."""
+    self._since_s = time.monotonic()
+    yield frame
+    self._blocked_s += time.monotonic() - self._since_s
+    self._since_s = None
+
+  def begin(self, update: Update) -> None:
+    self.sending, self._blocked_s = update, 0.0
+
+  def stalls(self, now_s: float) -> bool:
+    since_s, sending = self._since_s, self.sending
+    if since_s is None or sending is None:
+      return False
+    limit_s = STALL_S + sending.payload.nbytes / LEAST_BYTES_PER_S
+    return self._blocked_s + now_s - since_s > limit_s
+
+
+class Followers:
+  """All followers of a syncer. Thread-safe.
+
+  Args:
+    bytes_per_s: for all followers together.
+    layout: of the run.
+  """
+
+  def __init__(self, bytes_per_s: int, layout: fragments_lib.Layout):
+    sizes = map(layout.size, range(layout.num_fragments))
+    self._fragments, self._layout = [_Fragment(4 * size) for size in sizes], layout.digest()
+    self._sends = peer_limits.Rate(bytes_per_s, 0.0)
+    self._reads = peer_limits.Rate(bytes_per_s, 0.0)
+    self._arrivals = peer_limits.Rate(ARRIVALS_PER_S, SEATS)
+    self._changed = threading.Condition()
+    self._live: dict[_Follower, proofs.Proof | None] = {}
+    self._read: Callable[[int], None] | None = None
+    self._over = self._stopped = False
+
+  # --- What the syncer tells ----------------------------------------------------------------------
+
+  def begin(self, read: Callable[[int], None]) -> None:
+    """From now on fragments can be read: `read` asks for the copy of one, which `take_whole`
+    takes."""
+    with self._changed:
+      self._read = read
+      self._changed.notify_all()
+
+  def take_delta(self, publish: messages.Publish, payload: memoryview) -> None:
+    """An outer step has published a version."""
+    with self._changed:
+      fragment = self._fragments[publish.fragment]
+      before, fragment.newest = fragment.newest, (publish.version, publish.digest)
+      if before is not None and self._live:
+        fragment.deltas.append(Update(before, publish, payload))
+      else:
+        fragment.deltas.clear()
+      while 2 * sum(one.payload.nbytes for one in fragment.deltas) > fragment.whole_bytes:
+        fragment.deltas.popleft()
+      self._drop_unused()
+      self._changed.notify_all()
+    self._cut_off()
+
+  def take_whole(self, publish: messages.Publish, payload: memoryview) -> None:
+    """A fragment was read: its newest version."""
+    with self._changed:
+      fragment = self._fragments[publish.fragment]
+      whole = Update(None, publish, payload)
+      fragment.reading, fragment.newest, fragment.whole = False, whole.held, whole
+      self._drop_unused()
+      self._changed.notify_all()
+
+  def finish(self) -> None:
+    """The run is over: each follower is sent what is newest, then its call ends."""
+    with self._changed:
+      self._over = True
+      self._changed.notify_all()
+
+  def shutdown(self, grace_s: float) -> None:
+    """Ends all calls; once the run is over, those that have not ended after `grace_s`."""
+    with self._changed:
+      self._changed.wait_for(lambda: not self._live, grace_s if self._over else 0.0)
+      self._stopped = True
+      for follower in self._live:
+        follower.gone.set()
+      self._changed.notify_all()
+      self._changed.wait_for(lambda: not self._live, ENDING_S)
+
+  def state(self) -> tuple[int, int]:
+    """How many followers there are, and how many versions of all fragments the last one is
+    behind."""
+    with self._changed:
+      fragments = range(len(self._fragments))
+      behind = [sum(self._behind(one, p) for p in fragments) for one in self._live]
+      return len(behind), max(behind, default=0)
+
+  def live(self) -> list[tuple[Callable[..., None], proofs.Proof]]:
+    """What ends the call of each follower that has proved a name, and its proof."""
+    with self._changed:
+      return [(one.fail, proof) for one, proof in self._live.items() if proof]
+
+  # --- A call, on its own thread ------------------------------------------------------------------
+
+  def serve(
+    self,
+    requests: Iterator[bytes],
+    context: grpc.ServicerContext,
+    proof: proofs.Proof | None = None,
+  ) -> Iterator[bytes]:
+    follower = self._enter(context, proof)
+    try:
+      follower.held = self._asked(requests, context)
+      context.send_initial_metadata(((grpc_session.FOLLOWS, 'yes'),))
+      seal, numbers = control_crc.Seal(), itertools.count(1)
+      while (update := self._next(follower)) is not None:
+        announced = translate.SYNCER_TO_LEARNER.encode(update.publish, next(numbers))
+        frames = chunks.split(update.payload, shared=grpc_session.SHARED)
+        for cost, frame in itertools.chain(
+          [(PUBLISH_BYTES, seal.close(announced))], ((len(frame), frame) for frame in frames)
+        ):
+          self._wait_turn(follower, cost)
+          if follower.gone.is_set():
+            break
+          yield from follower.give(frame)
+        else:
+          with self._changed:
+            follower.held[update.publish.fragment] = update.held
+      if not self._over:
+        why = follower.reason or 'the syncer stops, and may start again'
+        context.abort(grpc.StatusCode.UNAVAILABLE, why)
+      context.set_trailing_metadata(((grpc_session.REASON, addresses.ENDED.encode()),))
+    finally:
+      follower.gone.set()  # no fragment is kept for it
+
+  def _enter(self, context: grpc.ServicerContext, proof: proofs.Proof | None) -> _Follower:
+    """Takes a seat, until the call has ended."""
+    self._cut_off()
+    follower, now_s = _Follower(context.cancel, len(self._fragments)), time.monotonic()
+    with self._changed:
+      full = len(self._live) >= SEATS or self._arrivals.wait_s(now_s) > 0
+      if not full:
+        self._arrivals.spend(1, now_s)
+        self._live[follower] = proof
+    if full:
+      context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f'no seat of {SEATS} is free: dial again')
+    if not context.add_callback(lambda: self._left(follower)):  # it has ended meanwhile
+      self._left(follower)
+    return follower
+
+  def _left(self, follower: _Follower) -> None:
+    with self._changed:
+      follower.gone.set()
+      self._live.pop(follower, None)
+      self._drop_unused()
+      self._changed.notify_all()
+
+  def _asked(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> list[Held]:
+    """What a follower holds, by fragment; its call ends if it does not say so in time."""
+    timer = grpc_session.start_timer(link.Limits.handshake_s, context.cancel)
+    try:
+      data, count = next(requests, b''), len(self._fragments)
+      values = safe_json.parse_object(data, _REQUEST_BYTES + _ITEM_BYTES * count)
+      asked = formats.taken('protocol', values, 'This follower')
+      if asked.get('layout') != self._layout or not _are_held(asked.get('held'), count):
+        raise ValueError(
+          'the follower has another model or other fragments than this run: give it the '
+          'config.json of this run, or for own loops nothing but the address'
+        )
+    except ValueError as error:
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[: grpc_session.REASON_CHARS])
+    finally:
+      timer.cancel()
+    return [(version, digest) for version, digest in asked['held']]
+
+  def _next(self, follower: _Follower) -> Update | None:
+    """Waits for what the follower lacks; None: it has gone, or has everything of an ended run."""
+    with self._changed:
+      sent, follower.sending = follower.sending, None
+      if sent and sent.base is None:  # there may be room for another one
+        self._drop_unused()
+        self._changed.notify_all()
+      while not follower.gone.is_set():
+        behind = functools.partial(self._behind, follower)
+        lacking = [p for p in range(len(self._fragments)) if behind(p)]
+        for p in sorted(lacking, key=behind, reverse=True):
+          if (update := self._fragments[p].next(follower.held[p])) is not None:
+            follower.begin(update)
+            return update
+        if not lacking and self._over:
+          return None
+        now_s = time.monotonic()
+        for p in lacking:
+          self._ask(p, now_s)
+        # Until something changes; or until the next whole fragment may be read.
+        self._changed.wait(self._reads.wait_s(now_s) or None if lacking else None)
+      return None
+
+  def _behind(self, follower: _Follower, p: int) -> int:
+    newest, held = self._fragments[p].newest, follower.held[p]
+    return 1 if newest is None else newest != held and max(1, newest[0] - held[0])
+
+  def _ask(self, p: int, now_s: float) -> None:
+    """Lets a fragment be read, if there is room and time for it."""
+    fragment = self._fragments[p]
+    wholes = {id(one.whole) for one in self._fragments if one.whole}
+    wholes |= {id(one.sending) for one in self._live if one.sending and one.sending.base is None}
+    count = len(wholes) + sum(one.reading for one in self._fragments)
+    if self._read and not fragment.reading and count < WHOLES and not self._reads.wait_s(now_s):
+      self._reads.spend(fragment.whole_bytes, now_s)
+      fragment.reading = True
+      self._read(p)
+
+  def _drop_unused(self) -> None:
+    """Forgets whole fragments that no follower lacks or that lead nowhere, and, without followers,
+    all that is kept."""
+    for p, fragment in enumerate(self._fragments):
+      if not self._live:
+        fragment.deltas.clear()
+      if (whole := fragment.whole) is not None:
+        leads = whole.held == fragment.newest or any(d.base == whole.held for d in fragment.deltas)
+        lacks = lambda one: self._behind(one, p) and fragment.next(one.held[p]) is whole
+        if not leads or not any(map(lacks, self._live)):
+          fragment.whole = None
+
+  def _cut_off(self) -> None:
+    with self._changed:
+      now_s = time.monotonic()
+      slow = [one for one in self._live if one.stalls(now_s)]
+    for follower in slow:
+      follower.fail('the follower reads too slowly')
+
+  def _wait_turn(self, follower: _Follower, size: int) -> None:
+    """Waits until the bytes that were to be sent before are paid for."""
+    with self._changed:
+      now_s = time.monotonic()
+      wait_s = self._sends.wait_s(now_s)
+      self._sends.spend(size, now_s)
+    follower.gone.wait(wait_s)
+
+
+def _are_held(held: Any, count: int) -> bool:
+  """Whether that is a list of so many versions and digests."""
+  is_number = lambda one: type(one) is int and -1 <= one < 1 << 64
+  is_pair = lambda one: isinstance(one, list) and len(one) == 2 and all(map(is_number, one))
+  return isinstance(held, list) and len(held) == count and all(map(is_pair, held))
