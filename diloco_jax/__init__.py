@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from diloco_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
+  from diloco_jax.api.follow import follow
   from diloco_jax.api.load_params import load_params
   from diloco_jax.api.peer import Ended, Peer, join
   from diloco_jax.api.run import Run, open_run
@@ -25,6 +26,7 @@ _HOME = {
   'Run': 'api.run',
   'SyncConfig': 'config.run_config',
   'Task': 'train.task',
+  'follow': 'api.follow',
   'join': 'api.peer',
   'load_params': 'api.load_params',
   'open_run': 'api.run',
@@ -39,6 +41,7 @@ __all__ = [
   'Run',
   'SyncConfig',
   'Task',
+  'follow',
   'join',
   'load_params',
   'open_run',

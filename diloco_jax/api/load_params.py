@@ -56,15 +56,22 @@ def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
     else:
       tree = _newest(assembled, folder)
     named = arrays.by_name(tree)
-    own = set(assembled.never_sent) - named.keys()
-    if own:
+    if set(assembled.never_sent) - named.keys():
       named |= assembled.frozen()
-      own -= named.keys()
-    names = arrays.by_name(assembled.shapes)
-    leaves = [None if name in own else np.asarray(named[name]) for name in names]
-    if into is not None:
-      return _into(into, dict(zip(names, leaves)), str(workdir))
-    return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+    return in_tree(assembled, named, into, str(workdir))
+
+
+def in_tree(
+  assembled: build.Assembly, named: dict[str, Any], into: Any = None, place: str = ''
+) -> Any:
+  """Arrays by name in the tree of the run, or as `into` of `load_params`; None stands for those of
+  which each learner has its own. `place`: where they are from."""
+  own = set(assembled.never_sent) - named.keys()
+  names = arrays.by_name(assembled.shapes)
+  leaves = [None if name in own else np.asarray(named[name]) for name in names]
+  if into is not None:
+    return _into(into, dict(zip(names, leaves)), place)
+  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
 
 
 def _into(given: Any, values: dict[str, Any], place: str) -> Any:

@@ -16,7 +16,7 @@ from diloco_jax.node import ports
 from diloco_jax.protocol import messages
 from diloco_jax.transport import addresses, credentials, grpc_session, link, listen, sessions
 
-_OPTIONS = grpc_session.COMMON_OPTIONS + (
+OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
   ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
 )
@@ -75,7 +75,7 @@ class GrpcLearnerTransport(sessions.Sessions):
     """A session's whole life, on its own thread."""
     try:
       address = self._address()
-      with listen.dial(address, self._access, _OPTIONS) as channel:
+      with listen.dial(address, self._access, OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
       session.lost(error, self._describe(error))

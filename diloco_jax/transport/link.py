@@ -214,6 +214,11 @@ class ReceiveBuffer:
     self._announced[transfer] = message
     return self._pair(transfer)
 
+  @property
+  def waits(self) -> bool:
+    """Whether a payload is announced that has not come."""
+    return bool(self._announced)
+
   def takes(self, transfer: int, size: int) -> bool:
     """Whether there is room for this transfer, or its announcement has arrived."""
     waiting = sum(one.payload.size_bytes for one in self._arrived.values())

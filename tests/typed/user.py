@@ -53,5 +53,7 @@ def whole_run() -> None:
     loop(server.address)
   diloco_jax.run(get_config(), 'runs/x')
   diloco_jax.load_params('runs/x')
+  version, _ = next(diloco_jax.follow('syncer.example.org:7070', tls='certs/eval'))
+  print(version + 1)
   print(next(diloco_jax.records('runs/x')))
   print(diloco_jax.jion)  # wrong

@@ -1,0 +1,123 @@
+"""Following a run: a real syncer, a loop that trains, and followers in the same program."""
+
+import contextlib
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diloco_jax
+from diloco_jax.protocol import agreement
+from diloco_jax.transport import addresses, grpc_server, payloads
+from tests.syncer import test_followers
+from tests.transport import ends
+
+DEADLINE_S = 240.0
+STEPS = 24
+
+
+def _sync(**settings) -> diloco_jax.SyncConfig:
+  return diloco_jax.SyncConfig(learners=1, fragments=2, period=4, overlap=0, **settings)
+
+
+def _init() -> dict[str, jax.Array]:
+  return {'a': jnp.ones((32, 16)), 'b': jnp.ones((30, 16), jnp.bfloat16), 'c': jnp.ones(())}
+
+
+def _train(address: str, steps: int = STEPS) -> None:
+  with diloco_jax.join(_init(), syncer=address) as peer:
+    params = peer.params
+    for clock in itertools.islice(peer.steps(), steps):
+      params = jax.tree.map(lambda leaf: leaf * 0.9 + jnp.sin(clock + leaf) * 0.1, params)
+      params = peer.sync(params, tokens=8)
+
+
+def _equal(ours: dict[str, np.ndarray], theirs: dict[str, jax.Array]) -> None:
+  assert ours.keys() == theirs.keys()
+  for name, leaf in theirs.items():
+    assert ours[name].dtype == leaf.dtype and ours[name].tobytes() == np.asarray(leaf).tobytes()
+
+
+@contextlib.contextmanager
+def _syncer(**settings):
+  with diloco_jax.run_syncer(_init, total_steps=STEPS, **settings) as server:
+    yield server
+
+
+def test_a_follower_has_the_bits_of_the_syncer_through_its_restart(tmp_path):
+  """The caller is slow: it misses versions, and has the newest one."""
+  with _syncer(sync=_sync(codec_down='int4'), workdir=tmp_path) as server:
+    models = diloco_jax.follow(server.address, into=_init())
+    version, params = next(models)
+    assert version == 0
+    _equal(params, _init())
+    _train(server.address, STEPS // 2)
+    middle, _ = next(models)
+    assert middle >= 1
+  with _syncer(sync=_sync(codec_down='int4'), workdir=tmp_path) as server:
+    _train(server.address)
+    trained = server.wait(DEADLINE_S)
+  *_, (version, params) = models  # until the run has ended
+  assert version > middle and isinstance(params['a'], jax.Array)
+  _equal(params, trained)
+  _equal(params, diloco_jax.load_params(tmp_path))
+
+
+def test_followers_change_nothing_and_leave_at_any_time(tmp_path):
+  """In lock step the model of a run is known: with followers it has the same bits."""
+  found = []
+  for count in (0, 3):
+    with _syncer(sync=_sync(), workdir=tmp_path / str(count)) as server:
+      models = [diloco_jax.follow(server.address) for _ in range(count)]
+      for one in models:
+        next(one)
+      for one in models[:1]:
+        one.close()
+      _train(server.address)
+      found.append(server.wait(DEADLINE_S))
+      for one in models[1:]:
+        *_, (_, params) = one
+        _equal(params, found[0])
+  _equal(found[1], found[0])
+
+
+def test_a_follower_comes_before_the_model():
+  with diloco_jax.run_syncer(total_steps=STEPS, sync=_sync()) as server:
+    found = []
+    follows = threading.Thread(target=lambda: found.extend(diloco_jax.follow(server.address)))
+    follows.start()
+    _train(server.address)
+    trained = server.wait(DEADLINE_S)
+    follows.join(DEADLINE_S)
+  _equal(found[-1][1], trained)
+
+
+def test_a_run_that_nobody_may_follow_says_so():
+  with _syncer(sync=_sync(follow_bytes_per_s=0)) as server:
+    with pytest.raises(
+      ValueError, match='Nobody may follow this run: sync.follow_bytes_per_s is 0'
+    ):
+      next(diloco_jax.follow(server.address))
+
+
+def test_a_run_with_a_task_needs_its_folder():
+  about = agreement.encode({'layout': 'abc'}).encode()
+  limits = test_followers.LIMITS
+  door = grpc_server.Door('127.0.0.1:0', limits.seats, access=ends.PLAIN)
+  make = lambda *ports: grpc_server.GrpcSyncerTransport(door, *ports, limits, about=about)
+  transport = make(print, payloads.PayloadStore())
+  try:
+    with pytest.raises(ValueError, match='this run has a task: give `workdir`'):
+      diloco_jax.follow(transport.address, plaintext_loopback=True)
+  finally:
+    transport.shutdown(0.0)
+
+
+def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(tmp_path):
+  with pytest.raises(TimeoutError, match='no syncer answered within 0.01 s'):
+    diloco_jax.follow(f'unix:{tmp_path}/socket', wait_s=0.01)
+  (tmp_path / 'address').write_text(addresses.ENDED)
+  assert not list(diloco_jax.follow(f'file:{tmp_path}/address'))
