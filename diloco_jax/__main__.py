@@ -24,7 +24,7 @@ from diloco_jax.nodes import exits
 
 COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
-  'launch': 'start a run on an engine: this machine, a cluster, or as text for one',
+  'launch': 'start a run on this machine or on Ray, or write the files for GKE',
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
   'plan': 'say what a run needs, and whether it fits its links',
@@ -38,7 +38,7 @@ COMMANDS = {
   'evaluate': 'print the held-out loss of a trained model',
   'export': 'write a trained model as one *.safetensors file',
   'simulate': 'run the state machines in a simulated world with random faults',
-  'chaos': 'carry out a plan of faults on real processes and check what they recorded',
+  'chaos': 'run a plan of faults on real processes and check what they recorded',
   'replay': 'run the machines of a past run again from what they recorded',
   'restore': 'bring a run back to a kept checkpoint',
   'certs': 'make and check the certificates of a run on several machines',

@@ -1,5 +1,6 @@
 """The command `diloco`: its commands, and what it says about a wrong one."""
 
+import ast
 import itertools
 import os
 import pathlib
@@ -33,6 +34,14 @@ def test_without_a_command_it_lists_them(words: list[str]):
   assert done.returncode == 0 and not done.stderr
   for name, text in __main__.COMMANDS.items():
     assert name in done.stdout and text in done.stdout
+  lines = done.stdout.splitlines()
+  assert len(lines) <= 45 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize('name', __main__.COMMANDS)
+def test_a_command_begins_with_examples_that_keep_their_lines(name: str):
+  file = ROOT / (__main__.module(name).replace('.', '/') + '.py')
+  assert f'\n    diloco {name}' in ast.get_docstring(ast.parse(file.read_text()))
 
 
 def test_help_of_a_command_has_two_names():

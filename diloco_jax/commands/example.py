@@ -1,8 +1,10 @@
 """Prints an example, a file to begin with: a loop of your own or a model of your own.
 
-diloco example                               # their names
-diloco example loop_optax > my_loop.py       # then: python my_loop.py
-diloco example text_plain > my_model.py      # then: diloco train --config=my_model.py
+    diloco example                           # their names
+    diloco example loop_optax > my_loop.py   # then: python my_loop.py
+    diloco example text_plain > my_model.py  # then: diloco train --config=my_model.py
+
+Exit codes: 0 done, 42 there is no such example.
 """
 
 import ast

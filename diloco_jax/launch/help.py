@@ -54,6 +54,7 @@ def _narrow(line: str) -> Iterator[str]:
 def _flag(one: flags.Flag) -> str:
   values = getattr(one.parser, 'enum_values', None)
   kind = '|'.join(values) if values else one.flag_type().removeprefix('multi ').upper()
+  kind = 'STRING,...' if isinstance(one.parser, flags.ListParser) else kind
   default = '' if one.default in (None, '', False, [], '{}') else f' (default: {one.default})'
   about = re.sub(r'^<.*?>: |;\s+repeat this option.*', '', one.help)
   name = f'[no]{one.name}' if one.boolean else f'{one.name}={kind}'

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import axes as axes_lib
-from matplotlib import colors, lines, patches, ticker
+from matplotlib import colors, lines, patches, patheffects, ticker
 from matplotlib import figure as figure_lib
 
 from diloco_jax.report import header, state
@@ -52,7 +52,9 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
     for x, y, how in zip(tokens, losses, ended):
       if how in _DEATHS:
         _mark_death(axes, x, y)
-        axes.text(x, y, f'\n{name} {how}', ha='center', va='top', fontsize=8)  # below the mark
+        rim = [patheffects.withStroke(linewidth=3, foreground='white')]  # it lies upon curves
+        where = {'xytext': (0, 7), 'textcoords': 'offset points', 'ha': 'center'}
+        axes.annotate(f'{name} {how}', (x, y), fontsize=8, path_effects=rim, **where)
   style = {'linewidth': 2.2, 'marker': 'o', 'markersize': 4}
   own = [(f'learner {name}', run['learners'][name], colour) for name, colour in colours.items()]
   for label, one, colour in [*own, ('global model', run, 'black')]:
@@ -78,6 +80,8 @@ def _scale(axes: axes_lib.Axes, unit: str) -> None:
     return
   if log := min(losses) > 0:
     axes.set_yscale('log')
+    if max(losses) < 1.04 * min(losses):  # of one loss matplotlib would show a decade
+      axes.set_ylim(min(losses) / 1.04, max(losses) * 1.04)
   axes.yaxis.set_major_locator(ticker.FixedLocator(ticks(*axes.get_ylim(), log=log)))
   axes.yaxis.set_major_formatter('{x:g}')
   axes.yaxis.set_minor_locator(ticker.NullLocator())
@@ -93,15 +97,15 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
   scale = math.log if log else float
   apart, size = (scale(high) - scale(low)) / 13, 10 ** math.floor(math.log10(high - low))
   sets = []
-  for part in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5):
-    step = part * size
-    first, last = math.ceil(low / step), math.floor(high / step)
-    sets.append([k * step for k in range(first, min(last + 1, first + 99))])
   for digits in ([1, 1.5, 2, 3, 5, 7], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]) if log else ():
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for stride in (1, 2, 3, 5):
       some = [decade for decade in decades if decade % stride == 0]
       sets.append([float(f'{digit}e{decade}') for decade in some for digit in digits])
+  for part in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5):
+    step = part * size
+    first, last = math.ceil(low / step), math.floor(high / step)
+    sets.append([k * step for k in range(first, min(last + 1, first + 99))])
   sets = [[float(f'{x:.9g}') for x in some] for some in sets]
   shown = [[x for x in some if low <= x <= high] for some in sets]
   far = lambda some: all(scale(b) - scale(a) >= apart for a, b in itertools.pairwise(some))

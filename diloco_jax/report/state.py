@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import itertools
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,11 +92,13 @@ def _failures(run: run_facts.RunFacts) -> list[tuple[str, str, str]]:
 
 
 def _held_out(run: run_facts.RunFacts) -> list[list]:
-  """Tokens and losses. A None lies between points that are far apart, and after the one before the
-  first step, where a loss falls fast: no line tells what was not measured."""
+  """Tokens and losses. A None lies between points that are unusually far apart, and after the one
+  before the first step, where a loss falls fast: no line tells what was not measured."""
   points: list[tuple[float, float | None]] = []
+  apart = [b - a for a, b in itertools.pairwise(run.evaluated_tokens)]
+  far = max(run.tokens / 5, 2 * statistics.median(apart or [0]))
   for tokens, one in zip(run.evaluated_tokens, run.evaluations):
-    if points and tokens - points[-1][0] > run.tokens / (5 if points[-1][0] else 20):
+    if points and tokens - points[-1][0] > (far if points[-1][0] else run.tokens / 20):
       points.append(((tokens + points[-1][0]) / 2, None))
     points.append((tokens, one.loss))
   return _columns(points)

@@ -368,7 +368,8 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       continue
     line = f'learner {name}  {row["steps"]} steps, {row["tokens"]:,} tokens'
     if row['step_seconds_median']:
-      line += f', {row["tokens_per_step"] / row["step_seconds_median"]:,.0f} tokens/s'
+      rate = row['tokens_per_step'] / row['step_seconds_median']
+      line += f', {rate:,.0f} tokens/s in a usual step'
     if row['loss'] is not None:
       line += f', loss {row["loss"]:.3f}'
     if row['cost']:

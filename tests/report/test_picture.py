@@ -1,5 +1,7 @@
 """The picture shows what the state of a run has: losses on an axis, lives, deaths, pauses."""
 
+import itertools
+
 import pytest
 
 from diloco_jax.report import picture, state
@@ -51,6 +53,23 @@ def test_losses_with_gaps_are_on_a_logarithmic_axis_and_losses_below_0_are_not()
   ]
   below = picture.draw(_run(held_out=([1e3, 2e3], [-1.0, None]))).axes[0]
   assert below.get_yscale() == 'linear'
+
+
+@pytest.mark.parametrize(
+  'losses', [[7.1, 6.7], [5.5, 4.3], [2.5, 0.01], [4.5, 4.5], [4.5]], ids=str
+)
+def test_the_axis_of_the_losses_has_three_numbers_that_do_not_touch(losses):
+  learner = {'lives': [[0.0, 1.0, 9.0, 'killed']], 'held_out': ([], []), 'merges_s': []}
+  learner['curve'] = ([1e3, 2e3][: len(losses)], losses, ['', 'killed'][-len(losses) :])
+  figure = picture.draw(_run(learners={'l0': learner}, held_out=([], [])))
+  figure.draw_without_rendering()
+  axes = figure.axes[0]
+  shown = [one.label1.get_window_extent() for one in axes.yaxis.get_major_ticks()]
+  assert len(shown) >= 3 and all(a.y1 < b.y0 for a, b in itertools.pairwise(shown))
+  low, high = axes.get_ylim()
+  assert low < min(losses) and max(losses) < high < 2 * max(losses)
+  told, numbers = axes.texts[0].get_window_extent(), axes.xaxis.get_tightbbox()
+  assert told.y0 > numbers.y1, 'the name of the killed one is no number of the axis below'
 
 
 def test_a_death_is_marked_on_the_curve_and_in_the_lane():

@@ -22,6 +22,12 @@ _AXES = """() => [1, 0].map(i => {
     ctx.measureText(axis._values[k] ?? '').width / devicePixelRatio, axis._values[k]]);
 })"""
 
+_CUT_OFF = (
+  '#runs .wide',
+  """all => all.filter(one => one.scrollWidth > one.clientWidth)
+  .map(one => one.innerText)""",
+)
+
 
 @pytest.fixture(name='browser', scope='module')
 def _browser():
@@ -29,14 +35,14 @@ def _browser():
     yield browser
 
 
-def written(workdir: pathlib.Path, first: float, last: float) -> pathlib.Path:
+def written(workdir: pathlib.Path, first: float, last: float, steps: int = 60) -> pathlib.Path:
   """A run of two learners whose loss falls from `first` to `last`; l1 is killed and comes back, and
   no outer step comes for a minute."""
   workdir.mkdir(exist_ok=True)
   load.write(workdir, stdlib_lm.get_config('tiny'))
   add(workdir, *[child(0, name, 'starting') for name in ('syncer', 'l0', 'l1')])
   for name in ('l0', 'l1'):
-    losses = [first * (last / first) ** (i / 59) for i in range(60)]
+    losses = [first * (last / first) ** (i / 59) for i in range(steps)]
     add(workdir, *[(name, step(10 + i, i + 1, i + 1, loss)) for i, loss in enumerate(losses)])
   merges = [11 + i + 60 * (i > 10) for i in range(40)]
   add(workdir, *[('syncer', row(s, synced(i + 1, 'l0', 'l1'))) for i, s in enumerate(merges)])
@@ -57,11 +63,13 @@ def opened(browser, workdir: pathlib.Path, said: list[str], **how):
   return shown
 
 
-@pytest.mark.parametrize('first, last', [(7.1, 6.7), (5.5, 4.3), (2.5, 0.01), (4.5, 4.5)], ids=str)
+@pytest.mark.parametrize(
+  'losses', [(7.1, 6.7), (5.5, 4.3), (2.5, 0.01), (4.5, 4.5), (4.5, 4.5, 1)], ids=str
+)
 @pytest.mark.parametrize('view', [browsers.PHONE, browsers.DESK], ids=['phone', 'desk'])
-def test_the_loss_has_axes_that_can_be_read(browser, tmp_path, first, last, view):
+def test_the_loss_has_axes_that_can_be_read(browser, tmp_path, losses, view):
   said = []
-  shown = opened(browser, written(tmp_path / 'run', first, last), said, viewport=view)
+  shown = opened(browser, written(tmp_path / 'run', *losses), said, viewport=view)
   y, x = shown.evaluate(_AXES)
   assert len(y) >= 3 and all(label for *_, label in y) and not said
   places = sorted(place for place, *_ in y)
@@ -80,6 +88,7 @@ def test_a_page_is_readable_and_each_word_explained(browser, tmp_path, scheme, v
   shown = opened(browser, run, said, viewport=view, color_scheme=scheme)
   assert shown.title().endswith(' run') and 'no such host' in shown.inner_text('#notice')
   assert browsers.width(shown) <= view['width'] and not browsers.pale(shown) and not said
+  assert not shown.eval_on_selector_all(*_CUT_OFF)
   marked = 'th[scope=col]:not(details *), .cards div, .key > span, .bar:not(.thin) i'
   words = shown.eval_on_selector_all(
     marked, 'some => some.map(one => [one.textContent, one.title])'
@@ -112,6 +121,7 @@ def test_runs_beside_each_other_are_readable(browser, tmp_path):
     shown = browsers.opened(browser, file.as_uri(), said, viewport=view)
     shown.wait_for_selector('#runs td')
     assert browsers.width(shown) <= view['width'] and not browsers.pale(shown) and not said
+    assert not shown.eval_on_selector_all(*_CUT_OFF)
     tops = shown.eval_on_selector_all('#runs > div', 'all => all.map(one => one.offsetTop)')
     assert (tops[0] == tops[1]) == (view is browsers.DESK)
 

@@ -359,11 +359,11 @@ def test_the_text_has_the_summary(config, run, tmp_path):
   for words in (
     'held-out loss  5.500 before, 3.500 after (nats per byte, on unseen data)\n'
     '               5.049 bits per byte after\n',
-    'learner l0  3 steps, 150 tokens, 100 tokens/s, loss 4.467, 1 updates of a\n'
-    '            fragment merged, incarnation 2, staleness 0; killed once, down for\n'
-    '            9.0 s\n',
+    'learner l0  3 steps, 150 tokens, 100 tokens/s in a usual step, loss 4.467, 1\n'
+    '            updates of a fragment merged, incarnation 2, staleness 0; killed\n'
+    '            once, down for 9.0 s\n',
     'What the figures mean',
-    'loss 4.600, 1 updates of a\n            fragment merged; refused: another model\n',
+    'loss 4.600, 1\n            updates of a fragment merged; refused: another model\n',
     'alone        a learner alone trains as many tokens in 5 steps: compare with that\n'
     '             (--syncer=none --config.train.steps=5)\n',
     'is a clock, not a number of steps',

@@ -77,18 +77,19 @@ const shorten = pauses => s => pauses.reduce((t, [at, long]) => t - Math.max(0, 
 
 function ticks(low, high, log) {  // the most numbers, at most 8, that lie a 13th of the axis or more apart; report/picture.py has the same
   const place = x => log ? Math.log(x) : x, apart = (place(high) - place(low)) / 13, size = 10 ** Math.floor(Math.log10(high - low));
-  const sets = [.1, .2, .25, .5, 1, 2, 2.5, 5].map(x => x * size).map(step =>
-    [...Array(Math.max(0, Math.min(99, Math.floor(high / step) - Math.ceil(low / step) + 1))).keys()].map(i => (Math.ceil(low / step) + i) * step));
+  const sets = [];
   for (const digits of log ? [[1, 1.5, 2, 3, 5, 7], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]] : [])
     for (const stride of [1, 2, 3, 5])
       sets.push([...Array(61).keys()].map(e => e - 30).filter(e => e % stride == 0).flatMap(e => digits.map(x => +`${x}e${e}`)));
+  for (const step of [.1, .2, .25, .5, 1, 2, 2.5, 5].map(x => x * size))
+    sets.push([...Array(Math.max(0, Math.min(99, Math.floor(high / step) - Math.ceil(low / step) + 1))).keys()].map(i => (Math.ceil(low / step) + i) * step));
   const fits = some => some.length < 9 && some.every((x, i) => !i || place(x) - place(some[i - 1]) >= apart);
   return sets.map(some => some.map(x => +x.toPrecision(9)).filter(x => low <= x && x <= high)).filter(fits)
     .reduce((best, some) => some.length > best.length ? some : best, []);
 }
 
 const plots = {};
-let kills = [];  // [tokens, loss]
+let kills = [];  // [tokens, loss, learner]
 function plot(id, words, tables, series, options) {  // a new chart only if its lines, its width or its ink change
   const ink = getComputedStyle(document.body).color, width = Math.max(300, $(id).clientWidth);
   const data = uPlot.join(tables, tables.map(one => one.map(() => 2)));  // 2: a null ends a line, whatever others have beside it
@@ -115,7 +116,7 @@ function drawLoss(runs) {
     Object.entries(run.learners).forEach(([name, {curve: [tokens, losses, ended], held_out}], i) => {
       if (tokens.length) add(prefix + name, [tokens, losses], many ? colour(r) + '88' : colour(i), {points: {show: tokens.length < 20, size: 5}});
       if (held_out[0].length) add(prefix + name + ' held-out', held_out, many ? colour(r) : colour(i), held);
-      ended.forEach((how, k) => isKill(how) && kills.push([tokens[k], losses[k]]));
+      ended.forEach((how, k) => isKill(how) && losses[k] != null && kills.push([tokens[k], losses[k], name]));
     });
     if (run.held_out[0].length) add(prefix + 'held-out', run.held_out, many ? colour(r) : null, held);
   });
@@ -123,9 +124,15 @@ function drawLoss(runs) {
   const values = (_, some, axis, space, step) => some.map(x => si(x, step));
   const y = {splits: (u, axis, low, high) => ticks(low, high, log), filter: (_, some) => some, values: (_, some) => some.map(x => `${x}`)};
   const pad = (low, high) => log ? [low / 1.04, high * 1.04] : [low - (high - low || 1) / 20, high + (high - low || 1) / 20];
-  const cross = u => kills.forEach(([x, loss]) => {
-    Object.assign(u.ctx, {font: `${15 * devicePixelRatio}px sans-serif`, textAlign: 'center', textBaseline: 'middle', fillStyle: getComputedStyle(document.body).color});
-    if (loss != null) u.ctx.fillText('✖', u.valToPos(x, 'x', true), u.valToPos(loss, 'y', true));
+  const cross = u => kills.forEach(([tokens, loss, name]) => {
+    const {color, backgroundColor} = getComputedStyle(document.body), {ctx} = u, pixel = devicePixelRatio;
+    Object.assign(ctx, {textAlign: 'center', textBaseline: 'middle', fillStyle: color, strokeStyle: backgroundColor, lineWidth: 4 * pixel, lineJoin: 'round'});
+    for (const [text, size, above] of [['✖', 15, 0], [kills.length < 9 ? name : '', 12, 15]]) {  // with a rim, as it lies upon curves
+      ctx.font = `${size * pixel}px sans-serif`;
+      const x = Math.min(u.valToPos(tokens, 'x', true), ctx.canvas.width - ctx.measureText(text).width / 2), y = u.valToPos(loss, 'y', true) - above * pixel;
+      ctx.strokeText(text, x, y);
+      ctx.fillText(text, x, y);
+    }
   });
   $('values').hidden = !losses.length;
   if (!losses.length) return $('loss').replaceChildren(el('p', {class: 'dim'}, 'There is a curve after the first step that tells a loss.'));
@@ -150,8 +157,8 @@ function drawLanes(run, width) {
   const rect = (from, to, y, fill, opacity) => el('rect', {x: from, y, width: Math.max(0, to - from), height: 14, fill, opacity});
   const text = (x, y, words, more) => el('text', {x, y, ...more}, words);
   return el('svg', {height: bottom + 26, role: 'img', 'aria-label': 'When each process ran. The table below has the times.'}, ...names.flatMap((name, i) => [text(0, 28 * i + 19, name.slice(0, 9), {class: 'lane'}),
-    ...lives(run)[i].flatMap(([began, first, end, how]) => [rect(x(began), x(first ?? end), 28 * i + 8, i ? colour(i - 1) : '#777777', .3),
-      rect(x(first ?? end), x(end), 28 * i + 8, i ? colour(i - 1) : '#777777', 1), text(x(end), 28 * i + 20, isKill(how) ? '✖' : '', {'text-anchor': 'middle'})]),
+    ...lives(run)[i].flatMap(([began, first, end, how]) => [rect(x(began), x(first ?? end), 28 * i + 8, i ? colour(i - 1) : 'var(--dim)', .3),
+      rect(x(first ?? end), x(end), 28 * i + 8, i ? colour(i - 1) : 'var(--dim)', 1), text(x(end), 28 * i + 20, isKill(how) ? '✖' : '', {'text-anchor': 'middle'})]),
     el('path', {d: 'M0 0' + (run.learners[name]?.merges_s ?? []).map(s => `M${x(s).toFixed(1)} ${28 * i + 2}v5`).join('')})]),
   ...pauses.map(([s, long]) => text(x(s), bottom + 8, `┆ ${time(long)} pause`)),
   ...marks.map(s => text(LEFT + width * s / end_s, bottom + 20, time(s), {class: 'tick', 'text-anchor': 'middle'})));
@@ -169,7 +176,7 @@ function drawMerges(run, r, width) {
   const most = Math.max(...counts.flat()), paths = uPlot.paths.stepped({align: 1}), line = (label, k, more) => ({label, paths, width: 1.5, ...more});
   plot(`merges${r}`, `Of each outer step: participants, at most ${Math.max(...counts[0])}; connected learners, at most ${Math.max(...counts[1])}; staleness, at most ${Math.max(...counts[2])}.`,
     counts.map((_, k) => [at, all.map(row => row[k + 1])]), [{label: 'time', value: (_, s) => time(s)}, line('participants', 0), line('connected', 1, {dash: [6, 4]}), line('staleness', 2, {dash: [2, 3]})],
-    {height: 160, scales: {x: {time: false}, y: {range: [0, Math.max(1, most) * 1.08]}}, axes: [{splits: () => marks, values: (_, some) => some.map(time)},
+    {height: 160, legend: {markers: {dash: (u, i) => ['', 'solid', 'dashed', 'dotted'][i]}}, scales: {x: {time: false}, y: {range: [0, Math.max(1, most) * 1.08]}}, axes: [{splits: () => marks, values: (_, some) => some.map(time)},
       {splits: (u, axis, low, high) => ticks(low, high, false).filter(Number.isInteger), values: (_, some) => some}]});
 }
 
@@ -205,7 +212,7 @@ function drawRun(run, r, many, width) {
 function draw(runs) {
   const many = runs.length > 1, [first] = runs, done = run => run.progress == null ? '–' : Math.floor(100 * run.progress) + ' %', unit = first.loss_unit && ` in ${first.loss_unit}`;
   const figures = ({figures, wire, ...run}) => [['held-out loss', num(run.held_out[1].at(-1), 3)], ['tokens', si(run.tokens)],
-    ['tokens/s', num(run.tokens_per_second || run.mean_tokens_per_second), run.tokens_per_second ? 'now' : 'mean'], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
+    ['tokens/s', num(run.tokens_per_second || run.mean_tokens_per_second), run.tokens_per_second ? 'now' : run.mean_tokens_per_second && 'mean'], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
     ['token goodput', percent(figures.token)], ['on the wire', bytes(wire.up + wire.down), wire.parallel && `data-parallel: ${bytes(wire.parallel)}`]];
   const now = `${first.progress == null ? 'length not recorded' : `${done(first)} of the way to clock ${num(first.total_steps)}`}, ${time(first.end_s)}` + (first.syncer == 'down' ? ', the syncer is down' : '')
     + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '');
