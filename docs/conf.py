@@ -1,5 +1,8 @@
 """The documentation site, with the extra [docs]: python -m sphinx -W docs runs/site
 
+With NOTEBOOKS=force in the environment the notebooks run first, and their pages have what they
+show; the package must be installed then.
+
 The pages of docs/reference, and the invariants, are made here from the code; a mark in them says
 where. Links to files of the repo that are no page lead to the repo; where its address is not known
 they are paths in the text.
@@ -42,7 +45,9 @@ highlight_language = 'none'
 smartquotes = False  # quotes are code here
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
-nb_execution_mode = 'off'
+nb_execution_mode = os.environ.get('NOTEBOOKS', 'off')  # force: pages with pictures, in 15 minutes
+nb_execution_in_temp = True
+nb_execution_timeout = 300
 napoleon_custom_sections = [('Of the protocol', 'Attributes')]  # SyncConfig
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'none'  # the docstrings say what the types cannot
