@@ -156,6 +156,7 @@ class RunFacts:
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
+    followers: as the syncer has told last.
     tokens: trained by all learners.
     of_text: held-out losses are of text: there are bits per byte.
     said: by program, what its supervisor told of it last.
@@ -195,6 +196,7 @@ class RunFacts:
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
     self.wire = wire_lib.Wire()
+    self.followers = facts.Followers(count=0, behind=0)
     self.tokens = 0
     self.said: dict[str, str] = {}
     self.missing: dict[str, tuple[int, str]] = {}
@@ -299,6 +301,8 @@ class RunFacts:
         self.layout = fact
       case facts.Traffic():
         self.wire.take(fact)
+      case facts.Followers():
+        self.followers = fact
       case facts.Missing(facts=count, error=error):
         self.missing[process] = self.missing.get(process, (0, ''))[0] + count, error
       case protocol_facts.Ledger():

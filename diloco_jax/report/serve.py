@@ -27,7 +27,7 @@ _POLICY = (
 
 # What /metrics has (docs/reference/metrics.md); all are gauges, as a restore takes counts back.
 _OF_RUN = 'held_out_loss progress seconds_left tokens tokens_per_second outer_steps bytes_up'
-_OF_RUN += ' bytes_down goodput token_goodput uptime learners_connected'
+_OF_RUN += ' bytes_down goodput token_goodput uptime learners_connected followers versions_behind'
 _OF_LEARNER = 'connected loss step tokens_per_second staleness incarnation goodput merged'
 
 

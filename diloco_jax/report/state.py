@@ -45,6 +45,8 @@ def state(
     'failures': _failures(run),
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
+    'followers': run.followers.count,
+    'versions_behind': run.followers.behind,
     'syncer_lives': _lives(run.syncer_processes),
     'learners': {name: _learner(run, name) for name in run.learners},
     'pauses': _pauses(run),

@@ -53,7 +53,7 @@ class SyncerRecords:
   ):
     self._records = records
     self._traffic = traffic
-    self._followers, self._followed = followers, False
+    self._followers, self._followed = followers, True  # the process before had some, perhaps
     self._learners = assembled.config.sync.learners
     self._parameters = assembled.parameters
     self._steps = assembled.config.train.steps
@@ -69,7 +69,7 @@ class SyncerRecords:
         self._records.report(
           facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
-        self._report_followers()
+        self.report_followers()
         self._say(fact)
       case protocol_facts.Synced():
         self._records.scalars(
@@ -84,8 +84,8 @@ class SyncerRecords:
           },
         )
 
-  def _report_followers(self) -> None:
-    count, behind = self._followers.state() if self._followers else (0, 0)
+  def report_followers(self, ended: bool = False) -> None:
+    count, behind = self._followers.state() if self._followers and not ended else (0, 0)
     if count or self._followed:
       self._records.report(facts.Followers(count=count, behind=behind))
     self._followed = bool(count)
@@ -201,6 +201,7 @@ def run(
     clock = loop.Monotonic()
     node = loop.Node(machine, event_queue, clock, transport, work, payloads, facts_port, tape)
     result = node.run()
+    facts_port.report_followers(ended=True)
     if followers and machine.finished:
       followers.finish()
     work.stop()

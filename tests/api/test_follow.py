@@ -64,6 +64,8 @@ def test_a_follower_has_the_bits_of_the_syncer_through_its_restart(tmp_path):
   assert version > middle and isinstance(params['a'], jax.Array)
   _equal(params, trained)
   _equal(params, diloco_jax.load_params(tmp_path))
+  told = [row for row in diloco_jax.records(tmp_path) if row['name'] == 'followers']
+  assert max(row['count'] for row in told) == 1 and told[-1]['count'] == 0
 
 
 def test_followers_change_nothing_and_leave_at_any_time(tmp_path):

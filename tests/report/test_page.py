@@ -257,6 +257,14 @@ def test_events_are_sent_as_they_come(port, workdir):
         return
 
 
+def test_the_page_tells_how_many_follow_the_run_and_how_far_behind_they_are(workdir):
+  found = read(workdir)
+  assert (found['followers'], found['versions_behind']) == (0, 0)
+  add(workdir, ('syncer', row(100, facts.Followers(count=3, behind=7))))
+  found = read(workdir)
+  assert (found['followers'], found['versions_behind']) == (3, 7)
+
+
 def test_prometheus_reads_the_metrics(port):
   status, text, _ = ask(port, '/metrics')
   families = list(parser.text_string_to_metric_families(text))

@@ -33,6 +33,7 @@ const WORDS = {
   'goodput': 'share of the time since they joined that learners spent in inner steps at their usual pace, merged or not',
   'token goodput': 'tokens in the model, as a share of those that learners without a pause would have trained',
   'on the wire': 'bytes that the syncer received and sent; data-parallel: what training with an all-reduce in each step would have moved',
+  'followers': 'processes that receive the newest global model and do not train',
   'merged': 'updates of one fragment from this learner that are in the model',
   'staleness': 'versions of a fragment that were skipped before the newest one was adopted; 0 is usual',
   'incarnation': 'how many processes have run under this name: 1 plus the restarts',
@@ -213,7 +214,8 @@ function draw(runs) {
   const many = runs.length > 1, [first] = runs, done = run => run.progress == null ? '–' : Math.floor(100 * run.progress) + ' %', unit = first.loss_unit && ` in ${first.loss_unit}`;
   const figures = ({figures, wire, ...run}) => [['held-out loss', num(run.held_out[1].at(-1), 3)], ['tokens', si(run.tokens)],
     ['tokens/s', num(run.tokens_per_second || run.mean_tokens_per_second), run.tokens_per_second ? 'now' : run.mean_tokens_per_second && 'mean'], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
-    ['token goodput', percent(figures.token)], ['on the wire', bytes(wire.up + wire.down), wire.parallel && `data-parallel: ${bytes(wire.parallel)}`]];
+    ['token goodput', percent(figures.token)], ['on the wire', bytes(wire.up + wire.down), wire.parallel && `data-parallel: ${bytes(wire.parallel)}`],
+    ...runs.some(one => one.followers) ? [['followers', num(run.followers), run.followers && `the last one is ${num(run.versions_behind)} versions behind`]] : []];
   const now = `${first.progress == null ? 'length not recorded' : `${done(first)} of the way to clock ${num(first.total_steps)}`}, ${time(first.end_s)}` + (first.syncer == 'down' ? ', the syncer is down' : '')
     + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '');
   document.title = many ? runs.map(called).join(' | ') : `${done(first)} ${called(first)}`;
