@@ -14,7 +14,7 @@ import jax
 
 from diloco_jax.api import load_params
 from diloco_jax.config import build
-from diloco_jax.nodes import bring, dial, follower_node, own_model, run_folder
+from diloco_jax.nodes import bring, dial, exits, follower_node, own_model, run_folder
 from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.transport import addresses
@@ -72,6 +72,22 @@ def follow(
     )
     return _models(assembled, address, access, wait_s, into, syncer)
   return iter(())
+
+
+def models(
+  workdir: pathlib.Path, follows: bool, syncer: str, access: addresses.Access
+) -> Iterator[tuple[str, Any]]:
+  """For a command: the model of the run in a folder, or, if it follows, each newest one; and what
+  to print before what it says of it. Raises ValueError, NotInTime."""
+  if not follows:
+    yield '', load_params.load_all(workdir)
+    return
+  where = {'tls': access.tls, 'plaintext_loopback': access.plaintext_loopback}
+  try:
+    for version, params in follow(syncer, workdir=workdir, **where):
+      yield f'version {version}: ', load_params.require_all(params, workdir)
+  except TimeoutError as error:
+    raise exits.NotInTime(exits.one_line(error)) from error
 
 
 def _described(

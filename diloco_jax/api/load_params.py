@@ -118,7 +118,12 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
 def load_all(workdir: pathlib.Path) -> Any:
   """The same for who needs every parameter. Raises ValueError, also if each learner has some of its
   own."""
-  params, names = load_params(workdir), arrays.by_name(assemble(workdir).shapes)
+  return require_all(load_params(workdir), workdir)
+
+
+def require_all(params: Any, workdir: pathlib.Path) -> Any:
+  """The model of a run with a task. Raises ValueError if each learner has some of its own."""
+  names = arrays.by_name(assemble(workdir).shapes)
   if absent := [name for name in names if name not in arrays.by_name(params)]:
     raise ValueError(
       f'{len(absent)} parameters ({", ".join(absent[:3])}) of the run in {workdir} never leave a '

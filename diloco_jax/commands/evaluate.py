@@ -3,13 +3,19 @@
     diloco evaluate --workdir=runs/x
     diloco evaluate --workdir=runs/x --corpus='books/*.txt' --batches=9 --batch_size=8
     diloco evaluate --workdir=runs/x --suite
+    diloco evaluate --workdir=runs/x --follow
 
 --suite asks questions about 2,048 held-out windows (or --batches of --batch_size) and prints how
 many answers are right, with the standard error; train/task.py: `suite` of a task of your own.
 
-A run under way is judged by its newest checkpoint; on the CPU, unless JAX_PLATFORMS names another
-platform. Exit codes: 0 done, 42 there is no such run, no model yet, no held-out data, no suite, or
-parts of the model never leave the learners.
+A run under way is judged by its newest checkpoint. With --follow this process receives the newest
+model from the syncer, again and again until the run has ended, and prints a line for each that it
+has judged; the run does not wait for it. --workdir may then be a folder with copies of the run's
+config.json and tokenizer, with --syncer and --tls (diloco_jax.follow).
+
+It computes on the CPU, unless JAX_PLATFORMS names another platform. Exit codes: 0 done, 42 there is
+no such run, no model yet, no held-out data, no suite, or parts of the model never leave the
+learners, or nobody may follow the run; 75 no syncer answers.
 """
 
 import math
@@ -25,12 +31,13 @@ _CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.cor
 _BATCHES = flags.DEFINE_integer('batches', None, 'Instead of data.eval_batches.', 1)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Instead of data.eval_batch_size.', 1)
 _SUITE = flags.DEFINE_bool('suite', False, 'Accuracies instead of the loss.')
+cli.define_follow()
 
 
 def main(argv: list[str]) -> int:
   del argv
   with cli.reading_a_model():  # after the flags are checked
-    from diloco_jax.api import load_params
+    from diloco_jax.api import follow, load_params
     from diloco_jax.config import build
     from diloco_jax.report import facts
     from diloco_jax.train import evaluate
@@ -47,6 +54,7 @@ def main(argv: list[str]) -> int:
     data.eval_batches = _BATCHES.value or data.eval_batches
     data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
     task = build.make_task(assembled.config.of('syncer'))
+    models = follow.models(folder, *cli.follows())
     if _SUITE.value:
       if task.suite is None or task.logits is None:
         raise ValueError(
@@ -55,15 +63,18 @@ def main(argv: list[str]) -> int:
         )
       most = data.eval_batches * data.eval_batch_size
       suite = task.suite(most if _BATCHES.value else evaluate.SUITE_EXAMPLES)
-      params = load_params.load_all(folder)
-      print(_table(evaluate.scores(task, params, suite, data.eval_batch_size)))
+      for told, params in models:
+        table = _table(evaluate.scores(task, params, suite, data.eval_batch_size))
+        print(f'{told}\n{table}' if told else table, flush=True)
       return 0
     held_out = evaluate.HeldOut(task, assembled.shapes)
     if not held_out.batches:
       raise ValueError(f'the task of the run in {folder} has no held-out batches here')
-    loss, bits = held_out.evaluate(load_params.load_all(folder))
-  fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
-  print(f'held-out loss {fact.text} in {len(held_out.batches)} batches of {data.corpus}')
+    where = f'in {len(held_out.batches)} batches of {data.corpus}'
+    for told, params in models:
+      loss, bits = held_out.evaluate(params)
+      fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
+      print(f'{told}held-out loss {fact.text} {where}', flush=True)
   return 0
 
 

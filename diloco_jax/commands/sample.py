@@ -2,14 +2,18 @@
 
     diloco sample --workdir=runs/x --prompt='def '
     diloco sample --workdir=runs/x --tokens=1000 --temperature=0 --seed=1
+    diloco sample --workdir=runs/x --follow
 
 The run may be under way: then it is the model of the syncer's newest checkpoint; of a run with
 --syncer=none it is that of the learner's. A task of your own must have `logits` and `tokenizer`
-(train/task.py); `diloco_jax.load_params(workdir)` gives the parameters of any. Exit codes: 0 done,
-42 there is no such run, no model yet, or no text in it.
+(train/task.py); `diloco_jax.load_params(workdir)` gives the parameters of any. --follow prints a
+text of each newest model until the run has ended, as `diloco evaluate` does. Exit codes: 0 done, 42
+there is no such run, no model yet, no text in it, or nobody may follow it; 75 no syncer answers.
 """
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -23,6 +27,7 @@ _TEMPERATURE = flags.DEFINE_float(
   'temperature', 0.8, 'Divides the logits; 0 takes the likeliest.', lower_bound=0.0
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
+cli.define_follow()
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +35,7 @@ def main(argv: list[str]) -> int:
   if not _PROMPT.value:
     raise exits.NeverRetry('--prompt is empty: give at least one character')
   with cli.reading_a_model():  # after the flags are checked
-    from diloco_jax.api import load_params
+    from diloco_jax.api import follow, load_params
     from diloco_jax.train import evaluate
 
   with exits.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
@@ -42,16 +47,22 @@ def main(argv: list[str]) -> int:
         'which has no `logits` and `tokenizer` (train/task.py); '
         f'diloco_jax.load_params({str(folder)!r}) gives its parameters'
       )
-    params, tokenizer = load_params.load_all(folder), task.tokenizer()
-  prompt = tokenizer.encode([_PROMPT.value])[0]
-  length = assembled.config.data.seq_len
-  drawn = evaluate.sample(task, params, prompt, length, _TEMPERATURE.value, _SEED.value)
+    tokenizer, length = task.tokenizer(), assembled.config.data.seq_len
+    prompt = tokenizer.encode([_PROMPT.value])[0]
+    for told, params in follow.models(folder, *cli.follows()):
+      drawn = evaluate.sample(task, params, prompt, length, _TEMPERATURE.value, _SEED.value)
+      print(told, end='\n' if told else '')
+      _print(tokenizer, prompt, itertools.islice(drawn, _TOKENS.value))
+  return 0
+
+
+def _print(tokenizer: Any, prompt: Sequence[int], drawn: Iterable[int]) -> None:
+  """Prints a text while it is drawn."""
   ids, shown = list(prompt), 0
-  for new in itertools.chain([()], zip(itertools.islice(drawn, _TOKENS.value))):
+  for new in itertools.chain([()], zip(drawn)):
     ids.extend(new)
     text = tokenizer.decode(ids)
     whole = text.rstrip('\ufffd')  # the next id may complete a character
     print(whole[shown:], end='', flush=True)
     shown = max(shown, len(whole))
   print(text[shown:])
-  return 0

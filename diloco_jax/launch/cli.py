@@ -122,6 +122,20 @@ def define_access() -> None:
   )
 
 
+def define_follow() -> None:
+  """Defines --follow, and how to reach the syncer."""
+  flags.DEFINE_bool('follow', False, 'Each newest model, until the run has ended.')
+  flags.DEFINE_string(
+    'syncer', '', 'With --follow: where the syncer listens; default: as the folder of the run says.'
+  )
+  define_access()
+
+
+def follows() -> tuple[bool, str, addresses.Access]:
+  """Whether to follow the run, where its syncer is, and how to reach it, by the flags."""
+  return flags.FLAGS['follow'].value, flags.FLAGS['syncer'].value, access()
+
+
 def define_metrics() -> None:
   """Defines --metrics_port."""
   text = 'Port of /metrics, for Prometheus, at every address of this machine; 0: any that is free.'

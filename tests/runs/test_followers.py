@@ -1,0 +1,34 @@
+"""Processes that follow a run of real processes with a task."""
+
+import re
+
+import pytest
+
+import diloco_jax
+from tests import programs
+
+
+@pytest.mark.long
+def test_a_run_is_followed_to_its_end_and_a_killed_follower_changes_nothing(tmp_path):
+  run = tmp_path / 'run'
+  flags = '--config=stdlib_lm:tiny', '--config.train.steps=60', '--config.sync.learners=1'
+  flags += (f'--workdir={run}',)
+  with programs.starting() as start:
+    diloco = lambda *words: start(*programs.diloco(*words))
+    syncer = diloco('syncer', *flags)
+    syncer.wait_for('the syncer listens on')
+    follow = lambda command, *words: diloco(command, f'--workdir={run}', '--follow', *words)
+    follows, killed = follow('evaluate'), follow('evaluate')
+    samples = follow('sample', '--tokens=5')
+    for one in (follows, killed, samples):
+      one.wait_for('version 0: ')
+    killed.process.kill()
+    learner = diloco('learner', *flags, '--learner=l0', f'--syncer=file:{run}/syncer/address')
+    for one in (learner, syncer, follows, samples):
+      assert one.end() == 0, one
+  line = re.compile(r'version (\d+): held-out loss [\d.]+ \([\d.]+ bits per byte\) in 1 batches')
+  versions = [int(line.match(one)[1]) for one in follows.lines if 'version' in one]
+  assert len(versions) > 1 and versions == sorted(set(versions))
+  assert any(re.fullmatch(r'version \d+: ', one) for one in samples.lines)
+  told = [row['count'] for row in diloco_jax.records(run) if row['name'] == 'followers']
+  assert 2 in told and told[-1] == 0
