@@ -81,6 +81,7 @@ FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3
 _REAL_RUNS = (
   'tests/runs/',
   'tests/launch/test_ray.py',
+  'tests/launch/test_slurm.py',
   'tests/experiments/test_finetune.py',
   'tests/release/test_upgrade.py',
 )

@@ -22,10 +22,10 @@ from absl import flags
 from diloco_jax.certs import allowlist, check, names, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
-from diloco_jax.launch.engines import gke, local, ray
+from diloco_jax.launch.engines import gke, local, ray, slurm
 from diloco_jax.nodes import exits
 
-_ENGINES: dict[str, types.ModuleType] = {'gke': gke, 'local': local, 'ray': ray}
+_ENGINES: dict[str, types.ModuleType] = {'gke': gke, 'local': local, 'ray': ray, 'slurm': slurm}
 _ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'Where the programs run.')
 _WORKDIR = flags.DEFINE_string(
   'workdir', '', 'Folder of the run, on the machines of its programs; default: see the engine.'

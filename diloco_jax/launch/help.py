@@ -11,7 +11,7 @@ from diloco_jax.config import fields, load
 from diloco_jax.report import folder
 
 COLUMNS = 80
-_OF_ENGINE = re.compile('(gke|ray): ')  # flags that `--help` leaves out
+_OF_ENGINE = re.compile('(gke|ray|slurm): ')  # flags that `--help` leaves out
 _FIELDS = 'Fields of the config, --config.NAME=VALUE (type, default):'
 
 

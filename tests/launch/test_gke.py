@@ -45,7 +45,7 @@ def test_the_manifests_of_a_run(tmp_path):
   assert done.returncode == 0, done.stderr
   found = {path.name: path.read_text() for path in (tmp_path / 'out').iterdir()}
   assert sorted(found) == ['run-1-l0.yaml', 'run-1-syncer.yaml', 'run-1.sh']
-  rendered.require_golden(found)
+  rendered.require_golden(found, 'gke')
   assert [error for text in manifests(found).values() for error in schemas.errors(text)] == []
 
 

@@ -164,7 +164,7 @@ def test_what_this_machine_cannot_give(more, words):
 @pytest.mark.parametrize(
   'words, error',
   [
-    (['--engine=slurm', '--config=gemma:1b'], 'value should be one of <.*local'),
+    (['--engine=lsf', '--config=gemma:1b'], 'value should be one of <.*local'),
     (['--only=l9', '--config=stdlib_lm:tiny'], 'error: --only=l9: there is no such program'),
     (
       ['--config=stdlib_lm:tiny', '--tls=certs/l0', '--only=l0', '--syncer=HOST:7070'],

@@ -1,6 +1,6 @@
-"""The texts of the engine gke, and how they are compared with those in `golden`.
+"""The texts of the engine gke, and how texts of an engine are compared with those in `golden`.
 
-REWRITE_GOLDEN=1 python -m pytest tests/launch/test_gke.py
+REWRITE_GOLDEN=1 python -m pytest tests/launch/test_gke.py tests/launch/test_slurm_engine.py
 """
 
 import math
@@ -15,7 +15,7 @@ from diloco_jax.config import load
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import gke
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'golden' / 'gke'
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'golden'
 STORE = 'gs://bucket/run'
 GIVEN = {'image': 'registry/diloco:1'}  # what the engine cannot do without
 # With the number of their hosts, of four chips each.
@@ -57,14 +57,16 @@ def texts(asked: spec_lib.Request, **more) -> dict[str, str]:
     return gke.render(described, asked, known)
 
 
-def require_golden(found: Mapping[str, str]) -> None:
-  """Fails unless the texts are those in `golden`, but for the config, which is left out there."""
+def require_golden(found: Mapping[str, str], engine: str) -> None:
+  """Fails unless the texts of an engine are those in `golden`, but for the config, which is left
+  out there."""
+  folder = GOLDEN / engine
   config = re.compile(r"'--config=\{.*?\}'", re.DOTALL)
   found = {name: config.sub('--config=JSON', text) for name, text in found.items()}
   if os.environ.get('REWRITE_GOLDEN'):
-    GOLDEN.mkdir(parents=True, exist_ok=True)
-    for path in GOLDEN.iterdir():
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
       path.unlink()
     for name, text in found.items():
-      (GOLDEN / name).write_text(text)
-  assert {path.name: path.read_text() for path in GOLDEN.iterdir()} == found
+      (folder / name).write_text(text)
+  assert {path.name: path.read_text() for path in folder.iterdir()} == found

@@ -1,0 +1,213 @@
+"""The engine of Slurm clusters: it writes a script that submits the jobs of a run, and submits
+nothing itself.
+
+The syncer is a job, and the learners are the tasks of an array job: Slurm requeues each of them
+alone, but a heterogeneous job only as a whole. Each job runs the script again, which runs the
+program and decides by its end whether Slurm is to start it again. The nodes share the folder of the
+run, where the syncer leaves its address at each start.
+"""
+
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+
+from absl import flags
+
+from diloco_jax.launch import cli
+from diloco_jax.launch import spec as spec_lib
+from diloco_jax.nodes import exits, restarts, run_folder
+from diloco_jax.storage import files
+from diloco_jax.transport import addresses
+
+_SPARE_S = 10
+_OF_SCRIPT = re.compile(  # options that the script gives itself, or that would break it
+  '-[aDdeJNnoW]|--(array|chdir|dependency|error|job-name|nodes|no-requeue|ntasks|open-mode|output|'
+  r'parsable|requeue|signal|test-only|wait|wrap)\b'
+)
+
+_ALL = flags.DEFINE_string(
+  'sbatch', '', "slurm: options of sbatch for every job, as '--account=me --time=1-0'."
+)
+_SYNCER = flags.DEFINE_string('sbatch_syncer', '', "slurm: the same for the syncer's job alone.")
+_LEARNERS = flags.DEFINE_string(
+  'sbatch_learners', '', "slurm: the same for each learner, as '--gres=gpu:8 --mem=0'."
+)
+
+
+def known(request: spec_lib.Request) -> spec_lib.Known:
+  """Words in brackets are variables of the script; no path of a run has a bracket."""
+  if request.tpus:
+    raise ValueError(f'--topology={request.topology}: a Slurm cluster has no TPU slices')
+  for flag in (_ALL, _SYNCER, _LEARNERS):
+    try:
+      words = shlex.split(flag.value)
+    except ValueError as error:
+      raise ValueError(f'--{flag.name}={flag.value}: {error}') from error
+    if ours := [word for word in words if _OF_SCRIPT.match(word)]:
+      raise ValueError(f'--{flag.name}: leave {" ".join(ours)} out, the script itself decides that')
+  workdir = os.path.abspath(request.workdir)
+  files.require_name(pathlib.Path(workdir))
+  return spec_lib.Known(
+    workdir=workdir,
+    syncer=f'file:{workdir}/{run_folder.ADDRESS}',
+    listen='[node]:0',
+    tls=os.path.abspath(request.tls),
+    flags=['[config]'],
+  )
+
+
+def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
+  learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
+  gpus = re.search('gpu|-G', f'{_ALL.value} {_LEARNERS.value}')
+  return {
+    '--workdir=FOLDER, which all nodes share': request.workdir,
+    '--tls, a folder that all nodes share and diloco certs made (diloco certs --help)': request.tls,
+    "GPUs for each learner, as --sbatch_learners='--gres=gpu:8' (for learners on CPUs: "
+    '--topology=cpu)': gpus or request.topology or not learners,
+    'learners of one host, --config.mesh.hosts=1': all(one.hosts == 1 for one in learners),
+  }
+
+
+def render(
+  described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
+) -> dict[str, str]:
+  learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
+  environment = dict(described.programs[0].environment)
+  if request.topology == spec_lib.CPU:
+    environment['JAX_PLATFORMS'] = 'cpu'
+  jobs = []
+  if len(learners) < len(described.programs):
+    jobs.append(_SUBMIT_SYNCER % {'options': _options(_SYNCER.value)})
+  if learners:
+    numbers = ','.join(str(int(one.name[1:])) for one in learners)
+    jobs.append(_SUBMIT_LEARNERS % {'array': numbers, 'options': _options(_LEARNERS.value)})
+  words = {
+    'run': described.name,
+    'program': shlex.join(cli.PROGRAM),
+    'cwd': shlex.quote(os.getcwd()),
+    'workdir': shlex.quote(known.workdir),
+    'logs': shlex.quote(known.workdir.replace('%', '%%') + '/logs'),  # % is special to sbatch
+    'config': shlex.quote(f'--config={json.dumps(request.config.to_dict())}'),
+    'environment': shlex.join(f'{key}={value}' for key, value in environment.items()),
+    'digits': len(learners[0].name) - 1 if learners else 1,
+    'jobs': '\n'.join(jobs),
+    'options': _options(_ALL.value),
+    'stop_s': math.ceil(request.config.train.drain_s) + _SPARE_S,
+    'ended': addresses.ENDED,
+    'address': run_folder.ADDRESS,
+    'commands': '\n'.join(
+      f'  {role}) diloco {_words(one, known)} & ;;'
+      for role, one in {one.role: one for one in described.programs}.items()
+    ),
+    'never': exits.NEVER_RETRY,
+    'short_s': int(restarts.SHORT_LIFE_S),
+    'restarts': restarts.MAX_SHORT_LIVES - 1,
+  }
+  return {f'{described.name}.sh': _SCRIPT % words}
+
+
+def _options(text: str) -> str:
+  return ''.join(f'{shlex.quote(word)} ' for word in shlex.split(text))
+
+
+def _words(program: spec_lib.Program, known: spec_lib.Known) -> str:
+  """A command for bash. Learners differ by their names only."""
+  found = []
+  for word in program.argv[1:]:
+    if program.role == spec_lib.LEARNER and word in (
+      f'--learner={program.name}',
+      f'--tls={known.tls}/{program.name}',
+    ):
+      word = word.removesuffix(program.name) + '[name]'
+    if shlex.quote(word) != word:
+      escaped = re.sub(r'[\\"`$]', r'\\\g<0>', word)
+      word = re.sub(r'\[(node|name|config)\]', r'$\1', f'"{escaped}"')
+    found.append(word)
+  return ' \\\n      '.join(found)
+
+
+_SUBMIT_SYNCER = """\
+  syncer=$(submit --job-name="$run-syncer" --output="$logs/syncer.log" \\
+    %(options)s"$0" syncer)
+  echo "job $syncer: the syncer\""""
+_SUBMIT_LEARNERS = """\
+  if ! learners=$(submit --job-name="$run${syncer:+-$syncer}" --output="$logs/l%%${digits}a.log" \\
+    ${syncer:+"--dependency=after:$syncer"} --array=%(array)s \\
+    %(options)s"$0" learner); then
+    ${syncer:+scancel "$syncer"}
+    exit 1
+  fi
+  echo "job $learners: the learners\""""
+_SCRIPT = """\
+#!/usr/bin/env bash
+# Runs %(run)s on Slurm. `bash %(run)s.sh` submits a job of the syncer and an array job of learners,
+# and each job runs this script again. Submitted again later, they continue the run.
+set -euo pipefail
+shopt -s nullglob
+umask 077
+run=%(run)s digits=%(digits)s
+workdir=%(workdir)s
+logs=%(logs)s
+config=%(config)s
+
+submit() {
+  sbatch --parsable --requeue --open-mode=append --nodes=1 --ntasks=1 --signal=B:TERM@%(stop_s)s \\
+    %(options)s"$@"
+}
+if (( $# == 0 )); then
+  mkdir -p "$workdir/logs"
+  if grep -sqx '%(ended)s' "$workdir/%(address)s"; then rm "$workdir/%(address)s"; fi
+  syncer=
+%(jobs)s
+  exit
+fi
+
+# In a job. A task has a number of its own, but that of the last one means the whole array.
+name=syncer job=$SLURM_JOB_ID
+if [[ $1 == learner ]]; then
+  printf -v name 'l%%0*d' "$digits" "$SLURM_ARRAY_TASK_ID"
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+exec 9>>"$workdir/logs/$name.log"
+flock 9  # where Slurm has lost sight of a node, the program may still run there
+node=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
+node=${node#*=}
+cd %(cwd)s
+export %(environment)s
+diloco() { exec %(program)s "$@"; }
+case $1 in
+%(commands)s
+esac
+trap 'asked=yes; kill -TERM "$!"' TERM
+wait "$!" && code=0 || code=$?
+wait || true  # after SIGTERM, until the program has ended in order
+
+if [[ ! ${asked-} ]]; then
+  case $code in
+  0)
+    if [[ $name == syncer ]]; then
+      for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
+      (diloco report "$workdir") || true
+    fi
+    exit 0
+    ;;
+  %(never)s)
+    if [[ $name == syncer ]]; then scancel --name="$run-$job"; fi
+    exit "$code"
+    ;;
+  esac
+  if (( SECONDS < %(short_s)s && ${SLURM_RESTART_COUNT:-0} >= %(restarts)s )); then
+    echo "$name has ended with $code after $SECONDS s, and is not started again"
+    exit "$code"
+  fi
+fi
+until state=$(scontrol show job --oneliner "$job"); do sleep 10; done
+if [[ $state == *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "* ]]; then
+  echo "$name has ended with $code, and is to start again"
+  scontrol requeue "$job"
+fi  # else it is cancelled, or Slurm has requeued it
+exit "$code"
+"""

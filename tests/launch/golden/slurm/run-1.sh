@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Runs run-1 on Slurm. `bash run-1.sh` submits a job of the syncer and an array job of learners,
+# and each job runs this script again. Submitted again later, they continue the run.
+set -euo pipefail
+shopt -s nullglob
+umask 077
+run=run-1 digits=1
+workdir=/shared/x
+logs=/shared/x/logs
+config=--config=JSON
+
+submit() {
+  sbatch --parsable --requeue --open-mode=append --nodes=1 --ntasks=1 --signal=B:TERM@17 \
+    --account=me "$@"
+}
+if (( $# == 0 )); then
+  mkdir -p "$workdir/logs"
+  if grep -sqx 'the run has ended' "$workdir/syncer/address"; then rm "$workdir/syncer/address"; fi
+  syncer=
+  syncer=$(submit --job-name="$run-syncer" --output="$logs/syncer.log" \
+    --time=7-0 "$0" syncer)
+  echo "job $syncer: the syncer"
+  if ! learners=$(submit --job-name="$run${syncer:+-$syncer}" --output="$logs/l%${digits}a.log" \
+    ${syncer:+"--dependency=after:$syncer"} --array=0,1,2 \
+    --gres=gpu:8 '--comment=two words' "$0" learner); then
+    ${syncer:+scancel "$syncer"}
+    exit 1
+  fi
+  echo "job $learners: the learners"
+  exit
+fi
+
+# In a job. A task has a number of its own, but that of the last one means the whole array.
+name=syncer job=$SLURM_JOB_ID
+if [[ $1 == learner ]]; then
+  printf -v name 'l%0*d' "$digits" "$SLURM_ARRAY_TASK_ID"
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+exec 9>>"$workdir/logs/$name.log"
+flock 9  # where Slurm has lost sight of a node, the program may still run there
+node=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
+node=${node#*=}
+cd /
+export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824:glibc.malloc.top_pad=16777216 GRPC_VERBOSITY=NONE PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
+diloco() { exec /env/bin/python -m diloco_jax "$@"; }
+case $1 in
+  syncer) diloco syncer \
+      "$config" \
+      --workdir=/shared/x \
+      --tls=/shared/certs/syncer \
+      "--listen=$node:0" & ;;
+  learner) diloco learner \
+      "$config" \
+      --workdir=/shared/x \
+      "--tls=/shared/certs/$name" \
+      "--learner=$name" \
+      --syncer=file:/shared/x/syncer/address & ;;
+esac
+trap 'asked=yes; kill -TERM "$!"' TERM
+wait "$!" && code=0 || code=$?
+wait || true  # after SIGTERM, until the program has ended in order
+
+if [[ ! ${asked-} ]]; then
+  case $code in
+  0)
+    if [[ $name == syncer ]]; then
+      for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
+      (diloco report "$workdir") || true
+    fi
+    exit 0
+    ;;
+  42)
+    if [[ $name == syncer ]]; then scancel --name="$run-$job"; fi
+    exit "$code"
+    ;;
+  esac
+  if (( SECONDS < 20 && ${SLURM_RESTART_COUNT:-0} >= 4 )); then
+    echo "$name has ended with $code after $SECONDS s, and is not started again"
+    exit "$code"
+  fi
+fi
+until state=$(scontrol show job --oneliner "$job"); do sleep 10; done
+if [[ $state == *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "* ]]; then
+  echo "$name has ended with $code, and is to start again"
+  scontrol requeue "$job"
+fi  # else it is cancelled, or Slurm has requeued it
+exit "$code"

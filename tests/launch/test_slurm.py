@@ -1,0 +1,144 @@
+"""A real run on a Slurm cluster, whose nodes are all this machine."""
+
+import re
+
+import pytest
+
+from diloco_jax.nodes import run_folder
+from diloco_jax.report import records
+from tests.launch.lib import command_line
+from tests.runs.lib import ray_cluster, slow_data, slurm_cluster
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+LEARNERS = 'l0', 'l1', 'l2'
+OFTEN = '--config.train.checkpoint_every_steps=8', '--config.sync.checkpoint_every_syncs=40'
+
+
+@pytest.fixture(name='cluster')
+def _cluster(tmp_path):
+  with slurm_cluster.start(['n1', 'n2', 'n3', 'n4', 'n5']) as cluster:
+    yield cluster
+  for log in tmp_path.glob('*/logs/*.log'):
+    print(log.name, *log.read_text().splitlines()[-30:], sep='\n')
+
+
+class Run:
+  """A run that its script has submitted.
+
+  Attributes:
+    syncer, learners: the numbers of their jobs.
+  """
+
+  def __init__(self, cluster, folder, *flags: str):
+    self.cluster, self.workdir = cluster, folder / 'a run of 100% "$HOME"'
+    certs = ray_cluster.certify(folder / 'certs', *LEARNERS)
+    done = command_line.diloco(
+      *('launch', '--engine=slurm', '--config=stdlib_lm:tiny', '--topology=cpu', f'--tls={certs}'),
+      *(
+        '--config.sync.learners=3',
+        '--config.mesh.data=1',
+        '--config.train.drain_s=25',
+        f'--workdir={self.workdir}',
+      ),
+      *(f'--out={folder}', *flags),
+    )
+    assert done.returncode == 0, done.stderr
+    cluster.environment['GATE'] = str(folder / 'gate')
+    self._script = str(folder / 'tiny.sh')
+    self.submit()
+
+  def submit(self) -> None:
+    said = self.cluster.call('bash', self._script)
+    self.syncer, self.learners = re.findall('job (.*):', said)
+
+  def task(self, learner: str) -> str:
+    """The job of one learner."""
+    return f'{self.learners}_{learner[1:]}'
+
+  def facts(self, process: str, name: str) -> list[dict]:
+    if not (self.workdir / records.RECORDS).is_dir():
+      return []
+    found = records.records(self.workdir)
+    return [one for one in found if one['process'] == process and one['name'] == name]
+
+  def merges(self, learner: str) -> int:
+    return sum(learner in one['participants'] for one in self.facts('syncer', 'synced'))
+
+  def until_merged(self, *learners: str) -> None:
+    """Waits until each of them has been in some more outer steps."""
+    at = {one: self.merges(one) for one in learners}
+    self.cluster.until(lambda: all(self.merges(one) >= at[one] + 3 for one in learners))
+
+  def said(self, process: str, words: str) -> int:
+    return (self.workdir / 'logs' / f'{process}.log').read_text().count(words)
+
+  def address(self) -> str:
+    return (self.workdir / run_folder.ADDRESS).read_text()
+
+  def jobs(self) -> list[dict[str, str]]:
+    """What Slurm says about those of the syncer and of the learners."""
+    return [self.cluster.job(one) for one in (self.syncer, *map(self.task, LEARNERS))]
+
+  def end(self) -> list[str]:
+    """Waits for the end of all jobs; returns their states and exit codes."""
+    over = 'COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT'
+    self.cluster.until(lambda: all(one['JobState'] in over for one in self.jobs()))
+    return [f'{one["JobState"]} {one["ExitCode"]}' for one in self.jobs()]
+
+
+def test_a_run_whose_jobs_are_requeued_ends_in_order(cluster, tmp_path):
+  run = Run(cluster, tmp_path, slow_data.GATED, '--config.train.steps=1000', *OFTEN)
+  run.until_merged(*LEARNERS)
+
+  # A learner alone; the last task has the number of the whole array.
+  cluster.call('scontrol', 'requeue', run.task('l2'))
+  cluster.start_again(run.task('l2'))
+  run.until_merged(*LEARNERS)
+
+  # A job of higher priority takes the node of another one.
+  node = cluster.job(run.task('l1'))['NodeList']
+  urgent = '--partition=urgent', f'--nodelist={node}', '--output=/dev/null', '--wrap=true'
+  cluster.call('sbatch', *urgent)
+  cluster.start_again(run.task('l1'))
+
+  # The time of the job of the third one ends.
+  hours, minutes, _ = map(int, cluster.job(run.task('l0'))['RunTime'].split(':'))
+  soon = hours * 60 + minutes + 2
+  cluster.call('scontrol', 'update', f'JobId={run.task("l0")}', f'TimeLimit={soon}')
+  cluster.start_again(run.task('l0'), 'TimeLimit=60')
+  run.until_merged(*LEARNERS)
+  for learner in LEARNERS:
+    assert run.said(learner, 'preempted at step') == 1
+    assert run.said(learner, f'{learner} continues from its checkpoint at clock') == 1, 'moments'
+  assert run.said('l0', 'l0 has ended with 143, and is to start again') == 1
+
+  # The node of the syncer is lost; learners find its address on the next one.
+  node, address = cluster.job(run.syncer)['NodeList'], run.address()
+  cluster.call('scontrol', 'update', f'NodeName={node}', 'State=DOWN', 'Reason=test')
+  cluster.start_again(run.syncer)
+  run.until_merged(*LEARNERS)
+  assert run.facts('syncer', 'recovered')
+  assert cluster.job(run.syncer)['NodeList'] != node and run.address() != address
+
+  (tmp_path / 'gate').touch()
+  assert run.end() == ['COMPLETED 0:0'] * 4
+  assert [one['Restarts'] for one in run.jobs()] == ['1'] * 4
+  assert (run.workdir / 'report' / 'report.txt').is_file()
+  assert (run.workdir / 'model').is_dir()
+
+
+def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
+  key = tmp_path / 'certs' / 'syncer' / 'key.pem'
+  run = Run(cluster, tmp_path, slow_data.GATED, '--config.train.steps=1000')
+  key.rename(tmp_path / 'key.pem')
+  syncer, *learners = run.end()
+  assert syncer == 'FAILED 42:0'
+  assert all(one.startswith('CANCELLED') for one in learners)
+  (tmp_path / 'key.pem').rename(key)
+  run.submit()
+  run.until_merged(*LEARNERS)
+  cluster.call('scancel', run.syncer, run.learners)
+  assert all(one.startswith('CANCELLED') for one in run.end())
+  assert all(run.said(name, 'preempted at step') == 1 for name in LEARNERS)
+  assert [one['Restarts'] for one in run.jobs()] == ['0'] * 4
