@@ -288,15 +288,17 @@ class Followers:
       while not follower.gone.is_set():
         behind = functools.partial(self._behind, follower)
         lacking = [p for p in range(len(self._fragments)) if behind(p)]
+        now_s, found = time.monotonic(), None
         for p in sorted(lacking, key=behind, reverse=True):
-          if (update := self._fragments[p].next(follower.held[p])) is not None:
-            follower.begin(update)
-            return update
+          update = self._fragments[p].next(follower.held[p])
+          if update is None:
+            self._ask(p, now_s)
+          found = found or update
+        if found is not None:
+          follower.begin(found)
+          return found
         if not lacking and self._over:
           return None
-        now_s = time.monotonic()
-        for p in lacking:
-          self._ask(p, now_s)
         # Until something changes; or until the next whole fragment may be read.
         self._changed.wait(self._reads.wait_s(now_s) or None if lacking else None)
       return None

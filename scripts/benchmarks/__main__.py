@@ -32,6 +32,7 @@ NAMES = {
   'books': 'outer steps after many deaths, events after an hour',
   'own_loop': "peer.sync in a loop of one's own",
   'tls': 'what mutual TLS costs',
+  'followers': 'steps/s with 20 followers, against without',
   'store': 'objects, outer steps, copies and saves against a store in a bucket',
 }
 FOLDER = pathlib.Path(__file__).parent

@@ -12,6 +12,7 @@ import pytest
 import diloco_jax
 from diloco_jax.protocol import agreement
 from diloco_jax.transport import addresses, grpc_server, payloads
+from tests.certs import mint
 from tests.syncer import test_followers
 from tests.transport import ends
 
@@ -95,6 +96,19 @@ def test_a_follower_comes_before_the_model():
     trained = server.wait(DEADLINE_S)
     follows.join(DEADLINE_S)
   _equal(found[-1][1], trained)
+
+
+def test_a_follower_proves_its_name_and_is_kept_out_once_that_is_revoked(tmp_path):
+  owner = mint.owner(tmp_path / 'certs')
+  tls = {name: owner.folder / name for name in ('syncer', 'l1')}
+  with _syncer(sync=_sync(), listen='127.0.0.1:0', tls=tls['syncer']) as server:
+    with pytest.raises(ValueError, match='needs certificates'):
+      diloco_jax.follow(server.address)
+    models = diloco_jax.follow(server.address, tls=tls['l1'])
+    assert next(models)[0] == 0
+    owner.revoke('l1')
+    with pytest.raises(ValueError, match='learner l1 is not on the allowlist'):
+      next(models)
 
 
 def test_a_run_that_nobody_may_follow_says_so():
