@@ -2,7 +2,8 @@
 
     python scripts/benchmarks/followers.py [--turns=3] [--quick] [--json=FILE]    # 20 minutes
 
-The demo's four learners and their syncer, on all cores, with and without followers in turns. Ten
+The demo's four learners and their syncer, on all cores, with and without followers in turns;
+--quick: a smaller model, of which outer steps are far more frequent than in any real run. Ten
 followers read what they are sent and drop it; five never read; five are killed at a third of the
 run. They are connections in three processes of the lowest priority, which begin before the first
 step: what evaluating a model costs is not counted, as followers are on other machines. Required: at
@@ -68,20 +69,20 @@ def follow(kind: str, workdir: str) -> None:
 def _begin(kind: str, workdir: str) -> subprocess.Popen:
   words = [sys.executable, __file__, f'--follow={kind}', f'--workdir={workdir}']
   process = subprocess.Popen(
-    words, cwd=processes.ROOT, env=processes.environment(), stdout=subprocess.PIPE, text=True
+    words, cwd=processes.ROOT, env=processes.environment(), stdout=subprocess.PIPE, encoding='utf-8'
   )
   if process.stdout.readline().strip() != READY:
     raise RuntimeError(f'the followers of {workdir} have not begun')
   return process
 
 
-def run(followed: bool, steps: int) -> dict[str, float]:
+def run(followed: bool, config: str, steps: int) -> dict[str, float]:
   with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as cleanup:
 
     def start(*words: str) -> subprocess.Popen:
       overrides = (f'--config.{one}' for one in learner_overhead.QUIET)
-      common = ['--config=stdlib_lm:cpu', f'--workdir={workdir}', *overrides]
-      common.append(f'--config.train.steps={steps}')
+      common = [f'--config=stdlib_lm:{config}', f'--workdir={workdir}', *overrides]
+      common += [f'--config.train.steps={steps}', f'--config.sync.learners={LEARNERS}']
       return ended(processes.start(ALL, [words[0], *common, *words[1:]], 2))
 
     def ended(process: subprocess.Popen) -> subprocess.Popen:
@@ -102,7 +103,9 @@ def run(followed: bool, steps: int) -> dict[str, float]:
     names = [f'l{k}' for k in range(LEARNERS)]
     told = [row['count'] for row in processes.facts(workdir, 'syncer', 'followers')]
     return {
-      'steps_per_s': sum(_rate(_times(workdir, name, 'step')) for name in names),
+      'steps_per_s': _rate(
+        sorted(end_ns for name in names for end_ns in _times(workdir, name, 'step'))
+      ),
       'outer_steps_per_s': _rate(_times(workdir, 'syncer', 'outer')),
       'followers': max(told, default=0),
     }
@@ -136,11 +139,11 @@ def main() -> None:
   flags = parser.parse_args()
   if flags.follow:
     follow(flags.follow, flags.workdir)
-  steps, turns = (90, 1) if flags.quick else (240, flags.turns)
+  size, turns = (('tiny', 300), 1) if flags.quick else (('cpu', 240), flags.turns)
   taken = {'without': [], 'with': []}
   for _ in range(turns):
     for way, runs in taken.items():
-      runs.append(run(way == 'with', steps))
+      runs.append(run(way == 'with', *size))
       print(f'{way}: {json.dumps(runs[-1])}', flush=True)
   ratios = {
     figure: measured.spread([b[figure] / a[figure] for a, b in zip(*taken.values())])
