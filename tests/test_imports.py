@@ -181,6 +181,13 @@ def test_only_listen_listen_and_dial():
   assert found == {'diloco_jax.transport.listen', 'diloco_jax.transport.credentials'}
 
 
+def test_followers_know_no_machine():
+  """So that nothing that they do can change a run: what serves them has no event to post."""
+  found = imports(MODULES['diloco_jax.syncer.followers'])
+  machine = ('diloco_jax.protocol.events', 'diloco_jax.protocol.syncer', 'diloco_jax.node')
+  assert not [name for name in found if name.startswith(machine)]
+
+
 def test_no_cycles():
   graph = {
     name: {other for other in imports(path) if other in MODULES and other != name}
