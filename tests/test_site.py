@@ -123,6 +123,7 @@ def test_a_browser_shows_the_site_without_errors(site):
       'architecture',
       'reference/config',
       'notebooks/kill_a_learner',
+      'operating',
     ):
       said: list[str] = []
       file = (site / f'{name}.html').as_uri()
@@ -131,4 +132,9 @@ def test_a_browser_shows_the_site_without_errors(site):
       broken = 'some => some.filter(one => one.complete && !one.naturalWidth).map(one => one.src)'
       assert shown.eval_on_selector_all('img', broken) == []
       assert shown.locator('.mermaid').count() == 0
+      shown.set_viewport_size(browsers.DESK)
+      wide = (
+        'some => some.filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)'
+      )
+      assert shown.eval_on_selector_all('pre', wide) == [], 'code of 100 columns fits'
       shown.close()

@@ -173,5 +173,7 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
   for name, learner in run.learners.items():
     for at_s, incarnation in learner.joined:
       yield at_s, name, 'joins' if incarnation < 2 else f'joins as incarnation {incarnation}'
+    deaths_s = [one.ended_s or 0 for one in learner.processes if one.ended in ('killed', 'failed')]
     for at_s, reason in learner.lost:
-      yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'
+      if not any(abs(died_s - at_s) < 2 for died_s in deaths_s):  # else that is told, as its end
+        yield at_s, name, reason if reason.startswith('left') else f'lost: {reason}'

@@ -151,8 +151,12 @@ def test_every_category_of_time_has_words_and_a_colour_of_its_own():
   assert len({*spent.values(), *learners}) == len(spent) + len(learners)
 
 
-def test_events_are_the_newest_first_and_who_left_was_not_lost(workdir):
+def test_events_are_the_newest_first_and_who_left_or_was_killed_was_not_lost(workdir):
+  lost = [row(at_s, member('l0', 'lost', 1, f'at {at_s}')) for at_s in (59, 88)]
+  joined = [row(at_s, member('l0', 'joined', n)) for n, at_s in enumerate((8, 81), 1)]
+  add(workdir, *[('syncer', one) for one in (joined[0], lost[0], joined[1], lost[1])])
   events = read(workdir)['events']
+  assert [what for _, _, what in events if what.startswith('lost')] == ['lost: at 88']
   assert [at_s for at_s, *_ in events] == sorted((at_s for at_s, *_ in events), reverse=True)
   assert events[0] == [90.0, 'l1', 'left: done']
   assert [60.0, 'l0', 'killed'] in events and [70.0, 'l0', 'process 2 starts'] in events

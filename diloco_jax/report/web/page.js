@@ -249,7 +249,7 @@ if (shown?.length == 1)
   notice(...failures(shown[0]), (shown[0].progress ?? 1) < 1 && `The records end ${date(shown[0].began_s + shown[0].end_s)}, before the last step.`);
 if (live) {
   const source = new EventSource('events');
-  source.onerror = () => notice('The page has lost its server: what is below is old.');
+  source.onerror = () => notice('This page has lost its server: what is below is old. A run that has ended has it as report/index.html in its folder.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
     const [run] = shown, silent = Date.now() / 1000 - run.began_s - run.end_s;
