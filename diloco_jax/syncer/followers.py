@@ -45,8 +45,8 @@ from diloco_jax.transport import (
 SEATS = 32
 ARRIVALS_PER_S = 8
 WHOLES = 2  # in memory; further followers wait
-STALL_S = 10.0  # for which the frames of one payload may wait, and longer if there are many
-LEAST_BYTES_PER_S = 1 << 16
+STALL_S = 10.0  # for which the frames of a payload may wait, and as long as those before them take
+LEAST_BYTES_PER_S = 1 << 16  # at this rate
 PUBLISH_BYTES = 1 << 16  # it takes as much time of the processor
 ENDING_S = 0.5
 _ITEM_BYTES, _REQUEST_BYTES = 64, 1 << 10  # of one fragment in a request, and of the rest
@@ -99,7 +99,7 @@ class _Follower:
     self.gone = threading.Event()
     self.reason = ''
     self._cancel = cancel
-    self._blocked_s, self._since_s = 0.0, None
+    self._taken_bytes, self._blocked_s, self._since_s = 0, 0.0, None  # of the present payload
 
   def fail(self, reason: str, trouble: str = '') -> None:
     self.reason = reason
@@ -112,15 +112,15 @@ class _Follower:
     yield frame
     self._blocked_s += time.monotonic() - self._since_s
     self._since_s = None
+    self._taken_bytes += len(frame)
 
   def begin(self, update: Update) -> None:
-    self.sending, self._blocked_s = update, 0.0
+    self.sending, self._taken_bytes, self._blocked_s = update, 0, 0.0
 
   def stalls(self, now_s: float) -> bool:
-    since_s, sending = self._since_s, self.sending
-    if since_s is None or sending is None:
+    if (since_s := self._since_s) is None:
       return False
-    limit_s = STALL_S + sending.payload.nbytes / LEAST_BYTES_PER_S
+    limit_s = STALL_S + self._taken_bytes / LEAST_BYTES_PER_S
     return self._blocked_s + now_s - since_s > limit_s
 
 

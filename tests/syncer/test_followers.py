@@ -80,7 +80,7 @@ class Rig:
   def __init__(self, cleanup, bytes_per_s=FAST, layout=LAYOUT):
     self._layout, self._whole_bytes = layout, 4 * layout.size(0)
     self.followers, self.inbox = Counted(bytes_per_s, layout), queue.Queue()
-    self.versions, self.reads, self._cleanup = [0, 0], [], cleanup
+    self.versions, self.reads, self._cleanup = [0] * layout.num_fragments, [], cleanup
     door = grpc_server.Door('127.0.0.1:0', LIMITS.seats + followers.SEATS, access=ends.PLAIN)
     self.transport = grpc_server.GrpcSyncerTransport(
       door, self.inbox.put, payloads.PayloadStore(), LIMITS, followers=self.followers
@@ -146,12 +146,22 @@ def received(call):
   buffer = link.ReceiveBuffer(MOST, 1)
   for frame in call:
     if not buffer.waits:
-      decoded = translate.SYNCER_TO_LEARNER.decode(seal.open(frame), 2)
+      decoded = translate.SYNCER_TO_LEARNER.decode(seal.open(frame), 3)
       assert buffer.on_message(*decoded) is None
     elif (one := assembler.add(frame)) is not None:
       publish, payload = buffer.on_transfer(one.number, one.data, one.crc32)
       assert set(payload) == {publish.version % 256}
       yield publish
+
+
+def catch_up(rig, follower):
+  """Receives until every fragment is the newest; returns the base of the first of each."""
+  newest, bases = {}, {}
+  while newest != dict(enumerate(rig.versions)):
+    one = next(follower)
+    newest[one.fragment] = one.version
+    bases.setdefault(one.fragment, one.base_version)
+  return bases
 
 
 def ends_with(call):
@@ -200,12 +210,7 @@ def test_one_that_is_far_behind_or_of_another_lineage_gets_the_newest_whole(rig)
   held = [rig.held(0), (7, 99)]  # before a restore there was a version 7
   for _ in range(9):  # as many bytes as the whole
     rig.publish(0, VALUES // 2)
-  late, newest, bases = received(rig.calls(held)), {}, {}
-  while newest != {0: 9, 1: 0}:
-    one = next(late)
-    newest[one.fragment] = one.version
-    bases.setdefault(one.fragment, one.base_version)
-  assert bases == {0: None, 1: None}
+  assert catch_up(rig, received(rig.calls(held))) == {0: None, 1: None}
 
 
 def test_after_the_end_of_the_run_it_gets_the_newest_version_and_the_call_ends_in_order(rig):
@@ -268,6 +273,21 @@ def test_of_one_that_never_reads_little_is_queued_and_it_is_cut_off(cleanup, mon
   assert ends_with(stuck)[0] is grpc.StatusCode.CANCELLED
   until(lambda: rig.followers.state()[0] == 1)
   assert rig.inbox.empty()
+
+
+def test_two_that_never_read_do_not_keep_the_memory_for_whole_fragments(cleanup, monkeypatch):
+  rig = Rig(cleanup, layout=layout_of(MOST // 4, 3))
+  stuck = [rig.calls([followers.NOTHING] * 3, options=NARROW)]
+  until(lambda: rig.followers.sent and rig.followers.sent[0])
+  stuck.append(rig.calls([rig.held(0), *NOTHING], options=NARROW))
+  until(lambda: len(rig.followers.sent) == 2 and rig.followers.sent[1])
+  assert rig.reads == [0, 1]
+  follower = received(rig.calls([rig.held(0), rig.held(1), NOTHING[0]]))
+  monkeypatch.setattr(followers, 'STALL_S', 0.0)
+  monkeypatch.setattr(followers, 'LEAST_BYTES_PER_S', FAST)
+  rig.publish(0)
+  assert {next(follower).fragment, next(follower).fragment} == {0, 2}
+  until(lambda: rig.followers.state()[0] == 1)  # both are cut off
 
 
 def test_no_more_whole_fragments_are_in_memory_than_two(rig):
