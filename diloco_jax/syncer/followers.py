@@ -91,10 +91,10 @@ class _Fragment:
 
 
 class _Follower:
-  """A call. `held`: by fragment, with what was sent."""
+  """A call. `held`: by fragment, with what was sent; empty until it has asked."""
 
-  def __init__(self, cancel: Callable[[], object], fragments: int):
-    self.held = [NOTHING] * fragments
+  def __init__(self, cancel: Callable[[], object]):
+    self.held: list[Held] = []
     self.sending: Update | None = None
     self.gone = threading.Event()
     self.reason = ''
@@ -116,6 +116,10 @@ class _Follower:
 
   def begin(self, update: Update) -> None:
     self.sending, self._taken_bytes, self._blocked_s = update, 0, 0.0
+
+  @property
+  def sends_whole(self) -> bool:
+    return self.sending is not None and self.sending.base is None
 
   def stalls(self, now_s: float) -> bool:
     if (since_s := self._since_s) is None:
@@ -241,7 +245,7 @@ class Followers:
   def _enter(self, context: grpc.ServicerContext, proof: proofs.Proof | None) -> _Follower:
     """Takes a seat, until the call has ended."""
     self._cut_off()
-    follower, now_s = _Follower(context.cancel, len(self._fragments)), time.monotonic()
+    follower, now_s = _Follower(context.cancel), time.monotonic()
     with self._changed:
       full = len(self._live) >= SEATS or self._arrivals.wait_s(now_s) > 0
       if not full:
@@ -281,21 +285,19 @@ class Followers:
   def _next(self, follower: _Follower) -> Update | None:
     """Waits for what the follower lacks; None: it has gone, or has everything of an ended run."""
     with self._changed:
-      sent, follower.sending = follower.sending, None
-      if sent and sent.base is None:  # there may be room for another one
+      sent_whole, follower.sending = follower.sends_whole, None
+      if sent_whole:  # there may be room for another one
         self._drop_unused()
         self._changed.notify_all()
       while not follower.gone.is_set():
-        behind = functools.partial(self._behind, follower)
-        lacking = [p for p in range(len(self._fragments)) if behind(p)]
-        now_s, found = time.monotonic(), None
-        for p in sorted(lacking, key=behind, reverse=True):
-          update = self._fragments[p].next(follower.held[p])
-          if update is None:
-            self._ask(p, now_s)
-          found = found or update
-        if found is not None:
+        now_s, behind = time.monotonic(), functools.partial(self._behind, follower)
+        lacking = sorted(filter(behind, range(len(self._fragments))), key=behind, reverse=True)
+        updates = [self._fragments[p].next(follower.held[p]) for p in lacking]
+        self._ask([p for p, update in zip(lacking, updates) if update is None], now_s)
+        if (found := next(filter(None, updates), None)) is not None:
           follower.begin(found)
+          if follower.sends_whole:  # there may be room that it took before
+            self._changed.notify_all()
           return found
         if not lacking and self._over:
           return None
@@ -304,30 +306,42 @@ class Followers:
       return None
 
   def _behind(self, follower: _Follower, p: int) -> int:
+    if not follower.held:
+      return 0
     newest, held = self._fragments[p].newest, follower.held[p]
     return 1 if newest is None else newest != held and max(1, newest[0] - held[0])
 
-  def _ask(self, p: int, now_s: float) -> None:
-    """Lets a fragment be read, if there is room and time for it."""
-    fragment = self._fragments[p]
-    wholes = {id(one.whole) for one in self._fragments if one.whole}
-    wholes |= {id(one.sending) for one in self._live if one.sending and one.sending.base is None}
-    count = len(wholes) + sum(one.reading for one in self._fragments)
-    if self._read and not fragment.reading and count < WHOLES and not self._reads.wait_s(now_s):
-      self._reads.spend(fragment.whole_bytes, now_s)
-      fragment.reading = True
+  def _ask(self, missing: list[int], now_s: float) -> None:
+    """Lets the first of these fragments that is not under way be read, if there is room and time
+    for it."""
+    p = next((p for p in missing if not self._fragments[p].reading), None)
+    if p is None or not self._read or self._reads.wait_s(now_s):
+      return
+    if self._wholes() >= WHOLES:
+      self._drop_unused(full=True)
+    if self._wholes() < WHOLES:
+      self._reads.spend(self._fragments[p].whole_bytes, now_s)
+      self._fragments[p].reading = True
       self._read(p)
 
-  def _drop_unused(self) -> None:
+  def _wholes(self) -> int:
+    """How many whole fragments are in memory, or about to be."""
+    wholes = {id(one.whole) for one in self._fragments if one.whole}
+    wholes |= {id(one.sending) for one in self._live if one.sends_whole}
+    return len(wholes) + sum(one.reading for one in self._fragments)
+
+  def _drop_unused(self, full: bool = False) -> None:
     """Forgets whole fragments that no follower lacks or that lead nowhere, and, without followers,
-    all that is kept."""
+    all that is kept. `full`: also those that only followers lack that are sent another one, since
+    they may be slow."""
     for p, fragment in enumerate(self._fragments):
       if not self._live:
         fragment.deltas.clear()
       if (whole := fragment.whole) is not None:
         leads = whole.held == fragment.newest or any(d.base == whole.held for d in fragment.deltas)
         lacks = lambda one: self._behind(one, p) and fragment.next(one.held[p]) is whole
-        if not leads or not any(map(lacks, self._live)):
+        busy = lambda one: full and one.sends_whole and one.sending is not whole
+        if not leads or not any(lacks(one) and not busy(one) for one in self._live):
           fragment.whole = None
 
   def _cut_off(self) -> None:

@@ -67,11 +67,9 @@ class Counted(followers.Followers):
       self.sent[index] += len(frame)
       yield frame
 
-  def _ask(self, p, now_s):
-    super()._ask(p, now_s)
-    wholes = {id(one.whole) for one in self._fragments if one.whole}
-    wholes |= {id(one.sending) for one in self._live if one.sending and one.sending.base is None}
-    self.most_wholes = max(self.most_wholes, len(wholes))
+  def _ask(self, *missing):
+    super()._ask(*missing)
+    self.most_wholes = max(self.most_wholes, self._wholes())
 
 
 class Rig:
@@ -119,14 +117,16 @@ class Rig:
     )
     return publish, data
 
-  def calls(self, held=NOTHING, requests=(), layout=None, options=()):
-    """A call of a follower on a connection of its own."""
-    options = (*grpc_client.OPTIONS, *options)
-    channel = listen.dial(self.transport.address, ends.PLAIN, options)
+  def follow(self, *options):
+    """FOLLOW, on a connection of its own."""
+    channel = listen.dial(self.transport.address, ends.PLAIN, (*grpc_client.OPTIONS, *options))
     self._cleanup.callback(channel.close)
-    call = channel.stream_stream(f'/{grpc_session.SERVICE}/{grpc_session.FOLLOW}')
+    return channel.stream_stream(f'/{grpc_session.SERVICE}/{grpc_session.FOLLOW}')
+
+  def calls(self, held=None, requests=(), layout=None, options=()):
+    held = [followers.NOTHING] * self._layout.num_fragments if held is None else held
     first = followers.request((layout or self._layout).digest(), held)
-    return call(itertools.chain([first], requests), timeout=ends.DEADLINE_S)
+    return self.follow(*options)(itertools.chain([first], requests), timeout=ends.DEADLINE_S)
 
 
 @pytest.fixture(name='cleanup')
@@ -300,6 +300,27 @@ def test_no_more_whole_fragments_are_in_memory_than_two(rig):
   assert rig.followers.most_wholes <= followers.WHOLES
   for one in stuck:
     one.cancel()
+
+
+def test_one_that_never_reads_keeps_no_fragment_from_others(cleanup):
+  rig = Rig(cleanup, layout=layout_of(MOST // 4, 4))
+  stuck = rig.calls(options=NARROW)
+  until(lambda: rig.followers.sent and rig.followers.sent[0])
+  follower = received(rig.calls())
+  assert {next(follower).fragment for _ in range(4)} == {0, 1, 2, 3}
+  assert rig.followers.most_wholes <= followers.WHOLES
+  stuck.cancel()
+
+
+def test_one_that_never_asks_keeps_no_fragment_from_others(cleanup):
+  rig, asks = Rig(cleanup, layout=layout_of(VALUES, 4)), threading.Event()
+  silent = rig.follow()(iter(asks.wait, None))
+  until(lambda: rig.followers.state()[0])
+  follower = received(rig.calls())
+  assert {next(follower).fragment for _ in range(4)} == {0, 1, 2, 3}
+  assert silent.is_active()
+  asks.set()
+  silent.cancel()
 
 
 def test_what_one_says_beyond_its_request_is_not_read(rig):
