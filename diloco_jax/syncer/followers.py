@@ -145,7 +145,7 @@ class Followers:
     self._changed = threading.Condition()
     self._live: dict[_Follower, proofs.Proof | None] = {}
     self._read: Callable[[int], None] | None = None
-    self._over = self._stopped = False
+    self._over = False
 
   # --- What the syncer tells ----------------------------------------------------------------------
 
@@ -181,16 +181,16 @@ class Followers:
       self._changed.notify_all()
 
   def finish(self) -> None:
-    """The run is over: each follower is sent what is newest, then its call ends."""
+    """The run is over, and nothing more can be read: each follower is sent what leads to the newest
+    versions, then its call ends."""
     with self._changed:
-      self._over = True
+      self._over, self._read = True, None
       self._changed.notify_all()
 
   def shutdown(self, grace_s: float) -> None:
     """Ends all calls; once the run is over, those that have not ended after `grace_s`."""
     with self._changed:
       self._changed.wait_for(lambda: not self._live, grace_s if self._over else 0.0)
-      self._stopped = True
       for follower in self._live:
         follower.gone.set()
       self._changed.notify_all()
@@ -218,29 +218,26 @@ class Followers:
     proof: proofs.Proof | None = None,
   ) -> Iterator[bytes]:
     follower = self._enter(context, proof)
-    try:
-      follower.held = self._asked(requests, context)
-      context.send_initial_metadata(((grpc_session.FOLLOWS, 'yes'),))
-      seal, numbers = control_crc.Seal(), itertools.count(1)
-      while (update := self._next(follower)) is not None:
-        announced = translate.SYNCER_TO_LEARNER.encode(update.publish, next(numbers))
-        frames = chunks.split(update.payload, shared=grpc_session.SHARED)
-        for cost, frame in itertools.chain(
-          [(PUBLISH_BYTES, seal.close(announced))], ((len(frame), frame) for frame in frames)
-        ):
-          self._wait_turn(follower, cost)
-          if follower.gone.is_set():
-            break
-          yield from follower.give(frame)
-        else:
-          with self._changed:
-            follower.held[update.publish.fragment] = update.held
-      if not self._over:
-        why = follower.reason or 'the syncer stops, and may start again'
-        context.abort(grpc.StatusCode.UNAVAILABLE, why)
-      context.set_trailing_metadata(((grpc_session.REASON, addresses.ENDED.encode()),))
-    finally:
-      follower.gone.set()  # no fragment is kept for it
+    follower.held = self._asked(requests, context)
+    context.send_initial_metadata(((grpc_session.FOLLOWS, 'yes'),))
+    seal, numbers = control_crc.Seal(), itertools.count(1)
+    while (update := self._next(follower)) is not None:
+      announced = translate.SYNCER_TO_LEARNER.encode(update.publish, next(numbers))
+      frames = chunks.split(update.payload, shared=grpc_session.SHARED)
+      for cost, frame in itertools.chain(
+        [(PUBLISH_BYTES, seal.close(announced))], ((len(frame), frame) for frame in frames)
+      ):
+        self._wait_turn(follower, cost)
+        if follower.gone.is_set():
+          break
+        yield from follower.give(frame)
+      else:
+        with self._changed:
+          follower.held[update.publish.fragment] = update.held
+    if not self._over:
+      why = follower.reason or 'the syncer stops, and may start again'
+      context.abort(grpc.StatusCode.UNAVAILABLE, why)
+    context.set_trailing_metadata(((grpc_session.REASON, addresses.ENDED.encode()),))
 
   def _enter(self, context: grpc.ServicerContext, proof: proofs.Proof | None) -> _Follower:
     """Takes a seat, until the call has ended."""
@@ -283,7 +280,8 @@ class Followers:
     return [(version, digest) for version, digest in asked['held']]
 
   def _next(self, follower: _Follower) -> Update | None:
-    """Waits for what the follower lacks; None: it has gone, or has everything of an ended run."""
+    """Waits for what the follower lacks; None: it has gone, or nothing more of an ended run will
+    come."""
     with self._changed:
       sent_whole, follower.sending = follower.sends_whole, None
       if sent_whole:  # there may be room for another one
@@ -299,7 +297,7 @@ class Followers:
           if follower.sends_whole:  # there may be room that it took before
             self._changed.notify_all()
           return found
-        if not lacking and self._over:
+        if self._over and not any(self._fragments[p].reading for p in lacking):
           return None
         # Until something changes; or until the next whole fragment may be read.
         self._changed.wait(self._reads.wait_s(now_s) or None if lacking else None)

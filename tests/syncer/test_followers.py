@@ -224,6 +224,14 @@ def test_after_the_end_of_the_run_it_gets_the_newest_version_and_the_call_ends_i
   assert dict(call.trailing_metadata())[grpc_session.REASON] == b'the run has ended'
 
 
+def test_one_that_comes_after_the_end_of_the_run_delays_nothing(rig):
+  rig.followers.finish()
+  call = rig.calls()
+  assert list(received(call)) == rig.reads == []
+  assert call.code() is grpc.StatusCode.OK
+  until(lambda: rig.followers.state() == (0, 0))
+
+
 def test_a_syncer_that_stops_says_so(rig):
   call = rig.calls()
   next(received(call))
