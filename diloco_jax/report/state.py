@@ -47,7 +47,7 @@ def state(
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
     'followers': run.followers.count,
     'versions_behind': run.followers.behind,
-    'syncer_lives': _lives(run.syncer_processes),
+    'syncer_lives': _lives(run.syncer_processes, run.end_s),
     'learners': {name: _learner(run, name) for name in run.learners},
     'pauses': _pauses(run),
     'merges': [column[:: _stride(run.merges_s)].tolist() for column in merges],
@@ -68,7 +68,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
     'merges_s': learner.merged_s[:: _stride(learner.merged_s)].tolist(),
     'curve': _curve(learner),
     'held_out': _columns(learner.held_out),
-    'lives': _lives(learner.processes),
+    'lives': _lives(learner.processes, run.end_s),
     'spent_s': {category: ns / 1e9 for category, ns in spent.items() if ns > 1e7},
   }
 
@@ -130,9 +130,11 @@ def _curve(learner: run_facts.LearnerFacts) -> list[list]:
   return [list(column) for column in zip(*points)] or [[], [], []]
 
 
-def _lives(processes: list[run_facts.Process]) -> list[list]:
-  """Of each process: began, first step, end or else last fact, and how it ended ('': not known)."""
-  ends = [one.last_s if one.ended_s is None else one.ended_s for one in processes]
+def _lives(processes: list[run_facts.Process], now_s: float = 0.0) -> list[list]:
+  """Of each process: began, first step, end, and how it ended ('': not known). If it has not, to
+  its last fact; before its first step, as it may compile for long, to `now_s`."""
+  lasts = [max(p.last_s, now_s) if p.first_step_s is None else p.last_s for p in processes]
+  ends = [last_s if p.ended_s is None else p.ended_s for p, last_s in zip(processes, lasts)]
   return [[p.started_s, p.first_step_s, end_s, p.ended] for p, end_s in zip(processes, ends)]
 
 

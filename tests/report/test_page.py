@@ -114,6 +114,13 @@ def test_learners_with_models_of_their_own_have_losses_with_a_unit_and_a_curve(w
   assert lines['learner l0, held-out loss'] == losses
 
 
+def test_a_process_that_starts_is_drawn_up_to_now_and_one_that_steps_up_to_its_last_fact(workdir):
+  add(workdir, child(95, 'l1', 'starting'), child(99, 'l2', 'starting'))
+  found = read(workdir)
+  assert found['learners']['l1']['lives'][-1] == [95.0, None, 99.0, '']
+  assert found['learners']['l0']['lives'][-1] == [70.0, 80.0, 89.0, '']
+
+
 def test_a_program_that_failed_says_why(workdir):
   assert read(workdir)['failures'] == []
   add(workdir, child(99, 'l0', 'failed', 'exit code 1'), child(99, 'syncer', 'refused', 'no disk'))
