@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import diloco_jax
+from diloco_jax.nodes import follower_node, own_model
 from diloco_jax.protocol import agreement
-from diloco_jax.transport import addresses, grpc_server, payloads
+from diloco_jax.transport import addresses, grpc_server, grpc_session, link, payloads
 from tests.certs import mint
 from tests.syncer import test_followers
 from tests.transport import ends
@@ -130,6 +131,23 @@ def test_a_run_with_a_task_needs_its_folder():
       diloco_jax.follow(transport.address, plaintext_loopback=True)
   finally:
     transport.shutdown(0.0)
+
+
+def test_a_follower_gives_up_where_something_listens_that_never_answers(monkeypatch):
+  monkeypatch.setattr(link.Limits, 'handshake_s', 0.1)
+  model = own_model.describe(_init(), None)
+  assembled = own_model.complete(model, own_model.config(STEPS, _sync(), 1))
+  door, over = grpc_server.Door('127.0.0.1:0', 4, access=ends.PLAIN), threading.Event()
+  door.open({grpc_session.FOLLOW: lambda *call: iter(over.wait, True)}, b'', list)
+  grpc_session.start_timer(ends.DEADLINE_S, over.set)
+  follower = follower_node.Follower(assembled, lambda: door.address, ends.PLAIN, 0.5)
+  try:
+    with pytest.raises(TimeoutError, match='no syncer has answered for 0.5 s'):
+      follower.newest()
+  finally:
+    over.set()
+    follower.close()
+    door.close()
 
 
 def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(tmp_path):
