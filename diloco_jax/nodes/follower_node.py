@@ -111,7 +111,7 @@ class Follower:
     """Receives versions until the connection breaks; returns why."""
     try:
       with listen.dial(self._address(), self._access, grpc_client.OPTIONS) as channel:
-        call = channel.unary_stream(_METHOD)(self._request())
+        call = channel.unary_stream(_METHOD)(followers.request(self._layout, self._replica.held))
         with self._changed:
           self._call = call
           if self._stopped.is_set():
@@ -128,9 +128,6 @@ class Follower:
     except (OSError, control_crc.WireError, link.LinkError, replica_lib.Differs) as error:
       return str(error)
     raise addresses.RunEnded(addresses.ENDED)
-
-  def _request(self) -> bytes:
-    return followers.request(self._layout, self._replica.held)
 
   def _receive(self, call: grpc.Call) -> None:
     """Adopts versions until the syncer ends the call in order."""

@@ -47,7 +47,7 @@ ARRIVALS_PER_S = 8
 WHOLES = 2  # in memory; further followers wait
 STALL_S = 10.0  # for which the frames of a payload may wait, and as long as those before them take
 LEAST_BYTES_PER_S = 1 << 16  # at this rate
-PUBLISH_BYTES = 1 << 16  # it takes as much time of the processor
+PUBLISH_BYTES = 1 << 17  # it takes as much time of the processor as some of them
 ENDING_S = 0.5
 _ITEM_BYTES, _REQUEST_BYTES = 64, 1 << 10  # of one fragment in a request, and of the rest
 
