@@ -46,7 +46,7 @@ smartquotes = False  # quotes are code here
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
 nb_execution_mode = os.environ.get('NOTEBOOKS', 'off')  # force: pages with pictures, in 15 minutes
-nb_execution_in_temp = True
+nb_execution_in_temp = nb_merge_streams = True
 nb_execution_timeout = 300
 napoleon_custom_sections = [('Of the protocol', 'Attributes')]  # SyncConfig
 autodoc_member_order = 'bysource'

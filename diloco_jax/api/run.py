@@ -12,7 +12,7 @@ from diloco_jax.api import load_params
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, state, summary
+from diloco_jax.report import live, page, summary
 from diloco_jax.report import records as records_lib
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Run:
     return self._found
 
   def _state(self) -> dict[str, Any]:
-    return state.state(self._read().run, self.config)
+    return summary.state_of(self._read())
 
   def __repr__(self) -> str:
     name = self.config and self.config.name

@@ -57,7 +57,8 @@ def test_an_opened_run_tells_what_it_has_recorded(run):
     with pytest.raises(ValueError, match='no evaluation is before and after'):
       opened.loss_at(outside)
   assert opened.params['embedding'].shape == (256, 32)
-  assert len(opened.plot().axes) == 2
+  upper, _ = opened.plot().axes
+  assert f' of {run.name}, ' in upper.get_title('left'), 'which run this is'
   with pytest.raises(ValueError, match='there is no run in'):
     diloco_jax.open_run(run / 'model')
 

@@ -127,7 +127,7 @@ def test_runs_beside_each_other_are_readable(browser, tmp_path):
 
 
 def test_a_live_page_leaves_its_reader_in_place(browser, tmp_path):
-  run, said = written(tmp_path / 'run', 5.5, 4.3), []
+  run, said = written(tmp_path / 'run', 5.5, 4.3, steps=10), []
   add(run, *[child(116 + i, f'l{i % 2}', 'starting') for i in range(20)])
   server, url = serve.make(run)
   thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -138,10 +138,14 @@ def test_a_live_page_leaves_its_reader_in_place(browser, tmp_path):
   shown.keyboard.press('Enter')
   shown.evaluate("$('events0').scrollTop = 60")
   before = shown.locator('#events0 li').count()
-  add(run, child(140, 'l0', 'starting'))
+  dotted = 'plots.loss.series.slice(1).map(one => one.points.show())'
+  assert shown.evaluate(dotted) == [True, True, True]
+  more = [step(137 + i / 10, 10 + i, i, 4.0) for i in range(1, 31)]
+  add(run, *[('l0', one) for one in more], child(140, 'l0', 'starting'))
   shown.wait_for_selector(f'#events0 li:nth-child({before + 1})', state='attached')
   assert shown.evaluate("$('events0').scrollTop") >= 60 and not said
   assert shown.evaluate("$('lives0').open && document.activeElement.id") == 'lives0-head'
+  assert shown.evaluate(dotted) == [False, True, True], 'of many points there is a line alone'
   shown.close()
   server.shutdown()
   server.server_close()

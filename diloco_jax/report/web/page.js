@@ -94,7 +94,7 @@ let kills = [];  // [tokens, loss, learner]
 function plot(id, words, tables, series, options) {  // a new chart only if its lines, its width or its ink change
   const ink = getComputedStyle(document.body).color, width = Math.max(300, $(id).clientWidth);
   const data = uPlot.join(tables, tables.map(one => one.map(() => 2)));  // 2: a null ends a line, whatever others have beside it
-  const key = JSON.stringify([series.map(one => one.label), ink, width, options.scales, options.axes]);
+  const key = JSON.stringify([series.map(one => [one.label, one.points]), ink, width, options.scales, options.axes]);
   if (plots[id]?.key == key && $(id).firstChild) return plots[id].setData(data);
   const nearest = (u, s, i) => u.data[s].reduce((best, y, k) => y != null && Math.abs(k - i) < Math.abs(best - i) ? k : best, 1e9);
   $(id).replaceChildren();
