@@ -4,8 +4,8 @@
 
 --quick takes about 20 minutes on two idle cores, all of them about two hours. Everything that they
 print is the table; FILE gets the figures of all, with the machine and the versions. A benchmark
-that fails does not end the others, but the exit code is 1. soak.py and stalls.py are not among
-them: they are tests.
+that fails does not end the others, but the exit code is 1. stalls.py is not among them: it is a
+test.
 """
 
 import argparse

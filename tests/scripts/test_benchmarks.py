@@ -9,7 +9,7 @@ from scripts.benchmarks import __main__ as command
 from scripts.benchmarks import scale, tls
 
 SHARED = {'__main__', 'measured', 'processes'}
-A_TEST = {'soak', 'stalls'}
+A_TEST = {'stalls'}
 
 
 def test_the_command_runs_every_benchmark_of_the_folder():

@@ -1,7 +1,7 @@
 """A soak test: 200 kills of real processes in one run, and its figures.
 
-    python scripts/benchmarks/soak.py                  # about 14 minutes on two quiet cores
-    python scripts/benchmarks/soak.py --kills=40
+    python scripts/soak.py                  # about 14 minutes on two quiet cores
+    python scripts/soak.py --kills=40
 
 Of ten kills, seven hit the syncer, at random moments and at every failpoint, two a learner, and one
 all processes at once; plan and checks are those of tests/runs/test_syncer_kills.py. The figures:
@@ -16,7 +16,7 @@ import tempfile
 
 from absl import app, flags
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from diloco_jax.verification.faults import chaos_report
