@@ -24,7 +24,7 @@ from diloco_jax.nodes import exits
 
 COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
-  'launch': 'start a run on this machine or on Ray, or write the files for GKE',
+  'launch': 'start a run here or on Ray, or write the files for GKE or Slurm',
   'syncer': 'run the syncer as one process',
   'learner': 'run one learner as one process, or train alone',
   'plan': 'say what a run needs, and whether it fits its links',
