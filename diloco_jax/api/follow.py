@@ -71,7 +71,7 @@ def follow(
       else _described(address, access, wait_s)
     )
     return _models(assembled, address, access, wait_s, into, syncer)
-  return iter(())
+  return (model for model in ())  # it can be closed, too
 
 
 def models(

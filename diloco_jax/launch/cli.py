@@ -129,6 +129,11 @@ def define_follow() -> None:
     'syncer', '', 'With --follow: where the syncer listens; default: as the folder of the run says.'
   )
   define_access()
+  flags.register_multi_flags_validator(
+    ('follow', 'syncer', 'tls', 'plaintext_loopback'),
+    lambda given: given['follow'] or not any(given.values()),
+    'where the syncer is matters with --follow only',
+  )
 
 
 def follows() -> tuple[bool, str, addresses.Access]:

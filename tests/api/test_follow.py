@@ -154,4 +154,5 @@ def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(
   with pytest.raises(TimeoutError, match='no syncer answered within 0.01 s'):
     diloco_jax.follow(f'unix:{tmp_path}/socket', wait_s=0.01)
   (tmp_path / 'address').write_text(addresses.ENDED)
-  assert not list(diloco_jax.follow(f'file:{tmp_path}/address'))
+  with contextlib.closing(diloco_jax.follow(f'file:{tmp_path}/address')) as models:
+    assert not list(models)

@@ -121,6 +121,11 @@ def test_where_no_run_is_a_command_says_so(command: str, tmp_path):
   assert done.stderr.count('\n') == 1
 
 
+def test_where_the_syncer_is_matters_only_to_who_follows(tmp_path):
+  done = diloco('evaluate', '--workdir=x', '--syncer=unix:x', cwd=tmp_path)
+  assert done.returncode == 42 and 'matters with --follow only' in done.stderr
+
+
 # --- Completion -----------------------------------------------------------------------------------
 
 
