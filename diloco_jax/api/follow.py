@@ -61,8 +61,8 @@ def follow(
   """
   access = addresses.access(tls, plaintext_loopback)
   if not syncer:
-    workdir = folder_lib.chosen(workdir)
-    syncer = f'{dial.FILE}{pathlib.Path(workdir) / run_folder.ADDRESS}'
+    workdir = pathlib.Path(folder_lib.chosen(workdir)).absolute()
+    syncer = f'{dial.FILE}{workdir / run_folder.ADDRESS}'
   address = dial.resolver(syncer, access)
   with contextlib.suppress(addresses.RunEnded), jax.set_mesh(None):
     assembled = (
