@@ -273,6 +273,7 @@ class Reason:
   OVERWRITTEN = 'overwritten'  # trained after the capture, then overwritten by the publish
   UNDONE = 'undone'  # after a fault the learner went back to the published value
   BAD_VALUE = 'bad_value'  # NaN, Inf or an absurd norm, refused by the encoder or before the merge
+  APART = 'apart'  # the learners had trained apart for so long that the run goes on from another
   LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
   LEFT = 'left'  # the learner left before they were merged
   END_OF_RUN = 'end_of_run'  # the run ended before they were merged
@@ -283,6 +284,7 @@ class Reason:
     OVERWRITTEN,
     UNDONE,
     BAD_VALUE,
+    APART,
     LOST_WITH_PROCESS,
     LEFT,
     END_OF_RUN,

@@ -207,7 +207,8 @@ class Theta:
     totals, sums_T = self._tiles.sums(p, list(zip(given, factors_MxT, strict=True)))
     stretch_T = rule.stretch(rows, sums_T)
     periods = self._periods(participants, refused)
-    made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods)
+    alone = screening.goes_on(participants)
+    made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
     return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
 
@@ -227,7 +228,8 @@ class Theta:
       return self._failed(p, ALL_REJECTED)
     data = self.near(p, gradient)
     periods = self._periods(participants, refused)
-    stepped = self._tiles.redo(p, self._whole()[p], data, periods)
+    alone = screening.goes_on(participants)
+    stepped = self._tiles.redo(p, self._whole()[p], data, periods, alone)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
   def _next(

@@ -285,9 +285,11 @@ class Tiles:
     totals: Sequence[jax.Array],
     stretch_T: np.ndarray,
     periods: int = 1,
+    alone: bool = False,
   ) -> tuple[np.ndarray, Stepped] | None:
     """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
-    Consumes the sums; `tiles` stay as they are. `periods`: those that it covers."""
+    Consumes the sums; `tiles` stay as they are. `periods`: those that it covers. `alone`: the
+    fragment becomes the value of its one participant."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
     encoded = self._encoded(self._log, p)
     totals_at = dict(zip(self.starts(p), totals, strict=True))
@@ -302,11 +304,16 @@ class Tiles:
       encoded.write(start, self._n[p], data)
       return merged_n, bool(ok)
 
-    stepped = self._outer_step(p, tiles, gradient, periods)
+    stepped = self._outer_step(p, tiles, gradient, periods, alone)
     return stepped and (encoded.payload, stepped)
 
   def redo(
-    self, p: int, tiles: Sequence[exchange.Values], data: np.ndarray, periods: int = 1
+    self,
+    p: int,
+    tiles: Sequence[exchange.Values],
+    data: np.ndarray,
+    periods: int = 1,
+    alone: bool = False,
   ) -> Stepped | None:
     """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
     another size."""
@@ -316,7 +323,7 @@ class Tiles:
       sections = self._sections(self._log, p, data, start, self._n[p])
       return self._decode(self._log, self._buffer(p), sections), True
 
-    return self._outer_step(p, tiles, gradient, periods)
+    return self._outer_step(p, tiles, gradient, periods, alone)
 
   def _outer_step(
     self,
@@ -324,11 +331,15 @@ class Tiles:
     tiles: Sequence[exchange.Values],
     gradient: Callable[[int], tuple[jax.Array, bool]],
     periods: int,
+    alone: bool,
   ) -> Stepped | None:
     """Tile by tile: `gradient` gives the outer gradient where a tile starts, and whether it is
     finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
     count = np.int32(periods) if periods > 1 else None
+    statistic = self._statistic and self._statistic[p]
+    if alone:  # no outer optimizer moves it, as with statistics
+      statistic = np.ones(len(self._counts[p]), bool)
     delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), tiles, strict=True))
 
     def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
@@ -336,7 +347,7 @@ class Tiles:
       spare = [self._buffer(p) for _ in self._vectors(p, before[start])[1:]]
       span = np.uint32(start), np.uint32(min(n, size - start))
       donated = spare[:1], merged_n, spare[1:]
-      statistic_B = self._statistic and self._of_blocks(p, self._statistic[p], start)
+      statistic_B = None if statistic is None else self._of_blocks(p, statistic, start)
       more = before[start], *span, statistic_B, count
       result = self._step(self._down, self._tx[p], *donated, *more)
       delta.write(start, n, result.delta_bytes)

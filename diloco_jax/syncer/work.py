@@ -70,7 +70,7 @@ class SyncerWork:
     self._evaluation = evaluation
     self._store = store
     self._followers = followers
-    self._evaluated = 0
+    self._evaluated = self._due = 0  # the sync of the last evaluation, and since when one is due
     self._queue: queue.SimpleQueue[actions.Work | int | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
@@ -149,9 +149,21 @@ class SyncerWork:
     self._records.report(
       facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
     )
-    every = self._assembled.config.train.eval_every
-    if every and merge.sync // every > self._evaluated // every:
-      self._evaluated = merge.sync
+    self._evaluate(merge)
+
+  def _evaluate(self, merge: actions.Merge) -> None:
+    """Evaluates once in so many steps. After an outage the model has the learners' new steps in
+    some fragments only, and a higher loss than before or after: it waits for the others, for two
+    periods at most."""
+    config = self._assembled.config
+    every, periods = config.train.eval_every, 2 * config.sync.period
+    if not every or merge.sync // every <= self._evaluated // every:
+      return
+    self._due = self._due or merge.sync
+    last = merge.machine_state['last_sync']
+    oldest = min([merge.sync, *(one for p, one in enumerate(last) if p != merge.fragment)])
+    if merge.sync - oldest <= periods or merge.sync - self._due >= periods:
+      self._evaluated, self._due = merge.sync, 0
       self._evaluation.submit(merge.sync)
 
   def _measured(self, p: int, payload_id: int) -> Measured:

@@ -14,6 +14,7 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
+from diloco_jax.protocol.syncer import screening
 from diloco_jax.syncer import global_model
 from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
@@ -107,6 +108,24 @@ def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_
     assert momentum(again) == momentum(theta)
     found.append(momentum(theta))
   np.testing.assert_allclose(found, [1, (1 - mu**r) / (1 - mu) / r], rtol=1e-3)
+
+
+def test_where_the_run_goes_on_from_one_learner_the_fragment_becomes_its_value(config):
+  """No outer optimizer lengthens its way or adds a momentum, and a recovery repeats that."""
+  config.sync.codec_up, config.sync.codec_down = 'float32', 'float32'
+  assembled = build.assemble(config)
+  theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
+  before = theta.master(0)
+  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (0.25, 1.0)]
+  one, other = participants(2)
+  given = one, dataclasses.replace(other, least=screening.LEFT_OUT)
+  lengths_MxT = np.stack([theta.lengths(0, payload) for payload in payloads])
+  refused = theta.screen(given, lengths_MxT, live=2).refused
+  assert refused == (other.learner,)
+  done = theta.merge(0, given, payloads, refused)
+  moved = theta.master(0) - before
+  np.testing.assert_allclose(moved[moved != 0], -0.25, rtol=1e-2)  # int8 in the log
+  assert again.redo(0, given, refused, done.gradient).digest == done.digest == theta.digest(0)
 
 
 @pytest.mark.parametrize('slow', [False, True])

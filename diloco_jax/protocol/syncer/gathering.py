@@ -370,13 +370,14 @@ class Gathering:
     gather.move('merging')
     self._in_vain |= gather.for_all and bool(gather.waiting)
     self._unmerged.discard(gather.fragment)
-    shared_steps = self._shared_steps(gather)
+    shared_steps, given = self._shared_steps(gather), [(name, one) for name, (one, _) in payloads]
+    merged = [self._ledger.of(self._members.by_id[name]).merged for name, _ in given]
+    one = self._screening.goes_on_from(now_ns, given, merged)
     gather.participants = tuple(
-      self._participant(learner, message, payload_id, shared_steps)
+      self._participant(learner, message, payload_id, shared_steps, apart=one not in ('', learner))
       for learner, (message, payload_id) in payloads
     )
-    contributions = ((learner, message) for learner, (message, _) in payloads)
-    self._shards.merge(gather.sync, gather.fragment, contributions)
+    self._shards.merge(gather.sync, gather.fragment, given)
     self._merged_ns = now_ns
     for learner, _ in payloads:
       member = self._members.by_id[learner]
@@ -408,7 +409,12 @@ class Gathering:
     }
 
   def _participant(
-    self, learner: str, message: messages.Contribution, payload_id: int, shared_steps: int
+    self,
+    learner: str,
+    message: messages.Contribution,
+    payload_id: int,
+    shared_steps: int,
+    apart: bool,
   ) -> actions.Participant:
     member = self._members.by_id[learner]
     settled = self._settle_tokens(member, message, '')
@@ -420,7 +426,7 @@ class Gathering:
       payload_id=payload_id,
       tokens=message.tokens_to - message.tokens_from,
       steps=message.steps,
-      least=least,
+      least=screening_lib.LEFT_OUT if apart else least,
       limit=limit,
       crc32=message.payload.crc32,
       slow=member.up.periods > 1,
@@ -449,7 +455,7 @@ class Gathering:
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
-        ends[one.learner, one.incarnation] = Reason.BAD_VALUE
+        ends[one.learner, one.incarnation] = screening_lib.reason(one)
         self._revoke(one, gather.fragment)
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
@@ -474,7 +480,7 @@ class Gathering:
 
   def _revoke(self, one: actions.Participant, fragment: int) -> None:
     """An update was refused: its tokens are discarded, and its learner needs a fresh anchor."""
-    self._ledger.revoke(one.learner, one.incarnation, one.tokens)
+    self._ledger.revoke(one.learner, one.incarnation, one.tokens, screening_lib.reason(one))
     member = self._members.by_id.get(one.learner)
     if member is not None and member.incarnation == one.incarnation:
       member.copies[fragment].spoiled = True

@@ -113,10 +113,10 @@ class Ledger:
     """The account of the present incarnation of a learner id."""
     return self.open(member.learner, member.incarnation)
 
-  def revoke(self, learner: str, incarnation: int, count: int) -> None:
-    """A merge refused tokens of this incarnation after they were settled."""
+  def revoke(self, learner: str, incarnation: int, count: int, reason: str) -> None:
+    """A merge left out tokens of this incarnation after they were settled."""
     account = self.accounts.get((learner, incarnation)) or self.accounts[learner, FORMER]
-    account.revoke(count, Reason.BAD_VALUE)
+    account.revoke(count, reason)
 
   def fold(self, learner: str, incarnation: int, into: str = '') -> None:
     """Closes the account and folds it into that of the former incarnations."""

@@ -37,6 +37,12 @@ A norm of exactly 0 says that the learner trained nothing in these steps, as bet
 an optimizer that accumulates gradients: if it is refused, that is no strike and no doubt about the
 usual norm, and if it is merged, it has no vote.
 
+Learners that have trained apart for more than APART periods of twelve steps or more, as after an
+outage, are so far from each other that a mean of them is worse than each
+(docs/studies/outage/outage.md). The run goes on from one of them, whose value the fragment becomes:
+the outer step leaves out the payloads of the others, and discards their tokens as `apart`. That is
+no strike.
+
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0.
 """
@@ -57,6 +63,8 @@ VOTES_AFTER = 2
 GROWTH = 32
 LONGER = 4
 LEAST_SHIFT = 20
+APART, SHORTEST = 200, 12  # periods, and the steps of one at least
+LEFT_OUT = 1 << 256  # as the least norm: none is so large
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -161,6 +169,31 @@ def left_out(
   )
 
 
+def too_far(steps: Sequence[int], period: int) -> bool:
+  """Whether more than half of the learners have trained apart for so many steps, or more, that no
+  mean of them is merged.
+
+  >>> too_far([2_401, 2_401, 9], 12), too_far([2_401, 9, 9], 12), too_far([9_000, 9_000], 500)
+  (True, False, False)
+  """
+  return sorted(steps)[(len(steps) - 1) // 2] > APART * max(period, SHORTEST)
+
+
+def goes_on(participants: Sequence[actions.Participant]) -> bool:
+  """Whether the run goes on from one of them, because they have trained apart for long."""
+  return any(map(apart, participants))
+
+
+def apart(one: actions.Participant) -> bool:
+  """Whether the run goes on from another participant."""
+  return one.least == LEFT_OUT
+
+
+def reason(one: actions.Participant) -> str:
+  """Of the verdict on a participant that an outer step has left out."""
+  return messages.Reason.APART if apart(one) else messages.Reason.BAD_VALUE
+
+
 def common(norms: Sequence[int], live: int) -> int:
   """The greatest norm that no half of the live learners, and no single one, has made up: if all
   have grown, as after a change of the learning rate, that is no fault. 0: there is none.
@@ -198,11 +231,35 @@ class Screening:
     self._config = config
     self._members = members
     self._out = out
+    self._one = ''  # from which the run goes on
     self.usual = [Usual() for _ in range(config.fragments)]
 
   def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""
     return self.usual[fragment].limits(steps, self._config, shared_steps)
+
+  def goes_on_from(
+    self, now_ns: int, given: Sequence[tuple[str, messages.Contribution]], merged: Sequence[int]
+  ) -> str:
+    """The learner from which the run goes on, if more than half of those that have given a payload
+    have trained apart for too long; '': a mean of all is merged.
+
+    It is the same for all fragments: the one that was chosen last, else (also after a restart in
+    between) the one with the most `merged` fragment-tokens."""
+    steps = [message.steps for _, message in given]
+    if len(given) < 2 or not too_far(steps, self._config.period):
+      self._one = ''
+      return ''
+    keys = ((name == self._one, count, name) for (name, _), count in zip(given, merged))
+    *_, self._one = max(keys)
+    self._out.notices.say(
+      now_ns,
+      'apart',
+      f'The learners have trained apart for {max(steps)} steps, too many for a mean of them. The '
+      f'run goes on from {self._one}; what the others have trained in these steps is lost. Keep '
+      'the syncer up.',
+    )
+    return self._one
 
   def after_merge(
     self, now_ns: int, gather: gather_lib.Gather, done: events.MergeDone
@@ -217,6 +274,8 @@ class Screening:
     for one, norm in zip(gather.participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
+      if apart(one):
+        continue
       if one.learner in done.refused:
         what = describe(norm, usual.votes())
         self._out.report(

@@ -26,9 +26,9 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   for seed in study_lib.seeds(quick):
     away = QUICK if quick else AWAY
     for steps in sorted(set(away.values())):
-      planned.append(_arm(f'in step, {steps} steps', steps, seed))
+      planned.append(arm(f'in step, {steps} steps', steps, seed))
       if not quick:
-        config = _arm('', steps, seed).config
+        config = arm('', steps, seed).config
         config.sync.learners = config.sync.quorum = config.data.shards = 1
         planned.append(
           arms.Arm(study='outage', name=f'alone, {steps} steps', config=config, kind='alone')
@@ -39,7 +39,7 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   return planned
 
 
-def _arm(name: str, steps: int, seed: int, **more: object) -> arms.Arm:
+def arm(name: str, steps: int, seed: int, **more: object) -> arms.Arm:
   arm = arms.decoupled(
     'outage',
     name,
@@ -59,14 +59,14 @@ def _arm(name: str, steps: int, seed: int, **more: object) -> arms.Arm:
 
 def _away(case: str, periods: int, steps: int, seed: int) -> arms.Arm:
   nodes, kind = CASES[case]
-  arm = _arm(f'{case}, {periods} periods', steps, seed, against=f'in step, {steps} steps')
-  ns = arm.where['hardware'].ns
+  made = arm(f'{case}, {periods} periods', steps, seed, against=f'in step, {steps} steps')
+  ns = made.where['hardware'].ns
   plan = (
     plans.Fault(at_ns=ns(steps / 3), kind=kind, node=node, for_ns=ns(periods * PERIOD))
     for node in nodes
   )
-  arm.where['faults'] = conditions.Faults(plan=tuple(plan))
-  return arm
+  made.where['faults'] = conditions.Faults(plan=tuple(plan))
+  return made
 
 
 def conclude(quick: bool, book: study_lib.Book, folder: pathlib.Path) -> str:

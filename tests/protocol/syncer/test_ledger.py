@@ -42,7 +42,7 @@ def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_proc
   account.train(10, 100)
   assert account.settle(0, 0, 60, '', gap='undone')
   book.fold('l0', 1)
-  book.revoke('l0', 1, 60)
+  book.revoke('l0', 1, 60, 'bad_value')
   book.check()
   assert book.totals()['discarded'] == {'bad_value': 60, 'lost_with_process': 40}
   assert book.totals()['trained'] == 100 and not book.totals()['merged']

@@ -10,6 +10,7 @@ import pytest
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import facts, messages
 from diloco_jax.protocol.learner import anchor
+from diloco_jax.protocol.syncer import screening
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine, seeds
@@ -124,7 +125,7 @@ def outage(away: int, kind: str, dead: str = '', mute: str = '', period: int = F
   """(the ledger, by fragment the participants of the first outer step after so many steps without
   the syncer, when the first of them was decided, in steps after the return, and the last). `dead`:
   a learner that does not return; `mute`: one whose payloads do not arrive any more."""
-  run = Run(steps=400, period=period)
+  run = Run(steps=away + 240, period=period)
   world = run.world
   if kind == 'kill':
     run.at(BEFORE, lambda: world.end(world.syncer))
@@ -156,6 +157,19 @@ def test_the_first_outer_step_after_an_outage_has_all_learners_and_nothing_is_lo
   assert ledger.discarded == {} and ledger.merged == FRAGMENTS * ledger.trained
   if periods > 3:  # else payloads of before may be merged first
     assert first == dict.fromkeys(range(FRAGMENTS), LEARNERS)
+
+
+@pytest.mark.parametrize('kind', ['kill', pytest.param('partition', marks=pytest.mark.long)])
+def test_learners_that_have_trained_apart_for_too_long_go_on_from_one_of_them(kind, monkeypatch):
+  """The same one for all fragments, or the model would be none that was ever trained."""
+  monkeypatch.setattr(screening, 'APART', 12)  # else the test takes ten times as long
+  away = (screening.APART + 2) * screening.SHORTEST
+  ledger, first, *_ = outage(away, kind)
+  assert first == dict.fromkeys(range(FRAGMENTS), LEARNERS)
+  lost = sorted(row['discarded'] / row['tokens'] for row in ledger.learners.values())
+  assert lost[0] == 0 and lost[1] > 0.9 * FRAGMENTS * away / (away + 240)
+  assert set(ledger.discarded) == {messages.Reason.APART, messages.Reason.UNDONE}
+  assert ledger.discarded[messages.Reason.UNDONE] < ledger.discarded[messages.Reason.APART] / 50
 
 
 def test_a_learner_that_does_not_return_is_waited_for_no_longer_than_a_lease_and_a_redial():

@@ -1,6 +1,7 @@
 """Safety: every report about values and tokens is true, and the ledger adds up."""
 
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import screening
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
@@ -60,7 +61,8 @@ class TokensConserved(invariant.Invariant):
   sentence = (
     "Every fragment-token is merged, discarded with a reason or unsettled: the syncer's ledger "
     "agrees with the learners' own counts and with its verdicts. A merge marks the payloads of "
-    'learners that are pulled in few periods.'
+    'learners that are pulled in few periods, and goes on from one participant if and only if '
+    'more than half of them have trained apart for too long.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -72,6 +74,10 @@ class TokensConserved(invariant.Invariant):
       true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps, slow
       if (one.learner, one.tokens, one.steps, one.slow) != true:
         self.fail(one, said)
+    far = screening.too_far([one.steps for one in merge.participants], self.config.period)
+    left = far * (len(merge.participants) - 1)
+    if sum(map(screening.apart, merge.participants)) != left:
+      self.fail(merge)
 
   @invariant.on(SYNCER, facts.Ledger)
   def ledger(self, book: SyncerBook, now_ns: int, ledger: facts.Ledger, event: Event) -> None:
@@ -190,7 +196,7 @@ class Verdicts(invariant.Invariant):
       nonce = book.peers[send.session].join.nonce  # on its current session
       if not merged or (nonce, said.sync) not in self._given(ended, event, refused=False):
         self.fail(send, event, ended.merged)
-    elif type(event) is events.MergeDone and said.reason == Reason.BAD_VALUE:
+    elif type(event) is events.MergeDone and said.reason in (Reason.BAD_VALUE, Reason.APART):
       nonce = book.peers[send.session].join.nonce
       if event.failed or (nonce, said.sync) not in self._given(book.ended, event, refused=True):
         self.fail(send, event, book.ended.merged)

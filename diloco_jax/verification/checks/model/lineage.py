@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol.syncer import screening
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -233,11 +234,11 @@ class Record:
       if self.failed or one.learner in self.refused:
         account = lineage.account(one.learner, one.incarnation)
         account.merged -= one.tokens
-        account.discard(one.tokens, Reason.BAD_VALUE)
+        account.discard(one.tokens, screening.reason(one))
         holder = lineage.holders[one.learner]
         if holder.incarnation == one.incarnation:
           holder.refused |= {p}
-          holder.refusals += one.learner in self.refused
+          holder.refusals += one.learner in self.refused and not screening.apart(one)
       else:
         lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
         lineage.readers[shard] = one.learner
