@@ -9,11 +9,12 @@ import pytest
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
-from diloco_jax.protocol import events
+from diloco_jax.protocol import actions, events
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import evaluation, global_model, process
 from diloco_jax.transport import in_process
+from diloco_jax.verification.virtual import arrays
 
 DEADLINE_S = 60
 
@@ -131,3 +132,21 @@ def test_a_failed_evaluation_is_said_and_fails_nothing_else(assembled, tmp_path,
   said = capsys.readouterr().out
   assert said.count('the held-out text is gone') == 1
   assert 'the run continues without held-out losses' in said
+
+
+@pytest.mark.parametrize('stuck, step', [(False, 104), (True, 109)])
+def test_the_first_evaluation_after_an_outage_waits_for_all_fragments_but_not_for_ever(
+  assembled, stuck, step
+):
+  """P = H = 4, an evaluation in 8 steps. The last sync before the outage was 8."""
+  found, last_sync = [], [5, 6, 7, 8]
+  theta, payloads = global_model.Theta(assembled), arrays._Payloads({})
+  work = arrays.Syncer(assembled, theta, payloads, found.append)
+  for sync in range(101, 112):
+    p = (sync - 1) % 4
+    state = {'last_sync': list(last_sync)}
+    merge = actions.Merge(sync=sync, fragment=p, version=1, participants=(), machine_state=state)
+    if not (stuck and p == 3):
+      work._evaluate(merge)
+      last_sync[p] = sync
+  assert found == [step]
