@@ -374,7 +374,7 @@ class Gathering:
     merged = [self._ledger.of(self._members.by_id[name]).merged for name, _ in given]
     one = self._screening.goes_on_from(now_ns, given, merged)
     gather.participants = tuple(
-      self._participant(learner, message, payload_id, shared_steps, apart=one not in ('', learner))
+      self._participant(learner, message, payload_id, shared_steps, one not in ('', learner))
       for learner, (message, payload_id) in payloads
     )
     self._shards.merge(gather.sync, gather.fragment, given)
