@@ -4,11 +4,11 @@
 
 The demo's four learners and their syncer, on all cores, with and without followers in turns;
 --quick: a smaller model, of which outer steps are far more frequent than in any real run. Ten
-followers read what they are sent and drop it; five never read; five are killed at a third of the
-run. They are connections in three processes of the lowest priority, which begin before the first
+followers read what they are sent and drop it; five never read; five are killed after ten outer
+steps. They are connections in three processes of the lowest priority, which begin before the first
 step: what evaluating a model costs is not counted, as followers are on other machines. Required: at
-least 0.97 of the steps/s of the learners and of the outer steps/s without followers. The CPU
-time of the syncer for each outer step tells more on a machine that others use, too.
+least 0.97 of the steps/s of the learners and of the outer steps/s without followers. The CPU time
+of the syncer for each outer step tells more on a machine that others use, too.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from diloco_jax.transport import addresses, grpc_client, grpc_session, listen
 from scripts.benchmarks import learner_overhead, measured, processes
 
 KINDS = {'reads': 10, 'never_reads': 5, 'killed': 5}
-LEARNERS = 4
+LEARNERS, KILLED_AFTER = 4, 10  # outer steps
 ALL = ','.join(map(str, learner_overhead.CORES))
 READY = 'ready'
 
@@ -99,7 +99,8 @@ def run(followed: bool, config: str, steps: int) -> dict[str, float]:
     where = f'--syncer=file:{workdir}/syncer/address'
     nodes += [start('learner', f'--learner=l{k}', where) for k in range(LEARNERS)]
     if followed:
-      _until(lambda: len(_times(workdir, 'l0', 'step')) > steps // 3, nodes)
+      merged = lambda: len(_times(workdir, 'syncer', 'outer'))
+      _until(lambda: merged() >= KILLED_AFTER or nodes[0].poll() == 0, nodes)
       kinds['killed'].kill()
     if codes := [code for one in nodes if (code := one.wait(processes.DEADLINE_S))]:
       raise RuntimeError(f'processes of the demo ended with {codes}')
