@@ -224,10 +224,8 @@ class Followers:
     while (update := self._next(follower)) is not None:
       announced = translate.SYNCER_TO_LEARNER.encode(update.publish, next(numbers))
       frames = chunks.split(update.payload, shared=grpc_session.SHARED)
-      for cost, frame in itertools.chain(
-        [(PUBLISH_BYTES, seal.close(announced))], ((len(frame), frame) for frame in frames)
-      ):
-        self._wait_turn(follower, cost)
+      for index, frame in enumerate(itertools.chain([seal.close(announced)], frames)):
+        self._wait_turn(follower, len(frame) if index else PUBLISH_BYTES)
         if follower.gone.is_set():
           break
         yield from follower.give(frame)
