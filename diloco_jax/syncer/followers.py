@@ -10,7 +10,8 @@ published, and posts no event: machine, ledger, leases and tapes do not know of 
 cost together is bounded:
 
   bytes         `sync.follow_bytes_per_s`, in turns; a Publish counts as PUBLISH_BYTES
-  memory        WHOLES whole fragments, and deltas of each fragment, of half its size
+  memory        WHOLES whole fragments, and deltas of each fragment, of half its size; with those
+                that are under way, of its size
   work thread   copies of whole fragments, as many bytes a second as may be sent
   threads       SEATS, one for each; no more than ARRIVALS_PER_S new ones begin per second
 
@@ -343,9 +344,17 @@ class Followers:
   def _cut_off(self) -> None:
     with self._changed:
       now_s = time.monotonic()
-      slow = [one for one in self._live if one.stalls(now_s)]
+      slow = [one for one in self._live if one.stalls(now_s) or self._is_late(one)]
     for follower in slow:
       follower.fail('the follower reads too slowly')
+
+  def _is_late(self, follower: _Follower) -> bool:
+    """Whether it is sent a delta from whose base on more bytes came than the fragment has."""
+    if (update := follower.sending) is None or follower.sends_whole:
+      return False
+    fragment = self._fragments[update.publish.fragment]
+    count = fragment.newest[0] - update.base[0]
+    return count * update.payload.nbytes > fragment.whole_bytes
 
   def _wait_turn(self, follower: _Follower, size: int) -> None:
     """Waits until the bytes that were to be sent before are paid for."""

@@ -331,6 +331,21 @@ def test_one_that_never_asks_keeps_no_fragment_from_others(cleanup):
   silent.cancel()
 
 
+def test_those_that_never_read_keep_no_more_deltas_than_a_fragment_has_bytes(cleanup):
+  rig, size = Rig(cleanup, layout=layout_of(VALUES * 4)), VALUES * 6  # of 16 a fragment has
+  first, stuck = received(rig.calls()), []
+  assert len([next(first), next(first)]) == 2
+  for count in range(2, 6):
+    held = [rig.held(0), rig.held(1)]
+    rig.publish(0, size)
+    assert next(first).base_version == held[0][0]
+    stuck.append(rig.calls(held, options=NARROW))
+    until(lambda: len(rig.followers.sent) == count and rig.followers.sent[-1])
+  for one in stuck[:-2]:
+    assert ends_with(one)[0] is grpc.StatusCode.CANCELLED
+  until(lambda: rig.followers.state()[0] == 3)
+
+
 def test_what_one_says_beyond_its_request_is_not_read(rig):
   flooding = rig.calls(requests=itertools.repeat(bytes(1 << 16)))
   follower = received(rig.calls())
