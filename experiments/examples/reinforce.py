@@ -32,7 +32,7 @@ import optax
 
 import diloco_jax
 
-PROMPTS, GROUP, STEPS = 64, 16, 300  # of a rollout, samples of a prompt, clocks of the run
+PROMPTS, GROUP, STEPS = 64, 16, 600  # of a rollout, samples of a prompt, clocks of the run
 STALE = 6  # outer steps behind the newest model: an older rollout is dropped
 PENDING = 4  # rollouts in the folder: then the workers wait
 VERIFY_S = 0.25  # a verifier of real tasks runs tests, or asks a tool; that of sums takes no time
