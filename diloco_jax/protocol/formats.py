@@ -18,7 +18,7 @@ NUMBERS = {
   'model header': 1,
   'log': 3,
   'checkpoint': 2,
-  'config': 2,
+  'config': 3,
   'lineage': 1,
   'claim': 2,
   'manifest': 1,

@@ -45,6 +45,7 @@ STUDIES = (
   'scale.closing',
   'scale.many',
   'scale.tuned',
+  'scale.delays',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
 _QUICK = flags.DEFINE_bool('quick', False, 'short: fewer arms, a third of the steps, one seed')

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.verification.virtual import delay_cost
 from experiments.studies import scale
 from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import closing, fit, many
+from experiments.studies.scale import closing, delays, fit, many
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -169,7 +170,11 @@ def test_a_report_of_a_part_of_the_grid(cheap_keys, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1_800)  # three minutes on two quiet cores
 def test_the_quick_study_runs_to_its_trend(tmp_path):
-  studies = '--study=scale,scale.closing,scale.many,scale.tuned', '--quick', f'--out={tmp_path}'
+  studies = (
+    '--study=scale,scale.closing,scale.many,scale.tuned,scale.delays',
+    '--quick',
+    f'--out={tmp_path}',
+  )
   subprocess.run([sys.executable, '-m', 'experiments.studies.run', *studies], cwd=ROOT, check=True)
   text = (tmp_path / 'scale.md').read_text('utf-8')
   assert all(f'| 13k 30k 63k x2, {one}, decoupled, M=4 | 3 |' in text for one in scale.BOTH)
@@ -195,13 +200,28 @@ def test_a_gap_of_many_learners_is_compared_with_that_of_few_over_the_seeds_of_b
 
 
 @pytest.mark.parametrize(
-  'study', [scale.STUDY, closing.STUDY, many.STUDY], ids=lambda study: study.name
+  'study',
+  [scale.STUDY, closing.STUDY, many.STUDY, delays.STUDY],
+  ids=lambda study: study.name,
 )
 def test_the_document_has_the_tables_of_its_rows(study, cheap_keys, tmp_path):
   book, documents = study_lib.Book(), ROOT / 'docs/studies'
-  for name in ('scale', 'closing', 'many'):  # the rates that closing needs are in rows of scale
+  for name in (
+    'scale',
+    'closing',
+    'many',
+    'delays',
+  ):  # the rates that closing needs are in rows of scale
     for row in map(json.loads, (documents / f'rows/{name}.jsonl').read_text('utf-8').splitlines()):
       book.add(row | {'key': f'{row["arm"]}, {row["seed"]}'})
   document = (documents / f'scale/{study.name.split(".")[-1]}.md').read_text('utf-8')
   lines = study.conclude(False, book, tmp_path).splitlines()
   assert len(lines) > 10 and all(line in document for line in lines)
+
+
+def test_the_plan_has_the_laws_that_the_runs_of_delays_give(cheap_keys):
+  """`diloco plan` says what these rows say, and so of the runs that no law has seen."""
+  book, rows = study_lib.Book(), ROOT / 'docs/studies/rows/delays.jsonl'
+  for row in map(json.loads, rows.read_text('utf-8').splitlines()):
+    book.add(row | {'key': f'{row["arm"]}, {row["seed"]}'})
+  assert delays.fit(delays.costs(False, book)) == delay_cost.LAWS

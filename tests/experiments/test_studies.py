@@ -62,6 +62,7 @@ ALIKE = (  # as parity's, or as the test of a suite
   'scale.closing',
   'scale.many',
   'scale.tuned',
+  'scale.delays',
 )
 
 

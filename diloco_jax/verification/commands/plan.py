@@ -28,6 +28,7 @@ cli.define_config()
 _OF_STEPS = 'Seconds of an inner step without any exchange; again: of the next of l0, l1, ...'
 _STEP_S = flags.DEFINE_multi_float('step_s', None, _OF_STEPS, 1e-6, 1e6, required=True)
 _LINK = flags.DEFINE_list('link', [], 'Links of the learners, see above; default: of any speed.')
+_LATENCY_S = flags.DEFINE_float('latency_s', 0.0, 'Of a message to a learner, one way.', 0.0, 1e3)
 _PARAMETERS = flags.DEFINE_float('parameters', None, 'Of a model that is not in the config.', 1e3)
 _TOKENS = flags.DEFINE_float('tokens', None, 'To train on; default: those of train.steps.', 1.0)
 _JSON = flags.DEFINE_bool('json', False, 'Print everything as JSON, in bytes and seconds.')
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> None:
       codecs=(sync.codec_up, sync.codec_down),
       step_s=tuple(_STEP_S.value),
       lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
+      latency_s=_LATENCY_S.value,
     )
     found = plan.facts(run, step_tokens, _TOKENS.value)
   print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
@@ -114,12 +116,25 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
     f'{_bits(found["syncer_bytes_per_s"])} in and out',
     **_transport(found['transport_processes']),
     'time': f'{header.duration(found["seconds"])} for {tokens}',
+    **_loss(run.delays, found['loss']),
   }.items():
     yield f'{row:15}{text}'
   yield f'\n{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}'
   for learner, (up, down, *_) in zip(shares['steps'], itertools.cycle(run.lines or [(0, 0)])):
     computing, merged, due = (shares[one][learner] for one in ('computing', 'merged', 'on_time'))
     yield f'{learner:15}{_bits(up):>12}{_bits(down):>13}{computing:10.0%}{merged:8.0%}{due:10.0%}'
+
+
+def _loss(delays: dict[str, float], costs: dict[str, dict[str, float] | None]) -> dict[str, str]:
+  """The row about the loss, if delays cost some."""
+  words = {'latency': 'a latency of {:.2g} steps', 'thin': 'links with 1/{:.2g} of what is due'}
+  texts = [
+    f'+{cost["mean"]:.1%} ({cost["low"]:.1%} to {cost["high"]:.1%}) for ' + of
+    if cost
+    else f'much higher, as there are too few exchanges on {of}'
+    for of, cost in ((words[kind].format(delays[kind]), cost) for kind, cost in costs.items())
+  ]
+  return {'loss': f'\n{"":15}'.join(texts)} if texts else {}
 
 
 def _transport(processes: int) -> dict[str, str]:

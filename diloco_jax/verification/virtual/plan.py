@@ -12,7 +12,7 @@ from typing import Any
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import tempo
 from diloco_jax.verification.sim import network as network_lib
-from diloco_jax.verification.virtual import conditions, links
+from diloco_jax.verification.virtual import conditions, delay_cost, links
 
 FITS = 0.95  # of each learner's tokens are merged in the syncs for which they were due
 COMPUTES = 0.9  # of what it computes on links of any speed
@@ -27,13 +27,15 @@ PROCESS_BYTES_PER_S = 1.2e9  # through the process of a syncer, or a transport p
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
   """A run to plan. `values`: of each fragment; `codecs`: up and down. Learner m has the step time
-  `step_s[m % len(step_s)]` and the line `lines[m % len(lines)]`, of any speed without lines."""
+  `step_s[m % len(step_s)]` and the line `lines[m % len(lines)]`, of any speed without lines; each
+  message takes `latency_s` more, one way."""
 
   protocol: config_lib.ProtocolConfig
   values: tuple[int, ...]
   codecs: tuple[str, str]
   step_s: tuple[float, ...]
   lines: tuple[conditions.Line, ...] = ()
+  latency_s: float = 0.0
 
   @property
   def bytes(self) -> list[list[int]]:
@@ -62,6 +64,27 @@ class Run:
   def rates(self) -> list[float]:
     """The least bytes per second of a learner, up and down."""
     return [*map(min, zip(*self.parts))]
+
+  @property
+  def delays(self) -> dict[str, float]:
+    """Their strength by kind, as of delay_cost, where they count: thin are most of its links."""
+    slots = [
+      max(sum(of) / rate for of, rate in zip(self.bytes, one)) / self.period_s for one in self.parts
+    ]
+    thin = sorted(slots)[(len(slots) - 1) // 2]
+    latency = self.latency_s / min(self.step_s)
+    return {k: v for k, v, least in (('latency', latency, 0), ('thin', thin, 1)) if v > least}
+
+  def loss(self, steps: int) -> dict[str, delay_cost.Cost | None]:
+    """What its delays are expected to cost in so many steps, by kind; None: no law holds."""
+    few = lambda strength: steps < delay_cost.LEAST_PERIODS * self.protocol.period * strength
+    cost = lambda kind, strength: delay_cost.expected(
+      delay_cost.LAWS[kind], strength, steps, sum(self.values)
+    )
+    return {
+      kind: None if kind == 'thin' and few(strength) else cost(kind, strength)
+      for kind, strength in self.delays.items()
+    }
 
   @property
   def transport_processes(self) -> int:
@@ -157,13 +180,14 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
   `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which
-  settings do."""
+  settings do; `loss`: what its delays are expected to cost, by kind; None: no law holds."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
   rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)
   ring = 4 * (1 - 1 / protocol.learners) * parameters  # of bfloat16 to a learner, and from it
   misfit = run.misfit()
   byte_ns = PROCESSES_BYTE_NS if run.transport_processes else BYTE_NS
+  steps = round(tokens / (step_tokens * protocol.learners)) if tokens else protocol.total_steps
   return {
     'parameters': parameters,
     'up_bytes': up_bytes,
@@ -177,6 +201,7 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
     'syncer_bytes_per_s': run.syncer_bytes_per_s,
     'seconds': tokens / (step_tokens * sum(rates)) if tokens else protocol.total_steps / max(rates),
     'learners': {name: of for name, of in found._asdict().items() if name != 'period'},
+    'loss': {kind: cost and cost._asdict() for kind, cost in run.loss(steps).items()},
     'fits': not misfit,
     'period': run.predict(adapts=True).period if misfit == 'links' else protocol.period,
     'change': misfit and f'{misfit}{_change(run)}',

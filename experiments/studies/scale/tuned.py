@@ -28,6 +28,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
   'weight 0.5': {'optimizer.momentum_weight': 0.5},
   'weight 0.7, int4, P=H=6': {'optimizer.momentum_weight': 0.7} | many.FACTORS['int4, P=H=6'],
 }
+# What else may matter, beside the best of these, at its rate. `batch`: so many times the windows,
+# at equal tokens; its rate is searched.
+BESIDE: dict[str, dict[str, Any]] = {
+  'b2 0.99': {'optimizer.b2': 0.99},
+  'warm-up 2 %': {'warm_up': 0.02},
+  'warm-up 10 %': {'warm_up': 0.1},
+  'decay 0.03': {'optimizer.weight_decay': 0.03},
+  'decay 0.3': {'optimizer.weight_decay': 0.3},
+  'no clipping': {'optimizer.clip_norm': 0.0},
+  'end 0.02': {'optimizer.end_lr_ratio': 0.02},
+  'batch x0.5': {'batch': 0.5},
+  'batch x2': {'batch': 2.0},
+  'batch x0.5, P=H=12': {'batch': 0.5, 'sync.fragments': 12, 'sync.period': 12},  # as few bytes
+}
+NEAR = {BASE: 'weight 0.7', 'M=4': 'weight 0.7, int4, P=H=6', 'M=8': 'weight 0.7, int4, P=H=6'}
+SETTINGS |= {
+  f'{best}, {name}': SETTINGS[best] | fields
+  for best in dict.fromkeys(NEAR.values())
+  for name, fields in BESIDE.items()
+}
 MIDDLE_METHODS = (BASE, 'M=4', 'M=8')
 MIDDLE_SETTINGS = ('as set', 'weight 0.7', 'weight 0.7, int4, P=H=6')
 SEEDS = (0, 1, 2)
@@ -44,9 +64,15 @@ class Choice(NamedTuple):
 def _arm(size: str, method: str, setting: str, rate: float, seed: int, quick: bool) -> arms.Arm:
   ratio = scale.QUICK if quick else scale.SHORT
   arm = scale.arm(scale.Case(size, ratio, 'muon', *METHODS[method]), rate, seed)
-  for name, value in SETTINGS[setting].items():
+  fields = dict(SETTINGS[setting])
+  batch, warm_up = fields.pop('batch', 1.0), fields.pop('warm_up', 0.05)
+  config, steps = arm.config, round(arm.config.train.steps / batch)
+  config.data.batch_size = round(config.data.batch_size * batch)
+  config.train.steps, config.train.eval_every = steps, max(1, steps // 4)
+  config.optimizer.warmup_steps = int(steps * warm_up)
+  for name, value in fields.items():
     part, field = name.split('.')
-    setattr(getattr(arm.config, part), field, value)
+    setattr(getattr(config, part), field, value)
   name = f'{size}, {method}, {setting}, {rate:g}'
   return dataclasses.replace(arm, study=NAME, name=name)
 
@@ -60,6 +86,9 @@ def _search(
     found, rate = [], None
   elif quick:
     found, rate = [make(scale.RATES[1])], scale.RATES[1]
+  elif _beside(setting) and 'batch' not in SETTINGS[setting]:
+    near = _search(size, method, NEAR[method], quick, book)[1]
+    found, rate = ([make(near.rate)], near.rate) if near else ([], None)
   else:
     first = (2.4e-2, 4.8e-2) if size == scale.SMALL else (1.2e-2, 2.4e-2)
     found, rate = study_lib.best_rate(make, first, book)
@@ -70,13 +99,20 @@ def _search(
 def _settings(size: str, method: str) -> list[str]:
   """Those of the inner optimizer for all methods, of the exchange where learners exchange; at the
   middle size what is set, and what is best at the small one."""
-  inner = lambda one: all(name.startswith('optimizer.') for name in SETTINGS[one])
+  inner = lambda one: not any(name.startswith('sync.') for name in SETTINGS[one])
   learners = METHODS[method][1]
   if size == scale.MIDDLE:
     known = MIDDLE_SETTINGS if method in MIDDLE_METHODS else ()
   else:
-    known = tuple(SETTINGS)
+    own = f'{NEAR.get(method)}, '
+    near = lambda one: size == scale.SMALL and one.startswith(own)
+    known = tuple(one for one in SETTINGS if near(one) or not _beside(one))
   return [one for one in known if learners > 1 or inner(one)]
+
+
+def _beside(setting: str) -> bool:
+  """Whether a setting is one of those near the best."""
+  return setting.endswith(tuple(f', {name}' for name in BESIDE))
 
 
 def _sizes(quick: bool) -> tuple[str, ...]:
@@ -112,7 +148,8 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   del out
   lines = ['| seed 0 | ' + ' | '.join(METHODS) + ' |', '|---|' + '---|' * len(METHODS)]
   for size in _sizes(quick):
-    for setting in _settings(size, 'M=4'):
+    known = {one for method in METHODS for one in _settings(size, method)}
+    for setting in (one for one in SETTINGS if one in known):
       found = [_search(size, method, setting, quick, book)[1] for method in METHODS]
       cells = [f'{one.loss:.4f} ({one.rate:g})' if one else '' for one in found]
       lines.append(f'| {size}, {setting} | ' + ' | '.join(cells) + ' |')

@@ -125,3 +125,19 @@ def test_the_period_that_the_syncer_will_choose_is_in_the_plan():
   found = plan_of(200_000)
   assert not found['fits'] and found['period'] >= 3 * protocol.period
   assert plan_of(20_000)['period'] == protocol.period
+
+
+def test_a_plan_says_what_its_delays_cost_and_where_no_law_holds(monkeypatch):
+  monkeypatch.setattr(plan, 'PERIODS', 3)
+  protocol = config_lib.ProtocolConfig(learners=4, fragments=12, period=12, total_steps=600)
+  run = plan.Run(
+    protocol=protocol, values=(5_280,) * 12, codecs=('int8', 'int8'), step_s=(0.1,), latency_s=0.2
+  )
+  thin = conditions.Line(*[max(map(sum, run.bytes)) / run.period_s / 4] * 2)  # a quarter
+  for lines, steps, kinds in (((), 600, {'latency'}), ((thin,), 600, {'latency', 'thin'})):
+    found = dataclasses.replace(run, lines=lines).loss(steps)
+    assert set(found) == kinds and all(one.low < one.mean < one.high for one in found.values())
+  assert 0.01 < found['latency'].mean < 0.04 and 0.07 < found['thin'].mean < 0.15
+  longer = dataclasses.replace(run, lines=(thin,)).loss(6_000)
+  assert all(longer[kind].mean < found[kind].mean for kind in found)
+  assert dataclasses.replace(run, lines=(thin,)).loss(200)['thin'] is None

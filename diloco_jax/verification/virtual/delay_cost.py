@@ -1,0 +1,90 @@
+"""What delays cost of the loss, from the runs of a study (docs/studies/scale/delays.md).
+
+A delay of a kind costs a share of the loss that falls with the length and the size of a run:
+
+  cost = c strength^a (T / 1000)^b (N / 100,000)^d
+
+strength: of a latency the inner steps that a message takes one way, of thin links the time of a
+payload over the time until the next one is due; an outage is of a tenth of the run. T: inner steps;
+N: parameters.
+"""
+
+import math
+from typing import NamedTuple
+
+LEAST_PERIODS = 6  # in a run; with fewer of them no law holds
+
+
+class Law(NamedTuple):
+  """A line through the logarithms of the runs.
+
+  Attributes:
+    line: ln c, a, b, d.
+    uncertain: the inverse of the normal matrix of its fit, 4 x 4.
+    spread: of a run from the line, times the quantile of a 95 % interval.
+  """
+
+  line: tuple[float, ...]
+  uncertain: tuple[tuple[float, ...], ...]
+  spread: float
+
+
+# python -m experiments.studies.run --study=scale.delays; a test compares them with its rows.
+LAWS = {
+  'latency': Law(
+    (-4.809, 0.7957, -0.3304, -0.4115),
+    (
+      (0.3282, -0.1443, 0.1227, 0.0402),
+      (-0.1443, 0.1041, 0.0, 0.0),
+      (0.1227, 0.0, 0.2135, 0.0032),
+      (0.0402, 0.0, 0.0032, 0.1903),
+    ),
+    0.7229,
+  ),
+  'thin': Law(
+    (-4.1268, 0.9964, -0.6036, -0.2036),
+    (
+      (0.8169, -0.403, 0.3218, 0.1327),
+      (-0.403, 0.2449, -0.1224, -0.0101),
+      (0.3218, -0.1224, 0.2738, 0.0105),
+      (0.1327, -0.0101, 0.0105, 0.337),
+    ),
+    0.2736,
+  ),
+  'outage': Law(
+    (-4.5981, 0.0, -0.0838, -0.2768),
+    (
+      (0.2565, 0.0, 0.2454, 0.0803),
+      (0.0, 0.0, 0.0, 0.0),
+      (0.2454, 0.0, 0.4269, 0.0064),
+      (0.0803, 0.0, 0.0064, 0.3806),
+    ),
+    0.4729,
+  ),
+}
+
+
+class Cost(NamedTuple):
+  """By what share the loss is higher: the mean, and the ends of its 95 % interval for a run."""
+
+  mean: float
+  low: float
+  high: float
+
+
+def terms(strength: float, steps: int, parameters: float) -> tuple[float, ...]:
+  """What a line is linear in."""
+  return 1.0, math.log(strength), math.log(steps / 1_000), math.log(parameters / 100_000)
+
+
+def expected(law: Law, strength: float, steps: int, parameters: float) -> Cost:
+  """What a delay is expected to cost a run. Far from the runs of the study the interval is wide.
+
+  >>> expected(Law((math.log(0.05), 1, 0, 0), ((0,) * 4,) * 4, math.log(2)), 2, 1_000, 1e5)
+  Cost(mean=0.1, low=0.05, high=0.2)
+  """
+  x = terms(strength, steps, parameters)
+  middle = sum(one * of for one, of in zip(law.line, x, strict=True))
+  apart = sum(one * row[n] * x[n] for one, row in zip(x, law.uncertain) for n in range(len(x)))
+  wide = law.spread * math.sqrt(1 + apart)
+  return Cost(*(math.exp(end) for end in (middle, middle - wide, middle + wide)))
