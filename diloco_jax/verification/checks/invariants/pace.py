@@ -26,6 +26,7 @@ class Pace(invariant.Invariant):
   def __init__(self, run: run_book.Run) -> None:
     super().__init__(run)
     self._look_ns = 0
+    self._announced: tuple[object, int] = None, 0  # a syncer's book, and the last sync announced
     # A syncer's book, its next sync, and since when that could be open.
     self._late: tuple[object, int, int] = None, -1, 0
     self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
@@ -40,18 +41,20 @@ class Pace(invariant.Invariant):
       return
     if sync < book.lineage.next or book.schedule.fragment(sync) != p:
       self.fail(send, f'the next sync is {book.lineage.next}')
+    self._announced = book, sync
     self._alone(book, sync, p, send)
     lead = 0 if send.message.now else book.lead
     self._reached(book, sync, lead)
 
   @invariant.on(SYNCER, facts.Tempo)
   def retimed(self, book: SyncerBook, now_ns: int, tempo: facts.Tempo, event: Event) -> None:
-    """The first sync after the change has a turn. It comes within the lead and a period of each
-    tempo: the one that was announced is cancelled, and has no turn again."""
-    changed = tempo.factor != book.tempo.factor
-    longest = self.config.period * (tempo.factor + (book.tempo.factor if changed else 1))
+    """The first sync after the change has a turn, and comes within a period and the lead of the
+    last that was opened or announced: what was announced is cancelled, and has no turn again."""
+    longest = self.config.period * max(book.tempo.factor, tempo.factor) + self.config.period
     turn = book.schedule.turn(tempo.sync, tempo.factor) is not None
-    late = tempo.sync - book.lineage.opened - book.lead
+    changed = tempo.factor != book.tempo.factor
+    announced = self._announced[1] if self._announced[0] is book else 0
+    late = tempo.sync - max(book.lineage.opened, announced) - book.lead
     if changed and not (turn or self.config.closing(tempo.sync)) or late > longest:
       self.fail(tempo, book.lineage.opened)
     if tempo.period != tempo.factor * self.config.period or tempo.period > max(
