@@ -58,7 +58,7 @@ NOTHING: Held = (-1, 0)
 
 
 def request(layout: str, held: Sequence[Held]) -> bytes:
-  """What a follower calls with: the digest of its layout, and what it holds, by fragment."""
+  """The request of a follower: the digest of its layout, and by fragment the version it has."""
   return json.dumps({**formats.stamp('protocol'), 'layout': layout, 'held': held}).encode()
 
 
@@ -86,7 +86,7 @@ class _Fragment:
   reading: bool = False
 
   def next(self, held: Held) -> Update | None:
-    """What leads on from a version that is not the newest, if it is in memory."""
+    """The update of a version that is not the newest, if it is in memory."""
     found = (delta for delta in self.deltas if delta.base == held)
     return next(found, self.whole)
 
@@ -206,7 +206,7 @@ class Followers:
       return len(behind), max(behind, default=0)
 
   def live(self) -> list[tuple[Callable[..., None], proofs.Proof]]:
-    """What ends the call of each follower that has proved a name, and its proof."""
+    """Of each follower that has proved a name: a function that ends its call, and its proof."""
     with self._changed:
       return [(one.fail, proof) for one, proof in self._live.items() if proof]
 
@@ -261,7 +261,7 @@ class Followers:
       self._changed.notify_all()
 
   def _asked(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> list[Held]:
-    """What a follower holds, by fragment; its call ends if it does not say so in time."""
+    """The versions that a follower has, by fragment; the call ends if no request comes in time."""
     timer = grpc_session.start_timer(link.Limits.handshake_s, context.cancel)
     try:
       data, count = next(requests, b''), len(self._fragments)

@@ -201,8 +201,8 @@ class SyncerWork:
     self._followers.take_whole(self._publish(p, 0, self._theta.digest(p), payload), copy)
 
   def _publish(self, p: int, sync: int, digest: int, payload: messages.Payload) -> messages.Publish:
-    """What followers receive of a version: the delta that a sync has published, or (0) the whole
-    fragment."""
+    """The message to followers about a version: the delta that a sync has published, or (0) the
+    whole fragment."""
     version = self._theta.versions[p]
     return messages.Publish(
       sync=sync,

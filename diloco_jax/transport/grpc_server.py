@@ -65,11 +65,11 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
 
 
 Proved = tuple[Callable[..., None], proofs.Proof]
-"""What ends a call, with a reason, and the proof with which it came."""
+"""A function that ends a call, with a reason, and the proof with which the call came."""
 
 
 class Followers(Protocol):
-  """Who answers FOLLOW: see syncer/followers.py."""
+  """Answers the calls of FOLLOW: see syncer/followers.py."""
 
   def serve(
     self, requests: Iterator[bytes], context: grpc.ServicerContext, proof: proofs.Proof | None

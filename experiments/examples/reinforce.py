@@ -135,7 +135,7 @@ def put(folder: pathlib.Path, worker: str, rollout: dict[str, np.ndarray]) -> No
 
 
 class Inbox:
-  """The rollouts for a trainer. Who deletes one has taken it, so each goes to one trainer."""
+  """The rollouts for a trainer. To delete one is to take it, so each goes to one trainer."""
 
   def __init__(self, folder: pathlib.Path):
     self._folder = folder
@@ -161,8 +161,8 @@ class Inbox:
 
 def train(learner: str, workdir: pathlib.Path) -> None:
   params, inbox = init(), Inbox(workdir / 'rollouts')
-  place = {'syncer': f'file:{workdir}/syncer/address', 'workdir': workdir, 'shards': None}
-  with diloco_jax.join(params, learner=learner, opt_state=TX.init(params), **place) as peer:
+  where = {'syncer': f'file:{workdir}/syncer/address', 'workdir': workdir, 'shards': None}
+  with diloco_jax.join(params, learner=learner, opt_state=TX.init(params), **where) as peer:
     params, opt_state = peer.params, peer.opt_state
     for _, rollout in peer.steps(lambda *_: inbox.take()):
       params, opt_state, metrics = step(params, opt_state, rollout)

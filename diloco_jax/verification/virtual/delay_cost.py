@@ -1,4 +1,4 @@
-"""What delays cost of the loss, from the runs of a study (docs/studies/scale/delays.md).
+"""The cost of delays in loss, from the runs of a study (docs/studies/scale/delays.md).
 
 A delay of a kind costs a share of the loss that falls with the length and the size of a run:
 
@@ -73,12 +73,12 @@ class Cost(NamedTuple):
 
 
 def terms(strength: float, steps: int, parameters: float) -> tuple[float, ...]:
-  """What a line is linear in."""
+  """The regressors of a law."""
   return 1.0, math.log(strength), math.log(steps / 1_000), math.log(parameters / 100_000)
 
 
 def expected(law: Law, strength: float, steps: int, parameters: float) -> Cost:
-  """What a delay is expected to cost a run. Far from the runs of the study the interval is wide.
+  """The expected cost of a delay in a run. Far from the runs of the study the interval is wide.
 
   >>> law = Law((math.log(0.05), 1, 0, 0), ((0,) * 4,) * 4, math.log(2))
   >>> [round(one, 3) for one in expected(law, 2, 1_000, 1e5)]

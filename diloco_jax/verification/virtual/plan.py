@@ -76,7 +76,7 @@ class Run:
     return {k: v for k, v, least in (('latency', latency, 0), ('thin', thin, 1)) if v > least}
 
   def loss(self, steps: int) -> dict[str, delay_cost.Cost | None]:
-    """What its delays are expected to cost in so many steps, by kind; None: no law holds."""
+    """The expected cost of its delays in so many steps, by kind; None: no law holds."""
     few = lambda strength: steps < delay_cost.LEAST_PERIODS * self.protocol.period * strength
     cost = lambda kind, strength: delay_cost.expected(
       delay_cost.LAWS[kind], strength, steps, sum(self.values)

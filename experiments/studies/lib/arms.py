@@ -63,7 +63,7 @@ class Arm:
   def key(self) -> str:
     """Changes with every setting of the run."""
     config = self.config.to_dict()
-    config['sync'].pop('follow_bytes_per_s')  # nobody follows
+    config['sync'].pop('follow_bytes_per_s')  # no follower changes a run
     where = {name: codec.encode(value) for name, value in sorted(self.where.items())}
     if self.kind == 'alone':
       del config['sync']

@@ -1,4 +1,4 @@
-"""What delays cost, as a share of the loss, in longer runs and of larger models (delays.md)."""
+"""The cost of delays, as a share of the loss, in longer runs and of larger models (delays.md)."""
 
 import itertools
 import math
