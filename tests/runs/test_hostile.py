@@ -157,13 +157,14 @@ class Conductor(conductor.Conductor):
 
   def _syncer_bytes(self) -> int:
     child = self.supervisor.child('syncer')
-    return _resident_bytes(child.pid) if child is not None else 0
+    return _own_bytes(child.pid) if child is not None else 0
 
 
-def _resident_bytes(pid: int) -> int:
+def _own_bytes(pid: int) -> int:
+  """Without the pages of files, such as the code of a library at its first use."""
   try:
     for line in pathlib.Path(f'/proc/{pid}/status').read_text(encoding='utf-8').splitlines():
-      if line.startswith('VmRSS:'):
+      if line.startswith('RssAnon:'):
         return int(line.split()[1]) * 1024
   except OSError:
     pass
