@@ -227,6 +227,31 @@ def shortened(lengths_MxT: np.ndarray) -> np.ndarray:
   return np.minimum(1.0, most_T / np.where(lengths_MxT > 0, lengths_MxT, 1.0))
 
 
+def mean_cosines(
+  parts_MxT: np.ndarray, sums_T: np.ndarray, labels: Sequence[str]
+) -> dict[str, float]:
+  """The mean cosine between two rows that are added up, by label the mean of its tensors: 1 if all
+  point the same way, about 0 if each learns something else. A pair of rows counts by the product of
+  their lengths; a tensor in which fewer than two are not zero does not count.
+
+  Args:
+    parts_MxT: the lengths of the rows, as they are added.
+    sums_T: the lengths of the sums.
+    labels: of the T tensors.
+
+  >>> parts_MxT = np.float64([[3.0, 1.0, 2.0], [4.0, 1.0, 0.0]])
+  >>> mean_cosines(parts_MxT, np.float64([5.0, 2.0, 2.0]), ['body', 'router', 'head'])
+  {'body': 0.0, 'router': 1.0}
+  """
+  squares_T = np.sum(parts_MxT**2, axis=0)
+  pairs_T = np.sum(parts_MxT, axis=0) ** 2 - squares_T
+  found: dict[str, list[float]] = {}
+  for label, pairs, rest in zip(labels, pairs_T, sums_T**2 - squares_T, strict=True):
+    if pairs > 0:
+      found.setdefault(label, []).append(float(rest / pairs))
+  return {label: sum(cosines) / len(cosines) for label, cosines in found.items()}
+
+
 def shares(weights_M: np.ndarray) -> np.ndarray:
   """The weights divided by their sum, float64[M]. One of them is not 0."""
   weights_M = np.asarray(weights_M, np.float64)

@@ -126,12 +126,14 @@ class Layout:
 
 @protocol_facts.fact
 class Outer:
-  """An outer step was computed and is in the log; `norm`: of the outer gradient."""
+  """An outer step was computed and is in the log; `norm`: of the outer gradient; `cosines`: by
+  label of the tensors, the mean cosine between the pseudo-gradients of two learners."""
 
   sync: int
   fragment: int
   version: int
   norm: float
+  cosines: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @protocol_facts.fact

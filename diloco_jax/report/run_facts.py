@@ -153,6 +153,7 @@ class RunFacts:
       decision; versions since its oldest anchor.
     evaluations: of the held-out loss; evaluated_s: when; evaluated_tokens: the tokens trained by
       then, ascending.
+    cosines: by label, of each outer step (facts.Outer).
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
     wire: bytes that the syncer received and sent.
@@ -193,6 +194,7 @@ class RunFacts:
     self.evaluated_s: list[float] = []
     self.evaluated_tokens: list[int] = []
     self.of_text = False
+    self.cosines: dict[str, list[float]] = {}
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
     self.wire = wire_lib.Wire()
@@ -299,6 +301,9 @@ class RunFacts:
             learner.told, learner.incarnation = None, 0
       case facts.Layout():
         self.layout = fact
+      case facts.Outer(cosines=cosines):
+        for label, cosine in cosines.items():
+          self.cosines.setdefault(label, []).append(cosine)
       case facts.Traffic():
         self.wire.take(fact)
       case facts.Followers():

@@ -115,6 +115,7 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'tokens_discarded': tokens['discarded'],
     'outer_steps': ledger.synced if ledger else len(run.merges_s),
     'period_chosen': run.period or None,
+    'cosines': {label: statistics.fmean(found) for label, found in sorted(run.cosines.items())},
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
@@ -384,6 +385,9 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f'{between:.1f} inner steps between two syncs of a fragment, on average')
   if period := summary['period_chosen']:
     lines.append(f'the syncer chose a period of {period} inner steps, as most links asked for it')
+  if cosines := summary['cosines']:
+    told = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
+    lines.append(f'cosines      between the updates of two learners, on average: {told}')
   return lines + _clock_lines(summary)
 
 

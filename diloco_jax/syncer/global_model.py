@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ class Merged(NamedTuple):
   delta: payload_lib.Payload  # from the version before to this one; empty after a refusal
   gradient: memoryview  # the encoded outer gradient, from which `redo` repeats it; the same
   norm: float
+  cosines: Mapping[str, float] = {}  # by label (merge.mean_cosines)
 
 
 class Screened(NamedTuple):
@@ -61,6 +62,7 @@ class Theta:
     self._assembled = assembled
     layout = assembled.layout
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
+    self._labels = labels
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
     self._tiles = outer_step_lib.Tiles(
       layout,
@@ -209,8 +211,11 @@ class Theta:
     periods = self._periods(participants, refused)
     alone = screening.goes_on(participants)
     made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
+    if not made:
+      return self._failed(p, NOT_FINITE)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
+    cosines = merge_lib.mean_cosines(factors_MxT * lengths_MxT, sums_T, self._labels[p])
+    return self._next(p, *made, length)._replace(cosines=cosines)
 
   def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
     steps = [one.steps for one in participants if one.learner not in refused]

@@ -147,7 +147,13 @@ class SyncerWork:
       self._followers.take_delta(publish, self._payloads.get(payload_id))
     self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
-      facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
+      facts.Outer(
+        sync=merge.sync,
+        fragment=p,
+        version=merge.version,
+        norm=merged.norm,
+        cosines=dict(merged.cosines),
+      )
     )
     self._evaluate(merge)
 

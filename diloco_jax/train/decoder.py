@@ -146,17 +146,17 @@ class Block(nnx.Module):
     sees_all: bool | jax.Array,
     sharding: jax.sharding.NamedSharding | None,
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the new x_BxLxD and the balance loss of the experts, 0 if there are none. `sees_all`:
+    """Returns the new x_BxLxD and `experts.routing`, zeros if there are no experts. `sees_all`:
     attention has no window."""
     normed_BxLxD = self._normed(x_BxLxD, 'attention_norm')
     mixed_BxLxD = self._attention(normed_BxLxD, sin_LxH, cos_LxH, sees_all, sharding)
     x_BxLxD = x_BxLxD + self._normed(mixed_BxLxD, 'attention_post_norm')
     normed_BxLxD = self._normed(x_BxLxD, 'mlp_norm')
     if hasattr(self, 'experts'):
-      mixed_BxLxD, balance = self.experts(normed_BxLxD, sharding)
+      mixed_BxLxD, routing_3 = self.experts(normed_BxLxD, sharding)
     else:
-      mixed_BxLxD, balance = self._gated(normed_BxLxD), jnp.float32(0)
-    return x_BxLxD + self._normed(mixed_BxLxD, 'mlp_post_norm'), balance
+      mixed_BxLxD, routing_3 = self._gated(normed_BxLxD), jnp.zeros(3, jnp.float32)
+    return x_BxLxD + self._normed(mixed_BxLxD, 'mlp_post_norm'), routing_3
 
   def _normed(self, x_xD: jax.Array, name: str) -> jax.Array:
     """By the norm of this name; without one x stays as it is."""
@@ -214,9 +214,9 @@ class Decoder(nnx.Module):
     prefix_BxIxD: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     """Returns float32 logits_BxLxV of the token that follows each position, and the sum of the
-    layers' balance losses. Arguments: of `features`."""
-    x_BxLxD, balance = self.features(tokens_BxL, sharding, prefix_BxIxD)
-    return self.logits(x_BxLxD), balance
+    layers' `experts.routing`. Arguments: of `features`."""
+    x_BxLxD, routing_3 = self.features(tokens_BxL, sharding, prefix_BxIxD)
+    return self.logits(x_BxLxD), routing_3
 
   def features(
     self,
@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
     sharding: jax.sharding.NamedSharding | None = None,
     prefix_BxIxD: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns x_BxLxD, of which `logits` predicts, and the sum of the layers' balance losses.
+    """Returns x_BxLxD, of which `logits` predicts, and the sum of the layers' `experts.routing`.
 
     Args:
       tokens_BxL: of an integer type.
@@ -237,10 +237,10 @@ class Decoder(nnx.Module):
       x_BxLxD *= jnp.asarray(config.embed_dim**0.5, x_BxLxD.dtype)
     if prefix_BxIxD is not None:
       x_BxLxD = jnp.concatenate([prefix_BxIxD, x_BxLxD], axis=1)
-    x_BxLxD, balance = self._through_layers(x_BxLxD, sharding)
+    x_BxLxD, routing_3 = self._through_layers(x_BxLxD, sharding)
     x_BxLxD = x_BxLxD[:, -tokens_BxL.shape[1] :]
     x_BxLxD, is_llama = _pin(x_BxLxD, sharding), config.style == 'llama'
-    return rms_norm(x_BxLxD, self.final_norm[...], config.norm_eps, is_llama), balance
+    return rms_norm(x_BxLxD, self.final_norm[...], config.norm_eps, is_llama), routing_3
 
   def _through_layers(
     self, x_BxLxD: jax.Array, sharding: jax.sharding.NamedSharding | None
@@ -262,19 +262,19 @@ class Decoder(nnx.Module):
       )
 
     if not config.scan:
-      balance = jnp.float32(0)
+      routing_3 = jnp.zeros(3, jnp.float32)
       for one, sees in zip(self.layers, sees_all):
         x_BxLxD, more = remat(functools.partial(layer, sees_all=sees))(x_BxLxD, nnx.state(one))
-        balance += more
-      return x_BxLxD, balance
+        routing_3 += more
+      return x_BxLxD, routing_3
     rows = [nnx.state(self.layers)]
     if len(set(sees_all)) == 1:
       layer = functools.partial(layer, sees_all=sees_all[0])
     else:
       rows.append(jnp.asarray(sees_all))
     step = remat(layer)
-    x_BxLxD, balance_L = jax.lax.scan(lambda x_BxLxD, row: step(x_BxLxD, *row), x_BxLxD, rows)
-    return x_BxLxD, jnp.sum(balance_L)
+    x_BxLxD, routing_Lx3 = jax.lax.scan(lambda x_BxLxD, row: step(x_BxLxD, *row), x_BxLxD, rows)
+    return x_BxLxD, jnp.sum(routing_Lx3, axis=0)
 
   def logits(self, x_BxLxD: jax.Array) -> jax.Array:
     config = self.config
@@ -341,15 +341,15 @@ def loss(
   params: Params,
   tokens_BxL1: jax.Array,
   sharding: jax.sharding.NamedSharding | None = None,
-) -> jax.Array:
+) -> jax.Array | task_lib.Measured:
   """Mean cross-entropy of the next token, in nats: L predictions from L + 1 tokens of an integer
-  type."""
+  type; with experts as `text_loss`."""
   tokens_BxL1 = tokens_BxL1.astype(jnp.int32)
   module, targets_BxL = bind(config, params), tokens_BxL1[:, 1:]
-  x_BxLxD, balance = module.features(tokens_BxL1[:, :-1], sharding)
+  x_BxLxD, routing_3 = module.features(tokens_BxL1[:, :-1], sharding)
   size = config.loss_chunk
   if not size:
-    return text_loss(config, module.logits(x_BxLxD), targets_BxL, balance)
+    return text_loss(config, module.logits(x_BxLxD), targets_BxL, routing_3)
 
   def part(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
     x_BxCxD, targets_BxC = chunk
@@ -360,19 +360,31 @@ def loss(
 
   cut = lambda array: array.reshape(len(array), -1, size, *array.shape[2:]).swapaxes(0, 1)
   total, _ = jax.lax.scan(jax.checkpoint(part), jnp.float32(0), (cut(x_BxLxD), cut(targets_BxL)))
-  return total / targets_BxL.size + _only_gradient(BALANCE_LOSS * balance)
+  return _with_routing(config, total / targets_BxL.size, routing_3)
 
 
 def text_loss(
   config: config_lib.ModelConfig,
   logits_BxLxV: jax.Array,
   targets_BxL: jax.Array,
-  balance: jax.Array,
-) -> jax.Array:
-  """The mean cross-entropy, with the gradient of the balance loss but not its value: so losses of
-  training, held-out losses, and those of models without experts can be compared."""
+  routing_3: jax.Array,
+) -> jax.Array | task_lib.Measured:
+  """The mean cross-entropy; with experts the entropies of their routers, too, means over the
+  layers, and the gradient of the balance loss, but not its value: so losses of training, held-out
+  losses, and those of models without experts can be compared."""
   entropies_BxL = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL)
-  return jnp.mean(entropies_BxL) + _only_gradient(BALANCE_LOSS * balance)
+  return _with_routing(config, jnp.mean(entropies_BxL), routing_3)
+
+
+def _with_routing(
+  config: config_lib.ModelConfig, loss: jax.Array, routing_3: jax.Array
+) -> jax.Array | task_lib.Measured:
+  if not config.num_experts:
+    return loss
+  balance, *entropies = routing_3
+  names = 'router_entropy', 'load_entropy'
+  measured = {name: one / config.num_layers for name, one in zip(names, entropies)}
+  return loss + _only_gradient(BALANCE_LOSS * balance), measured
 
 
 def _only_gradient(value: jax.Array) -> jax.Array:

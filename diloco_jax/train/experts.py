@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -62,7 +63,7 @@ class Experts(nnx.Module):
   def __call__(
     self, x_BxLxD: jax.Array, sharding: jax.sharding.NamedSharding | None
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns y_BxLxD and `balance`, a float32 scalar. `sharding`: of x_BxLxD, None for one device;
+    """Returns y_BxLxD and `routing`, float32[3]. `sharding`: of x_BxLxD, None for one device;
     its mesh has an axis 'tensor', over which F is split."""
     probabilities_BxLxE = jax.nn.softmax((x_BxLxD @ self.router[...]).astype(jnp.float32))
     weights_BxLxC, chosen_BxLxC = jax.lax.top_k(probabilities_BxLxE, self.choices)
@@ -77,7 +78,7 @@ class Experts(nnx.Module):
         out_specs=tokens,
       )
     y_BxLxD = apply(x_BxLxD, weights_BxLxC.astype(x_BxLxD.dtype), chosen_BxLxC, *experts)
-    return y_BxLxD, balance(probabilities_BxLxE, chosen_BxLxC)
+    return y_BxLxD, routing(probabilities_BxLxE, chosen_BxLxC)
 
 
 def mix(
@@ -98,6 +99,22 @@ def mix(
   hidden_RxF = gate_RxF * jax.lax.ragged_dot(x_RxD, up_ExDxF, sizes_E)
   y_RxD = jax.lax.ragged_dot(hidden_RxF, down_ExFxD, sizes_E)[jnp.argsort(order_R)]
   return jnp.einsum('blcd,blc->bld', y_RxD.reshape(B, L, C, D), weights_BxLxC)
+
+
+def routing(probabilities_BxLxE: jax.Array, chosen_BxLxC: jax.Array) -> jax.Array:
+  """`balance`, and two entropies in units of ln E: the mean one of the probabilities of a token (0:
+  the router is certain), and that of the shares of the experts in all choices (1: all are used
+  alike). float32[3]; only `balance` has a gradient.
+
+  >>> certain = jnp.eye(4)[None]
+  >>> [round(float(one), 3) for one in routing(certain, jnp.zeros((1, 4, 1), int))]
+  [1.0, 0.0, 0.0]
+  """
+  num_experts = probabilities_BxLxE.shape[-1]
+  shares_E = jnp.mean(jax.nn.one_hot(chosen_BxLxC, num_experts), axis=(0, 1, 2))
+  entropy = lambda p_xE: jnp.mean(jax.scipy.special.entr(p_xE).sum(axis=-1)) / np.log(num_experts)
+  watched = jax.lax.stop_gradient((entropy(probabilities_BxLxE), entropy(shares_E)))
+  return jnp.stack([balance(probabilities_BxLxE, chosen_BxLxC), *watched])
 
 
 def balance(probabilities_BxLxE: jax.Array, chosen_BxLxC: jax.Array) -> jax.Array:

@@ -183,8 +183,8 @@ def loss(
   """
   tokens_BxL1 = batch['text'].astype(jnp.int32)
   module = decoder.bind(config, params, VisionDecoder)
-  logits_BxLxV, balance = module.caption(batch['image'], tokens_BxL1[:, :-1], sharding)
-  return decoder.text_loss(config, logits_BxLxV, tokens_BxL1[:, 1:], balance)
+  logits_BxLxV, routing_3 = module.caption(batch['image'], tokens_BxL1[:, :-1], sharding)
+  return decoder.text_loss(config, logits_BxLxV, tokens_BxL1[:, 1:], routing_3)
 
 
 def label(path: str) -> str:

@@ -265,8 +265,16 @@ def test_each_expert_is_a_fragment_and_the_router_has_its_own_merge_rule():
     drawn_2xN *= np.asarray(fragments.gather(assembled.layout, p, ones))[None]  # no padding
     payloads = [np.asarray(assembled.codec_up.encode(one)[0]).tobytes() for one in drawn_2xN]
     deltas, before_N = split(drawn_2xN), theta.master(p)
-    assert not theta.merge(p, participants(2), payloads, ()).failed
+    merged = theta.merge(p, participants(2), payloads, ())
     moved = split(theta.master(p) - before_N)
+    units = [
+      {key: delta[m] / np.linalg.norm(delta[m]) for key, delta in deltas.items()} for m in (0, 1)
+    ]
+    for label, cosine in merged.cosines.items():
+      at = [key for key, of in label_of.items() if of == label]
+      expected = np.mean([np.vdot(*(unit[key] for unit in units)) for key in at])
+      assert cosine == pytest.approx(expected, abs=1e-2)
+    assert merged.cosines.keys() == set(label_of.values())
     for key, label in label_of.items():
       length = np.mean([np.linalg.norm(delta) for delta in deltas[key]])
       kept = np.linalg.norm(moved[key]) / length

@@ -239,6 +239,23 @@ def test_absent_learners_weigh_nothing():
   np.testing.assert_allclose(far, [1, 1 / 3, 1 / 3, 1 / 3], rtol=1e-6)  # M - 1 times the median
 
 
+@rules
+def test_the_mean_cosine_is_that_of_all_pairs_by_what_they_weigh(rule):
+  deltas, shares = _deltas(5), merge.shares(_weights(5))
+  deltas['alone'] = np.eye(5)[0, :, None] * [3.0, 4.0]  # all but one row are zero
+  lengths_MxT = np.stack([np.linalg.norm(x.reshape(5, -1), axis=1) for x in deltas.values()], 1)
+  ones = np.ones((5, 5, len(deltas)))  # for a rule that asks: it trusts all rows
+  parts_MxT = lengths_MxT * rule.factors(merge.Rows(shares, lengths_MxT, ones))
+  sums, expected = [], []
+  for x, r, part in zip(deltas.values(), lengths_MxT.T, parts_MxT.T, strict=True):
+    units = x.reshape(5, -1) / np.where(r > 0, r, 1)[:, None]
+    sums.append(np.linalg.norm(part @ units))
+    weights = np.outer(part, part) * (1 - np.eye(5))
+    expected.append(np.sum(weights * (units @ units.T)) / max(weights.sum(), 1e-9))
+  found = merge.mean_cosines(parts_MxT, np.array(sums), list(deltas))
+  assert found == pytest.approx(dict(zip(list(deltas)[:-1], expected)), rel=1e-6)
+
+
 @pytest.mark.parametrize('tokens', [2**31, 2**53, 2**62])
 def test_many_tokens_do_not_overflow(tokens):
   assert merge.token_weights([tokens, tokens // 2], [8, 4]).tolist() == [1.0, 0.5]

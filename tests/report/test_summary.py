@@ -60,6 +60,8 @@ def adopted(at_s: float, steps_between: int, whole: bool) -> dict[str, Any]:
 
 
 _SYNCED = synced(1, tokens=100)
+_COSINES = {'body': 0.25, 'router': -0.125}
+_OUTER = facts.Outer(sync=1, fragment=0, version=1, norm=2.0, cosines=_COSINES)
 # Two learners; l0 is killed at 13 s and trains again from 22 s on.
 _ROWS = [
   child(10, 'l0', 'starting'),
@@ -67,6 +69,7 @@ _ROWS = [
   ('syncer', row(10.5, facts.Eval(step=0, loss=5.5))),
   ('l0', step(11, 1, 1, 5.0)),
   ('l1', step(11.5, 1, 1, 5.2)),
+  ('syncer', row(12, _OUTER)),
   ('syncer', row(12, _SYNCED)),
   ('l0', adopted(12, 4, True)),
   ('l0', adopted(12.1, 6, False)),
@@ -363,6 +366,7 @@ def test_the_text_has_the_summary(config, run, tmp_path):
     '            updates of a fragment merged, incarnation 2, staleness 0; killed\n'
     '            once, down for 9.0 s\n',
     'What the figures mean',
+    'cosines      between the updates of two learners, on average: body 0.25, router\n',
     'loss 4.600, 1\n            updates of a fragment merged; refused: another model\n',
     'alone        a learner alone trains as many tokens in 5 steps: compare with that\n'
     '             (--syncer=none --config.train.steps=5)\n',

@@ -88,7 +88,7 @@ def test_router_and_experts_get_gradients_from_the_text_alone(model, choices, mo
   monkeypatch.setattr(decoder, 'BALANCE_LOSS', 0.0)
   model.experts_per_token = choices
   params = decoder.init_params(model, seed=0)
-  grads = jax.jit(jax.grad(lambda p: decoder.loss(model, p, _tokens(4))))(params)
+  grads, _ = jax.jit(jax.grad(lambda p: decoder.loss(model, p, _tokens(4)), has_aux=True))(params)
   for path, grad in jax.tree_util.tree_leaves_with_path(grads):
     assert grad.dtype == jnp.float32 and float(jnp.max(jnp.abs(grad))) > 0, path
   for layer in grads['layers'].values():
@@ -101,7 +101,8 @@ def test_the_balance_loss_is_in_the_gradient_but_not_in_the_loss(model, monkeypa
 
   def computed(weight):
     monkeypatch.setattr(decoder, 'BALANCE_LOSS', weight)
-    return jax.jit(jax.value_and_grad(lambda p: decoder.loss(model, p, _tokens())))(params)
+    loss = lambda p: decoder.loss(model, p, _tokens())[0]
+    return jax.jit(jax.value_and_grad(loss))(params)
 
   (plain, plain_grads), (balanced, balanced_grads) = computed(0.0), computed(1.0)
   assert float(plain) == float(balanced)
@@ -118,9 +119,10 @@ def test_a_token_changes_nothing_before_it(model):
   assert not np.allclose(before[:, 7:], after[:, 7:], atol=1e-2)
 
 
-def test_a_small_one_learns(make_island, model):
+def test_a_small_one_learns_and_reports_how_it_routes(make_island, model):
   island = make_island()
   before = island.evaluate()
-  for clock in range(30):
-    island.step(clock)
+  first, *_, last = [island.step(clock).metrics for clock in range(30)]
+  assert first['router_entropy'] > 0.99 > last['router_entropy'] > 0
+  assert 0.5 < last['load_entropy'] <= 1
   assert island.evaluate() < before - 2.0
