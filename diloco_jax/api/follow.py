@@ -6,7 +6,9 @@ for version, params in diloco_jax.follow('syncer.example.org:7070', tls='certs/e
 
 import contextlib
 import pathlib
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,11 @@ from diloco_jax.config import build
 from diloco_jax.nodes import bring, dial, exits, follower_node, own_model, run_folder
 from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
+from diloco_jax.storage import arrays, checkpoint, folders, tree_digest
+from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import copies as copies_lib
+from diloco_jax.storage import store as store_lib
+from diloco_jax.syncer import stored
 from diloco_jax.transport import addresses
 
 WAIT_S = 120.0
@@ -44,24 +51,34 @@ def follow(
   from `load_params`. What is published within the last seconds of a run may not arrive:
   `load_params` has the trained model.
 
+  From the store of a run (`workdir`) the models are those of the checkpoints that the syncer copies
+  there, seldomer and later; the syncer is not asked, and sends nothing.
+
   Args:
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these;
       '': where the folder of the run says.
     workdir: the folder of a run with a task (`diloco launch`), or one with copies of its
-      config.json and its tokenizer. For loops of your own the address is enough.
+      config.json and its tokenizer. For loops of your own the address is enough. Or, without
+      `syncer`, the store of a run, a folder or gs://BUCKET/PREFIX.
     into: as of `load_params`: the parameters in the tree of your own.
     tls: the folder with a learner's certificate of this run, for every address that is not a Unix
       socket.
     plaintext_loopback: plain TCP on a loopback address, for debugging.
-    wait_s: for how long no syncer may answer, at the beginning and later.
+    wait_s: for how long no syncer may answer, or renew its claim in the store, at the beginning
+      and later.
 
   Raises:
     ValueError: the arguments cannot work, the syncer refuses followers, or has another model.
     TimeoutError: no syncer answers.
   """
+  if not syncer:
+    workdir = folder_lib.chosen(workdir)
+    if str(workdir).startswith(folders.BUCKET) or pathlib.Path(workdir, claim_lib.NAME).is_file():
+      with jax.set_mesh(None), load_params.local(workdir) as folder:
+        return _copied(load_params.assemble(folder), str(workdir), wait_s, into)
   access = addresses.access(tls, plaintext_loopback)
   if not syncer:
-    workdir = pathlib.Path(folder_lib.chosen(workdir)).absolute()
+    workdir = pathlib.Path(workdir).absolute()
     syncer = f'{dial.FILE}{workdir / run_folder.ADDRESS}'
   address = dial.resolver(syncer, access)
   with contextlib.suppress(addresses.RunEnded), jax.set_mesh(None):
@@ -75,16 +92,18 @@ def follow(
 
 
 def models(
-  workdir: pathlib.Path, follows: bool, syncer: str, access: addresses.Access
+  workdir: pathlib.Path, place: str, follows: bool, syncer: str, access: addresses.Access
 ) -> Iterator[tuple[str, Any]]:
-  """For a command: the model of the run in a folder, or, if it follows, each newest one; and what
-  to print before what it says of it. Raises ValueError, NotInTime."""
+  """For a command: the model of the run in a folder (of `place`: load_params.local), or, if it
+  follows, each newest one; and what to print before what it says of it. Raises ValueError,
+  NotInTime."""
   if not follows:
     yield '', load_params.load_all(workdir)
     return
   where = {'tls': access.tls, 'plaintext_loopback': access.plaintext_loopback}
+  where['workdir'] = workdir if syncer or not place.startswith(folders.BUCKET) else place
   try:
-    for version, params in follow(syncer, workdir=workdir, **where):
+    for version, params in follow(syncer, **where):
       yield f'version {version}: ', load_params.require_all(params, workdir)
   except TimeoutError as error:
     raise exits.NotInTime(exits.one_line(error)) from error
@@ -123,3 +142,52 @@ def _models(
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, where)
       yield version, params
+
+
+def _copied(
+  assembled: build.Assembly, place: str, wait_s: float, into: Any
+) -> Iterator[tuple[int, Any]]:
+  """The model of each new copy of a checkpoint in a store."""
+  store, seen, renewed, why = store_lib.Store(place), '', None, ''
+  frozen = assembled.frozen() if assembled.never_sent else {}
+  deadline_s = time.monotonic() + wait_s
+  while time.monotonic() < deadline_s:
+    found = ended = None
+    try:
+      claim, generation = claim_lib.read(store)
+      ended = claim and claim.released and store.read(f'{stored.MODEL}/{copies_lib.LAST}')
+      at = copies_lib.part(claim.lineage.restored if claim else ())
+      for newest in copies_lib.names(store, at)[-1:]:
+        if newest != seen:
+          found = _in_copy(assembled, store, newest)
+          seen = newest
+    except (store_lib.StoreError, checkpoint.CheckpointError) as error:  # a newer one may come
+      why = f': {exits.one_line(error)}'
+    else:
+      why = ''
+      if generation != renewed:
+        renewed, deadline_s = generation, time.monotonic() + wait_s
+      if found:
+        version, named = found
+        with jax.set_mesh(None):
+          params = load_params.in_tree(assembled, frozen | named, into, place)
+        yield version, params
+        deadline_s = max(deadline_s, time.monotonic() + claim_lib.EXPIRED_S)  # a slow caller's
+        continue
+      if ended:
+        return
+    time.sleep(claim_lib.LOOK_S)
+  raise TimeoutError(f'no syncer has renewed its claim in {place} for {wait_s:g} s{why}')
+
+
+def _in_copy(
+  assembled: build.Assembly, store: store_lib.Store, name: str
+) -> tuple[int, dict[str, Any]]:
+  """The version and the arrays of a copy. Raises StoreError, CheckpointError."""
+  with tempfile.TemporaryDirectory(prefix='diloco-') as made, jax.set_mesh(None):
+    folder = pathlib.Path(made, copies_lib.number(name))
+    copies_lib.download(store, name, folder)
+    most_bytes = tree_digest.most_bytes(assembled.shapes)
+    machine_state, _ = checkpoint.verify(folder, most_bytes=most_bytes)
+    params = load_params.in_checkpoint(assembled, folder)
+    return sum(machine_state['versions']), arrays.by_name(params)

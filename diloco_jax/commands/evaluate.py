@@ -11,7 +11,8 @@ many answers are right, with the standard error; train/task.py: `suite` of a tas
 A run under way is judged by its newest checkpoint. With --follow this process receives the newest
 model from the syncer, again and again until the run has ended, and prints a line for each that it
 has judged; the run does not wait for it. --workdir may then be a folder with copies of the run's
-config.json and tokenizer, with --syncer and --tls (diloco_jax.follow).
+config.json and tokenizer, with --syncer and --tls, or the store of the run, whose copies of
+checkpoints are read instead (diloco_jax.follow).
 
 It computes on the CPU, unless JAX_PLATFORMS names another platform. Exit codes: 0 done, 42 there is
 no such run, no model yet, no held-out data, no suite, or parts of the model never leave the
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     data.eval_batches = _BATCHES.value or data.eval_batches
     data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
     task = build.make_task(assembled.config.of('syncer'))
-    models = follow.models(folder, *cli.follows())
+    models = follow.models(folder, _WORKDIR.value or '', *cli.follows())
     if _SUITE.value:
       if task.suite is None or task.logits is None:
         raise ValueError(

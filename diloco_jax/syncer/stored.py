@@ -24,19 +24,18 @@ STORE/syncer/restored-ID, from the folder that was restored; what was there befo
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import pathlib
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_jax.config import load, run_config
 from diloco_jax.node import loop
-from diloco_jax.protocol import actions, events, formats, rate_limited_log, safe_json
+from diloco_jax.protocol import actions, events, formats, rate_limited_log
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import (
   checkpoint,
@@ -47,14 +46,13 @@ from diloco_jax.storage import (
   wal,
 )
 from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
 MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
-_COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
-_LAST = '_CHECKPOINT_METADATA'  # Orbax reads no folder without it
 _LARGE = 1 << 26  # bytes: a record is hardly larger
 _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
@@ -90,10 +88,6 @@ def opened(
         raise claim_lib.Denied(f'{error}. Nothing was started: check train.store') from error
       raise
     yield stored
-
-
-class _Damaged(store_lib.StoreError):
-  """An object is not what was put."""
 
 
 class Stored:
@@ -140,7 +134,7 @@ class Stored:
     claimed = self._claim.content.lineage
     restored = tuple(dict.fromkeys((*claimed.restored, *here.restored)))
     store_is_behind = restored != claimed.restored  # of a restore of this folder
-    self._at = _part(restored)
+    self._at = copies_lib.part(restored)
     if store_is_behind:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
@@ -148,7 +142,7 @@ class Stored:
       self._take_over(before, here)
     own_model = self._workdir / folders.OWN_MODEL
     if not own_model.exists() and self._store.read(f'{folders.OWN_MODEL}.json'):
-      self._download_files(folders.OWN_MODEL, own_model)
+      copies_lib.download(self._store, folders.OWN_MODEL, own_model)
     lineage = dataclasses.replace(
       here if store_is_behind else claimed,
       run=claimed.run,
@@ -165,10 +159,10 @@ class Stored:
   def _require_own_or_empty(self, here: lineage_lib.Lineage) -> None:
     """Of a store without a claim. Raises Denied if the store has a run that is not in the
     folder."""
-    self._at = _part(here.restored)
+    self._at = copies_lib.part(here.restored)
     mine = here.disk and here.run and not here.changing
     copies = self._copies() if mine else ()
-    behind = copies and self._manifest(copies[-1])['log'] > self._end()
+    behind = copies and copies_lib.manifest(self._store, copies[-1])['log'] > self._end()
     if behind or (not mine and self._store.names('syncer/')):
       raise claim_lib.Denied(
         f'{self._store.place} has a run, and no {claim_lib.NAME} that says which. Nothing was '
@@ -185,7 +179,7 @@ class Stored:
     only if the disk itself went back."""
     mine = claim_lib.has(before, here.disk) and not here.changing
     copies, records = self._copies(), wal.numbers(self.log_files)
-    newest = self._manifest(copies[-1])['log'] if copies else 0
+    newest = copies_lib.manifest(self._store, copies[-1])['log'] if copies else 0
     if not mine or newest > self._end() or (before.log and not records):
       self._download(before, here, copies)
     self._download_records()
@@ -206,9 +200,9 @@ class Stored:
     for name in reversed(copies):
       shutil.rmtree(staging, ignore_errors=True)
       try:
-        whole = self._download_files(name, staging / _number(name))
+        whole = copies_lib.download(self._store, name, staging / copies_lib.number(name))
         break
-      except _Damaged as error:
+      except copies_lib.Damaged as error:
         damaged.append(f'{name}.json')
         self._say(f'{error}: the copy before it is tried')
     agreement = self._store.read(f'syncer/{AGREEMENT}')
@@ -303,7 +297,10 @@ class Stored:
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
     first, *others = wal.numbers(self.log_files)
-    copied = max((self._manifest(name)['log'] for name in self._copies()), default=0)
+    copied = max(
+      (copies_lib.manifest(self._store, name)['log'] for name in self._copies()),
+      default=0,
+    )
     if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')
@@ -356,7 +353,7 @@ class Stored:
 
   def forget_model(self) -> None:
     """Removes the model that an earlier end of the run has put. Raises StoreError."""
-    self._store.remove(f'{MODEL}/{_LAST}', *self._store.names(f'{MODEL}/'))
+    self._store.remove(f'{MODEL}/{copies_lib.LAST}', *self._store.names(f'{MODEL}/'))
 
   def _copy_what_is_due(self) -> None:
     while not self._closed:
@@ -401,7 +398,7 @@ class Stored:
   ) -> None:
     """Puts the files of a folder, then the manifest, `about` and they. Raises StoreError,
     OSError."""
-    for path in sorted(files, key=lambda path: path == _LAST):
+    for path in sorted(files, key=lambda path: path == copies_lib.LAST):
       if self._closed:
         raise store_lib.StoreError('the process ends')
       self._store.put_file(f'{name}/{path}', folder / path)
@@ -414,7 +411,7 @@ class Stored:
     """Removes copies that need not be kept, what is left of others, and the records behind both of
     the newest two."""
     self._claim.require()
-    copies = {name: int(_number(name)) for name in self._copies()}
+    copies = {name: int(copies_lib.number(name)) for name in self._copies()}
     numbers = sorted(copies.values())
     kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
     stay = tuple(f'{name}{end}' for name in copies if copies[name] in kept for end in '/.')
@@ -422,7 +419,7 @@ class Stored:
     old = [name for name in names if not name.startswith(stay)]
     self._store.remove(*sorted(old, key=lambda name: not name.endswith('.json')))
     if len(numbers) >= outer_log.CHECKPOINTS:
-      behind = self._manifest(list(copies)[-outer_log.CHECKPOINTS])['log']
+      behind = copies_lib.manifest(self._store, list(copies)[-outer_log.CHECKPOINTS])['log']
       limit = f'{self._at}wal/{wal.name_of(behind)}'
       self._store.remove(*(one for one in self._store.names(f'{self._at}wal/') if one <= limit))
 
@@ -430,38 +427,8 @@ class Stored:
     self.forget_model()
     self._upload(self._workdir / MODEL, MODEL, _files_in(self._workdir / MODEL))
 
-  # --- Reading ------------------------------------------------------------------------------------
-
   def _copies(self) -> list[str]:
-    """The names of the complete copies, the newest last."""
-    names = self._store.names(f'{self._at}ckpt/')
-    found = [name.removesuffix('.json') for name in names if _COPY.fullmatch(name)]
-    return sorted(found, key=lambda name: int(_number(name)))
-
-  def _manifest(self, name: str) -> dict[str, Any]:
-    """Raises StoreError if there is none any more; OtherFormat."""
-    found, place = self._store.read(f'{name}.json'), f'{self._store.place}/{name}.json'
-    try:
-      values = safe_json.parse_object(found.data)
-    except (AttributeError, ValueError) as error:
-      raise store_lib.StoreError(f'{place} is no manifest') from error
-    return formats.taken('manifest', values, place)
-
-  def _download_files(self, name: str, folder: pathlib.Path) -> dict[str, Any]:
-    """Writes the files of a complete copy; returns its manifest. Raises _Damaged if an object is
-    not what was put; StoreError."""
-    manifest = self._manifest(name)
-    new = folder.with_name(f'{folder.name}.new')
-    shutil.rmtree(new, ignore_errors=True)
-    for path, (size, sha256) in manifest['files'].items():
-      if path.startswith('/') or '..' in path.split('/'):
-        raise _Damaged(f'{self._store.place}/{name}.json names {path}')
-      json_files.replace(new / path, self._store.parts(f'{name}/{path}', size))
-      if _sha256(new / path) != sha256:
-        raise _Damaged(f'{self._store.place}/{name}/{path} is not what was put there')
-    new.rename(folder)
-    json_files.fsync_tree(folder)
-    return manifest
+    return copies_lib.names(self._store, self._at)
 
   # --- The end ------------------------------------------------------------------------------------
 
@@ -502,23 +469,8 @@ class Stored:
       self._claim.close()
 
 
-def _part(restored: Sequence[str]) -> str:
-  """The part of the store that has the copies and records since a run's last restore."""
-  return f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
-
-
-def _number(name: str) -> str:
-  """The number of the checkpoint of a copy."""
-  return name.rsplit('/', 1)[1].split('-')[0]
-
-
 def _files_in(folder: pathlib.Path) -> dict[str, Any]:
   """Size and SHA-256 of each file in a folder. Raises OSError; Unreadable for a link."""
-  about = lambda path: [path.stat().st_size, _sha256(path)]
+  about = lambda path: [path.stat().st_size, copies_lib.sha256(path)]
   paths = json_files.files_in(folder)
   return {path.relative_to(folder).as_posix(): about(path) for path in paths}
-
-
-def _sha256(path: pathlib.Path) -> str:
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()

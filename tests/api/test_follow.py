@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 import diloco_jax
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.nodes import follower_node, own_model
 from diloco_jax.protocol import agreement
+from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import addresses, grpc_server, grpc_session, link, payloads
 from tests.certs import mint
 from tests.syncer import test_followers
@@ -158,3 +161,37 @@ def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(
   (tmp_path / 'address').write_text(addresses.ENDED)
   with contextlib.closing(diloco_jax.follow(f'file:{tmp_path}/address')) as models:
     assert not list(models)
+
+
+@pytest.mark.parametrize('kind', ['folder', 'bucket'])
+def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypatch):
+  """Without the syncer: it may have ended, and have begun again. A copy that is damaged is passed
+  over for the next one."""
+  monkeypatch.setattr(claim_lib, 'LOOK_S', 0.01)
+  url = f'{tmp_path}/store' if kind == 'folder' else f'{request.getfixturevalue("bucket").url}/run'
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners = config.sync.quorum = config.mesh.data = 1
+  config.sync.fragments, config.sync.period = 2, 4
+  config.train.steps, config.train.store = 12, url
+
+  def train(steps):
+    config.train.steps = steps
+    exits = diloco_jax.run(config, tmp_path / 'run').exits
+    assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
+    return diloco_jax.load_params(tmp_path / 'run')
+
+  with pytest.raises(ValueError, match='there is no (run|model) in'):
+    diloco_jax.follow(workdir=url if kind == 'bucket' else tmp_path)
+  trained = train(12)
+  models = diloco_jax.follow(workdir=url)
+  first, params = next(models)
+  jax.tree.map(np.testing.assert_array_equal, params, trained)
+  trained = train(20)
+  *_, (last, params) = models
+  jax.tree.map(np.testing.assert_array_equal, params, trained)
+  assert last > first > 0
+  store = store_lib.Store(url)
+  name = max(name for name in store.names('syncer/ckpt/') if '/d/' in name)
+  store.put(name, b'damaged')
+  with pytest.raises(TimeoutError, match='renewed its claim in .* is not what was put there'):
+    next(diloco_jax.follow(workdir=url, wait_s=0.5))
