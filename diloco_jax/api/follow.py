@@ -23,7 +23,7 @@ from diloco_jax.storage import arrays, checkpoint, folders, tree_digest
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import stored
+from diloco_jax.syncer import global_model, stored
 from diloco_jax.transport import addresses
 
 WAIT_S = 120.0
@@ -65,7 +65,7 @@ def follow(
       socket.
     plaintext_loopback: plain TCP on a loopback address, for debugging.
     wait_s: for how long no syncer may answer, or renew its claim in the store, at the beginning
-      and later.
+      and later. A store has the settings of its run already.
 
   Raises:
     ValueError: the arguments cannot work, the syncer refuses followers, or has another model.
@@ -75,7 +75,9 @@ def follow(
     workdir = folder_lib.chosen(workdir)
     if str(workdir).startswith(folders.BUCKET) or pathlib.Path(workdir, claim_lib.NAME).is_file():
       with jax.set_mesh(None), load_params.local(workdir) as folder:
-        return _copied(load_params.assemble(folder), str(workdir), wait_s, into)
+        assembled = load_params.assemble(folder)
+        frozen = assembled.frozen() if assembled.never_sent else {}
+        return _copied(assembled, frozen, str(workdir), wait_s, into)
   access = addresses.access(tls, plaintext_loopback)
   if not syncer:
     workdir = pathlib.Path(workdir).absolute()
@@ -145,49 +147,53 @@ def _models(
 
 
 def _copied(
-  assembled: build.Assembly, place: str, wait_s: float, into: Any
+  assembled: build.Assembly, frozen: dict[str, Any], place: str, wait_s: float, into: Any
 ) -> Iterator[tuple[int, Any]]:
   """The model of each new copy of a checkpoint in a store."""
-  store, seen, renewed, why = store_lib.Store(place), '', None, ''
-  frozen = assembled.frozen() if assembled.never_sent else {}
+  store, theta = store_lib.Store(place), global_model.Theta(assembled)
+  seen, last, renewed, damaged, failed = '', None, None, '', ''
   deadline_s = time.monotonic() + wait_s
   while time.monotonic() < deadline_s:
     found = ended = None
     try:
       claim, generation = claim_lib.read(store)
-      ended = claim and claim.released and store.read(f'{stored.MODEL}/{copies_lib.LAST}')
-      at = copies_lib.part(claim.lineage.restored if claim else ())
-      for newest in copies_lib.names(store, at)[-1:]:
-        if newest != seen:
-          found = _in_copy(assembled, store, newest)
-          seen = newest
-    except (store_lib.StoreError, checkpoint.CheckpointError) as error:  # a newer one may come
-      why = f': {exits.one_line(error)}'
-    else:
-      why = ''
       if generation != renewed:
         renewed, deadline_s = generation, time.monotonic() + wait_s
-      if found:
-        version, named = found
-        with jax.set_mesh(None):
-          params = load_params.in_tree(assembled, frozen | named, into, place)
-        yield version, params
-        deadline_s = max(deadline_s, time.monotonic() + claim_lib.EXPIRED_S)  # a slow caller's
-        continue
-      if ended:
-        return
-    time.sleep(claim_lib.LOOK_S)
-  raise TimeoutError(f'no syncer has renewed its claim in {place} for {wait_s:g} s{why}')
+      ended = claim and claim.released and store.read(f'{stored.MODEL}/{copies_lib.LAST}')
+      at = copies_lib.part(claim.lineage.restored if claim else ())
+      newest = (copies_lib.names(store, at) or [''])[-1]
+      if newest != seen:
+        try:
+          found, damaged = (at, *_in_copy(theta, store, newest)), ''
+        except (copies_lib.Damaged, checkpoint.CheckpointError) as error:  # the next one may do
+          damaged = f': {exits.one_line(error)}'
+        seen = newest
+    except store_lib.StoreError as error:
+      failed = f': {exits.one_line(error)}'
+    if found and found[:2] != last:  # the end of a process saves once more
+      *last, named = found
+      last = tuple(last)
+      with jax.set_mesh(None):
+        params = load_params.in_tree(assembled, frozen | named, into, place)
+      yield last[1], params
+      deadline_s = time.monotonic() + wait_s
+    elif ended and not damaged:
+      return
+    else:
+      time.sleep(claim_lib.LOOK_S)
+  raise TimeoutError(
+    f'no syncer has renewed its claim in {place} for {wait_s:g} s{damaged or failed}'
+  )
 
 
 def _in_copy(
-  assembled: build.Assembly, store: store_lib.Store, name: str
+  theta: global_model.Theta, store: store_lib.Store, name: str
 ) -> tuple[int, dict[str, Any]]:
-  """The version and the arrays of a copy. Raises StoreError, CheckpointError."""
+  """The version and the arrays of a copy. Raises Damaged, StoreError, CheckpointError."""
   with tempfile.TemporaryDirectory(prefix='diloco-') as made, jax.set_mesh(None):
     folder = pathlib.Path(made, copies_lib.number(name))
     copies_lib.download(store, name, folder)
-    most_bytes = tree_digest.most_bytes(assembled.shapes)
-    machine_state, _ = checkpoint.verify(folder, most_bytes=most_bytes)
-    params = load_params.in_checkpoint(assembled, folder)
+    most_bytes = tree_digest.most_bytes(theta.shapes)
+    machine_state = checkpoint.verify(folder, most_bytes=most_bytes)[0]
+    params = load_params.in_checkpoint(theta, folder)
     return sum(machine_state['versions']), arrays.by_name(params)

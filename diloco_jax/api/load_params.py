@@ -156,18 +156,20 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   folder = _verified(_checkpoints(node), most_bytes)
   if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
-  return in_checkpoint(assembled, pathlib.Path(folder))
+  return in_checkpoint(global_model_lib.Theta(assembled), pathlib.Path(folder))
 
 
-def in_checkpoint(assembled: build.Assembly, folder: pathlib.Path) -> Any:
-  """The model in a checkpoint of a syncer. Raises CheckpointError."""
-  theta = global_model_lib.Theta(assembled)
+def in_checkpoint(theta: global_model_lib.Theta, folder: pathlib.Path) -> Any:
+  """The model in a checkpoint of a syncer; `theta`, of its run, forgets it. Raises
+  CheckpointError."""
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.sharding), theta.like
   )
   saved = arrays.load(folder, like, 'state')
-  theta.restore(saved, [0] * assembled.layout.num_fragments)
-  return theta.params()
+  theta.restore(saved, [0] * len(theta.versions))
+  params = theta.params()
+  theta.forget()
+  return params
 
 
 def _of_baseline(place: json_files.Place, most_bytes: int) -> Any:

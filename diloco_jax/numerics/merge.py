@@ -248,7 +248,7 @@ def mean_cosines(
   found: dict[str, list[float]] = {}
   for label, pairs, rest in zip(labels, pairs_T, sums_T**2 - squares_T, strict=True):
     if pairs > 0:
-      found.setdefault(label, []).append(float(rest / pairs))
+      found.setdefault(label, []).append(float(np.clip(rest / pairs, -1, 1)))  # of float32 sums
   return {label: sum(cosines) / len(cosines) for label, cosines in found.items()}
 
 

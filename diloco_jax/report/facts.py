@@ -133,7 +133,7 @@ class Outer:
   fragment: int
   version: int
   norm: float
-  cosines: dict[str, float] = dataclasses.field(default_factory=dict)
+  cosines: dict[str, float]
 
 
 @protocol_facts.fact

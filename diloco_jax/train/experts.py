@@ -112,7 +112,9 @@ def routing(probabilities_BxLxE: jax.Array, chosen_BxLxC: jax.Array) -> jax.Arra
   """
   num_experts = probabilities_BxLxE.shape[-1]
   shares_E = jnp.mean(jax.nn.one_hot(chosen_BxLxC, num_experts), axis=(0, 1, 2))
-  entropy = lambda p_xE: jnp.mean(jax.scipy.special.entr(p_xE).sum(axis=-1)) / np.log(num_experts)
+  entropy = lambda p_xE: (
+    jnp.mean(jax.scipy.special.entr(p_xE).sum(axis=-1)) / np.log(max(num_experts, 2))
+  )
   watched = jax.lax.stop_gradient((entropy(probabilities_BxLxE), entropy(shares_E)))
   return jnp.stack([balance(probabilities_BxLxE, chosen_BxLxC), *watched])
 

@@ -172,8 +172,8 @@ def loss(
   params: decoder.Params,
   batch: dict[str, jax.Array],
   sharding: jax.sharding.NamedSharding | None = None,
-) -> jax.Array:
-  """Mean cross-entropy of the caption's bytes, in nats.
+) -> jax.Array | task_lib.Measured:
+  """Mean cross-entropy of the caption's bytes, in nats; with experts as `decoder.text_loss`.
 
   Args:
     config: of the model.

@@ -33,6 +33,7 @@ import numpy as np
 from diloco_jax.configs import own_loop
 from diloco_jax.nodes import syncer_node
 from diloco_jax.storage import checkpoint, json_files
+from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored as stored_lib
 from scripts.benchmarks import measured, processes, scale
@@ -130,7 +131,9 @@ def copies(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[st
       for place, store in opened.items():
         name, back = f'copy-{turn}', folder / f'back-{place}-{turn}'
         found[place]['copy'].append(size / seconds(lambda: store._upload(source, name, files, {})))
-        found[place]['fetch'].append(size / seconds(lambda: store._download_files(name, back)))
+        found[place]['fetch'].append(
+          size / seconds(lambda: copies_lib.download(store._store, name, back))
+        )
   return {place: spreads(times) for place, times in found.items()}
 
 

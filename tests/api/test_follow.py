@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import threading
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ import numpy as np
 import pytest
 
 import diloco_jax
+from diloco_jax.api import follow
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.nodes import follower_node, own_model
 from diloco_jax.protocol import agreement
-from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import addresses, grpc_server, grpc_session, link, payloads
 from tests.certs import mint
+from tests.launch.lib import command_line
 from tests.syncer import test_followers
 from tests.transport import ends
 
@@ -165,14 +168,13 @@ def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(
 
 @pytest.mark.parametrize('kind', ['folder', 'bucket'])
 def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypatch):
-  """Without the syncer: it may have ended, and have begun again. A copy that is damaged is passed
-  over for the next one."""
-  monkeypatch.setattr(claim_lib, 'LOOK_S', 0.01)
+  """Without the syncer, which may have ended, and have begun again; past a damaged copy."""
   url = f'{tmp_path}/store' if kind == 'folder' else f'{request.getfixturevalue("bucket").url}/run'
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = config.sync.quorum = config.mesh.data = 1
   config.sync.fragments, config.sync.period = 2, 4
   config.train.steps, config.train.store = 12, url
+  store, waits = store_lib.Store(url), iter([20])
 
   def train(steps):
     config.train.steps = steps
@@ -180,18 +182,32 @@ def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypat
     assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
     return diloco_jax.load_params(tmp_path / 'run')
 
+  def damage():
+    name = max(name for name in store.names('syncer/ckpt/') if '/d/' in name)
+    store.put(name, b'damaged')
+
+  def newest(models):
+    version, params = next(models)
+    trained = diloco_jax.load_params(tmp_path / 'run')
+    jax.tree.map(np.testing.assert_array_equal, params, trained)
+    return version
+
+  clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: train(next(waits)))
+  monkeypatch.setattr(follow, 'time', clock)
   with pytest.raises(ValueError, match='there is no (run|model) in'):
     diloco_jax.follow(workdir=url if kind == 'bucket' else tmp_path)
-  trained = train(12)
-  models = diloco_jax.follow(workdir=url)
-  first, params = next(models)
-  jax.tree.map(np.testing.assert_array_equal, params, trained)
-  trained = train(20)
-  *_, (last, params) = models
-  jax.tree.map(np.testing.assert_array_equal, params, trained)
-  assert last > first > 0
-  store = store_lib.Store(url)
-  name = max(name for name in store.names('syncer/ckpt/') if '/d/' in name)
-  store.put(name, b'damaged')
+  train(12)
+  models = diloco_jax.follow(workdir=url, into=diloco_jax.load_params(tmp_path / 'run'))
+  first = newest(models)
+  damage()
+  others = diloco_jax.follow(workdir=url)  # waits for the second run
+  assert newest(others) == newest(models) > first > 0
+  for ended in (models, others):
+    assert not list(ended)
+  if kind == 'bucket':
+    done = command_line.diloco('evaluate', '--follow', f'--workdir={url}')
+    assert done.stdout.startswith('version ') and done.stdout.count('held-out loss') == 1, done
+  damage()
+  clock.sleep = time.sleep
   with pytest.raises(TimeoutError, match='renewed its claim in .* is not what was put there'):
-    next(diloco_jax.follow(workdir=url, wait_s=0.5))
+    next(diloco_jax.follow(workdir=url, wait_s=0.1))
