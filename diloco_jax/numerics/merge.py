@@ -18,8 +18,8 @@ fragment, times the tokens per step (a pseudo-gradient of large batches is less 
 many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST times the lower
 median of the participants, and of M > 2 at most M - 1 times: a learner reports its counts itself,
 and no report may make it outweigh all others. For the same reason no delta of M > 2 moves a tensor
-as if it were longer than LONGEST times the lower median: a longer one is shortened (centered
-clipping, arXiv 2012.10333). Learners that have trained for about as long meet neither limit.
+as if it were longer than LONGEST times the lower median of those that have trained about as long: a
+longer one is shortened (centered clipping, arXiv 2012.10333). Honest learners meet neither limit.
 
 A rule sees the deltas through their lengths only, and the cosines between them if it asks for
 them: it says by which factor each row enters the sum u, and, once the length of u is known, by
@@ -214,17 +214,26 @@ def token_weights(
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 
-def shortened(lengths_MxT: np.ndarray) -> np.ndarray:
-  """By which factors float64[M, T] the rows are shortened: of more than two rows none counts as
-  longer than LONGEST times the lower median of those that are not zero.
+def shortened(lengths_MxT: np.ndarray, steps: Sequence[int], period: int) -> np.ndarray:
+  """By which factors float64[M, T] the rows are shortened: none counts as longer than LONGEST times
+  the lower median of those that have trained at least half as long as it, and are not zero, if
+  there are three such rows or more. More steps than the period and the lower median count as these:
+  a learner reports them itself.
 
-  >>> shortened(np.float64([[1.0], [8.0], [1.5]])).T.tolist(), shortened(np.ones((2, 1))).T.tolist()
-  ([[1.0, 0.375, 1.0]], [[1.0, 1.0]])
+  >>> row = np.float64([[1.0], [8.0], [1.5]])
+  >>> shortened(row, [9, 9, 9], 9).T.tolist(), shortened(row, [1, 9, 1], 9).T.tolist()
+  ([[1.0, 0.375, 1.0]], [[1.0, 1.0, 1.0]])
   """
-  if len(lengths_MxT) < 3:
-    return np.ones_like(lengths_MxT)
-  most_T = LONGEST * majority_lib.clipped(lengths_MxT).max(axis=0)
-  return np.minimum(1.0, most_T / np.where(lengths_MxT > 0, lengths_MxT, 1.0))
+  middle = sorted(steps)[(len(steps) - 1) // 2]
+  steps_M = np.minimum(steps, max(period, middle))
+  factors_MxT = np.ones_like(lengths_MxT)
+  for count in set(steps_M.tolist()):
+    alike_MxT = lengths_MxT[2 * steps_M >= count]
+    if len(alike_MxT) > 2:
+      most_T, its = LONGEST * majority_lib.clipped(alike_MxT).max(axis=0), steps_M == count
+      lengths = np.where(lengths_MxT[its] > 0, lengths_MxT[its], 1.0)
+      factors_MxT[its] = np.minimum(1.0, most_T / lengths)
+  return factors_MxT
 
 
 def mean_cosines(

@@ -203,7 +203,7 @@ class Theta:
     )
     rule = self._rules[p]
     cosines = self._tiles.cosines(p, given, lengths_MxT) if rule.cosines else None
-    shortened_MxT = merge_lib.shortened(lengths_MxT)
+    shortened_MxT = merge_lib.shortened(lengths_MxT, steps, self._assembled.config.sync.period)
     rows = merge_lib.Rows(shares_M, lengths_MxT * shortened_MxT, cosines)
     factors_MxT = rule.factors(rows) * shortened_MxT
     totals, sums_T = self._tiles.sums(p, list(zip(given, factors_MxT, strict=True)))

@@ -8,6 +8,7 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.numerics import merge
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.syncer import global_model as global_model_lib
@@ -76,3 +77,23 @@ def test_a_learner_that_claims_all_steps_moves_the_model_at_most_twice_as_far(as
     for n in (3, 4)
   )
   assert 0 < lied < 2 * honest
+
+
+@pytest.mark.parametrize('steps, counts_in_full', [((1, 1, 1, 3), True), ((3, 3, 3, 3), False)])
+def test_a_payload_is_compared_with_those_of_about_as_many_steps(
+  steps, counts_in_full, assembled, monkeypatch
+):
+  """At the start of a run late payloads of one step meet one of a whole period."""
+  size, draw = assembled.layout.size(0), np.random.default_rng(0)
+  rows = [draw.normal(scale=scale, size=size).astype(np.float32) for scale in (1, 1, 1, 12)]
+  payloads = [bytes(jax.jit(assembled.codec_up.encode)(row)[0]) for row in rows]
+  participants = [
+    actions.Participant(
+      learner=f'l{m}', incarnation=1, payload_id=m, tokens=64 * count, steps=count
+    )
+    for m, count in enumerate(steps)
+  ]
+  merged = lambda: global_model_lib.Theta(assembled).merge(0, participants, payloads, ()).norm
+  found = merged()
+  monkeypatch.setattr(merge, 'LONGEST', 1e9)
+  assert (found == merged()) == counts_in_full
