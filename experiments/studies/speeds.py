@@ -1,4 +1,4 @@
-"""Learners of two speeds: lock-step, no grace, grace (speeds.md)."""
+"""Learners of two speeds: lock-step, no grace, grace; and one that is far ahead (speeds.md)."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
 STEPS = 500
+FASTER = 4.0  # than the others
 SLOW = 1.18  # v6e and v5p of the paper: the slowest is 18 % behind
 ARMS: dict[str, dict[str, Any]] = {
   'K=8, lock-step': {'quorum': 8, 'max_lag': 0},
@@ -16,10 +17,24 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """Eight learners, four of them slower, with 10 % noise in every step."""
+  """Eight learners, four of them slower, and four, of which one is FASTER; with 10 % noise in every
+  step."""
   del book
   where = conditions.delays('lan', slowness=(1.0, SLOW), gaussian=0.1)
-  return [
+  ahead = conditions.delays('lan', slowness=(1.0, FASTER, FASTER, FASTER), gaussian=0.1)
+  fast = [
+    arms.decoupled(
+      'speeds',
+      'one of four is fast',
+      quick,
+      seed=seed,
+      steps=400 // (5 if quick else 1),
+      learners=4,
+      where=ahead,
+    )
+    for seed in study_lib.seeds(quick)[:2]
+  ]
+  return fast + [
     arms.decoupled(
       'speeds',
       name,

@@ -14,11 +14,10 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.numerics import fragments
-from diloco_jax.protocol import actions
 from diloco_jax.train import island as island_lib
 from diloco_jax.verification.virtual import arrays
 from experiments.studies import outage
-from experiments.studies.lib import arms
+from experiments.studies.lib import arms, in_step
 
 BEFORE = 600  # steps of the one learner
 STEPS = 55_800  # of the run, for the learning rate, which is near its peak all the time
@@ -71,23 +70,9 @@ def measure(
   anchors, locals_ = flat(anchor), [flat(one.params) for one in learners]
   theta.restore(theta.arrays() | {'masters': anchors, 'published': anchors}, theta.versions)
   steps = clock - BEFORE
-  who = [
-    actions.Participant(
-      learner=f'l{m}',
-      incarnation=1,
-      payload_id=m,
-      tokens=steps * one.tokens_per_step,
-      steps=steps,
-      least=0,
-      limit=None,
-      crc32=0,
-    )
-    for m, one in enumerate(learners)
-  ]
-  seen = []
+  tokens, seen = steps * held_out.tokens_per_step, []
   for p, anchor_N in enumerate(anchors):
-    data = [assembled.codec_up.encode(anchor_N - local[p])[0] for local in locals_]
-    theta.merge(p, who, [*map(np.asarray, data)], ())
+    in_step.merge(assembled, theta, p, anchor_N, [one[p] for one in locals_], tokens, steps)
     seen.append(held_out.evaluate(theta.params()))
   losses = [held_out.evaluate(mean), seen[-1], max(seen)]
   return [f'{min(alone):.4f} to {max(alone):.4f}', *(f'{one:.4f}' for one in losses)]
