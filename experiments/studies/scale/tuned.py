@@ -39,7 +39,11 @@ BESIDE: dict[str, dict[str, Any]] = {
   'no clipping': {'optimizer.clip_norm': 0.0},
   'end 0.02': {'optimizer.end_lr_ratio': 0.02},
   'batch x0.5': {'batch': 0.5},
+  'batch x0.25': {'batch': 0.25},
   'batch x2': {'batch': 2.0},
+  'batch x0.5, b2 0.99': {'batch': 0.5, 'optimizer.b2': 0.99},
+  'batch x0.25, b2 0.99': {'batch': 0.25, 'optimizer.b2': 0.99},
+  'batch x0.125, b2 0.99': {'batch': 0.125, 'optimizer.b2': 0.99},
   'batch x0.5, P=H=12': {'batch': 0.5, 'sync.fragments': 12, 'sync.period': 12},  # as few bytes
 }
 NEAR = {BASE: 'weight 0.7', 'M=4': 'weight 0.7, int4, P=H=6', 'M=8': 'weight 0.7, int4, P=H=6'}
@@ -48,8 +52,27 @@ SETTINGS |= {
   for best in dict.fromkeys(NEAR.values())
   for name, fields in BESIDE.items()
 }
-MIDDLE_METHODS = (BASE, 'M=4', 'M=8')
-MIDDLE_SETTINGS = ('as set', 'weight 0.7', 'weight 0.7, int4, P=H=6')
+MIDDLE_SETTINGS = {  # beside what is set
+  BASE: ('weight 0.7', 'weight 0.7, b2 0.99', 'weight 0.7, batch x0.5'),
+  'M=4': (
+    'weight 0.7',
+    NEAR['M=4'],
+    *(f'{NEAR["M=4"]}, batch {one}' for one in ('x0.5', 'x0.5, P=H=12', 'x0.25')),
+  ),
+  'M=8': (
+    'weight 0.7',
+    NEAR['M=8'],
+    *(f'{NEAR["M=8"]}, batch {one}' for one in ('x0.5', 'x0.5, P=H=12')),
+  ),
+}
+LARGE = '0.9M'  # where a run takes minutes: the best settings of the middle size, not searched
+LARGE_RATES = {  # half of those of the middle size
+  (BASE, 'weight 0.7'): 1.2e-2,
+  ('M=4', NEAR['M=4']): 1.2e-2,
+  ('M=4', f'{NEAR["M=4"]}, batch x0.5'): 6e-3,
+  ('M=8', NEAR['M=8']): 1.2e-2,
+  ('M=8', f'{NEAR["M=8"]}, batch x0.5'): 6e-3,
+}
 SEEDS = (0, 1, 2)
 
 
@@ -86,6 +109,9 @@ def _search(
     found, rate = [], None
   elif quick:
     found, rate = [make(scale.RATES[1])], scale.RATES[1]
+  elif size == LARGE:
+    rate = LARGE_RATES[method, setting]
+    found = [make(rate)]
   elif _beside(setting) and 'batch' not in SETTINGS[setting]:
     near = _search(size, method, NEAR[method], quick, book)[1]
     found, rate = ([make(near.rate)], near.rate) if near else ([], None)
@@ -97,17 +123,20 @@ def _search(
 
 
 def _settings(size: str, method: str) -> list[str]:
-  """Those of the inner optimizer for all methods, of the exchange where learners exchange; at the
-  middle size what is set, and what is best at the small one."""
+  """Those of the inner optimizer for all methods, of the exchange where learners exchange, and
+  those near the best, in which each learner reads whole windows."""
   inner = lambda one: not any(name.startswith('sync.') for name in SETTINGS[one])
+  near = lambda one: size in _sizes(quick=False) and one.startswith(f'{NEAR.get(method)}, ')
   learners = METHODS[method][1]
+  windows = scale.arm(scale.Case(size, scale.SHORT, 'muon', *METHODS[method]), 1.0, 0)
+  whole = lambda one: windows.config.data.batch_size * SETTINGS[one].get('batch', 1.0) >= 1
+  known = list(SETTINGS)
   if size == scale.MIDDLE:
-    known = MIDDLE_SETTINGS if method in MIDDLE_METHODS else ()
-  else:
-    own = f'{NEAR.get(method)}, '
-    near = lambda one: size == scale.SMALL and one.startswith(own)
-    known = tuple(one for one in SETTINGS if near(one) or not _beside(one))
-  return [one for one in known if learners > 1 or inner(one)]
+    known = ['as set', *MIDDLE_SETTINGS[method]] if method in MIDDLE_SETTINGS else []
+  elif size == LARGE:
+    known = [one for its, one in LARGE_RATES if its == method]
+  known = [one for one in known if near(one) or not _beside(one)]
+  return [one for one in known if (learners > 1 or inner(one)) and whole(one)]
 
 
 def _beside(setting: str) -> bool:
@@ -116,16 +145,17 @@ def _beside(setting: str) -> bool:
 
 
 def _sizes(quick: bool) -> tuple[str, ...]:
-  return ('13k',) if quick else (scale.SMALL, scale.MIDDLE)
+  return ('13k',) if quick else (scale.SMALL, scale.MIDDLE, LARGE)
 
 
 def _chosen(size: str, method: str, quick: bool, book: study_lib.Book) -> list[Choice]:
-  """As set, and the best setting, of those that have run."""
+  """As set, and the best setting, of those that have run; of the large size the best one."""
   found = [_search(size, method, setting, quick, book)[1] for setting in _settings(size, method)]
   known = [one for one in found if one]
   if not known:
     return []
-  return list(dict.fromkeys((known[0], min(known, key=lambda one: one.loss))))
+  best = min(known, key=lambda one: one.loss)
+  return [best] if size == LARGE else list(dict.fromkeys((known[0], best)))
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
@@ -152,7 +182,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
     for setting in (one for one in SETTINGS if one in known):
       found = [_search(size, method, setting, quick, book)[1] for method in METHODS]
       cells = [f'{one.loss:.4f} ({one.rate:g})' if one else '' for one in found]
-      lines.append(f'| {size}, {setting} | ' + ' | '.join(cells) + ' |')
+      lines += [f'| {size}, {setting} | ' + ' | '.join(cells) + ' |'] * any(found)
   lines += ['', '| all seeds | rate | loss | gap to the best baseline |', '|---|---|---|---|']
   for size in _sizes(quick):
     best = list(_losses(size, BASE, quick, book).values())[-1:]
