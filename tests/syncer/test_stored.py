@@ -506,11 +506,11 @@ def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
   run_until(life, range(1, 3), saves=(2,))
   monkeypatch.setattr(store_lib.Store, 'put', lambda *_: (_ for _ in ()).throw(
     store_lib.StoreError('no network')))  # fmt: skip
+  (here.folder / 'a' / stored.MODEL).mkdir()
+  (here.folder / 'a' / stored.MODEL / 'x').write_text('')
   life.store.copy()
   done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
   queue.post(events.Stop(reason='preempted'))
-  (here.folder / 'a' / stored.MODEL).mkdir()
-  (here.folder / 'a' / stored.MODEL / 'x').write_text('')
   ended = life.store.finish(done, queue, False, finished)
   if finished:
     assert ended.code == actions.NOT_IN_TIME and 'the trained model is not in' in ended.text
