@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 import types
@@ -98,9 +99,17 @@ def test_followers_change_nothing_and_leave_at_any_time(tmp_path):
 
 def test_a_follower_comes_before_the_model():
   with diloco_jax.run_syncer(total_steps=STEPS, sync=_sync()) as server:
-    found = []
-    follows = threading.Thread(target=lambda: found.extend(diloco_jax.follow(server.address)))
+    found, arrived = [], threading.Event()
+
+    def receive():
+      for model in diloco_jax.follow(server.address):
+        found.append(model)
+        arrived.set()
+
+    follows = threading.Thread(target=receive)
     follows.start()
+    _train(server.address, STEPS // 2)
+    assert arrived.wait(DEADLINE_S)  # it asks once a second: a run may be over by then
     _train(server.address)
     trained = server.wait(DEADLINE_S)
     follows.join(DEADLINE_S)
@@ -208,6 +217,6 @@ def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypat
     done = command_line.diloco('evaluate', '--follow', f'--workdir={url}')
     assert done.stdout.startswith('version ') and done.stdout.count('held-out loss') == 1, done
   damage()
-  clock.sleep = time.sleep
+  clock.sleep = lambda _: setattr(clock, 'monotonic', lambda: math.inf)
   with pytest.raises(TimeoutError, match='renewed its claim in .* is not what was put there'):
-    next(diloco_jax.follow(workdir=url, wait_s=0.1))
+    next(diloco_jax.follow(workdir=url))
