@@ -52,7 +52,7 @@ def follow(
   `load_params` has the trained model.
 
   From the store of a run (`workdir`) the models are those of the checkpoints that the syncer copies
-  there, seldomer and later; the syncer is not asked, and sends nothing.
+  there: fewer and later ones. The syncer is not asked, and sends nothing.
 
   Args:
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these;
@@ -164,18 +164,18 @@ def _copied(
       newest = (copies_lib.names(store, at) or [''])[-1]
       if newest != seen:
         try:
-          found, damaged = (at, *_in_copy(theta, store, newest)), ''
+          found, damaged = _in_copy(theta, store, newest), ''
         except (copies_lib.Damaged, checkpoint.CheckpointError) as error:  # the next one may do
           damaged = f': {exits.one_line(error)}'
         seen = newest
     except store_lib.StoreError as error:
       failed = f': {exits.one_line(error)}'
-    if found and found[:2] != last:  # the end of a process saves once more
-      *last, named = found
-      last = tuple(last)
+    if found and (at, found[0]) != last:  # the end of a process saves once more
+      version, named = found
+      last = at, version
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, place)
-      yield last[1], params
+      yield version, params
       deadline_s = time.monotonic() + wait_s
     elif ended and not damaged:
       return

@@ -19,7 +19,8 @@ many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST t
 median of the participants, and of M > 2 at most M - 1 times: a learner reports its counts itself,
 and no report may make it outweigh all others. For the same reason no delta of M > 2 moves a tensor
 as if it were longer than LONGEST times the lower median of those that have trained about as long: a
-longer one is shortened (centered clipping, arXiv 2012.10333). Honest learners meet neither limit.
+longer one is shortened (centered clipping, arXiv 2012.10333). Of honest payloads that is one tensor
+in a thousand.
 
 A rule sees the deltas through their lengths only, and the cosines between them if it asks for
 them: it says by which factor each row enters the sum u, and, once the length of u is known, by

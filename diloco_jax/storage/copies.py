@@ -1,5 +1,5 @@
-"""The copies of checkpoints in the store of a run, for whoever may read it; syncer/stored.py puts
-them there."""
+"""The copies of checkpoints in the store of a run, which a syncer on another disk and followers
+read; syncer/stored.py puts them there."""
 
 import hashlib
 import pathlib

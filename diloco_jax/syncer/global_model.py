@@ -214,8 +214,8 @@ class Theta:
     if not made:
       return self._failed(p, NOT_FINITE)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    cosines = merge_lib.mean_cosines(factors_MxT * lengths_MxT, sums_T, self._labels[p])
-    return self._next(p, *made, length)._replace(cosines=cosines)
+    by_label = merge_lib.mean_cosines(factors_MxT * lengths_MxT, sums_T, self._labels[p])
+    return self._next(p, *made, length)._replace(cosines=by_label)
 
   def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
     steps = [one.steps for one in participants if one.learner not in refused]

@@ -297,10 +297,8 @@ class Stored:
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
     first, *others = wal.numbers(self.log_files)
-    copied = max(
-      (copies_lib.manifest(self._store, name)['log'] for name in self._copies()),
-      default=0,
-    )
+    logged = [copies_lib.manifest(self._store, name)['log'] for name in self._copies()]
+    copied = max(logged, default=0)
     if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')

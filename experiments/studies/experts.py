@@ -1,5 +1,5 @@
-"""What learners do to the routers of a Mixture of Experts, and what routers averaged in each step
-would gain (experts.md).
+"""Routers of a Mixture of Experts on several learners: how far they are apart, and the gain if they
+are averaged in each step (experts.md).
 
     python -m experiments.studies.experts --size=63k --seed=0
 

@@ -1,4 +1,4 @@
-"""What experiments/studies/experts.py measures, and what it does to routers."""
+"""The figures of experiments/studies/experts.py, and its mean of routers."""
 
 import jax
 import numpy as np
