@@ -69,7 +69,9 @@ LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
 @dataclasses.dataclass(slots=True, eq=False)
 class LearnerAccount:
   """The account of one learner. `spent_ns`: by category, except those of finished steps. `lost_ns`:
-  when the syncer lost it: there it ended, unless it says more. `phase`: the last of its start."""
+  when the syncer lost it: there it ended, unless it says more. `phase`: the last of its start.
+  `times`: of its steps, with the wait for a batch, as the paper counts them; `own_times`: without.
+  """
 
   began_ns: int
   at_ns: int  # its time is booked up to here
@@ -79,6 +81,7 @@ class LearnerAccount:
   joined_ns: int | None = None  # for the first time
   spent_ns: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   times: step_times.StepTimes = dataclasses.field(default_factory=step_times.StepTimes)
+  own_times: step_times.StepTimes = dataclasses.field(default_factory=step_times.StepTimes)
   tokens: int = 0
 
   @property
@@ -207,6 +210,7 @@ class Book:
     learner.spent_ns[DATA] += data_ns
     learner.spent_ns[SAVE] += saving_ns
     learner.times.add(step_ns)
+    learner.own_times.add(step_ns - data_ns)
     learner.tokens += tokens
     learner.at_ns = at_ns
     self._trained.discard(name)
@@ -346,12 +350,12 @@ class Book:
       now.doing = AFTER_END
     self._pass(now, at_ns)
     spent = now.spent_ns
-    steps_ns = learner.times.total_ns - spent[DATA]
-    ideal_ns = min(steps_ns, max(0.0, learner.ideal_ns - spent[DATA]))
+    steps = learner.own_times
+    ideal_ns = min(steps.total_ns, steps.count * steps.ideal_ns)
     merged_ns = ideal_ns * min(1.0, self._merged(name) * _inverse(learner.tokens))
     spent[MERGED] += merged_ns
     spent[WASTED] += ideal_ns - merged_ns
-    spent[SLOW] += steps_ns - ideal_ns
+    spent[SLOW] += steps.total_ns - ideal_ns
     return {category: float(spent[category]) for category in CATEGORIES}
 
   def _merged(self, name: str) -> float:

@@ -112,6 +112,18 @@ def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
   )
 
 
+def test_a_rare_long_wait_for_a_batch_makes_no_step_slow():
+  """A shuffle buffer is filled again, say: all that it takes is a wait for data."""
+  book = book_lib.Book()
+  book.trains('l0', 0)
+  for step in range(1, 101):
+    waits_ns = 1000 * (step % 10 == 0)
+    at_ns = book.learners['l0'].at_ns + 50 + waits_ns
+    book.stepped('l0', at_ns, tokens=4, step_ns=50 + waits_ns, data_ns=waits_ns)
+  found = book_lib.as_shares(book.partition('l0', at_ns))
+  assert found == pytest.approx({book_lib.WASTED: 1 / 3, book_lib.DATA: 2 / 3})  # none is merged
+
+
 def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps():
   book = book_lib.Book(quorum=1)
   for start_ns in (0, 100):
