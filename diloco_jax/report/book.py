@@ -213,13 +213,16 @@ class Book:
     learner.own_times.add(step_ns - data_ns)
     learner.tokens += tokens
     learner.at_ns = at_ns
-    self._trained.discard(name)
-    self.trains(name, at_ns)
+    if name not in self._trained:
+      self.trains(name, at_ns)
 
   def trained(self, name: str, at_ns: int) -> None:
     """A learner has made its last step."""
     self._trained.add(name)
-    self.enters(name, at_ns, AFTER_END)
+    learner = self._learner(name, at_ns)
+    if learner.doing != _TRAINS:  # else the fact of that step, with its time, may follow
+      self._pass(learner, at_ns)
+    learner.doing = AFTER_END
 
   def died(self, name: str, at_ns: int, killed: bool) -> None:
     """A process of a learner has ended: it was killed, or it ended by itself."""

@@ -1,5 +1,7 @@
 """The time of every learner has one category."""
 
+import collections
+
 import pytest
 
 from diloco_jax.protocol import facts
@@ -136,6 +138,23 @@ def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps(
   found = book.partition('l0', 140)
   assert (found[book_lib.INIT], found[book_lib.RESTORE], found[book_lib.AFTER_END]) == (20, 20, 80)
   assert book.figures(140).uptime == 1, 'to start anew is no downtime'
+
+
+def test_the_fact_of_the_last_step_may_come_after_that_of_the_end():
+  """The one is of the thread that steps, the other of the machine's."""
+  book = book_lib.Book(quorum=1)
+  for name in ('l0', 'l1'):
+    book.starts(name, 0)
+    book.trains(name, 10)
+  book.stepped('l0', 20, tokens=1, step_ns=10)
+  book.trained('l0', 21)
+  book.trained('l1', 19)
+  book.stepped('l1', 20, tokens=1, step_ns=10)
+  for name in ('l0', 'l1'):
+    book.died(name, 40, killed=False)
+    expected = {book_lib.INIT: 10, book_lib.WASTED: 10, book_lib.AFTER_END: 80}
+    assert +collections.Counter(book.partition(name, 100)) == expected, name
+  assert book.over and book.figures(100).uptime == 1
 
 
 def test_the_night_before_a_run_is_resumed_is_no_downtime():
