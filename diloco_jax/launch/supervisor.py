@@ -6,6 +6,7 @@ The states of a program::
     waiting --the run begins--> running
     running --exit 0--> done
     running --exit 42--> refused              never retried; the other programs continue
+    running --killed to end the run--> stopped
     running --any other exit--> down --back-off--> running
     running --bring_down--> down --the requested pause--> running
     down --MAX_SHORT_LIVES short processes in a row--> failed
@@ -37,6 +38,7 @@ import math
 import pathlib
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -274,21 +276,27 @@ class Supervisor:
     finally:
       del self._running[name]
     status.last_error = child.last_error or status.last_error
-    self._recorder.report(
-      facts.Exit(child=name, pid=child.pid, code=code, stopped=name in self._cut_off)
-    )
+    stopped = self._stopped(name, code)
+    self._recorder.report(facts.Exit(child=name, pid=child.pid, code=code, stopped=stopped))
     return code, how, time.monotonic() - child.started_s
 
   def _ending(self, name: str) -> asyncio.Event:
     """The event that forbids another process of this program."""
     return self._stopping if name == ids.SYNCER else self._retiring
 
+  def _stopped(self, name: str, code: int | None) -> bool:
+    """Whether the supervisor has killed a process to end the run: also by SIGTERM, if the process
+    had only begun, and could not take it yet."""
+    return name in self._cut_off or (code == -signal.SIGTERM and self._ending(name).is_set())
+
   def _note_end(self, name: str, code: int | None, why: str) -> None:
     end = exits.end(code)
     if end == exits.NEVER:
       self._note(name, 'refused', self.statuses[name].last_error or why)
+    elif end == exits.DONE:
+      self._note(name, 'done', '')
     else:
-      self._note(name, *(('done', '') if end == exits.DONE else ('down', why)))
+      self._note(name, *(('stopped', '') if self._stopped(name, code) else ('down', why)))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""

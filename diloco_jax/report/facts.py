@@ -182,7 +182,7 @@ class Process:
 @protocol_facts.fact
 class Exit:
   """A process of a program has ended; `code` is negative if a signal killed it. `stopped`: the
-  supervisor killed it to end the run, as after a second Ctrl-C."""
+  supervisor killed it to end the run, as after a second Ctrl-C, or one while it began."""
 
   child: str
   pid: int

@@ -72,6 +72,10 @@ class Run:
   def said(self, name: str) -> list[str]:
     return [line for who, line in self.lines if who == name]
 
+  def ends(self, name: str) -> list[str]:
+    """How each process of a learner has ended, as the report has it."""
+    return [process.ended for process in self.view.learners[name].processes]
+
   def family(self) -> list[int]:
     """The pids of the processes of this run, those that children started included."""
     return [one.pid for one in psutil.Process().children(recursive=True) if one not in self._others]
@@ -310,11 +314,32 @@ def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
 def test_the_chaos_plan_kills_and_restarts(tmp_path):
   learner = _reports_step(50) + 'again or threading.Event().wait()'
   kills = [supervisor_lib.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
-  outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
+  run = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills)
+  outcome = run.run()
   assert outcome.statuses['l0'] == supervisor_lib.Status(state='done', starts=2)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
-  assert exits == [-signal.SIGKILL, 0]
+  assert exits == [-signal.SIGKILL, 0] and run.ends('l0').count('killed') == 1
+
+
+def test_a_learner_that_is_ended_with_the_run_before_it_takes_signals_was_not_killed(tmp_path):
+  """The syncer refuses the config while the learner begins. A fault sent l1 the same signal."""
+  refuses = _SYNCER + 'sys.exit(42)'
+  run = Run(
+    tmp_path,
+    [program(name, _FOREVER) for name in ('l0', 'l1')]
+    + [program('syncer', refuses, str(tmp_path))],
+  )
+
+  def tick(run: Run) -> None:
+    if run.supervisor.statuses['l1'].starts == 2:
+      (tmp_path / 'DONE').touch()
+    elif 'l1' in run.supervisor._running:
+      run.supervisor.bring_down('l1', 0.0, 'a fault', politely=True)
+
+  outcome = run.run(tick)
+  assert (outcome.code, outcome.statuses['l0'].state) == (42, 'stopped')
+  assert (run.ends('l0'), run.ends('l1')) == (['stopped'], ['killed', 'stopped'])
 
 
 def test_a_kill_that_is_due_waits_until_its_victim_has_a_process(tmp_path):
@@ -356,9 +381,8 @@ def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
   assert (outcome.code, outcome.interrupted) == (130, True)
   assert len(pids) >= 3
   await_true(lambda: all(gone(pid) for pid in pids), 'the death of them all')
-  exits = [fact for fact in records.records(tmp_path) if fact['name'] == 'exit']
-  # That one was not killed by an accident: the report does not count it.
-  assert {fact['child']: fact['stopped'] for fact in exits} == {'l0': True, 'l1': False}
+  # None was killed by an accident: the report does not count them.
+  assert run.ends('l0') == run.ends('l1') == ['stopped']
 
 
 def test_a_process_that_holds_the_output_of_a_dead_child_does_not_stop_the_run(tmp_path):
