@@ -59,7 +59,7 @@ def status_line(view: run_facts.RunFacts) -> str:
     up, down = header.size(view.wire.bytes_up), header.size(view.wire.bytes_down)
     told += [f'{len(view.merges_s)} outer steps', f'up {up}', f'down {down}']
     if view.figures and view.figures.training_since_joined is not None:
-      told.append(f'goodput {view.figures.training_since_joined:.1%}')
+      told.append(f'goodput since joined {view.figures.training_since_joined:.1%}')
   done = f'{view.progress:.0%}' if view.total_steps < math.inf else 'length not recorded'
   return f'{done}: {learners}{"; " if told else ""}{", ".join(told)}'
 

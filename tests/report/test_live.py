@@ -71,6 +71,18 @@ def test_the_state_tells_what_is_waited_for_and_what_is_left():
   )
 
 
+def test_the_line_says_of_what_time_its_goodput_is():
+  """That of the report is of all time, with the 30 s before the learner joined."""
+  run = run_facts.RunFacts(['l0'], 100)
+  run.take([child(0, 'l0', 'starting'), *_joined(30, 'l0'), ('l0', step(31, 1, 1))])
+  zero = dict.fromkeys(('merged', 'unsettled', 'cancelled', 'repaired', 'skipped'), 0)
+  ledger = protocol_facts.Ledger(
+    **zero, fragments=1, trained=50, synced=1, sync=1, discarded={}, learners={}
+  )
+  run.take([('syncer', row(31, synced())), ('syncer', row(31, ledger))])
+  assert live.status_line(run).endswith('goodput since joined 50.0%')
+
+
 def test_progress_and_the_time_left_are_those_of_the_global_model():
   """l0 is twice as fast as l1, and has trained to the end when the syncer is at half time."""
   run = run_facts.RunFacts(['l0', 'l1'], 100, steps_per_sync=2.0)
