@@ -44,7 +44,7 @@ class Run:
 
   Attributes:
     workdir, config: its folder, and its config; None: it is not recorded there.
-    exits: how each node ended, by its name ('syncer', 'l0', ...); empty if `open_run` made this.
+    exits: how each node ended, by its name ('syncer', 'l0', ...); empty if none was started.
   """
 
   def __init__(self, workdir: str | pathlib.Path, exits: Mapping[str, actions.Exit]):

@@ -281,11 +281,12 @@ def run(
 
   Args:
     config: of the run, or its name as for `diloco train --config`: 'stdlib_lm:tiny'.
-    workdir: its folder; if it holds this run already, the run is continued.
+    workdir: its folder; if it holds this run already, the run is continued; if that has ended and
+      `config` has no more steps, a line says so, and nothing is started.
     syncer: 'local', or 'none': one learner trains alone, the baseline.
 
   Returns:
-    What the run has recorded, with the exit of each node.
+    What the run has recorded, with the exit of each node that was started.
 
   Raises:
     ValueError: a setting cannot work, the folder holds another run, or there are too few devices.
@@ -306,7 +307,11 @@ def run(
   lifecycle.prepare_jax(config.mesh.num_devices * config.sync.learners + SPARE)
   # A config that cannot work claims no folder.
   controller = SingleController(config, folder, alone=alone)
-  run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
+  try:
+    run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
+  except run_folder.NothingLeft as ended:
+    print(ended)
+    return run_lib.Run(folder, {})
   try:
     controller.start()
     found = run_lib.Run(folder, controller.join())

@@ -58,9 +58,13 @@ def main(argv: list[str]) -> int:
     if _PATHWAYS.value:
       pathways.require(single)
       pathways.start(config.mesh.num_devices * config.sync.learners)
-    workdir = run_folder.open_workdir(
-      config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
-    )
+    try:
+      workdir = run_folder.open_workdir(
+        config, workdir, resume=_RESUME.value, alone=alone, changed=cli.overrides()
+      )
+    except run_folder.NothingLeft as ended:
+      print(ended)
+      return 0
   unusual = '--controller=single' if single else '--syncer=none' if alone else ''
   if single:
     carry_out = functools.partial(_run_single, config, workdir)

@@ -26,10 +26,15 @@ from collections.abc import Collection
 
 from diloco_jax.config import load, run_config
 from diloco_jax.protocol import agreement
+from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import files, folders
 from diloco_jax.train import corpus_files
 
 ADDRESS = 'syncer/address'
+
+
+class NothingLeft(Exception):
+  """The run to continue has ended, and was given no more to do."""
 
 
 def open_workdir(
@@ -42,8 +47,8 @@ def open_workdir(
 ) -> pathlib.Path:
   """Makes the folder of a run, or opens the one to continue. `alone`: one learner without a syncer.
   `changed`: settings that the user wants to continue with another value of. `whole`: False if other
-  programs of the run are elsewhere. Raises ValueError; DirectoryError if its supervisor or its
-  syncer runs, or another program makes the same folder."""
+  programs of the run are elsewhere. Raises ValueError, NothingLeft; DirectoryError if its
+  supervisor or its syncer runs, or another program makes the same folder."""
   named = workdir is not None
   if not named:
     if resume:
@@ -56,6 +61,7 @@ def open_workdir(
     _check_same_run(config, workdir, changed)
     if whole:
       _check_same_kind(workdir, alone)
+      _check_left(config, workdir)
   elif named:
     _check_empty(workdir, but_locked=True)
   if config.task == run_config.DECODER and (whole or not config.data.local):
@@ -173,6 +179,17 @@ def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
     raise ValueError(
       f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none '
       "(in Python: syncer='none'), or choose another folder"
+    )
+
+
+def _check_left(config: run_config.Config, workdir: pathlib.Path) -> None:
+  """Raises NothingLeft: a start would take a while, change nothing, and count in the report."""
+  now, before = config.train, load.read(workdir).train
+  more = now.steps > before.steps or now.store != before.store  # which then gets the model
+  if not more and folder_lib.has_ended(workdir):
+    raise NothingLeft(
+      f'the run in {workdir} has ended at clock {before.steps}: nothing was started. Add steps '
+      'with --config.train.steps=STEPS (in Python: config.train.steps)'
     )
 
 

@@ -71,6 +71,17 @@ def read(workdir: str | pathlib.Path) -> Read:
   return Read(folder, config, run.take(records_lib.TailAll(folder).stream()))
 
 
+def has_ended(folder: pathlib.Path) -> bool:
+  """Whether all is done for the run in a folder, as its records have it: the last step, the model,
+  and the last evaluation, which a signal may have ended. Raises ValueError: there is no run."""
+  if 'syncer' in _names(folder) and not (folder / 'model').is_dir():
+    return False  # without reading the records
+  run = read(folder).run
+  ends = [one.state for one in run.learners.values()] if run.syncer is None else [run.syncer]
+  evaluated = not run.evaluations or run.evaluations[-1].step >= run.total_steps
+  return run.foremost >= 1 and evaluated and set(ends) == {'done'}
+
+
 def config_of(folder: pathlib.Path) -> run_config.Config | None:
   """The config of the run in a folder; None: there are records alone. Raises ValueError."""
   if (folder / load.FILE).is_file():

@@ -169,7 +169,8 @@ def test_the_model_of_an_end_is_gone_once_the_run_goes_on(run, tmp_path, monkeyp
   shutil.copytree(run, folder)
   config = load_params.assemble(folder).config
   config.train.steps += more
-  run_folder.open_workdir(config, folder, resume=True)
+  if more:
+    run_folder.open_workdir(config, folder, resume=True)
 
   class Refused(Exception):
     pass

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import threading
 import time
@@ -39,7 +40,7 @@ def _facts(folder: pathlib.Path, node: str, name: str) -> list[dict]:
 
 
 @pytest.mark.long
-def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
+def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch, capsys):
   """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 
   def run(steps: int) -> dict:
@@ -47,7 +48,10 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
     assert {one.code for one in exits.values()} == {0}, exits
     return _facts(tmp_path, 'syncer', 'ledger')[-1]
 
-  first, second = run(STEPS), run(MORE)
+  first = run(STEPS)
+  assert not single_controller.run(_config(STEPS, learners=1), tmp_path).exits
+  assert f'has ended at clock {STEPS}: nothing was started' in capsys.readouterr().out
+  second = run(MORE)
   (recovered,) = _facts(tmp_path, 'syncer', 'recovered')
   assert sum(recovered['versions']) == first['synced'] > 0
   assert second['synced'] > first['synced'] and second['trained'] > first['trained']
@@ -60,8 +64,9 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
       ledger['merged'] + sum(ledger['discarded'].values())
     )
 
-  # A third run has nothing to do: its learner hears so before the syncer hangs up, and never says
-  # that it is not connected.
+  # A third run, whose end was interrupted, has nothing to train: its learner hears so before the
+  # syncer hangs up, and never says that it is not connected.
+  shutil.rmtree(tmp_path / 'model')
   posted, heard, over = [], [], events.Stop(reason='the run is over')
   post, export = loop.EventQueue.post, syncer_process._export
 

@@ -20,6 +20,7 @@ from diloco_jax.report import facts, records
 from diloco_jax.storage import files, folders
 from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
+from tests.report import rows
 
 
 @pytest.fixture(name='config')
@@ -189,6 +190,62 @@ def test_a_lower_rate_is_for_who_asks_for_it(config, tmp_path):
     run_folder.open_workdir(config, workdir, resume=True)
   run_folder.open_workdir(config, workdir, resume=True, changed=['optimizer.learning_rate'])
   assert load.read(workdir).optimizer.learning_rate == config.optimizer.learning_rate
+
+
+def _ended(config, workdir: pathlib.Path, alone: bool = False, left: str = '') -> pathlib.Path:
+  """A run that was trained to its last step; `left`: what was not done then."""
+  run_folder.open_workdir(config, workdir, resume=False, alone=alone)
+  steps, last = config.train.steps, 'l0' if alone else 'syncer'
+  closing = [] if left == 'evaluation' else [(last, rows.row(4, facts.Eval(step=steps, loss=1.0)))]
+  rows.add(
+    workdir,
+    (last, rows.row(1, facts.Eval(step=0, loss=2.0))),
+    ('l0', rows.step(2, steps - (left == 'step'), 1)),
+    *closing,
+    rows.child(5, last, 'down' if left == 'save' else 'done'),
+  )
+  if not alone and left != 'model':
+    (workdir / 'model').mkdir()
+  return workdir
+
+
+@pytest.mark.parametrize(
+  'command, alone, words',
+  [
+    ('train', False, []),
+    ('train', True, ['--syncer=none']),
+    ('launch', False, ['--config={workdir}']),
+  ],
+)
+def test_a_run_that_has_ended_is_not_started_without_more_steps(
+  config, tmp_path, command, alone, words
+):
+  """Else all starts count in its goodput, and it would be reported once more."""
+  workdir = _ended(config, tmp_path / 'run', alone)
+  files_before = {path: path.stat().st_mtime_ns for path in workdir.rglob('*')}
+  words = [word.format(workdir=workdir) for word in words]
+  done = diloco(command, '--resume', f'--workdir={workdir}', *words)
+  assert (done.returncode, done.stderr) == (0, '')
+  line = f'the run in {workdir} has ended at clock {config.train.steps}: nothing was started. Add'
+  assert re.fullmatch(rf'{line} steps with --config.train.steps=.*\n', done.stdout)
+  assert {path: path.stat().st_mtime_ns for path in workdir.rglob('*')} == files_before
+
+
+@pytest.mark.parametrize('left', ['step', 'evaluation', 'save', 'model'])
+def test_a_run_whose_end_was_interrupted_is_continued(config, tmp_path, left):
+  workdir = _ended(config, tmp_path / 'run', left=left)
+  assert run_folder.open_workdir(config, workdir, resume=True) == workdir
+
+
+def test_a_run_that_has_ended_goes_on_with_more_steps_or_for_a_new_store(config, tmp_path):
+  workdir = _ended(config, tmp_path / 'run')
+  config.train.store = str(tmp_path / 'store')
+  run_folder.open_workdir(config, workdir, resume=True)
+  with pytest.raises(run_folder.NothingLeft):
+    run_folder.open_workdir(config, workdir, resume=True)
+  config.train.steps += 1
+  run_folder.open_workdir(config, workdir, resume=True)
+  run_folder.open_workdir(config, workdir, resume=True)  # it may have been interrupted
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,13 @@ def run(
   here = programs is local_run.programs  # not on other machines
   whole = here and local_run.is_whole(config, described)
   with exits.never_retry(ValueError, files.DirectoryError):
-    run_folder.open_workdir(
-      config, workdir, resume=RESUME.value, changed=cli.overrides(), whole=whole
-    )
+    try:
+      run_folder.open_workdir(
+        config, workdir, resume=RESUME.value, changed=cli.overrides(), whole=whole
+      )
+    except run_folder.NothingLeft as ended:
+      print(ended)
+      return 0
   carry_out = functools.partial(local_run.run_processes, config, workdir, described, programs)
   words = {
     'name': request.name,
