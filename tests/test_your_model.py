@@ -1,5 +1,6 @@
 """The code of docs/your_model.md runs as it is written, and says the truth."""
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -14,8 +15,11 @@ from flax import nnx
 import diloco_jax
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop
+from diloco_jax.report import records
 from diloco_jax.storage import arrays
+from diloco_jax.syncer import process
 from diloco_jax.train import island as island_lib
+from diloco_jax.train import task as task_lib
 from tests.runs.lib import gated_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -57,6 +61,35 @@ def test_the_loop_of_the_page_learns_by_the_clock(tmp_path):
     assert merged['batch_stats/var'].min() > 0
     told = [row['loss'] for row in diloco_jax.records(tmp_path) if row['name'] == 'step']
     assert told[-1] == float(page['loss']) < np.square(page['batch']['y']).mean()
+
+
+def headed(config):
+  kernels = lambda: {name: {'kernel': np.ones((8, 8), 'f')} for name in ('body', 'head')}
+  label = eval(re.search(r'^    label=(lambda .*)$', PAGE, re.M)[1], {'task_lib': task_lib})
+  return task_lib.Task(
+    init=lambda seed: kernels(), loss=..., batches=..., tokens_per_batch=1, label=label
+  )
+
+
+def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_path, capfd):
+  """And both say at the start what the labels have made of the arrays."""
+  config = own_loop.get_config()
+  config.task, config.optimizer.warmup_steps, config.sync.fragments = f'{__file__}:headed', 2, 1
+  assembled = build.assemble(config)
+  assert assembled.never_sent == ('head/kernel',)
+  with contextlib.closing(records.Recorder(tmp_path, 'syncer')) as recorder:
+    process._introduce(assembled, recorder)
+  assert 'labels of the arrays: 1 body, 1 local\n' in capfd.readouterr().out
+
+  params, label = assembled.task.init(0), assembled.task.label
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+  with diloco_jax.run_syncer(total_steps=4, sync=sync) as server:
+    with diloco_jax.join(params, learner='l0', syncer=server.address, label=label) as peer:
+      for _ in peer.steps():
+        params = peer.sync(peer.params, tokens=1)
+    assert server.wait(60).keys() == {'body/kernel'}
+  told = re.findall(r'^\[(\w+)\] \S+ labels of the arrays: (.*)$', capfd.readouterr().out, re.M)
+  assert sorted(told) == [('l0', '1 body, 1 local'), ('syncer', '1 body')]
 
 
 def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():

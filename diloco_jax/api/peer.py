@@ -376,6 +376,8 @@ def join(
   del parts
   several = hosts.are_several(params)
   model = own_model.describe(params, label)
+  if label is not None:
+    lines.append(header.labels(map(label, arrays.by_name(params))))
   config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
   config.train.store = store

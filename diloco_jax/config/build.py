@@ -133,8 +133,7 @@ def assemble_own_loop(
     shapes: name -> shape of each parameter, a ShapeDtypeStruct.
     labels: name -> label of its merge rule.
   """
-  label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
-  return _assemble(config, init, shapes, label, config.agreement(), None)
+  return _assemble(config, init, shapes, labels.__getitem__, config.agreement(), None)
 
 
 def _assemble(

@@ -8,7 +8,6 @@ from diloco_jax.config import build
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import exchange, fragments
 from diloco_jax.protocol import messages
-from diloco_jax.storage import arrays
 from diloco_jax.transport import link
 
 NOTHING = (-1, 0)
@@ -67,4 +66,4 @@ class Replica:
       for piece, start, _ in fragments.spans(pieces):
         rows = leaves[piece.path][piece.start : piece.stop] if piece.shape else leaves[piece.path]
         rows[...] = value_N[start : start + piece.size].reshape(piece.shape)
-    return dict(zip(arrays.by_name(exchanged), leaves.values()))
+    return leaves

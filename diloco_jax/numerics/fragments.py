@@ -32,6 +32,7 @@ all stacks of layers are layer i; each expert of a layer, with all its tensors, 
 own after the rest of that layer: it can be a fragment.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -56,7 +57,7 @@ STATISTIC = 'statistic'  # the label of what is counted and not trained, as Batc
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
 _NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
-_ANY_INDEX = re.compile(r"[\['/.](\d+)['\]/.]")
+_ANY_INDEX = re.compile(r'(?:^|[/.])(\d+)(?:[/.]|$)')
 
 SMALL, PACKED = 1 << 14, 1 << 18  # values of a leaf that is packed, and of a packed one
 
@@ -66,7 +67,7 @@ Paths = tuple[str, ...]  # of one leaf, or of small ones that are packed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-  """Rows [start, stop) of the leaf at `path` (jax.tree_util.keystr); `shape` is the piece's own.
+  """Rows [start, stop) of the leaf at `path` (see `by_path`); `shape` is the piece's own.
 
   A scalar leaf counts as one row and keeps its shape ().
   """
@@ -133,7 +134,7 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
   >>> tree = {'embed': jnp.zeros((64, 8)), 'layers': [{'w': jnp.zeros((8, 8))}] * 2}
   >>> layout = make_layout('layer', tree, 3, label=lambda path: 'rda')
   >>> [[piece.key for piece in fragment] for fragment in layout.fragments]
-  [["['embed'][0:64]"], ["['layers'][0]['w'][0:8]"], ["['layers'][1]['w'][0:8]"]]
+  [['embed[0:64]'], ['layers/0/w[0:8]'], ['layers/1/w[0:8]']]
   """
   if kind not in KINDS:
     raise ValueError(f'fragments: kind {kind!r} is not one of {KINDS}')
@@ -218,9 +219,8 @@ def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
 
 def keep(tree: PyTree, wanted: Callable[[str], bool]) -> PyTree:
   """The tree with None, which jax takes for no leaf, where `wanted` is false of a leaf's path."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: leaf if wanted(jax.tree_util.keystr(path)) else None, tree
-  )
+  leaves = [leaf if wanted(path) else None for path, leaf in by_path(tree).items()]
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def fill(tree: PyTree, rest: PyTree) -> PyTree:
@@ -297,9 +297,28 @@ def _flat(leaf: jax.Array) -> jax.Array:
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
-  """The leaves by path (jax.tree_util.keystr), in tree order."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+  """The leaves by path ('layers/3/kernel'), in tree order. Raises ValueError if two leaves have one
+  path.
+
+  >>> list(by_path({'layers': [{'w': 1}] * 2, 'scale': 3}))
+  ['layers/0/w', 'layers/1/w', 'scale']
+  """
+  leaves = [
+    (jax.tree_util.keystr(keys, simple=True, separator='/'), len(keys) > 1, leaf)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  below = collections.Counter(
+    path[:at] for path, *_ in leaves for at, c in enumerate(path) if c in '/.'
+  )
+  found = {}
+  for path, nested, leaf in leaves:
+    parent = path.removesuffix('/value').removesuffix('.value')
+    if nested and below[parent] == 1:  # of a flax.nnx variable; 'value' among others is a name
+      path = parent
+    if path in found:
+      raise ValueError(f'two parameters have the name {path!r}; names are paths joined by "/"')
+    found[path] = leaf
+  return found
 
 
 def _leaves(tree: PyTree, label: Callable[[str], str]) -> list[Piece]:

@@ -1,9 +1,20 @@
 """Sizes, times and lines for people."""
 
+import collections
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+
+def labels(found: Iterable[str]) -> str:
+  """What a label function has made of the arrays of a model.
+
+  >>> labels(['body', 'local', 'body'])
+  'labels of the arrays: 2 body, 1 local'
+  """
+  counts = collections.Counter(found)
+  return f'labels of the arrays: {", ".join(f"{n} {label}" for label, n in counts.items())}'
 
 
 def clock() -> str:

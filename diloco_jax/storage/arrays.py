@@ -5,7 +5,6 @@ from orbax.checkpoint import v1 as ocp
 params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 """
 
-import collections
 import importlib
 import math
 import pathlib
@@ -17,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.numerics import fragments
 from diloco_jax.protocol import safe_json
 from diloco_jax.storage import checkpoint, files, json_files, orbax_context, tree_digest
 
+by_name = fragments.by_path  # the names in a file are the paths of the tree
 _DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': jnp.bfloat16}
 _ENTRY = {'dtype': str, 'shape': list[int], 'data_offsets': tuple[int, int]}
 
@@ -65,26 +66,6 @@ def load(
     return orbax_context.ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error
-
-
-def by_name(tree: Any) -> dict[str, Any]:
-  """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
-  leaves = [
-    (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-  below = collections.Counter(
-    name[:at] for name, _ in leaves for at, c in enumerate(name) if c in '/.'
-  )
-  named = {}
-  for name, leaf in leaves:
-    parent = name.removesuffix('/value').removesuffix('.value')
-    if below[parent] == 1:  # of a flax.nnx variable; 'value' among others is a name
-      name = parent
-    if name in named:
-      raise ValueError(f'two parameters have the name {name!r}; names are paths joined by "/"')
-    named[name] = leaf
-  return named
 
 
 def start(path: str, shapes: Any) -> Any:

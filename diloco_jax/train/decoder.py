@@ -392,20 +392,22 @@ def _only_gradient(value: jax.Array) -> jax.Array:
 
 
 def label(path: str) -> str:
-  """The label that selects the merge rule of a parameter, from its `jax.tree_util.keystr`.
+  """The label that selects the merge rule of a parameter, from its path.
 
   The syncer merges the embedding and an untied head by plain averaging (paper section 4).
 
-  >>> label("['embedding']"), label("['head']"), label("['layers'][0]['query']")
+  >>> label('embedding'), label('head'), label('layers/0/query')
   ('embedding', 'head', 'body')
-  >>> label("['layers'][0]['experts']['router']"), label("['layers'][0]['experts']['up']")
+  >>> label('layers/0/experts/router'), label('layers/0/experts/up')
   ('router', 'expert')
-  >>> label("['layers']['query']")  # of a scan
+  >>> label('layers/query')  # of a scan
   'layer'
   """
-  name = path.split("'")[-2]
-  inside = fragments.LAYER if path.startswith("['layers']['") else 'body'
-  inside = fragments.EXPERT if "['experts']" in path else inside
+  *above, name = path.split('/')
+  inside = 'body'
+  if above[:1] == ['layers'] and not path.split('/')[1].isdigit():
+    inside = fragments.LAYER
+  inside = fragments.EXPERT if 'experts' in above else inside
   return {'embedding': 'embedding', 'head': 'head', 'router': 'router'}.get(name, inside)
 
 

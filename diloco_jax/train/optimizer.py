@@ -167,7 +167,7 @@ def _matrix_axes(
   task: task_lib.Task, path: jax.tree_util.KeyPath, leaf: jax.Array
 ) -> optax.contrib.MuonDimensionNumbers | None:
   """The input and output axes of a matrix of the body, else None."""
-  if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT, fragments.LAYER):
+  if task.label(_text(path)) not in ('body', fragments.EXPERT, fragments.LAYER):
     return None
   is_matrix = leaf.ndim == 2 and not _is_vectors(path)
   axes = task_lib.first_match(task.matrices, _text(path), ((0,), (1,)) if is_matrix else None)

@@ -51,13 +51,13 @@ def embeddings(path: str) -> str:
   `sync.embedding_merge` (paper section 4). A Mixture of Experts has labels of its own (Task).
 
   Args:
-    path: `jax.tree_util.keystr` of the parameter.
+    path: of the parameter, such as 'layers/3/kernel'.
 
-  >>> embeddings("['params']['Embed_0']['embedding']"), embeddings("['layers'][0]['query']")
+  >>> embeddings('params/Embed_0/embedding'), embeddings('layers/0/query')
   ('embedding', 'body')
-  >>> embeddings("['lm_head']['kernel']"), embeddings("['MultiHeadDotProductAttention_0']['query']")
+  >>> embeddings('lm_head/kernel'), embeddings('MultiHeadDotProductAttention_0/query')
   ('head', 'body')
-  >>> embeddings("['batch_stats']['BatchNorm_0']['var']"), embeddings("['mean']['kernel']")
+  >>> embeddings('batch_stats/BatchNorm_0/var'), embeddings('mean/kernel')
   ('statistic', 'body')
   """
   lowered = path.lower()
@@ -116,12 +116,12 @@ class Task:
       the number of this learner, any from 0 -> batches of all data of its own.
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
-    label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
-      rule; or 'expert' or 'layer' for tensors of the body with one row per expert or layer, each
-      merged by itself; or 'statistic' for running statistics, which become the mean of the
-      learners': no outer optimizer moves them. Two labels are never sent: 'local' for what each
-      learner trains for itself, such as a head of its own, and 'frozen' for what nobody trains,
-      which may have any dtype; the syncer reads neither, not even from `init`.
+    label: path of a parameter ('layers/3/query') -> 'embedding', 'head', 'router' or 'body', which
+      selects its merge rule; or 'expert' or 'layer' for tensors of the body with one row per expert
+      or layer, each merged by itself; or 'statistic' for running statistics, which become the mean
+      of the learners': no outer optimizer moves them. Two labels are never sent: 'local' for what
+      each learner trains for itself, such as a head of its own, and 'frozen' for what nobody
+      trains, which may have any dtype; the syncer reads neither, not even from `init`.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a

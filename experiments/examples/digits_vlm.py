@@ -190,10 +190,10 @@ def loss(
 def label(path: str) -> str:
   """As decoder.label; the places of patches are an embedding.
 
-  >>> label("['positions']"), label("['patches']"), label("['head']")
+  >>> label('positions'), label('patches'), label('head')
   ('embedding', 'body', 'head')
   """
-  return 'embedding' if path == "['positions']" else decoder.label(path)
+  return 'embedding' if path == 'positions' else decoder.label(path)
 
 
 def task(config: run_config.Config) -> task_lib.Task:

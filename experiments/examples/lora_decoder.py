@@ -43,9 +43,9 @@ def lora(whole: task_lib.Task, rank: int) -> task_lib.Task:
     return jax.tree.map(add, params['base'], params['lora'])
 
   def label(path: str) -> str:
-    if path.startswith("['base']"):
+    if path.startswith('base/'):
       return 'frozen'
-    return whole.label(path.removeprefix("['lora']").removesuffix("['a']").removesuffix("['b']"))
+    return whole.label(path.removeprefix('lora/').removesuffix('/a').removesuffix('/b'))
 
   of_merged = lambda function: lambda params, *rest: function(merged(params), *rest)
   return dataclasses.replace(
@@ -64,7 +64,7 @@ def matrices(
   seed: int, whole: task_lib.Task, rank: int, path: Any, leaf: Any
 ) -> dict[str, np.ndarray] | None:
   """A and B of a matrix, or of a stack of them; None: the leaf is no matrix of the body."""
-  inside = whole.label(jax.tree_util.keystr(path)) in ('body', 'layer', 'expert')
+  inside = whole.label(text(path)) in ('body', 'layer', 'expert')
   plain = ((0,), (1,)) if leaf.ndim == 2 else None
   axes = task_lib.first_match(whole.matrices, text(path), plain)
   if axes is None or not inside:

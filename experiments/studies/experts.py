@@ -173,7 +173,7 @@ def entropy(p_xE: np.ndarray) -> float:
 
 
 def _is_router(path: str) -> bool:
-  return path.endswith("['router']")
+  return path.endswith('/router')
 
 
 def _routers(params: Any) -> np.ndarray:

@@ -75,7 +75,7 @@ def task(config, width=32, unread=False, labels=True):
     batches=lambda shard: Shard(shard, width),
     tokens_per_batch=16,
     eval_batches=lambda: [Shard(1, width)[10**6]],
-    label=lambda path: LABELS.get(path.split("'")[1], 'body'),
+    label=lambda path: LABELS.get(path, 'body'),
   )
 
 
@@ -99,7 +99,7 @@ def test_the_syncer_reads_and_holds_the_rest_alone():
   assert assembled.never_sent == ('codes', 'head', 'scale')
   assert json.loads(assembled.agreement)['never_sent'] == 'codes, head, scale'
   pieces = [piece for pieces in assembled.layout.fragments for piece in pieces]
-  assert {piece.path for piece in pieces} == {"['body']"}
+  assert {piece.path for piece in pieces} == {'body'}
   assert sum(assembled.payload_bytes) == codecs.get('int8').encoded_size(32 * 32)
   theta = global_model.Theta(assembled)
   theta.warm_up()

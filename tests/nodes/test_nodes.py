@@ -214,7 +214,7 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
   ended = command_line.diloco(*words)
   assert ended.returncode == exits.NEVER_RETRY, ended.stderr
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
-  assert line.startswith("error: ['gain'] has initial values that are not finite")
+  assert line.startswith('error: gain has initial values that are not finite')
   assert 'correct the initial parameters' in line and 'Traceback' not in ended.stderr
 
 

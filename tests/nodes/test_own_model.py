@@ -278,6 +278,8 @@ def test_a_parameter_called_value_keeps_its_name():
   assert sorted(arrays.by_name(layer)) == ['bias', 'kernel']
   read = {'kernel': {'value': leaf}, 'bias': {'value': leaf}}  # as Orbax reads it
   assert sorted(arrays.by_name(read)) == ['bias', 'kernel']
+  twice = arrays.by_name({'a': {'value': {'value': leaf}}})
+  assert list(twice) == list(arrays.by_name(twice)), 'names stay'
 
 
 def _told(**changes):

@@ -34,7 +34,7 @@ def _fragment(name):
 def _deltas(scale=1.0):
   rng = np.random.default_rng(0)
   draw = lambda shape: scale * rng.standard_normal((_LEARNERS, *shape)).astype(np.float32)
-  syncs = ({f"['{k}'][0:{(*s, 1)[0]}]": draw(s) for k, s in _SHAPES.items()} for _ in range(_SYNCS))
+  syncs = ({f'{k}[0:{(*s, 1)[0]}]': draw(s) for k, s in _SHAPES.items()} for _ in range(_SYNCS))
   join = lambda deltas, m: fragments.join(_layout(), 0, {k: x[m] for k, x in deltas.items()})
   return [np.stack([join(deltas, m) for m in range(_LEARNERS)]) for deltas in syncs]
 

@@ -66,7 +66,7 @@ def test_every_row_of_every_leaf_exactly_once_and_balanced_within_four_thirds_of
   except ValueError as error:
     assert 'use fewer' in str(error)
     return
-  want = {f"['{k}']": list(range(s.shape[0] if s.shape else 1)) for k, s in tree.items()}
+  want = {k: list(range(s.shape[0] if s.shape else 1)) for k, s in tree.items()}
   assert _rows_seen(layout) == want
   assert layout.num_fragments == num_fragments
   total = sum(int(np.prod(s)) for s in shapes)
@@ -97,7 +97,7 @@ def test_balanced_keeps_tensors_whole_where_it_can():
 def test_a_tensor_larger_than_a_fair_share_is_cut_by_rows():
   tree = _decoder(num_layers=2, vocab=4096)
   layout = fragments.make_layout('balanced', tree, 6, _label)
-  cut = [p for f in layout.fragments for p in f if p.path == "['embed']"]
+  cut = [p for f in layout.fragments for p in f if p.path == 'embed']
   assert len(cut) > 1 and sum(p.stop - p.start for p in cut) == 4096
   assert {p.label for p in cut} == {'avg'}
 
@@ -145,18 +145,18 @@ def test_each_expert_of_a_layer_can_be_a_fragment(kind):
 @pytest.mark.parametrize(
   'path, layer',
   [
-    ("['layers'][3]['attn']['q']", 3),
-    ("['layer_03']['w1']", 3),
-    ("['decoder'].blocks[12].w", 12),
-    ("['Block_7']['mlp']['w2']", 7),
-    ("[5]['kernel']", 5),
-    ("['transformer']['h']['3']['kernel']", 3),
-    ("['transformer/h/3/attn/kernel']", 3),  # of a user's own loop
-    ("['h.3.mlp_2']", 3),
-    ("['TransformerBlock_3/Dense_0/kernel']", 3),
-    ("['conv2d/kernel']", float('inf')),
-    ("['token_embedding']", -1),
-    ("['head']['w2']", float('inf')),
+    ('layers/3/attn/q', 3),
+    ('layer_03/w1', 3),
+    ('decoder/blocks/12/w', 12),
+    ('Block_7/mlp/w2', 7),
+    ('5/kernel', 5),
+    ('transformer/h/3', 3),
+    ('transformer/h/3/attn/kernel', 3),
+    ('h.3.mlp_2', 3),
+    ('TransformerBlock_3/Dense_0/kernel', 3),
+    ('conv2d/kernel', float('inf')),
+    ('token_embedding', -1),
+    ('head/w2', float('inf')),
   ],
 )
 def test_the_layer_is_read_from_the_path(path, layer):
@@ -250,7 +250,7 @@ def test_impossible_layouts_say_why(kind, tree, count, message):
 
 def test_a_foreign_tree_or_vector_is_refused():
   layout = fragments.make_layout('balanced', {'a': jnp.zeros((8, 8))}, 1, _label)
-  with pytest.raises(ValueError, match=r"no leaf \['a'\]"):
+  with pytest.raises(ValueError, match='no leaf a;'):
     fragments.gather(layout, 0, {'b': jnp.zeros((8, 8))})
   with pytest.raises(ValueError, match=r'have shape \(8, 4\), the layout says \(8, 8\)'):
     fragments.scatter(layout, 0, {'a': jnp.zeros((8, 4))}, jnp.zeros(64))

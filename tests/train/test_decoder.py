@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.numerics import fragments
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 
@@ -80,12 +81,9 @@ def test_rope_scores_depend_on_distance_only(model):
 
 def test_each_layer_has_its_own_leaves(model):
   params, _ = _draw(model)
-  paths = {
-    jax.tree_util.keystr(path): leaf.shape
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-  }
-  assert paths["['layers'][1]['query']"] == (16, 4, 8)
-  assert paths["['layers'][1]['key']"] == (16, 2, 8)
+  paths = {path: leaf.shape for path, leaf in fragments.by_path(params).items()}
+  assert paths['layers/1/query'] == (16, 4, 8)
+  assert paths['layers/1/key'] == (16, 2, 8)
   assert {decoder.label(path) for path in paths} == {'embedding', 'body'}
 
 

@@ -21,9 +21,7 @@ _TASK = task_lib.Task(
   loss=lambda params, batch, sharding: jnp.float32(0),
   batches=lambda shard: [],
   tokens_per_batch=1,
-  label=lambda path: (
-    {"['up']": 'expert', "['router']": 'router'}.get(path) or task_lib.embeddings(path)
-  ),
+  label=lambda path: {'up': 'expert', 'router': 'router'}.get(path) or task_lib.embeddings(path),
   matrices=(('query', ((0,), (1, 2))), ('up', ((1,), (2,))), ('norms', None)),
 )
 

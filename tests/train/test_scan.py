@@ -132,7 +132,7 @@ def test_fragments_are_cut_between_stacked_layers(model, kind):
     for pieces in build.assemble(config, data=False).layout.fragments:
       found.append(set())
       for piece in pieces:
-        *_, layer, name = ['', *piece.path.replace("'", '').strip('[]').split('][')]
+        *_, layer, name = ['', *piece.path.split('/')]
         if piece.label == fragments.LAYER:
           assert piece.stop == piece.start + 1
           layer = str(piece.start)
