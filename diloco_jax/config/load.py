@@ -18,7 +18,7 @@ from diloco_jax.storage import files, json_files
 from diloco_jax.train import tokenizer
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
-WRITTEN = (FILE, 'tokenizer.')  # how the names of what `write` has written begin
+WRITTEN = (FILE, 'tokenizer.', tokenizer.CONFIG)  # how the names of what `write` has written begin
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
 _STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
@@ -87,9 +87,12 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if config.data.tokenizer:
     file = tokenizer.file(config.data.tokenizer, corpus, config.data.field)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
+    content = lambda path: (path.read_bytes(), tokenizer.said_end(path))
     if not (workdir / kept).is_file():
+      if end := tokenizer.said_end(file):
+        json_files.write(workdir / tokenizer.CONFIG, {'eos_token': end})
       json_files.replace(workdir / kept, file.read_bytes())
-    elif (workdir / kept).read_bytes() != file.read_bytes():
+    elif content(workdir / kept) != content(file):
       raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
   json_files.write(workdir / FILE, formats.stamp('config') | values)
 

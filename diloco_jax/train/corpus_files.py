@@ -48,7 +48,7 @@ _CONTAINER = re.compile(  # by its first bytes
 )
 _LOOKED_AT = 8192  # first bytes; a file of text has no zero byte there
 _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
-_say_once = functools.cache(lambda text: print(text, file=sys.stderr, flush=True))
+say_once = functools.cache(lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def list_files(source: str) -> list[tuple[str, str]]:
@@ -104,7 +104,7 @@ def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
     (left_out[what] if what else kept).append(path)
   told = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
   if counted := ', '.join(told):
-    _say_once(f'left out of the corpus in {root or "."}, as no text: {counted}')
+    say_once(f'left out of the corpus in {root or "."}, as no text: {counted}')
   return kept, counted
 
 
@@ -181,7 +181,7 @@ def _texts(path: str, kind: type, rows: Iterator[Any]) -> Iterator[bytes]:
         kept += 1
         yield text
   if kept < count:
-    _say_once(
+    say_once(
       f'{path}: {count - kept:,} of {count:,} documents are left out, as they have no text (null), '
       'a zero byte or half a surrogate pair'
     )

@@ -13,10 +13,13 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 
 from diloco_jax.numerics import spec
-from diloco_jax.storage import files
+from diloco_jax.storage import files, json_files
 from diloco_jax.train import corpus_files
 
-_ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]')
+_ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]', '[EOS]', '<|eos|>')
+_ENDS += ('<\uff5cend\u2581of\u2581sentence\uff5c>', '<|im_end|>')
+CONFIG = 'tokenizer_config.json'  # beside a tokenizer.json
+_BESIDE = (CONFIG, 'special_tokens_map.json')
 _SIZES = range(257, 1 << 20)  # the bytes and the end, at least
 _TRAINED_ON_BYTES = 8 << 20
 
@@ -50,10 +53,21 @@ class _Subwords(Tokenizer):
 
 
 def load(name: str, corpus: str, field: str = 'text') -> Tokenizer:
-  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Raises ValueError."""
+  """The tokenizer of `data.tokenizer`, `data.corpus` and `data.field`. Says once if it has no end.
+  Raises ValueError."""
   if not name:
     return Tokenizer()
   path = file(name, corpus, field)
+  made = _load(name, path)
+  if not made.end:
+    corpus_files.say_once(
+      f'tokenizer {name!r} has no end of a document that is known, so documents follow each other '
+      f'without one: name it in {CONFIG} beside tokenizer.json, {{"eos_token": "..."}}'
+    )
+  return made
+
+
+def _load(name: str, path: pathlib.Path) -> Tokenizer:
   try:
     if path.suffix == '.model':
       made = _import('sentencepiece').SentencePieceProcessor(model_file=str(path))
@@ -63,7 +77,7 @@ def load(name: str, corpus: str, field: str = 'text') -> Tokenizer:
     made.no_truncation()  # a file may ask for both
     made.no_padding()
     made.encode_special_tokens = True  # the letters of one in a text are letters
-    named = [end for end in _ENDS if made.token_to_id(end) is not None]
+    named = [end for end in (said_end(path), *_ENDS) if made.token_to_id(end) is not None]
     made.add_special_tokens(named)  # a file may have its end as a plain added token
     encode = functools.partial(made.encode_batch_fast, add_special_tokens=False)
     ends = [made.token_to_id(end) for end in named]
@@ -97,9 +111,23 @@ def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
   return corpus_files.cached(f'bpe {size} of {field}', corpus, build) / 'tokenizer.json'
 
 
+def said_end(path: pathlib.Path) -> str:
+  """The end of a document that a file beside a tokenizer.json names; ''. Raises ValueError."""
+  for one in map(path.with_name, _BESIDE if path.name == 'tokenizer.json' else ()):
+    if one.is_file():
+      end = json_files.require_keys(one, one.read_bytes(), {}).get('eos_token')
+      end = end.get('content') if isinstance(end, dict) else end
+      if isinstance(end, str):
+        return end
+  return ''
+
+
 def digest(name: str, corpus: str, field: str = 'text') -> str:
   """Differs if the ids of a text do. Raises ValueError, as `file`."""
-  return hashlib.sha256(file(name, corpus, field).read_bytes()).hexdigest() if name else ''
+  if not name:
+    return ''
+  path = file(name, corpus, field)
+  return hashlib.sha256(path.read_bytes() + said_end(path).encode()).hexdigest()
 
 
 def _train_bpe(size: int, texts: Iterator[str], path: pathlib.Path) -> None:

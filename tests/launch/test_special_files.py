@@ -80,7 +80,7 @@ def test_a_corpus_is_made_of_regular_files_and_the_rest_is_named_once(source: st
     make(corpus / f'{number}.txt')
   pathlib.Path('other').mkdir()
   (corpus / 'away').symlink_to('../other')
-  corpus_files._say_once.cache_clear()
+  corpus_files.say_once.cache_clear()
   for _ in range(3):
     found = [name for name, _ in corpus_files.list_files(source)]
   assert [pathlib.Path(name).name for name in found] == ['link.txt', 'text.txt']

@@ -22,7 +22,7 @@ BOTH = {'text': 'one', 'content': 'two'}
 
 @pytest.fixture(autouse=True)
 def _said_by_none_yet():
-  corpus_files._say_once.cache_clear()
+  corpus_files.say_once.cache_clear()
 
 
 def _texts(source: pathlib.Path, field: str = 'text') -> list[str]:

@@ -13,10 +13,12 @@ import sys
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 from array_record.python import array_record_module
 
+from diloco_jax.config import load, run_config
+from diloco_jax.train import corpus_files, decoder, evaluate
 from diloco_jax.train import data as data_lib
-from diloco_jax.train import decoder, evaluate
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 BPE = 'bpe(size=400)'
@@ -117,6 +119,58 @@ def test_letters_of_a_special_token_are_letters(text):
   (ids,) = tokenizer.encode([line])
   assert not set(ids) & set(tokenizer.end)
   assert tokenizer.decode(ids) == line and tokenizer.num_bytes(ids) == len(line)
+
+
+def _ending(folder: pathlib.Path, text: pathlib.Path, *ends: str) -> str:
+  """A tokenizer of a corpus with these special tokens instead of its end."""
+  told = json.loads(tokenizer_lib.file(BPE, str(text)).read_text('utf-8'))
+  del told['added_tokens'], told['model']['vocab']['<|endoftext|>']
+  path = folder / 'tokenizer.json'
+  path.write_text(json.dumps(told | {'added_tokens': []}), 'utf-8')
+  made = tokenizers.Tokenizer.from_file(str(path))
+  made.add_special_tokens(list(ends))
+  made.save(str(path))
+  return str(path)
+
+
+@pytest.mark.parametrize('end', ['[EOS]', '<|eos|>', '<｜end▁of▁sentence｜>', '<|im_end|>'])
+def test_an_end_of_another_name_is_behind_each_document(text, tmp_path, end, capfd):
+  name = _ending(tmp_path, text, end)
+  tokenizer = tokenizer_lib.load(name, '')
+  assert tokenizer.decode(tokenizer.end) in ('', end) and capfd.readouterr().err == ''
+  corpus = data_lib.load_corpus(str(text), name)
+  as_bytes = data_lib.load_corpus(str(text))
+  whole = as_bytes.eval_ids.tobytes().decode().split('\0')[:-1]
+  assert _documents(corpus.eval_ids, tokenizer) == whole
+
+
+@pytest.mark.parametrize('said', ['<stop>', {'content': '<stop>', 'lstrip': False}])
+@pytest.mark.parametrize('file', ['tokenizer_config.json', 'special_tokens_map.json'])
+def test_the_end_is_that_of_the_file_beside_also_in_the_folder_of_a_run(text, tmp_path, said, file):
+  name = _ending(tmp_path, text, '</s>', '<stop>')
+  digests = [tokenizer_lib.digest(name, '')]
+  (usual,) = tokenizer_lib.load(name, '').end
+  (tmp_path / file).write_text(json.dumps({'eos_token': said}), 'utf-8')
+  (end,) = tokenizer_lib.load(name, '').end
+  digests.append(tokenizer_lib.digest(name, ''))
+  assert end == usual + 1 and digests[0] != digests[1]
+
+  config = run_config.Config(name='ends')
+  config.data.corpus, config.data.tokenizer = str(text), name
+  (tmp_path / 'run').mkdir()
+  load.write(tmp_path / 'run', config)
+  load.write(tmp_path / 'run', config)
+  kept = load.read(tmp_path / 'run').data.tokenizer
+  assert tokenizer_lib.load(kept, '').end == [end] and tokenizer_lib.digest(kept, '') == digests[1]
+  (tmp_path / file).unlink()
+  with pytest.raises(ValueError, match='is not the tokenizer of the run'):
+    load.write(tmp_path / 'run', config)
+
+
+def test_a_tokenizer_without_an_end_is_said(text, tmp_path, capfd):
+  corpus_files.say_once.cache_clear()
+  assert tokenizer_lib.load(_ending(tmp_path, text, '<pad>'), '').end == []
+  assert 'has no end of a document that is known' in capfd.readouterr().err
 
 
 def test_the_size_is_beyond_the_largest_id_even_if_ids_have_gaps(text, tmp_path):
