@@ -12,7 +12,8 @@ jax, so a run without any text is refused before it begins.
 | anything else | binary: left out and counted; alone refused |
 
 A document that is null, or has a zero byte (an end, data.py) or half a surrogate pair, is left out
-and counted. A value of another type is refused.
+and counted. A value of another type is refused, and a record that is not text. A *.txt or *.md that
+is not UTF-8 is kept, and said.
 """
 
 import collections
@@ -140,19 +141,28 @@ def _looked_at(path: str, size: int, changed_ns: int) -> str:
 
 
 def documents(listed: Files, field: str = 'text') -> Iterator[tuple[bool, bytes]]:
-  """Of every document whether it is held out, by a hash of its name, and its text. Raises
-  ValueError: a file cannot be read, or has a row without `field` or with no string in it."""
+  """Of every document whether it is held out, by a hash of its name, and its text. Says at the end
+  how many are not UTF-8. Raises ValueError: a file cannot be read, or has a row without `field` or
+  with no text in it."""
+  others = []
   for name, path in listed:
     try:
       for number, text in enumerate(_texts(path, *_rows(path, field))):
         one = f'{name}#{number}' if number else name
         crc = zlib.crc32(one.encode('utf-8', 'surrogateescape'))
+        if path.lower().endswith(_PLAIN) and not _is_utf8(text):
+          others.append(path)
         yield crc % 1000 < HELD_OUT_OF_1000, text
     except Exception as error:  # the libraries raise many kinds
       why = getattr(error, 'strerror', None) or error
       raise ValueError(
         f'cannot read {path}: {why}; nothing was changed: mend the file, or leave it out'
       ) from error
+  if others:
+    say_once(
+      f'{len(others):,} documents are not UTF-8 (the first: {others[0]}), so their letters beyond '
+      'ASCII are read as others: convert them, as with iconv -f ENCODING -t UTF-8'
+    )
 
 
 def _rows(path: str, field: str) -> tuple[type, Iterator[Any]]:
@@ -175,6 +185,11 @@ def _texts(path: str, kind: type, rows: Iterator[Any]) -> Iterator[bytes]:
   for count, row in enumerate(rows, 1):
     if not isinstance(row, kind | None):
       raise ValueError(f'the text of row {count} is {type(row).__name__}, write a string there')
+    if kind is bytes and path.lower().endswith('.array_record') and not _is_text(row):
+      raise ValueError(
+        f'record {count} is not text in UTF-8, but perhaps a serialized tf.train.Example: write '
+        'the text alone'
+      )
     with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair
       text = row.encode() if isinstance(row, str) else row
       if text is not None and b'\0' not in text:
@@ -185,6 +200,21 @@ def _texts(path: str, kind: type, rows: Iterator[Any]) -> Iterator[bytes]:
       f'{path}: {count - kept:,} of {count:,} documents are left out, as they have no text (null), '
       'a zero byte or half a surrogate pair'
     )
+
+
+def _is_text(record: bytes) -> bool:
+  """Whether a record is UTF-8, and no tf.train.Example. The lengths in one of 128 bytes or more are
+  hardly ever UTF-8; in a shorter one three fields lie in each other behind newlines, their tags."""
+  framed = record[0:5:2] == b'\n\n\n' and record[1] == len(record) - 2 and b'\x12' in record
+  return not framed and _is_utf8(record)
+
+
+def _is_utf8(text: bytes) -> bool:
+  try:
+    text.decode()
+  except UnicodeDecodeError:
+    return False
+  return True
 
 
 def _parquet_rows(path: str, field: str) -> Iterator[object]:

@@ -139,6 +139,51 @@ def test_a_document_with_an_end_or_half_a_character_in_it_is_left_out_and_counte
 
 
 @pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
+def test_documents_that_are_not_utf8_are_kept_and_said_once(
+  tokenizer, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  corpus = tmp_path / 'corpus'
+  corpus.mkdir()
+  for name in ('b.txt', 'c.MD', 'd.txt'):
+    (corpus / name).write_bytes('Mädchen grüßt'.encode('latin-1'))
+  (corpus / 'a.txt').write_text('Mädchen grüßt', 'utf-8')
+  for _ in range(2):
+    ids = data_lib.load_corpus(str(corpus), tokenizer)
+  words = tokenizer_lib.load(tokenizer, str(corpus))
+  assert words.decode([*ids.train_ids, *ids.eval_ids]).count('dchen gr') == 4
+  said = capsys.readouterr().err
+  assert said.count('not UTF-8') == 1, said
+  assert f'3 documents are not UTF-8 (the first: {corpus / "b.txt"})' in said
+
+
+def _field(tag: int, content: bytes) -> bytes:
+  """A field of a protocol buffer."""
+  size, length = len(content), b''
+  while size > 127:
+    size, length = size >> 7, length + bytes([size & 127 | 128])
+  return bytes([tag << 3 | 2]) + length + bytes([size]) + content
+
+
+def _example(text: bytes) -> bytes:
+  """A tf.train.Example with a feature `text`, as TensorFlow Datasets writes it."""
+  entry = _field(1, b'text') + _field(2, _field(1, _field(1, text)))
+  return _field(1, _field(1, entry))
+
+
+NOT_TEXT = {'short': _example(b'A sentence.'), 'empty': _example(b''), 'zero': _example(b'a\0b')}
+NOT_TEXT |= {f'long {n}': _example(b'letters ' * n) for n in (13, 14, 16, 99, 3000, 300_000)}
+NOT_TEXT['latin-1'] = 'grüßt'.encode('latin-1')
+
+
+@pytest.mark.parametrize('record', NOT_TEXT)
+def test_a_record_that_is_not_text_is_refused(record, tmp_path):
+  _write_records(tmp_path / 'a.array_record', b'whole', b'\n', b'\n' * 12, NOT_TEXT[record])
+  with pytest.raises(ValueError, match='record 4 is not text in UTF-8, but perhaps .* tf.train.Ex'):
+    _texts(tmp_path)
+
+
+@pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
 def test_a_corpus_without_any_text_is_refused(tokenizer, tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   (tmp_path / 'a.jsonl').write_text('{"text": null}\n' * 9)
