@@ -40,7 +40,8 @@ def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
 
   `into`: what a loop of the user's own has given to `join`, a tree, a TrainState or (model,
   nnx.Optimizer): returned with the parameters of the run, in the dtypes and shardings of its own;
-  all else of it stays. (model, optimizer) is changed in place.
+  all else of it stays. (model, optimizer) is changed in place. For shapes (`jax.eval_shape`) arrays
+  of NumPy are returned.
 
   Raises:
     ValueError: there is no run in the folder, or it has no model yet, or one that does not fit
@@ -85,7 +86,8 @@ def _into(given: Any, values: dict[str, Any], place: str) -> Any:
     if name in kept:
       return leaf
     if not isinstance(leaf, jax.Array):
-      return values[name].astype(np.asarray(leaf).dtype)
+      like = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # or a ShapeDtypeStruct
+      return values[name].astype(like.dtype)
     value = values[name].astype(leaf.dtype)
     return jax.device_put(value, leaf.sharding if leaf.committed else None)
 

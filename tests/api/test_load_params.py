@@ -84,6 +84,15 @@ def test_what_is_given_keeps_its_types_and_its_places(run, kind):
   assert jax.tree.map(place, read) == jax.tree.map(place, given)
 
 
+def test_shapes_are_filled_with_arrays_of_their_types(run):
+  half = lambda leaf: leaf.astype(jnp.bfloat16)
+  model = diloco_jax.load_params(run)
+  shapes = jax.eval_shape(lambda: jax.tree.map(half, jax.tree.map(jnp.asarray, model)))
+  read = diloco_jax.load_params(run, into=shapes)
+  assert {str(leaf.dtype) for leaf in jax.tree.leaves(read)} == {'bfloat16'}
+  jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(half, model))
+
+
 def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
   tree = ocp.load(run / 'model')
   assert tree['embedding'].shape == (256, 32)
