@@ -1,6 +1,7 @@
 """One thing, one name: of commands, loops, the functions that users call, and the config."""
 
 import ast
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -9,6 +10,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.config import fields
+from diloco_jax.configs import own_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 COMMANDS = ROOT / 'diloco_jax' / 'commands'
@@ -75,6 +77,16 @@ FILES = [
 
 
 LOOPS = [path for path in FILES if path.parent == EXAMPLES]
+
+
+def test_run_syncer_names_the_settings_that_a_new_sync_would_change():
+  usual, new = own_loop.get_config().sync, diloco_jax.SyncConfig()
+  (said,) = re.findall(
+    r'SyncConfig\(\) has other (.*?),\s+so\b', diloco_jax.run_syncer.__doc__, re.S
+  )
+  names = [one.name for one in dataclasses.fields(new)]
+  differ = {name for name in names if getattr(usual, name) != getattr(new, name)}
+  assert set(re.findall(r'\w+', said)) - {'and'} == differ
 
 
 def test_there_are_flags_to_compare():

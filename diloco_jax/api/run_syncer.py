@@ -101,7 +101,9 @@ def run_syncer(
   Args:
     init: version 0: a tree of arrays, a function that returns one, or the path of one that Orbax
       wrote. None: the first learner brings it.
-    total_steps, sync, label, shards: as for `join`.
+    total_steps, sync, label, shards: as for `join`. `sync` None: that of configs/own_loop.py;
+      SyncConfig() has other learners, period, fragments, overlap, outer and checkpoint_every_syncs,
+      so change a copy: `dataclasses.replace(own_loop.get_config().sync, codec_up='int4')`.
     listen: 'HOST:PORT' to listen on, with `tls`; '': a Unix socket of this user alone.
     tls: the folder with the syncer's certificate (`diloco certs`).
     plaintext_loopback: plain TCP on a loopback address, for debugging.
