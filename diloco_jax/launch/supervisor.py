@@ -401,7 +401,8 @@ class Supervisor:
     syncer = self.statuses.get(ids.SYNCER)
     learners = [self.statuses[name] for name in self._learners]
     interrupted = self._interrupts.count > 0
-    progress = 1.0 if self._retired else self._view.foremost
+    # Of few more steps than before all may have been merged: no learner makes one.
+    progress = 1.0 if self._retired else max(self._view.foremost, self._view.progress)
     return Outcome(
       **_verdict(syncer, learners, interrupted, progress),
       statuses=self.statuses,

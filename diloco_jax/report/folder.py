@@ -79,7 +79,7 @@ def has_ended(folder: pathlib.Path) -> bool:
   run = read(folder).run
   ends = [one.state for one in run.learners.values()] if run.syncer is None else [run.syncer]
   evaluated = not run.evaluations or run.evaluations[-1].step >= run.total_steps
-  return run.foremost >= 1 and evaluated and set(ends) == {'done'}
+  return run.progress >= 1 and evaluated and set(ends) == {'done'}
 
 
 def config_of(folder: pathlib.Path) -> run_config.Config | None:

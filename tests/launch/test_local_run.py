@@ -237,6 +237,14 @@ def test_a_run_whose_end_was_interrupted_is_continued(config, tmp_path, left):
   assert run_folder.open_workdir(config, workdir, resume=True) == workdir
 
 
+def test_a_run_whose_few_more_steps_were_merged_before_has_ended(config, tmp_path):
+  """The last syncs are later than the last step by up to a period."""
+  workdir = _ended(config, tmp_path / 'run', left='step')
+  rows.add(workdir, ('syncer', rows.row(4, rows.synced(config.train.steps + 2, 'l0'))))
+  with pytest.raises(run_folder.NothingLeft):
+    run_folder.open_workdir(config, workdir, resume=True)
+
+
 def test_a_run_that_has_ended_goes_on_with_more_steps_or_for_a_new_store(config, tmp_path):
   workdir = _ended(config, tmp_path / 'run')
   config.train.store = str(tmp_path / 'store')

@@ -20,6 +20,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.nodes import restarts, run_folder
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
+from tests.report import rows
 
 _DEADLINE_S = 120.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
@@ -295,6 +296,13 @@ def test_the_syncer_of_a_complete_run_has_the_time_that_it_needs(tmp_path, step,
         (tmp_path / 'DONE').touch()
 
   assert run.run(tick).code == code
+
+
+def test_a_run_whose_few_more_steps_were_merged_before_has_ended(tmp_path):
+  """The last syncs are later than the last step by up to a period."""
+  before = [('l0', rows.step(0, 90, 1)), ('syncer', rows.row(0, rows.synced(104, 'l0')))]
+  rows.add(tmp_path, *before)
+  assert Run(tmp_path, [program(name, '') for name in ('syncer', 'l0')]).run().code == 0
 
 
 def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):

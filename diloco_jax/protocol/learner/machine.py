@@ -476,7 +476,8 @@ class LearnerMachine:
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
-    text = f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens'
+    where = f' at step {self.clock}' if self.clock else ''  # 0: it has not joined, and knows none
+    text = f'{self._ending}{where}: {self.steps} steps, {self.tokens} tokens'
     self._exit(*(self._connection.alone.end or (0, text)))
 
   def _exit(self, code: int, text: str) -> None:

@@ -241,6 +241,12 @@ def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
   assert machine.deadline_ns is None
 
 
+def test_a_learner_that_ends_before_it_has_joined_tells_no_clock():
+  """That of the run may be any; its own begins at 0."""
+  (*_, end) = new_learner().handle(MS, events.Stop(reason='the run is over'))
+  assert end == actions.Exit(code=0, text='the run is over: 0 steps, 0 tokens')
+
+
 def test_a_preempted_learner_stops_waiting_in_time():
   """Also if it is asked again."""
   machine, _ = preempted()
