@@ -69,6 +69,19 @@ def test_with_the_needed_links_a_run_fits_and_with_half_of_them_other_settings_d
   assert plan.fitting(on(enough / 1_000)) is None
 
 
+@pytest.mark.parametrize('step_s', [0.4, 0.15])
+def test_a_slow_learner_is_late_on_any_link_and_needs_the_link_of_the_others(step_s):
+  protocol = config_lib.ProtocolConfig(learners=2, fragments=4, period=8, overlap=2)
+  run = plan.Run(
+    protocol=protocol, values=(250_016,) * 4, codecs=('int8', 'int8'), step_s=(0.1, step_s)
+  )
+  assert run.predict().on_time['l1'] < 0.6 and not run.misfit()
+  even = dataclasses.replace(run, step_s=(0.1,))
+  assert plan.needed(run) == plan.needed(even)
+  thin = dataclasses.replace(run, lines=(conditions.Line(), conditions.Line(1e6, 1e6)))
+  assert thin.misfit() == 'links'
+
+
 def test_learners_of_a_site_have_a_part_of_its_link_each():
   lines = (conditions.Line(100.0, 0.0), conditions.Line(60.0, 60.0, 'a'))
   protocol = config_lib.ProtocolConfig(learners=4)
