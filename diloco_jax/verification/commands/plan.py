@@ -48,6 +48,11 @@ def main(argv: list[str]) -> None:
 
   sync, step_tokens = config.sync, 0
   with exits.never_retry(ValueError, RuntimeError):
+    if len(_STEP_S.value) > sync.learners:
+      raise ValueError(
+        f'--step_s is given {len(_STEP_S.value)} times for {sync.learners} learners: write it once '
+        'for all or at most once for each, or raise --config.sync.learners'
+      )
     if _PARAMETERS.value:
       values = (-(-int(_PARAMETERS.value) // (sync.fragments * 32)) * 32,) * sync.fragments
     elif config.task == run_config.OWN_LOOP:

@@ -110,6 +110,13 @@ def test_links_are_of_all_or_of_some_and_may_be_shared():
   assert command.links([], ['l0']) == ()
 
 
+def test_more_step_times_than_learners_are_refused():
+  words = '--config=own_loop --parameters=1e6 --step_s=0.1 --step_s=0.1 --step_s=5'.split()
+  ended = command_line.diloco('plan', *words)
+  assert ended.returncode == 42 and not ended.stdout
+  assert '--step_s is given 3 times for 2 learners' in ended.stderr
+
+
 def test_the_command_refuses_a_run_that_cannot_fit_and_says_what_to_change():
   words = '--config=own_loop --parameters=25e6 --step_s=0.25 --link=l1=20Mbit'.split()
   ended = command_line.diloco('plan', *words, '--json')
