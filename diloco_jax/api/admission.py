@@ -30,17 +30,17 @@ def meet(
   syncer: str,
   access: addresses.Access,
   cleanup: contextlib.ExitStack,
-) -> tuple[str, str]:
-  """Which learner this is, and the settings of the run, '': it has ended. Of several hosts the lead
-  asks for all."""
-  settings = ''
+) -> tuple[str, str, str]:
+  """Which learner this is, the settings of the run, '': it has ended, and its name, '': it begins.
+  Of several hosts the lead asks for all."""
+  settings = run = ''
   if hosts.leads():
     learner = learner or choose(workdir, access, cleanup)
     dial.require_own_certificate(access, learner)
     header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
     with contextlib.suppress(addresses.RunEnded):
-      settings = bring.meet(model, config, address, access, wait_s)
-  return hosts.of_lead(learner), hosts.of_lead(settings)
+      settings, run = bring.meet(model, config, address, access, wait_s)
+  return hosts.of_lead(learner), hosts.of_lead(settings), hosts.of_lead(run)
 
 
 def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:

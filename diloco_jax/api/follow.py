@@ -117,7 +117,7 @@ def _described(
   """The objects of a run of own loops, as its syncer describes it; waits until it has a model."""
   while True:
     asks = own_model.Model({}, {}, dict)
-    settings, _, header = bring.bring(asks, address, access, wait_s).decode().partition('\n')
+    settings, header, _ = own_model.told(bring.bring(asks, address, access, wait_s))
     if header:
       config = own_model.taken(own_model.config(0, None, 0), settings)
       return own_model.complete(own_model.from_header(header, dict), config)

@@ -115,10 +115,10 @@ class OwnArrays:
 
   @contextlib.contextmanager
   def saved(
-    self, workdir: pathlib.Path, learner: str, config: run_config.Config
+    self, workdir: pathlib.Path, learner: str, config: run_config.Config, run: str
   ) -> Iterator[moments_lib.Found | None]:
-    """Takes the moments that are found, and a folder to save these. Raises DirectoryError if
-    another process has it, ValueError if some cannot be saved."""
+    """Takes the moments that are found, of others those of this `run`, and a folder to save these.
+    Raises DirectoryError if another process has it, ValueError if some cannot be saved."""
     tree_digest.require_digests({'opt_state': self.moments})
     place = folders.of_learners(workdir, config.train.store)
     root = str(moments_lib.folder(place, learner))
@@ -127,7 +127,7 @@ class OwnArrays:
         locked.lock('learner')
       saved = checkpoint.Checkpoints(root, config.sync.keep_every)
       with contextlib.closing(saved) as self.checkpoints:
-        found = moments_lib.find(place, learner, self.moments)
+        found = moments_lib.find(place, learner, self.moments, run=run)
         hosts.require_same('the state', str(found and (found.learner, found.step)))
         if found is not None:
           self.take(self.params, found.moments)

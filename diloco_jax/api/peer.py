@@ -62,6 +62,7 @@ class Peer:
     self._node: own_node.Node  # once the run has steps left for it
     self._taken = False  # the loop has read `params`
     self._stale = ''  # a copy of a parameter in the moments that has moved, unseen by the loop
+    self._unread = ''  # what says that the moments of a checkpoint are not read by the loop
     self._warned = False
     self._watch = own_arrays.Watch(self._arrays.params)
     self._synced = True  # since the last step that `steps` yielded
@@ -84,7 +85,7 @@ class Peer:
     """The inner optimizer's state to go on with. To begin with it is that of a checkpoint, or else
     the one given. After a sync it differs from the one given to it where that has copies of the
     parameters, which have moved as these have (docs/your_model.md)."""
-    self._stale = ''
+    self._stale = self._unread = ''
     return self._arrays.moments
 
   @property
@@ -97,11 +98,15 @@ class Peer:
 
     The clock is the step of learning-rate schedules: it is the same on all learners. `stream` maps
     (shard, index) to a batch; shards are leased, and a learner that takes one over reads on where
-    the merged work ends.
+    the merged work ends. A learner keeps its shard for the whole run: `stream` must lead each shard
+    through all data, as `train.data.Shard` does.
     """
     while self.clock is not None:
       if not self._synced:
-        raise RuntimeError('peer.sync was not called after the last step: call it once per step')
+        raise RuntimeError(
+          'peer.sync was not called after the last step: call it once per step; in '
+          'zip(peer.steps(), batches), which takes a step first, the batches may have no end'
+        )
       self._synced = False
       begun_ns = time.monotonic_ns()
       given = self.clock if stream is None else (self.clock, stream(*self.shard))
@@ -160,7 +165,7 @@ class Peer:
     parts = states.split(params, opt_state)
     self._rebuild = parts.rebuild
     if opt_state is None:  # a whole state, of which the last sync has returned all
-      self._stale = ''
+      self._stale = self._unread = ''
     if not self._taken:  # a first step, on arrays that are not the run's
       if self._arrays.consumed:
         raise RuntimeError(
@@ -170,6 +175,9 @@ class Peer:
       self._synced, self._boundary_ns = True, time.monotonic_ns()
       return self.params
     held, named = self._arrays.params, self._checked(parts.params, parts.opt_state)
+    if self._unread:
+      self._node.say(self._unread)
+      self._unread = ''
     if self._stale and not self._warned:
       self._warned = True
       self._node.say(
@@ -396,11 +404,14 @@ def join(
       folder = pathlib.Path(workdir or '').absolute()
       if hosts.leads():
         folder = run_folder.or_temporary(workdir, cleanup)
-      learner, settings = admission_lib.meet(
+      learner, settings, run = admission_lib.meet(
         model, config, address, wait_s, learner, folder, syncer, access, cleanup
       )
       if not settings:
-        header.say(f'[{learner}] the run has ended: there are no steps left')
+        header.say(
+          f'[{learner}] the run has ended: there are no steps left. peer.params are those that this '
+          'program has given, diloco_jax.load_params has the model of the run'
+        )
         yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
         return
       config = own_model.taken(config, settings)
@@ -409,11 +420,16 @@ def join(
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
-      saved = peer._arrays.saved(folder, learner, config)
-      saves = bool(workdir is not None or store) and peer.opt_state is not None
+      saved = peer._arrays.saved(folder, learner, config, run)
+      saves = bool(workdir is not None or store) and peer._arrays.moments is not None
       connect = dial.dialer(assembled, address, access)
       with jax.set_mesh(None):  # that of the program is for its own steps
         found = cleanup.enter_context(saved) if saves else None
+        if found:
+          peer._unread = (
+            f'opt_state: the moments of the checkpoint at step {found.step} are not used, since the '
+            'loop has begun with others: begin with `opt_state = peer.opt_state`'
+          )
         if hosts.leads():
           peer._node = own_node.lead(
             peer._arrays, assembled, learner, found, cleanup, event_queue, folder, connect, wait_s

@@ -9,7 +9,8 @@ parameters, other variables, streams of random keys. Not so parameters that no o
 what is no array.
 
 An iterator of batches is no such state: it has no position to which a learner that comes back, or
-one that takes a shard over, could return. `zip(peer.steps(), batches)` takes one as it is.
+one that takes a shard over, could return. `zip(peer.steps(), batches)` takes one as it is; all
+learners read the same batches unless each shuffles by its own `peer.shard`.
 """
 
 import sys

@@ -25,9 +25,20 @@ def folder(place: json_files.Place, learner: str) -> json_files.Place:
   return place / folders.ISLANDS / learner / folders.CHECKPOINTS
 
 
-def find(place: json_files.Place, learner: str, like: Any, part: str = 'opt_state') -> Found | None:
+def find(
+  place: json_files.Place, learner: str, like: Any, part: str = 'opt_state', run: str | None = None
+) -> Found | None:
   """The moments of the newest checkpoint that verifies and has moments like these, of this learner
-  if there is one, else of any other; None: there is none. `part`: of the checkpoint."""
+  if there is one, else of any other; None: there is none.
+
+  Args:
+    place: workdir or store of the run.
+    learner: its id.
+    like: moments of the same shapes.
+    part: of the checkpoint.
+    run: of which another learner's must be; None: of any. The syncer refuses a learner that comes
+      back with its own one of another run.
+  """
   ages = {
     (path.parts[-3] == learner, number, path.parts[-3]): path
     for path in place.glob(f'{folders.ISLANDS}/*/{folders.CHECKPOINTS}/*')
@@ -35,6 +46,8 @@ def find(place: json_files.Place, learner: str, like: Any, part: str = 'opt_stat
   }
   for (_, _, name), path in sorted(ages.items(), reverse=True):
     try:
+      if name != learner and run not in (None, checkpoint.machine_state(path).get('run')):
+        continue
       step, moments, record = checkpoint.read_part(path, part, like)
       return Found(name, step, moments, record['protocol'])
     except Exception as error:  # of any kind: the next one may be whole, or of this model

@@ -370,11 +370,18 @@ class Exchange:
 
   def _consumable(self, p: int) -> exchange.Leaves:
     """The leaves of fragment p, for an adoption to consume: copies of those that are the arrays
-    that the program gave first, or are in the tree twice, as tied ones."""
-    uses = collections.Counter(map(id, jax.tree.leaves(self._island.params)))
+    that the program gave first, or are in the tree twice, as tied ones. Small ones are in a vector,
+    and deleted: a program that goes on with what has been replaced fails with small arrays, too."""
+    leaves = jax.tree.leaves(self._island.params)
+    uses = collections.Counter(map(id, leaves))
     uses.update(id(leaf) for ref in self._borrowed if (leaf := ref()) is not None)
+    found = self._leaves(p)
+    for indices in self._leaf_indices[p]:
+      for index in indices if len(indices) > 1 else ():
+        if uses[id(leaves[index])] == 1:
+          leaves[index].delete()
     own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
-    return jax.tree.map(own, self._leaves(p))
+    return jax.tree.map(own, found)
 
   def _zeros(self, codec: codecs.Codec, kind: split.Kind) -> jax.Array:
     """Encoded zeros."""

@@ -50,7 +50,7 @@ class LearnerRecords:
     if isinstance(fact, facts.State) and fact.state == 'joined':
       self.say(f'joined the run at clock {fact.clock}')
       origin, self._origin = self._origin, None
-      if origin and fact.clock > (0 if origin[0] else self._late):
+      if origin and (origin[0] or fact.clock > self._late):
         found, text = origin
         of, step = (found.learner, found.step) if found else ('', 0)
         self._records.report(report_facts.Moments(clock=fact.clock, of=of, step=step))

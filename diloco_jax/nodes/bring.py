@@ -35,14 +35,14 @@ def meet(
   address: Callable[[], str],
   access: addresses.Access,
   wait_s: float,
-) -> str:
-  """Returns the settings of a syncer that has this model, for `taken`; brings it if there is none.
-  Shared settings of `given` that are not 0, or in `sync` not the default, must be the syncer's.
+) -> tuple[str, str]:
+  """Returns the settings of a syncer that has this model, for `taken`, and its run, '': it begins
+  with the model of this loop; brings it if there is none. Shared settings of `given` that are not 0, or in `sync` not the default, must be the syncer's.
   Raises as `bring`, and ValueError for another model or setting."""
   usual = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
   mine = dict(given.agreement().items() - usual) | _arrays(model)
   for brought in (own_model.Model({}, {}, dict), model):
-    settings, _, header = bring(brought, address, access, wait_s).decode().partition('\n')
+    settings, header, run = own_model.told(bring(brought, address, access, wait_s))
     made, theirs = (
       own_model.taken(given, settings),
       own_model.from_header(header, dict) if header else model,
@@ -54,7 +54,7 @@ def meet(
     if header:
       break
     own_model.complete(model, made)
-  return settings
+  return settings, run
 
 
 def _arrays(model: own_model.Model) -> dict[str, str]:

@@ -165,8 +165,15 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
 
 
 def about(config: run_config.Config, model: Model | None = None) -> bytes:
-  """What a syncer answers: the settings that all share, and the header of the model."""
+  """What a syncer answers before its run begins: the settings that all share, and the header of
+  the model. Later the name of the run follows (nodes/syncer_node.py)."""
   return f'{agreement.encode(config.agreement())}\n{model.header() if model else ""}'.encode()
+
+
+def told(answer: bytes) -> tuple[str, str, str]:
+  """Settings, header and run of a syncer's answer; '' for what is not in it."""
+  settings, header, run, *_ = [*answer.decode().split('\n'), '', '']
+  return settings, header, run
 
 
 def taken(config: run_config.Config, settings: str) -> run_config.Config:

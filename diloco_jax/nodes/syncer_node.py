@@ -19,6 +19,7 @@ from diloco_jax.nodes import bring, dial, exits, lifecycle, own_model, run_folde
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import evaluation, followers, outer_step, stored
 from diloco_jax.syncer import global_model as global_model_lib
@@ -122,7 +123,8 @@ class Syncer:
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
         ports = post, payloads, dial.limits(assembled)
-        about = assembled.about or assembled.agreement.encode()
+        about = assembled.about or f'{assembled.agreement.encode()}\n'.encode()
+        about += f'\n{lineage_lib.begun(self.folder).run}'.encode()
         if self.processes:
           if door:  # the learner may not have its answer yet
             door.close(_ANSWER_S)

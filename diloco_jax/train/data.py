@@ -180,7 +180,7 @@ class Windows:
 
 class Shard:
   """The endless batches of a shard, by index from 0: the first `config.rows` examples of each, with
-  a leading axis; of a corpus ids[rows, seq_len + 1]."""
+  a leading axis; of a corpus ids[rows, seq_len + 1]. Raises ValueError: too few examples."""
 
   def __init__(self, examples: Examples, config: config_lib.DataConfig, shard: int):
     import grain  # here: the syncer reads no shard, and it takes half a second
@@ -188,6 +188,11 @@ class Shard:
     self._shuffled = grain.MapDataset.source(examples).seed(config.seed).shuffle()
     self._config, self._first = config, first_slice(shard, config.shards)
     self._batches = len(examples) // config.shards // config.batch_size  # of each pass
+    if not self._batches:
+      raise ValueError(
+        f'{len(examples)} examples are fewer than one batch of {config.batch_size} for each of '
+        f'{config.shards} shards: use more data, fewer shards or a smaller batch'
+      )
     self._pass: tuple[int, grain.MapDataset] | None = None
 
   def __getitem__(self, index: int) -> task_lib.Batch:

@@ -435,7 +435,49 @@ def test_a_loop_that_is_started_after_the_end_makes_no_step(tmp_path, capfd):
   params = {'w': jnp.ones((8, 8))}
   with diloco_jax.join(params, learner='l0', syncer=f'file:{tmp_path}/address') as peer:
     assert list(peer.steps(_batch)) == [] and peer.params['w'].shape == (8, 8)
-  assert capfd.readouterr().out.count('[l0] the run has ended: there are no steps left') == 1
+  told = '[l0] the run has ended: there are no steps left. peer.params are those that this program has'
+  assert capfd.readouterr().out.count(told) == 1
+
+
+@pytest.mark.parametrize('brought', [True, False])
+def test_a_run_begins_with_the_moments_of_no_other_run(brought, tmp_path):
+  """Also where another learner had the same folder: its schedule would be at its end."""
+  for learner in ('l0', 'l1'):
+    params, moments = {'w': jnp.ones((8, 8))}, {'m': jnp.zeros(3)}
+    with diloco_jax.run_syncer(None if brought else params, total_steps=4, sync=_ONE) as server:
+      kwargs = {'learner': learner, 'syncer': server.address, 'workdir': tmp_path}
+      with diloco_jax.join(params, opt_state=moments, **kwargs) as peer:
+        params, moments = peer.params, peer.opt_state
+        assert not moments['m'].any()
+        for _ in peer.steps():
+          moments = {'m': moments['m'] + 1}
+          params = peer.sync(params, tokens=1, opt_state=moments)
+    assert (tmp_path / 'islands' / learner / 'ckpt' / '4').is_dir()
+
+
+def test_a_loop_that_does_not_use_the_moments_of_its_checkpoint_is_told(server, tmp_path, capfd):
+  kwargs = {'learner': 'l0', 'syncer': server.address, 'workdir': tmp_path}
+  told = r'\[l0\] .*opt_state: the moments of the checkpoint at step \d+ are not used'
+  for reads, times in ((False, 0), (True, 0), (False, 1)):
+    params, moments = _params(), {'m': jnp.zeros(3)}
+    with diloco_jax.join(params, opt_state=moments, **kwargs) as peer:
+      params, moments = peer.params, peer.opt_state if reads else moments
+      for _ in zip(range(2), peer.steps()):
+        params = peer.sync(params, tokens=1, opt_state=moments)
+    assert len(re.findall(told, capfd.readouterr().out)) == times
+
+
+def test_a_loop_that_goes_on_with_what_was_replaced_fails_with_small_arrays_too():
+  """Small arrays are replaced in one vector."""
+  step = jax.jit(lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params))
+  sync = diloco_jax.SyncConfig(learners=1, quorum=1, fragments=1, period=2, overlap=0)
+  with diloco_jax.run_syncer(total_steps=20, sync=sync) as server:  # in lock step
+    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
+      params = peer.params
+      with pytest.raises(RuntimeError, match='deleted'):
+        for _ in peer.steps():
+          params = step(params)
+          peer.sync(params, tokens=1)
 
 
 def test_sync_waits_for_the_metrics_of_the_step_before_at_most(tmp_path):
@@ -621,7 +663,7 @@ def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monk
         peer.sync(peer.params, tokens=1)
     server.wait(_DEADLINE_S)
     settings = own_model.about(own_model.config(4, _ONE, 16)).decode()
-    monkeypatch.setattr(bring, 'meet', lambda *args: settings)
+    monkeypatch.setattr(bring, 'meet', lambda *args: (settings, ''))
     with pytest.raises(
       TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
     ):

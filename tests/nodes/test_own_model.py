@@ -20,7 +20,7 @@ from diloco_jax.config import run_config
 from diloco_jax.nodes import accelerators, bring, exits, own_model, syncer_node
 from diloco_jax.protocol import agreement
 from diloco_jax.report import records
-from diloco_jax.storage import arrays, checkpoint, folders
+from diloco_jax.storage import arrays, checkpoint, folders, lineage
 from diloco_jax.transport import addresses, grpc_server, grpc_session, listen
 
 _DEADLINE_S = 60
@@ -169,7 +169,9 @@ def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes)
       call = lambda model: bring.bring(model, lambda: address, access, _DEADLINE_S)
       assert call(_MODEL) == own_model.about(_CONFIG)
       assert listening.get(timeout=_DEADLINE_S) == address
-      assert call(own_model.Model({}, {}, dict)) == own_model.about(_CONFIG, _MODEL)
+      *told, run = own_model.told(call(own_model.Model({}, {}, dict)))
+      assert told == own_model.about(_CONFIG, _MODEL).decode().split('\n')
+      assert run == lineage.read(tmp_path).run
     finally:
       syncer.stop('the test ends')
     assert ended.result(_DEADLINE_S).code == 0

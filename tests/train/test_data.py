@@ -2,6 +2,9 @@
 
 import collections
 import dataclasses
+import pathlib
+import re
+import types
 
 import numpy as np
 import pytest
@@ -196,3 +199,16 @@ def test_a_share_of_a_batch_is_its_first_rows(data, corpus):
   share = data_lib.make_shard(corpus, dataclasses.replace(data, batch_rows=3), 1)
   for index in (0, 1, 30):
     np.testing.assert_array_equal(share[index], whole[index][:3])
+
+
+def test_the_batches_of_the_page_lead_two_learners_through_all_records():
+  """docs/howto/tokenizer.md; as many records as a data set may have, which 16 divides."""
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'howto' / 'tokenizer.md'
+  (code,) = re.findall(r'```python\n(.*?)\n```', page.read_text(), re.S)
+  exec(compile(code, str(page), 'exec'), made := {})
+  config = types.SimpleNamespace(data=config_lib.DataConfig(batch_size=4))
+  make = made['batches'](config, np.arange(1600))
+  read = np.concatenate([make(shard)[index] for shard in (0, 1) for index in range(200)])
+  assert sorted(read) == list(range(1600))
+  with pytest.raises(ValueError, match=r'^63 examples .* one batch of 4 for each of 16 shards'):
+    made['batches'](config, np.arange(63))(0)

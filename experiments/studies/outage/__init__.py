@@ -8,7 +8,8 @@ from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
 # Periods away, and the steps of the run. The outage begins after a third of them.
-AWAY = {3: 600, 10: 600, 40: 1500, 150: 3600}
+AWAY = {3: 600, 10: 600, 40: 1500, 150: 3600, 500: 12_000}
+APART = 500  # after so many the run goes on from one learner: of the syncer alone
 QUICK = {10: 300}
 PERIOD = 12
 CASES = {  # which nodes, and what happens to them
@@ -34,7 +35,7 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
           arms.Arm(study='outage', name=f'alone, {steps} steps', config=config, kind='alone')
         )
     for periods, steps in away.items():
-      for case in list(CASES)[: 1 if quick else None]:
+      for case in list(CASES)[: 1 if quick or periods == APART else None]:
         planned.append(_away(case, periods, steps, seed))
   return planned
 

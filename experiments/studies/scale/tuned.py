@@ -68,6 +68,7 @@ MIDDLE_SETTINGS = {  # beside what is set
 LARGE = '0.9M'  # where a run takes minutes: the best settings of the middle size, not searched
 LARGE_RATES = {  # half of those of the middle size
   (BASE, 'weight 0.7'): 1.2e-2,
+  (BASE, 'weight 0.7, batch x0.5'): 1.2e-2,
   ('M=4', NEAR['M=4']): 1.2e-2,
   ('M=4', f'{NEAR["M=4"]}, batch x0.5'): 6e-3,
   ('M=8', NEAR['M=8']): 1.2e-2,
