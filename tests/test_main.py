@@ -117,6 +117,22 @@ def test_a_url_is_refused_in_one_line(words: list[str]):
   assert not (ROOT / 'gs:').exists() and not (ROOT / 's3:').exists()
 
 
+@pytest.mark.parametrize(
+  'words, error',
+  [
+    (
+      ['syncer', '--config=own_loop', '--config.model.num_layers=77'],
+      '--config.model: a loop of your own has its model in its code, so this would do nothing',
+    ),
+    (['syncer', '--config=own_loop', '--transport_processes=3'], 'processes need HOST:PORT'),
+    (['restore'], 'its syncer has written nothing there'),
+  ],
+)
+def test_what_would_do_nothing_is_refused_at_once(words: list[str], error: str, tmp_path):
+  done = diloco(*words, f'--workdir={tmp_path}')
+  assert done.returncode == 42 and error in done.stderr.splitlines()[-1], done.stderr
+
+
 def test_the_version():
   assert diloco('--version').stdout == f'diloco {diloco_jax.__version__}\n'
 

@@ -409,8 +409,8 @@ def join(
       )
       if not settings:
         header.say(
-          f'[{learner}] the run has ended: there are no steps left. peer.params are those that this '
-          'program has given, diloco_jax.load_params has the model of the run'
+          f'[{learner}] the run has ended: there are no steps left. peer.params are those that '
+          'join was given, diloco_jax.load_params has the model of the run'
         )
         yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
         return
@@ -427,8 +427,8 @@ def join(
         found = cleanup.enter_context(saved) if saves else None
         if found:
           peer._unread = (
-            f'opt_state: the moments of the checkpoint at step {found.step} are not used, since the '
-            'loop has begun with others: begin with `opt_state = peer.opt_state`'
+            f'opt_state: the moments of the checkpoint at step {found.step} are not used, since '
+            'the loop has begun with others: begin with `opt_state = peer.opt_state`'
           )
         if hosts.leads():
           peer._node = own_node.lead(

@@ -105,8 +105,9 @@ def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
   of = flags.FLAGS.get_key_flags_for_module
+  own = {'disk_gib': ['gke'], 'out': [one for one in _ENGINES if not hasattr(_ENGINES[one], 'run')]}
   for flag in of(__name__):
-    readers = [name for name, engine in _ENGINES.items() if flag in of(engine)]
+    readers = own.get(flag.name) or [name for name, one in _ENGINES.items() if flag in of(one)]
     if flag.present and readers and _ENGINE.value not in readers:
       raise exits.NeverRetry(
         f'--{flag.name} applies to --engine={"|".join(readers)} only, and this is '

@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
   workdir = pathlib.Path(_WORKDIR.value).absolute()
   if not workdir.is_dir():
     raise exits.NeverRetry(f'there is no run in {workdir}: there is no such folder')
+  if flags.FLAGS['config'].value is None and not folders.syncer_folder(workdir).exists():
+    raise exits.NeverRetry(f'there is no run in {workdir}: its syncer has written nothing there')
   config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here

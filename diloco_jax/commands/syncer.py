@@ -23,6 +23,7 @@ import os
 from absl import flags
 
 from diloco_jax.config import run_config
+from diloco_jax.configs import own_loop
 from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 
@@ -60,6 +61,14 @@ def main(argv: list[str]) -> int:
     from diloco_jax.nodes import syncer_node
 
   cli.serve_metrics('syncer')
+  if config.task == run_config.OWN_LOOP:
+    usual = own_loop.get_config()
+    for part in ('model', 'optimizer'):
+      if getattr(config, part) != getattr(usual, part):
+        raise exits.NeverRetry(
+          f'--config.{part}: a loop of your own has its {part} in its code, so this would do '
+          'nothing'
+        )
   if config.task != run_config.OWN_LOOP and _INIT.value:
     raise exits.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
   given = config, _WORKDIR.value, _LISTEN.value, cli.access()

@@ -6,7 +6,7 @@
 It reads the records in the folder, so no learner waits for a network, and a run that has ended can
 be sent later. A run that is continued continues its lines, whose ids are in WORKDIR/wandb.json.
 WANDB_MODE=offline writes to WORKDIR/wandb. Exit codes: 0 done; 42 there is no run in the folder, or
-wandb is missing.
+wandb is missing or refuses.
 """
 
 import importlib.util
@@ -76,17 +76,23 @@ def main(argv: list[str]) -> int:
 def _begin(workdir: pathlib.Path, process: str, line: str) -> Any:
   import wandb
 
-  run = wandb.init(
-    project=_PROJECT.value,
-    group=workdir.name,
-    name=process,
-    id=line,
-    resume='allow',
-    reinit='create_new',
-    dir=workdir,
-    config=load.read(workdir).to_dict() if (workdir / load.FILE).is_file() else None,
-    settings=wandb.Settings(silent=True, console='off', x_disable_stats=True, disable_git=True),
-  )
+  try:
+    run = wandb.init(
+      project=_PROJECT.value,
+      group=workdir.name,
+      name=process,
+      id=line,
+      resume='allow',
+      reinit='create_new',
+      dir=workdir,
+      config=load.read(workdir).to_dict() if (workdir / load.FILE).is_file() else None,
+      settings=wandb.Settings(silent=True, console='off', x_disable_stats=True, disable_git=True),
+    )
+  except wandb.errors.Error as error:
+    raise exits.NeverRetry(
+      f'wandb: {exits.one_line(error)}. The run and its records are as they were: `wandb login`, '
+      'or WANDB_MODE=offline, and send them again'
+    ) from error
   run.define_metric('*', step_metric='clock')
   print(f'{process}: {run.dir if run.offline else run.url}', flush=True)
   return run

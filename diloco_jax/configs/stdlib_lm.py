@@ -1,10 +1,10 @@
 """A byte-level language model on the text of Python's own standard library.
 
-What it shows: four learners, each a JAX mesh of two devices, train one model over gRPC. One of them
-is killed during the run and restarted, and the others keep their speed. Other variants train the
-same model with other methods, each a few lines away from the next.
+What it shows: four learners, each a JAX mesh of two devices, train one model over gRPC. With
+`--kill` one of them is killed during the run and restarted, and the others keep their speed. Other
+variants train the same model with other methods, each a few lines away from the next.
 
-    diloco train                                                # cpu: the demo
+    diloco train --kill=l3@0.45+8                               # cpu: the demo
     diloco train --config=stdlib_lm:diloco
     diloco train --config=stdlib_lm:decoupled --syncer=none     # 1/4 of the tokens
     diloco train --config=stdlib_lm:data_parallel --syncer=none # all the tokens
@@ -15,7 +15,7 @@ In a notebook: `diloco_jax.run(stdlib_lm.get_config('tiny'), 'runs/notebook')`.
 
 | variant | what it is |
 |---|---|
-| cpu | Decoupled DiLoCo on one machine: M=4, P=H=12, tau=3, K=1, int8, one learner killed |
+| cpu | Decoupled DiLoCo on one machine: M=4, P=H=12, tau=3, K=1, int8 |
 | tiny | the same in seconds, for tests: M=3, P=H=4 |
 | decoupled | cpu with more steps |
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
@@ -33,7 +33,7 @@ from diloco_jax.train import config as train_config
 
 
 def cpu() -> run_config.Config:
-  """Decoupled DiLoCo with one kill, sized for two cores."""
+  """Decoupled DiLoCo, sized for two cores."""
   learners, steps = 4, 850
   return run_config.Config(
     name='cpu',

@@ -36,9 +36,10 @@ def meet(
   access: addresses.Access,
   wait_s: float,
 ) -> tuple[str, str]:
-  """Returns the settings of a syncer that has this model, for `taken`, and its run, '': it begins
-  with the model of this loop; brings it if there is none. Shared settings of `given` that are not 0, or in `sync` not the default, must be the syncer's.
-  Raises as `bring`, and ValueError for another model or setting."""
+  """Returns the settings of a syncer that has this model, for `taken`, and the name of its run;
+  brings it if there is none: the name is ''. Shared settings of `given` that are not 0, or in
+  `sync` not the default, must be the syncer's. Raises as `bring`, and ValueError for another model
+  or setting."""
   usual = own_model.config(0, run_config.SyncConfig(), 0).agreement().items()
   mine = dict(given.agreement().items() - usual) | _arrays(model)
   for brought in (own_model.Model({}, {}, dict), model):

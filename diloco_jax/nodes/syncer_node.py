@@ -73,6 +73,8 @@ class Syncer:
       door = None
       with exits.never_retry(ValueError, OSError, checkpoint.CheckpointError):
         addresses.check(self.address, self.access)
+        if self.processes:
+          parent.require_port(self.address)
         if make and own_model.read(self.folder) is None:
           own_model.write(self.folder, make(), self.config)
         if own_model.read(self.folder) is None:

@@ -49,7 +49,8 @@ def refusal(name: str, found: object, subject: object, program: object = '') -> 
   what = f'no number of its {name} format' if found is None else f'{name} format {found!r}'
   reader = 'a newer diloco_jax' if type(found) is int and found > number else 'an older diloco_jax'
   if type(program) is str and program:
-    reader = f'diloco_jax {program}'
+    other = 'another checkout of ' if program == version.__version__ else ''
+    reader = f'{other}diloco_jax {program}'
   return (
     f'{subject} has {printable.printable(what, _SHOWN)}, diloco_jax {version.__version__} reads '
     f'{number}. Nothing was changed or lost. Use the release that reads it: '

@@ -435,7 +435,9 @@ def test_a_loop_that_is_started_after_the_end_makes_no_step(tmp_path, capfd):
   params = {'w': jnp.ones((8, 8))}
   with diloco_jax.join(params, learner='l0', syncer=f'file:{tmp_path}/address') as peer:
     assert list(peer.steps(_batch)) == [] and peer.params['w'].shape == (8, 8)
-  told = '[l0] the run has ended: there are no steps left. peer.params are those that this program has'
+  told = (
+    '[l0] the run has ended: there are no steps left. peer.params are those that join was given'
+  )
   assert capfd.readouterr().out.count(told) == 1
 
 

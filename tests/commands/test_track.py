@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def _track(workdir: pathlib.Path, *words: str) -> subprocess.Popen[str]:
 @pytest.fixture(name='workdir')
 def _workdir(tmp_path):
   return tmp_path / 'a_run'
+
+
+def test_without_a_login_it_says_what_to_do(workdir):
+  _train(workdir, 1)
+  nobody = {name: one for name, one in os.environ.items() if not name.startswith('WANDB')}
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'track', f'--workdir={workdir}'],
+    cwd=ROOT,
+    env={**nobody, 'HOME': str(workdir), 'NETRC': str(workdir / 'none')},
+    text=True,
+    capture_output=True,
+  )
+  assert (done.returncode, done.stdout) == (42, '')
+  said = 'error: wandb: .*The run and its records are as they were: `wandb login`, or .*\n'
+  assert re.fullmatch(said, done.stderr)
 
 
 @pytest.mark.long

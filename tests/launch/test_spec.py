@@ -175,6 +175,14 @@ def test_what_this_machine_cannot_give(more, words):
       ['--config=stdlib_lm:tiny', '--image=x'],
       '--image applies to --engine=gke only, and this is --engine=local',
     ),
+    (
+      ['--config=stdlib_lm:tiny', '--out=x'],
+      r'--out applies to --engine=gke\|slurm only, and this is --engine=local',
+    ),
+    (
+      ['--config=stdlib_lm:tiny', '--disk_gib=9', '--engine=slurm'],
+      '--disk_gib applies to --engine=gke only, and this is --engine=slurm',
+    ),
   ],
 )
 def test_the_command_refuses_in_one_line(words, error, tmp_path):

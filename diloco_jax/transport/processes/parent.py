@@ -215,13 +215,18 @@ class ProcessesTransport:
       return last
 
 
-def _require_free(address: str) -> None:
-  """Processes of this user may share a port, so the system would not refuse a second syncer."""
+def require_port(address: str) -> None:
+  """Raises ValueError: no transport processes can serve this address, or this machine has none."""
   if address.startswith(addresses.UNIX) or not hasattr(os, 'memfd_create'):
     raise ValueError(
       f'address {address!r}: transport processes need HOST:PORT and Linux; nothing was started. '
       'Give --listen=HOST:PORT with --tls, or leave --transport_processes out'
     )
+
+
+def _require_free(address: str) -> None:
+  """Processes of this user may share a port, so the system would not refuse a second syncer."""
+  require_port(address)
   host, _, port = address.rpartition(':')
   for family, kind, number, _, at in socket.getaddrinfo(
     host.strip('[]'), int(port), type=socket.SOCK_STREAM
