@@ -28,6 +28,7 @@ MOST_LINKS, ONE_LINK = (900, 700), (1_400, 1_150)
 # the share.
 TIGHT, WIDE, RIGHT = 1_100, 1_600, 1_250
 LEAST_BYTES = 1 << 15  # the time of smaller payloads is that of encoding and of busy cores
+LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
 
 
 def factor(share: int, now: int, most: int, limits: tuple[int, int] = MOST_LINKS) -> int:

@@ -39,7 +39,6 @@ SAMPLES = 3
 DOWN_SAMPLES = 8
 SLOTS = 8  # between the first syncs of a run, before anything is asked of its links
 MAX_MARKS = 4_096  # reported steps whose payloads may still come
-LEAST_DELAY_NS = config_lib.SECOND_NS // 10  # a shorter one may be that of busy cores
 
 
 class Links:
@@ -237,7 +236,7 @@ class Links:
     if not self._adapts:  # the time of so small payloads is not that of a link
       share = 0
     delay_ns = self._median(self._round_trip_ns)
-    delay = delay_ns // step_ns if delay_ns >= LEAST_DELAY_NS else 0
+    delay = delay_ns // step_ns if delay_ns >= tempo_lib.LEAST_DELAY_NS else 0
     if not self._tempo.adapt(share, delay):
       return False
     self._out.notices.say(

@@ -6,8 +6,9 @@
 
 A link has a rate each way, or one up and one down, as l3 above; `l0+l1=20Mbit` is one link of two
 learners. The shares come from the machines of the protocol, which run in virtual time without
-arrays; nothing of a model is allocated. Exit codes: 0 the run fits its links, or none are given; 42
-it does not, and the last line says what to change; or wrong flags.
+arrays; nothing of a model is allocated. Exit codes: 0 the run fits its links, as it does if there
+are no --link and no --latency_s, and its syncer; 42 it does not, and the last line says what to
+change; or wrong flags.
 """
 
 import itertools

@@ -41,10 +41,11 @@ class World:
     watchers: Sequence[observers.Observer] = (),
     model: processes.Model | None = None,
     slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
+    links_measured: bool = True,
   ):
     """`model`: by default simulated values. `slices`: of the islands of hosts whose chips fail, by
-    name."""
-    self.config, self.seed = config, seed
+    name. `links_measured`: as of the syncer."""
+    self.config, self.seed, self.links_measured = config, seed, links_measured
     self.model = model or arrays.Model(config.fragments)
     # A model that is not durable is for runs that are not checked: seeds check the machines.
     self.check_every = -(-config.learners // CHECKED_ALWAYS) if self.model.durable else NEVER
@@ -119,7 +120,7 @@ class World:
       agreement=self.model.agreement,
       run=RUN,
       payload_bytes=self.model.payload_bytes,
-      links_measured=True,
+      links_measured=self.links_measured,
       digests=self.model.digests,
     )
     if not self.model.durable:

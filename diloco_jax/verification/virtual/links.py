@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs
-from diloco_jax.protocol import actions, events, facts
+from diloco_jax.protocol import actions, events, facts, tempo
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.sim import no_arrays
@@ -103,7 +103,8 @@ def predict(
   steps, with the syncs for which they wait then, on links of any speed, and nothing of that counts.
   Raises RuntimeError: the run does not end."""
   names, counts = run_config.learner_ids(config.learners), Counts()
-  world = world_lib.World(config, seed, (counts,), model)
+  measured = tempo.are_measured(model.payload_bytes)
+  world = world_lib.World(config, seed, (counts,), model, links_measured=measured)
 
   def run(done: Callable[[], bool]) -> None:
     world.run(world.now_ns + LIMIT * hardware.ns(config.total_steps), done)
@@ -129,7 +130,7 @@ def predict(
   return Prediction(
     steps,
     {
-      name: took_ns * steps[name] / (counts.ended_ns[name] - since_ns)
+      name: min(1.0, took_ns * steps[name] / (counts.ended_ns[name] - since_ns))
       for name, took_ns in zip(names, step_ns)
     },
     share(counts.merged, before.merged),

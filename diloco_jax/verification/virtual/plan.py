@@ -66,6 +66,16 @@ class Run:
     return [*map(min, zip(*self.parts))]
 
   @property
+  def round_trip_s(self) -> float:
+    """A message, and its answer."""
+    return 2 * self.latency_s
+
+  @property
+  def delayed(self) -> bool:
+    """Whether the syncer waits a round trip longer for payloads: it does not wait a short one."""
+    return self.round_trip_s * config_lib.SECOND_NS >= tempo.LEAST_DELAY_NS
+
+  @property
   def delays(self) -> dict[str, float]:
     """Their strength by kind, as of delay_cost, where they count: thin are most of its links."""
     slots = [
@@ -105,33 +115,39 @@ class Run:
 
   @functools.cache  # noqa: B019, a command plans few
   def predict(self, adapts: bool = False) -> links.Prediction:
-    """PERIODS of it in virtual time. `adapts`: LONG ones, in which the syncer may change the
-    period."""
+    """PERIODS of it in virtual time. `adapts`: the syncer may change the period; on lines they are
+    LONG ones."""
     period, step_s = self.protocol.period, min(self.step_s)
-    steps = min(self.protocol.total_steps, (LONG if adapts else PERIODS) * period)
-    sizes = links.sizes(self.values, *self.codecs)
-    adapts = adapts and tempo.are_measured(sizes.payload_bytes)
+    steps = min(self.protocol.total_steps, (LONG if adapts and self.lines else PERIODS) * period)
+    # Until the syncer has measured the latency, most payloads are late: a few periods of a run.
+    measured_s = self.protocol.heartbeat_ns / config_lib.SECOND_NS + 4 * self.round_trip_s
+    warm_up = 2 * period + math.ceil(measured_s / step_s) if self.delayed else 0
     bound = {} if adapts else {'longest_period': 0}
     return links.predict(
-      dataclasses.replace(self.protocol, total_steps=steps, save_steps=0, save_syncs=0, **bound),
-      sizes,
+      dataclasses.replace(
+        self.protocol, total_steps=steps + warm_up, save_steps=0, save_syncs=0, **bound
+      ),
+      links.sizes(self.values, *self.codecs),
       conditions.Hardware(
         step_s=step_s,
         slowness=tuple(one / step_s for one in self.step_s),
         gaussian=0.02,
         merge=self.outer_step_s * max(self.values) / (THREADS * step_s),
       ),
-      conditions.Network(lines=self.lines),
+      conditions.Network(latency=self.latency_s / step_s, lines=self.lines),
+      warm_up=int(warm_up * step_s / max(self.step_s)),  # steps of the slowest
     )
 
   def in_time(self) -> bool:
-    """Whether its links carry all payloads in time."""
-    free = lambda run: dataclasses.replace(run, lines=()).predict()
+    """Whether its links carry all payloads in time, and the latency leaves the period as it is."""
+    free = lambda run: dataclasses.replace(run, lines=(), latency_s=0.0).predict()
     enough = lambda shares, of, least: all(shares[name] >= least * of[name] for name in shares)
     # A learner with longer steps is late on any link, more or less by chance: equal ones judge it.
     even = dataclasses.replace(self, step_s=(min(self.step_s),))
     computes = enough(self.predict().computing, free(self).computing, COMPUTES)
-    return computes and enough(even.predict().on_time, free(even).on_time, FITS)
+    far = self.delayed and dataclasses.replace(self, lines=()).predict(adapts=True)
+    kept = not far or far.period <= self.protocol.period
+    return computes and kept and enough(even.predict().on_time, free(even).on_time, FITS)
 
   def misfit(self) -> str:
     """What it does not fit; '' if it fits."""
@@ -159,8 +175,9 @@ def needed(run: Run) -> float | None:
 def fitting(run: Run) -> Run | None:
   """The run with other settings that fit, in the order of what they cost: as much overlap as a
   payload takes, narrower codecs (0.1 % of the loss), longer periods (1 % for twice as long). None:
-  none of them do."""
+  none of them do. The overlap includes the round trip, or, if the syncer waits it, the period."""
   up, down = run.codecs
+  trip = math.ceil(run.round_trip_s / min(run.step_s))
   codecs = dict.fromkeys(((up, down), ('int4', down), ('int4', 'int4')))
   for factor, (up, down) in itertools.product((1, 2, 4, 8, 16), codecs):
     one = dataclasses.replace(run, codecs=(up, down))
@@ -170,8 +187,9 @@ def fitting(run: Run) -> Run | None:
     )
     period = run.protocol.period * factor
     ahead = max(run.protocol.ahead, math.ceil(takes))
-    overlap = max(run.protocol.overlap, math.ceil(takes) + 2)
-    if SPARE * busy <= period > max(ahead, overlap):
+    overlap = max(run.protocol.overlap, math.ceil(takes) + 2 + (0 if run.delayed else trip))
+    waits = overlap + trip + 1 if run.delayed else overlap
+    if SPARE * busy <= period > max(ahead, waits):
       changed = dataclasses.replace(run.protocol, period=period, ahead=ahead, overlap=overlap)
       one = dataclasses.replace(one, protocol=changed)
       if not one.misfit():

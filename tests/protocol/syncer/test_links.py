@@ -182,7 +182,7 @@ def test_one_slow_link_of_two_does_not_change_the_period_and_a_bound_ends_it():
 def test_where_an_answer_takes_many_steps_syncs_wait_for_it_and_the_period_is_longer_than_it():
   syncer = Syncer(overlap=3)
   slow_links_of_all(syncer, 0.1)
-  step_ns = links_lib.LEAST_DELAY_NS  # of shorter ones a delay may be that of busy cores
+  step_ns = tempo_lib.LEAST_DELAY_NS  # of shorter ones a delay may be that of busy cores
   for member in syncer.links._members.by_id.values():
     member.step_ns.value = member.report_ns.value = step_ns
     member.round_trip_ns = 16 * step_ns

@@ -82,6 +82,29 @@ def test_a_slow_learner_is_late_on_any_link_and_needs_the_link_of_the_others(ste
   assert thin.misfit() == 'links'
 
 
+def test_a_short_latency_makes_payloads_late_and_the_overlap_has_to_include_the_round_trip():
+  words = '--config=own_loop --parameters=1e5 --step_s=0.01 --latency_s=0.02 --json'.split()
+  ended = command_line.diloco('plan', *words)
+  assert ended.returncode == 42
+  assert max(json.loads(ended.stdout)['learners']['on_time'].values()) < 0.5
+  assert 'does not fit its links; use --config.sync.overlap=6' in ended.stderr
+  again = command_line.diloco('plan', *words, '--config.sync.overlap=6')
+  assert again.returncode == 0
+  assert min(json.loads(again.stdout)['learners']['on_time'].values()) > plan.FITS
+
+
+def test_the_syncer_waits_a_long_latency_in_a_period_that_includes_the_round_trip():
+  protocol = config_lib.ProtocolConfig(learners=2, fragments=4, period=8, overlap=2)
+  run = plan.Run(
+    protocol=protocol, values=(25_024,) * 4, codecs=('int8', 'int8'), step_s=(0.1,), latency_s=0.1
+  )
+  assert not run.misfit() and run.predict().on_time['l0'] > plan.FITS  # 8 > 2 + 2 + 1
+  far = dataclasses.replace(run, latency_s=0.9)
+  assert far.misfit() == 'links' and plan.needed(far) is None
+  assert min(far.predict().on_time.values()) > plan.FITS
+  assert far.predict(adapts=True).period == 24 < plan.fitting(far).protocol.period == 32
+
+
 def test_learners_of_a_site_have_a_part_of_its_link_each():
   lines = (conditions.Line(100.0, 0.0), conditions.Line(60.0, 60.0, 'a'))
   protocol = config_lib.ProtocolConfig(learners=4)
