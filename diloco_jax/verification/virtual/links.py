@@ -117,7 +117,8 @@ def predict(
   run(lambda: all(counts.begun[name] > warm_up for name in names))
   conditions.furnish(world, names, hardware, network, TOKENS)
   since_ns, before = world.now_ns, copy.deepcopy(counts)
-  run(lambda: all(world.learners[name].machine.clock >= config.total_steps for name in names))
+  steps_done = lambda name: world.learners[name].machine.clock >= config.total_steps
+  run(lambda: all(name in world.done or steps_done(name) for name in names))
   carried = [{name: world.link(name).carried[lane] for name in names} for lane in ('up', 'down')]
   run(lambda: world.finished)
   steps = {name: counts.steps[name] - before.steps[name] for name in names}

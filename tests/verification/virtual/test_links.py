@@ -61,6 +61,11 @@ def test_what_the_exchange_adds_to_a_step_is_not_computing():
   assert found.computing['l0'] == pytest.approx(0.8)
 
 
+def test_a_learner_with_a_step_as_long_as_the_run_ends_behind_the_others():
+  found = predict(hardware=conditions.Hardware(step_s=1.0, slowness=(1.0, 100.0)))
+  assert found.steps['l0'] == 60 and found.on_time['l0'] > 0.98
+
+
 def test_what_comes_before_the_warm_up_has_ended_does_not_count():
   wide, thin = (
     conditions.Network(lines=(conditions.Line(up=rate, down=1e8),))
