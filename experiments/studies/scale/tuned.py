@@ -72,7 +72,6 @@ LARGE_RATES = {  # half of those of the middle size
   ('M=4', NEAR['M=4']): 1.2e-2,
   ('M=4', f'{NEAR["M=4"]}, batch x0.5'): 6e-3,
   ('M=8', NEAR['M=8']): 1.2e-2,
-  ('M=8', f'{NEAR["M=8"]}, batch x0.5'): 6e-3,
 }
 SEEDS = (0, 1, 2)
 
@@ -150,12 +149,17 @@ def _sizes(quick: bool) -> tuple[str, ...]:
 
 
 def _chosen(size: str, method: str, quick: bool, book: study_lib.Book) -> list[Choice]:
-  """As set, and the best setting, of those that have run; of the large size the best one."""
+  """As set, and the best setting, of those that have run; of the large size the best one. The first
+  seed decides which other seeds run, then all."""
   found = [_search(size, method, setting, quick, book)[1] for setting in _settings(size, method)]
   known = [one for one in found if one]
   if not known:
     return []
   best = min(known, key=lambda one: one.loss)
+  seeds = {one: _rows(size, method, one, quick, book) for one in known}
+  if len(seeds[best]) == len(SEEDS):  # then by all seeds, of those that have them
+    complete = [one for one in known if len(seeds[one]) == len(SEEDS)]
+    best = min(complete, key=lambda one: sum(seeds[one].values()))
   return [best] if size == LARGE else list(dict.fromkeys((known[0], best)))
 
 
@@ -201,11 +205,18 @@ def _losses(
   """By seed, of each choice; the best choice is the last."""
   found: dict[Choice, dict[int, float]] = {}
   for choice in _chosen(size, method, quick, book):
-    rows = {
-      seed: book.row(_arm(size, method, choice.setting, choice.rate, seed, quick)) for seed in SEEDS
-    }
-    found[choice] = {seed: row['loss'] for seed, row in rows.items() if row}
+    found[choice] = _rows(size, method, choice, quick, book)
   return found
+
+
+def _rows(
+  size: str, method: str, choice: Choice, quick: bool, book: study_lib.Book
+) -> dict[int, float]:
+  """The loss of each seed that has run."""
+  rows = {
+    seed: book.row(_arm(size, method, choice.setting, choice.rate, seed, quick)) for seed in SEEDS
+  }
+  return {seed: row['loss'] for seed, row in rows.items() if row}
 
 
 STUDY = study_lib.Study(
