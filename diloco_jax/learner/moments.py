@@ -46,7 +46,8 @@ def find(
   }
   for (_, _, name), path in sorted(ages.items(), reverse=True):
     try:
-      if name != learner and run not in (None, checkpoint.machine_state(path).get('run')):
+      of_run = checkpoint.machine_state(path)['protocol'].get('run')  # before the arrays are read
+      if name != learner and run not in (None, of_run):
         continue
       step, moments, record = checkpoint.read_part(path, part, like)
       return Found(name, step, moments, record['protocol'])

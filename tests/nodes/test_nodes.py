@@ -106,7 +106,7 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
   assert loop('l1') == 0
   said = capfd.readouterr().out
   assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
-  assert ' the run has ended: there are no steps left\n' in said
+  assert ' the run has ended: there are no steps left. ' in said
   assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
 
