@@ -120,8 +120,8 @@ class Task:
       selects its merge rule; or 'expert' or 'layer' for tensors of the body with one row per expert
       or layer, each merged by itself; or 'statistic' for running statistics, which become the mean
       of the learners': no outer optimizer moves them. Two labels are never sent: 'local' for what
-      each learner trains for itself, such as a head of its own, and 'frozen' for what nobody
-      trains, which may have any dtype; the syncer reads neither, not even from `init`.
+      each learner trains for itself, such as a head of its own, and 'frozen' for what no
+      learner trains, which may have any dtype; the syncer reads neither, not even from `init`.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a
