@@ -16,7 +16,6 @@ if TYPE_CHECKING:
   from diloco_jax.api.run_syncer import run_syncer
   from diloco_jax.api.single_controller import run
   from diloco_jax.config.run_config import SyncConfig
-  from diloco_jax.learner.outer_optimizer import outer_optimizer
   from diloco_jax.report.records import records
   from diloco_jax.train.task import Task
 
@@ -30,7 +29,6 @@ _HOME = {
   'join': 'api.peer',
   'load_params': 'api.load_params',
   'open_run': 'api.run',
-  'outer_optimizer': 'learner.outer_optimizer',
   'records': 'report.records',
   'run': 'api.single_controller',
   'run_syncer': 'api.run_syncer',
@@ -45,7 +43,6 @@ __all__ = [
   'join',
   'load_params',
   'open_run',
-  'outer_optimizer',
   'records',
   'run',
   'run_syncer',

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Proves the product on the GPU of this machine, with the jax that its Python has, in twelve minutes:
-#   ./scripts/accelerator.sh [--only=processes,beside,parity,single] [--out=FOLDER]
-#   ./scripts/accelerator.sh --rehearse     the same with tiny models on the CPU, in four minutes
+# Proves the product on the GPU of this machine, with the jax that its Python has, in seven minutes:
+#   ./scripts/accelerator.sh [--only=processes,beside,single] [--out=FOLDER]
+#   ./scripts/accelerator.sh --rehearse     the same with tiny models on the CPU, in three minutes
 #   ./scripts/accelerator.sh --wheels       on a machine with a network: what such a Python lacks,
 #                                           for Python $FOR (3.12), into runs/wheels
 # PYTHON=/path/to/python chooses the interpreter. docs/accelerators.md has what has run.

@@ -161,7 +161,7 @@ def _assemble(
     raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(rules)}')
   is_sent = lambda path: rules[label(path)] is not None
   exchanged = fragments.keep(shapes, is_sent)
-  layout = fragments.make_layout(config.sync.fragmentation, exchanged, config.sync.fragments, label)
+  layout = fragments.make_layout(exchanged, config.sync.fragments, label)
   never_sent = tuple(arrays.by_name(fragments.keep(shapes, lambda path: not is_sent(path))))
   if names := ', '.join(never_sent):
     shared['never_sent'] = names if len(names) <= _ARRAYS_CHARS else f'{len(never_sent)} arrays'

@@ -16,10 +16,6 @@ class Sync:
   quorum: int = 1
   """K, payloads without which nothing is merged; closing syncs, after the last inner step, need
   none"""
-  wait_for: Literal['quorum', 'live'] = 'quorum'
-  """which learners a sync waits for. quorum: K of them, and the others for the grace window;
-  live: all that are live, and for their payloads one lease long. With live and tau = 0 no learner
-  trains on before all live ones are there, and a dead one is not waited for"""
   period: int = 12
   """H, inner steps between two syncs of one fragment"""
   longest_period: int = 192

@@ -24,7 +24,6 @@ from diloco_jax.train import config as train_config
 DECODER = 'decoder'  # the reference task
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 NODE = '{node}'  # in data.corpus
-FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 _BUCKET = re.compile(r'gs://\w[\w.-]*(/\w[\w.=+-]*)+', re.ASCII)  # and a folder in it
 
 
@@ -34,7 +33,6 @@ class SyncConfig(protocol_sections.Sync):
   are in protocol/config.py; here are those that concern arrays and bytes only.
 
   Attributes:
-    fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
     codec_down: encoding of a published version, a delta from the version before.
@@ -45,13 +43,12 @@ class SyncConfig(protocol_sections.Sync):
       Experts. Learners change it in directions of their own, which rda would not shorten: it ended
       0.2 and 0.6 % worse with two seeds (docs/findings.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
-      default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
+      default is the best of docs/studies/results.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
     follow_bytes_per_s: what the syncer sends to all followers together (diloco_jax.follow): less
       than the learners leave of its up-link. 0: nobody may follow the run.
   """
 
-  fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
   merge: str = 'rda'
@@ -60,7 +57,6 @@ class SyncConfig(protocol_sections.Sync):
   follow_bytes_per_s: int = 1 << 22
 
   def validate(self) -> None:
-    _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
     _within('sync.follow_bytes_per_s', self.follow_bytes_per_s, 0, 10**12, '0 allows no followers')
 
 
@@ -231,11 +227,6 @@ def require_types(prefix: str, section: Any) -> None:
         if isinstance(value, types.FunctionType):
           wanted += f", its name: '{value.__module__}:{value.__name__}'"
         raise ValueError(f'{name} is {value!r}, a {type(value).__name__}; it must be {wanted}')
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-  if value not in allowed:
-    raise ValueError(f'{name} is {value!r}; use one of: {", ".join(allowed)}')
 
 
 def _within(name: str, value: float, low: float, high: float, remedy: str) -> None:

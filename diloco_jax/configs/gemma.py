@@ -54,7 +54,6 @@ def get_config(variant: str = '1b') -> run_config.Config:
     mesh=train_config.MeshConfig(fsdp=devices),
     sync=run_config.SyncConfig(
       learners=4,
-      fragmentation='layer',
       fragments=layers // 2,
       period=layers // 2,
       overlap=2,

@@ -143,10 +143,9 @@ def bpe() -> run_config.Config:
 
 def moe() -> run_config.Config:
   """Small, with a Mixture of Experts: a token is given to two of four experts, each half as wide as
-  the dense block, so that a step computes as much. Each expert of a layer is a fragment."""
+  the dense block, so that a step computes as much."""
   config = small()
   config.model.num_experts, config.model.experts_per_token, config.model.hidden_dim = 4, 2, 64
-  config.sync.fragmentation = 'layer'
   return config
 
 

@@ -2,7 +2,7 @@
 
 The moments exist only at learners and in their checkpoints, so a process takes them from the first
 of these that can be read: its own newest checkpoint; the newest checkpoint of any other learner
-under the same folder, whose moments are as good (docs/studies/deaths.md); else they are fresh.
+under the same folder, whose moments are as good (docs/studies/results.md); else they are fresh.
 """
 
 from typing import Any, NamedTuple

@@ -8,28 +8,18 @@ A fragment travels as one flat float32 vector of N_p values: its pieces in tree 
 with zeros to a multiple of 32. So a block of the codec never spans two tensors, and a tensor of
 small values does not share a scale with one of large values.
 
-Three kinds (paper section 5 and its ablation of fragmentations; Streaming DiLoCo for the third):
-
-  balanced   tensors sorted by size, the largest first, each into the fragment that is smallest so
-             far (the LPT rule). Tensors stay whole if that keeps every fragment within 4/3 of the
-             mean; if not (LPT promises 4/3 of the *optimum*, and one big embedding makes the
-             optimum itself bad), they are cut by rows: first those larger than a fair share into
-             parts of at most one share, then of a half, a third ... of it. With parts of at most a
-             third of the mean m, the fragment that took its last part x while it was the smallest
-             has at most m + x <= 4/3 m, so the search ends unless single rows are too large. So
-             the peak bandwidth is within 4/3 of an ideally even one.
-  layer      consecutive layers, the same number of layers (+-1) in each fragment.
-  strided    layer i in fragment i mod P.
-
-The last two take the order of layers from the numbers in the paths, behind 'layer' or 'block', or
-else alone between two separators: embeddings are the first layer, then come the numbered layers,
-and all other leaves are the last layer.
+They are balanced (paper section 5): tensors sorted by size, the largest first, each into the
+fragment that is smallest so far (the LPT rule). Tensors stay whole if that keeps every fragment
+within 4/3 of the mean; if not (LPT promises 4/3 of the *optimum*, and one big embedding makes the
+optimum itself bad), they are cut by rows: first those larger than a fair share into parts of at
+most one share, then of a half, a third ... of it. With parts of at most a third of the mean m, the
+fragment that took its last part x while it was the smallest has at most m + x <= 4/3 m, so the
+search ends unless single rows are too large. So the peak bandwidth is within 4/3 of an ideally even
+one.
 
 A leaf labelled 'layer' is a stack of tensors, one per layer, as a scan over layers wants them; one
-labelled 'expert' has one per expert of a Mixture of Experts. Every kind cuts them between all their
-rows first, so that each layer or expert is merged by itself. For the last two kinds the rows i of
-all stacks of layers are layer i; each expert of a layer, with all its tensors, is a layer of its
-own after the rest of that layer: it can be a fragment.
+labelled 'expert' has one per expert of a Mixture of Experts. They are cut between all their rows
+first, so that each layer or expert is merged by itself.
 """
 
 import collections
@@ -39,7 +29,6 @@ import hashlib
 import json
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,7 +36,6 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 32  # values that share a scale in the integer codecs; the length of pieces is a multiple
-KINDS = ('balanced', 'layer', 'strided')
 EXPERT = 'expert'  # the label of stacks of experts
 LAYER = 'layer'  # the label of stacks of layers
 LOCAL = 'local'  # the label of parameters that each learner trains for itself and never sends
@@ -56,8 +44,6 @@ NEVER_SENT = (LOCAL, FROZEN)
 STATISTIC = 'statistic'  # the label of what is counted and not trained, as BatchNorm's variance
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
-_NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
-_ANY_INDEX = re.compile(r'(?:^|[/.])(\d+)(?:[/.]|$)')
 
 SMALL, PACKED = 1 << 14, 1 << 18  # values of a leaf that is packed, and of a packed one
 
@@ -97,7 +83,6 @@ class Layout:
   """The pieces of each fragment; equal layouts have equal digests."""
 
   fragments: tuple[tuple[Piece, ...], ...]
-  kind: str = 'balanced'
 
   @property
   def num_fragments(self) -> int:
@@ -112,32 +97,28 @@ class Layout:
     return sum(piece.size for piece in self.fragments[p])
 
   def digest(self) -> str:
-    """Hex sha256 over kind, paths, rows, shapes and labels; learner and syncer must agree on it."""
+    """Hex sha256 over paths, rows, shapes and labels; learner and syncer must agree on it."""
     fields = operator.attrgetter(*Piece.__slots__)
     rows = [[fields(piece) for piece in f] for f in self.fragments]
-    return hashlib.sha256(json.dumps([self.kind, rows]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[str], str]) -> Layout:
+def make_layout(tree: PyTree, num_fragments: int, label: Callable[[str], str]) -> Layout:
   """Cuts `tree` (arrays or ShapeDtypeStructs) into `num_fragments` fragments.
 
   Args:
-    kind: one of KINDS, see the top of this file.
     tree: the parameters; only paths, shapes and dtypes matter.
     num_fragments: P.
     label: path -> the label by which merge rules are chosen (see merge.by_label).
 
   Raises:
-    ValueError: unknown kind, a leaf that is empty or not of floats, or more fragments than the
-      tree can fill (evenly, for 'balanced').
+    ValueError: a leaf is empty or not of floats, or the tree cannot fill so many fragments evenly.
 
   >>> tree = {'embed': jnp.zeros((64, 8)), 'layers': [{'w': jnp.zeros((8, 8))}] * 2}
-  >>> layout = make_layout('layer', tree, 3, label=lambda path: 'rda')
+  >>> layout = make_layout(tree, 3, label=lambda path: 'rda')
   >>> [[piece.key for piece in fragment] for fragment in layout.fragments]
   [['embed[0:64]'], ['layers/0/w[0:8]'], ['layers/1/w[0:8]']]
   """
-  if kind not in KINDS:
-    raise ValueError(f'fragments: kind {kind!r} is not one of {KINDS}')
   if num_fragments < 1:
     raise ValueError(f'fragments: num_fragments is {num_fragments}; it must be at least 1')
   leaves = [
@@ -145,13 +126,10 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
     for leaf in _leaves(tree, label)
     for piece in _cut(leaf, leaf.stop if leaf.label in (EXPERT, LAYER) else 1)
   ]
-  if kind == 'balanced':
-    fragments = _balanced(leaves, num_fragments)
-  else:
-    fragments = _by_layer(leaves, num_fragments, kind)
+  fragments = _balanced(leaves, num_fragments)
   order = {piece.path: i for i, piece in enumerate(leaves)}
   tree_order = lambda piece: (order[piece.path], piece.start)
-  return Layout(tuple(tuple(sorted(f, key=tree_order)) for f in fragments), kind)
+  return Layout(tuple(tuple(sorted(f, key=tree_order)) for f in fragments))
 
 
 def spans(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
@@ -361,7 +339,7 @@ def replace_rows(leaves: dict[str, jax.Array], piece: Piece, values: jax.Array) 
   leaves[piece.path] = values if whole else leaf.at[piece.start : piece.stop].set(values)
 
 
-# --- the three kinds ---------------------------------------------------------------------------
+# --- which piece is in which fragment ----------------------------------------------------------
 
 
 def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
@@ -413,30 +391,3 @@ def _pack(pieces: list[Piece], num_fragments: int) -> list[list[Piece]]:
     fragments[smallest].append(piece)
     sizes[smallest] += piece.padded_size
   return fragments
-
-
-def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[Piece]]:
-  layers: dict[tuple[float, int], list[Piece]] = {}
-  for leaf in leaves:
-    expert = leaf.start if leaf.label == EXPERT else -1
-    number = leaf.start if leaf.label == LAYER else _layer(leaf.path)
-    layers.setdefault((number, expert), []).append(leaf)
-  if num_fragments > len(layers):
-    raise ValueError(
-      f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
-      '(embeddings count as one layer, all leaves without a number as one, and each expert); '
-      f"use fewer (sync.fragments={len(layers)}), or sync.fragmentation='balanced'"
-    )
-  fragments = [[] for _ in range(num_fragments)]
-  for i, number in enumerate(sorted(layers)):
-    p = i % num_fragments if kind == 'strided' else i * num_fragments // len(layers)
-    fragments[p].extend(layers[number])
-  return fragments
-
-
-def _layer(path: str) -> float:
-  """The layer's number; -1 for an embedding and infinity for the rest, which have none."""
-  found = _NAMED_LAYER.search(path) or _ANY_INDEX.search(path)
-  if found:
-    return int(found[1])
-  return -1 if 'embed' in path.lower() else math.inf

@@ -17,7 +17,6 @@ from typing import Any
 SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
 ADOPT = ('overwrite', 'rebase')  # what becomes of a learner's own steps when it adopts
-WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
 MAX_FRAGMENTS = 10**4
 MAX_SHARDS = 10**6
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
@@ -124,15 +123,6 @@ class ProtocolConfig:
     low=1,
     high=lambda config: config.learners,
     remedy='lower the quorum or expect more learners: quorum <= learners',
-  )
-  wait_for: int = setting(
-    WAIT_FOR.index('quorum'),
-    'which learners a sync waits for. quorum: K of them, and the others for the grace window; '
-    'live: all that are live, and for their payloads one lease long. With live and tau = 0 no '
-    'learner trains on before all live ones are there, and a dead one is not waited for',
-    high=len(WAIT_FOR) - 1,
-    choices=WAIT_FOR,
-    shared=False,
   )
   period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1, high=10**6)
   longest_period: int = setting(
@@ -332,11 +322,6 @@ class ProtocolConfig:
   def rebases(self) -> bool:
     """Whether a learner carries its unmerged steps onto a version that it adopts."""
     return ADOPT[self.adopt] == 'rebase'
-
-  @property
-  def waits_for_live(self) -> bool:
-    """Whether every sync waits for all live learners."""
-    return WAIT_FOR[self.wait_for] == 'live'
 
   @property
   def steps_ahead(self) -> int:

@@ -24,7 +24,7 @@ from diloco_jax.train import data as data_lib
 
 M, T, H, TAU = 4, 240, 4, 2  # learners, inner steps, steps between two syncs of a fragment, overlap
 RATE, WARM_UP = 3e-3, 20
-FRAGMENTS = ('embedding', 'layer_1', 'layer_2', 'head')  # p is due after steps p + 1, p + 1 + H ...
+FRAGMENTS = ('embedding', 'head', 'layer_1', 'layer_2')  # p is due after steps p + 1, p + 1 + H ...
 DATA = config_lib.DataConfig(seq_len=32, batch_size=8, shards=M, eval_batches=2)
 CLIP, ADAM, WEIGHT_DECAY = optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95), 0.1
 INNER = optax.chain(CLIP, ADAM, optax.add_decayed_weights(WEIGHT_DECAY))
@@ -33,8 +33,8 @@ OUTER = optax.sgd(0.7, momentum=0.5, nesterov=True)
 
 def init(seed: int, width: int = 64) -> dict[str, np.ndarray]:
   draw = np.random.default_rng(seed).standard_normal
-  shapes = (256, width), (width, 4 * width), (4 * width, width), (width, 256)
-  scales = 1.0, width**-0.5, 0.5 * width**-0.5, 0.02
+  shapes = (256, width), (width, 256), (width, 4 * width), (4 * width, width)
+  scales = 1.0, 0.02, width**-0.5, 0.5 * width**-0.5
   drawn = [draw(shape, np.float32) * np.float32(scale) for shape, scale in zip(shapes, scales)]
   return dict(zip(FRAGMENTS, drawn))
 

@@ -1,1 +1,1 @@
-"""Goodput: the paper's tables from simulated machines, from islands alone, from formulas."""
+"""Goodput at the paper's sizes: the production machines on islands of chips that fail."""

@@ -1,10 +1,11 @@
-"""Islands and their failures, under learners or alone.
+"""Islands and their failures, under learners, alone, and as formulas.
 
 Without processes an island is always able to train, so it shows what learners that never wait would
 get: months of millions of chips, in seconds. Learners of Decoupled DiLoCo never wait (invariant
 L1), so both agree; machines.py measures that on the same failures.
 """
 
+import math
 from collections.abc import Sequence
 
 from diloco_jax.verification.sim import engine as engine_lib
@@ -90,3 +91,30 @@ def alone(
   fleet.begin()
   engine.run(engine.now_ns + round(hours * 3_600 * SECOND))
   return fleet
+
+
+def elastic_goodput(slices: hardware.Slices) -> float:
+  """Goodput of an island that goes on without its failed slices (verification/sim/hardware.py).
+
+  With failures at rate `n / MTBI` while the island runs, 1 / (share of time it runs) is 1 plus the
+  pauses per second of running: a downscale per failure, and an upscale per group of healthy slices
+  that no other pause takes in before their hold-off ends. It assumes independent failures, an
+  exponential recovery, and few missing slices.
+  """
+  rate = slices.chips / slices.mtbi_s
+  down, mean = slices.downscale_s, slices.recovery_s
+  early = 1 - math.exp(-down / mean)  # healthy before its own downscale ends
+  alone = math.exp(-rate * slices.hold_off_s)
+  runs = 1.0
+  for _ in range(200):
+    share = (1 - early) * runs
+    pauses = rate * down + rate * slices.upscale_s * share * alone / (1 + share * (1 - alone))
+    runs = (runs + 1 / (1 + pauses)) / 2
+  missing = slices.chips / slices.count / slices.mtbi_s * (mean - early * down)
+  return runs * (1 - missing)
+
+
+def rigid_goodput(slices: hardware.Slices) -> float:
+  """Goodput of a job that any failure stops for a recovery and a restart."""
+  trains = slices.mtbi_s / slices.chips + slices.spared_s
+  return trains / (trains + slices.recovery_s + slices.upscale_s)

@@ -29,9 +29,10 @@ EVERY_S = 60.0  # each learner is killed once in this time, on average
 DOWN_S = 8.0  # from a kill to the start of the next process
 FLOOR_S = 0.2  # from one inner step to the next
 _SECOND_NS = 1_000_000_000
-_PROGRAM = ['diloco_jax', 'learner']
+_PROGRAM, _SYNCER = ['diloco_jax', 'learner'], ['diloco_jax', 'syncer']
 _LEARNER = 'experiments.side_by_side.floor'
 _DATA_PARALLEL = 'experiments.side_by_side.data_parallel'
+_WAITS = 'experiments.side_by_side.elastic'
 
 
 def _decoupled(sync: run_config.SyncConfig) -> None:
@@ -43,8 +44,7 @@ def _lock_step(sync: run_config.SyncConfig) -> None:
 
 
 def _elastic(sync: run_config.SyncConfig) -> None:
-  sync.quorum, sync.wait_for = 1, 'live'
-  sync.fragments = sync.period = 1
+  sync.quorum = sync.fragments = sync.period = 1
   sync.overlap = sync.max_lag = 0
   sync.codec_up = sync.codec_down = 'float32'
   sync.merge, sync.outer = 'avg', 'nesterov(learning_rate=1.0, momentum=0.0)'
@@ -97,6 +97,8 @@ def program(
 ) -> supervisor_lib.LocalProgram | None:
   """The program of a system that runs instead of this one of a run of the package; None: none."""
   python, option, *words = one.command
+  if words[: len(_SYNCER)] == _SYNCER and system == ELASTIC:
+    return dataclasses.replace(one, command=[python, option, _WAITS, *words[len(_SYNCER) :]])
   if words[: len(_PROGRAM)] != _PROGRAM:
     return None if system == RESTART_ALL else one
   module = _DATA_PARALLEL if system == RESTART_ALL else _LEARNER

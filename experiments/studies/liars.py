@@ -1,4 +1,4 @@
-"""Learners that lie in updates of ordinary length: RDA and the majority rule (liars.md)."""
+"""Learners that lie in updates of ordinary length: RDA and the majority rule (faults.md)."""
 
 from typing import Any
 

@@ -2,12 +2,11 @@
 
   processes   a syncer on the CPU and learners in processes that share the GPU; one is killed
   beside      a learner of 120M parameters beside its syncer, against the same learner alone
-  parity      data-parallel training and Decoupled DiLoCo at equal tokens, up to 120M parameters
   single      two islands in one process on the same device: payloads never leave it
 
 Each phase has a limit of time and writes its figures to FOLDER/figures.json (default
 runs/accelerator) as soon as it has them, so a run that is cut off counts, too. Together they take
-at most twelve minutes. --rehearse: the same with tiny models on the CPU, in four minutes.
+at most seven minutes. --rehearse: the same with tiny models on the CPU, in three minutes.
 docs/accelerators.md has what has run so far.
 """
 
@@ -26,8 +25,8 @@ import tomllib
 from scripts.accelerator import figures
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIMITS_S = {'processes': 190, 'beside': 130, 'parity': 310, 'single': 60}
-TOTAL_S = 690  # of the twelve minutes; the rest is the start, and the end of what is cut off
+LIMITS_S = {'processes': 190, 'beside': 130, 'single': 60}
+TOTAL_S = 380  # of seven minutes; the rest is the start, and the end of what is cut off
 MERCY_S = 5  # from SIGTERM to SIGKILL
 
 
@@ -132,7 +131,7 @@ def main() -> int:
     if left_s > 4 * MERCY_S:
       ended.append(carry_out(phase, arguments, min(LIMITS_S[phase], left_s)))
     else:
-      figures.add(out, phase, ended='not begun: the twelve minutes are over')
+      figures.add(out, phase, ended='not begun: the seven minutes are over')
       ended.append(False)
   print(f'all figures: {out / figures.FILE}')
   return int(not all(ended))

@@ -25,9 +25,9 @@ LARGE = (
   *('model.num_layers=10', 'model.embed_dim=512', 'model.num_heads=8', 'model.num_kv_heads=4'),
   *('model.head_dim=64', 'model.hidden_dim=1408', 'model.scan=true', 'model.dtype=bfloat16'),
   *('data.seq_len=256', 'data.batch_size=16', 'data.eval_batches=1', 'data.eval_batch_size=8'),
-  'sync.fragmentation=layer',  # equal layers have equal programs
+  *('sync.fragments=10', 'sync.period=10'),  # as many as layers: few distinct programs
 )
-TINY = ('model.scan=true', 'model.dtype=bfloat16', 'sync.fragmentation=layer')
+TINY = ('model.scan=true', 'model.dtype=bfloat16')
 MODELS = {'demo': ('stdlib_lm:cpu', ()), '30M': ('stdlib_lm:cpu', LARGE)}
 REHEARSED = {'demo': ('stdlib_lm:tiny', ()), '30M': ('stdlib_lm:tiny', TINY)}
 WARM_UP_STEPS = 300

@@ -2,10 +2,9 @@
 
     python -m scripts.benchmarks [--quick] [--only=NAME,...] [--json=FILE]
 
---quick takes about 20 minutes on two idle cores, all of them about two hours. Everything that they
+--quick takes about 15 minutes on two idle cores, all of them about an hour. Everything that they
 print is the table; FILE gets the figures of all, with the machine and the versions. A benchmark
-that fails does not end the others, but the exit code is 1. stalls.py is not among them: it is a
-test.
+that fails does not end the others, but the exit code is 1.
 """
 
 import argparse
@@ -20,19 +19,12 @@ from scripts.benchmarks import measured, processes
 
 NAMES = {
   'learner_overhead': 'steps/s of a learner under the syncer, against alone',
-  'ahead': "an inner step's dispatch against its turn; steps/s",
   'outer_round': 'an outer round, against an all-reduce and a bare gRPC star',
   'stages': 'an outer round by stage, CPU and wall time',
-  'lanes': "CPU time of a syncer's transport for each payload byte",
   'encoding': 'encode, and decode and add, against memcpy',
-  'wire': 'bytes on a link, against bfloat16 data-parallel',
   'scale': 'one syncer with more learners, parameters and fragments; memory',
   'start_up': 'first step, return of a learner, recovery of the syncer',
-  'simulator': 'speed of virtual time',
-  'books': 'outer steps after many deaths, events after an hour',
   'own_loop': "peer.sync in a loop of one's own",
-  'tls': 'what mutual TLS costs',
-  'followers': 'steps/s with 20 followers, against without',
   'store': 'objects, outer steps, copies and saves against a store in a bucket',
 }
 FOLDER = pathlib.Path(__file__).parent

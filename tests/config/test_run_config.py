@@ -106,7 +106,6 @@ def test_a_run_of_too_many_fragments_is_refused():
       17,
       'data.shards is 16, it must be between 17 and 1000000: every learner reads',
     ),
-    ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
     ('sync.lease_s', 0.01, 'sync.lease_s is 0.01, it must be between 0.02 and 7200.0: usual'),
     (

@@ -39,7 +39,7 @@ def test_all_systems_train_the_same_model_with_the_same_batch():
       assert getattr(config, part) == getattr(ours, part)
 
 
-def test_restart_all_runs_its_own_programs_and_no_syncer():
+def test_restart_all_runs_its_own_programs_and_no_syncer_and_elastic_one_that_waits_for_all():
   learner = ['python', '-m', 'diloco_jax', 'learner', '--workdir=w', '--learner=l0']
   syncer = ['python', '-m', 'diloco_jax', 'syncer', '--workdir=w']
 
@@ -49,7 +49,8 @@ def test_restart_all_runs_its_own_programs_and_no_syncer():
     return changed and list(changed.command)
 
   assert command(systems.RESTART_ALL, syncer) is None
-  assert command(systems.ELASTIC, syncer) == syncer
+  waits = ['python', '-m', 'experiments.side_by_side.elastic', '--workdir=w']
+  assert command(systems.ELASTIC, syncer) == waits and command(systems.DECOUPLED, syncer) == syncer
   for system, module in ((systems.RESTART_ALL, 'data_parallel'), (systems.ELASTIC, 'floor')):
     changed = command(system, learner)
     assert changed[:3] == ['python', '-m', f'experiments.side_by_side.{module}']

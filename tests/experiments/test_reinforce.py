@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import diloco_jax
-from experiments import reinforce_bench
 from experiments.examples import reinforce
 from tests import programs
 
@@ -81,12 +80,6 @@ def test_each_rollout_goes_to_one_trainer_the_newest_first_and_no_stale_one(tmp_
   assert one.dropped == 1 and not list(tmp_path.glob('*.npz'))
   reinforce.put(tmp_path, 'w0', _rollout(4))
   assert one.take()['version'] == 4  # as stale as allowed
-
-
-def test_the_bench_tells_when_the_mean_of_ten_rewards_is_high(capsys):
-  reinforce_bench.tell('x', [(100.0 + second, second / 50) for second in range(51)])
-  told = '[x] 0.8 after 45 s; 0.31 at 20 s, 0.51 at 30 s, 0.71 at 40 s; 51 rollouts\n'
-  assert capsys.readouterr().out == told
 
 
 @pytest.mark.long

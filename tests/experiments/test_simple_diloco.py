@@ -36,7 +36,6 @@ def _config(steps: int) -> run_config.Config:
   sync.learners = sync.quorum = simple_diloco.M
   sync.fragments, sync.period = len(simple_diloco.FRAGMENTS), simple_diloco.H
   sync.overlap = sync.max_lag = simple_diloco.TAU
-  sync.fragmentation, sync.wait_for = 'layer', 'live'
   sync.codec_up = sync.codec_down = 'int8'
   sync.outer = 'nesterov(learning_rate=0.7, momentum=0.5)'
   config.train.steps, config.train.seed = steps, 0

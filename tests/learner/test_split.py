@@ -17,8 +17,8 @@ from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 MESHES = (1, 8, 1), (2, 4, 1), (2, 2, 2)
-CELLS = list(itertools.product(MESHES, codecs.CODECS, fragments.KINDS))
-SAMPLED = [((1, 8, 1), 'int8', 'layer'), ((2, 2, 2), 'int4', 'balanced')]
+CELLS = list(itertools.product(MESHES, codecs.CODECS))
+SAMPLED = [((1, 8, 1), 'int8'), ((2, 2, 2), 'int4')]
 P = jax.sharding.PartitionSpec
 
 
@@ -118,7 +118,7 @@ def test_small_neighbours_are_one_piece_of_the_programs_and_no_bit_changes(devic
   some = [draw.standard_normal(shapes[n % 4]).astype(np.float32) for n in range(14)]
   halves = [leaf.astype(jax.numpy.bfloat16) for leaf in some[:4]]
   params = {'a': some, 'b': halves, 'c': draw.standard_normal((256, 128), np.float32)}
-  layout = fragments.make_layout('balanced', params, 2, lambda path: 'avg')
+  layout = fragments.make_layout(params, 2, lambda path: 'avg')
   at = mesh_lib.replicated(jax.make_mesh((devices,), ('d',), devices=jax.devices()[:devices]))
   shardings = jax.tree.map(lambda _: at, params)
   made = []
@@ -132,12 +132,12 @@ def test_small_neighbours_are_one_piece_of_the_programs_and_no_bit_changes(devic
 
 
 @pytest.mark.parametrize(
-  'shape, codec, kind',
+  'shape, codec',
   [pytest.param(*cell, marks=[] if cell in SAMPLED else pytest.mark.full) for cell in CELLS],
 )
-def test_of_eight_devices_as_of_one(shape, codec, kind):
+def test_of_eight_devices_as_of_one(shape, codec):
   params = _params()
-  layout = fragments.make_layout(kind, params, 2, decoder.label)
+  layout = fragments.make_layout(params, 2, decoder.label)
   ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape))), jax.devices())
   one, many = (_on(at, params, codec, layout) for at in (ones, mesh))
@@ -150,14 +150,12 @@ def test_of_eight_devices_as_of_one(shape, codec, kind):
 
 
 @pytest.mark.parametrize(
-  'shape, codec, kind',
+  'shape, codec',
   [pytest.param(*cell, marks=[] if cell == SAMPLED[1] else pytest.mark.full) for cell in SAMPLED],
 )
-def test_within_a_process_payloads_of_several_devices_have_the_order_of_the_wire(
-  shape, codec, kind
-):
+def test_within_a_process_payloads_of_several_devices_have_the_order_of_the_wire(shape, codec):
   params = _params()
-  layout = fragments.make_layout(kind, params, 2, decoder.label)
+  layout = fragments.make_layout(params, 2, decoder.label)
   config = config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape)))
   ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
   mesh = mesh_lib.make_mesh(config, jax.devices())
@@ -172,7 +170,7 @@ def test_of_a_mesh_of_the_users_own_as_of_one_device():
   specs = {'cut': P(None, 'y'), 'moved': P('x', 'y'), 'rows': P('x'), 'whole': P()}
   leaf = lambda *shape: np.random.default_rng(3).standard_normal(shape, np.float32)
   params = {'cut': leaf(128, 64), 'moved': leaf(64, 24), 'rows': leaf(96, 8), 'whole': leaf(5)}
-  layout = fragments.make_layout('balanced', params, 3, lambda path: 'body')
+  layout = fragments.make_layout(params, 3, lambda path: 'body')
   at = {name: jax.sharding.NamedSharding(mesh, spec) for name, spec in specs.items()}
   many = _exchange(params, at, at['whole'], 'int8', layout)
   one = _exchange(params, jax.tree.map(lambda _: None, params), None, 'int8', layout)
@@ -182,12 +180,12 @@ def test_of_a_mesh_of_the_users_own_as_of_one_device():
   assert found == {P(None, 'y'), P(('x', 'y'), None), P('x', None), P()}
 
 
-def _compiled(depth: int, kind: str) -> list[str]:
+def _compiled(depth: int) -> list[str]:
   """The names of the functions compiled for a stack of so many layers, one for each fragment."""
   draw, codec = np.random.default_rng(depth), codecs.get('int8')
   leaf = lambda *shape: draw.standard_normal((depth, *shape), np.float32)
   params = {'layers': {'a': leaf(8, 32), 'b': leaf(32)}}
-  layout = fragments.make_layout(kind, params, depth, lambda path: fragments.EXPERT)
+  layout = fragments.make_layout(params, depth, lambda path: fragments.EXPERT)
   at = jax.tree.map(lambda _: None, params)
   exchange, island = _exchange(params, at, None, codec.name, layout)
   exchange.compile_all()
@@ -205,6 +203,6 @@ def _compiled(depth: int, kind: str) -> list[str]:
 
 
 def test_of_a_deeper_stack_no_more_functions_are_compiled():
-  found = _compiled(2, 'layer')
-  assert found == _compiled(6, 'layer') == _compiled(6, 'strided')
+  found = _compiled(2)
+  assert found == _compiled(6)
   assert len(found) == len(set(found))

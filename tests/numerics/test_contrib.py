@@ -23,7 +23,7 @@ names = pytest.mark.parametrize('name', outer.OUTERS)
 @functools.cache
 def _layout():
   tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in _SHAPES.items()}
-  return fragments.make_layout('balanced', tree, 1, lambda path: 'rda')
+  return fragments.make_layout(tree, 1, lambda path: 'rda')
 
 
 def _fragment(name):

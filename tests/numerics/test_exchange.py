@@ -26,7 +26,7 @@ def _label(path):
 
 @functools.cache
 def _layout():
-  return fragments.make_layout('balanced', _tree(), _P, _label)
+  return fragments.make_layout(_tree(), _P, _label)
 
 
 _jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1), donate_argnums=2)

@@ -56,13 +56,13 @@ def _rows_seen(layout):
 
 
 @_QUICK
-@hypothesis.given(_shapes(), st.integers(1, 6), st.sampled_from(fragments.KINDS))
+@hypothesis.given(_shapes(), st.integers(1, 6))
 def test_every_row_of_every_leaf_exactly_once_and_balanced_within_four_thirds_of_the_mean(
-  shapes, num_fragments, kind
+  shapes, num_fragments
 ):
   tree = {f'layer_{i}': jax.ShapeDtypeStruct(s, jnp.float32) for i, s in enumerate(shapes)}
   try:
-    layout = fragments.make_layout(kind, tree, num_fragments, _label)
+    layout = fragments.make_layout(tree, num_fragments, _label)
   except ValueError as error:
     assert 'use fewer' in str(error)
     return
@@ -73,7 +73,7 @@ def test_every_row_of_every_leaf_exactly_once_and_balanced_within_four_thirds_of
   assert sum(layout.parameters(p) for p in range(num_fragments)) == total
   sizes = [layout.size(p) for p in range(num_fragments)]
   assert all(size % 32 == 0 and size > 0 for size in sizes)
-  assert kind != 'balanced' or 3 * num_fragments * max(sizes) <= 4 * sum(sizes)
+  assert 3 * num_fragments * max(sizes) <= 4 * sum(sizes)
 
 
 @_QUICK
@@ -84,32 +84,22 @@ def test_every_row_of_every_leaf_exactly_once_and_balanced_within_four_thirds_of
 def test_tensors_with_many_rows_can_always_be_balanced(shapes, num_fragments):
   tree = [jax.ShapeDtypeStruct((rows, 32 * cols), jnp.float32) for rows, cols in shapes]
   # Hypothesis may put one giant beside dwarfs: the giant is cut, the dwarfs stay whole.
-  layout = fragments.make_layout('balanced', tree, num_fragments, _label)
+  layout = fragments.make_layout(tree, num_fragments, _label)
   sizes = [layout.size(p) for p in range(num_fragments)]
   assert 3 * num_fragments * max(sizes) <= 4 * sum(sizes)
 
 
 def test_balanced_keeps_tensors_whole_where_it_can():
-  layout = fragments.make_layout('balanced', _decoder(num_layers=8), 4, _label)
+  layout = fragments.make_layout(_decoder(num_layers=8), 4, _label)
   assert all(p.start == 0 and p.stop == (p.shape or (1,))[0] for f in layout.fragments for p in f)
 
 
 def test_a_tensor_larger_than_a_fair_share_is_cut_by_rows():
   tree = _decoder(num_layers=2, vocab=4096)
-  layout = fragments.make_layout('balanced', tree, 6, _label)
+  layout = fragments.make_layout(tree, 6, _label)
   cut = [p for f in layout.fragments for p in f if p.path == 'embed']
   assert len(cut) > 1 and sum(p.stop - p.start for p in cut) == 4096
   assert {p.label for p in cut} == {'avg'}
-
-
-def test_layers_are_contiguous_or_strided():
-  tree = _decoder(num_layers=4)
-  layers = lambda layout: [
-    sorted({fragments._layer(piece.path) for piece in f}) for f in layout.fragments
-  ]
-  inf = float('inf')  # the final norm and the temperature; -1 is the embedding
-  assert layers(fragments.make_layout('layer', tree, 3, _label)) == [[-1, 0], [1, 2], [3, inf]]
-  assert layers(fragments.make_layout('strided', tree, 3, _label)) == [[-1, 2], [0, 3], [1, inf]]
 
 
 def _with_experts():
@@ -125,48 +115,16 @@ def _expert_label(path):
   return fragments.EXPERT if 'experts' in path else 'rda'
 
 
-@pytest.mark.parametrize('kind', fragments.KINDS)
-def test_experts_are_cut_from_each_other(kind):
-  layout = fragments.make_layout(kind, _with_experts(), 3, _expert_label)
+def test_experts_are_cut_from_each_other():
+  layout = fragments.make_layout(_with_experts(), 3, _expert_label)
   cut = [p for f in layout.fragments for p in f if p.label == fragments.EXPERT]
   assert sorted({(p.start, p.shape) for p in cut}) == [(e, (1, 8, 8)) for e in range(4)]
   assert len(cut) == 2 * 2 * 4
 
 
-@pytest.mark.parametrize('kind', ['layer', 'strided'])
-def test_each_expert_of_a_layer_can_be_a_fragment(kind):
-  layout = fragments.make_layout(kind, _with_experts(), 11, _expert_label)
-  held = [{(fragments._layer(p.path), p.label, p.start) for p in f} for f in layout.fragments]
-  assert all(len(one) == 1 for one in held)
-  experts = [one for fragment in held for one in fragment if one[1] == fragments.EXPERT]
-  assert experts == [(layer, fragments.EXPERT, e) for layer in (0, 1) for e in range(4)]
-
-
-@pytest.mark.parametrize(
-  'path, layer',
-  [
-    ('layers/3/attn/q', 3),
-    ('layer_03/w1', 3),
-    ('decoder/blocks/12/w', 12),
-    ('Block_7/mlp/w2', 7),
-    ('5/kernel', 5),
-    ('transformer/h/3', 3),
-    ('transformer/h/3/attn/kernel', 3),
-    ('h.3.mlp_2', 3),
-    ('TransformerBlock_3/Dense_0/kernel', 3),
-    ('conv2d/kernel', float('inf')),
-    ('token_embedding', -1),
-    ('head/w2', float('inf')),
-  ],
-)
-def test_the_layer_is_read_from_the_path(path, layer):
-  assert fragments._layer(path) == layer
-
-
-@pytest.mark.parametrize('kind', fragments.KINDS)
-def test_scatter_of_gather_is_the_identity(kind):
+def test_scatter_of_gather_is_the_identity():
   tree = _filled(_decoder(vocab=512))
-  layout = fragments.make_layout(kind, tree, 3, _label)
+  layout = fragments.make_layout(tree, 3, _label)
   rebuilt = jax.tree.map(jnp.zeros_like, tree)
   for p in range(3):
     flat_N = jax.jit(fragments.gather, static_argnums=(0, 1))(layout, p, tree)
@@ -178,7 +136,7 @@ def test_scatter_of_gather_is_the_identity(kind):
 
 def test_scatter_touches_only_its_fragment_and_keeps_dtypes():
   tree = _filled({'a': jnp.zeros((8, 8)), 'b': jnp.zeros((8, 8))}, jnp.bfloat16)
-  layout = fragments.make_layout('balanced', tree, 2, _label)
+  layout = fragments.make_layout(tree, 2, _label)
   new = fragments.scatter(layout, 0, tree, jnp.zeros(layout.size(0)))
   assert new['a'].dtype == jnp.bfloat16 and not new['a'].any()
   np.testing.assert_array_equal(new['b'], tree['b'])
@@ -186,7 +144,7 @@ def test_scatter_touches_only_its_fragment_and_keeps_dtypes():
 
 def test_join_of_split_is_the_identity_and_keys_are_the_labels_keys():
   tree = _filled(_decoder(vocab=2048))
-  layout = fragments.make_layout('balanced', tree, 2, _label)
+  layout = fragments.make_layout(tree, 2, _label)
   for p in range(2):
     flat_N = fragments.gather(layout, p, tree)
     pieces = fragments.split(layout, p, flat_N)
@@ -200,17 +158,15 @@ def test_join_of_split_is_the_identity_and_keys_are_the_labels_keys():
 
 def test_the_digest_tells_layouts_apart():
   tree = _decoder()
-  base = fragments.make_layout('balanced', tree, 3, _label)
-  assert base == fragments.make_layout('balanced', tree, 3, _label)
-  assert base.digest() == fragments.make_layout('balanced', tree, 3, _label).digest()
+  base = fragments.make_layout(tree, 3, _label)
+  assert base == fragments.make_layout(tree, 3, _label)
+  assert base.digest() == fragments.make_layout(tree, 3, _label).digest()
   others = [
-    fragments.make_layout('balanced', tree, 4, _label),
-    fragments.make_layout('layer', tree, 3, _label),
-    fragments.make_layout('balanced', tree, 3, lambda path: 'rda'),
-    fragments.make_layout('balanced', _decoder(vocab=320), 3, _label),
-    fragments.Layout(base.fragments, 'other'),
+    fragments.make_layout(tree, 4, _label),
+    fragments.make_layout(tree, 3, lambda path: 'rda'),
+    fragments.make_layout(_decoder(vocab=320), 3, _label),
   ]
-  assert len({base.digest(), *(other.digest() for other in others)}) == 6
+  assert len({base.digest(), *(other.digest() for other in others)}) == 4
 
 
 def test_gather_and_scatter_of_sharded_parameters():
@@ -221,7 +177,7 @@ def test_gather_and_scatter_of_sharded_parameters():
     leaf, jax.sharding.NamedSharding(mesh, specs.get(leaf.ndim, jax.P()))
   )
   sharded = jax.tree.map(shard, tree)
-  layout = fragments.make_layout('balanced', tree, 2, _label)
+  layout = fragments.make_layout(tree, 2, _label)
   for p in range(2):
     flat_N = jax.jit(fragments.gather, static_argnums=(0, 1))(layout, p, sharded)
     np.testing.assert_array_equal(flat_N, fragments.gather(layout, p, tree))
@@ -230,26 +186,23 @@ def test_gather_and_scatter_of_sharded_parameters():
 
 
 @pytest.mark.parametrize(
-  'kind, tree, count, message',
+  'tree, count, message',
   [
-    ('tensor', {'a': jnp.zeros(8)}, 1, "'tensor' is not one of"),
-    ('balanced', {'a': jnp.zeros(8)}, 0, 'num_fragments is 0'),
-    ('balanced', {}, 1, 'no leaves'),
-    ('balanced', {'a': jnp.zeros((0, 4))}, 1, 'empty'),
-    ('balanced', {'a': jnp.zeros(4, jnp.int32)}, 1, 'int32'),
-    ('balanced', {'a': jnp.zeros(4)}, 5, '5 balanced fragments.* use fewer, sync.fragments=4'),
-    ('balanced', {'a': jnp.zeros((1, 1000)), 'b': jnp.zeros(32)}, 2, '32 to 1024 values'),
-    ('layer', {'layer_0': jnp.zeros(4)}, 2, '2 fragments'),
-    ('strided', {'layer_0': jnp.zeros(4), 'layer_1': jnp.zeros(4)}, 3, 'only 2 layers'),
+    ({'a': jnp.zeros(8)}, 0, 'num_fragments is 0'),
+    ({}, 1, 'no leaves'),
+    ({'a': jnp.zeros((0, 4))}, 1, 'empty'),
+    ({'a': jnp.zeros(4, jnp.int32)}, 1, 'int32'),
+    ({'a': jnp.zeros(4)}, 5, '5 balanced fragments.* use fewer, sync.fragments=4'),
+    ({'a': jnp.zeros((1, 1000)), 'b': jnp.zeros(32)}, 2, '32 to 1024 values'),
   ],
 )
-def test_impossible_layouts_say_why(kind, tree, count, message):
+def test_impossible_layouts_say_why(tree, count, message):
   with pytest.raises(ValueError, match=message):
-    fragments.make_layout(kind, tree, count, _label)
+    fragments.make_layout(tree, count, _label)
 
 
 def test_a_foreign_tree_or_vector_is_refused():
-  layout = fragments.make_layout('balanced', {'a': jnp.zeros((8, 8))}, 1, _label)
+  layout = fragments.make_layout({'a': jnp.zeros((8, 8))}, 1, _label)
   with pytest.raises(ValueError, match='no leaf a;'):
     fragments.gather(layout, 0, {'b': jnp.zeros((8, 8))})
   with pytest.raises(ValueError, match=r'have shape \(8, 4\), the layout says \(8, 8\)'):

@@ -28,7 +28,7 @@ WEIGHTS = (0.02, -0.3, 1.5, 2.4)
 def _norm(name: str, data: np.ndarray, n: int = N) -> float:
   """NaN if the syncer takes it for not finite. Two tensors, in several tiles."""
   tree = {key: jax.ShapeDtypeStruct((n // 2,), jnp.float32) for key in 'ab'}
-  layout = fragments.make_layout('balanced', tree, 1, lambda path: 'rda')
+  layout = fragments.make_layout(tree, 1, lambda path: 'rda')
   codec = codecs.get(name)
   lib = _tiles(layout, codec)
   norm = global_model.norm(lib.lengths(0, np.frombuffer(data, np.uint8)))

@@ -4,23 +4,53 @@ import collections
 
 import pytest
 
-from diloco_jax.protocol import facts
+from diloco_jax.protocol import actions, events, facts
+from diloco_jax.protocol.tape import observers
 from diloco_jax.report import book as book_lib
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import engine, faults
 from diloco_jax.verification.sim import world as world_lib
-from experiments.goodput import calibration
 from tests.protocol import transcript
 from tests.report import rows
 
 MS, SECOND = engine.MS, engine.SECOND
 
 
+class Turns(observers.Observer):
+  """Books the turns of all processes of a simulated world."""
+
+  def __init__(self, book: book_lib.Book):
+    self.book = book
+
+  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
+    if life.start.role == 'learner':
+      self.book.waits(life.start.node, now_ns)
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    name = life.start.node
+    if type(event) is events.StepDone and event.tokens:
+      self.book.stepped(name, now_ns, event.tokens, event.step_ns, event.data_ns, event.saving_ns)
+      self.book.waits(name, now_ns)  # until the next step: in this turn, if none is waited for
+    for action in out:
+      if type(action) is actions.Report:
+        self.book.take(name, now_ns, action.fact)
+      elif type(action) is actions.Step:
+        self.book.trains(name, now_ns)
+
+  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
+    if life.start.role == 'learner':
+      self.book.died(life.start.node, now_ns, killed)
+    else:
+      self.book.syncer_died(now_ns)
+
+
 def simulate(plan=(), until_s=20, **settings):
   """A world with three learners; returns its book, and the world."""
   config = transcript.protocol_config(total_steps=10_000, **settings)
   book = book_lib.Book(config.quorum, config.period / config.fragments)
-  world = world_lib.World(config, watchers=[calibration.Turns(book)])
+  world = world_lib.World(config, watchers=[Turns(book)])
   faults.Nemesis(world, plan, odds=faults.Odds(0, 0, 0))
   for name in ('l0', 'l1', 'l2'):
     world.start(name)

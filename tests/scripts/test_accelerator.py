@@ -10,29 +10,9 @@ import time
 
 import pytest
 
-from diloco_jax.config import build
-from diloco_jax.configs import stdlib_lm
-from diloco_jax.verification.virtual import conditions, virtual
-from scripts.accelerator import figures, lockstep
+from scripts.accelerator import figures
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize('learners', [1, 3])
-@pytest.mark.full
-def test_one_program_for_all_learners_trains_the_model_of_a_virtual_run(learners):
-  config = stdlib_lm.get_config('tiny')
-  config.mesh.data, config.sync.learners, config.sync.quorum = 1, learners, learners
-  if learners == 1:
-    run = virtual.alone(config)
-  else:
-    network = conditions.Network(up=0.3, down=0.3)
-    run = virtual.train(config, hardware=conditions.Hardware(merge=0.05), network=network)
-    assert {len(merge.participants) for merge in run.merges} == {learners}
-  assembled = build.assemble(config)
-  trained = lockstep.Learners(assembled).begin(assembled)
-  trained.train()
-  assert trained.loss() == pytest.approx(run.final_loss, rel=1e-6)
 
 
 def test_the_log_of_a_phase_counts_each_program_once():
@@ -47,7 +27,7 @@ def test_the_log_of_a_phase_counts_each_program_once():
 @pytest.mark.full
 def test_a_rehearsal_that_is_killed_keeps_the_figures_of_the_phases_before(tmp_path):
   """Its second phase is under way when SIGTERM comes; no process of it stays."""
-  command = [sys.executable, '-m', 'scripts.accelerator', '--rehearse', '--only=single,parity']
+  command = [sys.executable, '-m', 'scripts.accelerator', '--rehearse', '--only=single,processes']
   with subprocess.Popen(
     [*command, f'--out={tmp_path}'],
     cwd=ROOT,
@@ -56,13 +36,13 @@ def test_a_rehearsal_that_is_killed_keeps_the_figures_of_the_phases_before(tmp_p
     env=os.environ | {'JAX_NUM_CPU_DEVICES': '1'},
   ) as rehearsal:
     assert any(line.startswith('single: compiled_twice') for line in rehearsal.stdout)
-    while not (tmp_path / 'parity.log').exists() and rehearsal.poll() is None:
+    while not (tmp_path / 'processes.log').exists() and rehearsal.poll() is None:
       time.sleep(0.05)
     rehearsal.send_signal(signal.SIGTERM)
     assert rehearsal.wait(60) == 143
   found = json.loads((tmp_path / figures.FILE).read_text('utf-8'))
   assert found['single']['ended'] == 'in order', found
   assert found['single']['payloads_through_the_host'] == found['single']['ledger_off_by'] == 0
-  assert 'ended' not in found.get('parity', {})
+  assert 'ended' not in found.get('processes', {})
   left = subprocess.run(['pgrep', '-f', f'--out={tmp_path}'], capture_output=True, text=True)
   assert not left.stdout

@@ -34,7 +34,7 @@ VALUES = 1 << 18  # of each fragment: 1 MiB whole
 
 def layout_of(values, count=2):
   shapes = {name: jax.ShapeDtypeStruct((values,), np.float32) for name in 'ab'}
-  return fragments.make_layout('balanced', shapes, count, lambda path: 'body')
+  return fragments.make_layout(shapes, count, lambda path: 'body')
 
 
 LAYOUT = layout_of(VALUES)

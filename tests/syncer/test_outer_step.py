@@ -31,7 +31,7 @@ def _tree(seed=0):
 @functools.cache
 def _layout():
   label = lambda path: 'avg' if 'embed' in path else 'rda'
-  return fragments.make_layout('balanced', _tree(), 2, label)
+  return fragments.make_layout(_tree(), 2, label)
 
 
 def _fragment(p=0, codec='int8', tx=None, rules=_RULES, **more):
@@ -270,7 +270,6 @@ print(sum('XLA' in name for name in names))
 def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(outer_spec):
   """A variance that falls from 1 to 0.01 does not fall below 0, as by momentum."""
   layout = fragments.make_layout(
-    'balanced',
     {'var': jnp.ones(70), 'w': jnp.ones(70)},
     1,
     lambda path: 'statistic' if 'var' in path else 'body',

@@ -1,8 +1,5 @@
 """An event costs the same with many learners as with few, and late as early: counted in calls and
-in what is kept, not in seconds.
-
-How fast it is: scripts/benchmarks/simulator.py, scripts/benchmarks/books.py.
-"""
+in what is kept, not in seconds."""
 
 import collections
 import random
@@ -12,14 +9,27 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import arrays, engine, seeds
 from diloco_jax.verification.sim import world as world_lib
-from scripts import calm
 
 DEATHS = 12
 ROUNDS = 9
+
+
+def calm_run(config: config_lib.ProtocolConfig) -> int:
+  """Runs without faults, with unequal steps and all checkers; returns the number of events."""
+  count, checkers = observers.Count(), checkers_lib.Checkers(config)
+  world = world_lib.World(config, watchers=(count, checkers))
+  for which in range(config.learners):
+    world.island(f'l{which}').noise = 200
+    world.start(f'l{which}')
+  world.run(seeds.CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A run ends.', world.stuck())
+  checkers.finished(world.now_ns)
+  return count.events
 
 
 def calls_per_event(learners: int, steps: int) -> float:
@@ -35,7 +45,7 @@ def calls_per_event(learners: int, steps: int) -> float:
 
   sys.setprofile(profile)
   try:
-    events = calm.run(config)
+    events = calm_run(config)
   finally:
     sys.setprofile(None)
   return calls / events

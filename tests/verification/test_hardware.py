@@ -4,7 +4,7 @@ import itertools
 
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import hardware
-from experiments.goodput import formulas, islands
+from experiments.goodput import islands
 
 MS, SECOND = engine_lib.MS, engine_lib.SECOND
 
@@ -48,9 +48,9 @@ def test_failures_stretch_work_by_pauses_and_by_missing_slices():
 
 def test_the_goodput_of_islands_is_that_of_the_closed_form():
   elastic = hardware.of_chips(300_000)
-  assert abs(islands.alone(elastic, 4, 24).goodput - formulas.elastic(elastic)) < 0.01
+  assert abs(islands.alone(elastic, 4, 24).goodput - islands.elastic_goodput(elastic)) < 0.01
   rigid = hardware.of_chips(300_000, rigid=True)
-  assert abs(islands.alone(rigid, 1, 48).goodput - formulas.rigid(rigid)) < 0.01
+  assert abs(islands.alone(rigid, 1, 48).goodput - islands.rigid_goodput(rigid)) < 0.01
 
 
 def test_uptime_is_that_of_independent_islands():

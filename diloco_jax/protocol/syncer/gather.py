@@ -3,8 +3,7 @@
 The syncer announces a sync before it opens, so that learners give their payloads when these are
 due. The grace window begins at the opening; the sync merges all payloads that have arrived when the
 window is over and there are K. A closing sync merges the remaining steps: it waits for every asked
-learner, one lease long, and needs no quorum. With `wait_for=live` every sync waits for all of them,
-one lease long. docs/protocol.md draws the states from SYNC_STATES, for `wait_for=quorum`.
+learner, one lease long, and needs no quorum. docs/protocol.md draws the states from SYNC_STATES.
 """
 
 import dataclasses

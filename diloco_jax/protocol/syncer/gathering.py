@@ -148,8 +148,8 @@ class Gathering:
   def _choose_for_all(self, now_ns: int, gather: gather_lib.Gather) -> None:
     """Decides whether a sync waits for all learners: the first one of a fragment that they have
     trained on for long without an outer step. One lease serves all fragments: else a learner that
-    never answers would take one of each. Not one that has a lease anyway."""
-    if self._has_lease(gather):
+    never answers would take one of each. A closing sync has a lease anyway."""
+    if self._config.closing(gather.sync):
       return
     last, periods = self._published.fragments[gather.fragment].last_sync, 2 * self._tempo.period
     there = [member for member in self._members.live() if member.caught_up]
@@ -164,13 +164,10 @@ class Gathering:
     if gather.for_all and self._all_ns is None:
       self._all_ns = now_ns + self._config.lease_ns
 
-  def _has_lease(self, gather: gather_lib.Gather) -> bool:
-    return self._config.closing(gather.sync) or self._config.waits_for_live
-
   def _window_ns(self, now_ns: int, gather: gather_lib.Gather) -> int:
     """The grace window; of a sync for all the rest of their lease, at least the steps in which a
     learner answers."""
-    if self._has_lease(gather):
+    if self._config.closing(gather.sync):
       return self._config.lease_ns
     step_ns = pace_lib.step_ns(self._members)
     if gather.for_all:

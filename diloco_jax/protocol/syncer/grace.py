@@ -21,9 +21,8 @@ quorum. The paper does not say whose step time counts: we take the median of the
 each near the time that the syncer measures (members.py), so that no learner alone ends the waiting
 for the others. A closing sync waits up to a lease: all learners have finished, so waiting costs
 nothing, and a payload that it leaves out is lost. So does the first sync of a fragment after an
-outage, as all bring what they have trained in it, and with `wait_for=live` every sync. Until
-xi_sync has been measured once, by the first sync, there is no other grace window, also
-for K = 1.
+outage, as all bring what they have trained in it. Until xi_sync has been measured once, by the
+first sync, there is no other grace window, also for K = 1.
 """
 
 import dataclasses

@@ -70,7 +70,7 @@ class Links:
     self._total = sum(payload_bytes)
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.
-    self._goes_on = config.rebases and config.lag is None and not config.waits_for_live
+    self._goes_on = config.rebases and config.lag is None
     self._adapts = measured and self._goes_on
     self.now_ns = 0  # of the present turn
     self._opened_ns: int | None = None

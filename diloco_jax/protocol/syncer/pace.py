@@ -2,9 +2,8 @@
 
 Sync t opens once K live learners have reported a step >= t, so the K-th fastest learner sets the
 pace: a fast network cannot shrink H, and when the fastest learner dies the next one takes over.
-With `wait_for=live` K is the number of live learners, so the slowest one sets the pace. A *closing*
-sync, after the last inner step, opens once all of them have done their last step, so that
-no step is left out, or one lease after K of them: a learner may live and make no steps.
+A *closing* sync, after the last inner step, opens once all live learners have done their last step,
+so that no step is left out, or one lease after K of them: a learner may live and make no steps.
 
 The syncer announces a sync before it opens: `lead` steps before, which is the time that a request
 and its answer may take, so that a learner knows of it when its payload is due.
@@ -125,8 +124,7 @@ class Pace:
     return self.soon <= self.last and len(self._near) >= self._needed(self.soon)
 
   def _needed(self, sync: int) -> int:
-    closing = self._config.closing(sync)
-    waits = not self._closes if closing else self._config.waits_for_live
+    waits = self._config.closing(sync) and not self._closes
     return max(self._config.quorum, len(self.contributors) if waits else 0)
 
   @property

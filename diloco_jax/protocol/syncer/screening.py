@@ -39,7 +39,7 @@ usual norm, and if it is merged, it has no vote.
 
 Learners that have trained apart for more than APART periods of twelve steps or more, as after an
 outage, are so far from each other that a mean of them is worse than each
-(docs/studies/outage/outage.md). The run goes on from one of them, whose value the fragment becomes:
+(docs/studies/results.md). The run goes on from one of them, whose value the fragment becomes:
 the outer step leaves out the payloads of the others, and discards their tokens as `apart`. That is
 no strike.
 

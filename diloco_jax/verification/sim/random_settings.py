@@ -82,9 +82,6 @@ def _config(seed: int) -> config_lib.ProtocolConfig:
     ahead=adopt.randint(0, min(2, max(1, period - 1))),
     max_misses=adopt.choice((0, 1, 2, 2)),
     local=stream('local').choice((0, 0, 0, 1)),
-    wait_for=config_lib.WAIT_FOR.index(
-      stream('wait').choice(('quorum', 'quorum', 'quorum', 'live'))
-    ),
     keep_every=stream('keeping').choice([0, 0, 7, 20]),
   )
 
@@ -162,7 +159,6 @@ def _with_slow_link(seed: int, setting: Setting) -> Setting:
     period=period,
     overlap=min(max(1, old.overlap), period - 1),
     max_lag=None,
-    wait_for=config_lib.WAIT_FOR.index('quorum'),
     adopt=config_lib.ADOPT.index('rebase'),
     total_steps=draw.randint(60, 150),
   )

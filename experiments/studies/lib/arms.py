@@ -64,6 +64,7 @@ class Arm:
     """Changes with every setting of the run."""
     config = self.config.to_dict()
     config['sync'].pop('follow_bytes_per_s')  # no follower changes a run
+    config['sync'] |= {'fragmentation': 'balanced', 'wait_for': 'quorum'}  # settings until 8361d975
     where = {name: codec.encode(value) for name, value in sorted(self.where.items())}
     if self.kind == 'alone':
       del config['sync']

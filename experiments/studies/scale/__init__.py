@@ -2,7 +2,7 @@
 
 Sizes train equally many tokens for each parameter, in global batches that grow with the root of the
 size. M learners share a global batch, so that all of them have one baseline. DiLoCo with M=1 is
-data-parallel training with an outer step, as of diloco_jax.outer_optimizer.
+data-parallel training with an outer step.
 """
 
 import functools

@@ -56,34 +56,6 @@ def test_when_the_fastest_learner_dies_the_next_one_takes_over_at_once():
   assert len(later) >= 3
 
 
-def test_with_wait_for_live_no_step_is_taken_before_all_live_learners_are_there():
-  # docs/protocol.md, modes: "elastic data-parallel": a barrier over the live learners.
-  seen = Recording(
-    learners=3,
-    fragments=1,
-    period=1,
-    overlap=0,
-    quorum=1,
-    wait_for=config_lib.WAIT_FOR.index('live'),
-    total_steps=200,
-  )
-  seen.start('l0', step_ms=20).start('l1', step_ms=20).start('l2', step_ms=100).run(1000)
-  seen.world.end(seen.world.learners['l2'])
-  seen.run(2000)
-  seen.start('l2', step_ms=100)
-  seen.run(3000)
-  merges = [
-    (time, {one.learner for one in m.participants}) for time, _, m in seen.of(actions.Merge)
-  ]
-  apart = {'all': [], 'without l2': []}
-  for (before, _), (time, names) in zip(merges, merges[1:]):
-    assert names >= {'l0', 'l1'}
-    apart['all' if 'l2' in names else 'without l2'].append((time - before) // MS)
-  assert min(apart['all'][1:]) >= 100, 'the slowest live learner sets the pace'
-  assert len(apart['without l2']) > 8 and max(apart['without l2'][1:]) < 100, 'a dead one does not'
-  assert merges[-1][1] == {'l0', 'l1', 'l2'}, 'it is waited for again'
-
-
 def test_a_syncs_step_is_adopted_as_the_clock():
   """A learner that adopts what sync t published sets its clock to max(clock, t)."""
   seen = Recording(learners=2, fragments=4, period=4, overlap=1, quorum=1, total_steps=40)

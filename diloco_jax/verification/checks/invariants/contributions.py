@@ -167,7 +167,7 @@ class Quorum(invariant.Invariant):
   sentence = (
     'An outer step merges payloads of at least K different learners (of a closing sync, of any), '
     'all live and joined; it begins when every asked learner has answered or when the grace '
-    'window (of a closing sync, and with wait_for=live, a lease) is over.'
+    'window (of a closing sync a lease) is over.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -189,8 +189,7 @@ class Quorum(invariant.Invariant):
   def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The reason that is recorded holds."""
     gather = book.gathers[merging.sync]
-    waits = self.config.closing(merging.sync) or self.config.waits_for_live
-    if waits and merging.grace_ns != self.config.lease_ns:
+    if self.config.closing(merging.sync) and merging.grace_ns != self.config.lease_ns:
       self.fail(merging)
     if gather.waiting and now_ns < gather.opened_ns + merging.grace_ns:
       self.fail(merging, f'{gather.waiting} have not answered')

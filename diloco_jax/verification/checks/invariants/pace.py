@@ -16,7 +16,7 @@ class Pace(invariant.Invariant):
   sentence = (
     'Sync t opens once K live learners have reached step t, a closing sync once all have done '
     'their last step or one lease later, in the order of the schedule; the syncer announces it at '
-    'most max(1, tau + ahead) steps before. With wait_for=live, K is the number of live learners. '
+    'most max(1, tau + ahead) steps before. '
     'A sync that is two periods late waits a lease and a redial, at most, for learners that were '
     'lost. '
     'No two syncs in hand have the same fragment. '
@@ -128,7 +128,7 @@ class Pace(invariant.Invariant):
       ready += peer.caught_up and long_here and (believed >= sync or holder.done)
     caught_up = sum(peer.caught_up for peer in book.members.values())
     needed = self.config.quorum
-    if sync > self.config.total_steps or self.config.waits_for_live:
+    if sync > self.config.total_steps:
       needed = max(needed, caught_up)
     return ready >= needed
 
@@ -143,8 +143,7 @@ class Pace(invariant.Invariant):
   def _reached(self, book: SyncerBook, sync: int, lead: int) -> None:
     steps = self._steps(book)
     ready = sum(step + lead >= sync or step >= self.config.total_steps for step in steps)
-    all_live = self.config.waits_for_live and not self.config.closing(sync)
-    if ready < (max(self.config.quorum, len(steps)) if all_live else self.config.quorum):
+    if ready < self.config.quorum:
       self.fail(f'sync {sync}, {ready} learners are ready')
 
   @invariant.on(SYNCER, messages.Finish)

@@ -1,4 +1,4 @@
-"""The syncer is away for many periods, or a learner, or all learners stand still (outage.md)."""
+"""The syncer is away for many periods, or a learner, or all learners stand still (faults.md)."""
 
 import pathlib
 

@@ -1,1 +1,0 @@
-"""What experiments/bandwidth_bench.py measures: shaped links, programs, cells, figures."""
