@@ -114,10 +114,10 @@ def make_layout(tree: PyTree, num_fragments: int, label: Callable[[str], str]) -
   Raises:
     ValueError: a leaf is empty or not of floats, or the tree cannot fill so many fragments evenly.
 
-  >>> tree = {'embed': jnp.zeros((64, 8)), 'layers': [{'w': jnp.zeros((8, 8))}] * 2}
+  >>> tree = {'embed': jnp.zeros((8, 8)), 'layers': [{'w': jnp.zeros((8, 8))}] * 2}
   >>> layout = make_layout(tree, 3, label=lambda path: 'rda')
   >>> [[piece.key for piece in fragment] for fragment in layout.fragments]
-  [['embed[0:64]'], ['layers/0/w[0:8]'], ['layers/1/w[0:8]']]
+  [['embed[0:8]'], ['layers/0/w[0:8]'], ['layers/1/w[0:8]']]
   """
   if num_fragments < 1:
     raise ValueError(f'fragments: num_fragments is {num_fragments}; it must be at least 1')

@@ -35,7 +35,8 @@ def _rows(tmp_path_factory) -> dict[str, list[dict]]:
   )
   assert done.returncode == 0, done.stderr
   found: dict[str, list[dict]] = {}
-  for row in sorted(map(json.loads, (out / 'rows.jsonl').open()), key=lambda row: row['seed']):
+  rows = map(json.loads, (out / 'rows.jsonl').read_text('utf-8').splitlines())
+  for row in sorted(rows, key=lambda row: row['seed']):
     found.setdefault(row['arm'], []).append(row)
   return found
 

@@ -231,15 +231,17 @@ def test_no_clock_skips_a_closing_sync():
   assert machine._pace.skip_overdue() and machine._pace.next <= 40
 
 
-def test_a_restart_that_opens_closing_syncs_again_strikes_no_learner():
-  """A later one may be published already: who adopts it is at its step."""
+@pytest.mark.parametrize('published, believed', [(12, True), (11, False)])
+def test_a_restart_that_opens_closing_syncs_again_strikes_no_learner(published, believed):
+  """A later one may be published already: who adopts it is at its step, and not behind it."""
   machine = single.new_machine(total_steps=8, fragments=4, period=4, overlap=2)
   machine.handle(0, single.received(1, single.join()))
-  done = dataclasses.replace(single.confirm(fragments=4), clock=8, steps=8, tokens=80)
-  machine.handle(0, single.received(1, done))
-  machine._published.last_sync = 12
-  adopted = dataclasses.replace(single.progress(8), clock=12)
-  assert not said(machine.handle(1, single.received(1, adopted)))
+  machine.handle(0, single.received(1, single.confirm(fragments=4)))
+  machine.handle(1, single.received(1, single.progress(8)))
+  machine._published.last_sync = published  # by the process before
+  out = machine.handle(2, single.received(1, dataclasses.replace(single.progress(8), clock=12)))
+  assert bool(said(out)) != believed
+  assert machine.state()['members'][0]['strikes'] == (0 if believed else 1)
 
 
 def test_a_learner_that_was_not_heard_for_a_while_counts_with_all_its_steps():

@@ -389,7 +389,7 @@ def test_a_process_killed_before_its_first_turn(keep: int):
 
 def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
   lines = edited(recorded(), 0, lambda data: data.update(schema=9))
-  with pytest.raises(tape.TapeError, match="tape format 9, .* reads 2[.].*'commit'"):
+  with pytest.raises(tape.TapeError, match="tape format 9, .* reads 3[.].*'commit'"):
     replay_lib.replay(lines)
 
 
