@@ -24,12 +24,12 @@ from jax.experimental import multihost_utils
 from diloco_jax.config import build
 from diloco_jax.learner import island_port
 from diloco_jax.learner import work as learner_work
-from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import codec
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 HEARTBEAT_S = 20  # a host that is silent for so long ends the learner
 START_S = 600  # for all hosts to start, and then to compile
@@ -166,33 +166,6 @@ def _folder(stream: int, number: int) -> str:
   return f'diloco/work/{stream}/{number // _FOLDER}'
 
 
-class _SentPayloads:
-  """The payload store of the lead; what its step thread takes, all hosts get."""
-
-  def __init__(self, store: ports.Payloads):
-    self._store = store
-    self.put, self.drop = store.put, store.drop
-
-  def size(self, payload_id: int) -> int:
-    return memoryview(self._store.get(payload_id)).nbytes
-
-  def get(self, payload_id: int) -> memoryview:
-    return _broadcast(np.frombuffer(self._store.get(payload_id), np.uint8))
-
-
-class _ReceivedPayloads:
-  """The payloads of a led host: it receives what the lead takes."""
-
-  def __init__(self):
-    self.sizes: dict[int, int] = {}  # in bytes
-
-  def get(self, payload_id: int) -> memoryview:
-    return _broadcast(np.zeros(self.sizes[payload_id], np.uint8))
-
-  def drop(self, payload_id: int) -> None:
-    del self.sizes[payload_id]
-
-
 def _broadcast(data: np.ndarray) -> memoryview:
   return memoryview(np.ascontiguousarray(multihost_utils.broadcast_one_to_all(data)))
 
@@ -214,7 +187,6 @@ class LeadWork(_HostWork):
   def __init__(self, *args: Any):
     """As LearnerWork."""
     super().__init__(*args)
-    self._payloads = self._sent = _SentPayloads(self._payloads)
     self._stream, self._told = next(_STREAMS), 0
     self._untold: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._awaiting = threading.Thread(target=self._await_stop, name='stop', daemon=True)
@@ -244,10 +216,13 @@ class LeadWork(_HostWork):
       self._told += 1
     return action
 
+  def _take_payload(self, payload_id: int) -> memoryview:
+    return _broadcast(np.frombuffer(super()._take_payload(payload_id), np.uint8))
+
   def _described(self, action: actions.Work | None) -> list[Any]:
     """The action, and the size of its payload."""
     if isinstance(action, actions.Adopt):
-      return [action, self._sent.size(action.payload_id)]
+      return [action, memoryview(self._payloads.get(action.payload_id)).nbytes]
     if isinstance(action, actions.Save):  # the lead writes the state
       action = dataclasses.replace(action, machine_state={})
     return [action, 0]
@@ -266,9 +241,10 @@ class LedWork(_HostWork):
     island: island_port.IslandState,
     records: 'records_lib.Recorder | Quiet',
   ):
-    self._received = _ReceivedPayloads()
+    self._sizes: dict[int, int] = {}  # of the payloads of the lead, in bytes
     fail = lambda error: self._queue.put(error)
-    super().__init__(assembled, island, lambda event: None, fail, self._received, records)
+    store = payloads_lib.PayloadStore()  # nothing arrives here
+    super().__init__(assembled, island, lambda event: None, fail, store, records)
     threading.Thread(target=self._receive, name='receive', daemon=True).start()
 
   def _receive(self) -> None:
@@ -282,10 +258,13 @@ class LedWork(_HostWork):
             return
           action = codec.decode(actions.Work, data)
           if isinstance(action, actions.Adopt):
-            self._received.sizes[action.payload_id] = size
+            self._sizes[action.payload_id] = size
           self.submit(action)
     except BaseException as error:
       self._queue.put(error)
+
+  def _take_payload(self, payload_id: int) -> memoryview:
+    return _broadcast(np.zeros(self._sizes.pop(payload_id), np.uint8))
 
   def _take(self) -> actions.Work | None:
     action = super()._take()

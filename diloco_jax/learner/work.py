@@ -22,6 +22,7 @@ import jax
 
 from diloco_jax.config import build, run_config
 from diloco_jax.learner import island_port, on_device
+from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events
@@ -161,10 +162,16 @@ class LearnerWork:
         raise TypeError(f'a learner has no such work: {action}')
 
   def _adopt(self, adopt: actions.Adopt) -> None:
-    data = self._payloads.get(adopt.payload_id)
+    data = self._take_payload(adopt.payload_id)
     digest = self.exchange.adopt(adopt.fragment, data, adopt.whole, adopt.keep, adopt.merged)
-    self._payloads.drop(adopt.payload_id)
     self._egress.put(functools.partial(self._adopted, adopt.fragment, adopt.version, digest))
+
+  def _take_payload(self, payload_id: int) -> payload_lib.Payload:
+    """Takes a payload that has arrived out of its store. Of several hosts (hosts.py) this is a
+    meeting: each of them enters it at the same place of its work, or all of them wait."""
+    data = self._payloads.get(payload_id)
+    self._payloads.drop(payload_id)
+    return data
 
   def _use_shard(self, use: actions.UseShard) -> None:
     """Reads on from the committed cursor of a shard, even if the checkpoint has another position:

@@ -28,9 +28,6 @@ class Payloads(Protocol):
 
   def get(self, payload_id: int) -> payload_lib.Payload: ...
 
-  def replace(self, payload_id: int, data: payload_lib.Payload) -> None:
-    """Keeps this under the id instead of what was kept."""
-
   def drop(self, payload_id: int) -> None: ...
 
 

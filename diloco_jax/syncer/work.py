@@ -32,9 +32,8 @@ from diloco_jax.transport import payloads as payloads_lib
 
 
 class Measured(NamedTuple):
-  """What the store keeps of a payload that is measured: itself, near Theta, and the length of each
-  tensor, float64[T]. These are NaN, so that it is refused, if it was lost with the devices of its
-  learner."""
+  """A payload near Theta, and the length of each of its tensors, float64[T]. These are NaN, so that
+  it is refused, if it was lost with the devices of its learner."""
 
   near: payload_lib.Payload
   lengths_T: np.ndarray
@@ -71,6 +70,7 @@ class SyncerWork:
     self._store = store
     self._followers = followers
     self._evaluated = self._due = 0  # the sync of the last evaluation, and since when one is due
+    self._known: dict[int, Measured] = {}  # by payload id
     self._queue: queue.SimpleQueue[actions.Work | int | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
@@ -138,6 +138,7 @@ class SyncerWork:
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
+      del self._known[one.payload_id]
     if merged.failed:
       self._post(done)
       return
@@ -173,18 +174,27 @@ class SyncerWork:
       self._evaluation.submit(merge.sync)
 
   def _measured(self, p: int, payload_id: int) -> Measured:
-    """A payload of fragment p, which is measured once."""
-    found = self._payloads.get(payload_id)
-    if isinstance(found, Measured):
-      return found
+    """A payload of fragment p, which is measured once. Raises LookupError: it was dropped."""
+    if payload_id in self._known:
+      return self._known[payload_id]
+    payload = self._payloads.get(payload_id)
+    self._forget_dropped()
     try:
-      near = jax.block_until_ready(self._theta.near(p, found))
+      near = jax.block_until_ready(self._theta.near(p, payload))
       measured = Measured(near, self._theta.lengths(p, near))
     except jax.errors.JaxRuntimeError:
       tensors = len(self._assembled.layout.fragments[p])
       measured = Measured(b'', np.full(tensors, np.nan))
-    self._payloads.replace(payload_id, measured)
+    self._known[payload_id] = measured
     return measured
+
+  def _forget_dropped(self) -> None:
+    """The machine has dropped payloads that were measured, with their sessions."""
+    for payload_id in [*self._known]:
+      try:
+        self._payloads.get(payload_id)
+      except LookupError:
+        del self._known[payload_id]
 
   def _read(self, p: int) -> None:
     payload_id, payload = payloads_lib.keep(self._payloads, self._theta.published(p))

@@ -127,12 +127,6 @@ class PayloadStore:
       self._check(payload_id)
       return self._kept[payload_id]
 
-  def replace(self, payload_id: int, data: payload_lib.Payload) -> None:
-    """Keeps this under the id instead of what was kept."""
-    with self._lock:
-      self._check(payload_id)
-      self._kept[payload_id] = data
-
   def drop(self, payload_id: int) -> None:
     with self._lock:
       self._check(payload_id)

@@ -46,9 +46,6 @@ class _Payloads:
   def get(self, payload_id: int) -> Any:
     return self._contents[payload_id]
 
-  def replace(self, payload_id: int, content: Any) -> None:
-    self._contents[payload_id] = content
-
   def drop(self, payload_id: int) -> None:
     del self._contents[payload_id]
 
