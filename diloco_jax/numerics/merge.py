@@ -39,6 +39,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.numerics import spec
+from diloco_jax.numerics.contrib import aged
 from diloco_jax.numerics.contrib import majority as majority_lib
 
 
@@ -266,6 +267,46 @@ def shares(weights_M: np.ndarray) -> np.ndarray:
   """The weights divided by their sum, float64[M]. One of them is not 0."""
   weights_M = np.asarray(weights_M, np.float64)
   return weights_M / sum(weights_M.tolist())
+
+
+class Weighed(NamedTuple):
+  """An outer step before its sums.
+
+  Attributes:
+    rows: as the rule sees them: none is longer than `shortened` allows.
+    factors_MxT: by which each row, as it was sent, enters the sum.
+  """
+
+  rows: Rows
+  factors_MxT: np.ndarray
+
+
+def weigh(
+  rule: MergeRule,
+  tokens: Sequence[int],
+  steps: Sequence[int],
+  slow: Sequence[bool],
+  lengths_MxT: np.ndarray,
+  period: int,
+  cosines_MxMxT: np.ndarray | None = None,
+) -> Weighed:
+  """How much of each row an outer step merges: the whole policy of weights, ages and lengths.
+
+  Args:
+    rule: of the fragment.
+    tokens, steps, slow: of each row; slow: its link is too slow for every period (aged.py).
+    lengths_MxT: of the rows as they were sent.
+    period: H, inner steps.
+    cosines_MxMxT: between the rows, if the rule asks for them.
+
+  >>> lengths_MxT = np.float64([[4.0], [2.0]])
+  >>> weigh(rda(), [80, 40], [8, 8], [False, False], lengths_MxT, 8).factors_MxT.tolist()
+  [[0.2], [0.1]]
+  """
+  weights_M = token_weights(tokens, steps, aged.factors(steps, period, slow))
+  shortened_MxT = shortened(lengths_MxT, steps, period)
+  rows = Rows(shares(weights_M), lengths_MxT * shortened_MxT, cosines_MxMxT)
+  return Weighed(rows, rule.factors(rows) * shortened_MxT)
 
 
 def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule:

@@ -23,7 +23,6 @@ from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import exchange, fragments
 from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.numerics import outer as outer_lib
-from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.syncer import outer_step as outer_step_lib
@@ -192,29 +191,25 @@ class Theta:
       lengths_MxT = np.stack([self._tiles.lengths(p, one) for one in given])
     else:
       lengths_MxT = lengths_MxT[counts]
-    steps = [participants[m].steps for m in counts]
-    slow = [participants[m].slow for m in counts]
-    shares_M = merge_lib.shares(
-      merge_lib.token_weights(
-        [participants[m].tokens for m in counts],
-        steps,
-        aged.factors(steps, self._assembled.config.sync.period, slow),
-      )
+    rule, merged = self._rules[p], [participants[m] for m in counts]
+    weighed = merge_lib.weigh(
+      rule,
+      [one.tokens for one in merged],
+      [one.steps for one in merged],
+      [one.slow for one in merged],
+      lengths_MxT,
+      self._assembled.config.sync.period,
+      self._tiles.cosines(p, given, lengths_MxT) if rule.cosines else None,
     )
-    rule = self._rules[p]
-    cosines = self._tiles.cosines(p, given, lengths_MxT) if rule.cosines else None
-    shortened_MxT = merge_lib.shortened(lengths_MxT, steps, self._assembled.config.sync.period)
-    rows = merge_lib.Rows(shares_M, lengths_MxT * shortened_MxT, cosines)
-    factors_MxT = rule.factors(rows) * shortened_MxT
-    totals, sums_T = self._tiles.sums(p, list(zip(given, factors_MxT, strict=True)))
-    stretch_T = rule.stretch(rows, sums_T)
+    totals, sums_T = self._tiles.sums(p, list(zip(given, weighed.factors_MxT, strict=True)))
+    stretch_T = rule.stretch(weighed.rows, sums_T)
     periods = self._periods(participants, refused)
     alone = screening.goes_on(participants)
     made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
     if not made:
       return self._failed(p, NOT_FINITE)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    by_label = merge_lib.mean_cosines(factors_MxT * lengths_MxT, sums_T, self._labels[p])
+    by_label = merge_lib.mean_cosines(weighed.factors_MxT * lengths_MxT, sums_T, self._labels[p])
     return self._next(p, *made, length)._replace(cosines=by_label)
 
   def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
