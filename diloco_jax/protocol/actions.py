@@ -115,7 +115,8 @@ class Participant:
 
   Its norm must be at least `least` and at most `limit`, else it is left out (screening.py); None:
   any finite norm is allowed. `crc32`: of the payload's bytes, as they arrived. `slow`: the
-  learner's link is too slow for a payload in each period.
+  learner's link is too slow for a payload in each period. `apart`: it is left out, as the run goes
+  on from another participant.
   """
 
   learner: str
@@ -127,12 +128,13 @@ class Participant:
   limit: int | None = None
   crc32: int = 0
   slow: bool = False
+  apart: bool = False
 
 
 @_action
 class Measure:
   """Measure the lengths of the tensors in a payload that counts, before its outer step. No event
-  answers it: the shell keeps them under the payload's id, which a Drop frees."""
+  answers it: the shell keeps them until the merge."""
 
   fragment: int
   payload_id: int
@@ -141,7 +143,8 @@ class Measure:
 @_action
 class Merge:
   """Run the outer step that makes `version`; participants in the order of learner ids. A
-  participant whose value is not finite, or whose norm is above its limit, is left out.
+  participant that is `apart`, whose value is not finite, or whose norm is not within its limits, is
+  left out.
 
   Answered by MergeDone once it is committed: the shell has logged what it needs to run the outer
   step again, with `machine_state`, the machine state with this merge in progress (recovery.py). The

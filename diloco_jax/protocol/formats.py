@@ -16,7 +16,7 @@ NUMBERS = {
   'protocol': 1,
   'frame': 4,
   'model header': 1,
-  'log': 3,
+  'log': 4,
   'checkpoint': 2,
   'config': 4,
   'lineage': 1,

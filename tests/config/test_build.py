@@ -14,7 +14,6 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
-from diloco_jax.protocol.syncer import screening
 from diloco_jax.syncer import global_model
 from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
@@ -118,7 +117,7 @@ def test_where_the_run_goes_on_from_one_learner_the_fragment_becomes_its_value(c
   before = theta.master(0)
   payloads = [np.full(before.size, value, np.float32).tobytes() for value in (0.25, 1.0)]
   one, other = participants(2)
-  given = one, dataclasses.replace(other, least=screening.LEFT_OUT)
+  given = one, dataclasses.replace(other, apart=True)
   lengths_MxT = np.stack([theta.lengths(0, payload) for payload in payloads])
   refused = theta.screen(given, lengths_MxT, live=2).refused
   assert refused == (other.learner,)

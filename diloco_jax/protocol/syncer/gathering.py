@@ -19,18 +19,16 @@ A sync ends with a published version, or cancelled. Each participant receives it
 
 from collections.abc import Iterable
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages, rate_limited_log
+from diloco_jax.protocol import actions, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
-from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
-from diloco_jax.protocol.syncer import shards as shards_lib
 from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
@@ -42,25 +40,20 @@ class Gathering:
 
   def __init__(
     self,
-    config: config_lib.ProtocolConfig,
-    members: members_lib.Members,
-    ledger: ledger_lib.Ledger,
+    books: books_lib.Books,
     published: published_lib.Published,
-    shards: shards_lib.Shards,
     screening: screening_lib.Screening,
     links: links_lib.Links,
-    tempo: tempo_lib.Tempo,
-    out: action_list.ActionList,
   ):
-    self._shards = shards
-    self._tempo = tempo
-    self._config = config
-    self._members = members
-    self._ledger = ledger
+    self._config = config = books.config
+    self._tempo = books.tempo
+    self._members = books.members
+    self._ledger = books.ledger
+    self._shards = books.shards
+    self._out = books.out
     self._published = published
     self._screening = screening
     self._links = links
-    self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
     self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
@@ -369,9 +362,9 @@ class Gathering:
     self._unmerged.discard(gather.fragment)
     shared_steps, given = self._shared_steps(gather), [(name, one) for name, (one, _) in payloads]
     merged = [self._ledger.of(self._members.by_id[name]).merged for name, _ in given]
-    one = self._screening.goes_on_from(now_ns, given, merged)
+    successor = self._screening.goes_on_from(now_ns, given, merged)
     gather.participants = tuple(
-      self._participant(learner, message, payload_id, shared_steps, one not in ('', learner))
+      self._participant(learner, message, payload_id, shared_steps, successor)
       for learner, (message, payload_id) in payloads
     )
     self._shards.merge(gather.sync, gather.fragment, given)
@@ -411,8 +404,9 @@ class Gathering:
     message: messages.Contribution,
     payload_id: int,
     shared_steps: int,
-    apart: bool,
+    successor: str,
   ) -> actions.Participant:
+    """`successor`: the learner from which the run goes on, if not all are merged."""
     member = self._members.by_id[learner]
     settled = self._settle_tokens(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
@@ -423,10 +417,11 @@ class Gathering:
       payload_id=payload_id,
       tokens=message.tokens_to - message.tokens_from,
       steps=message.steps,
-      least=screening_lib.LEFT_OUT if apart else least,
+      least=least,
       limit=limit,
       crc32=message.payload.crc32,
       slow=member.up.periods > 1,
+      apart=successor not in ('', learner),
     )
 
   def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:

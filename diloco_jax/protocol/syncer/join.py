@@ -40,17 +40,15 @@ verdicts.py has the refusals.
 
 import dataclasses
 
-from diloco_jax.protocol import action_list, actions, facts, messages
-from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
-from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import plausible, verdicts
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
-from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
 NEWCOMERS = 2  # known ones, for each expected learner: ids of which nothing was merged
@@ -75,32 +73,26 @@ class Membership:
 
   def __init__(
     self,
-    config: config_lib.ProtocolConfig,
-    agreement: str,
-    run: str,
-    members: members_lib.Members,
-    ledger: ledger_lib.Ledger,
+    books: books_lib.Books,
     pace: pace_lib.Pace,
     published: published_lib.Published,
     gathering: gathering_lib.Gathering,
-    shards: shards_lib.Shards,
     screening: screening_lib.Screening,
     links: links_lib.Links,
-    out: action_list.ActionList,
   ):
-    self._config = config
-    self._links = links
-    self._agreement = agreement
-    self._run = run
-    self._screening = screening
-    self._members = members
-    self._ledger = ledger
+    self._config = books.config
+    self._agreement = books.agreement
+    self._run = books.run
+    self._members = books.members
+    self._ledger = books.ledger
+    self._shards = books.shards
+    self._out = books.out
     self._pace = pace
     self._published = published
     self._gathering = gathering
-    self._shards = shards
-    self._out = out
-    self.plausibility = plausible.Plausibility(config, ledger, pace, published)
+    self._screening = screening
+    self._links = links
+    self.plausibility = plausible.Plausibility(books, pace, published)
     self._proved: dict[int, str] = {}  # ids, by session, where they are proved
     self._offered: dict[int, _Offered] = {}
     self._waiting_room: dict[int, messages.Confirm] = {}  # by session

@@ -23,10 +23,11 @@ The pulls of a learner are spread evenly over the r periods, so that they do not
 
 from collections.abc import Callable, Sequence
 
-from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import facts, messages
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
@@ -44,29 +45,19 @@ MAX_MARKS = 4_096  # reported steps whose payloads may still come
 class Links:
   """Measures the links of all members, and decides what is asked of them."""
 
-  def __init__(
-    self,
-    config: config_lib.ProtocolConfig,
-    members: members_lib.Members,
-    payload_bytes: Sequence[int],
-    measured: bool,
-    schedule: schedule_lib.Schedule,
-    tempo: tempo_lib.Tempo,
-    out: action_list.ActionList,
-  ):
+  def __init__(self, books: books_lib.Books, payload_bytes: Sequence[int], measured: bool):
     """Begins with no link measured.
 
     Args:
-      config: the protocol's settings.
-      members: whose links they are.
+      books: of the syncer.
       payload_bytes: sizes of each fragment's encoded pseudo-gradient.
       measured: whether their time is that of the link; else nothing less is asked of any.
-      schedule: which sync has its turn.
-      tempo: the period of the run, which the links change.
-      out: for what is said and reported.
     """
-    self._schedule, self._tempo = schedule, tempo
-    self._config, self._members, self._out = config, members, out
+    self._config = config = books.config
+    self._schedule = books.schedule
+    self._tempo = books.tempo
+    self._members = books.members
+    self._out = books.out
     self._total = sum(payload_bytes)
     # A link matters only where a learner trains on while its payload travels, and carries on what
     # was not merged.

@@ -41,22 +41,18 @@ no part calls it::
 import copy
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import join as join_lib
-from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import links as links_lib
-from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import screening as screening_lib
-from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
 OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'
@@ -84,56 +80,23 @@ class SyncerMachine:
       payload_bytes: size of each fragment's encoded pseudo-gradient.
       links_measured: whether the time of a payload is that of its link (tempo.are_measured).
     """
+    books = books_lib.begin(config, agreement, run)
     self._config = config
     self._run = run
-    self._schedule = schedule_lib.Schedule(config)
-    self._out = action_list.ActionList()
-    self._members = members_lib.Members(config)
-    self._ledger = ledger_lib.Ledger(config.fragments)
-    self._tempo = tempo_lib.Tempo(config)
-    self._pace = pace_lib.Pace(config, self._schedule, self._members, self._tempo)
-    self._screening = screening_lib.Screening(config, self._members, self._out)
-    self._links = links_lib.Links(
-      config,
-      self._members,
-      payload_bytes,
-      links_measured,
-      self._schedule,
-      self._tempo,
-      self._out,
-    )
-    self._published = published_lib.Published(
-      list(map(published_lib.Fragment, digests, payload_bytes)),
-      self._members,
-      self._ledger,
-      self._links,
-      self._out,
-    )
-    self._shards = shards_lib.Shards(config.data_shards, config.fragments, bool(config.local))
-    self._gathering = gathering_lib.Gathering(
-      config,
-      self._members,
-      self._ledger,
-      self._published,
-      self._shards,
-      self._screening,
-      self._links,
-      self._tempo,
-      self._out,
-    )
+    self._schedule = books.schedule
+    self._tempo = books.tempo
+    self._members = books.members
+    self._ledger = books.ledger
+    self._shards = books.shards
+    self._out = books.out
+    self._pace = pace_lib.Pace(books)
+    self._screening = screening_lib.Screening(books)
+    self._links = links_lib.Links(books, payload_bytes, links_measured)
+    fragments = list(map(published_lib.Fragment, digests, payload_bytes))
+    self._published = published_lib.Published(books, fragments, self._links)
+    self._gathering = gathering_lib.Gathering(books, self._published, self._screening, self._links)
     self._membership = join_lib.Membership(
-      config,
-      agreement,
-      run,
-      self._members,
-      self._ledger,
-      self._pace,
-      self._published,
-      self._gathering,
-      self._shards,
-      self._screening,
-      self._links,
-      self._out,
+      books, self._pace, self._published, self._gathering, self._screening, self._links
     )
     self._saving = checkpoints_lib.Saving(config.save_syncs, config.keep_every)
     self._skipped = 0

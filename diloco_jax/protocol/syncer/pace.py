@@ -31,9 +31,7 @@ bring is as long as what the first of them brings, and has to be merged with it.
 
 from collections.abc import Sequence
 
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 SPEED = 16
@@ -63,20 +61,14 @@ def kth_step(steps: list[int], quorum: int) -> int:
 class Pace:
   """The position of the run on its schedule, and the learners that are ready for the next sync."""
 
-  def __init__(
-    self,
-    config: config_lib.ProtocolConfig,
-    schedule: schedule_lib.Schedule,
-    members: members_lib.Members,
-    tempo: tempo_lib.Tempo,
-  ):
-    self._config = config
-    self._tempo = tempo
-    self._schedule = schedule
-    self._members = members
-    self.last = schedule.last
+  def __init__(self, books: books_lib.Books):
+    self._config = books.config
+    self._tempo = books.tempo
+    self._schedule = books.schedule
+    self._members = books.members
+    self.last = books.schedule.last
     self.opened = 0  # the last sync that was opened
-    self.next = schedule.next(0)
+    self.next = books.schedule.next(0)
     self.contributors: set[str] = set()
     self._ready: set[str] = set()
     self.soon = self.next  # the next sync to announce

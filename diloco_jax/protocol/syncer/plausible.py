@@ -20,9 +20,8 @@ A lie inside these limits is not noticed here. How fast a clock may run: pace.py
 makes of the steps of one learner: screening.py, numerics/merge.py.
 """
 
-from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -34,14 +33,10 @@ class Plausibility:
   """Compares messages with the state of the syncer. Changes nothing."""
 
   def __init__(
-    self,
-    config: config_lib.ProtocolConfig,
-    ledger: ledger_lib.Ledger,
-    pace: pace_lib.Pace,
-    published: published_lib.Published,
+    self, books: books_lib.Books, pace: pace_lib.Pace, published: published_lib.Published
   ):
-    self._config = config
-    self._ledger = ledger
+    self._config = books.config
+    self._ledger = books.ledger
     self._pace = pace
     self._published = published
 

@@ -19,8 +19,8 @@ More at once would only be older when they arrive.
 
 import dataclasses
 
-from diloco_jax.protocol import action_list, actions, events, messages
-from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
@@ -38,19 +38,12 @@ class Fragment:
 class Published:
   """The published fragments. It moves the copies of all live members."""
 
-  def __init__(
-    self,
-    fragments: list[Fragment],
-    members: members_lib.Members,
-    ledger: ledger_lib.Ledger,
-    links: links_lib.Links,
-    out: action_list.ActionList,
-  ):
+  def __init__(self, books: books_lib.Books, fragments: list[Fragment], links: links_lib.Links):
+    self._members = books.members
+    self._ledger = books.ledger
+    self._out = books.out
     self.fragments = fragments
-    self._ledger = ledger
     self._links = links
-    self._members = members
-    self._out = out
     self._reads: set[int] = set()  # fragments being read whole
     self.last_sync = 0  # the newest of all fragments
 

@@ -51,8 +51,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
@@ -64,7 +65,6 @@ GROWTH = 32
 LONGER = 4
 LEAST_SHIFT = 20
 APART, SHORTEST = 200, 12  # periods, and the steps of one at least
-LEFT_OUT = 1 << 256  # as the least norm: none is so large
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def left_out(
   return tuple(
     one.learner
     for one, norm in zip(participants, norms, strict=True)
-    if refused(norm, one.least, None if one.limit is None else max(one.limit, limit))
+    if one.apart or refused(norm, one.least, None if one.limit is None else max(one.limit, limit))
   )
 
 
@@ -181,17 +181,12 @@ def too_far(steps: Sequence[int], period: int) -> bool:
 
 def goes_on(participants: Sequence[actions.Participant]) -> bool:
   """Whether the run goes on from one of them, because they have trained apart for long."""
-  return any(map(apart, participants))
-
-
-def apart(one: actions.Participant) -> bool:
-  """Whether the run goes on from another participant."""
-  return one.least == LEFT_OUT
+  return any(one.apart for one in participants)
 
 
 def reason(one: actions.Participant) -> str:
   """Of the verdict on a participant that an outer step has left out."""
-  return messages.Reason.APART if apart(one) else messages.Reason.BAD_VALUE
+  return messages.Reason.APART if one.apart else messages.Reason.BAD_VALUE
 
 
 def common(norms: Sequence[int], live: int) -> int:
@@ -222,17 +217,12 @@ def describe(norm: int, votes: list[list[int]]) -> str:
 class Screening:
   """Keeps the norms of merged payloads, and the strikes of learners with refused ones."""
 
-  def __init__(
-    self,
-    config: config_lib.ProtocolConfig,
-    members: members_lib.Members,
-    out: action_list.ActionList,
-  ):
-    self._config = config
-    self._members = members
-    self._out = out
+  def __init__(self, books: books_lib.Books):
+    self._config = books.config
+    self._members = books.members
+    self._out = books.out
     self._one = ''  # from which the run goes on
-    self.usual = [Usual() for _ in range(config.fragments)]
+    self.usual = [Usual() for _ in range(books.config.fragments)]
 
   def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""
@@ -274,7 +264,7 @@ class Screening:
     for one, norm in zip(gather.participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
-      if apart(one):
+      if one.apart:
         continue
       if one.learner in done.refused:
         what = describe(norm, usual.votes())

@@ -249,7 +249,7 @@ def screened(
   refused = screening.left_out(participants, norms, live, factor)
   for one, grad in zip(participants, grads):
     claim(
-      grad.spoiled or screening.apart(one) or one.learner not in refused,
+      grad.spoiled or one.apart or one.learner not in refused,
       'Screening refuses no honest payload.',
       one,
       grad,

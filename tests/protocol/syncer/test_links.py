@@ -4,13 +4,13 @@ import collections
 
 import pytest
 
-from diloco_jax.protocol import action_list, actions, messages
+from diloco_jax.protocol import actions, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import links as links_lib
-from diloco_jax.protocol.syncer import members as members_lib
 
 SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
 
@@ -20,14 +20,12 @@ class Syncer:
 
   def __init__(self, **settings):
     config = config_lib.ProtocolConfig(period=P, fragments=P, **settings)
-    self.out = action_list.ActionList()
-    members = members_lib.Members(config)
+    books = books_lib.begin(config)
+    self.out, self.tempo = books.out, books.tempo
     for session, name in enumerate(('l0', 'l1')):
-      members.bind(name, session, 1, session, 0)
-    self.tempo, schedule = tempo_lib.Tempo(config), schedule_lib.Schedule(config)
-    made = config, members, (SIZE,) * P, True, schedule, self.tempo
-    self.links = links_lib.Links(*made, self.out)
-    self.one = members.by_id['l1']
+      books.members.bind(name, session, 1, session, 0)
+    self.links = links_lib.Links(books, (SIZE,) * P, measured=True)
+    self.one = books.members.by_id['l1']
     self.sync = self.tokens = 0
     for _ in range(P):
       self.opens()

@@ -9,8 +9,7 @@ import pytest
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol import tempo as tempo_lib
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import grace, members, pace
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.verification.sim import engine, network
@@ -76,10 +75,10 @@ def test_kth_step_agrees_with_a_naive_count():
 def _pace(*live: members.Member) -> pace.Pace:
   """That of a syncer with these members."""
   config = config_lib.ProtocolConfig(learners=len(live), period=4, fragments=4, total_steps=5_000)
-  of = members.Members(config)
-  of.by_id = {one.learner: one for one in live}
-  of.by_session = dict(enumerate(live))
-  return pace.Pace(config, schedule_lib.Schedule(config), of, tempo_lib.Tempo(config))
+  books = books_lib.begin(config)
+  books.members.by_id = {one.learner: one for one in live}
+  books.members.by_session = dict(enumerate(live))
+  return pace.Pace(books)
 
 
 def _reports(name: str, step_ns: int, report_ns: int) -> members.Member:

@@ -9,7 +9,8 @@ import json
 
 import pytest
 
-from diloco_jax.protocol import action_list, actions, events, messages, rate_limited_log
+from diloco_jax.protocol import actions, events, messages, rate_limited_log
+from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import gather, recovery, screening
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
@@ -482,8 +483,8 @@ def test_a_learner_that_was_merged_since_is_not_in_doubt():
 
 def test_a_merge_of_the_process_before_makes_nobody_sure_of_its_successor():
   """Of `others_merged`: the norms of a process alone may be right, and the usual ones wrong."""
-  members = members_lib.Members(config())
-  screen = screening.Screening(config(), members, action_list.ActionList())
+  books = books_lib.begin(config())
+  screen, members = screening.Screening(books), books.members
   member = members.bind('l0', nonce=2, incarnation=2, session=1, now_ns=0)
   member.strikes = 1
   for name in ('l0', 'l1'):
@@ -522,12 +523,11 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
 @pytest.mark.parametrize('fragments', [2, 4])
 def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
   """Else it may be the usual norm that is wrong, of each of the fragments."""
-  out = action_list.ActionList()
-  setting = config(learners=4, fragments=fragments, period=fragments)
-  members = members_lib.Members(setting)
+  books = books_lib.begin(config(learners=4, fragments=fragments, period=fragments))
+  members = books.members
   for m in range(8):
     members.bind(f'l{m}', m, 1, m, 0)
-  screen = screening.Screening(setting, members, out)
+  screen = screening.Screening(books)
 
   def merge(sync: int, norms: dict[str, int], refused: tuple[str, ...]) -> list[str]:
     participants = tuple(

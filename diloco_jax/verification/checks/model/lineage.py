@@ -238,7 +238,7 @@ class Record:
         holder = lineage.holders[one.learner]
         if holder.incarnation == one.incarnation:
           holder.refused |= {p}
-          holder.refusals += one.learner in self.refused and not screening.apart(one)
+          holder.refusals += one.learner in self.refused and not one.apart
       else:
         lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
         lineage.readers[shard] = one.learner
