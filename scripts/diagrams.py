@@ -20,12 +20,12 @@ import drawing
 
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import gather
+from diloco_jax.protocol.syncer import sync
 
 PACKAGE = ROOT / 'diloco_jax'
 SHELVES = ('protocol', 'verification')  # rooms that are made of rooms
 TABLES = {  # by the name of its picture
-  'states_sync': ('A sync (`protocol/syncer/gather.py`, SYNC_STATES)', gather.SYNC_STATES),
+  'states_sync': ('A sync (`protocol/syncer/sync.py`, SYNC_STATES)', sync.SYNC_STATES),
   'states_connection': (
     "A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
     connection.CONNECTION_STATES,

@@ -2,7 +2,7 @@
 
 from diloco_jax.commands import syncer
 from diloco_jax.launch import cli
-from diloco_jax.protocol.syncer import gathering, pace
+from diloco_jax.protocol.syncer import pace, syncs
 
 
 def wait_for_live() -> None:
@@ -10,7 +10,7 @@ def wait_for_live() -> None:
   their payloads, one lease long. A dead learner is not waited for."""
   needed = pace.Pace._needed
   pace.Pace._needed = lambda self, sync: max(needed(self, sync), len(self.contributors))
-  gathering.Gathering._window_ns = lambda self, now_ns, gather: self._config.lease_ns
+  syncs.Syncs._window_ns = lambda self, now_ns, sync: self._config.lease_ns
 
 
 if __name__ == '__main__':

@@ -7,11 +7,11 @@ import pytest
 from diloco_jax.protocol import messages, states
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import gather, members
+from diloco_jax.protocol.syncer import members, sync
 
 PAGE = (pathlib.Path(__file__).parents[2] / 'docs' / 'protocol.md').read_text()
 TABLES = (
-  gather.SYNC_STATES,
+  sync.SYNC_STATES,
   members.COPY_STATES,
   connection.CONNECTION_STATES,
   learner_machine.TRAINING_STATES,

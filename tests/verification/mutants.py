@@ -20,9 +20,8 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
+from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import (
-  checkpoints,
-  gathering,
   ledger,
   members,
   pace,
@@ -31,11 +30,11 @@ from diloco_jax.protocol.syncer import (
   recovery,
   screening,
   shards,
+  syncs,
   verdicts,
 )
-from diloco_jax.protocol.syncer import gather as gather_lib
-from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import sync as sync_lib
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.sim import arrays, network, processes
 
@@ -100,25 +99,25 @@ SETTLES = (ledger.Account, 'settle', _never_refuses)
   also=(SETTLES, (shards.Shards, 'counts', lambda original: lambda *args: True)),
 )
 def no_dedup(original):
-  def judge(message, name, gather, fragment, cursor, oldest):
-    return original(message, name, gather, fragment, -1, oldest)
+  def judge(message, name, sync, fragment, cursor, oldest):
+    return original(message, name, sync, fragment, -1, oldest)
 
   return judge
 
 
 @mutant('The syncer merges a payload with an anchor of any age.', verdicts, 'judge', 'I6')
 def stale_base_merged(original):
-  def judge(message, name, gather, fragment, cursor, oldest):
-    return original(message, name, gather, fragment, cursor, 0)
+  def judge(message, name, sync, fragment, cursor, oldest):
+    return original(message, name, sync, fragment, cursor, 0)
 
   return judge
 
 
-@mutant('The syncer merges payloads in the order of arrival.', gathering.Gathering, 'merge', 'I15')
+@mutant('The syncer merges payloads in the order of arrival.', syncs.Syncs, 'merge', 'I15')
 def merge_in_arrival_order(original):
-  def merge(self, now_ns, gather):
-    with mock.patch.object(gathering, 'sorted', list, create=True):
-      original(self, now_ns, gather)
+  def merge(self, now_ns, sync):
+    with mock.patch.object(syncs, 'sorted', list, create=True):
+      original(self, now_ns, sync)
 
   return merge
 
@@ -135,7 +134,7 @@ def discard_without_ledger(original):
 
 @mutant(
   'A payload stays in its open sync when its tokens are overwritten.',
-  gathering.Gathering,
+  syncs.Syncs,
   '_withdraw',
   'I7 claim',
   also=(SETTLES,),
@@ -146,14 +145,14 @@ def overwritten_payload_stays(original):
 
 @mutant(
   'The syncer does not tell a learner that its contribution was merged.',
-  gathering.Gathering,
+  syncs.Syncs,
   'send_verdict',
   'I7c',
 )
 def merged_payload_is_not_reported(original):
-  def send_verdict(self, member, sync, fragment, reason):
+  def send_verdict(self, member, t, fragment, reason):
     if reason:
-      original(self, member, sync, fragment, reason)
+      original(self, member, t, fragment, reason)
 
   return send_verdict
 
@@ -205,7 +204,7 @@ def keep_is_ignored(original):
 
 @mutant(
   'A whole fragment counts the tokens of an outer step in progress as settled.',
-  gathering.Gathering,
+  syncs.Syncs,
   'merging_from',
   'I25',
 )
@@ -228,19 +227,19 @@ def undecided_capture_is_dropped(original):
   return adopt
 
 
-@mutant('The syncer keeps all late payloads.', gathering.Gathering, '_next', 'I5 I7c I11 L2a')
+@mutant('The syncer keeps all late payloads.', syncs.Syncs, '_next', 'I5 I7c I11 L2a')
 def late_payloads_are_not_counted(original):
   def _next(self, member, message):
     found = original(self, member, message)
     if found is None and not self._config.closing(message.sync):
       fragment = message.fragment
-      return self.due.setdefault(fragment, gather_lib.Gather(sync=0, fragment=fragment))
+      return self.due.setdefault(fragment, sync_lib.Sync(t=0, fragment=fragment))
     return found
 
   return _next
 
 
-@mutant('The verdict on a late payload names another sync.', gather_lib.Gather, 'given_for', 'I7c')
+@mutant('The verdict on a late payload names another sync.', sync_lib.Sync, 'given_for', 'I7c')
 def late_verdict_names_another_sync(original):
   def given_for(self, learner):
     return self.sync
@@ -262,7 +261,7 @@ def rewound_capture_stays(original):
 
 @mutant(
   'The ledger settles a late payload although its learner keeps the tokens.',
-  gathering.Gathering,
+  syncs.Syncs,
   '_reject',
   'I25 I7',
 )
@@ -288,7 +287,7 @@ def spoiled_is_not_saved(original):
 
 @mutant('A learner gives a fragment before it is due.', pulls_lib.Pulls, '_given_at', 'I1b')
 def given_too_early(original):
-  return lambda self, sync: original(self, sync) - 1
+  return lambda self, t: original(self, t) - 1
 
 
 @mutant('A learner gives a fragment only when the sync has opened.', pulls_lib.Pulls, 'due', 'L4a')
@@ -299,31 +298,29 @@ def given_when_asked(original):
   return due
 
 
-@mutant('An announced sync pulls like an open one.', gathering.Gathering, '_pull', 'P1')
+@mutant('An announced sync pulls like an open one.', syncs.Syncs, '_pull', 'P1')
 def announced_is_open(original):
-  def _pull(self, gather, member):
-    state, gather.state = gather.state, 'gathering'
-    original(self, gather, member)
-    gather.state = state
+  def _pull(self, sync, member):
+    state, sync.state = sync.state, 'open'
+    original(self, sync, member)
+    sync.state = state
 
   return _pull
 
 
 @mutant('A closing sync opens while a learner still trains.', pace.Pace, '_needed', 'P1')
 def closes_too_early(original):
-  return lambda self, sync: (
-    self._config.quorum if self._config.closing(sync) else original(self, sync)
-  )
+  return lambda self, t: self._config.quorum if self._config.closing(t) else original(self, t)
 
 
 @mutant(
   'A closing sync ends with the grace window of the others.',
-  gathering.Gathering,
+  syncs.Syncs,
   '_window_ns',
   'I5 L2a',
 )
 def closing_does_not_wait(original):
-  return lambda self, now_ns, gather: original(self, now_ns, dataclasses.replace(gather, sync=0))
+  return lambda self, now_ns, sync: original(self, now_ns, dataclasses.replace(sync, t=0))
 
 
 # --- A learner's answers --------------------------------------------------------------------------
@@ -473,11 +470,9 @@ def _without_refused(done: events.MergeDone) -> events.MergeDone:
   return dataclasses.replace(done, refused=())
 
 
-@mutant(
-  'The tokens of a refused participant stay merged.', gathering.Gathering, '_publish', 'I7 I7c I16'
-)
+@mutant('The tokens of a refused participant stay merged.', syncs.Syncs, '_publish', 'I7 I7c I16')
 def refused_tokens_stay_merged(original):
-  return lambda self, gather, done: original(self, gather, _without_refused(done))
+  return lambda self, sync, done: original(self, sync, _without_refused(done))
 
 
 @mutant(
@@ -493,30 +488,30 @@ def closing_syncs_are_lost(original):
 # --- Quorum and pace ------------------------------------------------------------------------------
 
 
-@mutant('One payload too few makes a quorum.', gather_lib, 'decide', 'I5')
+@mutant('One payload too few makes a quorum.', sync_lib, 'decide', 'I5')
 def quorum_is_one_less(original):
-  def decide(gather, now_ns, needed, live):
-    return original(gather, now_ns, needed and max(1, needed - 1), live)
+  def decide(sync, now_ns, needed, live):
+    return original(sync, now_ns, needed and max(1, needed - 1), live)
 
   return decide
 
 
-@mutant('The syncer waits for no other learner once it has a quorum.', gather_lib, 'decide', 'I5')
+@mutant('The syncer waits for no other learner once it has a quorum.', sync_lib, 'decide', 'I5')
 def no_grace(original):
-  def decide(gather, now_ns, needed, live):
-    if not gather.merging and len(gather.payloads) >= max(1, needed):
+  def decide(sync, now_ns, needed, live):
+    if not sync.merging and len(sync.payloads) >= max(1, needed):
       return 'merge', 'there is a quorum'
-    return original(gather, now_ns, needed, live)
+    return original(sync, now_ns, needed, live)
 
   return decide
 
 
-@mutant('The grace window never closes.', gather_lib.Gather, 'close_ns', 'L2a')
+@mutant('The grace window never closes.', sync_lib.Sync, 'close_ns', 'L2a')
 def grace_never_ends(original):
   return property(lambda self: 10**18)
 
 
-@mutant('A sync that can no longer reach its quorum stays open.', gather_lib, 'decide', 'L2a')
+@mutant('A sync that can no longer reach its quorum stays open.', sync_lib, 'decide', 'L2a')
 def never_cancelled(original):
   def decide(*args):
     verdict, why = original(*args)
@@ -537,7 +532,7 @@ def fastest_sets_the_pace(original):
 @mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
 def fragment_in_flight_twice(original):
   def _may_open(self):
-    free = len(self._gathering.open) < self._tempo.in_flight
+    free = len(self._syncs.open) < self._tempo.in_flight
     return not self._stopping and self._pace.reached and free
 
   return _may_open
@@ -558,12 +553,12 @@ def skips_single_syncs(original):
 
 @mutant('Every fragment has a turn in every period.', pace.Pace, '_after', 'P1')
 def every_sync_has_a_turn(original):
-  return lambda self, sync: self._schedule.next(sync)
+  return lambda self, t: self._schedule.next(t)
 
 
 @mutant(
   'Open syncs do not pull from a joiner that has just caught up.',
-  gathering.Gathering,
+  syncs.Syncs,
   'enter',
   'L5',
 )
@@ -578,7 +573,7 @@ def slowest_sets_the_pace(original):
 
 @mutant('The syncer opens one sync at a time, whatever tau is.', SyncerMachine, '_may_open', 'P1')
 def one_in_flight(original):
-  return lambda self: not self._gathering.open and original(self)
+  return lambda self: not self._syncs.open and original(self)
 
 
 @mutant(
@@ -782,14 +777,14 @@ def saves_during_a_merge(original):
 
 @mutant(
   'The syncer does not tell a waiting lock-step learner of a cancelled sync.',
-  gathering.Gathering,
+  syncs.Syncs,
   'cancel',
   'I7c L1 L2a',
 )
 def cancel_is_not_reported(original):
-  def cancel(self, gather, why):
-    with mock.patch.object(gathering.Gathering, 'send_verdict', lambda *args: None):
-      original(self, gather, why)
+  def cancel(self, sync, why):
+    with mock.patch.object(syncs.Syncs, 'send_verdict', lambda *args: None):
+      original(self, sync, why)
 
   return cancel
 
@@ -797,24 +792,22 @@ def cancel_is_not_reported(original):
 # --- Resources and determinism --------------------------------------------------------------------
 
 
-@mutant(
-  'The syncer never frees a withdrawn payload.', gathering.Gathering, 'drop_learner', 'I11 I5'
-)
+@mutant('The syncer never frees a withdrawn payload.', syncs.Syncs, 'drop_learner', 'I11 I5')
 def withdrawn_payload_leaks(original):
   def leave(self, name):
-    for gather in self._all():
-      gather.waiting.discard(name)
-      gather.asked.discard(name)
-      gather.withdraw(name)
+    for sync in self._all():
+      sync.waiting.discard(name)
+      sync.asked.discard(name)
+      sync.withdraw(name)
 
   return leave
 
 
 @mutant('Captures pile up before a slow encoder.', LearnerMachine, '_answer', 'I11')
 def captures_pile_up(original):
-  def _answer(self, fragment, sync):
+  def _answer(self, fragment, t):
     encoding, self._encoding = self._encoding, []
-    original(self, fragment, sync)
+    original(self, fragment, t)
     encoding.extend(self._encoding)
     self._encoding = encoding
 
@@ -849,9 +842,7 @@ def finish_before_it_is_saved(original):
   return lambda self, now_ns: self._finish(now_ns)
 
 
-@mutant(
-  'The syncer treats a failed last checkpoint as a good one.', checkpoints.Saving, 'end', 'I8b'
-)
+@mutant('The syncer treats a failed last checkpoint as a good one.', recovery.Saving, 'end', 'I8b')
 def failed_save_counts(original):
   return lambda self, failed, again_ns: original(self, False, again_ns)
 
@@ -1006,11 +997,11 @@ def taking_over_is_ignored(original):
   'A learner forgets a pull while it has nothing to contribute.', LearnerMachine, '_answer', 'L4a'
 )
 def pull_is_forgotten(original):
-  def _answer(self, fragment, sync):
+  def _answer(self, fragment, t):
     if self._anchors[fragment].capture:
       self._pulls.answered(fragment)
     else:
-      original(self, fragment, sync)
+      original(self, fragment, t)
 
   return _answer
 
@@ -1028,18 +1019,18 @@ def pull_is_forgotten(original):
   'I16',
 )
 def cursor_moves_at_decision(original):
-  def merge(self, sync, fragment, payloads):
-    original(self, sync, fragment, payloads)
-    moves = self._moves[sync]
-    self.end(sync, (), made=True)
-    self._moves[sync] = moves
+  def merge(self, t, fragment, payloads):
+    original(self, t, fragment, payloads)
+    moves = self._moves[t]
+    self.end(t, (), made=True)
+    self._moves[t] = moves
 
   return merge
 
 
 @mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I10 I16 I21 I21a')
 def refused_cursor_stays(original):
-  return lambda self, sync, refused, made: original(self, sync, (), True)
+  return lambda self, t, refused, made: original(self, t, (), True)
 
 
 @mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I10 I16 I21 I21a')
@@ -1147,7 +1138,7 @@ def payloads_before_heartbeats(original):
   return __init__
 
 
-@mutant('Long payloads count in full.', gathering.Gathering, '_participant', 'I7')
+@mutant('Long payloads count in full.', syncs.Syncs, '_participant', 'I7')
 def long_payloads_count_in_full(original):
   return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)
 

@@ -42,13 +42,13 @@ import dataclasses
 
 from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import plausible, verdicts
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.protocol.syncer import syncs as syncs_lib
 
 Reason = messages.Reason
 NEWCOMERS = 2  # known ones, for each expected learner: ids of which nothing was merged
@@ -76,7 +76,7 @@ class Membership:
     books: books_lib.Books,
     pace: pace_lib.Pace,
     published: published_lib.Published,
-    gathering: gathering_lib.Gathering,
+    syncs: syncs_lib.Syncs,
     screening: screening_lib.Screening,
     links: links_lib.Links,
   ):
@@ -89,7 +89,7 @@ class Membership:
     self._out = books.out
     self._pace = pace
     self._published = published
-    self._gathering = gathering
+    self._syncs = syncs
     self._screening = screening
     self._links = links
     self.plausibility = plausible.Plausibility(books, pace, published)
@@ -218,7 +218,7 @@ class Membership:
 
   def _forget_newcomers(self) -> None:
     """Forgets the oldest absent newcomers, if there are too many newcomers."""
-    busy = {one.learner for gather in self._gathering.open.values() for one in gather.participants}
+    busy = {one.learner for sync in self._syncs.open.values() for one in sync.participants}
     newcomers = [name for name in self._members.by_id if not self._ledger.merged(name)]
     absent = [n for n in newcomers if not self._members.by_id[n].live and n not in busy]
     for learner in absent[: max(0, len(newcomers) + 1 - NEWCOMERS * self._config.learners)]:
@@ -297,7 +297,7 @@ class Membership:
     member.first_batch = lease.cursor - self._ledger.of(member).steps
     self._published.compare(member, held)
     self._warn_if_ahead(member, held)
-    syncs = self._gathering.open
+    syncs = self._syncs.open
     clock = min(syncs) - 1 if syncs else self._pace.opened
     self._pace.claim(member, clock)  # the learner does the same
     self._pace.advance(now_ns, member)
@@ -332,14 +332,14 @@ class Membership:
 
   def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
     for p, fragment in enumerate(self._published.fragments):
-      sync = self._pace.last_due(p)
-      if sync > clock and sync != fragment.last_sync and sync not in self._gathering.open:
-        self._gathering.send_verdict(member, sync, p, messages.CANCELLED)
+      t = self._pace.last_due(p)
+      if t > clock and t != fragment.last_sync and t not in self._syncs.open:
+        self._syncs.send_verdict(member, t, p, messages.CANCELLED)
 
   def _caught_up(self, member: members_lib.Member) -> None:
     """Counts a learner that now holds published values only, and pulls for the open syncs."""
     self._pace.enter(member)
-    self._gathering.enter(member)
+    self._syncs.enter(member)
 
   # --- Reports of a member ------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Membership:
     if not adopted.matched:
       self._repair(now_ns, member, adopted)
       return
-    self._gathering.adopted(now_ns, member, adopted)
+    self._syncs.adopted(now_ns, member, adopted)
     was_due = member.copies[adopted.fragment].due
     self._published.adopted(member, adopted)
     if was_due and member.caught_up:
@@ -406,7 +406,7 @@ class Membership:
     if member is None:
       return
     self._pace.drop_learner(member.learner)
-    self._gathering.drop_learner(member.learner)
+    self._syncs.drop_learner(member.learner)
     self.report_progress(member)
     self._report(member, 'lost', reason=reason)
 

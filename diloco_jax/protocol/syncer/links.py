@@ -28,10 +28,10 @@ from diloco_jax.protocol import facts, messages
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.protocol.syncer import sync as sync_lib
 
 PERMILLE = config_lib.PERMILLE
 KIB = 1_024
@@ -70,9 +70,9 @@ class Links:
 
   # --- What happens -------------------------------------------------------------------------------
 
-  def opened(self, gather: gather_lib.Gather) -> None:
+  def opened(self, sync: sync_lib.Sync) -> None:
     """A sync opens. A pause of the whole run counts as four slots at most."""
-    if self._config.closing(gather.sync):
+    if self._config.closing(sync.t):
       return
     if self._opened_ns is not None:
       time_ns = (self.now_ns - self._opened_ns) // self._tempo.factor

@@ -1,12 +1,12 @@
 """The syncer: gathers pseudo-gradients, has them merged, publishes the result.
 
-The life of a sync (SYNC_STATES in gather.py)::
+The life of a sync (SYNC_STATES in sync.py)::
 
     due --K live learners are near t--> announced
-    announced --K live learners reached t, a slot is free--> gathering
+    announced --K live learners reached t, a slot is free--> open
     announced --its period is skipped--> cancelled
-    gathering --quorum and grace over, or all answered--> merging
-    gathering --all answered, quorum impossible--> cancelled
+    open --quorum and grace over, or all answered--> merging
+    open --all answered, quorum impossible--> cancelled
     merging --outer step done--> published
     merging --every payload refused, or the result not finite--> cancelled
 
@@ -29,13 +29,13 @@ no part calls it::
     pace.py           which sync opens next, and when;  protocol/tempo.py: the period at present
     plausible.py      whether a learner of this run could send a message at all
     links.py          how fast payloads travel, and what the syncer asks of slow links
-    gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
-    gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
+    syncs.py          the syncs in hand and their payloads;  verdicts.py: whether a payload counts
+    sync.py           one sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which of them each learner is sent
-    checkpoints.py    when to save;  recovery.py: the state after a restart
+    recovery.py       when to save, and the state after a restart
     screening.py      which payloads are refused before a merge;  strikes, quarantine
-    members.py        learner ids and leases;  ledger.py: tokens
-    shards.py         which learner reads which shard, and how far each is committed
+    books.py          what all parts share:  members.py, ids and leases;  ledger.py, tokens;
+                      shards.py, which learner reads which shard, and how far each is committed
 """
 
 import copy
@@ -44,15 +44,14 @@ from typing import Any
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
-from diloco_jax.protocol.syncer import gather as gather_lib
-from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.protocol.syncer import sync as sync_lib
+from diloco_jax.protocol.syncer import syncs as syncs_lib
 
 Reason = messages.Reason
 OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'
@@ -94,11 +93,11 @@ class SyncerMachine:
     self._links = links_lib.Links(books, payload_bytes, links_measured)
     fragments = list(map(published_lib.Fragment, digests, payload_bytes))
     self._published = published_lib.Published(books, fragments, self._links)
-    self._gathering = gathering_lib.Gathering(books, self._published, self._screening, self._links)
+    self._syncs = syncs_lib.Syncs(books, self._published, self._screening, self._links)
     self._membership = join_lib.Membership(
-      books, self._pace, self._published, self._gathering, self._screening, self._links
+      books, self._pace, self._published, self._syncs, self._screening, self._links
     )
-    self._saving = checkpoints_lib.Saving(config.save_syncs, config.keep_every)
+    self._saving = recovery.Saving(config.save_syncs, config.keep_every)
     self._skipped = 0
     self._stopping = ''
     self.finished = False  # Finish is sent: learners know that the run is over
@@ -129,7 +128,7 @@ class SyncerMachine:
     pace_ns, membership_ns = self._pace.deadline_ns, self._membership.deadline_ns
     times = [self._sweep_ns, self._linger_ns, membership_ns, pace_ns]
     if not self._save_waits:
-      times.append(self._gathering.deadline_ns)
+      times.append(self._syncs.deadline_ns)
     return min(time for time in times if time is not None)
 
   @property
@@ -149,7 +148,7 @@ class SyncerMachine:
       case events.MergeDone():
         self._merged(now_ns, event)
       case events.FragmentRead():
-        self._published.send_whole(event, self._gathering.merging_from(event.fragment))
+        self._published.send_whole(event, self._syncs.merging_from(event.fragment))
       case events.SaveDone():
         self._saved(now_ns, event)
       case events.Stop(reason=reason):
@@ -185,9 +184,9 @@ class SyncerMachine:
       case messages.Progress():
         self._membership.progress(now_ns, member, message)
       case messages.Contribution():
-        self._gathering.contribution(now_ns, member, message, payload_id)
+        self._syncs.contribution(now_ns, member, message, payload_id)
       case messages.Decline():
-        self._gathering.decline(member, message)
+        self._syncs.decline(member, message)
         if message.reason == Reason.BAD_VALUE:
           if self._screening.strike(now_ns, member, message.fragment, 'NaN or Inf'):
             self._membership.quarantine(member)
@@ -205,14 +204,14 @@ class SyncerMachine:
     self._membership.welcome(now_ns, self.finished)
     if self._saving.due(self.clock) and not self._save_waits:
       self._save()
-    for gather in list(self._gathering.open.values()):
-      self._decide(now_ns, gather)
+    for sync in list(self._syncs.open.values()):
+      self._decide(now_ns, sync)
     self._pace.close(now_ns)
     while self._may_open() and not self._pace.awaits(now_ns):
       self._open(now_ns)
     while self._may_announce() and not self._pace.awaits(now_ns):
-      sync = self._pace.announce()
-      self._gathering.announce(sync, self._schedule.fragment(sync))
+      t = self._pace.announce()
+      self._syncs.announce(t, self._schedule.fragment(t))
     self._end(now_ns)
 
   def _retime(self) -> None:
@@ -225,7 +224,7 @@ class SyncerMachine:
     if self._stopping or self._config.closing(self._pace.soon) or not self._links.retime():
       return
     if self._tempo.factor != before:
-      self._gathering.skip(self._schedule.last + 1)
+      self._syncs.skip(self._schedule.last + 1)
       self._pace.retime()
     self._out.report(self._tempo.fact(self._pace.next))
 
@@ -234,72 +233,72 @@ class SyncerMachine:
   def _may_open(self) -> bool:
     if self._stopping or not self._pace.reached:
       return False
-    fragments = [gather.fragment for gather in self._gathering.open.values()]
+    fragments = [sync.fragment for sync in self._syncs.open.values()]
     free = len(fragments) < self._tempo.in_flight
     return free and self._schedule.fragment(self._pace.next) not in fragments
 
   def _may_announce(self) -> bool:
     fragment = self._schedule.fragment(self._pace.soon)
-    return not self._stopping and self._pace.nears and self._gathering.may_announce(fragment)
+    return not self._stopping and self._pace.nears and self._syncs.may_announce(fragment)
 
   def _open(self, now_ns: int) -> None:
     self._skip_overdue()
-    sync = self._pace.open()
-    gather = self._gathering.open_sync(now_ns, sync, self._schedule.fragment(sync))
-    self._decide(now_ns, gather)  # all may have answered already
+    t = self._pace.open()
+    sync = self._syncs.open_sync(now_ns, t, self._schedule.fragment(t))
+    self._decide(now_ns, sync)  # all may have answered already
 
   def _skip_overdue(self) -> None:
     """Skips overdue syncs and tells lock-step learners, which would wait for them."""
     periods = self._pace.skip_overdue()
     self._skipped += periods * self._tempo.factor * self._config.fragments
-    self._gathering.skip(self._pace.next)
+    self._syncs.skip(self._pace.next)
     if not periods or self._config.lag is None:
       return
     for member in self._members.live():
       for fragment in range(self._config.fragments if member.joined else 0):
         due = self._schedule.last_due(fragment, self._pace.next - 1)
-        self._gathering.send_verdict(member, due, fragment, messages.CANCELLED)
+        self._syncs.send_verdict(member, due, fragment, messages.CANCELLED)
 
-  def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
+  def _decide(self, now_ns: int, sync: sync_lib.Sync) -> None:
     if self._save_waits:
       return
-    needed, live = self._config.needed(gather.sync), len(self._pace.contributors)
-    verdict, why = gather_lib.decide(gather, now_ns, needed, live)
+    needed, live = self._config.needed(sync.t), len(self._pace.contributors)
+    verdict, why = sync_lib.decide(sync, now_ns, needed, live)
     if verdict == 'merge':
-      self._merge(now_ns, gather, why)
+      self._merge(now_ns, sync, why)
     elif verdict == 'cancel':
-      self._gathering.cancel(gather, why)
+      self._syncs.cancel(sync, why)
 
-  def _merge(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
-    self._gathering.merge(now_ns, gather)
-    gather.live = tuple(member.learner for member in self._members.live())
-    base = self._published.fragments[gather.fragment].version
+  def _merge(self, now_ns: int, sync: sync_lib.Sync, why: str) -> None:
+    self._syncs.merge(now_ns, sync)
+    sync.live = tuple(member.learner for member in self._members.live())
+    base = self._published.fragments[sync.fragment].version
     self._out.do(
       actions.Merge(
-        sync=gather.sync,
-        fragment=gather.fragment,
+        sync=sync.t,
+        fragment=sync.fragment,
         version=base + 1,
-        participants=gather.participants,
+        participants=sync.participants,
         machine_state=self.state(),
-        live=gather.live,
+        live=sync.live,
       )
     )
-    gather.set_facts(now_ns, base, why)
-    self._out.report(facts.Merging(**gather.facts))
-    self._saving.decided(over=self._pace.over and self._gathering.decided)
+    sync.set_facts(now_ns, base, why)
+    self._out.report(facts.Merging(**sync.facts))
+    self._saving.decided(over=self._pace.over and self._syncs.decided)
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
-    gather = self._gathering.end(now_ns, done)
+    sync = self._syncs.end(now_ns, done)
     if not done.failed:
       self._saving.outer_step()
-    for member in self._screening.after_merge(now_ns, gather, done):
+    for member in self._screening.after_merge(now_ns, sync, done):
       self._membership.quarantine(member)
 
   def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
     """Applies the end of an outer step that the last process had in progress (recovery.py)."""
-    gather = gather_lib.Gather(merge.sync, merge.fragment, 0, 'merging')
-    gather.participants, gather.live = merge.participants, merge.live
-    self._gathering.open[merge.sync] = gather
+    sync = sync_lib.Sync(merge.sync, merge.fragment, 0, 'merging')
+    sync.participants, sync.live = merge.participants, merge.live
+    self._syncs.open[merge.sync] = sync
     self._merged(0, done)
     self._out.take()
 
@@ -310,13 +309,13 @@ class SyncerMachine:
     self._sweep_ns = now_ns + self._config.heartbeat_ns
     self._membership.sweep(now_ns)
     if self._membership.started and not (self.closed or self._exiting):
-      self._gathering.say_if_idle(now_ns, len(self._pace.contributors))
+      self._syncs.say_if_idle(now_ns, len(self._pace.contributors))
       self._retime()
     self._report_ledger()
 
   def _end(self, now_ns: int) -> None:
     """Ends the process once every fragment is closed, or the syncer was asked to stop."""
-    if self._gathering.merging:
+    if self._syncs.merging:
       return
     if self.closed and not self.finished and not self._stopping:
       self._close_run(now_ns)
@@ -331,7 +330,7 @@ class SyncerMachine:
   @property
   def closed(self) -> bool:
     """Every sync is over."""
-    return self._pace.over and not self._gathering.open
+    return self._pace.over and not self._syncs.open
 
   def _close_run(self, now_ns: int) -> None:
     """Sends Finish once the end of the run is durable, because learners leave when they receive it.
@@ -351,7 +350,7 @@ class SyncerMachine:
   def _exit(self) -> None:
     """Begins the last save; the process ends after it."""
     self._exiting = True
-    self._gathering.abandon()
+    self._syncs.abandon()
     self._report_ledger()
     if not self._saving.running:
       self._save()
@@ -359,8 +358,8 @@ class SyncerMachine:
   @property
   def _save_waits(self) -> bool:
     """Whether a due save waits for the merges in progress: until it has begun, no other merge may
-    begin (checkpoints.py)."""
-    return self._saving.due(self.clock) and self._gathering.merging
+    begin (recovery.py)."""
+    return self._saving.due(self.clock) and self._syncs.merging
 
   def _save(self) -> None:
     self._saving.begin(self.clock, closed=self.closed, last=self._exiting)
@@ -382,7 +381,7 @@ class SyncerMachine:
     self._out.do(
       actions.Exit(
         code=0,
-        text=f'syncer done at sync {self.clock}, {self._gathering.synced} outer steps: {what}',
+        text=f'syncer done at sync {self.clock}, {self._syncs.synced} outer steps: {what}',
       )
     )
 
@@ -415,8 +414,8 @@ class SyncerMachine:
 
   def _counts(self) -> dict[str, int]:
     return {
-      'synced': self._gathering.synced,
-      'cancelled': self._gathering.cancelled,
+      'synced': self._syncs.synced,
+      'cancelled': self._syncs.cancelled,
       'repaired': self._membership.repaired,
       'skipped': self._skipped,
     }
@@ -424,11 +423,11 @@ class SyncerMachine:
   def state(self) -> dict[str, Any]:
     """The machine state, as JSON types: what must survive a restart. `merging` are the syncs whose
     outer steps are in progress (recovery.py), `undecided` the other open syncs."""
-    syncs = self._gathering.open
+    syncs = self._syncs.open
     return {
       'run': self._run,
-      'merging': [sync for sync, gather in syncs.items() if gather.merging],
-      'undecided': [sync for sync, gather in syncs.items() if not gather.merging],
+      'merging': [t for t, sync in syncs.items() if sync.merging],
+      'undecided': [t for t, sync in syncs.items() if not sync.merging],
       **self._published.state(),
       'next': self._pace.next,
       'opened': self._pace.opened,
@@ -480,8 +479,8 @@ class SyncerMachine:
     machine._shards.load(machine_state['data'])
     machine._membership.started = True
     counts = machine_state['counts']
-    machine._gathering.synced = counts['synced']
-    machine._gathering.cancelled = counts['cancelled']
+    machine._syncs.synced = counts['synced']
+    machine._syncs.cancelled = counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
     return machine
 
@@ -490,15 +489,15 @@ class SyncerMachine:
     for part in (
       self._membership,
       self._published,
-      self._gathering,
+      self._syncs,
       self._pace,
       self._ledger,
       self._shards,
       self._screening,
     ):
       part.check()
-    syncs = self._gathering.open.keys()
-    assert all(sync < self._pace.next for sync in syncs), (syncs, self._pace.next)
+    syncs = self._syncs.open.keys()
+    assert all(t < self._pace.next for t in syncs), (syncs, self._pace.next)
     merged = sum(account.merged for account in self._ledger.accounts.values())
     versions = self._published.state()['versions']
     assert merged or not any(versions), versions

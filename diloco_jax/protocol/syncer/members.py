@@ -139,7 +139,7 @@ class Member:
   round_trip_ns: int = 0
   up: Uplink = dataclasses.field(default_factory=Uplink)
   down: Downlink = dataclasses.field(default_factory=Downlink)
-  # What became of its payloads (gathering.py).
+  # What became of its payloads (syncs.py).
   contributed: bool = False  # on this session
   merged_ns: int = 0
   rejected: int = 0  # since the last merged one

@@ -54,8 +54,8 @@ from typing import Any
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import sync as sync_lib
 
 UNIT = 1 << 64  # the integer norm of 1.0
 NOT_FINITE = -1
@@ -252,16 +252,16 @@ class Screening:
     return self._one
 
   def after_merge(
-    self, now_ns: int, gather: gather_lib.Gather, done: events.MergeDone
+    self, now_ns: int, sync: sync_lib.Sync, done: events.MergeDone
   ) -> list[members_lib.Member]:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
     usual, quarantined = self.usual[done.fragment], []
     merged = {
       one.learner: (norm, one.steps)
-      for one, norm in zip(gather.participants, done.norms)
+      for one, norm in zip(sync.participants, done.norms)
       if not done.failed and one.learner not in done.refused
     }
-    for one, norm in zip(gather.participants, done.norms):
+    for one, norm in zip(sync.participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
       if one.apart:
@@ -295,7 +295,7 @@ class Screening:
     if merged:
       usual.merged(merged)
       self._say_if_zero(now_ns, done, merged)
-    self._forget_if_wrong(done.fragment, gather.live)
+    self._forget_if_wrong(done.fragment, sync.live)
     return [member for member in quarantined if self._members.quarantined(member)]
 
   def _say_nothing_trained(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:

@@ -18,9 +18,9 @@ refusal with the first reason that holds, the syncer's and the learner's value, 
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import formats, ids, messages
-from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published, screening
+from diloco_jax.protocol.syncer import sync as sync_lib
 
 Reason = messages.Reason
 
@@ -34,7 +34,7 @@ QUARANTINE_LEASES = 3  # for which no other process may take the id
 def judge(
   message: messages.Contribution,
   learner: str,
-  gather: gather_lib.Gather | None,
+  sync: sync_lib.Sync | None,
   fragment: published.Fragment,
   cursor: int,
   oldest: int,
@@ -44,19 +44,17 @@ def judge(
   Args:
     message: the contribution.
     learner: its sender.
-    gather: the sync it names, if that is announced or open.
+    sync: the one that it names, if that is announced or open.
     fragment: the published fragment.
     cursor: the learner's tokens before this count are settled for this fragment.
     oldest: the oldest version that its anchor may have.
   """
-  held = gather.payloads.get(learner) if gather is not None else None
-  if held is not None and (
-    held[0] == message or not gather.merging and held[0].sync >= message.sync
-  ):
+  held = sync.payloads.get(learner) if sync is not None else None
+  if held is not None and (held[0] == message or not sync.merging and held[0].sync >= message.sync):
     return REPEATED  # else what is held was late for a sync before
-  if gather is None and message.sync > fragment.last_sync:
+  if sync is None and message.sync > fragment.last_sync:
     return messages.CANCELLED
-  if gather is None or gather.merging or gather.fragment != message.fragment:
+  if sync is None or sync.merging or sync.fragment != message.fragment:
     return Reason.LATE if message.tokens_to > cursor else REPEATED
   if not oldest <= message.version <= fragment.version:
     return Reason.STALE

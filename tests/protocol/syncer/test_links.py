@@ -9,8 +9,8 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import links as links_lib
+from diloco_jax.protocol.syncer import sync as sync_lib
 
 SLOT_NS, SIZE, P = 1_000_000, 4 << 10, 12
 
@@ -33,7 +33,7 @@ class Syncer:
   def opens(self, slots: float = 1.0) -> None:
     self.links.now_ns += round(slots * SLOT_NS)
     self.sync += 1
-    self.links.opened(gather_lib.Gather(self.sync, (self.sync - 1) % P))
+    self.links.opened(sync_lib.Sync(self.sync, (self.sync - 1) % P))
 
   def payload(self, slots: float, idle: float = 0.0, size: int = SIZE) -> None:
     """A payload of l1 arrives, `slots` after it was due; before that the link had nothing."""

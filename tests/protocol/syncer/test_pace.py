@@ -190,7 +190,7 @@ def test_a_learner_that_has_answered_is_not_asked_again_at_the_opening():
     out = machine.handle(5, received(session, progress(4)))
   asked = [one.session for one in out if isinstance(getattr(one, 'message', None), messages.Pull)]
   assert asked == [2], out
-  assert machine._gathering.open.keys() == {4}
+  assert machine._syncs.open.keys() == {4}
 
 
 def test_closing_syncs_wait_one_lease_for_a_learner_that_never_finishes():

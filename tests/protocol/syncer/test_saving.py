@@ -86,7 +86,7 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
   machine.handle(0, received(1, join()))
   machine.handle(1, received(1, confirm(fragments=2)))
   machine.handle(2, received(1, progress(4)))
-  assert sorted(machine._gathering.open) == [2, 4]
+  assert sorted(machine._syncs.open) == [2, 4]
   [merge] = [
     one
     for one in machine.handle(3, received(1, contribution(sync=2), payload_id=1))

@@ -11,9 +11,10 @@ import pytest
 
 from diloco_jax.protocol import actions, events, messages, rate_limited_log
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import gather, recovery, screening
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import recovery, screening
+from diloco_jax.protocol.syncer import sync as sync_lib
 from diloco_jax.verification.sim import network
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single, transcript
@@ -218,8 +219,8 @@ def test_after_a_stall_the_first_outer_step_waits_for_all_and_no_honest_norm_is_
     for session in (1, 2):
       run.send(session, single.progress(318))
   run.handle(single.merge_done(run.sync))
-  (gather_,) = run.machine._gathering.open.values()
-  assert gather_.grace_ns == run.lease_ns
+  (sync,) = run.machine._syncs.open.values()
+  assert sync.grace_ns == run.lease_ns
 
 
 @pytest.mark.parametrize('when', ['waits in its sync', 'comes later'])
@@ -262,7 +263,7 @@ def test_what_was_open_before_a_stall_is_no_wait_in_vain():
   said = dataclasses.replace(single.contribution(20, 170, 1680), steps=151, version=9)
   run.send(3, said, payload_id=5)
   assert [[one.learner for one in merge.participants] for merge in run.merges] == [['l0']]
-  assert not run.machine._gathering._in_vain
+  assert not run.machine._syncs._in_vain
 
 
 def test_each_outage_has_its_own_lease_to_wait_for_all():
@@ -274,10 +275,10 @@ def test_each_outage_has_its_own_lease_to_wait_for_all():
     run.now_ns += run.lease_ns
     for m in (0, 1):
       run.back(2 * outage + 1 + m, m, clock=18 + 40 * outage)
-    (gather_,) = run.machine._gathering.open.values()
-    assert gather_.grace_ns == run.lease_ns
+    (sync,) = run.machine._syncs.open.values()
+    assert sync.grace_ns == run.lease_ns
     for m in (0, 1):
-      said = messages.Decline(sync=gather_.sync, fragment=0, reason='empty', tokens_to=0)
+      said = messages.Decline(sync=sync.t, fragment=0, reason='empty', tokens_to=0)
       run.send(2 * outage + 1 + m, said)
 
 
@@ -292,8 +293,8 @@ def test_a_learner_far_ahead_of_one_that_returned_is_waited_for():
   run.send(4, single.join(learner='l1', nonce=9))
   held = (messages.Held(version=9, digest=78),)
   run.send(4, dataclasses.replace(single.confirm(nonce=9), incarnation=2, held=held))
-  (gather_,) = run.machine._gathering.open.values()
-  assert gather_.sync == 20 and gather_.grace_ns == run.lease_ns
+  (sync,) = run.machine._syncs.open.values()
+  assert sync.t == 20 and sync.grace_ns == run.lease_ns
   one_step = dataclasses.replace(single.contribution(20, 0, 10, shard=1), steps=1, version=9)
   one_step = dataclasses.replace(one_step, cursor=18)
   all_steps = dataclasses.replace(single.contribution(20, 170, 1680), steps=151, version=9)
@@ -319,8 +320,8 @@ def test_an_outage_after_a_wait_in_vain_has_its_lease_too():
   run.now_ns += run.lease_ns
   for m in (0, 1):
     run.back(3 + m, m, clock=208, version=10)
-  (gather_,) = run.machine._gathering.open.values()
-  assert gather_.grace_ns == run.lease_ns
+  (sync,) = run.machine._syncs.open.values()
+  assert sync.grace_ns == run.lease_ns
 
 
 def test_who_lived_on_while_the_others_began_anew_is_not_measured_by_them():
@@ -491,7 +492,7 @@ def test_a_merge_of_the_process_before_makes_nobody_sure_of_its_successor():
     members.by_id.setdefault(name, members_lib.Member(name, incarnation=1))
     one = actions.Participant(learner=name, incarnation=1, payload_id=0, tokens=1, steps=1)
     done = dataclasses.replace(single.merge_done(1), norms=(UNIT,))
-    screen.after_merge(0, gather.Gather(1, 0, participants=(one,), live=('l0', 'l1')), done)
+    screen.after_merge(0, sync_lib.Sync(1, 0, participants=(one,), live=('l0', 'l1')), done)
     assert member.others_merged == (name == 'l1')
 
 
@@ -543,7 +544,7 @@ def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
       refused=refused,
       failed='every payload' if len(refused) == len(norms) else '',
     )
-    made = gather.Gather(
+    made = sync_lib.Sync(
       sync, fragment, participants=participants, live=tuple(sorted(members.by_id))
     )
     return [one.learner for one in screen.after_merge(0, made, done)]

@@ -175,28 +175,28 @@ class Quorum(invariant.Invariant):
     names = [one.learner for one in merge.participants]
     if len(set(names)) != len(names) or len(names) < max(1, self.config.needed(merge.sync)):
       self.fail(merge)
-    gather = book.gathers.get(merge.sync)
-    if gather is None or gather.merging:
+    sync = book.syncs.get(merge.sync)
+    if sync is None or sync.merging:
       self.fail(merge, 'this sync is not open')
-    if {one.payload_id for one in merge.participants} != gather.payloads.keys():
-      self.fail(merge, gather.payloads)
+    if {one.payload_id for one in merge.participants} != sync.payloads.keys():
+      self.fail(merge, sync.payloads)
     silence_ns = self.config.lease_ns + self.config.heartbeat_ns
-    for peer, _message in gather.payloads.values():
+    for peer, _message in sync.payloads.values():
       if not peer.member or not peer.joined or now_ns - peer.heard_ns > silence_ns:
         self.fail(merge, peer)
 
   @invariant.on(SYNCER, facts.Merging)
   def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The reason that is recorded holds."""
-    gather = book.gathers[merging.sync]
+    sync = book.syncs[merging.sync]
     if self.config.closing(merging.sync) and merging.grace_ns != self.config.lease_ns:
       self.fail(merging)
-    if gather.waiting and now_ns < gather.opened_ns + merging.grace_ns:
-      self.fail(merging, f'{gather.waiting} have not answered')
-    if merging.waited_ns != now_ns - gather.opened_ns:
-      self.fail(merging, f'it opened at {gather.opened_ns}')
-    if merging.tokens != sum(one.tokens for one in gather.merging.participants):
-      self.fail(merging, gather.merging)
+    if sync.waiting and now_ns < sync.opened_ns + merging.grace_ns:
+      self.fail(merging, f'{sync.waiting} have not answered')
+    if merging.waited_ns != now_ns - sync.opened_ns:
+      self.fail(merging, f'it opened at {sync.opened_ns}')
+    if merging.tokens != sum(one.tokens for one in sync.merging.participants):
+      self.fail(merging, sync.merging)
 
 
 class Fresh(invariant.Invariant):
@@ -209,7 +209,7 @@ class Fresh(invariant.Invariant):
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     version = book.lineage.versions[merge.fragment]
-    for _peer, message in book.gathers[merge.sync].payloads.values():
+    for _peer, message in book.syncs[merge.sync].payloads.values():
       oldest = 0 if self.config.closing(merge.sync) else version - self.config.max_staleness
       if not oldest <= message.version <= version:
         self.fail(merge, message, f'the newest version is {version}')

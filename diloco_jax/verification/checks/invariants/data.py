@@ -18,9 +18,9 @@ class BatchesOnce(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    gather, shards = book.gathers[merge.sync], set()
+    sync, shards = book.syncs[merge.sync], set()
     for one in merge.participants:
-      _, message = gather.payloads[one.payload_id]
+      _, message = sync.payloads[one.payload_id]
       merged = book.lineage.batches.get((message.shard, merge.fragment), 0)
       if message.cursor - message.steps < merged:
         self.fail(one, message, f'merged up to batch {merged}')
@@ -54,9 +54,9 @@ class LeasesJoin(invariant.Invariant):
       return
     if said.cursor != committed:
       self.fail(send, f'it claimed {peer.claim}, the committed cursor is {committed}')
-    for gather in book.gathers.values():
-      if gather.record and any(shard == said.shard for shard, *_ in gather.record.batches):
-        self.fail(send, f'the outer step of sync {gather.sync} may move its cursor')
+    for sync in book.syncs.values():
+      if sync.record and any(shard == said.shard for shard, *_ in sync.record.batches):
+        self.fail(send, f'the outer step of sync {sync.t} may move its cursor')
 
   @invariant.on(SYNCER, facts.Member)
   def waits(self, book: SyncerBook, now_ns: int, member: facts.Member, event: Event) -> None:

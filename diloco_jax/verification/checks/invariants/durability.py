@@ -28,9 +28,9 @@ class CheckpointIsACut(invariant.Invariant):
   @invariant.on(SYNCER, facts.Merging)
   def books(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
     """The same holds for the machine state in a Merge, at the moment of its decision."""
-    merge = book.gathers[merging.sync].merging
+    merge = book.syncs[merging.sync].merging
     self._same(merge.machine_state, book.lineage)
-    under_way = {sync: one.record.moves for sync, one in book.gathers.items() if one.merging}
+    under_way = {t: one.record.moves for t, one in book.syncs.items() if one.merging}
     if sorted(merge.machine_state['merging']) != sorted(under_way):
       self.fail(
         f'the outer steps in progress are {[*under_way]}, not {merge.machine_state["merging"]}'

@@ -7,7 +7,7 @@ from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
-from diloco_jax.verification.checks.model.syncer import Gather, Peer, SyncerBook
+from diloco_jax.verification.checks.model.syncer import Peer, Sync, SyncerBook
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
@@ -41,37 +41,37 @@ class DecidedInTime(invariant.Invariant):
   def turn(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if book.merges or book.exiting:
       return  # a save may defer the others until the merge is done
-    for gather in book.open:
-      enough = len(gather.payloads) >= self.config.needed(gather.sync)
-      if gather.waiting:
-        gather.left_ns = now_ns if enough else gather.left_ns
-      elif enough or self._cannot_reach_quorum(book, gather):
-        self.fail(gather, 'every asked learner has answered')
+    for sync in book.open:
+      enough = len(sync.payloads) >= self.config.needed(sync.t)
+      if sync.waiting:
+        sync.left_ns = now_ns if enough else sync.left_ns
+      elif enough or self._cannot_reach_quorum(book, sync):
+        self.fail(sync, 'every asked learner has answered')
 
-  def _cannot_reach_quorum(self, book: SyncerBook, gather: Gather) -> bool:
+  def _cannot_reach_quorum(self, book: SyncerBook, sync: Sync) -> bool:
     return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
 
   @invariant.on(SYNCER, facts.Merging)
   def merging(self, book: SyncerBook, now_ns: int, merging: facts.Merging, event: Event) -> None:
-    gather = book.gathers[merging.sync]
-    if gather.left_ns > gather.opened_ns + merging.grace_ns:
-      self.fail(gather, 'the grace window was over')
+    sync = book.syncs[merging.sync]
+    if sync.left_ns > sync.opened_ns + merging.grace_ns:
+      self.fail(sync, 'the grace window was over')
 
   @invariant.on(SYNCER, facts.Cancelled)
   def cancelled(self, book: SyncerBook, now_ns: int, fact: facts.Cancelled, event: Event) -> None:
-    gather = book.gathers.get(fact.sync)
-    if gather is None:
+    sync = book.syncs.get(fact.sync)
+    if sync is None:
       return  # its outer step was refused
-    if self.config.closing(gather.sync):
-      waits = gather.waiting and now_ns < gather.opened_ns + self.config.lease_ns
-      if gather.payloads or waits:
-        self.fail(fact, gather)
+    if self.config.closing(sync.t):
+      waits = sync.waiting and now_ns < sync.opened_ns + self.config.lease_ns
+      if sync.payloads or waits:
+        self.fail(fact, sync)
     elif (
-      gather.waiting
-      or len(gather.payloads) >= self.config.quorum
-      or (not self._cannot_reach_quorum(book, gather))
+      sync.waiting
+      or len(sync.payloads) >= self.config.quorum
+      or (not self._cannot_reach_quorum(book, sync))
     ):
-      self.fail(fact, gather)
+      self.fail(fact, sync)
 
 
 class EveryPullIsAnswered(invariant.Invariant):
@@ -206,9 +206,9 @@ class Contributes(invariant.Invariant):
   @invariant.after(SYNCER, EVERY)
   def turn(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     while self._opened:
-      gather = book.gathers.get(self._opened.pop())
-      if gather is not None:
-        self._asks(book, gather, [peer for peer in book.members.values() if peer.caught_up])
+      sync = book.syncs.get(self._opened.pop())
+      if sync is not None:
+        self._asks(book, sync, [peer for peer in book.members.values() if peer.caught_up])
     while self._welcomed:
       self._sends(book, self._welcomed.pop())
 
@@ -217,19 +217,19 @@ class Contributes(invariant.Invariant):
     if waits and peer.joined and room.for_whole(book, peer) and not book.exiting:
       self.fail(peer, f'{book.reads} are read')
 
-  def _asks(self, book: SyncerBook, gather: Gather, peers: list[Peer]) -> None:
-    payloads = [*gather.payloads.values(), *gather.merged]  # some were late for the sync before
+  def _asks(self, book: SyncerBook, sync: Sync, peers: list[Peer]) -> None:
+    payloads = [*sync.payloads.values(), *sync.merged]  # some were late for the sync before
     gave = {peer.join.learner for peer, _ in payloads}
 
     def takes_part(peer: Peer) -> bool:
-      return peer.session in gather.asked or peer.join.learner in gave
+      return peer.session in sync.asked or peer.join.learner in gave
 
     able = [peer for peer in book.members.values() if peer.caught_up]
     all_needed = sum(map(takes_part, able)) < self.config.quorum
     for peer in peers:
       slow = book.is_pulled_less(peer)
       if (all_needed or not slow) and not takes_part(peer):
-        self.fail(gather, f'{peer.join.learner} was not asked')
+        self.fail(sync, f'{peer.join.learner} was not asked')
 
   @invariant.on(SYNCER, messages.Adopted)
   def adopts(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
@@ -238,9 +238,9 @@ class Contributes(invariant.Invariant):
   @invariant.after(SYNCER, messages.Adopted)
   def adopted(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if self._was_behind and book.peer.caught_up and not book.exiting:
-      for gather in book.gathers.values():
-        if not gather.merging:
-          self._asks(book, gather, [book.peer])
+      for sync in book.syncs.values():
+        if not sync.merging:
+          self._asks(book, sync, [book.peer])
     if book.peer.member:
       self._sends(book, book.peer)
 

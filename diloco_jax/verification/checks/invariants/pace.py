@@ -33,18 +33,18 @@ class Pace(invariant.Invariant):
 
   @invariant.on(SYNCER, messages.Pull)
   def pull(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
-    sync, p = send.message.sync, send.message.fragment
-    gather = book.gathers.get(sync)
-    if gather is not None:
-      if gather.fragment != p or gather.merging:
-        self.fail(send, gather)
+    t, p = send.message.sync, send.message.fragment
+    sync = book.syncs.get(t)
+    if sync is not None:
+      if sync.fragment != p or sync.merging:
+        self.fail(send, sync)
       return
-    if sync < book.lineage.next or book.schedule.fragment(sync) != p:
+    if t < book.lineage.next or book.schedule.fragment(t) != p:
       self.fail(send, f'the next sync is {book.lineage.next}')
-    self._announced = book, sync
-    self._alone(book, sync, p, send)
+    self._announced = book, t
+    self._alone(book, t, p, send)
     lead = 0 if send.message.now else book.lead
-    self._reached(book, sync, lead)
+    self._reached(book, t, lead)
 
   @invariant.on(SYNCER, facts.Tempo)
   def retimed(self, book: SyncerBook, now_ns: int, tempo: facts.Tempo, event: Event) -> None:
@@ -64,14 +64,14 @@ class Pace(invariant.Invariant):
 
   @invariant.on(SYNCER, facts.Opened)
   def opened(self, book: SyncerBook, now_ns: int, opened: facts.Opened, event: Event) -> None:
-    sync, p = opened.sync, opened.fragment
-    late, rest = divmod(sync - book.lineage.next, book.tempo.period)
-    if late < 0 or rest or book.schedule.fragment(sync) != p:
+    t, p = opened.sync, opened.fragment
+    late, rest = divmod(t - book.lineage.next, book.tempo.period)
+    if late < 0 or rest or book.schedule.fragment(t) != p:
       self.fail(opened, f'the next sync is {book.lineage.next}')
-    self._alone(book, sync, p, opened)
-    self._reached(book, sync, 0)
-    if self.config.closing(sync):
-      self._all_have_finished(book, now_ns, sync)
+    self._alone(book, t, p, opened)
+    self._reached(book, t, 0)
+    if self.config.closing(t):
+      self._all_have_finished(book, now_ns, t)
 
   @invariant.after(SYNCER, EVERY)
   def closes(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
@@ -82,10 +82,10 @@ class Pace(invariant.Invariant):
       if ready >= self.config.quorum:
         self._waits_to = book, now_ns + self.config.lease_ns
 
-  def _all_have_finished(self, book: SyncerBook, now_ns: int, sync: int) -> None:
+  def _all_have_finished(self, book: SyncerBook, now_ns: int, t: int) -> None:
     waits = self._waits_to is None or self._waits_to[0] is not book or now_ns < self._waits_to[1]
     if waits and any(step < self.config.total_steps for step in self._steps(book)):
-      self.fail(f'sync {sync}', self._steps(book), self._waits_to)
+      self.fail(f'sync {t}', self._steps(book), self._waits_to)
 
   def _steps(self, book: SyncerBook) -> list[int]:
     """The steps that the learners which contribute have reached."""
@@ -96,11 +96,11 @@ class Pace(invariant.Invariant):
         found.append(holder.claimed if learner is None else max(holder.claimed, learner.clock))
     return found
 
-  def _alone(self, book: SyncerBook, sync: int, p: int, said: Any) -> None:
-    others = (one for one in book.gathers.values() if one.sync != sync)
-    skipped = lambda one: one.opened_ns is None and one.sync < sync
+  def _alone(self, book: SyncerBook, t: int, p: int, said: Any) -> None:
+    others = (one for one in book.syncs.values() if one.t != t)
+    skipped = lambda one: one.opened_ns is None and one.t < t
     if any(one.fragment == p and not skipped(one) for one in others) or book.stopping:
-      self.fail(said, book.gathers)
+      self.fail(said, book.syncs)
 
   @invariant.after(SYNCER, EVERY)
   def opens(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
@@ -109,15 +109,15 @@ class Pace(invariant.Invariant):
     if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
       return
     self._look_ns = now_ns + self.config.heartbeat_ns
-    sync = book.lineage.next
-    if self._late[:2] != (book, sync) or not self._could_open(book, now_ns, sync):
-      self._late = book, sync, now_ns
-    elif now_ns - self._late[2] >= self._longest_wait_ns(book, sync):
-      self.fail(f'sync {sync} is not open', book.members)
+    t = book.lineage.next
+    if self._late[:2] != (book, t) or not self._could_open(book, now_ns, t):
+      self._late = book, t, now_ns
+    elif now_ns - self._late[2] >= self._longest_wait_ns(book, t):
+      self.fail(f'sync {t} is not open', book.members)
 
-  def _could_open(self, book: SyncerBook, now_ns: int, sync: int) -> bool:
-    p = book.schedule.fragment(sync)
-    flying = [gather.fragment for gather in book.open]
+  def _could_open(self, book: SyncerBook, now_ns: int, t: int) -> bool:
+    p = book.schedule.fragment(t)
+    flying = [sync.fragment for sync in book.open]
     if len(flying) >= book.most_open or p in flying:
       return False
     ready = 0
@@ -125,31 +125,31 @@ class Pace(invariant.Invariant):
       holder = book.lineage.holders[peer.join.learner]
       believed = min(holder.claimed, book.lineage.opened + self.config.period)  # more only later
       long_here = now_ns - peer.entered_ns > self.config.lease_ns
-      ready += peer.caught_up and long_here and (believed >= sync or holder.done)
+      ready += peer.caught_up and long_here and (believed >= t or holder.done)
     caught_up = sum(peer.caught_up for peer in book.members.values())
     needed = self.config.quorum
-    if sync > self.config.total_steps:
+    if t > self.config.total_steps:
       needed = max(needed, caught_up)
     return ready >= needed
 
-  def _longest_wait_ns(self, book: SyncerBook, sync: int) -> int:
+  def _longest_wait_ns(self, book: SyncerBook, t: int) -> int:
     """A sync that is late may wait for learners that were lost."""
     peers = [peer for peer in book.members.values() if peer.caught_up]
     claimed = max(book.lineage.holders[peer.join.learner].claimed for peer in peers)
-    late = claimed >= sync + 2 * book.tempo.period
+    late = claimed >= t + 2 * book.tempo.period
     waits_ns = self.config.lease_ns + self.config.longest_redial_ns if late else 0
     return self.config.heartbeat_ns + waits_ns
 
-  def _reached(self, book: SyncerBook, sync: int, lead: int) -> None:
+  def _reached(self, book: SyncerBook, t: int, lead: int) -> None:
     steps = self._steps(book)
-    ready = sum(step + lead >= sync or step >= self.config.total_steps for step in steps)
+    ready = sum(step + lead >= t or step >= self.config.total_steps for step in steps)
     if ready < self.config.quorum:
-      self.fail(f'sync {sync}, {ready} learners are ready')
+      self.fail(f'sync {t}, {ready} learners are ready')
 
   @invariant.on(SYNCER, messages.Finish)
   def finish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     if not book.over or book.open:
-      self.fail(send, book.gathers, f'sync {book.lineage.next} is next')
+      self.fail(send, book.syncs, f'sync {book.lineage.next} is next')
 
 
 class LastWord(invariant.Invariant):

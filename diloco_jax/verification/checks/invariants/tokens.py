@@ -7,7 +7,7 @@ from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
 from diloco_jax.verification.checks.model import run as run_book
 from diloco_jax.verification.checks.model.learner import LearnerBook
-from diloco_jax.verification.checks.model.syncer import Gather, SyncerBook
+from diloco_jax.verification.checks.model.syncer import Sync, SyncerBook
 
 Reason = messages.Reason
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
@@ -67,9 +67,9 @@ class TokensConserved(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    gather = book.gathers[merge.sync]
+    sync = book.syncs[merge.sync]
     for one in merge.participants:
-      peer, said = gather.payloads[one.payload_id]
+      peer, said = sync.payloads[one.payload_id]
       slow = book.is_pulled_less(peer)
       true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps, slow
       if (one.learner, one.tokens, one.steps, one.slow) != true:
@@ -201,17 +201,17 @@ class Verdicts(invariant.Invariant):
       if event.failed or (nonce, said.sync) not in self._given(book.ended, event, refused=True):
         self.fail(send, event, book.ended.merged)
     elif said.reason == messages.CANCELLED:
-      gather = book.gathers.get(said.sync)
+      sync = book.syncs.get(said.sync)
       # A closing sync that is open again (protocol/syncer/pace.py) may find nothing left to merge.
-      over = gather.merging if gather else said.sync <= book.lineage.last_sync[said.fragment]
+      over = sync.merging if sync else said.sync <= book.lineage.last_sync[said.fragment]
       if over and not self._was_late(book, send, event):
         self.fail(send, f'sync {said.sync} made a version or may make one')
-      if gather or isinstance(event, events.MergeDone):
+      if sync or isinstance(event, events.MergeDone):
         self._told.setdefault(said.sync, set()).add(send.session)
     else:
       self._discarded(book, send, event)
 
-  def _given(self, ended: Gather, done: events.MergeDone, refused: bool) -> set[tuple[int, int]]:
+  def _given(self, ended: Sync, done: events.MergeDone, refused: bool) -> set[tuple[int, int]]:
     """The payloads that an outer step refused, or did not refuse: processes, and the syncs that
     they answered."""
     return {
@@ -222,8 +222,8 @@ class Verdicts(invariant.Invariant):
 
   def _was_late(self, book: SyncerBook, send: Send, event: Event) -> bool:
     """Whether a payload that was late for the sync is in a later one."""
-    later = [*book.gathers.values(), *book.next.values()]
-    payloads = [one for gather in later for one in gather.payloads.values()]
+    later = [*book.syncs.values(), *book.next.values()]
+    payloads = [one for sync in later for one in sync.payloads.values()]
     payloads += book.ended.merged if isinstance(event, events.MergeDone) else ()
     given = (
       peer.session == send.session and one.sync == send.message.sync for peer, one in payloads
@@ -255,8 +255,8 @@ class Verdicts(invariant.Invariant):
     peer, message = book.peer, event.message
     if event.payload_id in book.pending or not peer.joined or not peer.member or book.exiting:
       return
-    gathers = book.gathers.get(message.sync), book.next_of(message.fragment)
-    held = [one for gather in gathers if gather for one in gather.payloads.values()]
+    syncs = book.syncs.get(message.sync), book.next_of(message.fragment)
+    held = [one for sync in syncs if sync for one in sync.payloads.values()]
     settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
     if settled or any(other is peer and one.sync >= message.sync for other, one in held):
       return  # a duplicate
@@ -329,26 +329,26 @@ class Bounded(invariant.Invariant):
   def syncer(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     if len(book.payload_ids) != len(book.pending):
       self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
-    announced = len(book.gathers) - len(book.open)
+    announced = len(book.syncs) - len(book.open)
     opened = any(type(a) is actions.Report and type(a.fact) is facts.Opened for a in out)
     full = opened and len(book.open) > book.most_open
     if full or announced > book.lead:
-      self.fail(book.gathers)
-    for gather in book.next.values():
-      gave = {peer.join.learner for peer, _ in gather.payloads.values()}
+      self.fail(book.syncs)
+    for sync in book.next.values():
+      gave = {peer.join.learner for peer, _ in sync.payloads.values()}
       asked = (one for one in book.members.values() if one.caught_up)
-      gather.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
-    late = sum(len(gather.payloads) for gather in book.next.values() if not gather.complete)
+      sync.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
+    late = sum(len(sync.payloads) for sync in book.next.values() if not sync.complete)
     if late > self.config.fragments:
       self.fail(book.next)
 
   @invariant.after(SYNCER, messages.Contribution)
   def contribution(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
-    gather = book.pending.get(event.payload_id)
-    if gather is not None and len(gather.payloads) > len(
-      {peer.join.learner for peer, _ in gather.payloads.values()}
+    sync = book.pending.get(event.payload_id)
+    if sync is not None and len(sync.payloads) > len(
+      {peer.join.learner for peer, _ in sync.payloads.values()}
     ):
-      self.fail(gather)
+      self.fail(sync)
 
   @invariant.after(LEARNER, EVERY)
   def learner(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:

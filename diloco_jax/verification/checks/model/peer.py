@@ -42,10 +42,10 @@ class Peer:
 
 
 @dataclasses.dataclass(slots=True)
-class Gather:
+class Sync:
   """One sync: the learners it waits for, and its payloads by `payload_id`."""
 
-  sync: int
+  t: int
   fragment: int
   opened_ns: int | None = None  # None: it is announced
   asked: set[int] = dataclasses.field(default_factory=set)  # sessions

@@ -10,7 +10,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.checks.model import lineage as lineage_book
-from diloco_jax.verification.checks.model.peer import Gather, Peer
+from diloco_jax.verification.checks.model.peer import Peer, Sync
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -24,14 +24,14 @@ class SyncerBook:
     self.config, self.schedule = run.config, run.schedule
     self.peers: dict[int, Peer] = {}
     self.members: dict[str, Peer] = {}
-    self.gathers: dict[int, Gather] = {}
-    self.next: dict[int, Gather] = {}  # by fragment: late payloads, for its next sync
-    self.pending: dict[int, Gather] = {}  # payload id: the sync that holds it
+    self.syncs: dict[int, Sync] = {}
+    self.next: dict[int, Sync] = {}  # by fragment: late payloads, for its next sync
+    self.pending: dict[int, Sync] = {}  # payload id: the sync that holds it
     self.payload_ids: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
     self.peer: Peer | None = None  # the sender in this turn
     self.implausible = False  # its message, according to the syncer
-    self.ended: Gather | None = None  # the sync whose merge ended last
+    self.ended: Sync | None = None  # the sync whose merge ended last
     self.tempo = facts.Tempo(factor=1, delay=0, period=run.config.period, sync=lineage.next)
     self.slow: dict[str, facts.Link] = {}  # by learner: what is asked of its process
     self.merges = 0
@@ -87,8 +87,8 @@ class SyncerBook:
   def contained(self, peer: Peer, fragment: int) -> int:
     """Up to where the tokens of a receiver are settled for the published version of a fragment: an
     outer step in progress has settled its own, and makes the next version."""
-    for gather in self.gathers.values():
-      for other, said in gather.merged if gather.fragment == fragment else ():
+    for sync in self.syncs.values():
+      for other, said in sync.merged if sync.fragment == fragment else ():
         if (other.join.learner, other.incarnation) == (peer.join.learner, peer.incarnation):
           return said.tokens_from
     return self.account(peer).cursors[fragment]
@@ -120,8 +120,8 @@ class SyncerBook:
     learner = peer.join.learner
     if self.members.get(learner) is peer:
       del self.members[learner]
-      for gather in self.gathers.values():
-        gather.waiting.discard(learner)
+      for sync in self.syncs.values():
+        sync.waiting.discard(learner)
 
   def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if not self.exiting and not self.peer.member:
@@ -160,7 +160,7 @@ class SyncerBook:
     self.account(peer).train(confirm.tokens)
 
   def _forget_strangers(self) -> None:
-    busy = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
+    busy = {peer.join.learner for one in self.syncs.values() for peer, _ in one.merged}
     for learner in self.lineage.surplus({*self.members, *busy}, self.config.learners):
       self.lineage.forget(learner)
       self.run.forget_dead(self.lineage)
@@ -185,32 +185,32 @@ class SyncerBook:
     if not self._counts(peer):
       return
     peer.contributed = True
-    gather = self.gathers.get(message.sync)
-    if gather is not None:
-      gather.waiting.discard(peer.join.learner)
+    sync = self.syncs.get(message.sync)
+    if sync is not None:
+      sync.waiting.discard(peer.join.learner)
     dropped = any(type(a) is actions.Drop and a.payload_id == payload_id for a in out)
-    later = self.next_of(message.fragment) if gather is None or gather.merging else None
+    later = self.next_of(message.fragment) if sync is None or sync.merging else None
     told = [a.fact for a in out if type(a) is actions.Report]
     cancelled = [fact.sync for fact in told if type(fact) is facts.Cancelled]
-    if dropped and (later is None or later.sync not in cancelled):
+    if dropped and (later is None or later.t not in cancelled):
       return
-    if gather is None or gather.merging:
-      gather = later or self.next.setdefault(message.fragment, Gather(0, message.fragment))
-    gather.waiting.discard(peer.join.learner)
-    gather.payloads[payload_id] = peer, message
-    self.pending[payload_id] = gather
+    if sync is None or sync.merging:
+      sync = later or self.next.setdefault(message.fragment, Sync(0, message.fragment))
+    sync.waiting.discard(peer.join.learner)
+    sync.payloads[payload_id] = peer, message
+    self.pending[payload_id] = sync
 
-  def next_of(self, fragment: int) -> Gather | None:
+  def next_of(self, fragment: int) -> Sync | None:
     """The sync of the fragment that merges next, if it is announced or has late payloads."""
-    in_hand = (one for one in self.gathers.values() if one.fragment == fragment)
+    in_hand = (one for one in self.syncs.values() if one.fragment == fragment)
     return next((one for one in in_hand if not one.merging), None) or self.next.get(fragment)
 
   def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
     if not self._counts(peer):
       return
-    if message.sync in self.gathers:
-      self.gathers[message.sync].waiting.discard(peer.join.learner)
+    if message.sync in self.syncs:
+      self.syncs[message.sync].waiting.discard(peer.join.learner)
     if message.reason == Reason.BAD_VALUE:
       self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
       self.lineage.holders[peer.join.learner].refusals += 1
@@ -253,15 +253,15 @@ class SyncerBook:
       self._release(peer)
 
   def merge_done(self, now_ns: int, done: events.MergeDone, out: Sequence) -> None:
-    gather = self.gathers.pop(done.sync)
-    self.ended, self.merges = gather, self.merges - 1
-    record = gather.record
+    sync = self.syncs.pop(done.sync)
+    self.ended, self.merges = sync, self.merges - 1
+    record = sync.record
     record.digest, record.failed = done.digest, done.failed
     record.refused = done.refused
     record.end(self.lineage)
     self.run.ended += 1
     if done.failed:
-      for peer, _ in gather.merged:
+      for peer, _ in sync.merged:
         peer.owed.add(done.fragment)
     else:
       self.payload_ids.add(done.payload_id)
@@ -299,9 +299,9 @@ class SyncerBook:
 
   def pulls(self, now_ns: int, send: actions.Send, event: Any) -> None:
     message = send.message
-    gather = self._begin(message.sync, message.fragment)
-    gather.asked.add(send.session)
-    gather.waiting.add(self.peers[send.session].join.learner)
+    sync = self._begin(message.sync, message.fragment)
+    sync.asked.add(send.session)
+    sync.waiting.add(self.peers[send.session].join.learner)
 
   def links(self, now_ns: int, link: facts.Link, event: Any) -> None:
     self.slow[link.learner] = link
@@ -310,7 +310,7 @@ class SyncerBook:
     """Another period, or only another delay. With another period the announced syncs end."""
     if fact.factor != self.tempo.factor:
       self.lineage.next = fact.sync
-      self.gathers = {sync: one for sync, one in self.gathers.items() if one.opened_ns is not None}
+      self.syncs = {t: one for t, one in self.syncs.items() if one.opened_ns is not None}
     self.tempo = fact
 
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
@@ -318,22 +318,22 @@ class SyncerBook:
     lineage.skipped += (opened.sync - lineage.next) // self.config.period
     lineage.opened = opened.sync
     lineage.next = self.schedule.next(opened.sync, self.tempo.factor)
-    for sync in [sync for sync in self.gathers if sync < opened.sync]:
-      if self.gathers[sync].opened_ns is None:  # its period is skipped
-        del self.gathers[sync]
-    gather = self._begin(opened.sync, opened.fragment)
-    gather.opened_ns = now_ns
+    for t in [t for t in self.syncs if t < opened.sync]:
+      if self.syncs[t].opened_ns is None:  # its period is skipped
+        del self.syncs[t]
+    sync = self._begin(opened.sync, opened.fragment)
+    sync.opened_ns = now_ns
 
-  def _begin(self, sync: int, fragment: int) -> Gather:
-    if sync not in self.gathers:
-      gather = self.gathers[sync] = self.next.pop(fragment, None) or Gather(sync, fragment)
-      gather.sync = sync
-    return self.gathers[sync]
+  def _begin(self, t: int, fragment: int) -> Sync:
+    if t not in self.syncs:
+      sync = self.syncs[t] = self.next.pop(fragment, None) or Sync(t, fragment)
+      sync.t = t
+    return self.syncs[t]
 
   @property
-  def open(self) -> list[Gather]:
+  def open(self) -> list[Sync]:
     """The syncs that have opened."""
-    return [one for one in self.gathers.values() if one.opened_ns is not None]
+    return [one for one in self.syncs.values() if one.opened_ns is not None]
 
   def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
     """A verdict on the contribution of this turn."""
@@ -358,33 +358,33 @@ class SyncerBook:
       peer.owed.discard(message.fragment)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
-    gather = self.gathers[merge.sync]
-    gather.merging, self.merges = merge, self.merges + 1
-    gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
-    for one, (peer, message) in zip(merge.participants, gather.merged):
+    sync = self.syncs[merge.sync]
+    sync.merging, self.merges = merge, self.merges + 1
+    sync.merged = tuple(sync.payloads[one.payload_id] for one in merge.participants)
+    for one, (peer, message) in zip(merge.participants, sync.merged):
       reported = message.tokens_from, message.tokens_to
       self.account(peer).settle(merge.fragment, reported, '', self.gap)
       del self.pending[one.payload_id]
       self.payload_ids.discard(one.payload_id)
-    gather.payloads.clear()
+    sync.payloads.clear()
     decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
-    gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
+    sync.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
     record.undecided = self._undecided()
     record.batches = tuple(
-      (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
+      (one.shard, one.cursor - one.steps, one.cursor) for _, one in sync.merged
     )
-    under_way = (other.record for other in self.gathers.values() if other.record is not None)
+    under_way = (other.record for other in self.syncs.values() if other.record is not None)
     record.number = len(self.run.records) + 1
     record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
     self.run.decided(record)
 
   def _undecided(self) -> tuple[int, ...]:
     """The syncs that end if this process ends now."""
-    return tuple(one.sync for one in self.open if one.record is None)
+    return tuple(one.t for one in self.open if one.record is None)
 
   def cancels(self, now_ns: int, cancelled: facts.Cancelled, event: Any) -> None:
     """A sync is cancelled; after a failed merge it is already counted."""
-    if self.gathers.pop(cancelled.sync, None) is not None:
+    if self.syncs.pop(cancelled.sync, None) is not None:
       self.lineage.cancelled[cancelled.fragment] += 1
 
   def reads_whole(self, now_ns: int, read: actions.ReadFragment, event: Any) -> None:
@@ -392,8 +392,8 @@ class SyncerBook:
 
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
     self.payload_ids.discard(drop.payload_id)
-    if (gather := self.pending.pop(drop.payload_id, None)) is not None:
-      del gather.payloads[drop.payload_id]
+    if (sync := self.pending.pop(drop.payload_id, None)) is not None:
+      del sync.payloads[drop.payload_id]
 
   def closes(self, now_ns: int, close: actions.Close, event: Any) -> None:
     peer = self.peers.get(close.session)

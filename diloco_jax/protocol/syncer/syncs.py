@@ -1,4 +1,4 @@
-"""Gathering: the syncs that are announced or open, their payloads, and how they end.
+"""The syncs in hand: those that are announced or open, their payloads, and how they end.
 
 A sync pulls its fragment from every contributor: when it is announced, so that the learner gives it
 when it is due, and again when it opens, from those that have not answered. Each contributor answers
@@ -22,21 +22,21 @@ from collections.abc import Iterable
 from diloco_jax.protocol import actions, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.protocol.syncer import sync as sync_lib
 from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
 REST = 4  # leases after a wait for all in vain: who never answers costs a fifth of the time
 
 
-class Gathering:
-  """The syncs in hand. Owns their gathers, the grace window's averages, and the counts of syncs."""
+class Syncs:
+  """The syncs in hand. Owns them, the grace window's averages, and the counts of syncs."""
 
   def __init__(
     self,
@@ -55,10 +55,10 @@ class Gathering:
     self._screening = screening
     self._links = links
     self.grace = grace_lib.Grace()
-    self.open: dict[int, gather_lib.Gather] = {}
-    self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
+    self.open: dict[int, sync_lib.Sync] = {}
+    self.announced: dict[int, sync_lib.Sync] = {}  # not open yet
     # By fragment: the next sync, if payloads were late for the last one.
-    self.due: dict[int, gather_lib.Gather] = {}
+    self.due: dict[int, sync_lib.Sync] = {}
     # Rejections after which a learner sends the tokens again, and the reason for tokens that a
     # learner has skipped without a verdict.
     self._kept = messages.kept(config.rebases)
@@ -74,133 +74,133 @@ class Gathering:
   @property
   def merging(self) -> bool:
     """Whether an outer step is in progress."""
-    return any(gather.merging for gather in self.open.values())
+    return any(sync.merging for sync in self.open.values())
 
   @property
   def decided(self) -> bool:
     """Whether every open sync is merging."""
-    return all(gather.merging for gather in self.open.values())
+    return all(sync.merging for sync in self.open.values())
 
   @property
   def deadline_ns(self) -> int | None:
     """The next end of a grace window."""
-    times = [gather.deadline_ns(self._config.needed(sync)) for sync, gather in self.open.items()]
+    times = [sync.deadline_ns(self._config.needed(t)) for t, sync in self.open.items()]
     return min((time_ns for time_ns in times if time_ns is not None), default=None)
 
   def may_announce(self, fragment: int) -> bool:
     """Whether there is room for a sync of this fragment beside those in hand."""
     free = len(self.announced) < self._tempo.lead
-    return free and all(gather.fragment != fragment for gather in self._in_hand())
+    return free and all(sync.fragment != fragment for sync in self._in_hand())
 
-  def _in_hand(self) -> list[gather_lib.Gather]:
+  def _in_hand(self) -> list[sync_lib.Sync]:
     return [*self.open.values(), *self.announced.values()]
 
-  def _all(self) -> list[gather_lib.Gather]:
+  def _all(self) -> list[sync_lib.Sync]:
     return [*self._in_hand(), *self.due.values()]
 
-  def _find(self, sync: int) -> gather_lib.Gather | None:
-    return self.open.get(sync) or self.announced.get(sync)
+  def _find(self, t: int) -> sync_lib.Sync | None:
+    return self.open.get(t) or self.announced.get(t)
 
-  def announce(self, sync: int, fragment: int) -> None:
+  def announce(self, t: int, fragment: int) -> None:
     """Asks every contributor for the fragment when it is due."""
-    gather = self.announced[sync] = self._begin(sync, fragment)
-    self._pull_from(gather, self._members.live())
+    sync = self.announced[t] = self._begin(t, fragment)
+    self._pull_from(sync, self._members.live())
 
-  def _begin(self, sync: int, fragment: int) -> gather_lib.Gather:
-    gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
-    gather.sync = sync
-    gather.move('announced')
-    if self._config.closing(sync):  # the last one
-      self._return_late(gather)
-    return gather
+  def _begin(self, t: int, fragment: int) -> sync_lib.Sync:
+    sync = self.due.pop(fragment, None) or sync_lib.Sync(t=t, fragment=fragment)
+    sync.t = t
+    sync.move('announced')
+    if self._config.closing(t):  # the last one
+      self._return_late(sync)
+    return sync
 
-  def _return_late(self, gather: gather_lib.Gather) -> None:
+  def _return_late(self, sync: sync_lib.Sync) -> None:
     """Drops the payloads for the sync before: their learners answer this one with all their
     steps."""
-    for learner, (message, _) in sorted(gather.payloads.items()):
-      if message.sync != gather.sync:
-        self.send_verdict(self._members.by_id[learner], message.sync, gather.fragment, Reason.LATE)
-        self._out.drop(gather.withdraw(learner))
-        gather.asked.discard(learner)
+    for learner, (message, _) in sorted(sync.payloads.items()):
+      if message.sync != sync.t:
+        self.send_verdict(self._members.by_id[learner], message.sync, sync.fragment, Reason.LATE)
+        self._out.drop(sync.withdraw(learner))
+        sync.asked.discard(learner)
 
-  def open_sync(self, now_ns: int, sync: int, fragment: int) -> gather_lib.Gather:
+  def open_sync(self, now_ns: int, t: int, fragment: int) -> sync_lib.Sync:
     """The sync opens: asks every contributor that has not answered."""
-    gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
-    gather.move('gathering')
-    gather.opened_ns = now_ns
-    self._choose_for_all(now_ns, gather)
-    gather.grace_ns = self._window_ns(now_ns, gather)
-    self.open[sync] = gather
-    if gather.for_all:
-      self._return_late(gather)
-    self._links.opened(gather)
-    self._pull_from(gather, self._members.live())
-    self._out.report(facts.Opened(sync=sync, fragment=fragment))
-    return gather
+    sync = self.announced.pop(t, None) or self._begin(t, fragment)
+    sync.move('open')
+    sync.opened_ns = now_ns
+    self._choose_for_all(now_ns, sync)
+    sync.grace_ns = self._window_ns(now_ns, sync)
+    self.open[t] = sync
+    if sync.for_all:
+      self._return_late(sync)
+    self._links.opened(sync)
+    self._pull_from(sync, self._members.live())
+    self._out.report(facts.Opened(sync=t, fragment=fragment))
+    return sync
 
-  def _choose_for_all(self, now_ns: int, gather: gather_lib.Gather) -> None:
+  def _choose_for_all(self, now_ns: int, sync: sync_lib.Sync) -> None:
     """Decides whether a sync waits for all learners: the first one of a fragment that they have
     trained on for long without an outer step. One lease serves all fragments: else a learner that
     never answers would take one of each. A closing sync has a lease anyway."""
-    if self._config.closing(gather.sync):
+    if self._config.closing(sync.t):
       return
-    last, periods = self._published.fragments[gather.fragment].last_sync, 2 * self._tempo.period
+    last, periods = self._published.fragments[sync.fragment].last_sync, 2 * self._tempo.period
     there = [member for member in self._members.live() if member.caught_up]
     if pace_lib.lower_median([member.clock for member in there]) - last > periods:
-      self._unmerged.add(gather.fragment)
+      self._unmerged.add(sync.fragment)
       rest_ns = REST * self._config.lease_ns if self._in_vain else 0
       if self._all_ns is not None and now_ns - self._all_ns > rest_ns:
         self._all_ns, self._in_vain = None, False
     # One of them may be far ahead of the run, which goes on at the clock of one that has returned.
-    newest = max([gather.sync, *(member.claimed for member in there)])
-    gather.for_all = gather.fragment in self._unmerged and newest - last >= periods
-    if gather.for_all and self._all_ns is None:
+    newest = max([sync.t, *(member.claimed for member in there)])
+    sync.for_all = sync.fragment in self._unmerged and newest - last >= periods
+    if sync.for_all and self._all_ns is None:
       self._all_ns = now_ns + self._config.lease_ns
 
-  def _window_ns(self, now_ns: int, gather: gather_lib.Gather) -> int:
+  def _window_ns(self, now_ns: int, sync: sync_lib.Sync) -> int:
     """The grace window; of a sync for all the rest of their lease, at least the steps in which a
     learner answers."""
-    if self._config.closing(gather.sync):
+    if self._config.closing(sync.t):
       return self._config.lease_ns
     step_ns = pace_lib.step_ns(self._members)
-    if gather.for_all:
+    if sync.for_all:
       return max((self._all_ns or now_ns) - now_ns, self._tempo.in_flight * step_ns)
     return self.grace.window_ns(self._tempo, step_ns)
 
-  def _pull_from(self, gather: gather_lib.Gather, members: list[members_lib.Member]) -> None:
+  def _pull_from(self, sync: sync_lib.Sync, members: list[members_lib.Member]) -> None:
     """Pulls from those that have not answered; only in some periods from one whose link is slow,
     if the sync has its quorum without it and is not for all."""
     able = [m.learner for m in self._members.live() if m.caught_up]
-    turns = gather.asked | gather.payloads.keys()
-    turns |= {m.learner for m in self._members.live() if self._links.pulls(m, gather.sync)}
-    every = gather.for_all or len(turns & {*able}) < self._config.quorum
+    turns = sync.asked | sync.payloads.keys()
+    turns |= {m.learner for m in self._members.live() if self._links.pulls(m, sync.t)}
+    every = sync.for_all or len(turns & {*able}) < self._config.quorum
     for member in members:
-      asked = member.learner in gather.asked
-      answered = member.learner in gather.payloads or asked and member.learner not in gather.waiting
+      asked = member.learner in sync.asked
+      answered = member.learner in sync.payloads or asked and member.learner not in sync.waiting
       if member.caught_up and not answered and (every or member.learner in turns):
         if not asked:
-          self._links.asked(member, gather.sync)
-        self._pull(gather, member)
+          self._links.asked(member, sync.t)
+        self._pull(sync, member)
 
-  def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
-    gather.asked.add(member.learner)
-    gather.waiting.add(member.learner)
-    now = gather.state != 'announced'
-    pull = messages.Pull(sync=gather.sync, fragment=gather.fragment, now=now)
+  def _pull(self, sync: sync_lib.Sync, member: members_lib.Member) -> None:
+    sync.asked.add(member.learner)
+    sync.waiting.add(member.learner)
+    now = sync.state != 'announced'
+    pull = messages.Pull(sync=sync.t, fragment=sync.fragment, now=now)
     self._out.send(member.session, pull)
 
   def enter(self, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
-    for gather in self._in_hand():
-      if not gather.merging:
-        self._pull_from(gather, [member])
+    for sync in self._in_hand():
+      if not sync.merging:
+        self._pull_from(sync, [member])
 
   def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
-    for gather in self._all():
-      gather.waiting.discard(learner)
-      gather.asked.discard(learner)
-      self._out.drop(gather.withdraw(learner))
+    for sync in self._all():
+      sync.waiting.discard(learner)
+      sync.asked.discard(learner)
+      self._out.drop(sync.withdraw(learner))
     if not self._members.by_session:
       self.grace.all_lost()
       self._unmerged.update(range(self._config.fragments))
@@ -213,57 +213,57 @@ class Gathering:
   ) -> None:
     member.contributed = True
     self._links.arrived(member, message)
-    gather = self._find(message.sync)
-    reason = self._judge(member, message, gather)
+    sync = self._find(message.sync)
+    reason = self._judge(member, message, sync)
     if reason == Reason.LATE and self._config.rebases:
       later = self._next(member, message)
       if later is not None:
-        gather, reason = later, self._judge(member, message, later)
+        sync, reason = later, self._judge(member, message, later)
     if not reason and not self._shards.counts(member.learner, message):
       reason = Reason.DUPLICATE
     if reason:
       self._reject(member, message, payload_id, reason)
       return
-    self._drop_older(gather, member)
-    gather.waiting.discard(member.learner)
-    gather.payloads[member.learner] = (message, payload_id)
+    self._drop_older(sync, member)
+    sync.waiting.discard(member.learner)
+    sync.payloads[member.learner] = (message, payload_id)
     self._out.do(actions.Measure(fragment=message.fragment, payload_id=payload_id))
 
   def _judge(
     self,
     member: members_lib.Member,
     message: messages.Contribution,
-    gather: gather_lib.Gather | None,
+    sync: sync_lib.Sync | None,
   ) -> str:
     fragment = self._published.fragments[message.fragment]
     oldest = fragment.version - self._config.max_staleness
     if self._config.closing(message.sync):
       oldest = 0  # a stale payload would find no later sync
-    elif gather is not None and any(
+    elif sync is not None and any(
       other.merging and other.fragment == message.fragment for other in self.open.values()
     ):
       oldest += 1  # before this sync merges
     cursor = self._ledger.of(member).cursors[message.fragment]
-    return verdicts.judge(message, member.learner, gather, fragment, cursor, oldest)
+    return verdicts.judge(message, member.learner, sync, fragment, cursor, oldest)
 
   def _next(
     self, member: members_lib.Member, message: messages.Contribution
-  ) -> gather_lib.Gather | None:
+  ) -> sync_lib.Sync | None:
     """The sync for which a late payload counts. None: it would be one that the learner answers with
     all its steps, or P late payloads wait already."""
     p = message.fragment
     found = next((one for one in self._all() if one.fragment == p and not one.merging), None)
     if found is not None and (found.state != 'due' or member.learner in found.payloads):
-      return None if self._config.closing(found.sync) or found.for_all else found
-    waiting = sum(len(gather.payloads) for gather in self.due.values())
+      return None if self._config.closing(found.t) or found.for_all else found
+    waiting = sum(len(sync.payloads) for sync in self.due.values())
     if self._config.closing(message.sync) or waiting >= self._config.fragments:
       return None
-    return self.due.setdefault(p, gather_lib.Gather(sync=0, fragment=p))
+    return self.due.setdefault(p, sync_lib.Sync(t=0, fragment=p))
 
-  def _drop_older(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
+  def _drop_older(self, sync: sync_lib.Sync, member: members_lib.Member) -> None:
     """An older payload of a learner was late and waits in a sync for which a newer one has come.
     The learner was told of the older one's sync, and waits for what becomes of the newer one."""
-    self._out.drop(gather.withdraw(member.learner))
+    self._out.drop(sync.withdraw(member.learner))
 
   def _reject(
     self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str
@@ -330,11 +330,11 @@ class Gathering:
           f'{member.rejected} payloads were rejected, the last one as {member.last_reason}.',
         )
 
-  def _answered(self, member: members_lib.Member, sync: int) -> None:
-    self._links.answered(member, sync)
-    gather = self._find(sync)
-    if gather is not None:
-      gather.waiting.discard(member.learner)
+  def _answered(self, member: members_lib.Member, t: int) -> None:
+    self._links.answered(member, t)
+    sync = self._find(t)
+    if sync is not None:
+      sync.waiting.discard(member.learner)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """The learner replaced its anchor. Its payload in a sync of this fragment no longer counts if
@@ -347,39 +347,39 @@ class Gathering:
   def _withdraw(self, member: members_lib.Member, fragment: int, upto: int) -> None:
     """The learner's tokens before `upto` are being settled: its payload in a sync of this fragment
     may not count them again."""
-    for gather in self._all():
-      waits = gather.fragment == fragment and gather.payloads.get(member.learner)
+    for sync in self._all():
+      waits = sync.fragment == fragment and sync.payloads.get(member.learner)
       if waits and waits[0].tokens_from < upto:
-        self._out.drop(gather.withdraw(member.learner))
+        self._out.drop(sync.withdraw(member.learner))
 
   # --- How a sync is merged and ends --------------------------------------------------------------
 
-  def merge(self, now_ns: int, gather: gather_lib.Gather) -> None:
+  def merge(self, now_ns: int, sync: sync_lib.Sync) -> None:
     """Settles what is there, in the order of learner ids, for an outer step that begins now."""
-    payloads = sorted(gather.payloads.items())
-    gather.move('merging')
-    self._in_vain |= gather.for_all and bool(gather.waiting)
-    self._unmerged.discard(gather.fragment)
-    shared_steps, given = self._shared_steps(gather), [(name, one) for name, (one, _) in payloads]
+    payloads = sorted(sync.payloads.items())
+    sync.move('merging')
+    self._in_vain |= sync.for_all and bool(sync.waiting)
+    self._unmerged.discard(sync.fragment)
+    shared_steps, given = self._shared_steps(sync), [(name, one) for name, (one, _) in payloads]
     merged = [self._ledger.of(self._members.by_id[name]).merged for name, _ in given]
     successor = self._screening.goes_on_from(now_ns, given, merged)
-    gather.participants = tuple(
+    sync.participants = tuple(
       self._participant(learner, message, payload_id, shared_steps, successor)
       for learner, (message, payload_id) in payloads
     )
-    self._shards.merge(gather.sync, gather.fragment, given)
+    self._shards.merge(sync.t, sync.fragment, given)
     self._merged_ns = now_ns
     for learner, _ in payloads:
       member = self._members.by_id[learner]
       member.merged_ns, member.rejected = now_ns, 0
-    version = self._published.fragments[gather.fragment].version + 1
-    self.grace.merge_began(gather.fragment, version, now_ns)
+    version = self._published.fragments[sync.fragment].version + 1
+    self.grace.merge_began(sync.fragment, version, now_ns)
 
-  def _shared_steps(self, gather: gather_lib.Gather) -> int:
+  def _shared_steps(self, sync: sync_lib.Sync) -> int:
     """The steps since the last outer step of the fragment, as payloads and clocks show them: the
     lower median of the participants, or of all if there is one, that were there all the time."""
-    last = self._published.fragments[gather.fragment].last_sync
-    given = {learner: message.steps for learner, (message, _) in gather.payloads.items()}
+    last = self._published.fragments[sync.fragment].last_sync
+    given = {learner: message.steps for learner, (message, _) in sync.payloads.items()}
     there = [
       max(given.get(one.learner, 0), one.clock - last)
       for one in self._members.live()
@@ -392,10 +392,10 @@ class Gathering:
     """Of each (learner, incarnation) in an outer step of a fragment that is in progress: where the
     tokens of its contribution begin."""
     return {
-      (one.learner, one.incarnation): gather.payloads[one.learner][0].tokens_from
-      for gather in self.open.values()
-      if gather.merging and gather.fragment == fragment
-      for one in gather.participants
+      (one.learner, one.incarnation): sync.payloads[one.learner][0].tokens_from
+      for sync in self.open.values()
+      if sync.merging and sync.fragment == fragment
+      for one in sync.participants
     }
 
   def _participant(
@@ -424,51 +424,51 @@ class Gathering:
       apart=successor not in ('', learner),
     )
 
-  def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
+  def end(self, now_ns: int, done: events.MergeDone) -> sync_lib.Sync:
     """The outer step of a sync has ended: ends the sync."""
-    gather = self.open.pop(done.sync)
+    sync = self.open.pop(done.sync)
     self._shards.end(done.sync, done.refused, made=not done.failed)
     if done.failed:
-      self._fail(now_ns, gather, done.failed)
+      self._fail(now_ns, sync, done.failed)
     else:
-      self._publish(gather, done)
-    return gather
+      self._publish(sync, done)
+    return sync
 
-  def _publish(self, gather: gather_lib.Gather, done: events.MergeDone) -> None:
-    gather.move('published')
+  def _publish(self, sync: sync_lib.Sync, done: events.MergeDone) -> None:
+    sync.move('published')
     publish = self._published.advance(done)
     self.synced += 1
-    merged = [one for one in gather.participants if one.learner not in done.refused]
+    merged = [one for one in sync.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
-    if gather.facts:  # else it was decided by the process before
-      late = tuple(name for name in gather.facts['late'] if name in names)
+    if sync.facts:  # else it was decided by the process before
+      late = tuple(name for name in sync.facts['late'] if name in names)
       changed = {'participants': names, 'late': late, 'tokens': tokens}
-      self._out.report(facts.Synced(**(gather.facts | changed)))
-    ends = {(one.learner, one.incarnation): '' for one in gather.participants}
-    for one in gather.participants:
+      self._out.report(facts.Synced(**(sync.facts | changed)))
+    ends = {(one.learner, one.incarnation): '' for one in sync.participants}
+    for one in sync.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
         ends[one.learner, one.incarnation] = screening_lib.reason(one)
-        self._revoke(one, gather.fragment)
+        self._revoke(one, sync.fragment)
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
       if end is not None and member.joined:  # else its Joined tells what is settled
-        self.send_verdict(member, gather.given_for(member.learner), done.fragment, end)
+        self.send_verdict(member, sync.given_for(member.learner), done.fragment, end)
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
-  def _fail(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
+  def _fail(self, now_ns: int, sync: sync_lib.Sync, why: str) -> None:
     """An outer step was refused: discards its participants' tokens and sends them a fresh anchor.
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
-    self.grace.merge_failed(gather.fragment)
-    for one in gather.participants:
-      self._revoke(one, gather.fragment)
-    text = f'Outer step {gather.sync} refused: {why}'
+    self.grace.merge_failed(sync.fragment)
+    for one in sync.participants:
+      self._revoke(one, sync.fragment)
+    text = f'Outer step {sync.t} refused: {why}'
     self._out.notices.say(now_ns, 'refused outer step', text)
-    self.cancel(gather, why)
-    took_part = {(one.learner, one.incarnation) for one in gather.participants}
+    self.cancel(sync, why)
+    took_part = {(one.learner, one.incarnation) for one in sync.participants}
     for member in self._members.live():
       if (member.learner, member.incarnation) in took_part and member.joined:
-        self._published.replace(member, gather.fragment)
+        self._published.replace(member, sync.fragment)
 
   def _revoke(self, one: actions.Participant, fragment: int) -> None:
     """An update was refused: its tokens are discarded, and its learner needs a fresh anchor."""
@@ -480,48 +480,46 @@ class Gathering:
   def skip(self, upto: int) -> None:
     """The syncs before `upto` that are announced will not open: drops their payloads, which the
     learners can send again."""
-    for sync in [sync for sync in self.announced if sync < upto]:
-      gather = self.announced.pop(sync)
-      told = gather.asked | gather.payloads.keys()
-      self._end_without_version(gather, [m for m in self._members.live() if m.learner in told])
+    for t in [t for t in self.announced if t < upto]:
+      sync = self.announced.pop(t)
+      told = sync.asked | sync.payloads.keys()
+      self._end_without_version(sync, [m for m in self._members.live() if m.learner in told])
 
   def abandon(self) -> None:
     """The process ends: drops all payloads that are not being merged."""
-    for gather in self._all():
-      for payload_id in gather.abandon():
+    for sync in self._all():
+      for payload_id in sync.abandon():
         self._out.drop(payload_id)
 
-  def cancel(self, gather: gather_lib.Gather, why: str) -> None:
+  def cancel(self, sync: sync_lib.Sync, why: str) -> None:
     """Ends a sync without a version. Its payloads are dropped unsettled: they can be sent again.
 
     Every joined learner is told, asked or not: a lock-step learner may be waiting for the sync."""
-    self.open.pop(gather.sync, None)
-    self._end_without_version(gather, self._members.live())
+    self.open.pop(sync.t, None)
+    self._end_without_version(sync, self._members.live())
     self.cancelled += 1
-    self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))
+    self._out.report(facts.Cancelled(sync=sync.t, fragment=sync.fragment, why=why))
 
-  def _end_without_version(
-    self, gather: gather_lib.Gather, told: Iterable[members_lib.Member]
-  ) -> None:
+  def _end_without_version(self, sync: sync_lib.Sync, told: Iterable[members_lib.Member]) -> None:
     for member in told:
       if member.joined:
-        for sync in sorted({gather.given_for(member.learner), gather.sync}):
-          self.send_verdict(member, sync, gather.fragment, messages.CANCELLED)
-    for payload_id in gather.abandon():
+        for t in sorted({sync.given_for(member.learner), sync.t}):
+          self.send_verdict(member, t, sync.fragment, messages.CANCELLED)
+    for payload_id in sync.abandon():
       self._out.drop(payload_id)
-    gather.move('cancelled')
+    sync.move('cancelled')
 
   # --- Verdicts sent to a learner -----------------------------------------------------------------
 
-  def send_verdict(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
+  def send_verdict(self, member: members_lib.Member, t: int, fragment: int, reason: str) -> None:
     """Sends a learner the verdict on its contribution to a sync; `reason` '' if it was merged."""
-    settled = messages.Settled(sync=sync, fragment=fragment, merged=not reason, reason=reason)
+    settled = messages.Settled(sync=t, fragment=fragment, merged=not reason, reason=reason)
     self._out.send(member.session, settled)
 
   def check(self) -> None:
     """Asserts that no two open syncs have the same fragment, and that each is consistent."""
-    gathers = self._in_hand()
-    assert len({gather.fragment for gather in gathers}) == len(gathers), gathers
+    syncs = self._in_hand()
+    assert len({sync.fragment for sync in syncs}) == len(syncs), syncs
     live = {member.learner for member in self._members.by_session.values()}
-    for gather in self._all():
-      gather.check(live, self._config.needed(gather.sync))
+    for sync in self._all():
+      sync.check(live, self._config.needed(sync.t))

@@ -1,4 +1,4 @@
-"""Gathering, the grace window, merging and publishing.
+"""A sync: its payloads, the grace window, merging and publishing.
 
 Each test opens with the sentence that it checks and its source.
 """
@@ -9,8 +9,8 @@ import pytest
 
 from diloco_jax.protocol import actions, events, facts, messages, tempo
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace
+from diloco_jax.protocol.syncer import sync as sync_lib
 from diloco_jax.verification.sim import engine
 from tests.protocol import transcript
 from tests.protocol.recording import Recording, discarded
@@ -73,7 +73,7 @@ def test_a_time_without_learners_is_none_of_a_sync(away):
   done = messages.Adopted(fragment=0, version=1, tokens=20, matched=True)
   machine.handle(1000 * MS, received(session, done))
   machine.check()
-  assert machine._gathering.grace.sync_ns.samples == (not away)
+  assert machine._syncs.grace.sync_ns.samples == (not away)
 
 
 def test_averages_are_exponential_moving_averages():
@@ -230,20 +230,20 @@ def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str)
   ],
 )
 def test_quorum_decisions(payloads: int, waiting: int, live: int, needed: int, verdict: str):
-  gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0, grace_ns=9)
-  gather.payloads = {f'l{n}': None for n in range(payloads)}
-  gather.waiting = {f'w{n}' for n in range(waiting)}
-  assert gather_lib.decide(gather, 5, needed, live)[0] == verdict
+  sync = sync_lib.Sync(t=4, fragment=0, opened_ns=0, grace_ns=9)
+  sync.payloads = {f'l{n}': None for n in range(payloads)}
+  sync.waiting = {f'w{n}' for n in range(waiting)}
+  assert sync_lib.decide(sync, 5, needed, live)[0] == verdict
 
 
 def test_grace_decisions():
-  gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
-  gather.state, gather.opened_ns, gather.grace_ns = 'gathering', 100, 50
-  assert gather.deadline_ns(2) is None and gather.deadline_ns(1) == 150
-  assert gather_lib.decide(gather, 149, 1, 2)[0] == 'wait'
-  assert gather_lib.decide(gather, 150, 1, 2)[0] == 'merge'
-  gather.state = 'merging'
-  assert gather_lib.decide(gather, 999, 1, 2) == ('wait', 'merging')
+  sync = sync_lib.Sync(t=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
+  sync.state, sync.opened_ns, sync.grace_ns = 'open', 100, 50
+  assert sync.deadline_ns(2) is None and sync.deadline_ns(1) == 150
+  assert sync_lib.decide(sync, 149, 1, 2)[0] == 'wait'
+  assert sync_lib.decide(sync, 150, 1, 2)[0] == 'merge'
+  sync.state = 'merging'
+  assert sync_lib.decide(sync, 999, 1, 2) == ('wait', 'merging')
 
 
 def test_a_delta_is_sent_only_to_holders_of_the_version_before():

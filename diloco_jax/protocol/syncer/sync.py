@@ -15,22 +15,22 @@ SYNC_STATES = (
   ('due', 'announced', 'K live learners are within max(1, tau + ahead) steps of t'),
   (
     'announced',
-    'gathering',
+    'open',
     'K live learners have reached t and fewer than max(1, tau) syncs are in flight',
   ),
-  ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
+  ('open', 'merging', 'K payloads and the grace window is over, or all have answered'),
   ('announced', 'cancelled', 'its period is skipped'),
-  ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
+  ('open', 'cancelled', 'all have answered and the quorum cannot be reached'),
   ('merging', 'published', 'the outer step is done'),
   ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
 )
 
 
 @dataclasses.dataclass(slots=True)
-class Gather:
+class Sync:
   """One sync."""
 
-  sync: int
+  t: int
   fragment: int
   opened_ns: int = 0
   state: str = 'due'
@@ -58,13 +58,13 @@ class Gather:
 
   def deadline_ns(self, needed: int) -> int | None:
     """When the sync ends without the missing learners."""
-    waits = self.state == 'gathering' and len(self.payloads) >= needed
+    waits = self.state == 'open' and len(self.payloads) >= needed
     return self.close_ns if waits else None
 
   def given_for(self, learner: str) -> int:
     """The sync for which a learner gave its payload: this one, or the one before."""
     message, _ = self.payloads.get(learner, (None, 0))
-    return message.sync if message else self.sync
+    return message.sync if message else self.t
 
   def withdraw(self, learner: str) -> int | None:
     """Removes a learner's payload and returns its id; None: there is none, or it is being
@@ -86,11 +86,11 @@ class Gather:
     """Its outer step begins, on version `base`."""
     names = tuple(one.learner for one in self.participants)
     self.facts = {
-      'sync': self.sync,
+      'sync': self.t,
       'fragment': self.fragment,
       'version': base + 1,
       'participants': names,
-      'late': tuple(name for name in names if self.given_for(name) != self.sync),
+      'late': tuple(name for name in names if self.given_for(name) != self.t),
       'waited_ns': now_ns - self.opened_ns,
       'grace_ns': self.grace_ns,
       'tokens': sum(one.tokens for one in self.participants),
@@ -106,27 +106,27 @@ class Gather:
       assert self.payloads.keys() | self.waiting <= live, (self, live)
 
 
-def decide(gather: Gather, now_ns: int, needed: int, live: int) -> tuple[str, str]:
-  """('wait' | 'merge' | 'cancel', why) for one gather.
+def decide(sync: Sync, now_ns: int, needed: int, live: int) -> tuple[str, str]:
+  """('wait' | 'merge' | 'cancel', why) for one sync.
 
   Args:
-    gather: the sync.
+    sync: the sync.
     now_ns: the present time.
     needed: how many payloads it waits for (ProtocolConfig.needed).
     live: how many learners could contribute.
   """
-  count = len(gather.payloads)
-  if gather.merging:
+  count = len(sync.payloads)
+  if sync.merging:
     return 'wait', 'merging'
   if count >= needed:
     ends = 'merge' if count else 'cancel'
-    if not gather.waiting:
+    if not sync.waiting:
       return ends, f'all {count} have answered' if count else 'all have answered, without payloads'
-    if now_ns >= gather.close_ns:
-      return ends, f'grace is over: {count} payloads, {len(gather.waiting)} learners missing'
+    if now_ns >= sync.close_ns:
+      return ends, f'grace is over: {count} payloads, {len(sync.waiting)} learners missing'
     return 'wait', f'quorum {count} >= {needed}, grace runs'
   # No asked learner can still answer. With fewer live learners than K another may join (and a
   # lock-step run waits for it); otherwise the sync can never reach its quorum.
-  if not gather.waiting and live >= needed:
+  if not sync.waiting and live >= needed:
     return 'cancel', f'all have answered, {count} payloads of {needed}'
   return 'wait', f'{count} payloads of {needed}'
