@@ -520,20 +520,22 @@ def never_cancelled(original):
   return decide
 
 
-@mutant('The fastest learner alone sets the pace.', pace.Pace, 'reached', 'P1')
+@mutant('The fastest learner alone sets the pace.', pace.Pace, 'is_reached', 'P1')
 def fastest_sets_the_pace(original):
-  return property(
-    lambda self: (
-      not self.over and bool(self._ready) and (len(self.contributors) >= self._config.quorum)
-    )
-  )
+  def is_reached(self, front):
+    if front is self.announcing:
+      return original(self, front)
+    some = bool(front.ready) and len(self.contributors) >= self._config.quorum
+    return some and not self.over
+
+  return is_reached
 
 
 @mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
 def fragment_in_flight_twice(original):
   def _may_open(self):
     free = len(self._syncs.open) < self._tempo.in_flight
-    return not self._stopping and self._pace.reached and free
+    return not self._stopping and self._pace.is_reached(self._pace.opening) and free
 
   return _may_open
 
@@ -545,7 +547,7 @@ def skips_single_syncs(original):
   def skip_overdue(self):
     periods = original(self)
     if periods:
-      self.next = self._schedule.next(self.next)
+      self.opening.t = self._schedule.next(self.opening.t)
     return periods
 
   return skip_overdue
@@ -566,9 +568,13 @@ def late_joiner_is_not_asked(original):
   return lambda self, member: None
 
 
-@mutant('The slowest learner sets the pace.', pace.Pace, 'reached', 'P1')
+@mutant('The slowest learner sets the pace.', pace.Pace, 'is_reached', 'P1')
 def slowest_sets_the_pace(original):
-  return property(lambda self: original.fget(self) and len(self._ready) >= len(self.contributors))
+  def is_reached(self, front):
+    slowest = front is self.announcing or len(front.ready) >= len(self.contributors)
+    return original(self, front) and slowest
+
+  return is_reached
 
 
 @mutant('The syncer opens one sync at a time, whatever tau is.', SyncerMachine, '_may_open', 'P1')

@@ -298,7 +298,7 @@ class Membership:
     self._published.compare(member, held)
     self._warn_if_ahead(member, held)
     syncs = self._syncs.open
-    clock = min(syncs) - 1 if syncs else self._pace.opened
+    clock = min(syncs) - 1 if syncs else self._pace.opening.last
     self._pace.claim(member, clock)  # the learner does the same
     self._pace.advance(now_ns, member)
     if member.since is not None and not member.since[0]:

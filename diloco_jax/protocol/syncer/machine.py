@@ -134,7 +134,7 @@ class SyncerMachine:
   @property
   def clock(self) -> int:
     """The last sync that has opened."""
-    return self._pace.opened
+    return self._pace.opening.last
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
@@ -206,7 +206,7 @@ class SyncerMachine:
       self._save()
     for sync in list(self._syncs.open.values()):
       self._decide(now_ns, sync)
-    self._pace.close(now_ns)
+    self._pace.limit_wait(now_ns)
     while self._may_open() and not self._pace.awaits(now_ns):
       self._open(now_ns)
     while self._may_announce() and not self._pace.awaits(now_ns):
@@ -218,28 +218,30 @@ class SyncerMachine:
     """Changes the period of the run if most links ask for it, but not at its end, nor before a sync
     has opened since the last change. The announced syncs are cancelled, since others have their
     turn now: the learners send the steps again."""
-    if self._pace.opened == self._pace.retimed:
+    if self._pace.opening.last == self._pace.retimed:
       return
     before = self._tempo.factor
-    if self._stopping or self._config.closing(self._pace.soon) or not self._links.retime():
+    if self._stopping or self._config.closing(self._pace.announcing.t) or not self._links.retime():
       return
     if self._tempo.factor != before:
       self._syncs.skip(self._schedule.last + 1)
       self._pace.retime()
-    self._out.report(self._tempo.fact(self._pace.next))
+    self._out.report(self._tempo.fact(self._pace.opening.t))
 
   # --- The life of a sync -------------------------------------------------------------------------
 
   def _may_open(self) -> bool:
-    if self._stopping or not self._pace.reached:
+    if self._stopping or not self._pace.is_reached(self._pace.opening):
       return False
     fragments = [sync.fragment for sync in self._syncs.open.values()]
     free = len(fragments) < self._tempo.in_flight
-    return free and self._schedule.fragment(self._pace.next) not in fragments
+    return free and self._schedule.fragment(self._pace.opening.t) not in fragments
 
   def _may_announce(self) -> bool:
-    fragment = self._schedule.fragment(self._pace.soon)
-    return not self._stopping and self._pace.nears and self._syncs.may_announce(fragment)
+    front = self._pace.announcing
+    if self._stopping or not self._pace.is_reached(front):
+      return False
+    return self._syncs.may_announce(self._schedule.fragment(front.t))
 
   def _open(self, now_ns: int) -> None:
     self._skip_overdue()
@@ -251,12 +253,12 @@ class SyncerMachine:
     """Skips overdue syncs and tells lock-step learners, which would wait for them."""
     periods = self._pace.skip_overdue()
     self._skipped += periods * self._tempo.factor * self._config.fragments
-    self._syncs.skip(self._pace.next)
+    self._syncs.skip(self._pace.opening.t)
     if not periods or self._config.lag is None:
       return
     for member in self._members.live():
       for fragment in range(self._config.fragments if member.joined else 0):
-        due = self._schedule.last_due(fragment, self._pace.next - 1)
+        due = self._schedule.last_due(fragment, self._pace.opening.t - 1)
         self._syncs.send_verdict(member, due, fragment, messages.CANCELLED)
 
   def _decide(self, now_ns: int, sync: sync_lib.Sync) -> None:
@@ -429,8 +431,8 @@ class SyncerMachine:
       'merging': [t for t, sync in syncs.items() if sync.merging],
       'undecided': [t for t, sync in syncs.items() if not sync.merging],
       **self._published.state(),
-      'next': self._pace.next,
-      'opened': self._pace.opened,
+      'next': self._pace.opening.t,
+      'opened': self._pace.opening.last,
       'counts': self._counts(),
       'finished': self.finished,
       'members': self._members.state(),
@@ -497,7 +499,7 @@ class SyncerMachine:
     ):
       part.check()
     syncs = self._syncs.open.keys()
-    assert all(t < self._pace.next for t in syncs), (syncs, self._pace.next)
+    assert all(t < self._pace.opening.t for t in syncs), (syncs, self._pace.opening)
     merged = sum(account.merged for account in self._ledger.accounts.values())
     versions = self._published.state()['versions']
     assert merged or not any(versions), versions

@@ -29,6 +29,7 @@ been away itself, it waits for the learners that were lost, once and for a limit
 bring is as long as what the first of them brings, and has to be merged with it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from diloco_jax.protocol.syncer import books as books_lib
@@ -58,8 +59,31 @@ def kth_step(steps: list[int], quorum: int) -> int:
   return sorted(steps, reverse=True)[quorum - 1] if len(steps) >= quorum else 0
 
 
+@dataclasses.dataclass(slots=True)
+class Front:
+  """One of two: the sync that opens next, and the one that is announced next, `lead` steps before.
+
+  Attributes:
+    t: the next sync here.
+    last: the newest one that was opened, or announced; 0: none was.
+    ready: the contributors whose clock, with the lead, has reached `t`.
+  """
+
+  t: int
+  last: int = 0
+  ready: set[str] = dataclasses.field(default_factory=set)
+
+
 class Pace:
-  """The position of the run on its schedule, and the learners that are ready for the next sync."""
+  """The position of the run on its schedule, and the learners that are ready for the next sync.
+
+  Attributes:
+    last: the last sync of the run.
+    opening, announcing: where the run is.
+    contributors: live learners that are caught up.
+    retimed: the last sync that opened before the period of the run changed.
+    usual_ns: between two reports of a learner; 0: not measured yet.
+  """
 
   def __init__(self, books: books_lib.Books):
     self._config = books.config
@@ -67,17 +91,13 @@ class Pace:
     self._schedule = books.schedule
     self._members = books.members
     self.last = books.schedule.last
-    self.opened = 0  # the last sync that was opened
-    self.next = books.schedule.next(0)
+    first = books.schedule.next(0)
+    self.opening, self.announcing = Front(first), Front(first)
     self.contributors: set[str] = set()
-    self._ready: set[str] = set()
-    self.soon = self.next  # the next sync to announce
-    self._announced = 0  # the last one that was
-    self.retimed = -1  # the last sync opened before the period of the run changed
-    self._close_ns: int | None = None  # when closing syncs wait for K learners only
-    self._closes = False
-    self._near: set[str] = set()  # contributors that are within `lead` steps of it
-    self.usual_ns = 0  # between two reports of a learner; 0: not measured yet
+    self.retimed = -1
+    self._wait_to_ns: int | None = None  # when closing syncs wait for K learners only
+    self._waited = False
+    self.usual_ns = 0
     # Learners that were lost since the last sync opened. If the last contributor is among them, an
     # overdue sync waits for them until a certain time.
     self._lost: set[str] = set()
@@ -86,8 +106,8 @@ class Pace:
 
   def load(self, next_sync: int, opened: int) -> None:
     """Where the last process was."""
-    self.next, self.opened = next_sync, opened
-    self.soon = next_sync
+    self.opening.t = self.announcing.t = next_sync
+    self.opening.last = opened
     self._lost, self._reunites = set(self._members.by_id), True
 
   def reopen(self, undecided: Sequence[int]) -> None:
@@ -97,39 +117,33 @@ class Pace:
     run goes back to the first of them; later ones that were decided find nothing left to merge.
     """
     closing = [sync for sync in undecided if self._config.closing(sync)]
-    self.next = self.soon = min([self.next, *closing])
-    self.opened = min(self.opened, self.next - 1)
+    self.opening.t = self.announcing.t = min([self.opening.t, *closing])
+    self.opening.last = min(self.opening.last, self.opening.t - 1)
 
   @property
   def over(self) -> bool:
     """Whether every sync has been opened."""
-    return self.next > self._schedule.last
+    return self.opening.t > self.last
 
-  @property
-  def reached(self) -> bool:
-    """Whether enough contributors are ready for the next sync."""
-    return not self.over and len(self._ready) >= self._needed(self.next)
+  def is_reached(self, front: Front) -> bool:
+    """Whether enough contributors are ready for the next sync there."""
+    return front.t <= self.last and len(front.ready) >= self._needed(front.t)
 
-  @property
-  def nears(self) -> bool:
-    """Whether the next sync that is not announced can be."""
-    return self.soon <= self.last and len(self._near) >= self._needed(self.soon)
-
-  def _needed(self, sync: int) -> int:
-    waits = self._config.closing(sync) and not self._closes
+  def _needed(self, t: int) -> int:
+    waits = self._config.closing(t) and not self._waited
     return max(self._config.quorum, len(self.contributors) if waits else 0)
 
   @property
   def deadline_ns(self) -> int | None:
     """When the closing syncs need not wait any longer for all contributors."""
-    return None if self._closes or self.over else self._close_ns
+    return None if self._waited or self.over else self._wait_to_ns
 
-  def close(self, now_ns: int) -> None:
-    """Ends the wait for learners that live and do not finish."""
-    if self._close_ns is not None:
-      self._closes = self._closes or now_ns >= self._close_ns
-    elif self._config.closing(self.next) and len(self._ready) >= self._config.quorum:
-      self._close_ns = now_ns + self._config.lease_ns
+  def limit_wait(self, now_ns: int) -> None:
+    """Ends the wait of closing syncs for learners that live and do not finish."""
+    if self._wait_to_ns is not None:
+      self._waited = self._waited or now_ns >= self._wait_to_ns
+    elif self._config.closing(self.opening.t) and len(self.opening.ready) >= self._config.quorum:
+      self._wait_to_ns = now_ns + self._config.lease_ns
 
   def enter(self, member: members_lib.Member) -> None:
     """The learner has caught up."""
@@ -142,8 +156,8 @@ class Pace:
       self._lost.add(learner)
       self.contributors.discard(learner)
       self._reunites = self._reunites or not self.contributors
-    self._ready.discard(learner)
-    self._near.discard(learner)
+    self.opening.ready.discard(learner)
+    self.announcing.ready.discard(learner)
 
   def claim(self, member: members_lib.Member, clock: int) -> None:
     """A process that continues its incarnation says where it is."""
@@ -162,7 +176,7 @@ class Pace:
 
   def advance(self, now_ns: int, member: members_lib.Member) -> None:
     """Counts as much of the learner's clock as the time allows."""
-    free = max(self._limit(now_ns, member), self.opened)
+    free = max(self._limit(now_ns, member), self.opening.last)
     member.clock = max(member.clock, min(member.claimed, free))
     self.mark(member)
 
@@ -186,18 +200,19 @@ class Pace:
     if member.since is None:
       return self._returned(now_ns)
     if not self.usual_ns:
-      return self.opened + self._config.period
+      return self.opening.last + self._config.period
     clock, since_ns = member.since
     return clock + SPEED * (now_ns - since_ns) // self.usual_ns
 
   def _returned(self, now_ns: int) -> int:
     """How far the clocks of processes of an earlier syncer count."""
+    opened = self.opening.last
     clocks = [one.claimed for one in self._members.by_session.values() if one.since is None]
     others = sum(not one.left for one in self._members.by_id.values()) > 1
     waits = now_ns < (self._members.began_ns or 0) + self._config.lease_ns
     if len(clocks) < 2 and others and waits:
-      return self.opened + self._config.period
-    return self.opened + SPEED * max(0, lower_median(clocks) - self.opened) + self._config.period
+      return opened + self._config.period
+    return opened + SPEED * max(0, lower_median(clocks) - opened) + self._config.period
 
   def measure(self, now_ns: int) -> None:
     """Updates the usual speed, and what counts by it; once per heartbeat."""
@@ -213,15 +228,15 @@ class Pace:
     if member.learner not in self.contributors:
       return
     finished = member.clock >= self._config.total_steps
-    clock = self._schedule.last if finished else member.clock
-    if clock >= self.next:
-      self._ready.add(member.learner)
-    if clock + self._tempo.lead >= self.soon:
-      self._near.add(member.learner)
+    clock = self.last if finished else member.clock
+    if clock >= self.opening.t:
+      self.opening.ready.add(member.learner)
+    if clock + self._tempo.lead >= self.announcing.t:
+      self.announcing.ready.add(member.learner)
 
   def last_due(self, fragment: int) -> int:
     """The last sync of a fragment that was opened or skipped (not positive: there was none)."""
-    return self._schedule.last_due(fragment, self.opened)
+    return self._schedule.last_due(fragment, self.opening.last)
 
   def awaits(self, now_ns: int) -> bool:
     """Whether the next sync, two periods late, waits for the learners that were lost with the
@@ -230,7 +245,7 @@ class Pace:
     known = self._members.by_id
     lost = any(name in known and not known[name].left for name in self._lost)
     clocks = [m.claimed for m in self._members.by_session.values() if m.caught_up]
-    late = max(clocks, default=0) >= self.next + 2 * self._tempo.period
+    late = max(clocks, default=0) >= self.opening.t + 2 * self._tempo.period
     if not (self._reunites and lost and late):
       return False
     if self._return_ns is None:
@@ -241,41 +256,47 @@ class Pace:
     """Skips the periods by which the next sync is late; returns their number."""
     steps = [m.clock for m in self._members.by_session.values() if m.caught_up]
     # Never past T: behind the last inner step no later sync makes up for a skipped one.
-    late = min(kth_step(steps, self._needed(self.next)), self._config.total_steps) - self.next
+    t = self.opening.t
+    late = min(kth_step(steps, self._needed(t)), self._config.total_steps) - t
     periods = max(0, late // self._tempo.period)
-    self.next += periods * self._tempo.period
+    self.opening.t += periods * self._tempo.period
     return periods
 
   def retime(self) -> None:
     """The period of the run has changed, and the announced syncs are cancelled: no learner answers
     a pull of them any more."""
-    self.retimed = self.opened
-    self.next = self.soon = self._after(max(self.opened, self._announced))
-    self._ready.clear()
-    self._near.clear()
+    self.retimed = self.opening.last
+    t = self._after(max(self.opening.last, self.announcing.last))
+    for front in (self.opening, self.announcing):
+      self._move(front, t)
     self._mark_all()
 
-  def _after(self, sync: int) -> int:
-    return self._schedule.next(sync, self._tempo.factor)
+  def _after(self, t: int) -> int:
+    return self._schedule.next(t, self._tempo.factor)
+
+  def _move(self, front: Front, t: int) -> None:
+    front.t = t
+    front.ready.clear()
 
   def announce(self) -> int:
     """Announces the next sync and returns it."""
-    self._announced, self.soon = self.soon, self._after(self.soon)
-    self._near.clear()
+    front = self.announcing
+    front.last = front.t
+    self._move(front, self._after(front.t))
     self._mark_all()
-    return self._announced
+    return front.last
 
   def open(self) -> int:
     """Opens the next sync and returns it."""
-    self.opened, self.next = self.next, self._after(self.next)
+    front = self.opening
+    front.last = front.t
+    self._move(front, self._after(front.t))
+    if self.announcing.t < front.t:
+      self._move(self.announcing, front.t)
     self._lost.clear()
     self._reunites, self._return_ns = False, None
-    self._ready.clear()
-    if self.soon < self.next:
-      self.soon = self.next
-      self._near.clear()
     self._mark_all()
-    return self.opened
+    return front.last
 
   def _mark_all(self) -> None:
     for member in self._members.by_session.values():
@@ -283,5 +304,6 @@ class Pace:
 
   def check(self) -> None:
     live = {member.learner for member in self._members.by_session.values()}
-    assert self._ready <= self.contributors <= live, (self._ready, self.contributors, live)
-    assert self._near <= self.contributors, (self._near, self.contributors)
+    assert self.contributors <= live, (self.contributors, live)
+    for front in (self.opening, self.announcing):
+      assert front.ready <= self.contributors, (front, self.contributors)

@@ -101,7 +101,7 @@ class Plausibility:
   def _newest_clock(self, member: members_lib.Member) -> int:
     """The clock of the learner without a further step: adopting a version moves it to its sync,
     which a restarted syncer that opens closing syncs again may not have opened."""
-    return max(member.claimed, self._pace.opened, self._published.last_sync)
+    return max(member.claimed, self._pace.opening.last, self._published.last_sync)
 
   def _contribution(self, member: members_lib.Member, said: messages.Contribution) -> str:
     account = self._ledger.of(member)

@@ -228,7 +228,7 @@ def test_no_clock_skips_a_closing_sync():
     one.since, one.claimed = None, 45  # as after a restart in which both have come back
   machine.handle(1, single.received(1, dataclasses.replace(single.progress(0), clock=45)))
   assert machine._members.by_id['l1'].clock == 45
-  assert machine._pace.skip_overdue() and machine._pace.next <= 40
+  assert machine._pace.skip_overdue() and machine._pace.opening.t <= 40
 
 
 @pytest.mark.parametrize('published, believed', [(12, True), (11, False)])
