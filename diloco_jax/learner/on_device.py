@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent import futures
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
-from diloco_jax.learner import island_port, split
+from diloco_jax.learner import carriers, island_port, split
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
@@ -53,18 +52,18 @@ class Exchange:
     self._first_rows: list[np.ndarray] = []
     order = {path: index for index, path in enumerate(fragments.by_path(island.params))}
     self.kinds = self._make_kinds(order)
+    self._programs = carriers.Programs(compiled)
+    carrier = carriers.HostsBytes if jax.process_count() > 1 else carriers.Bytes
+    self._carrier = (carriers.Arrays if in_process else carrier)(
+      self._programs, self._codec_up, self._codec_down, island.replicated
+    )
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
     # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
     # merged payload of each size, and the next payload takes its place.
     device = next(iter(jax.tree.leaves(island.params)[0].sharding.device_set))
     self._reuses = self._rebases and device.platform == 'cpu' and not in_process
-    self._in_process = in_process
-    self._orders: dict[split.Kind, split.Order] = {}  # on the devices
     self._merged: dict[int, jax.Array] = {}
-    self._compiled = {} if compiled is None else compiled
-    self._lock = threading.Lock()
-    self.launches = 0  # of its functions: as many on each host of a learner
     self._digest = jax.jit(digest_lib.digest)
 
   def _make_kinds(self, order: dict[str, int]) -> list[split.Kind]:
@@ -95,7 +94,7 @@ class Exchange:
     self._flags = put(np.bool_(False)), put(np.bool_(True))
     self._starts = list(map(put, self._first_rows))
     self.anchors = [
-      self._get(self._lower_gather, kind)(self._leaves(p), self._starts[p])
+      self._programs.get(self._lower_gather, kind)(self._leaves(p), self._starts[p])
       for p, kind in enumerate(self.kinds)
     ]
     return self
@@ -112,30 +111,16 @@ class Exchange:
         (self.lower_encode, kind),
         (self.lower_adopt, kind),
         (self.lower_apply, kind),
-        *([(self._lower_wire, kind)] if self._changes(kind) else []),
-        *([(self._lower_flat, kind, False)] if self._in_process and kind.parts > 1 else []),
+        *self._carrier.needs(kind),
       ):
         if stopped():
           return
-        self._get(lower, *key)
+        self._programs.get(lower, *key)
 
-  def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
-    """Returns a compiled function; the first caller compiles it and later callers wait. After a
-    failure the next caller tries again."""
-    name = lower.__name__, *key
-    with self._lock:
-      known = self._compiled.get(name)
-      if known is None:
-        mine = self._compiled[name] = futures.Future()
-    if known is not None:
-      return known.result()
-    try:
-      mine.set_result(lower(*key).compile())
-    except BaseException as error:
-      del self._compiled[name]
-      mine.set_exception(error)
-      raise
-    return mine.result()
+  @property
+  def launches(self) -> int:
+    """Of its functions: as many on each host of a learner."""
+    return self._programs.launches
 
   def _lower_gather(self, kind: split.Kind) -> jax.stages.Lowered:
     def flat(rows: exchange.Leaves) -> jax.Array:
@@ -171,32 +156,6 @@ class Exchange:
       *self._held(kind),
       kind.like(kind.size, np.float32),
     )
-
-  def _changes(self, kind: split.Kind) -> bool:
-    """Whether a payload is made from the flat array on the devices: of all hosts of a learner for
-    its lead, or in the order of the wire."""
-    return jax.process_count() > 1 or (self._in_process and kind.parts > 1)
-
-  def _lower_wire(self, kind: split.Kind) -> jax.stages.Lowered:
-    codec, replicated = self._codec_up, self._island.replicated
-    flat = kind.like(codec.encoded_size(kind.size), np.uint8)
-    if not self._in_process:
-      return kind.jit(lambda data: data, replicated).lower(flat)
-    wire = functools.partial(split.reorder, codec.sections, (kind.parts, 1))
-    return kind.jit(wire, replicated).lower(flat, self._order(kind).flat_B)
-
-  def _lower_flat(self, kind: split.Kind, whole: bool) -> jax.stages.Lowered:
-    """`whole`: of a published value, else of a delta."""
-    widths, order = (codecs.BLOCK,) if whole else self._codec_down.sections, self._order(kind)
-    size = len(order.flat_B) * sum(widths)
-    wire = self._like((size,), np.float32 if whole else np.uint8)
-    flat = functools.partial(split.reorder, widths, (1, kind.parts))
-    return kind.jit(flat, kind.sharding).lower(wire, order.wire_F)
-
-  def _order(self, kind: split.Kind) -> split.Order:
-    if kind not in self._orders:
-      self._orders[kind] = jax.device_put(split.order(kind), self._island.replicated)
-    return self._orders[kind]
 
   def lower_adopt(self, kind: split.Kind) -> jax.stages.Lowered:
     adopt = functools.partial(exchange.adopt, kind.local, self._codec_up, self._codec_down)
@@ -245,39 +204,29 @@ class Exchange:
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
-    found = [
-      self._get(self._lower_digest, kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)
-    ]
+    digest = functools.partial(self._programs.get, self._lower_digest)
+    found = [digest(kind)(anchor) for kind, anchor in zip(self.kinds, self.anchors)]
     return tuple(map(digest_lib.as_int, found))
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
     kind = self.kinds[p]
-    encode = self._get(self.lower_encode, kind)
     merged = None
     if self._reuses:
       # While the transport still reads that payload, JAX leaves it alone and takes new memory.
       size = kind.parts * self._codec_up.encoded_size(kind.size)
       merged = self._merged.pop(size, None)
       merged = self._zeros(self._codec_up, kind) if merged is None else merged
-    self.launches += 1
+    encode = self._programs.launch(self.lower_encode, kind)
     data, ok = encode(merged, self._leaves(p), self._starts[p], self.anchors[p])
     if self._rebases:
       self._captures[p] = data
-    if self._changes(kind):
-      self.launches += 1
-      order = (self._order(kind).flat_B,) if self._in_process else ()
-      data = self._get(self._lower_wire, kind)(data, *order)
-    return data, ok
+    return self._carrier.collect(kind, data), ok
 
   def wire(self, p: int, data: jax.Array) -> payload_lib.Payload:
     """The payload that `encode` has made, as it travels; as bytes it waits for the device."""
-    if self._in_process:
-      return data
-    if not data.is_fully_addressable:
-      data = data.addressable_data(0)
-    return split.to_wire(self.kinds[p], self._codec_up, data)
+    return self._carrier.payload(self.kinds[p], data)
 
   def adopt(
     self, p: int, data: payload_lib.Payload, whole: bool, keep: bool, merged: bool
@@ -292,10 +241,10 @@ class Exchange:
         of the local value survives.
       merged: the value contains the newest capture of the fragment.
     """
-    if whole and not keep and not self._in_process:
+    if whole and not keep and self._carrier.from_host:
       return self._take_whole(p, np.frombuffer(data, np.float32))
     capture = self._captures.pop(p) if merged else None
-    flat = self._flat(self.kinds[p], data, whole)
+    flat = self._carrier.flat(self.kinds[p], data, whole)
     if whole:
       digest = self._adopt(p, flat, None, capture, keep)
     else:
@@ -303,17 +252,6 @@ class Exchange:
     if capture is not None and self._reuses:
       self._merged[capture.size] = capture
     return digest
-
-  def _flat(self, kind: split.Kind, data: payload_lib.Payload, whole: bool) -> jax.Array:
-    """A payload as a flat array of the island; a whole value as a new one, which may be donated."""
-    if not payload_lib.is_on_devices(data):
-      data = np.frombuffer(data, np.uint8)
-      return split.values(kind, data) if whole else split.from_wire(kind, self._codec_down, data)
-    data = jax.device_put(data, self._island.replicated, may_alias=not whole)
-    if kind.parts == 1:
-      return data
-    self.launches += 1
-    return self._get(self._lower_flat, kind, whole)(data, self._order(kind).wire_F)
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
     """Makes a value from the host the anchor of fragment p and its parameters; returns its digest.
@@ -331,7 +269,7 @@ class Exchange:
         rows = split.put(rows, kind.shardings[index])
         leaf, rows = (jax.device_put(one, split.automatic(one.sharding)) for one in (leaf, rows))
         leaves[piece.path] = kind.jit(_replace, at)(leaf, rows, self._first_rows[p][index])
-    self.launches += 1
+    self._programs.launches += 1
     self._assign(p, leaves)
     self.anchors[p] = split.values(kind, value_N.view(np.uint8))
     padding = max(map(self._layout.size, range(self._layout.num_fragments))) - value_N.size
@@ -360,12 +298,12 @@ class Exchange:
     if capture is None:  # its bytes do not count: those of another array of the same size will do
       alike = kind.parts * self._codec_up.encoded_size(kind.size) == delta.size
       capture = delta if alike else self._zeros(self._codec_up, kind)
-    self.launches += 2
     value = exchange.Adoption(base_N, delta, capture, self._flags[merged], self._flags[keep])
-    adopt = self._get(self.lower_adopt, kind)
+    adopt = self._programs.launch(self.lower_adopt, kind)
     adopted = adopt(self._consumable(p), self._starts[p], self.anchors[p], value)
     self._assign(p, adopted)
-    self.anchors[p], digest = self._get(self.lower_apply, kind)(base_N, delta)
+    apply = self._programs.launch(self.lower_apply, kind)
+    self.anchors[p], digest = apply(base_N, delta)
     return digest
 
   def _consumable(self, p: int) -> exchange.Leaves:

@@ -68,13 +68,13 @@ def _trained(params, seed: int):
 def _sent(exchange: on_device.Exchange, p: int, data: jax.Array) -> bytes:
   """A payload; within a process it is an array."""
   payload = exchange.wire(p, data)
-  assert payload_lib.is_on_devices(payload) == exchange._in_process
+  assert payload_lib.is_on_devices(payload) != exchange._carrier.from_host
   return bytes(payloads_lib.to_host(payload))
 
 
 def _given(exchange: on_device.Exchange, payload: bytes, dtype) -> payload_lib.Payload:
   """As it reaches the island, from a device of the syncer."""
-  if not exchange._in_process:
+  if exchange._carrier.from_host:
     return payload
   return jax.device_put(np.frombuffer(payload, dtype), jax.devices()[-1])
 
@@ -199,7 +199,7 @@ def _compiled(depth: int) -> list[str]:
     exchange.adopt(p, sent, whole=False, keep=False, merged=False)
     adopted_N = fragments.gather(layout, p, island.params)
     _same(adopted_N, anchor_N + codec.decode(np.asarray(data), anchor_N.size))
-  return sorted(name for name, *_ in exchange._compiled)
+  return sorted(name for name, *_ in exchange._programs.compiled)
 
 
 def test_of_a_deeper_stack_no_more_functions_are_compiled():
