@@ -242,7 +242,7 @@ def late_payloads_are_not_counted(original):
 @mutant('The verdict on a late payload names another sync.', sync_lib.Sync, 'given_for', 'I7c')
 def late_verdict_names_another_sync(original):
   def given_for(self, learner):
-    return self.sync
+    return self.t
 
   return given_for
 
