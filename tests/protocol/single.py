@@ -83,10 +83,10 @@ def join(learner: str = 'l0', nonce: int = 7, incarnation: int = 0) -> messages.
   )
 
 
-def confirm(nonce: int = 7, fragments: int = 1) -> messages.Confirm:
+def confirm(nonce: int = 7, fragments: int = 1, incarnation: int = 1) -> messages.Confirm:
   return messages.Confirm(
     nonce=nonce,
-    incarnation=1,
+    incarnation=incarnation,
     clock=0,
     steps=0,
     tokens=0,
