@@ -13,18 +13,15 @@ from collections.abc import Mapping, Sequence
 from diloco_jax.certs import names
 from diloco_jax.config import run_config
 from diloco_jax.launch import aot
+from diloco_jax.transport import payloads
 
 SYNCER, LEARNER = names.SYNCER, names.LEARNER
 ALONE = 'none'  # instead of the syncer's address
 CPU = 'cpu'  # instead of a topology
 CHIPS_PER_HOST = 4  # of a TPU slice
 
-# By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
-# for buffers that live as long as one fragment this costs more than the arithmetic. So it keeps
-# them (32 MiB is the largest threshold that it accepts), and asks for pages of 2 MiB.
-_MALLOC = {'hugetlb': 1, 'mmap_threshold': 32 << 20, 'trim_threshold': 1 << 30, 'top_pad': 16 << 20}
 ENVIRONMENT = {
-  'GLIBC_TUNABLES': ':'.join(f'glibc.malloc.{name}={value}' for name, value in _MALLOC.items()),
+  'GLIBC_TUNABLES': payloads.GLIBC_TUNABLES,
   'GRPC_VERBOSITY': 'NONE',
   'PYTHONUNBUFFERED': '1',
   'TF_CPP_MIN_LOG_LEVEL': '2',

@@ -91,20 +91,24 @@ def _aligned(size: int) -> np.ndarray:
 
 
 MEMORY = Memory()  # of this process
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-KEPT_BYTES = 1 << 24  # freed ones of each of glibc's arenas
-MAPPED_BYTES = 1 << 25  # what is larger goes back at once; the most that glibc takes
+# glibc's settings of malloc, for every process of a run. By default it returns freed pages to the
+# kernel and takes new ones, one page fault for each 4 KiB: for buffers that live as long as one
+# fragment, also of gRPC and XLA, this costs more than the arithmetic. So it keeps them (the
+# largest mmap_threshold that it accepts is 32 MiB), and asks for pages of 2 MiB.
+MALLOC = {'hugetlb': 1, 'mmap_threshold': 32 << 20, 'trim_threshold': 1 << 30, 'top_pad': 16 << 20}
+GLIBC_TUNABLES = ':'.join(f'glibc.malloc.{name}={value}' for name, value in MALLOC.items())
+_MALLOPT = {'trim_threshold': -1, 'top_pad': -2, 'mmap_threshold': -3}  # what a call can still set
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-  """Lets glibc keep what gRPC and XLA free all the time: memory that comes fresh from the system
-  costs as much as the copy into it. The variables of glibc go first; other libraries are left
-  alone."""
+  """Lets glibc keep freed memory, as MALLOC says, also in a process that was started without it; a
+  value in the environment wins. Other C libraries are left alone."""
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
-  if mallopt and not any(name.startswith('MALLOC_') for name in os.environ):
-    mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
+  tunables = os.environ.get('GLIBC_TUNABLES', '')
+  for name, option in _MALLOPT.items() if mallopt else ():
+    if f'glibc.malloc.{name}=' not in tunables and f'MALLOC_{name.upper()}_' not in os.environ:
+      mallopt(option, MALLOC[name])
 
 
 class PayloadStore:

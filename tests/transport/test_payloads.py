@@ -1,13 +1,13 @@
 """The payload store."""
 
 import concurrent.futures
-import os
 import types
 import zlib
 
 import numpy as np
 import pytest
 
+from diloco_jax.launch import spec
 from diloco_jax.protocol import messages
 from diloco_jax.transport import payloads
 
@@ -113,15 +113,30 @@ def test_threads_never_share_memory():
   assert memory.unused_bytes <= 8 * MIB
 
 
-def test_the_variables_of_glibc_go_before_what_is_kept_of_freed_memory(monkeypatch):
-  calls = []
-  library = types.SimpleNamespace(mallopt=lambda *words: calls.append(words))
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # M_... of malloc.h
+
+
+def _mallopt(environment, monkeypatch):
+  """What mallopt is called with in a process that has this environment."""
+  calls = {}
+  library = types.SimpleNamespace(mallopt=calls.__setitem__)
   monkeypatch.setattr(payloads.ctypes, 'CDLL', lambda _: library)
-  for name in [name for name in os.environ if name.startswith('MALLOC_')]:
-    monkeypatch.delenv(name)
-  set_it = payloads.keep_freed_memory.__wrapped__
-  set_it()
-  assert [value for _, value in calls] == [payloads.KEPT_BYTES, payloads.MAPPED_BYTES]
-  monkeypatch.setenv('MALLOC_ARENA_MAX', '2')
-  set_it()
-  assert len(calls) == 2
+  monkeypatch.setattr(payloads.os, 'environ', environment)
+  payloads.keep_freed_memory.__wrapped__()
+  return calls
+
+
+def test_a_process_that_somebody_else_starts_keeps_freed_memory_as_one_of_diloco_train(monkeypatch):
+  train = dict(part.split('=') for part in spec.ENVIRONMENT['GLIBC_TUNABLES'].split(':'))
+  assert _mallopt({}, monkeypatch) == {
+    TRIM_THRESHOLD: int(train['glibc.malloc.trim_threshold']),
+    TOP_PAD: int(train['glibc.malloc.top_pad']),
+    MMAP_THRESHOLD: int(train['glibc.malloc.mmap_threshold']),
+  }
+  assert _mallopt(dict(spec.ENVIRONMENT), monkeypatch) == {}
+
+
+def test_what_the_environment_says_of_malloc_stays(monkeypatch):
+  mine = {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1'}
+  assert _mallopt(mine, monkeypatch).keys() == {TOP_PAD, MMAP_THRESHOLD}
+  assert _mallopt({'MALLOC_TOP_PAD_': '1'}, monkeypatch).keys() == {TRIM_THRESHOLD, MMAP_THRESHOLD}
