@@ -1,16 +1,20 @@
 """Seeded bugs that the simulation must catch: a simulation is as good as its mutants.
 
-A mutant is a patch of the production classes that lasts as long as a `with` block; production code
-knows nothing of it. Each is a plausible bug, and names the invariants
-(verification/checks/invariants) of which one must catch it within 1,000 seeds. A mutant that
-survives shows a missing checker.
+A mutant is a row of the table below: its name, the bug in one sentence, the invariants
+(verification/checks/invariants) of which one must catch it within 1,000 seeds, the function of the
+production code that it replaces, and what is called instead, with the original as its first
+argument. The patch lasts as long as a `with` block; production code knows nothing of it. A mutant
+that survives shows a missing checker.
 
 A mutant replaces whole functions instead of patching text, so that a change of the production code
-is noticed here: a missing name is an error.
+is noticed here: a missing name is an error, and so is a missing argument.
 """
 
 import contextlib
 import dataclasses
+import functools
+import inspect
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,1146 +43,688 @@ from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.sim import arrays, network, processes
 
 Reason = messages.Reason
+replace = dataclasses.replace
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
+Anchor, Member, Members = anchor_lib.Anchor, members.Member, members.Members
+Membership, Sync, Syncs = join_lib.Membership, sync_lib.Sync, syncs.Syncs
+Pace, Published, Shards = pace.Pace, published.Published, shards.Shards
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-  """One seeded bug: `replace` are (owner, name, wrap: original -> replacement)."""
+  """One seeded bug: each of `replaced` is (owner, name, do), where do(original, *args) is called
+  instead of owner.name."""
 
   name: str
   bug: str
   caught_by: tuple[str, ...]
-  replace: tuple[tuple[Any, str, Callable[[Any], Any]], ...]
+  replaced: tuple[tuple[Any, str, Callable], ...]
 
   @contextlib.contextmanager
   def applied(self) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-      for owner, name, wrap in self.replace:
-        stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+      for owner, name, do in self.replaced:
+        original = getattr(owner, name)
+        if isinstance(original, property):
+          new = property(functools.partial(do, original.fget))
+        else:
+          new = _call(do, original)
+        stack.enter_context(mock.patch.object(owner, name, new))
       yield
 
 
-MUTANTS: dict[str, Mutant] = {}
+def _call(do: Callable, original: Any) -> Callable:
+  return lambda *args, **kwargs: do(original, *args, **kwargs)
 
 
-def mutant(bug: str, owner: Any, name: str, caught_by: str, also: tuple = ()) -> Callable:
-  """Registers `wrap`, under its own name, as a mutant of owner.name (and of what `also` names)."""
-
-  def register(wrap: Callable[[Any], Any]) -> Callable:
-    key = wrap.__name__
-    assert key not in MUTANTS, key
-    MUTANTS[key] = Mutant(key, bug, tuple(caught_by.split()), ((owner, name, wrap), *also))
-    return wrap
-
-  return register
+# --- What is called instead of the original, in a few words ---------------------------------------
 
 
-def _never_refuses(original: Any) -> Callable:
-  """An account that reports every range as settled, so that a checker and not the machine's own
-  assertion catches the mutant."""
-
-  def settle(self, fragment, start, end, reason, gap):
-    original(self, fragment, start, end, reason, gap)
-    return True
-
-  return settle
+def returns(value: Any) -> Callable:
+  return lambda original, *args, **kwargs: value
 
 
-SETTLES = (ledger.Account, 'settle', _never_refuses)
+nothing = returns(None)
+
+
+def _arguments(original: Callable, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+  return inspect.signature(original).bind(*args, **kwargs)
+
+
+def sees(**changed: Any) -> Callable:
+  """The original gets these arguments instead of its own; a function is called with them all."""
+
+  def do(original, *args, **kwargs):
+    bound = _arguments(original, args, kwargs)
+    it = types.SimpleNamespace(**bound.arguments)
+    for name, value in changed.items():
+      assert name in inspect.signature(original).parameters, name
+      bound.arguments[name] = value(it) if callable(value) else value
+    return original(*bound.args, **bound.kwargs)
+
+  return do
+
+
+def only(when: Callable, otherwise: Any = None) -> Callable:
+  """The original is called only if when(its arguments)."""
+
+  def do(original, *args, **kwargs):
+    it = types.SimpleNamespace(**_arguments(original, args, kwargs).arguments)
+    return original(*args, **kwargs) if when(it) else otherwise
+
+  return do
+
+
+def patched(owner: Any, name: str, value: Any, create: bool = False) -> Callable:
+  """The original runs while owner.name is `value`."""
+
+  def do(original, *args, **kwargs):
+    with mock.patch.object(owner, name, value, create=create):
+      return original(*args, **kwargs)
+
+  return do
 
 
 # --- Contributions --------------------------------------------------------------------------------
 
 
-@mutant(
-  'The syncer counts a settled range again.',
-  verdicts,
-  'judge',
-  'I7 I21 claim',
-  also=(SETTLES, (shards.Shards, 'counts', lambda original: lambda *args: True)),
-)
-def no_dedup(original):
-  def judge(message, name, sync, fragment, cursor, oldest):
-    return original(message, name, sync, fragment, -1, oldest)
-
-  return judge
+def _never_refuses(original, self, fragment, start, end, reason, gap):
+  """An account that reports every range as settled, so that a checker and not the machine's own
+  assertion catches the mutant."""
+  original(self, fragment, start, end, reason, gap)
+  return True
 
 
-@mutant('The syncer merges a payload with an anchor of any age.', verdicts, 'judge', 'I6')
-def stale_base_merged(original):
-  def judge(message, name, sync, fragment, cursor, oldest):
-    return original(message, name, sync, fragment, cursor, 0)
-
-  return judge
+SETTLES = (ledger.Account, 'settle', _never_refuses)
+ALL_COUNT = (Shards, 'counts', returns(True))
 
 
-@mutant('The syncer merges payloads in the order of arrival.', syncs.Syncs, 'merge', 'I15')
-def merge_in_arrival_order(original):
-  def merge(self, now_ns, sync):
-    with mock.patch.object(syncs, 'sorted', list, create=True):
-      original(self, now_ns, sync)
-
-  return merge
+def _all_are_merged(it):
+  capture = it.self.capture
+  return replace(it.publish, settled_to=capture.tokens) if capture else it.publish
 
 
-@mutant('The ledger does not record discarded tokens.', ledger.Account, 'settle', 'I7')
-def discard_without_ledger(original):
-  def settle(self, fragment, start, end, reason, gap):
-    if reason:
-      return True
-    return original(self, fragment, start, end, reason, gap)
-
-  return settle
+def _drops_capture(original, self, publish, steps, tokens, max_misses):
+  new, keep, merged = original(self, publish, steps, tokens, max_misses)
+  new.capture = None
+  return new, keep, merged
 
 
-@mutant(
-  'A payload stays in its open sync when its tokens are overwritten.',
-  syncs.Syncs,
-  '_withdraw',
-  'I7 claim',
-  also=(SETTLES,),
-)
-def overwritten_payload_stays(original):
-  return lambda self, member, fragment, upto: None
+def _finds_a_sync(original, self, member, message):
+  found = original(self, member, message)
+  if found is None and not self._config.closing(message.sync):
+    return self.due.setdefault(message.fragment, Sync(t=0, fragment=message.fragment))
+  return found
 
 
-@mutant(
-  'The syncer does not tell a learner that its contribution was merged.',
-  syncs.Syncs,
-  'send_verdict',
-  'I7c',
-)
-def merged_payload_is_not_reported(original):
-  def send_verdict(self, member, t, fragment, reason):
-    if reason:
-      original(self, member, t, fragment, reason)
-
-  return send_verdict
+def _keeps_capture(original, self, steps, tokens):
+  capture = self.capture
+  original(self, steps, tokens)
+  self.capture = capture
 
 
-# --- Rebase ---------------------------------------------------------------------------------------
+def _settles_late(original, self, member, message, payload_id, reason):
+  original(self, member, message, payload_id, reason)
+  if reason == Reason.LATE:
+    self._withdraw(member, message.fragment, message.tokens_to)
+    self._settle_tokens(member, message, reason)
 
 
-@mutant(
-  'A learner takes a capture as merged, whatever the syncer says.',
-  anchor_lib.Anchor,
-  'adopt',
-  'I25',
-)
-def capture_is_always_merged(original):
-  def adopt(self, publish, steps, tokens, max_misses):
-    if self.capture is not None:
-      publish = dataclasses.replace(publish, settled_to=self.capture.tokens)
-    return original(self, publish, steps, tokens, max_misses)
-
-  return adopt
-
-
-@mutant(
-  'A learner takes no capture as merged, whatever the syncer says.',
-  anchor_lib.Anchor,
-  'adopt',
-  'I25',
-)
-def capture_is_never_merged(original):
-  def adopt(self, publish, steps, tokens, max_misses):
-    publish = dataclasses.replace(publish, settled_to=min(publish.settled_to, self.tokens))
-    return original(self, publish, steps, tokens, max_misses)
-
-  return adopt
-
-
-@mutant(
-  'A learner carries its steps on although the syncer refused its update.',
-  anchor_lib.Anchor,
-  'adopt',
-  'I25',
-)
-def keep_is_ignored(original):
-  def adopt(self, publish, steps, tokens, max_misses):
-    return original(self, dataclasses.replace(publish, keep=True), steps, tokens, max_misses)
-
-  return adopt
-
-
-@mutant(
-  'A whole fragment counts the tokens of an outer step in progress as settled.',
-  syncs.Syncs,
-  'merging_from',
-  'I25',
-)
-def whole_counts_the_step_in_progress(original):
-  return lambda self, fragment: {}
-
-
-@mutant(
-  'A learner drops a capture that is late before it knows what became of it.',
-  anchor_lib.Anchor,
-  'adopt',
-  'I1b I25 L4a',
-)
-def undecided_capture_is_dropped(original):
-  def adopt(self, publish, steps, tokens, max_misses):
-    new, keep, merged = original(self, publish, steps, tokens, max_misses)
-    new.capture = None
-    return new, keep, merged
-
-  return adopt
-
-
-@mutant('The syncer keeps all late payloads.', syncs.Syncs, '_next', 'I5 I7c I11 L2a')
-def late_payloads_are_not_counted(original):
-  def _next(self, member, message):
-    found = original(self, member, message)
-    if found is None and not self._config.closing(message.sync):
-      fragment = message.fragment
-      return self.due.setdefault(fragment, sync_lib.Sync(t=0, fragment=fragment))
-    return found
-
-  return _next
-
-
-@mutant('The verdict on a late payload names another sync.', sync_lib.Sync, 'given_for', 'I7c')
-def late_verdict_names_another_sync(original):
-  def given_for(self, learner):
-    return self.t
-
-  return given_for
-
-
-@mutant(
-  'A learner that undoes its steps keeps its capture.', anchor_lib.Anchor, 'rewind', 'I1b I25'
-)
-def rewound_capture_stays(original):
-  def rewind(self, steps, tokens):
-    capture = self.capture
-    original(self, steps, tokens)
-    self.capture = capture
-
-  return rewind
-
-
-@mutant(
-  'The ledger settles a late payload although its learner keeps the tokens.',
-  syncs.Syncs,
-  '_reject',
-  'I25 I7',
-)
-def late_tokens_are_settled(original):
-  def _reject(self, member, message, payload_id, reason):
-    original(self, member, message, payload_id, reason)
-    if reason == Reason.LATE:
-      self._withdraw(member, message.fragment, message.tokens_to)
-      self._settle_tokens(member, message, reason)
-
-  return _reject
-
-
-@mutant(
-  'The next syncer has forgotten which learners must drop their steps.',
-  members.Members,
-  'state',
-  'I10 I16 I25',
-)
-def spoiled_is_not_saved(original):
-  return lambda self: [{**row, 'spoiled': []} for row in original(self)]
-
-
-@mutant('A learner gives a fragment before it is due.', pulls_lib.Pulls, '_given_at', 'I1b')
-def given_too_early(original):
-  return lambda self, t: original(self, t) - 1
-
-
-@mutant('A learner gives a fragment only when the sync has opened.', pulls_lib.Pulls, 'due', 'L4a')
-def given_when_asked(original):
-  def due(self, clock, ends):
-    return [one for one in original(self, clock, ends) if ends or one[0] in self._open]
-
-  return due
-
-
-@mutant('An announced sync pulls like an open one.', syncs.Syncs, '_pull', 'P1')
-def announced_is_open(original):
-  def _pull(self, sync, member):
-    state, sync.state = sync.state, 'open'
-    original(self, sync, member)
-    sync.state = state
-
-  return _pull
-
-
-@mutant('A closing sync opens while a learner still trains.', pace.Pace, '_needed', 'P1')
-def closes_too_early(original):
-  return lambda self, t: self._config.quorum if self._config.closing(t) else original(self, t)
-
-
-@mutant(
-  'A closing sync ends with the grace window of the others.',
-  syncs.Syncs,
-  '_window_ns',
-  'I5 L2a',
-)
-def closing_does_not_wait(original):
-  return lambda self, now_ns, sync: original(self, now_ns, dataclasses.replace(sync, t=0))
+def _pulls(original, self, sync, member):
+  state, sync.state = sync.state, 'open'
+  original(self, sync, member)
+  sync.state = state
 
 
 # --- A learner's answers --------------------------------------------------------------------------
 
 
-@mutant(
-  'A learner sends a capture on whichever session is open when it is encoded.',
-  LearnerMachine,
-  '_encoded',
-  'I1b',
-)
-def old_capture_on_a_new_session(original):
-  def _encoded(self, encoded):
-    if self._encoding and self._connection.joined:
-      _, message = self._encoding[0]
-      self._encoding[0] = self._connection.session, message
+def _on_the_open_session(original, self, encoded):
+  if self._encoding and self._connection.joined:
+    _, message = self._encoding[0]
+    self._encoding[0] = self._connection.session, message
+  original(self, encoded)
+
+
+def _capture_stays(original, self, settled):
+  anchor = self._anchors[settled.fragment]
+  capture = anchor.capture
+  original(self, settled)
+  anchor.capture = capture
+
+
+def _leaves_without_answer(original, self, encoded):
+  if encoded.payload_id is None:
+    self._encoding.popleft()
+  else:
     original(self, encoded)
 
-  return _encoded
+
+def _finite(it):
+  if not isinstance(it.event, events.MergeDone) or not it.event.failed:
+    return it.event
+  return replace(it.event, failed='', payload=messages.Payload(size_bytes=64, crc32=0))
 
 
-@mutant(
-  'The syncer pulls from a joiner before it has caught up.', members.Member, 'caught_up', 'P1 L5'
-)
-def contributes_while_due(original):
-  return property(lambda self: self.live and self.joined)
+def _one_step_more(original, self):
+  lag = self._config.lag
+  ahead = (
+    lag is not None
+    and self._training == 'training'
+    and self.clock < min(anchor.next_due for anchor in self._anchors) + lag + 1
+  )
+  return original(self) or ahead
 
 
-@mutant(
-  'After a cancelled sync the learner does not send its tokens again.',
-  LearnerMachine,
-  '_settled',
-  'I1b L4a',
-)
-def no_resend_after_cancel(original):
-  def _settled(self, settled):
-    anchor = self._anchors[settled.fragment]
-    capture = anchor.capture
-    original(self, settled)
-    anchor.capture = capture
-
-  return _settled
+def _answers_beside_the_queue(original, self, fragment, t):
+  encoding, self._encoding = self._encoding, []
+  original(self, fragment, t)
+  encoding.extend(self._encoding)
+  self._encoding = encoding
 
 
-@mutant(
-  'After a reconnect the learner does not send its tokens again.',
-  anchor_lib.Anchor,
-  'settled',
-  'I1b I25 L4a',
-)
-def no_resend_after_reconnect(original):
-  return lambda self, tokens: None
+def _forgets_pull(original, self, fragment, t):
+  if self._anchors[fragment].capture:
+    self._pulls.answered(fragment)
+  else:
+    original(self, fragment, t)
 
 
-@mutant(
-  'A learner does not decline a pull whose capture has NaN.', LearnerMachine, '_encoded', 'I9'
-)
-def nan_is_not_declined(original):
-  def _encoded(self, encoded):
-    if encoded.payload_id is None:
-      self._encoding.popleft()
-    else:
-      original(self, encoded)
-
-  return _encoded
+def _adopts_at_once(original, self, now_ns, message, payload_id):
+  original(self, now_ns, message, payload_id)
+  if self._training == 'training':
+    for publish, arrived in self._arrivals:
+      self._adopt(publish, arrived)
+    self._arrivals.clear()
 
 
-@mutant(
-  'The syncer publishes a result that is not finite.',
-  SyncerMachine,
-  '_dispatch',
-  'I9 I3',
-)
-def not_finite_is_published(original):
-  def _dispatch(self, now_ns, event):
-    if isinstance(event, events.MergeDone) and event.failed:
-      payload = messages.Payload(size_bytes=64, crc32=0)
-      event = dataclasses.replace(event, failed='', payload=payload)
-    original(self, now_ns, event)
-
-  return _dispatch
+def _keeps_steps(original, self, position):
+  before = [(anchor.steps, anchor.tokens, anchor.capture) for anchor in self._anchors]
+  original(self, position)
+  self._out._actions[-1] = replace(self._out._actions[-1], rewind=False)
+  for anchor, (steps, tokens, capture) in zip(self._anchors, before):
+    anchor.steps, anchor.tokens, anchor.capture = steps, tokens, capture
 
 
-@mutant(
-  'A learner defers its next step until its contribution is settled.',
-  LearnerMachine,
-  '_may_step',
-  'L1',
-)
-def step_waits_for_verdict(original):
-  return lambda self: original(self) and not any(one.capture for one in self._anchors)
-
-
-@mutant('In lock-step modes a learner runs one step too far.', LearnerMachine, '_may_step', 'L1')
-def lag_is_one_more(original):
-  def _may_step(self):
-    lag = self._config.lag
-    ahead = (
-      lag is not None
-      and self._training == 'training'
-      and (self.clock < min(one.next_due for one in self._anchors) + lag + 1)
-    )
-    return original(self) or ahead
-
-  return _may_step
-
-
-@mutant(
-  'A late publish moves a learner back to an older version.',
-  anchor_lib.Anchor,
-  'covers',
-  'I4 I4b',
-)
-def late_publish_moves_back(original):
-  return lambda self, publish: False
-
-
-@mutant(
-  'A learner does not compare the digest of adopted bits.', LearnerMachine, '_adopt_done', 'I7b'
-)
-def digest_not_compared(original):
-  def _adopt_done(self, done):
-    original(self, dataclasses.replace(done, digest=self._adopting[0][1].digest))
-
-  return _adopt_done
-
-
-@mutant(
-  'A learner counts the tokens of its last incarnation again.',
-  LearnerMachine,
-  '_begin_life',
-  'I7b I25 I7',
-)
-def tokens_of_the_last_incarnation(original):
-  return lambda self: None
-
-
-# --- Bad updates ----------------------------------------------------------------------------------
-
-
-@mutant('The syncer merges a payload with NaN.', screening, 'refused', 'claim')
-def nan_is_merged(original):
-  return lambda norm, least, limit: norm >= 0 and original(norm, least, limit)
-
-
-def _without_refused(done: events.MergeDone) -> events.MergeDone:
-  return dataclasses.replace(done, refused=())
-
-
-@mutant('The tokens of a refused participant stay merged.', syncs.Syncs, '_publish', 'I7 I7c I16')
-def refused_tokens_stay_merged(original):
-  return lambda self, sync, done: original(self, sync, _without_refused(done))
-
-
-@mutant(
-  'The next syncer does not reopen a closing sync that ended with the last one.',
-  pace.Pace,
-  'reopen',
-  'I7 P1',
-)
-def closing_syncs_are_lost(original):
-  return lambda self, undecided: original(self, ())
+def _claims_one_more(original, self, now_ns, incarnation):
+  position = self._position
+  if position is not None:
+    self._position = position._replace(cursor=position.cursor + 1)
+  original(self, now_ns, incarnation)
+  self._position = position
 
 
 # --- Quorum and pace ------------------------------------------------------------------------------
 
 
-@mutant('One payload too few makes a quorum.', sync_lib, 'decide', 'I5')
-def quorum_is_one_less(original):
-  def decide(sync, now_ns, needed, live):
-    return original(sync, now_ns, needed and max(1, needed - 1), live)
+def _merges_at_quorum(original, sync, now_ns, needed, live):
+  if not sync.merging and len(sync.payloads) >= max(1, needed):
+    return 'merge', 'there is a quorum'
+  return original(sync, now_ns, needed, live)
 
-  return decide
 
+def _waits(original, *args):
+  verdict, why = original(*args)
+  return ('wait' if verdict == 'cancel' else verdict), why
 
-@mutant('The syncer waits for no other learner once it has a quorum.', sync_lib, 'decide', 'I5')
-def no_grace(original):
-  def decide(sync, now_ns, needed, live):
-    if not sync.merging and len(sync.payloads) >= max(1, needed):
-      return 'merge', 'there is a quorum'
-    return original(sync, now_ns, needed, live)
 
-  return decide
+def _first_is_enough(original, self, front):
+  if front is self.announcing:
+    return original(self, front)
+  return bool(front.ready) and len(self.contributors) >= self._config.quorum and not self.over
 
 
-@mutant('The grace window never closes.', sync_lib.Sync, 'close_ns', 'L2a')
-def grace_never_ends(original):
-  return property(lambda self: 10**18)
+def _last_is_needed(original, self, front):
+  slowest = front is self.announcing or len(front.ready) >= len(self.contributors)
+  return original(self, front) and slowest
 
 
-@mutant('A sync that can no longer reach its quorum stays open.', sync_lib, 'decide', 'L2a')
-def never_cancelled(original):
-  def decide(*args):
-    verdict, why = original(*args)
-    return ('wait', why) if verdict == 'cancel' else (verdict, why)
+def _in_flight_or_not(original, self):
+  free = len(self._syncs.open) < self._tempo.in_flight
+  return not self._stopping and self._pace.is_reached(self._pace.opening) and free
 
-  return decide
 
+def _skips_one_more(original, self):
+  periods = original(self)
+  if periods:
+    self.opening.t = self._schedule.next(self.opening.t)
+  return periods
 
-@mutant('The fastest learner alone sets the pace.', pace.Pace, 'is_reached', 'P1')
-def fastest_sets_the_pace(original):
-  def is_reached(self, front):
-    if front is self.announcing:
-      return original(self, front)
-    some = bool(front.ready) and len(self.contributors) >= self._config.quorum
-    return some and not self.over
 
-  return is_reached
+def _lingers_no_time(original, self, now_ns):
+  original(self, now_ns)
+  self._linger_ns = now_ns
 
 
-@mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
-def fragment_in_flight_twice(original):
-  def _may_open(self):
-    free = len(self._syncs.open) < self._tempo.in_flight
-    return not self._stopping and self._pace.is_reached(self._pace.opening) and free
+# --- Members and what they get --------------------------------------------------------------------
 
-  return _may_open
 
+def _holds_at_join(original, self, now_ns, session, message):
+  original(self, now_ns, session, message)
+  offered = self._offered.get(session)
+  before = self._members.by_id.get(message.learner)
+  if offered and before is not None and before.nonce not in (None, message.nonce):
+    before.nonce, before.incarnation = message.nonce, offered.incarnation
 
-@mutant(
-  'The syncer skips a single fragment when syncs are overdue.', pace.Pace, 'skip_overdue', 'P1'
-)
-def skips_single_syncs(original):
-  def skip_overdue(self):
-    periods = original(self)
-    if periods:
-      self.opening.t = self._schedule.next(self.opening.t)
-    return periods
 
-  return skip_overdue
+def _offers_another(original, self, join):
+  member = self.by_id.get(join.learner)
+  return 1 if member is None else member.incarnation + 1
 
 
-@mutant('Every fragment has a turn in every period.', pace.Pace, '_after', 'P1')
-def every_sync_has_a_turn(original):
-  return lambda self, t: self._schedule.next(t)
+def _admits_at_join(original, self, now_ns, session, message):
+  original(self, now_ns, session, message)
+  self._out.do(actions.Admit(session=session))
 
 
-@mutant(
-  'Open syncs do not pull from a joiner that has just caught up.',
-  syncs.Syncs,
-  'enter',
-  'L5',
-)
-def late_joiner_is_not_asked(original):
-  return lambda self, member: None
+def _admits_nobody(original, self, *args):
+  with mock.patch.object(self._out, 'do'):
+    original(self, *args)
 
 
-@mutant('The slowest learner sets the pace.', pace.Pace, 'is_reached', 'P1')
-def slowest_sets_the_pace(original):
-  def is_reached(self, front):
-    slowest = front is self.announcing or len(front.ready) >= len(self.contributors)
-    return original(self, front) and slowest
+def _does_not_answer(original, self, now_ns, session, confirm):
+  offered = self._offered.get(session)
+  if offered is None or offered.incarnation == 1:
+    return original(self, now_ns, session, confirm)
 
-  return is_reached
 
+def _only_counts(original, self, now_ns, member, adopted):
+  self.repaired += 1
 
-@mutant('The syncer opens one sync at a time, whatever tau is.', SyncerMachine, '_may_open', 'P1')
-def one_in_flight(original):
-  return lambda self: not self._syncs.open and original(self)
 
+def _sends_whatever_it_holds(original, self, member, publish, payload_id):
+  in_flight = member.copies[publish.fragment].in_flight
+  if member.joined and len(in_flight) < messages.MAX_VERSIONS_IN_FLIGHT:
+    self._send(member, publish, payload_id)
 
-@mutant(
-  'A syncer exits before all learners know that the run is over.',
-  SyncerMachine,
-  '_finish',
-  'P2 I7',
-)
-def ends_too_early(original):
-  def _finish(self, now_ns):
-    original(self, now_ns)
-    self._linger_ns = now_ns
 
-  return _finish
+def _sends_any_number(original, self, member, publish, payload_id):
+  if member.joined and member.copies[publish.fragment].state == 'follows':
+    self._send(member, publish, payload_id)
 
 
-# --- Membership leases ----------------------------------------------------------------------------
+def _sends_all_at_once(original, self, member):
+  with mock.patch.object(messages, 'MAX_WHOLES', len(self.fragments)):
+    original(self, member)
 
 
-@mutant('No lease ever ends.', members.Members, 'expired', 'L8')
-def lease_never_ends(original):
-  return lambda self, now_ns: []
-
-
-# --- Ids and versions -----------------------------------------------------------------------------
-
-
-@mutant('A replaced process may rejoin.', members.Members, 'replaced', 'I12')
-def no_fencing(original):
-  return lambda self, learner, nonce, incarnation: False
-
-
-@mutant(
-  'A second process displaces the live holder of an id.', members.Members, 'held_by_other', 'I13'
-)
-def no_hold_on_a_live_id(original):
-  return lambda self, name, nonce: None
-
-
-@mutant(
-  'A Join holds the id before its Confirm.',
-  join_lib.Membership,
-  'join',
-  'I7 I12 I13 I16 I19',
-)
-def one_phase_join(original):
-  def join(self, now_ns, session, message):
-    original(self, now_ns, session, message)
-    offered = self._offered.get(session)
-    if offered is None:
-      return
-    before = self._members.by_id.get(message.learner)
-    if before is not None and before.nonce not in (None, message.nonce):
-      before.nonce, before.incarnation = message.nonce, offered.incarnation
-
-  return join
-
-
-@mutant(
-  'A repeated Join of the same process begins another incarnation.', members.Members, 'offer', 'I12'
-)
-def join_not_idempotent(original):
-  def offer(self, join):
-    member = self.by_id.get(join.learner)
-    return 1 if member is None else member.incarnation + 1
-
-  return offer
-
-
-@mutant(
-  'The ledger forgets the unsettled tokens of a replaced process.',
-  ledger.Account,
-  'close',
-  'I7 I16',
-)
-def lost_with_process_forgotten(original):
-  def close(self, reason):
-    if reason != Reason.LOST_WITH_PROCESS:
-      original(self, reason)
-
-  return close
-
-
-@mutant('The account of a replaced process disappears.', ledger.Ledger, 'fold', 'I7 I16')
-def replaced_account_disappears(original):
-  def fold(self, learner, incarnation, into=''):
-    del self.accounts[learner, incarnation]
-
-  return fold
-
-
-@mutant(
-  'A clock that jumped to an open sync is implausible.',
-  plausible.Plausibility,
-  '_newest_clock',
-  'I13',
-)
-def jumped_clock_is_implausible(original):
-  return lambda self, member: member.claimed
-
-
-@mutant('A process is admitted before its Confirm.', join_lib.Membership, 'join', 'I19')
-def strangers_are_admitted(original):
-  def join(self, now_ns, session, message):
-    original(self, now_ns, session, message)
-    self._out.do(actions.Admit(session=session))
-
-  return join
-
-
-@mutant('A member is taken for a stranger.', join_lib.Membership, '_admit', 'I19')
-def members_are_not_admitted(original):
-  def _admit(self, *args):
-    with mock.patch.object(self._out, 'do'):
-      original(self, *args)
-
-  return _admit
-
-
-@mutant(
-  'The syncer sends a delta to every learner, whatever it holds.',
-  published.Published,
-  'send_delta',
-  'I4b',
-)
-def delta_to_every_learner(original):
-  def send_delta(self, member, publish, payload_id):
-    in_flight = member.copies[publish.fragment].in_flight
-    if member.joined and len(in_flight) < messages.MAX_VERSIONS_IN_FLIGHT:
-      self._send(member, publish, payload_id)
-
-  return send_delta
-
-
-@mutant(
-  'The syncer sends a slow learner any number of versions.',
-  published.Published,
-  'send_delta',
-  'I11',
-)
-def slow_learner_is_flooded(original):
-  def send_delta(self, member, publish, payload_id):
-    if member.joined and member.copies[publish.fragment].state == 'follows':
-      self._send(member, publish, payload_id)
-
-  return send_delta
-
-
-@mutant(
-  'The syncer sends a joiner every fragment that is due to it at once.',
-  published.Published,
-  'catch_up',
-  'I11',
-)
-def joiner_is_flooded(original):
-  def catch_up(self, member):
-    with mock.patch.object(messages, 'MAX_WHOLES', len(self.fragments)):
+def _sends_one_at_a_time(original, self, member):
+  if not any(copy.is_whole for copy in member.copies):
+    with mock.patch.object(messages, 'MAX_WHOLES', 1):
       original(self, member)
 
-  return catch_up
+
+def _sends_no_newest(original, self, member, adopted):
+  with mock.patch.object(self, 'catch_up'):
+    original(self, member, adopted)
 
 
-@mutant(
-  'A joiner has the next fragment read only when it has adopted the one before.',
-  published.Published,
-  'catch_up',
-  'L5 I4b',
-)
-def one_whole_at_a_time(original):
-  def catch_up(self, member):
-    if not any(copy.is_whole for copy in member.copies):
-      with mock.patch.object(messages, 'MAX_WHOLES', 1):
-        original(self, member)
-
-  return catch_up
+def _keeps_payloads(original, self, name):
+  for sync in self._all():
+    sync.waiting.discard(name)
+    sync.asked.discard(name)
+    sync.withdraw(name)
 
 
-@mutant(
-  'The syncer never sends the newest value to a learner that fell behind.',
-  published.Published,
-  'adopted',
-  'I4b L5',
-)
-def never_catches_up(original):
-  def adopted(self, member, adopted):
-    with mock.patch.object(self, 'catch_up'):
-      original(self, member, adopted)
-
-  return adopted
+def _in_some_order(original, self):
+  """As a set orders them under some hash seed: under most, or the mutant would be right by
+  chance."""
+  names = {member.learner: member for member in self.by_session.values()}
+  return [names[name] for name in sorted(names, key=lambda name: zlib.crc32(name.encode()))]
 
 
-@mutant(
-  'The syncer saves its state while an outer step is in progress.',
-  SyncerMachine,
-  '_save_waits',
-  'I16',
-)
-def saves_during_a_merge(original):
-  return property(lambda self: False)
-
-
-@mutant(
-  'The syncer does not tell a waiting lock-step learner of a cancelled sync.',
-  syncs.Syncs,
-  'cancel',
-  'I7c L1 L2a',
-)
-def cancel_is_not_reported(original):
-  def cancel(self, sync, why):
-    with mock.patch.object(syncs.Syncs, 'send_verdict', lambda *args: None):
-      original(self, sync, why)
-
-  return cancel
-
-
-# --- Resources and determinism --------------------------------------------------------------------
-
-
-@mutant('The syncer never frees a withdrawn payload.', syncs.Syncs, 'drop_learner', 'I11 I5')
-def withdrawn_payload_leaks(original):
-  def leave(self, name):
-    for sync in self._all():
-      sync.waiting.discard(name)
-      sync.asked.discard(name)
-      sync.withdraw(name)
-
-  return leave
-
-
-@mutant('Captures pile up before a slow encoder.', LearnerMachine, '_answer', 'I11')
-def captures_pile_up(original):
-  def _answer(self, fragment, t):
-    encoding, self._encoding = self._encoding, []
-    original(self, fragment, t)
-    encoding.extend(self._encoding)
-    self._encoding = encoding
-
-  return _answer
-
-
-@mutant(
-  'The order of a set, which depends on the hash seed, decides which learner is served first.',
-  members.Members,
-  'live',
-  'I15',
-)
-def order_of_a_set(original):
-  def live(self):
-    names = {member.learner: member for member in self.by_session.values()}
-    # As a set orders them under some hash seed: under most, or the mutant would be right by chance.
-    return [names[name] for name in sorted(names, key=lambda name: zlib.crc32(name.encode()))]
-
-  return live
+def _raises(original, self, member, reason, finished):
+  raise KeyError(member.learner)
 
 
 # --- Durability -----------------------------------------------------------------------------------
 
 
-@mutant(
-  'The syncer sends Finish before the disk shows that the run is over.',
-  SyncerMachine,
-  '_close_run',
-  'I8b P2',
-)
-def finish_before_it_is_saved(original):
-  return lambda self, now_ns: self._finish(now_ns)
+def _goes_on(original, self, *args, **kwargs):
+  try:
+    return original(self, *args, **kwargs)
+  except wal.WalBroken:
+    self._broken = ''
 
 
-@mutant('The syncer treats a failed last checkpoint as a good one.', recovery.Saving, 'end', 'I8b')
-def failed_save_counts(original):
-  return lambda self, failed, again_ns: original(self, False, again_ns)
-
-
-@mutant('The log ignores a failed fsync and goes on.', wal.Wal, '_do', 'I8')
-def failed_fsync_ignored(original):
-  def _do(self, *args, **kwargs):
-    try:
-      return original(self, *args, **kwargs)
-    except wal.WalBroken:
-      self._broken = ''
-
-  return _do
-
-
-@mutant('A commit does not fsync the record.', wal.Wal, '_do', 'I8')
-def record_is_not_fsynced(original):
-  def _do(self, doing, call, *args, needed=0):
-    if call.__name__ != 'fsync':
-      return original(self, doing, call, *args, needed=needed)
-
-  return _do
-
-
-def _read_unchecked(files, run, base, last):
+def _reads_unchecked(original, files, run, base, last):
   for number in range(base + 1, last + 1):
     kind, size, chain = wal._header(files, run, number, base)
     payload = files.read(wal.name_of(number), wal.HEADER_BYTES, size)
     yield wal.Record(number, kind, chain, memoryview(payload))
 
 
-@mutant('Recovery accepts a record of which only the header is whole.', wal, '_records', 'I10')
-def broken_payload_accepted(original):
-  return _read_unchecked
+def _drops_damage(original, files, run, *args):
+  while True:
+    try:
+      return original(files, run, *args)
+    except wal.WalDamaged:
+      found = wal.numbers(files)
+      if len(found) < 2:
+        raise
+      files.remove(wal.name_of(found[-1]))
 
 
-@mutant('Recovery drops a damaged record and those behind it.', wal, '_verify', 'I10')
-def damage_is_dropped(original):
-  def _verify(files, run, *args):
-    while True:
-      try:
-        return original(files, run, *args)
-      except wal.WalDamaged:
-        found = wal.numbers(files)
-        if len(found) < 2:
-          raise
-        files.remove(wal.name_of(found[-1]))
-
-  return _verify
+def _names_unfinished(original, files, *args, **kwargs):
+  if wal.NEW in files.names() and (found := wal.numbers(files)):
+    files.rename(wal.NEW, wal.name_of(found[-1] + 1))
+  return original(files, *args, **kwargs)
 
 
-@mutant('Recovery gives the unfinished record its name.', wal, 'open_log', 'I8')
-def unfinished_record_counts(original):
-  def open_log(files, *args, **kwargs):
-    if wal.NEW in files.names() and (found := wal.numbers(files)):
-      files.rename(wal.NEW, wal.name_of(found[-1] + 1))
-    return original(files, *args, **kwargs)
-
-  return open_log
+def _compacts_first(original, self, save):
+  self.log.drop_before(self.log.committed)
+  self.world.logged('compacted', self.log.first + 1)
+  yield from original(self, save)
 
 
-@mutant('Recovery forgets the last record.', recovery, 'replay_log', 'I10')
-def last_record_forgotten(original):
-  return lambda load, machine_state, records: original(load, machine_state, records[:-1])
+def _state_at_the_end(original, self, now_ns, event):
+  return [
+    replace(action, machine_state=self.state()) if isinstance(action, actions.Merge) else action
+    for action in original(self, now_ns, event)
+  ]
 
 
-@mutant('Recovery counts an outer step that was refused.', SyncerMachine, 'ended', 'I10')
-def refused_merge_counts(original):
-  return lambda self, merge, done: original(self, merge, dataclasses.replace(done, failed=''))
+def _moves_at_once(original, self, t, fragment, payloads):
+  original(self, t, fragment, payloads)
+  moves = self._moves[t]
+  self.end(t, (), made=True)
+  self._moves[t] = moves
 
 
-@mutant(
-  'Recovery forgets the outer steps in progress in the machine state.',
-  SyncerMachine,
-  'ended',
-  'I10',
+def _lets_another_hold(original, self, learner, position):
+  position = original(self, learner, position)
+  del self._holders[position.shard]
+  self._holders[position.shard - self._shards] = learner
+  return position
+
+
+def _fragment_0_is_never_finite(original, self, merge):
+  self._process.not_finite |= merge.fragment == 0
+  return original(self, merge)
+
+
+def _posts_no_time(it):
+  return replace(it.event, step_ns=0) if isinstance(it.event, events.StepDone) else it.event
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+
+def _row(name: str, caught_by: str, bug: str, *replaced: Any) -> Mutant:
+  owner, attribute, do, *also = replaced
+  return Mutant(name, bug, tuple(caught_by.split()), ((owner, attribute, do), *also))
+
+
+# fmt: off
+_ROWS = (
+  # Contributions
+  _row('no_dedup', 'I7 I21 claim', 'The syncer counts a settled range again.',
+       verdicts, 'judge', sees(cursor=-1), SETTLES, ALL_COUNT),
+  _row('stale_base_merged', 'I6', 'The syncer merges a payload with an anchor of any age.',
+       verdicts, 'judge', sees(oldest=0)),
+  _row('merge_in_arrival_order', 'I15', 'The syncer merges payloads in the order of arrival.',
+       Syncs, 'merge', patched(syncs, 'sorted', list, create=True)),
+  _row('discard_without_ledger', 'I7', 'The ledger does not record discarded tokens.',
+       ledger.Account, 'settle', only(lambda it: not it.reason, otherwise=True)),
+  _row('overwritten_payload_stays', 'I7 claim',
+       'A payload stays in its open sync when its tokens are overwritten.',
+       Syncs, '_withdraw', nothing, SETTLES),
+  _row('merged_payload_is_not_reported', 'I7c',
+       'The syncer does not tell a learner that its contribution was merged.',
+       Syncs, 'send_verdict', only(lambda it: it.reason)),
+  _row('long_payloads_count_in_full', 'I7', 'Long payloads count in full.',
+       Syncs, '_participant', lambda original, *args: replace(original(*args), slow=False)),
+
+  # Rebase
+  _row('capture_is_always_merged', 'I25',
+       'A learner takes a capture as merged, whatever the syncer says.',
+       Anchor, 'adopt', sees(publish=_all_are_merged)),
+  _row('capture_is_never_merged', 'I25',
+       'A learner takes no capture as merged, whatever the syncer says.',
+       Anchor, 'adopt',
+       sees(publish=lambda it: replace(
+         it.publish, settled_to=min(it.publish.settled_to, it.self.tokens)))),
+  _row('keep_is_ignored', 'I25',
+       'A learner carries its steps on although the syncer refused its update.',
+       Anchor, 'adopt', sees(publish=lambda it: replace(it.publish, keep=True))),
+  _row('whole_counts_the_step_in_progress', 'I25',
+       'A whole fragment counts the tokens of an outer step in progress as settled.',
+       Syncs, 'merging_from', returns({})),
+  _row('undecided_capture_is_dropped', 'I1b I25 L4a',
+       'A learner drops a capture that is late before it knows what became of it.',
+       Anchor, 'adopt', _drops_capture),
+  _row('late_payloads_are_not_counted', 'I5 I7c I11 L2a', 'The syncer keeps all late payloads.',
+       Syncs, '_next', _finds_a_sync),
+  _row('late_verdict_names_another_sync', 'I7c',
+       'The verdict on a late payload names another sync.',
+       Sync, 'given_for', lambda original, self, learner: self.t),
+  _row('rewound_capture_stays', 'I1b I25', 'A learner that undoes its steps keeps its capture.',
+       Anchor, 'rewind', _keeps_capture),
+  _row('late_tokens_are_settled', 'I25 I7',
+       'The ledger settles a late payload although its learner keeps the tokens.',
+       Syncs, '_reject', _settles_late),
+  _row('spoiled_is_not_saved', 'I10 I16 I25',
+       'The next syncer has forgotten which learners must drop their steps.',
+       Members, 'state', lambda original, self: [{**row, 'spoiled': []} for row in original(self)]),
+  _row('given_too_early', 'I1b', 'A learner gives a fragment before it is due.',
+       pulls_lib.Pulls, '_given_at', lambda original, self, t: original(self, t) - 1),
+  _row('given_when_asked', 'L4a', 'A learner gives a fragment only when the sync has opened.',
+       pulls_lib.Pulls, 'due', lambda original, self, clock, ends: [
+       due for due in original(self, clock, ends) if ends or due[0] in self._open]),
+  _row('announced_is_open', 'P1', 'An announced sync pulls like an open one.',
+       Syncs, '_pull', _pulls),
+  _row('closes_too_early', 'P1', 'A closing sync opens while a learner still trains.',
+       Pace, '_needed', lambda original, self, t: (
+       self._config.quorum if self._config.closing(t) else original(self, t))),
+  _row('closing_does_not_wait', 'I5 L2a',
+       'A closing sync ends with the grace window of the others.',
+       Syncs, '_window_ns', sees(sync=lambda it: replace(it.sync, t=0))),
+  _row('closing_syncs_are_lost', 'I7 P1',
+       'The next syncer does not reopen a closing sync that ended with the last one.',
+       Pace, 'reopen', sees(undecided=())),
+
+  # A learner's answers
+  _row('old_capture_on_a_new_session', 'I1b',
+       'A learner sends a capture on whichever session is open when it is encoded.',
+       LearnerMachine, '_encoded', _on_the_open_session),
+  _row('contributes_while_due', 'P1 L5', 'The syncer pulls from a joiner before it has caught up.',
+       Member, 'caught_up', lambda original, self: self.live and self.joined),
+  _row('no_resend_after_cancel', 'I1b L4a',
+       'After a cancelled sync the learner does not send its tokens again.',
+       LearnerMachine, '_settled', _capture_stays),
+  _row('no_resend_after_reconnect', 'I1b I25 L4a',
+       'After a reconnect the learner does not send its tokens again.',
+       Anchor, 'settled', nothing),
+  _row('nan_is_not_declined', 'I9', 'A learner does not decline a pull whose capture has NaN.',
+       LearnerMachine, '_encoded', _leaves_without_answer),
+  _row('step_waits_for_verdict', 'L1',
+       'A learner defers its next step until its contribution is settled.',
+       LearnerMachine, '_may_step',
+       lambda original, self: (
+         original(self) and not any(anchor.capture for anchor in self._anchors))),
+  _row('lag_is_one_more', 'L1', 'In lock-step modes a learner runs one step too far.',
+       LearnerMachine, '_may_step', _one_step_more),
+  _row('late_publish_moves_back', 'I4 I4b',
+       'A late publish moves a learner back to an older version.',
+       Anchor, 'covers', returns(False)),
+  _row('adopts_during_a_step', 'I26',
+       'A learner adopts a version that arrives during a step at once.',
+       LearnerMachine, '_receive', _adopts_at_once),
+  _row('digest_not_compared', 'I7b', 'A learner does not compare the digest of adopted bits.',
+       LearnerMachine, '_adopt_done',
+       sees(done=lambda it: replace(it.done, digest=it.self._adopting[0][1].digest))),
+  _row('tokens_of_the_last_incarnation', 'I7b I25 I7',
+       'A learner counts the tokens of its last incarnation again.',
+       LearnerMachine, '_begin_life', nothing),
+  _row('pull_is_forgotten', 'L4a', 'A learner forgets a pull while it has nothing to contribute.',
+       LearnerMachine, '_answer', _forgets_pull),
+  _row('captures_pile_up', 'I11', 'Captures pile up before a slow encoder.',
+       LearnerMachine, '_answer', _answers_beside_the_queue),
+  _row('counts_steps_that_still_run', 'I26', 'A learner counts steps of which none is complete.',
+       processes.Learner, 'post', sees(event=_posts_no_time)),
+
+  # Bad updates
+  _row('nan_is_merged', 'claim', 'The syncer merges a payload with NaN.',
+       screening, 'refused',
+       lambda original, norm, least, limit: norm >= 0 and original(norm, least, limit)),
+  _row('refused_tokens_stay_merged', 'I7 I7c I16',
+       'The tokens of a refused participant stay merged.',
+       Syncs, '_publish', sees(done=lambda it: replace(it.done, refused=()))),
+  _row('not_finite_is_published', 'I9 I3', 'The syncer publishes a result that is not finite.',
+       SyncerMachine, '_dispatch', sees(event=_finite)),
+  _row('fragment_is_never_merged', 'L2', 'No outer step of fragment 0 is finite any more.',
+       arrays.Syncer, '_merge', _fragment_0_is_never_finite),
+
+  # Quorum and pace
+  _row('quorum_is_one_less', 'I5', 'One payload too few makes a quorum.',
+       sync_lib, 'decide', sees(needed=lambda it: it.needed and max(1, it.needed - 1))),
+  _row('no_grace', 'I5', 'The syncer waits for no other learner once it has a quorum.',
+       sync_lib, 'decide', _merges_at_quorum),
+  _row('grace_never_ends', 'L2a', 'The grace window never closes.',
+       Sync, 'close_ns', returns(10**18)),
+  _row('never_cancelled', 'L2a', 'A sync that can no longer reach its quorum stays open.',
+       sync_lib, 'decide', _waits),
+  _row('fastest_sets_the_pace', 'P1', 'The fastest learner alone sets the pace.',
+       Pace, 'is_reached', _first_is_enough),
+  _row('slowest_sets_the_pace', 'P1', 'The slowest learner sets the pace.',
+       Pace, 'is_reached', _last_is_needed),
+  _row('fragment_in_flight_twice', 'P1', 'The syncer opens a second sync of a fragment in flight.',
+       SyncerMachine, '_may_open', _in_flight_or_not),
+  _row('skips_single_syncs', 'P1', 'The syncer skips a single fragment when syncs are overdue.',
+       Pace, 'skip_overdue', _skips_one_more),
+  _row('every_sync_has_a_turn', 'P1', 'Every fragment has a turn in every period.',
+       Pace, '_after', lambda original, self, t: self._schedule.next(t)),
+  _row('late_joiner_is_not_asked', 'L5',
+       'Open syncs do not pull from a joiner that has just caught up.',
+       Syncs, 'enter', nothing),
+  _row('one_in_flight', 'P1', 'The syncer opens one sync at a time, whatever tau is.',
+       SyncerMachine, '_may_open', lambda original, self: not self._syncs.open and original(self)),
+  _row('ends_too_early', 'P2 I7', 'A syncer exits before all learners know that the run is over.',
+       SyncerMachine, '_finish', _lingers_no_time),
+  _row('cancel_is_not_reported', 'I7c L1 L2a',
+       'The syncer does not tell a waiting lock-step learner of a cancelled sync.',
+       Syncs, 'cancel', patched(Syncs, 'send_verdict', lambda *args: None)),
+
+  # Members: leases, ids and versions
+  _row('lease_never_ends', 'L8', 'No lease ever ends.',
+       Members, 'expired', returns([])),
+  _row('no_fencing', 'I12', 'A replaced process may rejoin.',
+       Members, 'replaced', returns(False)),
+  _row('no_hold_on_a_live_id', 'I13', 'A second process displaces the live holder of an id.',
+       Members, 'held_by_other', nothing),
+  _row('one_phase_join', 'I7 I12 I13 I16 I19', 'A Join holds the id before its Confirm.',
+       Membership, 'join', _holds_at_join),
+  _row('join_not_idempotent', 'I12',
+       'A repeated Join of the same process begins another incarnation.',
+       Members, 'offer', _offers_another),
+  _row('lost_with_process_forgotten', 'I7 I16',
+       'The ledger forgets the unsettled tokens of a replaced process.',
+       ledger.Account, 'close', only(lambda it: it.reason != Reason.LOST_WITH_PROCESS)),
+  _row('replaced_account_disappears', 'I7 I16', 'The account of a replaced process disappears.',
+       ledger.Ledger, 'fold', lambda original, self, learner, incarnation, into='': (
+         self.accounts.pop((learner, incarnation)))),
+  _row('jumped_clock_is_implausible', 'I13', 'A clock that jumped to an open sync is implausible.',
+       plausible.Plausibility, '_newest_clock', lambda original, self, member: member.claimed),
+  _row('strangers_are_admitted', 'I19', 'A process is admitted before its Confirm.',
+       Membership, 'join', _admits_at_join),
+  _row('members_are_not_admitted', 'I19', 'A member is taken for a stranger.',
+       Membership, '_admit', _admits_nobody),
+  _row('taking_over_is_ignored', 'I7 L3 L5 I13 I19',
+       'The syncer never answers a process that takes over an id.',
+       Membership, 'confirm', _does_not_answer),
+  _row('wrong_bits_are_left', 'I4b', 'The syncer counts wrong bits but does not replace them.',
+       Membership, '_repair', _only_counts),
+  _row('machine_raises', 'crash', 'A machine raises.',
+       Membership, 'leave', _raises),
+  _row('delta_to_every_learner', 'I4b',
+       'The syncer sends a delta to every learner, whatever it holds.',
+       Published, 'send_delta', _sends_whatever_it_holds),
+  _row('slow_learner_is_flooded', 'I11', 'The syncer sends a slow learner any number of versions.',
+       Published, 'send_delta', _sends_any_number),
+  _row('joiner_is_flooded', 'I11',
+       'The syncer sends a joiner every fragment that is due to it at once.',
+       Published, 'catch_up', _sends_all_at_once),
+  _row('one_whole_at_a_time', 'L5 I4b',
+       'A joiner has the next fragment read only when it has adopted the one before.',
+       Published, 'catch_up', _sends_one_at_a_time),
+  _row('never_catches_up', 'I4b L5',
+       'The syncer never sends the newest value to a learner that fell behind.',
+       Published, 'adopted', _sends_no_newest),
+
+  # Resources and determinism
+  _row('withdrawn_payload_leaks', 'I11 I5', 'The syncer never frees a withdrawn payload.',
+       Syncs, 'drop_learner', _keeps_payloads),
+  _row('order_of_a_set', 'I15',
+       'The order of a set, which depends on the hash seed, decides which learner is served first.',
+       Members, 'live', _in_some_order),
+  _row('payloads_before_heartbeats', 'L11',
+       'A transport hands all payloads to the link at once, so heartbeats wait behind them.',
+       network.Link, '__init__', lambda original, *args, **settings: (
+       original(*args, **(settings | {'queue_ns': 10**12})))),
+
+  # Durability
+  _row('finish_before_it_is_saved', 'I8b P2',
+       'The syncer sends Finish before the disk shows that the run is over.',
+       SyncerMachine, '_close_run', lambda original, self, now_ns: self._finish(now_ns)),
+  _row('failed_save_counts', 'I8b', 'The syncer treats a failed last checkpoint as a good one.',
+       recovery.Saving, 'end', sees(failed=False)),
+  _row('failed_fsync_ignored', 'I8', 'The log ignores a failed fsync and goes on.',
+       wal.Wal, '_do', _goes_on),
+  _row('record_is_not_fsynced', 'I8', 'A commit does not fsync the record.',
+       wal.Wal, '_do', only(lambda it: it.call.__name__ != 'fsync')),
+  _row('broken_payload_accepted', 'I10',
+       'Recovery accepts a record of which only the header is whole.',
+       wal, '_records', _reads_unchecked),
+  _row('damage_is_dropped', 'I10', 'Recovery drops a damaged record and those behind it.',
+       wal, '_verify', _drops_damage),
+  _row('unfinished_record_counts', 'I8', 'Recovery gives the unfinished record its name.',
+       wal, 'open_log', _names_unfinished),
+  _row('last_record_forgotten', 'I10', 'Recovery forgets the last record.',
+       recovery, 'replay_log', sees(records=lambda it: it.records[:-1])),
+  _row('refused_merge_counts', 'I10', 'Recovery counts an outer step that was refused.',
+       SyncerMachine, 'ended', sees(done=lambda it: replace(it.done, failed=''))),
+  _row('outer_steps_in_progress_forgotten', 'I10',
+       'Recovery forgets the outer steps in progress in the machine state.',
+       SyncerMachine, 'ended', nothing),
+  _row('position_is_one_too_far', 'I10', 'A checkpoint claims to cover one record too many.',
+       outer_log, 'position',
+       lambda original, log: {**original(log), 'log': log.committed + 1}),
+  _row('compacts_too_early', 'I20', 'Compaction runs before the checkpoint is verified.',
+       processes.Syncer, '_checkpoint', _compacts_first),
+  _row('saves_during_a_merge', 'I16',
+       'The syncer saves its state while an outer step is in progress.',
+       SyncerMachine, '_save_waits', returns(False)),
+  _row('machine_state_after_the_turn', 'I16',
+       'The machine state of an outer step is that at the end of the turn, not at its decision.',
+       SyncerMachine, 'handle', _state_at_the_end),
+
+  # Data shards
+  _row('cursor_moves_at_decision', 'I16',
+       'A cursor moves when the outer step is decided, and its machine state has the new one.',
+       Shards, 'merge', _moves_at_once),
+  _row('refused_cursor_stays', 'I10 I16 I21 I21a', 'A refused outer step moves its cursors.',
+       Shards, 'end', sees(refused=(), made=True)),
+  _row('cursors_forgotten', 'I10 I16 I21 I21a', 'A restarted syncer has forgotten the cursors.',
+       Shards, 'load', sees(state=lambda it: {**it.state, 'merged': []})),
+  _row('committed_for_all_fragments', 'I10 I16 I21 I21a',
+       'A batch is committed once it is merged for all fragments.',
+       Shards, 'committed', lambda original, self, shard: min(self._merged.get(shard, (0,)))),
+  _row('two_learners_one_shard', 'I10 I16 I21 I21a',
+       'The syncer gives a shard to a learner although another one reads it.',
+       Shards, '_hold', _lets_another_hold),
+  _row('leased_during_a_merge', 'I21a',
+       'The syncer gives out a shard while an outer step may move its cursor.',
+       Shards, '_moving', returns(False)),
+  _row('number_not_kept', 'I21a',
+       'A learner with data of its own that returns begins them again, under a new number.',
+       Shards, '_number', sees(former=None)),
+  _row('not_rewound', 'I21b I25',
+       'A process that is given another shard keeps the steps trained on the last one.',
+       LearnerMachine, '_use_shard', _keeps_steps),
+  _row('claims_too_much', 'I21b', 'A learner claims a position one batch too far.',
+       LearnerMachine, '_confirm', _claims_one_more),
 )
-def outer_steps_in_progress_forgotten(original):
-  return lambda self, merge, done: None
+# fmt: on
 
-
-@mutant(
-  'A checkpoint claims to cover one record too many.',
-  outer_log,
-  'position',
-  'I10',
-)
-def position_is_one_too_far(original):
-  return lambda log: {**original(log), 'log': log.committed + 1}
-
-
-@mutant(
-  'Compaction runs before the checkpoint is verified.',
-  processes.Syncer,
-  '_checkpoint',
-  'I20',
-)
-def compacts_too_early(original):
-  def _checkpoint(self, save):
-    self.log.drop_before(self.log.committed)
-    self.world.logged('compacted', self.log.first + 1)
-    yield from original(self, save)
-
-  return _checkpoint
-
-
-@mutant(
-  'The machine state of an outer step is that at the end of the turn, not at its decision.',
-  SyncerMachine,
-  'handle',
-  'I16',
-)
-def machine_state_after_the_turn(original):
-  def handle(self, now_ns, event):
-    return [
-      dataclasses.replace(one, machine_state=self.state())
-      if isinstance(one, actions.Merge)
-      else one
-      for one in original(self, now_ns, event)
-    ]
-
-  return handle
-
-
-@mutant(
-  'The syncer counts wrong bits but does not replace them.', join_lib.Membership, '_repair', 'I4b'
-)
-def wrong_bits_are_left(original):
-  def _repair(self, now_ns, member, adopted):
-    self.repaired += 1
-
-  return _repair
-
-
-@mutant(
-  'The syncer never answers a process that takes over an id.',
-  join_lib.Membership,
-  'confirm',
-  'I7 L3 L5 I13 I19',
-)
-def taking_over_is_ignored(original):
-  def confirm(self, now_ns, session, confirm):
-    offered = self._offered.get(session)
-    if offered is not None and offered.incarnation > 1:
-      return None
-    return original(self, now_ns, session, confirm)
-
-  return confirm
-
-
-@mutant(
-  'A learner forgets a pull while it has nothing to contribute.', LearnerMachine, '_answer', 'L4a'
-)
-def pull_is_forgotten(original):
-  def _answer(self, fragment, t):
-    if self._anchors[fragment].capture:
-      self._pulls.answered(fragment)
-    else:
-      original(self, fragment, t)
-
-  return _answer
-
-
-# --- States ---------------------------------------------------------------------------------------
-
-
-# --- Data shards ----------------------------------------------------------------------------------
-
-
-@mutant(
-  'A cursor moves when the outer step is decided, and its machine state has the new one.',
-  shards.Shards,
-  'merge',
-  'I16',
-)
-def cursor_moves_at_decision(original):
-  def merge(self, t, fragment, payloads):
-    original(self, t, fragment, payloads)
-    moves = self._moves[t]
-    self.end(t, (), made=True)
-    self._moves[t] = moves
-
-  return merge
-
-
-@mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I10 I16 I21 I21a')
-def refused_cursor_stays(original):
-  return lambda self, t, refused, made: original(self, t, (), True)
-
-
-@mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I10 I16 I21 I21a')
-def cursors_forgotten(original):
-  return lambda self, machine_state: original(self, {**machine_state, 'merged': []})
-
-
-@mutant(
-  'A batch is committed once it is merged for all fragments.',
-  shards.Shards,
-  'committed',
-  'I10 I16 I21 I21a',
-)
-def committed_for_all_fragments(original):
-  return lambda self, shard: min(self._merged.get(shard, (0,)))
-
-
-@mutant(
-  'The syncer gives a shard to a learner although another one reads it.',
-  shards.Shards,
-  '_hold',
-  'I10 I16 I21 I21a',
-)
-def two_learners_one_shard(original):
-  def _hold(self, learner, position):
-    position = original(self, learner, position)
-    del self._holders[position.shard]
-    self._holders[position.shard - self._shards] = learner
-    return position
-
-  return _hold
-
-
-@mutant(
-  'The syncer gives out a shard while an outer step may move its cursor.',
-  shards.Shards,
-  '_moving',
-  'I21a',
-)
-def leased_during_a_merge(original):
-  return lambda self, shard: False
-
-
-@mutant(
-  'A learner with data of its own that returns begins them again, under a new number.',
-  shards.Shards,
-  '_number',
-  'I21a',
-)
-def number_not_kept(original):
-  return lambda self, former: original(self, None)
-
-
-@mutant(
-  'A process that is given another shard keeps the steps trained on the last one.',
-  LearnerMachine,
-  '_use_shard',
-  'I21b I25',
-)
-def not_rewound(original):
-  def _use_shard(self, position):
-    before = [(one.steps, one.tokens, one.capture) for one in self._anchors]
-    original(self, position)
-    self._out._actions[-1] = dataclasses.replace(self._out._actions[-1], rewind=False)
-    for anchor, (steps, tokens, capture) in zip(self._anchors, before):
-      anchor.steps, anchor.tokens, anchor.capture = steps, tokens, capture
-
-  return _use_shard
-
-
-@mutant('A learner claims a position one batch too far.', LearnerMachine, '_confirm', 'I21b')
-def claims_too_much(original):
-  def _confirm(self, now_ns, incarnation):
-    position = self._position
-    if position is not None:
-      self._position = position._replace(cursor=position.cursor + 1)
-    original(self, now_ns, incarnation)
-    self._position = position
-
-  return _confirm
-
-
-@mutant('No outer step of fragment 0 is finite any more.', arrays.Syncer, '_merge', 'L2')
-def fragment_is_never_merged(original):
-  def _merge(self, merge):
-    self._process.not_finite |= merge.fragment == 0
-    return original(self, merge)
-
-  return _merge
-
-
-# --- The link, and machines that raise ------------------------------------------------------------
-
-
-@mutant(
-  'A transport hands all payloads to the link at once, so heartbeats wait behind them.',
-  network.Link,
-  '__init__',
-  'L11',
-)
-def payloads_before_heartbeats(original):
-  def __init__(self, *args, **settings):
-    original(self, *args, **(settings | {'queue_ns': 10**12}))
-
-  return __init__
-
-
-@mutant('Long payloads count in full.', syncs.Syncs, '_participant', 'I7')
-def long_payloads_count_in_full(original):
-  return lambda self, *args: dataclasses.replace(original(self, *args), slow=False)
-
-
-@mutant(
-  'A learner adopts a version that arrives during a step at once.',
-  LearnerMachine,
-  '_receive',
-  'I26',
-)
-def adopts_during_a_step(original):
-  def _receive(self, now_ns, message, payload_id):
-    original(self, now_ns, message, payload_id)
-    if self._training == 'training':
-      for publish, arrived in self._arrivals:
-        self._adopt(publish, arrived)
-      self._arrivals.clear()
-
-  return _receive
-
-
-@mutant('A learner counts steps of which none is complete.', processes.Learner, 'post', 'I26')
-def counts_steps_that_still_run(original):
-  def post(self, event, *more):
-    if isinstance(event, events.StepDone):
-      event = dataclasses.replace(event, step_ns=0)
-    original(self, event, *more)
-
-  return post
-
-
-@mutant('A machine raises.', join_lib.Membership, 'leave', 'crash')
-def machine_raises(original):
-  def leave(self, member, reason, finished):
-    raise KeyError(member.learner)
-
-  return leave
+MUTANTS: dict[str, Mutant] = {row.name: row for row in _ROWS}
+assert len(MUTANTS) == len(_ROWS), 'two mutants have one name'
