@@ -4,13 +4,14 @@ python scripts/diagrams.py           # rewrites the blocks between the markers, 
 python scripts/diagrams.py --check   # exit 1 if a document or a picture would change
 
 docs/protocol.md gets the states, from the tables beside the machines; docs/architecture.md the
-rooms of the library, what each holds (the first line of its package) and which imports which.
+rooms of the library, which imports which, and what is where (the docstring of each package).
 """
 
 import ast
 import functools
 import graphlib
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -24,6 +25,7 @@ from diloco_jax.protocol.syncer import sync
 
 PACKAGE = ROOT / 'diloco_jax'
 SHELVES = ('protocol', 'verification')  # rooms that are made of rooms
+WHERE = 'Where is ...?'
 TABLES = {  # by the name of its picture
   'states_sync': ('A sync (`protocol/syncer/sync.py`, SYNC_STATES)', sync.SYNC_STATES),
   'states_connection': (
@@ -146,17 +148,45 @@ def room_graph() -> str:
   return drawing.graph('Which package imports which', pairs)
 
 
-def sentence(name: str) -> str:
-  """The first line of the docstring of a room's package."""
-  text = ast.get_docstring(ast.parse((PACKAGE / name / '__init__.py').read_text('utf-8'))) or ''
-  return text.splitlines()[0]
+def docstring(name: str) -> str:
+  """Of a room's package: a sentence, and after "Where is ...?" lines of `question: files`."""
+  return ast.get_docstring(ast.parse((PACKAGE / name / '__init__.py').read_text('utf-8'))) or ''
+
+
+def questions(name: str) -> list[tuple[str, str]]:
+  """(question, files) of a room; a row that begins with four spaces continues the one before."""
+  _, _, text = docstring(name).partition(WHERE)
+  rows = re.sub(r'\n {4}', ' ', text).strip('\n').splitlines()
+  return [tuple(row.strip().split(': ', 1)) for row in rows]
+
+
+def located(name: str, files: str) -> str:
+  """`files` as a document names them; raises if one, or a function of one, does not exist."""
+  last = PACKAGE
+
+  def path(match: re.Match) -> str:
+    nonlocal last
+    last = PACKAGE / name / match[0]
+    if not last.exists():
+      last = PACKAGE / match[0]
+    assert last.exists(), f'{name}/__init__.py names {match[0]}'
+    return f'`{last.relative_to(PACKAGE)}{"/" * match[0].endswith("/")}`'
+
+  def function(match: re.Match) -> str:
+    assert re.search(rf'\b(def {match[1]}\(|{match[1]}\b.* = )', last.read_text('utf-8')), match[0]
+    return match[0]
+
+  return re.sub(
+    r'`(\w+)`|\b[\w/]+(\.py|/(?!\w))', lambda m: function(m) if m[1] else path(m), files
+  )
 
 
 def room_table() -> str:
-  names = sorted(set(imports()) | set(SHELVES))
-  return '\n'.join(
-    ['| package | holds |', '|---|---|', *(f'| `{n}/` | {sentence(n)} |' for n in names)]
-  )
+  rows = []
+  for name in sorted(set(imports()) | set(SHELVES)):
+    rows.append(f'| **{docstring(name).splitlines()[0]}** | **`{name}/`** |')
+    rows += [f'| {question} | {located(name, files)} |' for question, files in questions(name)]
+  return '\n'.join(['| question | where |', '|---|---|', *rows])
 
 
 # --- Documents ------------------------------------------------------------------------------------

@@ -1,1 +1,9 @@
-"""The shell around the learner's machine: its process, threads, island and payloads."""
+"""The shell around the learner's machine: its process, threads, island and payloads.
+
+Where is ...?
+  how a fragment is encoded and adopted on devices: on_device.py `encode`, `adopt`
+  how the bytes of a fragment travel: carriers.py
+  what the hosts of a learner agree on, and how: hosts.py
+  whose moments a new process takes: moments.py
+  TFLOP/s, MFU, memory of devices: work.py `record_step`, train/flops.py
+"""

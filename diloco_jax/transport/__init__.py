@@ -1,4 +1,12 @@
-"""Messages and payloads between nodes: frames, protobuf, gRPC or in-process links, listeners."""
+"""Messages and payloads between nodes: frames, protobuf, gRPC or in-process links, listeners.
+
+Where is ...?
+  the frames on the wire: chunks.py, translate.py
+  where the syncer listens, and at which address: listen.py, addresses.py
+  what a session may cost: peer_limits.py, grpc_server.py; on slow links: flow_control.py
+  memory for payloads, and what malloc keeps: payloads.py
+  sessions in processes of their own: processes/
+"""
 
 import os
 

@@ -1,1 +1,5 @@
-"""How we know that it works: a simulated world, injected faults, and invariants that judge runs."""
+"""How we know that it works: a simulated world, injected faults, and invariants that judge runs.
+
+Where is ...?
+  a fault: plans.py, verification/sim/faults.py, verification/faults/inject_faults.py
+"""
