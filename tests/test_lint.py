@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SOURCES = itertools.chain.from_iterable(
   (ROOT / folder).rglob('*.py') for folder in ('diloco_jax', 'experiments', 'scripts')
 )
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *(ROOT / 'docs').rglob('*.md')]
 TEXT = {'read_text': 0, 'write_text': 1}  # the position of the encoding
 OPEN = ('open', 'os.fdopen', 'io.TextIOWrapper')
 
@@ -28,13 +29,24 @@ def test_ruff_finds_nothing(command):
 
 def test_no_line_of_prose_is_longer_than_100_columns():
   """Tables, code and what cannot be broken may be."""
-  pages = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *(ROOT / 'docs').rglob('*.md')]
-  for page in pages:
+  for page in PAGES:
     prose = re.sub(
       r'^ *```.*?^ *```|^ *\|.*?$|^    .*?$', '', page.read_text('utf-8'), flags=re.M | re.S
     )
     long = [line for line in prose.splitlines() if ' ' in line.strip()[:100] and len(line) > 100]
     assert not long, (page.name, long)
+
+
+def test_no_cell_of_a_table_has_more_than_160_characters():
+  long = [
+    f'{page.name}: {cell.strip()}'
+    for page in PAGES
+    for line in page.read_text('utf-8').splitlines()
+    if line.startswith('|')
+    for cell in re.split(r'(?<!\\)\|', line)
+    if len(cell.strip()) > 160
+  ]
+  assert not long
 
 
 def test_all_text_has_an_encoding():
