@@ -90,7 +90,7 @@ async def start(
 
 
 def _words(hosts: int) -> list[list[str]]:
-  """What each process is told of the others. The port is free, and may be another at each start."""
+  """The flags by which each process finds the others; at each start the port may be another."""
   if hosts == 1:
     return [[]]
   with socket.socket() as probe:

@@ -59,9 +59,9 @@ class LocalProgram:
   """A program of a spec on this machine: it runs here, or its driver does (launch/engines/ray.py).
 
   Attributes:
-    cpus: that it may use, () for all.
-    hosts: what the environment of each process has besides; more than one for a learner of several
-      hosts (commands/learner.py).
+    cpus: the numbers of the CPUs that it may use, () for all.
+    hosts: for each host of the program, the environment variables that its process needs beside
+      `environment`; a learner may have several hosts (commands/learner.py).
   """
 
   name: str

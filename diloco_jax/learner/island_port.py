@@ -31,7 +31,8 @@ class IslandState(Protocol):
     """What a step costs."""
 
   def must_finish(self, ahead: int) -> bool:
-    """Whether a step that the island has dispatched is done, or more than `ahead` are not."""
+    """Whether the caller must call `finish` now: a dispatched step is done, or more than `ahead`
+    steps still run."""
 
   def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
     """Starts a save; returns a function that waits for it. Raises CheckpointError."""

@@ -1,4 +1,4 @@
-"""How the model of a user's own loop reaches the syncer, and the settings of the run the loop.
+"""How a user's loop sends its model to the syncer and gets the settings of the run.
 
 The first learner sends the model before it joins, in one gRPC call (BRING). The syncer answers with
 the settings that all share and with the names, shapes and labels that it has: each learner asks

@@ -63,8 +63,7 @@ def open_folder(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Reco
 
 @contextlib.contextmanager
 def checkpoint_failures() -> Iterator[None]:
-  """Turns checkpoints that can be neither read nor written, and a store, into one line and exit
-  code 74."""
+  """Ends the process with one line and exit code 74 if a checkpoint or the store fails."""
   try:
     yield
   except (checkpoint.CheckpointError, store_lib.StoreError) as error:

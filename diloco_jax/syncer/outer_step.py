@@ -41,7 +41,7 @@ from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.transport import payloads
 
 TILE = 1 << 19
-MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
+MOST_THREADS = 4  # a call takes 0.25 ms, 0.05 of them with the GIL: more threads would wait
 
 Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
 

@@ -84,7 +84,7 @@ class Door(grpc.GenericRpcHandler):
   """Where learners reach a syncer: a gRPC server that listens from construction to `close`.
 
   Sessions begin once a `GrpcSyncerTransport` has opened the door. Before that a loop can bring the
-  model of the run, and a learner that calls for a session is told to dial again.
+  model of the run, and a learner that calls for a session must dial again.
 
   Args:
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
@@ -190,7 +190,7 @@ class GrpcSyncerTransport(sessions.Sessions):
   Args:
     door: where learners arrive; closed by `shutdown`.
     limits: what each learner is granted.
-    about: what a loop is told before it joins (nodes/own_model.py).
+    about: the settings and the model that a loop receives before it joins (nodes/own_model.py).
     numbers, traffic: of its sessions, where other processes have further ones
       (transport/processes/).
     followers: answer those who follow the run.

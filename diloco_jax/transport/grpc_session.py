@@ -184,7 +184,7 @@ class Session:
       self._change_state(_State.OVER, reason, failed=True)
 
   def lost(self, error: grpc.RpcError, reason: str) -> None:
-    """Ends the session after a stream's error; a learner with a refused certificate is told so."""
+    """Ends the session after a stream's error; a refused certificate is the learner's reason."""
     with self._changed:
       refused = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED
       if refused and self._dialed and self._state is not _State.OVER:

@@ -494,7 +494,7 @@ class Syncs:
   def cancel(self, sync: sync_lib.Sync, why: str) -> None:
     """Ends a sync without a version. Its payloads are dropped unsettled: they can be sent again.
 
-    Every joined learner is told, asked or not: a lock-step learner may be waiting for the sync."""
+    Every joined learner gets a Settled, asked or not: one in lock step may wait for the sync."""
     self.open.pop(sync.t, None)
     self._end_without_version(sync, self._members.live())
     self.cancelled += 1
