@@ -106,7 +106,7 @@ def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
 
 def test_nnx_takes_the_arrays_of_a_run_by_their_paths():
   page = (ROOT / 'docs' / 'howto' / 'pretrained.md').read_text()
-  *_, block = re.findall(r'```python\n(.*?)\n```', page, re.S)
+  [block] = re.findall(r'```python\n(named = .*?)\n```', page, re.S)
   made = lambda seed: nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for _ in range(2)))
   trained, model = made(0), made(1)
   named = arrays.by_name(nnx.state(trained))

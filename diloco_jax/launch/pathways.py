@@ -2,8 +2,8 @@
 
 There jax is a client of a proxy, in front of all slices. All their devices count as local to this
 process, process 0; `slice_index` tells the slices apart. jax's own CPU devices stay those of the
-controller. docs/tpu.md lists what was tried. Source: pathwaysutils 0.1.13, and "Port JAX workloads
-to Pathways" of Google Cloud.
+controller. docs/accelerators.md lists what was tried. Source: pathwaysutils 0.1.13, and "Port JAX
+workloads to Pathways" of Google Cloud.
 """
 
 import importlib.util

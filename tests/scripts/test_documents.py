@@ -19,13 +19,14 @@ from diloco_jax.config import load
 from tests.launch.lib import command_line, image, schemas
 
 PAGES = [
-  command_line.ROOT / 'docs' / name for name in ('tpu.md', 'howto/launch.md', 'operating.md')
+  command_line.ROOT / 'docs' / name
+  for name in ('accelerators.md', 'howto/launch.md', 'operating.md')
 ]
 LIMIT_S = 120
 ENGINE = '--engine=gke'
 OURS = re.compile(r'diloco (certs|launch)\b|docker |bash ')
 SECTIONS = {  # and how many programs each of them writes
-  'tpu: 2. Machines': 9,
+  'accelerators: 2. Machines': 9,
   'launch: On GKE': 3,
   'launch: On several clouds': 2,
 }
@@ -98,7 +99,7 @@ def test_a_section_works_with_the_files_of_the_image(section, packages, tmp_path
   monkeypatch.chdir(command_line.ROOT)
   assert {one['config']['name'] for one in read} == {load.load(name).name for name in named}
   assert len(read) == SECTIONS[section]
-  if section.startswith('tpu'):  # each kind of slice has a share of the batch of its own
+  if section.startswith('accelerators'):  # each kind of slice has a share of the batch of its own
     rows = [one['config']['data']['batch_rows'] for one in read if 'learner' in one]
     assert rows == [16] * 4 + [0] * 4
 
