@@ -558,6 +558,7 @@ def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay():
       held = peer.params
       for _ in peer.steps():
         held = peer.sync({**held, 'w': inner(held['w'])}, tokens=1)
+  assert np.all(held['w'] < params['w'])
   assert not table.is_deleted() and not params['w'].is_deleted()
 
 

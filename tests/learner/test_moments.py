@@ -54,6 +54,7 @@ def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
 )
 def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
   _save(tmp_path, 'l0', 4)
+  assert moments.find(tmp_path, 'l1', _moments(0)).step == 4
   assert moments.find(tmp_path, 'l1', like) is None
 
 

@@ -148,10 +148,12 @@ def test_an_event_costs_the_same_with_many_learners():
       return super().values()
 
   members.by_session = Counting(members.by_session)
-  for n in range(299):
-    machine.handle(1, received(n, progress(1)))
+  *before, last = ((n, clock) for clock in (1, 2) for n in range(300))
+  for n, clock in before:
+    machine.handle(clock, received(n, progress(clock)))
   assert not walked
-  machine.check()
+  machine.handle(last[1], received(last[0], progress(last[1])))  # a sync opens
+  assert walked
 
 
 # --- Announced and closing syncs ------------------------------------------------------------------
