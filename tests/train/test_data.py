@@ -26,42 +26,34 @@ def _pass(numbered, config, shard: int, number: int) -> list[bytes]:
   return [row.tobytes() for i in range(number * each, (number + 1) * each) for row in batches[i]]
 
 
-def test_a_pass_of_all_shards_is_every_window_once(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=4)
-  windows = [w.tobytes() for w in data_lib.Windows(numbered.train_ids, 16)]
-  rows = [row for v in range(4) for row in _pass(numbered, config, v, 0)]
-  assert len(set(rows)) == len(rows) >= len(windows) - 4  # slices are not all equally long
-  assert set(rows) <= set(windows)
-
-
-@pytest.mark.parametrize('shards, learners', [(16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)])
-def test_learners_read_every_window_once_before_any_twice(numbered, shards, learners):
-  """Issue 4: learners train on each example about once, for any number of unleased shards."""
+def _epoch(numbered, shards: int, learners: int) -> tuple[list[bytes], set[bytes]]:
+  """The windows that are read in the passes of one epoch, and all windows."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
-  windows = data_lib.Windows(numbered.train_ids, 16)
   rows = [
     row
     for number in range(shards // learners)
     for v in range(learners)
     for row in _pass(numbered, config, v, number)
   ]
-  assert len(set(rows)) == len(rows) >= len(windows) - shards
+  return rows, {window.tobytes() for window in data_lib.Windows(numbered.train_ids, 16)}
+
+
+@pytest.mark.parametrize(
+  'shards, learners', [(4, 4), (16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)]
+)
+def test_learners_read_every_window_once_before_any_twice(numbered, shards, learners):
+  """Issue 4: learners train on each example about once, for any number of unleased shards."""
+  rows, windows = _epoch(numbered, shards, learners)
+  assert len(set(rows)) == len(rows) >= len(windows) - shards  # slices are not all equally long
+  assert set(rows) <= windows
 
 
 @pytest.mark.parametrize('shards, learners', [(16, 3), (16, 7), (33, 2)])
 def test_any_number_of_learners_reads_about_evenly(numbered, shards, learners):
   """After the passes of one epoch every window was read at most twice, and most of them once."""
-  config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
-  windows = data_lib.Windows(numbered.train_ids, 16)
-  rows = [
-    row
-    for number in range(shards // learners)
-    for v in range(learners)
-    for row in _pass(numbered, config, v, number)
-  ]
-  counts = collections.Counter(rows)
-  assert max(counts.values()) <= 2
-  assert len(counts) >= 0.6 * len(windows)
+  rows, windows = _epoch(numbered, shards, learners)
+  assert max(collections.Counter(rows).values()) <= 2
+  assert len(set(rows)) >= 0.6 * len(windows)
 
 
 def test_every_byte_but_the_first_is_a_target_once(numbered):

@@ -19,19 +19,22 @@ def pull(sync: int, fragment: int = 0, now: bool = False) -> messages.Pull:
   return messages.Pull(sync=sync, fragment=fragment, now=now)
 
 
-@pytest.mark.parametrize('ahead, given_at', [(0, 6), (1, 5), (2, 4)])
-def test_an_announced_sync_is_answered_where_it_is_due(ahead, given_at):
-  waiting = pulls(ahead=ahead)
-  waiting.add(pull(6))
+@pytest.mark.parametrize(
+  'settings, sync, given_at',
+  [
+    ({'ahead': 0}, 6, 6),
+    ({'ahead': 1}, 6, 5),
+    ({'ahead': 2}, 6, 4),
+    ({'ahead': 2, 'max_lag': 1}, 6, 6),  # in lock step at its sync
+    ({}, 24, 20),  # a closing one after the last step
+  ],
+)
+def test_an_announced_sync_is_answered_where_it_is_due(settings, sync, given_at):
+  waiting = pulls(**settings)
+  waiting.add(pull(sync))
   for clock in range(given_at):
     assert not waiting.due(clock, ends=False)
-  assert waiting.due(given_at, ends=False) == [(0, 6)]
-
-
-def test_in_lock_step_a_fragment_is_given_at_its_sync():
-  waiting = pulls(max_lag=1, ahead=2)
-  waiting.add(pull(6))
-  assert not waiting.due(5, ends=False) and waiting.due(6, ends=False) == [(0, 6)]
+  assert waiting.due(given_at, ends=False) == [(0, sync)]
 
 
 def test_an_open_sync_is_answered_at_the_next_boundary():
@@ -41,12 +44,6 @@ def test_an_open_sync_is_answered_at_the_next_boundary():
   assert waiting.due(0, ends=False) == [(0, 6)]
   waiting.add(pull(12))
   assert not waiting.due(0, ends=False), 'the next sync of the fragment has not opened'
-
-
-def test_a_closing_sync_is_due_after_the_last_step():
-  waiting = pulls()
-  waiting.add(pull(24))
-  assert not waiting.due(19, ends=False) and waiting.due(20, ends=False) == [(0, 24)]
 
 
 def test_a_learner_that_makes_no_more_steps_answers_all():

@@ -259,15 +259,11 @@ def test_an_impossible_config_is_an_error():
       tape.decode(config_lib.ProtocolConfig, {**data, name: value})
 
 
-@pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j])
+@pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j, {(1, 2): 3}])
 def test_a_value_that_json_cannot_hold_is_an_error(value: Any):
-  with pytest.raises(tape.TapeError, match='cannot be put on a tape'):
+  words = ': keys must be str' if isinstance(value, dict) else ''
+  with pytest.raises(tape.TapeError, match=f'cannot be put on a tape{words}'):
     tape.encode(actions.Save(clock=1, machine_state={'a': value}))
-
-
-def test_only_strings_may_be_keys():
-  with pytest.raises(tape.TapeError, match='cannot be put on a tape: keys must be str'):
-    tape.encode(actions.Save(clock=1, machine_state={(1, 2): 3}))
 
 
 @pytest.mark.parametrize('name', ['syncer', 'learner'])
