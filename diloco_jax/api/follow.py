@@ -19,11 +19,11 @@ from diloco_jax.config import build
 from diloco_jax.nodes import bring, dial, exits, follower_node, own_model, run_folder
 from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.storage import arrays, checkpoint, folders, tree_digest
+from diloco_jax.storage import arrays, folders, states
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import global_model, stored
+from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses
 
 WAIT_S = 120.0
@@ -73,7 +73,7 @@ def follow(
   """
   if not syncer:
     workdir = folder_lib.chosen(workdir)
-    if str(workdir).startswith(folders.BUCKET) or pathlib.Path(workdir, claim_lib.NAME).is_file():
+    if load_params.is_store(workdir):
       with jax.set_mesh(None), load_params.local(workdir) as folder:
         assembled = load_params.assemble(folder)
         frozen = assembled.frozen() if assembled.never_sent else {}
@@ -159,15 +159,15 @@ def _copied(
       claim, generation = claim_lib.read(store)
       if generation != renewed:
         renewed, deadline_s = generation, time.monotonic() + wait_s
-      ended = claim and claim.released and store.read(f'{stored.MODEL}/{copies_lib.LAST}')
-      at = copies_lib.part(claim.lineage.restored if claim else ())
+      ended = claim and claim.released and store.read(f'{copies_lib.MODEL}/{states.MANIFEST}')
+      at, run = copies_lib.of(claim)
       newest = (copies_lib.names(store, at) or [''])[-1]
-      if newest != seen:
-        try:
-          found, damaged = _in_copy(theta, store, newest), ''
-        except (copies_lib.Damaged, checkpoint.CheckpointError) as error:  # the next one may do
-          damaged = f': {exits.one_line(error)}'
-        seen = newest
+      failed = '' if claim else f': it has no {claim_lib.NAME}'
+      if newest not in ('', seen):
+        seen, damaged = newest, ''
+        found = _in_copy(theta, store, newest, run)
+    except states.Damaged as error:  # the next one may do
+      damaged = f': {exits.one_line(error)}'
     except store_lib.StoreError as error:
       failed = f': {exits.one_line(error)}'
     if found and (at, found[0]) != last:  # the end of a process saves once more
@@ -187,13 +187,11 @@ def _copied(
 
 
 def _in_copy(
-  theta: global_model.Theta, store: store_lib.Store, name: str
+  theta: global_model.Theta, store: store_lib.Store, name: str, run: str
 ) -> tuple[int, dict[str, Any]]:
-  """The version and the arrays of a copy. Raises Damaged, StoreError, CheckpointError."""
+  """The version and the arrays of a copy. Raises Damaged, StoreError."""
   with tempfile.TemporaryDirectory(prefix='diloco-') as made, jax.set_mesh(None):
-    folder = pathlib.Path(made, copies_lib.number(name))
-    copies_lib.download(store, name, folder)
-    most_bytes = tree_digest.most_bytes(theta.shapes)
-    machine_state = checkpoint.verify(folder, most_bytes=most_bytes)[0]
-    params = load_params.in_checkpoint(theta, folder)
-    return sum(machine_state['versions']), arrays.by_name(params)
+    folder = pathlib.Path(made, str(copies_lib.number(name)))
+    states.fetch(store, name, folder, copies_lib.node_name(name), run)
+    manifest, params = load_params.in_checkpoint(theta, folder)
+    return sum(manifest.record['protocol']['versions']), arrays.by_name(params)

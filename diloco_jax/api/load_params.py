@@ -1,12 +1,13 @@
 """The trained model of a run: WORKDIR/model once the run has ended, else the newest checkpoint; or
-STORE/model, of a run that has ended.
+that in the store of the run.
 
-WORKDIR/model is a tree of named arrays that plain Orbax reads (storage/arrays.py); the syncer
-writes it at the end. Before that the model is in the syncer's checkpoints, as flat fragments. A
-learner without a syncer has it in its own checkpoints.
+WORKDIR/model is a state (storage/states.py) of named arrays; the syncer writes it at the end.
+Before that the model is in the syncer's checkpoints, as flat fragments. A learner without a syncer
+has it in its own checkpoints.
 """
 
 import contextlib
+import functools
 import pathlib
 import tempfile
 import warnings
@@ -16,18 +17,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco_jax.api import states
+from diloco_jax.api import states as loop_states
 from diloco_jax.config import build, load
 from diloco_jax.nodes import own_model
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.storage import arrays, copies, files, json_files, outer_log, states, tree_digest
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import folders as folders_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.storage import tree_digest as tree_digest_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import stored
 
-ERRORS = ValueError, checkpoint.CheckpointError, store_lib.StoreError
+ERRORS = ValueError, states.StateError, store_lib.StoreError
 
 
 def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
@@ -35,8 +36,8 @@ def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
   of loops of the user's own a dict, name -> array. Frozen parameters are those of version 0; None
   stands for one of which each learner has its own. The run may be under way: then it is the model
   of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of
-  its newest checkpoint. Instead of the folder of an ended run its store will do, a folder or
-  gs://BUCKET/PREFIX.
+  its newest checkpoint. Instead of the folder of a run its store will do, a folder or
+  gs://BUCKET/PREFIX. A damaged state is passed over for an older one, with a warning.
 
   `into`: what a loop of the user's own has given to `join`, a tree, a TrainState or (model,
   nnx.Optimizer): returned with the parameters of the run, in the dtypes and shardings of its own;
@@ -46,16 +47,12 @@ def load_params(workdir: str | pathlib.Path, into: Any = None) -> Any:
   Raises:
     ValueError: there is no run in the folder, or it has no model yet, or one that does not fit
       `into`, which is unchanged.
-    CheckpointError: the model cannot be read.
+    StateError: the model cannot be read.
     StoreError: the store cannot be read.
   """
   with jax.set_mesh(None), local(workdir) as folder:
     assembled = assemble(folder)
-    if (folder / stored.MODEL).is_dir():
-      most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
-      tree = arrays.load(folder / stored.MODEL, most_bytes=most_bytes)
-    else:
-      tree = _newest(assembled, folder)
+    tree = _newest(assembled, folder)
     named = arrays.by_name(tree)
     if set(assembled.never_sent) - named.keys():
       named |= assembled.frozen()
@@ -76,7 +73,7 @@ def in_tree(
 
 
 def _into(given: Any, values: dict[str, Any], place: str) -> Any:
-  parts = states.split(given)
+  parts = loop_states.split(given)
   mine = arrays.by_name(parts.params)
   kept = {name: leaf for name, leaf in mine.items() if name in values and values[name] is None}
   shape_of = lambda named: {name: np.shape(leaf) for name, leaf in named.items()}
@@ -99,22 +96,47 @@ def _into(given: Any, values: dict[str, Any], place: str) -> Any:
 
 @contextlib.contextmanager
 def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
-  """The folder of a run, None: of the newest here; of a store in a bucket a temporary copy of its
-  model and what describes it. Raises ValueError, StoreError."""
+  """The folder of a run, None: of the newest here; of a store a temporary copy of its newest model
+  and what describes it. Raises ValueError, StateError, StoreError."""
   place = folder_lib.chosen(place)
-  if not str(place).startswith(folders_lib.BUCKET):
+  if not is_store(place):
     yield pathlib.Path(place).absolute()
     return
-  bucket = store_lib.Store(str(place))
-  with tempfile.TemporaryDirectory(prefix='diloco-') as copy:
-    for prefix in (*load.WRITTEN, f'{stored.MODEL}/', f'syncer/{stored.MODEL}/'):
-      for name in bucket.names(prefix):
-        inside = '..' not in name.split('/') and not name.endswith('/')  # the latter is a folder
-        if inside and (found := bucket.read(name, size=1 << 30)):
-          json_files.replace(pathlib.Path(copy, name), found.data)
-    if not pathlib.Path(copy, load.FILE).exists():
+  store = store_lib.Store(str(place))
+  with tempfile.TemporaryDirectory(prefix='diloco-') as made:
+    copy = pathlib.Path(made)
+    for name in (name for prefix in load.WRITTEN for name in store.names(prefix)):
+      if '/' not in name and (found := store.read(name)):
+        json_files.replace(copy / name, found.data)
+    if not (copy / load.FILE).exists():
       raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
-    yield pathlib.Path(copy)
+    if store.read(f'{folders_lib.OWN_MODEL}/{states.MANIFEST}'):
+      states.fetch(store, folders_lib.OWN_MODEL, copy / folders_lib.OWN_MODEL)
+    claim, _ = claim_lib.read(store)
+    at, run = copies.of(claim)
+
+    def found() -> list[str]:
+      has_model = store.read(f'{copies.MODEL}/{states.MANIFEST}') is not None
+      return [*copies.names(store, at), *[copies.MODEL] * has_model]
+
+    def fetch(name: str) -> states.Manifest:
+      if name == copies.MODEL:
+        return states.fetch(store, name, copy / name, copies.MODEL, run)
+      to = folders_lib.syncer_folder(copy) / folders_lib.CHECKPOINTS / str(copies.number(name))
+      return states.fetch(store, name, to, copies.node_name(name), run)
+
+    states.newest(found, fetch, _warn)
+    yield copy
+
+
+def is_store(place: str | pathlib.Path) -> bool:
+  """Whether a place is the store of a run, and not its folder."""
+  in_bucket = str(place).startswith(folders_lib.BUCKET)
+  return in_bucket or pathlib.Path(place, claim_lib.NAME).is_file()
+
+
+def _warn(place: Any, error: Exception) -> None:
+  warnings.warn(f'{error}: an older checkpoint is tried', stacklevel=4)
 
 
 def load_all(workdir: pathlib.Path) -> Any:
@@ -148,57 +170,65 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
-  """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
-  node = folders_lib.syncer_folder(workdir)
-  most_bytes = tree_digest_lib.most_bytes(assembled.shapes)
-  if not folders_lib.log_folder(workdir).is_dir():
-    place = folders_lib.of_learners(workdir, assembled.config.train.store)
-    if (params := _of_baseline(place, most_bytes)) is not None:
-      return params
-  folder = _verified(_checkpoints(node), most_bytes)
-  if folder is None:
+  """The tree of the newest state of a run; later outer steps are not in it. Raises ValueError,
+  StateError."""
+  node, model = folders_lib.syncer_folder(workdir), workdir / copies.MODEL
+  lineage, most_bytes = lineage_lib.peek(workdir), tree_digest.most_bytes(assembled.shapes)
+  run = lineage.run if lineage else ''
+  checkpoint = lambda number: node / folders_lib.CHECKPOINTS / str(number)
+
+  def use(path: pathlib.Path) -> Any:
+    states.verify(path)  # Orbax prints tracebacks of what it cannot read
+    if path != model:
+      theta = global_model_lib.Theta(assembled)
+      return in_checkpoint(theta, path, f'syncer/{path.name}', run)[1]
+    manifest, tree = states.load_on_host(path, None, '', most_bytes, copies.MODEL, run)
+    for number in folders_lib.checkpoints(node)[-1:]:
+      with contextlib.suppress(states.Damaged):
+        newer = states.read(checkpoint(number)).record['protocol'][outer_log.POSITION]
+        if newer > manifest.record[outer_log.POSITION]:
+          raise states.Damaged(f'{path} is older than checkpoint {number}')
+    return tree
+
+  found = lambda: [*map(checkpoint, folders_lib.checkpoints(node)), *[model] * model.is_dir()]
+  tree = states.newest(found, use, _warn)
+  if tree is None and not folders_lib.log_folder(workdir).is_dir():
+    tree = _of_baseline(assembled, folders_lib.of_learners(workdir, assembled.config.train.store))
+  if tree is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
-  return in_checkpoint(global_model_lib.Theta(assembled), pathlib.Path(folder))
+  return tree
 
 
-def in_checkpoint(theta: global_model_lib.Theta, folder: pathlib.Path) -> Any:
-  """The model in a checkpoint of a syncer; `theta`, of its run, forgets it. Raises
-  CheckpointError."""
+def in_checkpoint(
+  theta: global_model_lib.Theta, folder: pathlib.Path, name: str = '', run: str = ''
+) -> tuple[states.Manifest, Any]:
+  """The manifest of a checkpoint of a syncer (of this name and run) and the model in it; `theta`,
+  of its run, forgets it. Raises Damaged; ValueError: it is of another model."""
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.sharding), theta.like
   )
-  saved = arrays.load(folder, like, 'state')
+  try:
+    manifest, saved = states.load(folder, like, name, run)
+  except tree_digest.Mismatch as mismatch:
+    raise ValueError(f'{folder}: {mismatch}') from None
   theta.restore(saved, [0] * len(theta.versions))
   params = theta.params()
   theta.forget()
-  return params
+  return manifest, params
 
 
-def _of_baseline(place: json_files.Place, most_bytes: int) -> Any:
-  """The model in the newest checkpoint of a learner without a syncer that verifies, or None."""
+def _of_baseline(assembled: build.Assembly, place: json_files.Place) -> Any:
+  """The model in the newest checkpoint of a learner without a syncer, None: there is none."""
+  most_bytes = tree_digest.most_bytes(assembled.shapes)
   for node in sorted((place / folders_lib.ISLANDS).glob('*')):
-    folder = _verified(_checkpoints(node), most_bytes)
-    if folder is not None:
-      protocol, saved = checkpoint.verify(folder, most_bytes=most_bytes)
-      if not protocol['protocol']:  # else of a learner whose syncer has another folder
-        return saved['state']['params']
-  return None
 
+    def use(number: int) -> Any:
+      folder, name = node / folders_lib.CHECKPOINTS / str(number), f'{node.name}/{number}'
+      if states.read(folder, name).record['protocol']['protocol']:
+        return None  # of a learner whose syncer has another folder
+      return states.load_on_host(folder, assembled.shapes, 'params/', most_bytes, name)[1]
 
-def _checkpoints(node: json_files.Place) -> list[json_files.Place]:
-  return [node / folders_lib.CHECKPOINTS / str(number) for number in folders_lib.checkpoints(node)]
-
-
-def _verified(folders: list[json_files.Place], most_bytes: int) -> json_files.Place | None:
-  """The last checkpoint that is as it was saved. Raises CheckpointError: there are only others."""
-  failed = None
-  for folder in reversed(folders):
-    try:
-      checkpoint.verify(folder, most_bytes=most_bytes)
-      return folder
-    except checkpoint.CheckpointError as error:
-      warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)
-      failed = failed or error
-  if failed:
-    raise failed
+    tree = states.newest(functools.partial(folders_lib.checkpoints, node), use, _warn)
+    if tree is not None:
+      return tree
   return None

@@ -115,23 +115,30 @@ class OwnArrays:
 
   @contextlib.contextmanager
   def saved(
-    self, workdir: pathlib.Path, learner: str, config: run_config.Config, run: str
+    self,
+    workdir: pathlib.Path,
+    learner: str,
+    config: run_config.Config,
+    run: str,
+    say: Callable[[str], None],
   ) -> Iterator[moments_lib.Found | None]:
     """Takes the moments that are found, of others those of this `run`, and a folder to save these.
-    Raises DirectoryError if another process has it, ValueError if some cannot be saved."""
+    `say` prints a line for people. Raises DirectoryError if another process has it, ValueError if
+    some cannot be saved."""
     tree_digest.require_digests({'opt_state': self.moments})
     place = folders.of_learners(workdir, config.train.store)
     root = str(moments_lib.folder(place, learner))
     with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
       if hosts.leads():
         locked.lock('learner')
-      saved = checkpoint.Checkpoints(root, config.sync.keep_every)
+      store = config.train.store
+      saved = checkpoint.Checkpoints(root, config.sync.keep_every, store=store)
       with contextlib.closing(saved) as self.checkpoints:
-        found = moments_lib.find(place, learner, self.moments, run=run)
+        found = moments_lib.find(place, learner, self.moments, say, run=run)
         hosts.require_same('the state', str(found and (found.learner, found.step)))
         if found is not None:
           self.take(self.params, found.moments)
-          of = moments_lib.find(place, found.learner, self._copied(), 'copied')
+          of = moments_lib.find(place, found.learner, self._copied(), say, 'copied')
           alike = of is not None and of[:2] == found[:2]
           self._before = jax.tree.map(jnp.asarray, of.moments) if alike else {}
           found = found._replace(moments=None)

@@ -373,7 +373,7 @@ def join(
       the syncer refused the model.
     TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
-    CheckpointError: the store does not answer.
+    StateError: the store does not answer.
   """
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
@@ -420,7 +420,8 @@ def join(
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
       del params, opt_state, model
-      saved = peer._arrays.saved(folder, learner, config, run)
+      say = lambda text: header.say(f'[{learner}] {text}')
+      saved = peer._arrays.saved(folder, learner, config, run, say)
       saves = bool(workdir is not None or store) and peer._arrays.moments is not None
       connect = dial.dialer(assembled, address, access)
       with jax.set_mesh(None):  # that of the program is for its own steps

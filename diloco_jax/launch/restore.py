@@ -18,7 +18,6 @@ Names and numbers are typed before they become paths, and links are not followed
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import secrets
@@ -27,11 +26,10 @@ from typing import Any
 
 from diloco_jax.config import build, load, run_config
 from diloco_jax.nodes import own_model, run_folder
-from diloco_jax.protocol import agreement, formats, ids
-from diloco_jax.storage import checkpoint, folders, json_files, outer_log, tapes, tree_digest
+from diloco_jax.protocol import agreement, ids
+from diloco_jax.storage import copies, folders, json_files, outer_log, states, tapes
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
-from diloco_jax.syncer import stored
 
 LATEST = 'latest'
 MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
@@ -85,13 +83,11 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
         _lock(node / folders.CHECKPOINTS, locked)
     model = own_model.read(workdir)
     own = None if model is None else own_model.complete(model, config)
-    assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
     if (workdir / load.FILE).is_file():  # else the operator has given one
       _require_same_run(config, load.read(workdir).agreement())
     before = lineage_lib.read(workdir, lineage_lib.RESTORE) or lineage_lib.Lineage()
-    most_bytes = lambda: tree_digest.most_bytes(assembly().shapes)
-    goal = choose(places, at, most_bytes, say)
-    agreed = assembly().agreement  # it may refuse: before anything moves
+    goal = choose(places, at, before.run, say)
+    agreed = (own or build.assemble(config)).agreement  # it may refuse: before anything moves
     _go_back(config, agreed, places, before, goal, log_files, say)
 
 
@@ -127,17 +123,17 @@ def _islands(place: json_files.Place) -> list[json_files.Place]:
 # --- The goal -------------------------------------------------------------------------------------
 
 
-def choose(places: Places, at: int | None, most_bytes: Callable[[], int], say: Say) -> Goal:
+def choose(places: Places, at: int | None, run: str, say: Say) -> Goal:
   """Finds the state to go back to. Raises ValueError; only reads.
 
   Args:
     places: of the run.
     at: its clock is at most that; None: the newest.
-    most_bytes: says how many the arrays of one checkpoint may have.
+    run: its name, if the folder has one.
     say: prints a line for people.
   """
   syncer = folders.syncer_folder(places[0])
-  found = _newest(places[0], syncer, at, most_bytes, say)
+  found = _newest(places[0], syncer, at, run, say)
   if found is None:
     there = folders.checkpoints(syncer)
     if there or at is not None:
@@ -147,44 +143,38 @@ def choose(places: Places, at: int | None, most_bytes: Callable[[], int], say: S
         'nothing was changed'
       )
     return Goal(0, None, {})
-  number, clock, machine_state = found
+  number, record = found
   newest = {syncer: number}
   for place in places:
     for node in _islands(place):
-      if (own := _newest(place, node, clock, most_bytes, say)) is not None:
+      if (own := _newest(place, node, record['step'], '', say)) is not None:
         newest[node] = own[0]
-  return Goal(clock, machine_state, newest)
+  return Goal(record['step'], record['protocol'], newest)
 
 
 def _newest(
-  place: json_files.Place,
-  node: json_files.Place,
-  at: int | None,
-  most_bytes: Callable[[], int],
-  say: Say,
-) -> tuple[int, int, dict[str, Any]] | None:
-  """A node's newest checkpoint that verifies, at or before a clock: its number, its clock and the
-  machine's state."""
-  for number in reversed(folders.checkpoints(node)):
-    folder, limit = node / folders.CHECKPOINTS / str(number), most_bytes()
-    try:
-      json_files.require_plain(place, folder)
-      clock = checkpoint.clock(folder)
-      if at is not None and clock > at:
-        continue
-      machine_state, _ = checkpoint.verify(folder, limit)
-      if node == folders.syncer_folder(place):
-        _require_state(machine_state, folder)
-      return number, clock, machine_state
-    except formats.OtherFormat:
-      raise
-    except (OSError, ValueError, checkpoint.CheckpointError) as error:
-      say(f'checkpoint {folder} is damaged and is passed over: {error}')
+  place: json_files.Place, node: json_files.Place, at: int | None, run: str, say: Say
+) -> tuple[int, dict[str, Any]] | None:
+  """A node's newest checkpoint that verifies, at or before a clock: its number and its record."""
+  root = node / folders.CHECKPOINTS
+
+  def use(number: int) -> tuple[int, dict[str, Any]] | None:
+    record = states.read(root / str(number), f'{node.name}/{number}', run).record
+    if at is not None and record['step'] > at:
+      return None
+    states.verify(root / str(number))
+    if node == folders.syncer_folder(place):
+      _require_state(record['protocol'], root / str(number))
+    return number, record
+
+  passed_over = lambda number, error: say(f'{error}: checkpoint {number} is passed over')
+  with contextlib.suppress(states.Damaged):
+    return states.newest(lambda: folders.checkpoints(node), use, passed_over)
   return None
 
 
 def _require_state(machine_state: dict[str, Any], folder: pathlib.Path) -> None:
-  """Raises CheckpointError unless what a restore uses of the syncer's state is of its type."""
+  """Raises Damaged unless what a restore uses of the syncer's state is of its type."""
   try:
     folders.require_number(outer_log.POSITION, machine_state[outer_log.POSITION])
     folders.require_sha256(machine_state[outer_log.CHAIN])
@@ -193,7 +183,7 @@ def _require_state(machine_state: dict[str, Any], folder: pathlib.Path) -> None:
       if type(row['left']) is not bool:
         raise ValueError('a member has left, or has not')
   except (KeyError, TypeError, ValueError) as error:
-    raise checkpoint.CheckpointError(f'{folder} is not that of a syncer: {error}') from None
+    raise states.Damaged(f'{folder} is not that of a syncer: {error}') from None
 
 
 def _require_same_run(config: run_config.Config, before: dict[str, Any]) -> None:
@@ -220,20 +210,21 @@ def _go_back(
   log_files: files_lib.Files,
   say: Say,
 ) -> None:
-  workdir, state = places[0], goal.machine_state or {}
+  workdir, at = places[0], goal.machine_state or {}
   later = {place: _later(place, goal, place == workdir) for place in places}
-  if asides := lineage_lib.set_aside(workdir, before, lineage_lib.RESTORE, later):
+  asides = lineage_lib.go_back(
+    workdir, before, lineage_lib.RESTORE, later, log_files, agreement_of_run, goal.machine_state
+  )
+  if asides:
     say(f'all later files have been moved to {" and ".join(asides)}; nothing was deleted')
-  if state:
-    outer_log.begin(log_files, agreement_of_run, state)
   learners = run_config.learner_ids(config.sync.learners)
-  members = {row['learner'] for row in state.get('members', ()) if not row['left']}
+  members = {row['learner'] for row in at.get('members', ()) if not row['left']}
   gone = tuple(sorted(members - set(learners)))
   after = dataclasses.replace(
     before,
-    run=before.run or state.get('run', ''),
+    run=before.run or at.get('run', ''),
     restored=(*before.restored, secrets.token_hex(4)),
-    log=state.get(outer_log.POSITION, 0),
+    log=at.get(outer_log.POSITION, 0),
     gone=gone,
     changing='',
   )
@@ -241,7 +232,7 @@ def _go_back(
   (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
   lineage_lib.write(workdir, after)
   from_there = f'continues from the checkpoint of clock {goal.clock}'
-  say(f'the run {from_there if state else "starts over: its syncer has saved no checkpoint"}')
+  say(f'the run {from_there if at else "starts over: its syncer has saved no checkpoint"}')
   for learner in sorted(set(learners) - {node.name for node in goal.newest}):
     say(
       f'{learner} starts from the fragments of the syncer, with the moments of another or fresh '
@@ -255,7 +246,7 @@ def _later(place: json_files.Place, goal: Goal, is_workdir: bool) -> list[json_f
   """The files of a node that are later than the goal, but for the log. Those of the syncer in a
   store stay: it will begin another part of the store (syncer/stored.py)."""
   syncer = [folders.syncer_folder(place)] if is_workdir else []
-  ends = (place / tapes.TAPES, place / stored.MODEL) if is_workdir else ()
+  ends = (place / tapes.TAPES, place / copies.MODEL) if is_workdir else ()
   return [
     *filter(os.path.lexists, ends),
     *(

@@ -8,7 +8,7 @@ from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, rate_limited_log
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import checkpoint, states
 from diloco_jax.train import island as island_lib
 
 
@@ -20,7 +20,7 @@ def run(
 ) -> actions.Exit:
   """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves
   meanwhile. Ends early, between two steps, once `stopping` returns true. Closes the island. Raises
-  CheckpointError if the last save failed, ValueError if the checkpoint is of a learner with a
+  StateError if the last save failed, ValueError if the checkpoint is of a learner with a
   syncer."""
   with contextlib.closing(island):
     return _run(config, island, records, stopping)
@@ -68,7 +68,7 @@ def _run(
     if saves:
       try:
         save = island.save(step)
-      except checkpoint.CheckpointError as error:
+      except states.StateError as error:
         text = f'checkpoint of step {step} failed: {error}. Training continues.'
         failures.say(time.monotonic_ns(), 'save', text)
   finish()

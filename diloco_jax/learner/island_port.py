@@ -35,4 +35,4 @@ class IslandState(Protocol):
     steps still run."""
 
   def save(self, clock: int, protocol: dict[str, Any]) -> Callable[[], int]:
-    """Starts a save; returns a function that waits for it. Raises CheckpointError."""
+    """Starts a save; returns a function that waits for it. Raises StateError."""

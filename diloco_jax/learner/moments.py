@@ -5,10 +5,12 @@ of these that can be read: its own newest checkpoint; the newest checkpoint of a
 under the same folder, whose moments are as good (docs/studies/results.md); else they are fresh.
 """
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol import formats
-from diloco_jax.storage import checkpoint, folders, json_files
+from diloco_jax.storage import folders, json_files, states, tree_digest
 
 
 class Found(NamedTuple):
@@ -26,7 +28,12 @@ def folder(place: json_files.Place, learner: str) -> json_files.Place:
 
 
 def find(
-  place: json_files.Place, learner: str, like: Any, part: str = 'opt_state', run: str | None = None
+  place: json_files.Place,
+  learner: str,
+  like: Any,
+  say: Callable[[str], None],
+  part: str = 'opt_state',
+  run: str | None = None,
 ) -> Found | None:
   """The moments of the newest checkpoint that verifies and has moments like these, of this learner
   if there is one, else of any other; None: there is none.
@@ -35,25 +42,40 @@ def find(
     place: workdir or store of the run.
     learner: its id.
     like: moments of the same shapes.
+    say: prints a line for people about each that is damaged.
     part: of the checkpoint.
     run: of which another learner's must be; None: of any. The syncer refuses a learner that comes
       back with its own one of another run.
   """
-  ages = {
-    (path.parts[-3] == learner, number, path.parts[-3]): path
-    for path in place.glob(f'{folders.ISLANDS}/*/{folders.CHECKPOINTS}/*')
-    if (number := json_files.number(path.name)) is not None
-  }
-  for (_, _, name), path in sorted(ages.items(), reverse=True):
+
+  def found() -> list[json_files.Place]:
+    paths = place.glob(f'{folders.ISLANDS}/*/{folders.CHECKPOINTS}/*')
+    ages = {
+      (path.parts[-3] == learner, number, path.parts[-3]): path
+      for path in paths
+      if (number := json_files.number(path.name)) is not None
+    }
+    return [path for _, path in sorted(ages.items())]
+
+  def use(path: json_files.Place) -> Found | None:
+    name = path.parts[-3]
     try:
-      of_run = checkpoint.machine_state(path)['protocol'].get('run')  # before the arrays are read
-      if name != learner and run not in (None, of_run):
-        continue
-      step, moments, record = checkpoint.read_part(path, part, like)
-      return Found(name, step, moments, record['protocol'])
-    except Exception as error:  # of any kind: the next one may be whole, or of this model
-      if isinstance(error, formats.OtherFormat) and name == learner:
-        raise  # its own checkpoint
+      manifest = states.read(path, f'{name}/{path.name}')
+      if name == learner or run in (None, manifest.run):
+        _, moments = states.load_on_host(path, like, f'{part}/')
+        return Found(
+          name, manifest.record['step'], moments, manifest.record['protocol']['protocol']
+        )
+    except formats.OtherFormat:
+      if name == learner:
+        raise
+    except tree_digest.Mismatch:
+      pass
+    return None
+
+  passed_over = lambda path, error: say(f'{error}: an older checkpoint, or another, is used')
+  with contextlib.suppress(states.Damaged):
+    return states.newest(found, use, passed_over)
   return None
 
 

@@ -29,6 +29,7 @@ from diloco_jax.report import facts as report_facts
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, files, folders, tapes
+from diloco_jax.storage import store as store_lib
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -39,9 +40,11 @@ class LearnerRecords:
   """The learner's records, with curves of its adoptions (node.ports.Records). They tell from
   where a process without a checkpoint has its moments, once it joins a run in progress."""
 
-  def __init__(self, records: records_lib.Recorder, origin: Origin | None, late: int = 0):
-    """`late`: at clocks beyond it fresh moments cost something."""
-    self._records, self._late = records, late
+  def __init__(
+    self, records: records_lib.Recorder, origin: Origin | None, late: int = 0, store: str = ''
+  ):
+    """`late`: at clocks beyond it fresh moments cost something. `store`: of the run."""
+    self._records, self._late, self._store = records, late, store
     self._origin = origin
     self.say = records.say
 
@@ -52,6 +55,11 @@ class LearnerRecords:
       origin, self._origin = self._origin, None
       if origin and (origin[0] or fact.clock > self._late):
         found, text = origin
+        if not found and folders.is_away(self._store):
+          raise store_lib.StoreError(
+            f'{self._store} is away: the run has begun, and nothing of it is there. Is its file '
+            'system mounted? Nothing was made there. Start again once it is back'
+          )
         of, step = (found.learner, found.step) if found else ('', 0)
         self._records.report(report_facts.Moments(clock=fact.clock, of=of, step=step))
         self._records.say(text)
@@ -84,6 +92,7 @@ def make_island(
     seed=config.train.seed,
     checkpoint_dir=str(moments_lib.folder(workdir, learner_id)),
     saves_to=str(moments_lib.folder(place, learner_id)),
+    store=config.train.store,
     keep_every=config.sync.keep_every,
   )
 
@@ -173,9 +182,9 @@ def _restore(
     )
   if restored is None:
     place = folders.of_learners(workdir, assembled.config.train.store)
-    found = moments_lib.find(place, learner_id, island.moments)
+    found = moments_lib.find(place, learner_id, island.moments, records.say)
     if found is None and place != workdir:  # the run may have got its store only now
-      found = moments_lib.find(workdir, learner_id, island.moments)
+      found = moments_lib.find(workdir, learner_id, island.moments, records.say)
     if found is not None:
       island.moments, found = found.moments, found._replace(moments=None)
     origin = found, moments_lib.told(found, place, 'fresh moments')
@@ -239,7 +248,7 @@ def running_node(
     transport,
     work,
     payloads,
-    LearnerRecords(records, origin, late=max(2 * config.sync.period, warmup)),
+    LearnerRecords(records, origin, max(2 * config.sync.period, warmup), config.train.store),
     tape,
   )
   ended: futures.Future[actions.Exit] = futures.Future()

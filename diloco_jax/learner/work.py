@@ -28,7 +28,7 @@ from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import states
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
@@ -251,7 +251,7 @@ class LearnerWork:
     begun_ns = time.monotonic_ns()
     try:
       wait = self._island.save(save.clock, save.machine_state)
-    except checkpoint.CheckpointError as error:
+    except states.StateError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
     finally:
@@ -261,7 +261,7 @@ class LearnerWork:
   def _saved(self, step: int, wait: Callable[[], int]) -> None:
     try:
       wait()
-    except checkpoint.CheckpointError as error:
+    except states.StateError as error:
       self._post(events.SaveDone(clock=step, error=str(error)))
     except BaseException as error:
       self._fail(error)

@@ -18,7 +18,7 @@ from diloco_jax.config import run_config
 from diloco_jax.nodes import accelerators, own_model
 from diloco_jax.protocol import agreement, safe_json
 from diloco_jax.protocol import printable as printable_lib
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import states
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
 _METHOD = f'/{grpc_session.SERVICE}/{grpc_session.BRING}'
@@ -166,7 +166,7 @@ class Brought:
       self._busy.release()
       text = printable_lib.printable(str(error), grpc_session.REASON_CHARS)
       context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-    except (OSError, checkpoint.CheckpointError) as error:
+    except (OSError, states.StateError) as error:
       self._arrived.set_exception(error)
       context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer could not keep the model')
     except BaseException:

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from diloco_jax.nodes import accelerators, exits, run_folder
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, folders
+from diloco_jax.storage import folders, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import grpc_session
 
@@ -66,7 +66,7 @@ def checkpoint_failures() -> Iterator[None]:
   """Ends the process with one line and exit code 74 if a checkpoint or the store fails."""
   try:
     yield
-  except (checkpoint.CheckpointError, store_lib.StoreError) as error:
+  except (states.StateError, store_lib.StoreError) as error:
     raise exits.DiskFailed(exits.one_line(error)) from error
 
 

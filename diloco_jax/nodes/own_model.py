@@ -5,7 +5,8 @@ dict from name to array, the name being the path in the tree: 'layers/3/kernel'.
 path in '.value', which is left out, since it would change with flax.
 
 A syncer without a task needs names, shapes, labels and version 0. The first learner brings them
-(bring.py); the syncer writes them to WORKDIR/syncer/model, so that a restarted syncer has them.
+(bring.py); the syncer writes them to the state WORKDIR/syncer/model, so that a restarted syncer has
+them.
 """
 
 import dataclasses
@@ -22,10 +23,11 @@ import numpy as np
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.protocol import agreement, formats, safe_json
-from diloco_jax.storage import arrays, folders, json_files
+from diloco_jax.storage import arrays, folders, states
 from diloco_jax.train import task as task_lib
 
 MAX_HEADER_BYTES = 4 << 20
+_NAME = 'version 0'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +191,14 @@ def taken(config: run_config.Config, settings: str) -> run_config.Config:
 
 
 def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
-  """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError; ValueError, and
+  """Writes a model to WORKDIR/syncer/model. Raises StateError; ValueError, and
   writes nothing, if no syncer of this config could use it, or the folder has a run without one."""
   complete(model, config)
   require_no_run(workdir)
-  folder, values = workdir / folders.OWN_MODEL, model.values()
+  values = model.values()
   for name, value in values.items():
     require_finite(name, value)
-  arrays.save(folder / 'values', values)
-  json_files.replace(folder / 'model.json', model.header().encode())
+  states.save(workdir / folders.OWN_MODEL, _NAME, values, {'header': model.header()})
 
 
 def require_no_run(workdir: pathlib.Path) -> None:
@@ -212,10 +213,16 @@ def require_no_run(workdir: pathlib.Path) -> None:
 def read(workdir: pathlib.Path) -> Model | None:
   """The model in a folder, None if there is none. Raises ValueError if it is damaged."""
   folder = workdir / folders.OWN_MODEL
-  if not (folder / 'model.json').is_file():
+  if not folder.exists():
     return None
-  text = json_files.read_bytes(folder / 'model.json', MAX_HEADER_BYTES).decode()
-  return from_header(text, lambda: arrays.load(folder / 'values'))
+  try:
+    header = states.read(folder, _NAME).record['header']
+  except states.Damaged as error:
+    raise ValueError(
+      f'{error}. Nothing was started or changed. Put a copy of {folder} back; a syncer with the '
+      'store of the run takes the one there'
+    ) from error
+  return from_header(header, lambda: states.load_on_host(folder, name=_NAME)[1])
 
 
 def require_finite(name: str, value: np.ndarray) -> None:

@@ -18,7 +18,7 @@ from diloco_jax.node import loop
 from diloco_jax.nodes import bring, dial, exits, lifecycle, own_model, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.storage import arrays, files, json_files, states
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import evaluation, followers, outer_step, stored
@@ -67,11 +67,11 @@ class Syncer:
 
   def run_loops(self, make: Callable[[], own_model.Model] | None = None) -> actions.Exit:
     """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
-    none. Raises ValueError, OSError, CheckpointError, and as `run`."""
+    none. Raises ValueError, OSError, StateError, and as `run`."""
     with contextlib.ExitStack() as cleanup:
       store = cleanup.enter_context(stored.opened(self.config, self.folder, self.records.say))
       door = None
-      with exits.never_retry(ValueError, OSError, checkpoint.CheckpointError):
+      with exits.never_retry(ValueError, OSError, states.StateError):
         addresses.check(self.address, self.access)
         if self.processes:
           parent.require_port(self.address)

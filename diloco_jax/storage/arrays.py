@@ -1,14 +1,9 @@
-"""A tree of arrays in a folder that plain Orbax reads: a trained model, an initial one; or in a
-*.safetensors file.
-
-from orbax.checkpoint import v1 as ocp
-params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
-"""
+"""Arrays that a user brings, in a folder that Orbax wrote or a *.safetensors file, and a trained
+model in such a file."""
 
 import importlib
 import math
 import pathlib
-import re
 import types
 from typing import Any, NamedTuple
 
@@ -18,54 +13,27 @@ import numpy as np
 
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import safe_json
-from diloco_jax.storage import checkpoint, files, json_files, orbax_context, tree_digest
+from diloco_jax.storage import files, json_files, orbax_context, states
 
 by_name = fragments.by_path  # the names in a file are the paths of the tree
 _DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': jnp.bfloat16}
 _ENTRY = {'dtype': str, 'shape': list[int], 'data_offsets': tuple[int, int]}
 
 
-def save(path: pathlib.Path, tree: Any) -> None:
-  """Writes a tree of numpy or jax arrays, replacing an older one, durably, and reads it back;
-  without shardings, so that any machine can read it. Raises CheckpointError; ValueError for a path
-  that `files.require_name` refuses."""
+def load(path: pathlib.Path) -> Any:
+  """Reads a folder that Orbax wrote: nested dicts of arrays, compared with its manifest if it has
+  one, as RUN/model. Raises StateError; ValueError for a path that `files.require_name` refuses."""
   files.require_name(path)
-  path = path.absolute()
-  tree = jax.tree.map(np.asarray, tree)
-  try:
-    orbax_context.ocp.save(path, tree, overwrite=True)
-    json_files.fsync_tree(path)
-    digests = tree_digest.digests_of_host(tree)
-    tree_digest.require_reads_back(tree, digests, lambda part: orbax_context.ocp.load(path, part))
-  except Exception as error:  # Orbax raises many kinds
-    raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from _by_number(error)
-
-
-def _by_number(error: Exception) -> Exception:
-  """An OSError for one of TensorStore, which has its number only in its text: so that a full disk
-  is known as one."""
-  number = re.search(r"os_error_code='(\d+)'", str(error))
-  return OSError(int(number[1]), str(error)) if number else error
-
-
-def load(
-  path: pathlib.Path, like: Any = None, name: str = 'AUTO', most_bytes: int | None = None
-) -> Any:
-  """Reads a tree: nested dicts of arrays, or the tree of ShapeDtypeStructs `like`. `name`: of one
-  tree in a checkpoint of several; Orbax finds a single one. `most_bytes`: of the arrays in memory,
-  for a folder from elsewhere. Raises CheckpointError, and ValueError for a path that
-  `files.require_name` refuses."""
-  files.require_name(path)
+  if (path / states.MANIFEST).exists():
+    return states.load_on_host(path.absolute())[1]
   try:
     for part in path.rglob('*'):
       if not part.is_dir():
         files.require_file(part)
-    if most_bytes is not None:
-      described = orbax_context.ocp.metadata(path.absolute(), name).metadata
-      tree_digest.require_size(described, most_bytes)
-    return orbax_context.ocp.load(path.absolute(), like, checkpointable_name=name)
+    with orbax_context.operation(alone=True):
+      return orbax_context.ocp.load(path.absolute())
   except Exception as error:  # Orbax raises many kinds
-    raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error
+    raise states.StateError(f'cannot read {path}: {states.one_line(error)}') from error
 
 
 def start(path: str, shapes: Any) -> Any:

@@ -3,7 +3,8 @@
 The claim is one object, STORE/syncer/claim, and every write of it requires its present generation.
 Its holder renews it every RENEW_S. One that could not renew it for FRESH_S commits no outer step
 until it can; only after EXPIRED_S without a renewal may another take it, so by then the holder has
-stopped to commit. A holder whose claim was taken ends for good.
+stopped to commit. A holder whose claim was taken ends for good; one whose claim was removed makes
+it again, since any other process would have made one of its own.
 
 A process that finds the claim of its own disk on its own host continues at once: it has the lock
 that the process before it had (storage/files.py), so that one is dead. It also does after a process
@@ -16,6 +17,7 @@ the records of `train.store_log` have no such gap, since a record is put once (s
 """
 
 import dataclasses
+import json
 import os
 import secrets
 import threading
@@ -25,7 +27,7 @@ from typing import Any
 
 from diloco_jax.protocol import formats, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import files
+from diloco_jax.storage import files, json_files
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
@@ -53,6 +55,7 @@ class Content:
     released: the holder has ended in order.
     over: the run has reached its end.
     log, clock: the newest committed outer step when it was renewed: its record, its sync.
+    agreement: the settings of the run (protocol/agreement.py), once it has begun.
   """
 
   lineage: lineage_lib.Lineage
@@ -66,6 +69,7 @@ class Content:
   over: bool = False
   log: int = 0
   clock: int = 0
+  agreement: str = ''
 
   @property
   def holder(self) -> str:
@@ -79,8 +83,9 @@ def read(store: store_lib.Store) -> tuple[Content | None, bytes | None]:
     return None, None
   place = f'{store.place}/{NAME}'
   try:
-    values = formats.taken('claim', safe_json.parse_object(found.data), place)
-    return codec.decode(Content, values.get('content'), 'it'), found.generation
+    values = json_files.opened(safe_json.parse_object(found.data))
+    content = formats.taken('claim', values, place).get('content')
+    return codec.decode(Content, content, 'it'), found.generation
   except formats.OtherFormat as error:
     raise Denied(str(error)) from error
   except (ValueError, codec.TapeError) as error:
@@ -214,13 +219,14 @@ class Claim:
       since_s = time.monotonic()
       changes = self.next | changes | {'renewed': self.content.renewed + 1}
       self.content = dataclasses.replace(self.content, **changes)
-      data = codec.encode(formats.stamp('claim') | {'content': self.content}).encode()
+      values = json.loads(codec.encode(formats.stamp('claim') | {'content': self.content}))
+      data = json.dumps(json_files.sealed(values)).encode()
       while (made := self._store.replace(NAME, data, self._generation)) is None:
         found, self._generation = read(self._store)  # an earlier write of this process, perhaps
-        if found is None or found.process != self.content.process:
-          by = f'the {found.holder} has taken it' if found else 'it was removed'
+        if found is not None and found.process != self.content.process:
           self._lost = Denied(
-            f'this syncer has lost its claim in {self._store.place}: {by}. It commits nothing more'
+            f'this syncer has lost its claim in {self._store.place}: the {found.holder} has taken '
+            'it. It commits nothing more'
           )
           raise self._lost
       self._generation, self._fresh_until_s = made, since_s + FRESH_S

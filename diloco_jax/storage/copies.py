@@ -1,23 +1,18 @@
 """The copies of checkpoints in the store of a run, which a syncer on another disk and followers
-read; syncer/stored.py puts them there."""
+read; syncer/stored.py puts them there.
 
-import hashlib
-import pathlib
+STORE/syncer/ckpt/N-H/   a state (states.py): checkpoint N, H a hash of its manifest
+"""
+
 import re
-import shutil
 from collections.abc import Sequence
-from typing import Any
 
-from diloco_jax.protocol import formats, safe_json
-from diloco_jax.storage import json_files
+from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import states
 from diloco_jax.storage import store as store_lib
 
-LAST = '_CHECKPOINT_METADATA'  # of the files of a tree: Orbax reads no folder without it
-_COPY = re.compile(r'.*/ckpt/\d+-[0-9a-f]{8}\.json')
-
-
-class Damaged(store_lib.StoreError):
-  """An object is not what was put."""
+MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
+_COPY = re.compile(rf'(.*/ckpt/\d+-[0-9a-f]{{8}})/{re.escape(states.MANIFEST)}')
 
 
 def part(restored: Sequence[str]) -> str:
@@ -25,46 +20,22 @@ def part(restored: Sequence[str]) -> str:
   return f'syncer/restored-{restored[-1]}/' if restored else 'syncer/'
 
 
+def of(claim: claim_lib.Content | None) -> tuple[str, str]:
+  """The part that has the newest copies, and the run that they are of; '' without a claim."""
+  return (part(claim.lineage.restored), claim.lineage.run) if claim else (part(()), '')
+
+
 def names(store: store_lib.Store, at: str) -> list[str]:
   """The names of the complete copies in a part of the store, the newest last. Raises StoreError."""
-  found = [
-    name.removesuffix('.json') for name in store.names(f'{at}ckpt/') if _COPY.fullmatch(name)
-  ]
-  return sorted(found, key=lambda name: int(number(name)))
+  found = [match[1] for match in map(_COPY.fullmatch, store.names(f'{at}ckpt/')) if match]
+  return sorted(found, key=number)
 
 
-def number(name: str) -> str:
+def number(name: str) -> int:
   """The number of the checkpoint of a copy."""
-  return name.rsplit('/', 1)[1].split('-')[0]
+  return int(name.rsplit('/', 1)[1].split('-')[0])
 
 
-def manifest(store: store_lib.Store, name: str) -> dict[str, Any]:
-  """Raises StoreError if there is none any more; OtherFormat."""
-  found, place = store.read(f'{name}.json'), f'{store.place}/{name}.json'
-  try:
-    values = safe_json.parse_object(found.data)
-  except (AttributeError, ValueError) as error:
-    raise store_lib.StoreError(f'{place} is no manifest') from error
-  return formats.taken('manifest', values, place)
-
-
-def download(store: store_lib.Store, name: str, folder: pathlib.Path) -> dict[str, Any]:
-  """Writes the files of a complete copy; returns its manifest. Raises Damaged if an object is not
-  what was put; StoreError."""
-  about = manifest(store, name)
-  new = folder.with_name(f'{folder.name}.new')
-  shutil.rmtree(new, ignore_errors=True)
-  for path, (size, digest) in about['files'].items():
-    if path.startswith('/') or '..' in path.split('/'):
-      raise Damaged(f'{store.place}/{name}.json names {path}')
-    json_files.replace(new / path, store.parts(f'{name}/{path}', size))
-    if sha256(new / path) != digest:
-      raise Damaged(f'{store.place}/{name}/{path} is not what was put there')
-  new.rename(folder)
-  json_files.fsync_tree(folder)
-  return about
-
-
-def sha256(path: pathlib.Path) -> str:
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()
+def node_name(name: str) -> str:
+  """The name of the state of which this is a copy."""
+  return f'syncer/{number(name)}'

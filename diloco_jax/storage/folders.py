@@ -25,6 +25,7 @@ RUNS = 'runs'  # here a run gets its folder if the user names none, and the newe
 ISLANDS, CHECKPOINTS = 'islands', 'ckpt'
 OWN_MODEL = 'syncer/model'  # that a loop of the user's own brought (nodes/own_model.py)
 BUCKET = 'gs://'
+SIGNS = 'syncer', 'config.json'  # one of them is in the store of every run that has begun
 LIMIT_S = 300  # for a request to a bucket, of some MiB
 MAX_NUMBER = 1 << 53
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
@@ -78,6 +79,13 @@ def of_learners(workdir: pathlib.Path, store: str) -> json_files.Place:
   return place(store) if store else workdir
 
 
+def is_away(store: str) -> bool:
+  """Whether a store that is a folder has nothing of a run that has begun, as below a file system
+  that is not mounted."""
+  is_folder = store != '' and not store.startswith(BUCKET)
+  return is_folder and not any(os.path.lexists(os.path.join(store, sign)) for sign in SIGNS)
+
+
 def require_apart(workdir: pathlib.Path, store: str) -> None:
   """Raises ValueError if a store and the folder of a run lie in each other, also by links: the disk
   that takes one takes both, and what is moved aside or removed in one is gone from the other."""
@@ -104,8 +112,14 @@ def log_folder(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def checkpoints(node: json_files.Place) -> list[int]:
-  """The numbers of a node's checkpoints, whole or damaged, ascending."""
-  return json_files.numbers(path.name for path in (node / CHECKPOINTS).glob('*'))
+  """The numbers of a node's checkpoints, whole or damaged, ascending. Raises OSError."""
+  return numbers_in(node / CHECKPOINTS)
+
+
+def numbers_in(root: json_files.Place) -> list[int]:
+  """The numbers among the names in a folder, ascending. Raises OSError."""
+  with json_files.as_os_errors():
+    return json_files.numbers(path.name for path in root.glob('*'))
 
 
 def new_aside(place: json_files.Place) -> json_files.Place:

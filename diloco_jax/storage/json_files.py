@@ -26,6 +26,7 @@ from diloco_jax.protocol.tape import codec
 
 Place = pathlib.Path | epath.Path  # of a file system; of a bucket, gs://...
 MAX_BYTES = 16 << 20
+_SEAL = 'sha256'
 _NUMBER = re.compile(r'0|[1-9][0-9]{0,17}', re.ASCII)
 
 
@@ -77,6 +78,19 @@ def sha256(values: dict[str, Any]) -> str:
   """The SHA-256 of a JSON object, as hex digits, whatever the order of its names is."""
   text = json.dumps(values, sort_keys=True, separators=(',', ':'))
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+  """A JSON object with its own SHA-256, which `opened` compares."""
+  return {**values, _SEAL: sha256(values)}
+
+
+def opened(values: dict[str, Any]) -> dict[str, Any]:
+  """The object that was `sealed`. Raises Unreadable: it is another one."""
+  inside = {name: value for name, value in values.items() if name != _SEAL}
+  if values.get(_SEAL) != sha256(inside):
+    raise safe_json.Unreadable('it is not what was written')
+  return inside
 
 
 def write(path: pathlib.Path, value: Any) -> None:
@@ -167,18 +181,6 @@ def number(name: str) -> int | None:
 def numbers(names: Iterable[str]) -> list[int]:
   """The numbers among the names of files, ascending; other names are left out."""
   return sorted(one for one in map(number, names) if one is not None)
-
-
-def require_plain(root: Place, path: Place) -> None:
-  """Raises Unreadable if there is a link, a pipe or another special file on the way from a folder
-  to a path below it, or anywhere in it; OSError if something cannot be read."""
-  if root not in path.parents or '..' in path.relative_to(root).parts:
-    raise safe_json.Unreadable(f'{path} is not under {root}')
-  for parent in path.parents if isinstance(path, pathlib.Path) else ():
-    if parent == root:
-      break
-    _require_kind(parent, stat.S_ISDIR)
-  files_in(path)
 
 
 def files_in(folder: Place) -> list[pathlib.Path]:

@@ -1,9 +1,9 @@
 """WORKDIR/syncer/lineage.json: which run a folder is of, and where its state comes from.
 
 A restore (launch/restore.py) is a take-over (syncer/stored.py) of the run by its own past. Both
-choose a verified state, move what else there is aside, begin a log behind the position of that
-state, and write the lineage, which every later syncer follows. Until that is written no syncer
-starts. The claim of a store (storage/claim.py) holds the lineage of the newest state of the run.
+choose a verified state, go back to it, and write the lineage, which every later syncer follows.
+Until that is written no syncer starts. The claim of a store (storage/claim.py) has the lineage of
+the newest state of the run.
 """
 
 import dataclasses
@@ -11,12 +11,13 @@ import json
 import pathlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from diloco_jax.protocol import formats
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import folders, json_files, wal
+from diloco_jax.storage import folders, json_files, outer_log, wal
 
 FILE = 'syncer/lineage.json'
 RESTORE, TAKE_OVER = 'restore', 'take-over'
@@ -34,6 +35,7 @@ class Lineage:
     run: the name of the run, which checkpoints, log and learners hold, too, so that a learner of
       another run is refused; '': none has begun.
     disk: the name of the folder in the claim of a store; '': it never had one.
+    store: the place of the store in which the run has begun; '': in none.
     restored: the ids of the run's restores, in their order. A store follows each once.
     log: the position in the log of the checkpoint that the last of them went back to.
     gone: learners that count as having left at that position.
@@ -42,6 +44,7 @@ class Lineage:
 
   run: str = ''
   disk: str = ''
+  store: str = ''
   restored: tuple[str, ...] = ()
   log: int = 0
   gone: tuple[str, ...] = ()
@@ -60,15 +63,24 @@ class Lineage:
 
 
 def read(workdir: pathlib.Path, repeats: str = '') -> Lineage | None:
-  """The lineage of a folder, None if no syncer has begun there. Raises DirectoryError if a restore
-  or a take-over has not ended and the caller does not repeat it; ValueError if the file is not what
-  was written."""
+  """As `peek`. Raises DirectoryError if a restore or a take-over has not ended and the caller does
+  not repeat it."""
+  found = peek(workdir)
+  if found and found.changing not in ('', repeats):
+    raise files_lib.DirectoryError(
+      f'{workdir} is in the middle of a {found.changing} ({workdir / FILE}). Nothing is lost, '
+      f'nothing was started. {_AGAIN[found.changing]}'
+    )
+  return found
+
+
+def peek(workdir: pathlib.Path) -> Lineage | None:
+  """The lineage of a folder, None if no syncer has begun there. Raises ValueError if the file is
+  not what was written."""
   path = workdir / FILE
   try:
-    values = json_files.read(path)
-    if values.pop('digest', None) != json_files.sha256(values):
-      raise ValueError('it is not what was written')
-    found = codec.decode(Lineage, formats.taken('lineage', values, path), 'it')
+    values = json_files.opened(json_files.read(path))
+    return codec.decode(Lineage, formats.taken('lineage', values, path), 'it')
   except FileNotFoundError:
     return None
   except formats.OtherFormat:
@@ -78,18 +90,12 @@ def read(workdir: pathlib.Path, repeats: str = '') -> Lineage | None:
       f'{path} does not read back: {error}. Nothing was started or changed. Remove it, then run '
       f'{wal.restore(f"{workdir}/syncer/wal")}, which writes it again'
     ) from error
-  if found.changing not in ('', repeats):
-    raise files_lib.DirectoryError(
-      f'{workdir} is in the middle of a {found.changing} ({path}). Nothing is lost, nothing was '
-      f'started. {_AGAIN[found.changing]}'
-    )
-  return found
 
 
 def write(workdir: pathlib.Path, lineage: Lineage) -> None:
   """Replaces the lineage of a folder, durably. Raises OSError."""
   values = formats.stamp('lineage') | json.loads(codec.encode(lineage))
-  json_files.write(workdir / FILE, {**values, 'digest': json_files.sha256(values)})
+  json_files.write(workdir / FILE, json_files.sealed(values))
 
 
 def begun(workdir: pathlib.Path) -> Lineage:
@@ -101,20 +107,28 @@ def begun(workdir: pathlib.Path) -> Lineage:
   return found
 
 
-def set_aside(
+def go_back(
   workdir: pathlib.Path,
   before: Lineage,
   changing: str,
   later: Mapping[json_files.Place, Sequence[json_files.Place]],
+  log_files: files_lib.Files,
+  agreement: str,
+  position: dict[str, Any] | None,
+  put: Callable[[], None] = lambda: None,
 ) -> list[str]:
-  """Moves what is later than a verified state, and the log, to new folders, and returns these.
-  Nothing is deleted. No syncer starts until the caller has written the next lineage. Raises
-  OSError.
+  """Goes back to a verified state: moves what is later, and the log, to new folders, and returns
+  these; then begins a log behind the state. Nothing is deleted. No syncer starts until the caller
+  has written the next lineage. Raises OSError, WalFull, WalBroken.
 
   Args:
     workdir: of the run, of which `before` is the lineage.
     changing: RESTORE or TAKE_OVER.
     later: what is moved, by the folder that gets an aside-K for it.
+    log_files: the folder of the log, locked.
+    agreement: of the run.
+    position: of the state in the log; None: the run begins.
+    put: puts the state there, if it comes from elsewhere.
   """
   write(workdir, dataclasses.replace(before, changing=changing))
   records = folders.log_folder(workdir).iterdir()
@@ -128,4 +142,8 @@ def set_aside(
         write(workdir / aside.name, dataclasses.replace(before, changing=''))
       for path in moved:
         json_files.move(path, aside / path.relative_to(place))
+  put()
+  if position is not None:
+    json_files.replace(folders.log_folder(workdir) / outer_log.AGREEMENT, agreement.encode())
+    outer_log.begin(log_files, agreement, position)
   return [str(aside) for aside in asides]

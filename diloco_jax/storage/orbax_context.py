@@ -1,11 +1,18 @@
 """How this package uses Orbax: what it keeps, how it writes, and what it must not print."""
 
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+
+# Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
+# one process, saves finalised each other's folders half written, and a save beside a load waited
+# for ever.
+ONE_OPERATION = threading.Semaphore(1)
 
 
 def __getattr__(name: str) -> Any:
@@ -32,10 +39,32 @@ def kept(numbers: Sequence[int], newest: int, every: int) -> list[int]:
   return sorted({*first.values(), *numbers[-newest:]})
 
 
-def context(alone: bool = False) -> Any:
-  """An Orbax context. `alone`: the other hosts of the learner do not read along.
+@contextlib.contextmanager
+def operation(alone: bool = False) -> Iterator[None]:
+  """Around one operation of Orbax, for which it waits. `alone`: the other hosts of the learner do
+  not take part."""
+  with ONE_OPERATION, context(alone):
+    yield
 
-  Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
+
+def checkpointer(root: Any, prefix: str | None) -> Any:
+  """Orbax's own saver to <root>/<prefix>_<number>. It removes nothing: it would remove old saves
+  before the new one is durable, and a failure of that would count as one of the save. A save by
+  `ocp.save_async` would wait for an answer of the bucket."""
+  from orbax import checkpoint
+  from orbax.checkpoint import v1 as ocp
+
+  return ocp.training.Checkpointer(
+    root,
+    context=context(),
+    preservation_policy=ocp.training.preservation_policies.PreserveAll(),
+    step_name_format=checkpoint.path.step.standard_name_format(step_prefix=prefix),
+    cleanup_tmp_directories=True,
+  )
+
+
+def context(alone: bool = False) -> Any:
+  """An Orbax context, as of `operation`.
 
   One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
   more than half of the time that `save` blocks a small island. Nor does a save look first whether
@@ -43,10 +72,7 @@ def context(alone: bool = False) -> Any:
   """
   from orbax.checkpoint import v1 as ocp
 
-  registry = ocp.handlers.local_registry()
-  registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
   context = ocp.Context()
-  context.checkpointables.registry = registry
   context.array.saving.use_replica_parallel = False
   context.file.skip_sync_file_validations = True
   if alone:

@@ -33,8 +33,9 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files_port, wal
 
 OUTER_STEP = 1  # the kind of its records
+AGREEMENT = 'agreement.json'  # the settings of the run, beside the log, which has only a hash of it
 CHECKPOINTS = 2  # the number that a syncer keeps
-POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it stands in the log
+POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it is in the log
 MAX_COUNT = 1 << 53
 _SIZE = struct.Struct('<I')  # of the JSON header of a record
 

@@ -47,10 +47,14 @@ class Store:
   Args:
     place: a folder, made when something is written, or gs://BUCKET/PREFIX.
     limit_s: how long a call may take, and longer for many bytes.
+
+  Attributes:
+    begun: a run has begun there. If it has none of its signs then it is *away*, as below a file
+      system that is not mounted: it is read as empty, and nothing is written into its place.
   """
 
   def __init__(self, place: str, limit_s: float = LIMIT_S):
-    self.place, self._limit_s = place.rstrip('/'), limit_s
+    self.place, self._limit_s, self.begun = place.rstrip('/'), limit_s, False
     self._folder: pathlib.Path | None = None
     if place.startswith(folders.BUCKET):
       bucket, _, prefix = self.place.removeprefix(folders.BUCKET).partition('/')
@@ -66,8 +70,13 @@ class Store:
     found = self._do(name, self._objects.read(name), size)
     return None if found.state == 'missing' else Object(found.value, found.stamp.generation)
 
+  def is_there(self) -> bool:
+    """Whether a run has begun there. Raises StoreError."""
+    return any(map(self.names, folders.SIGNS))
+
   def put(self, name: str, data: bytes) -> None:
     """Writes an object, or replaces it. Raises StoreError."""
+    self._require_not_away()
     self._do(name, self._objects.write(name, data), len(data))
 
   def put_file(self, name: str, path: pathlib.Path) -> None:
@@ -75,6 +84,7 @@ class Store:
     if path.stat().st_size <= PART_BYTES:
       self.put(name, path.read_bytes())
       return
+    self._require_not_away()
     with open(path, 'rb') as file:
       parts = iter(lambda: file.read(PART_BYTES), b'')
       if self._folder:
@@ -105,6 +115,7 @@ class Store:
   def replace(self, name: str, data: bytes, generation: bytes | None) -> bytes | None:
     """Writes an object if it has this generation (None: if there is none); returns its new one, or
     None if another write came before. Raises StoreError."""
+    self._require_not_away()
     made = self._do(
       name, self._objects.write(name, data, if_equal=generation or _ABSENT), len(data)
     ).generation
@@ -126,6 +137,13 @@ class Store:
       with contextlib.suppress(OSError):  # a folder is not empty
         while self._folder and (name := os.path.dirname(name)):
           (self._folder / name).rmdir()
+
+  def _require_not_away(self) -> None:
+    if self.begun and folders.is_away(self.place):
+      raise StoreError(
+        f'{self.place} is away: it has neither {" nor ".join(folders.SIGNS)}. Nothing was made '
+        'there. Is its file system mounted?'
+      )
 
   def _do(self, name: str, future: Any, size: int = 0) -> Any:
     limit_s = self._limit_s + size / _BYTES_PER_S

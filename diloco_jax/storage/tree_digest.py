@@ -1,7 +1,7 @@
-"""What a checkpoint writes beside its arrays: shape and digest of each leaf of the tree."""
+"""Shape, type and digest of each array of a tree, for the manifest of a state (states.py)."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,8 +10,6 @@ import numpy as np
 
 from diloco_jax.numerics import digest as digest_lib
 
-_PART_BYTES = 256 << 20  # that `require_reads_back` holds at once, beside a leaf that is larger
-_LEFT_OUT = ...  # Orbax reads no such leaf
 _CHUNK = 1 << 20  # elements
 
 _BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
@@ -21,7 +19,7 @@ class Mismatch(Exception):
   """A checkpoint is whole but of another model or optimizer."""
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def by_path(tree: Any) -> dict[str, Any]:
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -30,7 +28,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 def shapes(tree: Any) -> dict[str, list]:
   """Shape and dtype of each leaf, by path."""
-  return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in _by_path(tree).items()}
+  return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in by_path(tree).items()}
 
 
 def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None:
@@ -43,15 +41,22 @@ def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None
       )
 
 
+def describe(tree: Any) -> list[tuple[str, list[int], str, int]]:
+  """Path, shape, type and digest of each leaf of a tree of arrays."""
+  on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+  found = digests_of_host(tree) if on_host else digests(tree)
+  return [(path, *shape, found[path]) for path, shape in shapes(tree).items()]
+
+
 def digests(tree: Any) -> dict[str, int]:
   """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
   found = _digest_tree(tree) if _spans_hosts(tree) else jax.tree.map(_digest_leaf, tree)
-  return {path: int(value) for path, value in jax.device_get(_by_path(found)).items()}
+  return {path: int(value) for path, value in jax.device_get(by_path(found)).items()}
 
 
 def require_digests(tree: Any) -> None:
   """Raises ValueError, which names the first leaf that no checkpoint can have."""
-  for path, leaf in _by_path(tree).items():
+  for path, leaf in by_path(tree).items():
     try:
       jax.eval_shape(digest_leaf, leaf)
     except (TypeError, ValueError):  # of less than a byte
@@ -115,34 +120,9 @@ def require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
       raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
 
 
-def read_part(
-  within: str, like: Any, record: dict[str, Any], described: Any, load: Callable[[Any], Any]
-) -> Any:
-  """Reads a part of a tree, as numpy arrays, and verifies it.
-
-  Args:
-    within: the path of the part, with a '/' at its end.
-    like: a tree of arrays or shapes, the part that is wanted.
-    record: `shapes` and `digests` of the whole tree, as it was saved.
-    described: the whole tree, with any leaves.
-    load: as for `require_reads_back`.
-
-  Raises:
-    Mismatch: the part is of another model or optimizer.
-    ValueError: it does not read back; and whatever `load` raises.
-  """
-  of_part = lambda rows: {path: row for path, row in rows.items() if path.startswith(within)}
-  wanted = {within + path: row for path, row in shapes(like).items()}
-  require_same_shapes(of_part(record['shapes']), wanted)
-  tree = [np.ndarray if path in wanted else _LEFT_OUT for path in _by_path(described)]
-  found = of_part(_by_path(load(jax.tree.unflatten(jax.tree.structure(described), tree))))
-  require_same_digests(of_part(record['digests']), digests_of_host(found))
-  return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
-
-
 def digests_of_host(tree: Any) -> dict[str, int]:
   """As `digests`, of numpy arrays, on the host."""
-  return {path: _digest_of_host(leaf) for path, leaf in _by_path(tree).items()}
+  return {path: _digest_of_host(leaf) for path, leaf in by_path(tree).items()}
 
 
 def _digest_of_host(leaf: np.ndarray) -> int:
@@ -155,53 +135,22 @@ def _digest_of_host(leaf: np.ndarray) -> int:
   return total % (1 << 32)
 
 
-def require_reads_back(tree: Any, saved: dict[str, int], load: Callable[[Any], Any]) -> None:
-  """Reads what was saved, on the host and in parts, since neither the devices nor the host may have
-  room for a second copy. Raises ValueError, which names the first leaf that differs, and whatever
-  `load` raises.
-
-  Args:
-    tree: arrays, or their shapes, as they were saved.
-    saved: their digests.
-    load: reads a part: the leaves of such a tree, numpy arrays, where it has `np.ndarray`.
-  """
-  read: dict[str, int] = {}
-  for part in _parts(tree):
-    found = _by_path(load(part))
-    read |= digests_of_host({path: leaf for path, leaf in found.items() if leaf is not _LEFT_OUT})
-  require_same_digests(saved, read)
-
-
-def _parts(tree: Any) -> Iterator[Any]:
-  """Trees of `np.ndarray` and _LEFT_OUT that have every leaf once."""
-  leaves, structure = jax.tree.flatten(tree)
-  sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
-  first = 0
-  while first < len(leaves):
-    end, total = first + 1, sizes[first]
-    while end < len(leaves) and total + sizes[end] <= _PART_BYTES:
-      end, total = end + 1, total + sizes[end]
-    wanted = [np.ndarray if first <= at < end else _LEFT_OUT for at in range(len(leaves))]
-    yield jax.tree.unflatten(structure, wanted)
-    first = end
-
-
 def most_bytes(shapes: Any) -> int:
   """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
   return _BYTES_BESIDE + _BYTES_PER_PARAMETER * sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def require_size(described: Any, most_bytes: int | None) -> None:
-  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
-  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
-  size = sum(map(_bytes, jax.tree.leaves(described)))
-  if most_bytes is not None and size > most_bytes:
+def require_size(described: Iterable[Any], most_bytes: int) -> None:
+  """Refuses arrays, as Orbax describes them, that take more memory than their model can. Raises
+  ValueError."""
+  size = sum(map(num_bytes, described))
+  if size > most_bytes:
     raise ValueError(
       f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
     )
 
 
-def _bytes(leaf: Any) -> int:
+def num_bytes(leaf: Any) -> int:
   """What reading a leaf takes: at least one chunk, however small the array is."""
   storage = getattr(leaf, 'storage_metadata', None)
   chunk = (storage and storage.chunk_shape) or ()

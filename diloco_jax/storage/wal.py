@@ -75,7 +75,15 @@ class WalFull(WalError):
 
 
 class WalDamaged(WalError):
-  """The log differs from the committed one. Nothing was changed."""
+  """The log differs from the committed one. Nothing was changed.
+
+  Attributes:
+    number: of the damaged record, 0 if it is none.
+  """
+
+  def __init__(self, text: str, number: int = 0):
+    super().__init__(text)
+    self.number = number
 
 
 class WalBroken(WalError):
@@ -231,11 +239,17 @@ def _verify(files: files_port_lib.Files, run: str, after: int, chain: bytes | No
       'checkpoint holds these records.',
     )
   try:
-    collections.deque(_records(files, run, first, after), maxlen=0)
+    check(files, run, first, after)
   except WalDamaged as error:
     about = str(error).partition('. Nothing')[0]
     words += (f'{about}. The checkpoint holds this record, so nothing is lost: check the disk.',)
   return Wal(files, run, first, last, end, words)
+
+
+def check(files: files_port_lib.Files, run: str, after: int, last: int) -> None:
+  """Verifies the records behind `after`, up to `last`. Raises WalDamaged, WalUnsupported,
+  OSError."""
+  collections.deque(_records(files, run, after, last), maxlen=0)
 
 
 def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> WalDamaged:
@@ -244,7 +258,8 @@ def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> W
   return WalDamaged(
     f'WAL {files.place}/{name_of(number)} is damaged: {why}. Nothing was changed; {whole}. Put the '
     'file back, or go back to the newest checkpoint, with the log moved aside: the run repeats the '
-    f'outer steps behind that checkpoint: {restore(files.place)}'
+    f'outer steps behind that checkpoint: {restore(files.place)}',
+    number,
   )
 
 

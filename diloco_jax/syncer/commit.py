@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.storage import checkpoint, json_files, outer_log, wal
+from diloco_jax.storage import checkpoint, json_files, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
@@ -76,7 +76,7 @@ class CommitLog:
 
   def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
     """As outer_log.recover; the refusal of another run's log names the settings that differ."""
-    path = pathlib.Path(self._files.place) / stored.AGREEMENT
+    path = pathlib.Path(self._files.place) / outer_log.AGREEMENT
     before = _read_agreement(path)
     try:
       self._wal, ended = outer_log.recover(self._files, self._agreement, theta, position)
@@ -139,7 +139,7 @@ class CommitLog:
     try:
       newest = checkpoints.numbers[-checkpoint.CHECKPOINTS_KEPT :]
       outer_log.compact(self._wal, [checkpoints.protocol(number) for number in newest])
-    except checkpoint.CheckpointError as error:
+    except states.StateError as error:
       self._say(f'the log keeps all its records: {error}')
 
   def stop(self) -> None:

@@ -26,7 +26,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, folders, outer_log, tapes, wal
+from diloco_jax.storage import checkpoint, copies, folders, outer_log, states, tapes, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import commit, stored
@@ -209,7 +209,7 @@ def run(
     if machine.finished:  # a syncer that was asked to stop has no time for it
       finished()
       evaluation.submit(machine.clock)
-      _export(theta, workdir, records, store)
+      _export(theta, workdir, {'run': lineage.run, **log.position}, records, store)
       stopped = _wait_or_stop(evaluation, event_queue)
     return store.finish(result, event_queue, stopped, machine.finished) if store else result
 
@@ -276,15 +276,16 @@ def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.Event
 def _export(
   theta: global_model_lib.Theta,
   workdir: pathlib.Path,
+  record: dict[str, Any],
   records: records_lib.Recorder,
   store: stored.Stored | None,
 ) -> None:
   """Writes the trained model as a tree of named arrays, which is then copied to the store."""
   try:
-    arrays.save(workdir / stored.MODEL, theta.params())
+    states.save(workdir / copies.MODEL, copies.MODEL, theta.params(), record)
     if store:
       store.copy()
-  except checkpoint.CheckpointError as error:
+  except states.StateError as error:
     records.say(
       f'{error}. The model is safe in the checkpoints; diloco_jax.load_params reads them.'
     )
@@ -295,7 +296,7 @@ def _forget_export(workdir: pathlib.Path, store: stored.Stored | None) -> None:
   model is that of the checkpoints."""
   if store:
     store.forget_model()
-  model = workdir / stored.MODEL
+  model = workdir / copies.MODEL
   if model.is_symlink():
     model.unlink()
   elif model.is_dir():
@@ -312,7 +313,8 @@ def recover(
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start."""
   like = theta.like
-  restored = checkpoints.restore(jax.tree.map(lambda _: theta.sharding, like), like)
+  shardings = jax.tree.map(lambda _: theta.sharding, like)
+  restored = checkpoints.restore(shardings, like, lineage.run)
   records_lib.report_startup(records, 'restored')
   sizes = assembled.payload_bytes
   start = tape_lib.Start(

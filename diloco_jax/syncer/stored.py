@@ -1,10 +1,8 @@
 """The syncer's part of the store: what of its folder outlives its disk.
 
-STORE/syncer/claim            which process continues the run         (storage/claim.py)
-STORE/syncer/ckpt/N-H/        a copy of checkpoint N, an object for each file
-STORE/syncer/ckpt/N-H.json    its manifest, put last: without it there is no copy
+STORE/syncer/claim            which process continues the run, and its settings (storage/claim.py)
+STORE/syncer/ckpt/N-H/        a copy of checkpoint N                   (storage/copies.py)
 STORE/syncer/wal/             with `train.store_log` the records of outer steps, under their names
-STORE/syncer/agreement.json   the settings of the run
 STORE/syncer/model/           of a run of own loops: names, shapes and version 0 of its model
 STORE/model/                  the trained model, for plain Orbax
 STORE/config.json, tokenizer  of the run, so that the model can be read from the store alone
@@ -16,7 +14,7 @@ the store has every outer step that a learner has seen.
 
 The claim names the disk whose folder is the newest state of the run. A syncer on that disk goes on
 from its folder. One on another disk takes everything from the store, and what it has of the run
-itself moves to WORKDIR/aside-K, since the run has gone on without it. H is a hash of the files, so
+itself moves to WORKDIR/aside-K, since the run has gone on without it. H is the id of a manifest, so
 two different checkpoints of one number are two copies. After a restore the run begins anew under
 STORE/syncer/restored-ID, from the folder that was restored; what was there before stays.
 """
@@ -35,14 +33,14 @@ from typing import Any
 
 from diloco_jax.config import load, run_config
 from diloco_jax.node import loop
-from diloco_jax.protocol import actions, events, formats, rate_limited_log
-from diloco_jax.protocol.tape import codec
+from diloco_jax.protocol import actions, events, rate_limited_log
 from diloco_jax.storage import (
   checkpoint,
   folders,
   json_files,
   orbax_context,
   outer_log,
+  states,
   wal,
 )
 from diloco_jax.storage import claim as claim_lib
@@ -51,8 +49,6 @@ from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
-MODEL = 'model'  # in a run's folder, and in the store: the trained model, for plain Orbax
-AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it; in STORE/syncer
 _LARGE = 1 << 26  # bytes: a record is hardly larger
 _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
@@ -120,6 +116,12 @@ class Stored:
   def open(self) -> None:
     """Takes the claim, and makes the folder the newest state of the run. Raises as `opened`."""
     here = lineage_lib.read(self._workdir, lineage_lib.TAKE_OVER) or lineage_lib.Lineage()
+    if here.store == self._store.place and not self._store.is_there():
+      raise store_lib.StoreError(
+        f'{self._store.place} is away: it has nothing of the run that has begun there. Nothing was '
+        'started or made there. Is its file system mounted? If it is lost, choose another '
+        'train.store: the run goes on from this folder, with a new one'
+      )
     named = dataclasses.replace(here, disk=here.disk or secrets.token_hex(8))
 
     def begin() -> claim_lib.Content:
@@ -131,28 +133,31 @@ class Stored:
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
     lock = str((folders.log_folder(self._workdir) / files_lib.LOCK).stat().st_ino)
     before, self._claim = claim_lib.take(claims, here, lock, begin, self._say)
+    self._store.begun = claims.begun = True
     claimed = self._claim.content.lineage
     restored = tuple(dict.fromkeys((*claimed.restored, *here.restored)))
     store_is_behind = restored != claimed.restored  # of a restore of this folder
     self._at = copies_lib.part(restored)
+    mine = before is None or (claim_lib.has(before, here.disk) and not here.changing)
     if store_is_behind:
       if numbers := folders.checkpoints(self._folder):
         self._copy(numbers[-1])
     elif before:
-      self._take_over(before, here)
-    own_model = self._workdir / folders.OWN_MODEL
-    if not own_model.exists() and self._store.read(f'{folders.OWN_MODEL}.json'):
-      copies_lib.download(self._store, folders.OWN_MODEL, own_model)
+      self._take_over(before, here, mine)
+    self._fetch_own_model()
     lineage = dataclasses.replace(
       here if store_is_behind else claimed,
       run=claimed.run,
       disk=named.disk,
+      store=self._store.place,
       restored=restored,
       changing='',
     )
     lineage_lib.write(self._workdir, lineage)
     # If this process cannot continue the run, the disk that had it still has.
     self._begun = {'lineage': lineage, 'taker': '', 'over': False}
+    if before and not store_is_behind:
+      self._fetch_records(before, mine)
     if not store_is_behind:
       self._claim.renew(taker=lineage.disk, log=max(self._claim.content.log, self._end()))
 
@@ -161,8 +166,7 @@ class Stored:
     folder."""
     self._at = copies_lib.part(here.restored)
     mine = here.disk and here.run and not here.changing
-    copies = self._copies() if mine else ()
-    behind = copies and copies_lib.manifest(self._store, copies[-1])['log'] > self._end()
+    behind = mine and max(self._positions().values(), default=0) > self._end()
     if behind or (not mine and self._store.names('syncer/')):
       raise claim_lib.Denied(
         f'{self._store.place} has a run, and no {claim_lib.NAME} that says which. Nothing was '
@@ -174,83 +178,111 @@ class Stored:
     """The newest record in the folder."""
     return max(wal.numbers(self.log_files), default=0)
 
-  def _take_over(self, before: claim_lib.Content, here: lineage_lib.Lineage) -> None:
-    """Makes the folder the newest state of the run. That of the last holder is older than the store
-    only if the disk itself went back."""
-    mine = claim_lib.has(before, here.disk) and not here.changing
-    copies, records = self._copies(), wal.numbers(self.log_files)
-    newest = copies_lib.manifest(self._store, copies[-1])['log'] if copies else 0
-    if not mine or newest > self._end() or (before.log and not records):
-      self._download(before, here, copies)
-    self._download_records()
-    end = self._end()
-    if end < before.log or not (mine or before.released or self._config.train.store_log):
-      about = f'to about {before.log}' if end < before.log else 'and later, if there were any,'
-      self._say(
-        f'outer steps {end + 1} {about} are gone: only the disk of {before.host} had them. The run '
-        f'continues behind outer step {end}. With train.store_log=true none would be gone'
-      )
+  def _positions(self) -> dict[str, int]:
+    """The positions in the log of the copies whose manifests read back, by the name of the copy,
+    the newest last. Raises StoreError, OtherFormat."""
+    found = {}
+    for name in copies_lib.names(self._store, self._at):
+      with contextlib.suppress(states.Damaged):
+        about, _ = states.described(self._store, name, copies_lib.node_name(name))
+        found[name] = about.record['protocol'][outer_log.POSITION]
+    return found
 
-  def _download(
-    self, before: claim_lib.Content, here: lineage_lib.Lineage, copies: list[str]
-  ) -> None:
-    """Fetches the newest copy that is whole; then moves what the folder has of the run aside, and
-    puts the copy there, with a log that begins behind it."""
-    staging, whole, damaged = self._folder / 'from-store', None, []
-    for name in reversed(copies):
+  def _take_over(self, before: claim_lib.Content, here: lineage_lib.Lineage, mine: bool) -> None:
+    """Makes the folder the newest checkpoint of the run. That of the last holder (`mine`) is older
+    than the store only if the disk itself went back."""
+    newest = max(self._positions().values(), default=0)
+    if not mine or newest > self._end() or (before.log and not wal.numbers(self.log_files)):
+      self._go_to_copy(before, here)
+
+  def _go_to_copy(self, before: claim_lib.Content, here: lineage_lib.Lineage) -> None:
+    """Fetches the newest copy that is whole, and goes back to it."""
+    staging, damaged = self._folder / 'from-store', []
+    copies = lambda: copies_lib.names(self._store, self._at)
+
+    def fetch(name: str) -> states.Manifest:
       shutil.rmtree(staging, ignore_errors=True)
-      try:
-        whole = copies_lib.download(self._store, name, staging / copies_lib.number(name))
-        break
-      except copies_lib.Damaged as error:
-        damaged.append(f'{name}.json')
-        self._say(f'{error}: the copy before it is tried')
-    agreement = self._store.read(f'syncer/{AGREEMENT}')
-    first = self._store.read(f'{self._at}wal/{wal.name_of(1)}')
-    if not whole and (copies or (before.log and not first)):
+      to = staging / str(copies_lib.number(name))
+      return states.fetch(self._store, name, to, copies_lib.node_name(name), before.lineage.run)
+
+    def passed_over(name: str, error: Exception) -> None:
+      damaged.append(f'{name}/{states.MANIFEST}')
+      self._say(f'{error}: the copy before it is tried')
+
+    with contextlib.suppress(states.Damaged):
+      whole = None
+      whole = states.newest(copies, fetch, passed_over)
+    first = self._store.read(f'{self._at}wal/{wal.name_of(1)}', _LARGE)
+    if not whole and not first and (damaged or before.log):
       raise claim_lib.Denied(
         f'{self._store.place} has no whole copy of the run {before.lineage.run}, of which '
         f'{before.log} outer steps are committed: only the disk of {before.host} has them. Nothing '
         'was changed. Start the syncer on that disk; if it is lost, start over with another '
         'train.store'
       )
-    text = agreement.data.decode(errors='replace') if agreement else ''
-    run = known = outer_log.run_of(text)
-    if whole or first:
-      known = whole.get('run', known) if whole else wal.run_in(first.data)
-    if run != known or (whole and not agreement):
-      raise claim_lib.Denied(
-        f'{self._store.place}/syncer/{AGREEMENT} is damaged. Nothing was changed. Put a copy of it '
-        f'back, from WORKDIR/syncer/wal of {before.host}; a start on that disk writes it again'
-      )
+    position = whole.record['protocol'] if whole else None
+    if first and not whole:
+      chain = wal.first_chain(outer_log.run_of(before.agreement)).hex()
+      position = {outer_log.POSITION: 0, outer_log.CHAIN: chain}
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
-    state = (self._workdir / folders.OWN_MODEL, self._folder / folders.CHECKPOINTS)
-    later = {self._workdir: [path for path in state if path.exists()]}
-    for aside in lineage_lib.set_aside(self._workdir, here, lineage_lib.TAKE_OVER, later):
+    there = self._folder / folders.CHECKPOINTS
+    paths = [path for path in (self._workdir / folders.OWN_MODEL, there) if path.exists()]
+    put = functools.partial(json_files.move, staging, there) if whole else lambda: None
+    for aside in lineage_lib.go_back(
+      self._workdir,
+      here,
+      lineage_lib.TAKE_OVER,
+      {self._workdir: paths},
+      self.log_files,
+      before.agreement,
+      position,
+      put,
+    ):
       self._say(
         f'the run has gone on without this disk: what it had of it has been moved to {aside}; '
         'nothing was deleted'
       )
-    if not (whole or first):
-      return  # the run had not begun
-    position = whole or {'log': 0, 'chain': wal.first_chain(run).hex()}
-    if whole:
-      json_files.move(staging, self._folder / folders.CHECKPOINTS)
-    outer_log.begin(self.log_files, text, position)
-    json_files.replace(folders.log_folder(self._workdir) / AGREEMENT, agreement.data)
-    self._say(f'the folder begins behind outer step {position["log"]}, from {self._store.place}')
+    if position:
+      at = position[outer_log.POSITION]
+      self._say(f'the folder begins behind outer step {at}, from {self._store.place}')
 
-  def _download_records(self) -> None:
-    """Adds the records that follow those of the folder; the log verifies them as its own."""
-    names, end = set(self._store.names(f'{self._at}wal/')), self._end()
-    if f'{self._at}wal/{wal.name_of(end)}' in names and not self._same_history(end):
-      return
-    while (name := f'{self._at}wal/{wal.name_of(end + 1)}') in names:
-      record = self._store.read(name, _LARGE)
-      if record is None:
-        raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
-      json_files.replace(folders.log_folder(self._workdir) / wal.name_of(end + 1), record.data)
-      end += 1
+  def _fetch_own_model(self) -> None:
+    """Fetches the model that a loop has brought, if the folder has none that is whole. Raises
+    StoreError; Damaged: neither is whole."""
+    own_model = self._workdir / folders.OWN_MODEL
+    try:
+      states.verify(own_model)
+    except states.Damaged:
+      if self._store.read(f'{folders.OWN_MODEL}/{states.MANIFEST}'):
+        if own_model.exists():
+          json_files.move(own_model, folders.new_aside(self._workdir) / folders.OWN_MODEL)
+        states.fetch(self._store, folders.OWN_MODEL, own_model)
+
+  def _fetch_records(self, before: claim_lib.Content, mine: bool) -> None:
+    """Adds the records that follow those of the folder. Raises Denied: one is damaged."""
+    names, begun = set(self._store.names(f'{self._at}wal/')), self._end()
+    name_of = lambda number: f'{self._at}wal/{wal.name_of(number)}'
+    end = begun
+    if name_of(end) not in names or self._same_history(end):
+      while name_of(end + 1) in names:
+        end += 1
+        if (record := self._store.read(name_of(end), _LARGE)) is None:
+          raise store_lib.StoreError(f'{self._store.place}/{name_of(end)} was removed: start again')
+        json_files.replace(folders.log_folder(self._workdir) / wal.name_of(end), record.data)
+    if end > begun:
+      try:
+        wal.check(self.log_files, wal.run_in(self._header(begun)), begun, end)
+      except wal.WalDamaged as error:
+        raise claim_lib.Denied(
+          f'{self._store.place}/{name_of(error.number)} is damaged. Put it back and start again, '
+          f'or go on without it and all behind it: {wal.restore(self.log_files.place)}'
+        ) from error
+    if end < before.log or not (mine or before.released or self._config.train.store_log):
+      about = f'to about {before.log}' if end < before.log else 'and later, if there were any,'
+      self._say(
+        f'outer steps {end + 1} {about} are gone: only the disk of {before.host} had them. The run '
+        f'continues behind outer step {end}. With train.store_log=true none would be gone'
+      )
 
   def _same_history(self, number: int) -> bool:
     """Whether a record of the folder has the hash of that in the store: the run may have gone on
@@ -272,11 +304,10 @@ class Stored:
     """Puts what a syncer on another disk needs, and starts to copy. The folder is recovered.
     Raises StoreError."""
     self._checkpoints = checkpoints
-    self._claim.renew(log=self._end(), **self._begun)
+    self._claim.renew(log=self._end(), agreement=agreement, **self._begun)
     own_model = self._workdir / folders.OWN_MODEL
-    if own_model.exists() and not self._store.read(f'{folders.OWN_MODEL}.json'):
-      self._upload(own_model, folders.OWN_MODEL, _files_in(own_model), {})
-    self._store.put(f'syncer/{AGREEMENT}', agreement.encode())
+    if own_model.exists() and not self._store.read(f'{folders.OWN_MODEL}/{states.MANIFEST}'):
+      states.put(self._store, folders.OWN_MODEL, own_model, self._require_open)
     for path in self._workdir.iterdir():
       if path.name.startswith(load.WRITTEN):
         self._store.put_file(path.name, path)
@@ -297,8 +328,7 @@ class Stored:
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
     first, *others = wal.numbers(self.log_files)
-    logged = [copies_lib.manifest(self._store, name)['log'] for name in self._copies()]
-    copied = max(logged, default=0)
+    copied = max(self._positions().values(), default=0)
     if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')
@@ -346,12 +376,13 @@ class Stored:
     if number is not None:
       due = f'checkpoint {number}', functools.partial(self._copy, number)
     with self._changed:
-      self._due['checkpoint' if number is not None else MODEL] = due
+      self._due['checkpoint' if number is not None else 'model'] = due
       self._changed.notify_all()
 
   def forget_model(self) -> None:
     """Removes the model that an earlier end of the run has put. Raises StoreError."""
-    self._store.remove(f'{MODEL}/{copies_lib.LAST}', *self._store.names(f'{MODEL}/'))
+    model = copies_lib.MODEL
+    self._store.remove(f'{model}/{states.MANIFEST}', *self._store.names(f'{model}/'))
 
   def _copy_what_is_due(self) -> None:
     while not self._closed:
@@ -377,56 +408,38 @@ class Stored:
     folder = self._folder / folders.CHECKPOINTS / str(number)
     if self._checkpoints:
       self._checkpoints.held = number  # two later saves would remove it meanwhile
-    files = _files_in(folder)
-    state = checkpoint.machine_state(folder)
-    digest = json_files.sha256(files)[:8]
+    digest = states.sha256(folder / states.MANIFEST)[:8]
     name = f'{self._at}ckpt/{number}-{digest}'
-    about = {'log': state[outer_log.POSITION], 'chain': state[outer_log.CHAIN]}
-    about['run'] = wal.run_in(self._header(self._end()))
-    if self._store.read(f'{name}.json') is None:
-      self._upload(folder, name, files, about)
+    if self._store.read(f'{name}/{states.MANIFEST}') is None:
+      states.put(self._store, name, folder, self._require_open)
     self._remove_old()
 
-  def _upload(
-    self,
-    folder: pathlib.Path,
-    name: str,
-    files: dict[str, Any],
-    about: dict[str, Any] | None = None,
-  ) -> None:
-    """Puts the files of a folder, then the manifest, `about` and they. Raises StoreError,
-    OSError."""
-    for path in sorted(files, key=lambda path: path == copies_lib.LAST):
-      if self._closed:
-        raise store_lib.StoreError('the process ends')
-      self._store.put_file(f'{name}/{path}', folder / path)
+  def _require_open(self) -> None:
+    """Raises StoreError, Denied: nothing may be put any more."""
+    if self._closed:
+      raise store_lib.StoreError('the process ends')
     self._claim.require()
-    if about is not None:
-      manifest = formats.stamp('manifest') | {'files': files, **about}
-      self._store.put(f'{name}.json', codec.encode(manifest).encode())
 
   def _remove_old(self) -> None:
     """Removes copies that need not be kept, what is left of others, and the records behind both of
     the newest two."""
     self._claim.require()
-    copies = {name: int(copies_lib.number(name)) for name in self._copies()}
-    numbers = sorted(copies.values())
+    copies = copies_lib.names(self._store, self._at)
+    numbers = sorted(map(copies_lib.number, copies))
     kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
-    stay = tuple(f'{name}{end}' for name in copies if copies[name] in kept for end in '/.')
+    stay = tuple(f'{name}/' for name in copies if copies_lib.number(name) in kept)
     names = self._store.names(f'{self._at}ckpt/')
     old = [name for name in names if not name.startswith(stay)]
-    self._store.remove(*sorted(old, key=lambda name: not name.endswith('.json')))
-    if len(numbers) >= outer_log.CHECKPOINTS:
-      behind = copies_lib.manifest(self._store, list(copies)[-outer_log.CHECKPOINTS])['log']
-      limit = f'{self._at}wal/{wal.name_of(behind)}'
+    self._store.remove(*sorted(old, key=lambda name: not name.endswith(states.MANIFEST)))
+    behind = list(self._positions().values())[-outer_log.CHECKPOINTS :]
+    if len(behind) == outer_log.CHECKPOINTS:
+      limit = f'{self._at}wal/{wal.name_of(behind[0])}'
       self._store.remove(*(one for one in self._store.names(f'{self._at}wal/') if one <= limit))
 
   def _copy_model(self) -> None:
     self.forget_model()
-    self._upload(self._workdir / MODEL, MODEL, _files_in(self._workdir / MODEL))
-
-  def _copies(self) -> list[str]:
-    return copies_lib.names(self._store, self._at)
+    model = copies_lib.MODEL
+    states.put(self._store, model, self._workdir / model, self._require_open)
 
   # --- The end ------------------------------------------------------------------------------------
 
@@ -465,10 +478,3 @@ class Stored:
       self._changed.notify_all()
     if self._claim:
       self._claim.close()
-
-
-def _files_in(folder: pathlib.Path) -> dict[str, Any]:
-  """Size and SHA-256 of each file in a folder. Raises OSError; Unreadable for a link."""
-  about = lambda path: [path.stat().st_size, copies_lib.sha256(path)]
-  paths = json_files.files_in(folder)
-  return {path.relative_to(folder).as_posix(): about(path) for path in paths}

@@ -23,7 +23,7 @@ from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, outer_log
+from diloco_jax.storage import checkpoint, outer_log, states
 from diloco_jax.syncer import commit, outer_step, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import followers as followers_lib
@@ -235,7 +235,7 @@ class SyncerWork:
     record = {**save.machine_state, **self._log.position}
     try:
       number = self._checkpoints.save(save.clock, self._theta.arrays(), 0, record)()
-    except checkpoint.CheckpointError as error:
+    except states.StateError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
     if self._store:

@@ -77,6 +77,7 @@ class Island:
     checkpoint_dir: this island's own folder, locked until `close`; None = `save` and `restore` are
       refused.
     saves_to: where its checkpoints are instead, a folder or gs://BUCKET/PREFIX.
+    store: of the run, in which that is.
     keep_every: of its checkpoints (storage/checkpoint.py).
 
   Raises:
@@ -96,6 +97,7 @@ class Island:
     shard: int = 0,
     checkpoint_dir: str | None = None,
     saves_to: str | None = None,
+    store: str = '',
     keep_every: int = 0,
   ):
     self._task = task
@@ -118,7 +120,8 @@ class Island:
       try:
         if jax.process_index() == 0:  # for all hosts of the island
           self._folder.lock('learner')
-        self._checkpoints = checkpoint.Checkpoints(saves_to or checkpoint_dir, keep_every)
+        root = saves_to or checkpoint_dir
+        self._checkpoints = checkpoint.Checkpoints(root, keep_every, store=store)
       except BaseException:
         self._folder.close()
         raise

@@ -609,9 +609,9 @@ def test_the_error_of_a_syncer_reaches_its_program(tmp_path, capfd):
   with pytest.raises(LookupError) as error:  # as of a learner that has waited for the syncer
     with diloco_jax.run_syncer({'w': jnp.ones((64, 64))}, **kwargs) as server:
       server._thread.join()
-      assert 'the syncer has ended: CheckpointError: none' in capfd.readouterr().out
+      assert 'the syncer has ended: StateError: none' in capfd.readouterr().out
       raise LookupError
-  assert 'CheckpointError: none of the checkpoints' in error.value.__notes__[0]
+  assert 'StateError: none of the checkpoints' in error.value.__notes__[0]
 
 
 def test_a_model_that_does_not_fit_the_syncer_is_refused_and_not_kept(tmp_path):

@@ -19,16 +19,9 @@ from diloco_jax.launch import restore
 from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import (
-  checkpoint,
-  json_files,
-  lineage,
-  outer_log,
-  tapes,
-  wal,
-)
+from diloco_jax.storage import checkpoint, json_files, lineage, outer_log, states, tapes, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit, stored
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.verification.replay import tape_files
@@ -87,11 +80,9 @@ NUMBERS = (
 
 def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
   """Changes the record of a checkpoint, or a lineage; its digest is right."""
-  values = json.loads(path.read_bytes())
-  name = 'sha256' if 'sha256' in values else 'digest'
-  del values[name]
-  change(values)
-  path.write_text(json.dumps({**values, name: json_files.sha256(values)}), encoding='utf-8')
+  values = json_files.opened(json.loads(path.read_bytes()))
+  change(values['manifest']['record'] if 'manifest' in values else values)
+  path.write_text(json.dumps(json_files.sealed(values)), encoding='utf-8')
 
 
 @pytest.mark.parametrize(
@@ -104,13 +95,14 @@ def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
   ],
 )
 def test_a_checkpoint_with_a_name_or_a_number_that_is_none_is_passed_over(whole, way, values):
-  place = whole / 'run' / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
-  folder, before = place.parents[1], place.read_bytes()
+  folder = whole / 'run' / 'syncer' / 'ckpt' / '205'
+  place = folder / states.MANIFEST
+  before = place.read_bytes()
   try:
     for value in values:
       _resaved(place, _set(*way, to=value))
-      with pytest.raises((ValueError, checkpoint.CheckpointError)):
-        restore._require_state(checkpoint.machine_state(folder), folder)
+      with pytest.raises((ValueError, states.StateError)):
+        restore._require_state(states.read(folder).record['protocol'], folder)
     assert restores._choose(whole / 'run').clock == 105
   finally:
     place.write_bytes(before)
@@ -145,8 +137,8 @@ def test_the_operators_words_are_typed_too(config, whole):
     'islands/l0',
     'islands/l0/ckpt',
     'islands/l0/ckpt/200',
-    'islands/l0/ckpt/200/record',
-    'islands/l0/ckpt/200/record/data.json',
+    'islands/l0/ckpt/200/state',
+    'islands/l0/ckpt/200/manifest.json',
     'islands/l0/ckpt/200/state/_METADATA',
     'syncer',
     'syncer/ckpt/205',
@@ -174,7 +166,7 @@ def test_links_are_not_followed(config, whole, tmp_path, path):
 
 def test_neither_are_pipes_and_folders(tmp_path, whole):
   workdir = shutil.copytree(whole / 'run', tmp_path / 'run')
-  path = workdir / 'syncer' / 'ckpt' / '205' / 'record' / 'data.json'
+  path = workdir / 'syncer' / 'ckpt' / '205' / states.MANIFEST
   for make in (os.mkfifo, os.mkdir):
     path.unlink()
     make(path)
@@ -184,7 +176,7 @@ def test_neither_are_pipes_and_folders(tmp_path, whole):
     with pytest.raises(ValueError, match='does not read back'):
       lineage.read(workdir)
     path.rmdir() if path.is_dir() else path.unlink()
-    path = workdir / 'islands' / 'l0' / 'ckpt' / '200' / 'record' / 'data.json'
+    path = workdir / 'islands' / 'l0' / 'ckpt' / '200' / states.MANIFEST
 
 
 def test_a_link_in_the_log_is_not_followed(tmp_path):
@@ -242,7 +234,7 @@ def _read_tape(workdir: pathlib.Path) -> None:
 
 READERS = {
   load.FILE: load.read,
-  'syncer/model/model.json': own_model.read,
+  f'syncer/model/{states.MANIFEST}': own_model.read,
   lineage.FILE: lineage.read,
   'tapes/l0.1.0.jsonl': _read_tape,
 }
@@ -356,7 +348,9 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
       accepted.append(name)
     except wal.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)
-      kept = {name: one for name, one in _tree(folder / 'wal').items() if name != stored.AGREEMENT}
+      kept = {
+        name: one for name, one in _tree(folder / 'wal').items() if name != outer_log.AGREEMENT
+      }
       assert kept == before, name
     finally:
       log.close()

@@ -22,7 +22,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import restore
 from diloco_jax.nodes import exits, own_model, run_folder
-from diloco_jax.storage import checkpoint, folders, json_files, lineage, outer_log, wal
+from diloco_jax.storage import checkpoint, folders, json_files, lineage, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 from tests.launch.lib import command_line
@@ -112,7 +112,7 @@ def _flip(path: pathlib.Path, byte: int, bit: int) -> None:
 
 def damage(folder: pathlib.Path) -> None:
   """Flips a bit of what a checkpoint says of its arrays."""
-  _flip(folder / 'record' / 'data.json', 10, 3)
+  _flip(folder / states.MANIFEST, 10, 3)
 
 
 def _restore(config, workdir, to='latest') -> list[str]:
@@ -121,8 +121,8 @@ def _restore(config, workdir, to='latest') -> list[str]:
   return said
 
 
-def _choose(workdir, at=None, most_bytes=1 << 30) -> restore.Goal:
-  return restore.choose((workdir,), at, lambda: most_bytes, lambda text: None)
+def _choose(workdir, at=None) -> restore.Goal:
+  return restore.choose((workdir,), at, '', lambda text: None)
 
 
 def _held(folder: pathlib.Path) -> checkpoint.Restored:
@@ -157,44 +157,34 @@ def test_learners_go_back_in_the_store(kind, config, workdir, bucket, tmp_path):
   aside = place / 'aside-1' / 'islands' / 'l0'
   assert folders.checkpoints(aside) == [200, 299]
   assert str(place / 'aside-1') in said[0] and str(workdir / 'aside-1') in said[0]
-  checkpoint.verify(aside / 'ckpt' / '299')
+  states.verify(aside / 'ckpt' / '299')
   _save(place / 'islands' / 'l0', 299, 299, {})
   said = _restore(config, workdir)
   assert str(place / 'aside-2') in said[0] and folders.checkpoints(aside) == [200, 299]
 
 
 def test_flipped_bits_are_found(config, tmp_path, counts):
-  """In arrays and records, wherever they are on the disk. What is not found does not matter:
-  everything reads back as it was."""
+  """In arrays and records, wherever they are on the disk."""
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   _save_all(workdir, 1, ['l0'])
   roots = [workdir / 'syncer' / 'ckpt', workdir / 'islands' / 'l0' / 'ckpt']
-  truth = [_held(root) for root in roots]
   files = [
     path
     for root in roots
     for path in sorted(root.rglob('*'))
     if path.is_file() and path.stat().st_size
   ]
-  draw, found, harmless = random.Random(4), 0, 0
-  while found < counts.flips:
-    path = files[(found + harmless) % len(files)]  # each of them, small or large
+  draw = random.Random(4)
+  for k in range(max(counts.flips, len(files))):
+    path = files[k % len(files)]  # each of them, small or large
     whole = path.read_bytes()
     _flip(path, draw.randrange(len(whole)), draw.randrange(8))
     try:
-      intact = len(_choose(workdir).newest) == 2
+      assert len(_choose(workdir).newest) < 2, path
     except ValueError:
-      intact = False
-    if intact:
-      harmless += 1
-      assert all(_same(_held(root), before) for root, before in zip(roots, truth)), path
-    else:
-      found += 1
+      pass  # that of the syncer
     path.write_bytes(whole)
   assert _choose(workdir).clock == 105
-  with pytest.raises(ValueError, match='whole'):  # more than the model of the run can take
-    _choose(workdir, most_bytes=8)
-  assert harmless < 3 * counts.flips, 'it looks at next to nothing'
 
 
 def test_the_newest_at_or_before_a_clock_is_taken_of_each_node(config, workdir):
@@ -216,8 +206,8 @@ def test_what_is_damaged_is_passed_over_and_said(config, workdir):
   damage(workdir / 'syncer' / 'ckpt' / '205')
   damage(workdir / 'islands' / 'l1' / 'ckpt' / '100')
   said = _restore(config, workdir)
-  assert re.search('syncer/ckpt/205 is damaged and is passed over', said[0]), said
-  assert re.search('islands/l1/ckpt/100 is damaged and is passed over', said[1]), said
+  assert re.search('syncer/ckpt/205.* is passed over', said[0]), said
+  assert re.search('islands/l1/ckpt/100.* is passed over', said[1]), said
   assert any('continues from the checkpoint of clock 105' in line for line in said), said
   assert any('l1 starts from the fragments of the syncer' in line for line in said), said
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
@@ -232,7 +222,7 @@ def test_a_run_goes_on_from_its_checkpoints_and_nothing_is_deleted(config, workd
   address.write_text(addresses.ENDED)
   said = _restore(config, workdir)
   assert not address.exists(), 'a learner would believe that the run has ended'
-  assert len(_contents(workdir)) == len(before) + 3, 'a log and two lineages are new, no copies'
+  assert len(_contents(workdir)) == len(before) + 4, 'a log, its settings, two lineages'
   for folder, step, seed in (('syncer', 205, 2), ('islands/l0', 200, 20), ('islands/l1', 200, 21)):
     held = _held(workdir / folder / 'ckpt')
     assert held.step == step and held.data_state == seed
@@ -286,9 +276,7 @@ def test_another_config_is_refused(workdir):
 
 def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_path, monkeypatch):
   """No syncer starts from half of it, and the second restore ends where one would have."""
-  unread = lambda folder, most_bytes: (checkpoint.machine_state(folder), {})
-  monkeypatch.setattr(checkpoint, 'verify', unread)  # its arrays do not matter here
-  calls = [(pathlib.Path, 'rename'), (restore.outer_log, 'begin'), (json_files, 'replace')]
+  calls = [(pathlib.Path, 'rename'), (outer_log, 'begin'), (json_files, 'replace')]
 
   def state(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
     found = _contents(workdir)

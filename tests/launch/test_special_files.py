@@ -15,7 +15,7 @@ from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import load
 from diloco_jax.nodes import dial
 from diloco_jax.report import records
-from diloco_jax.storage import arrays, files, tapes
+from diloco_jax.storage import arrays, files, states, tapes
 from diloco_jax.train import corpus_files, tokenizer
 from diloco_jax.transport import addresses
 from tests.certs import mint
@@ -92,8 +92,11 @@ def test_a_corpus_is_made_of_regular_files_and_the_rest_is_named_once(source: st
 
 
 def test_a_folder_of_parameters_has_nothing_else_in_it(tmp_path):
-  arrays.save(tmp_path / 'model', {'a': np.zeros(3, np.float32)})
+  states.save(tmp_path / 'model', 'model', {'a': np.zeros(3, np.float32)}, {})
   os.mkfifo(tmp_path / 'model' / 'pipe')
+  with pytest.raises(ValueError, match='model/pipe is no plain file'):
+    arrays.start(str(tmp_path / 'model'), {})
+  (tmp_path / 'model' / states.MANIFEST).unlink()  # a folder of another program
   with pytest.raises(ValueError, match='model/pipe is a named pipe'):
     arrays.start(str(tmp_path / 'model'), {})
 

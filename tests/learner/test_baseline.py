@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import baseline
 from diloco_jax.report import records
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import states
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
 
@@ -85,7 +85,7 @@ def test_a_save_that_cannot_start_costs_this_checkpoint_and_not_the_run(train, t
 
     def failing(step):
       island.save = save
-      raise checkpoint.CheckpointError('no room')
+      raise states.StateError('no room')
 
     island.save = failing
 

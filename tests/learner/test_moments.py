@@ -14,7 +14,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import moments, process
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts
-from diloco_jax.storage import checkpoint, json_files
+from diloco_jax.storage import checkpoint, json_files, states
 
 
 def _moments(value: float):
@@ -31,22 +31,24 @@ def _save(workdir, learner: str, *steps: int) -> None:
 
 def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
   like = _moments(0)
-  assert moments.find(tmp_path, 'l2', like) is None
+  assert moments.find(tmp_path, 'l2', like, print) is None
   none = moments.told(None, tmp_path, 'fresh moments')
   assert 'so the inner optimizer begins with fresh moments' in none
   _save(tmp_path, 'l0', 4, 9)
   _save(tmp_path, 'l1', 5, 7)
-  found = moments.find(tmp_path, 'l2', like)
+  found = moments.find(tmp_path, 'l2', like, print)
   assert (found.learner, found.step, found.protocol) == ('l0', 9, {'learner': 'l0'})
   jax.tree.map(np.testing.assert_array_equal, found.moments, _moments(9))
-  assert moments.find(tmp_path, 'l1', like).step == 7, 'its own first'
+  assert moments.find(tmp_path, 'l1', like, print).step == 7, 'its own first'
 
-  path = moments.folder(tmp_path, 'l0') / '9' / 'record' / 'data.json'
-  record = json.loads(path.read_text())
-  del record['sha256']
-  record['digests']['state/opt_state/mu'] ^= 1
-  path.write_text(json.dumps({**record, 'sha256': json_files.sha256(record)}))
-  assert moments.find(tmp_path, 'l2', like)[:2] == ('l1', 7)
+  path = moments.folder(tmp_path, 'l0') / '9' / states.MANIFEST
+  values = json_files.opened(json.loads(path.read_text()))
+  for row in values['manifest']['arrays']:
+    row[-1] ^= row[0] == 'opt_state/mu'
+  path.write_text(json.dumps(json_files.sealed(values)))
+  said = []
+  assert moments.find(tmp_path, 'l2', like, said.append)[:2] == ('l1', 7)
+  assert 'l0/ckpt/9 does not read back: opt_state/mu has digest' in said[0] and len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -54,8 +56,8 @@ def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
 )
 def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
   _save(tmp_path, 'l0', 4)
-  assert moments.find(tmp_path, 'l1', _moments(0)).step == 4
-  assert moments.find(tmp_path, 'l1', like) is None
+  assert moments.find(tmp_path, 'l1', _moments(0), print).step == 4
+  assert moments.find(tmp_path, 'l1', like, print) is None
 
 
 def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):

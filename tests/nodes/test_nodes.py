@@ -24,7 +24,7 @@ from diloco_jax.nodes import (
 )
 from diloco_jax.protocol import actions, messages
 from diloco_jax.report import records as recording
-from diloco_jax.storage import arrays, files
+from diloco_jax.storage import arrays, files, states
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses, link
 from tests.certs import mint
@@ -136,7 +136,7 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
     return inner(*args)
 
   jax.devices()  # before the syncer asks for one
-  arrays.save(tmp_path / 'init', {'w': np.ones((8, 8), np.float32)})
+  states.save(tmp_path / 'init', 'init', {'w': np.ones((8, 8), np.float32)}, {})
   config = _without_haste(own_loop.get_config())
   config.sync.fragments = 1
   monkeypatch.setattr(module, name, stopped_meanwhile)
@@ -175,7 +175,7 @@ def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
 
 @pytest.mark.parametrize('node', ['syncer', pytest.param('islands/l0', marks=pytest.mark.full)])
 def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_path, node):
-  record = tmp_path / node / 'ckpt' / '1' / 'record' / 'data.json'
+  record = tmp_path / node / 'ckpt' / '1' / states.MANIFEST
   record.parent.mkdir(parents=True)
   record.write_text('{')
   script = _SYNCER if node == 'syncer' else _LEARNER

@@ -20,7 +20,7 @@ from diloco_jax.config import run_config
 from diloco_jax.nodes import accelerators, bring, exits, own_model, syncer_node
 from diloco_jax.protocol import agreement
 from diloco_jax.report import records
-from diloco_jax.storage import arrays, checkpoint, folders, lineage
+from diloco_jax.storage import arrays, folders, lineage, states
 from diloco_jax.transport import addresses, grpc_server, grpc_session, listen
 
 _DEADLINE_S = 60
@@ -126,7 +126,7 @@ def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):
         brought = pool.submit(
           bring.bring, model, lambda: syncer.address, addresses.LOCAL, _DEADLINE_S
         )
-        with pytest.raises((OSError, checkpoint.CheckpointError)) as failed:
+        with pytest.raises((OSError, states.StateError)) as failed:
           syncer.brought.wait(threading.Event())
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -26,8 +26,7 @@ from diloco_jax.nodes import own_model
 from diloco_jax.protocol import actions, formats, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts, folder, records
-from diloco_jax.storage import checkpoint, claim, files, json_files, lineage, tapes, wal
-from diloco_jax.storage import store as store_lib
+from diloco_jax.storage import checkpoint, claim, files, json_files, lineage, states, tapes, wal
 from diloco_jax.syncer import stored
 from diloco_jax.transport import chunks, control_crc
 from diloco_jax.verification.replay import tape_files
@@ -115,6 +114,14 @@ def _write_model(here: pathlib.Path) -> None:
   own_model.write(here, model, own_model.config(8, None, None))
 
 
+def _change_header(here: pathlib.Path, number: int | None) -> None:
+  path = here / 'syncer' / 'model' / states.MANIFEST
+  values = json_files.opened(json.loads(path.read_text('utf-8')))
+  record = values['manifest']['record']
+  record['header'] = json.dumps(_restamp(json.loads(record['header']), number))
+  path.write_text(json.dumps(json_files.sealed(values)), 'utf-8')
+
+
 def _log_files(here: pathlib.Path) -> files.Files:
   here.mkdir(exist_ok=True)
   return files.Files(here)
@@ -166,27 +173,6 @@ def _write_claim(here: pathlib.Path) -> None:
 def _open_claim(here: pathlib.Path) -> None:
   with _stored(here, 'second'):
     pass
-
-
-def _write_manifest(here: pathlib.Path) -> None:
-  copied = here.parent / 'copied'
-  copied.mkdir()
-  (copied / 'a').write_bytes(b'abc')
-  about = {'log': 3, 'chain': '0' * 64}
-  (here / 'store').mkdir()
-  with _stored(here, 'first') as there:
-    there._upload(copied, 'syncer/ckpt/4-00000000', stored._files_in(copied), about)
-    there._store.put(f'syncer/{stored.AGREEMENT}', b'{}')
-
-
-def _open_manifest(here: pathlib.Path) -> None:
-  path = here / 'store' / claim.NAME
-  before = path.read_bytes()
-  try:
-    _open_claim(here)
-  finally:
-    assert claim.read(store_lib.Store(str(here / 'store')))[0].released
-    path.write_bytes(before)  # it was renewed, and released
 
 
 def _write_tape(here: pathlib.Path) -> None:
@@ -251,7 +237,7 @@ def _lineage(here: pathlib.Path) -> None:
   lineage.write(here, lineage.Lineage())
 
 
-_RECORD = 'islands/l0/ckpt/2/record/data.json'
+_MANIFEST = 'islands/l0/ckpt/2/manifest.json'
 DOORS = {
   'protocol': Door(_write_number, _write_number, _join, says_program=False),
   'frame': Door(
@@ -261,7 +247,7 @@ DOORS = {
     control_crc.WireError,
     says_program=False,
   ),
-  'model header': Door(_write_model, _in_json('syncer/model/model.json'), own_model.read),
+  'model header': Door(_write_model, _change_header, own_model.read),
   'log': Door(
     _write_log,
     _in_header(f'wal/{wal.name_of(1)}', 8, '<I', wal.HEADER_BYTES - 4),
@@ -269,11 +255,10 @@ DOORS = {
     wal.WalUnsupported,
     says_program=False,
   ),
-  'checkpoint': Door(_write_checkpoints, _in_json(_RECORD, 'sha256'), _restore),
+  'state': Door(_write_checkpoints, _in_json(_MANIFEST, 'sha256'), _restore),
   'config': Door(_settings, _in_json(load.FILE), load.read),
-  'lineage': Door(_lineage, _in_json(lineage.FILE, 'digest'), lineage.read),
-  'claim': Door(_write_claim, _in_json(f'store/{claim.NAME}'), _open_claim, claim.Denied),
-  'manifest': Door(_write_manifest, _in_json('store/syncer/ckpt/*.json'), _open_manifest),
+  'lineage': Door(_lineage, _in_json(lineage.FILE, 'sha256'), lineage.read),
+  'claim': Door(_write_claim, _in_json(f'store/{claim.NAME}', 'sha256'), _open_claim, claim.Denied),
   'tape': Door(_write_tape, _change_tape, _open_tape, tape.OtherTape),
   'records': Door(_write_records, _change_records, lambda here: list(records.records(here))),
   'allowlist': Door(
@@ -332,10 +317,9 @@ def test_what_another_release_wrote_is_refused_and_stays_as_it_is(name, other, h
 # --- More doors of some formats -------------------------------------------------------------------
 
 CHECKPOINT_DOORS = {
-  'restore': lambda here: restore._newest(here, here / 'islands' / 'l0', None, lambda: 99, print),
-  'verify': lambda here: checkpoint.verify(here / 'islands' / 'l0' / 'ckpt' / '2'),
-  'state': lambda here: checkpoint.machine_state(here / 'islands' / 'l0' / 'ckpt' / '2'),
-  'moments': lambda here: moments.find(here, 'l0', STATE['opt_state']),
+  'restore': lambda here: restore._newest(here, here / 'islands' / 'l0', None, '', print),
+  'read': lambda here: states.read(here / 'islands' / 'l0' / 'ckpt' / '2'),
+  'moments': lambda here: moments.find(here, 'l0', STATE['opt_state'], print),
 }
 
 
@@ -343,16 +327,16 @@ CHECKPOINT_DOORS = {
 def test_no_reader_passes_over_a_checkpoint_of_another_release(name, here):
   """The one before it would lose steps."""
   _write_checkpoints(here)
-  _in_json(_RECORD, 'sha256')(here, 9)
+  _in_json(_MANIFEST, 'sha256')(here, 9)
   before = _bytes(here)
-  with pytest.raises(formats.OtherFormat, match='checkpoint format 9'):
+  with pytest.raises(formats.OtherFormat, match='state format 9'):
     CHECKPOINT_DOORS[name](here)
   assert _bytes(here) == before
 
 
 def test_a_flipped_number_is_damage_and_the_checkpoint_before_is_used(here):
   _write_checkpoints(here)
-  path = here / _RECORD
+  path = here / _MANIFEST
   values = json.loads(path.read_text('utf-8')) | {'format': 9}
   path.write_text(json.dumps(values), 'utf-8')
   assert _restore(here).step == 1
@@ -360,8 +344,8 @@ def test_a_flipped_number_is_damage_and_the_checkpoint_before_is_used(here):
 
 def test_moments_of_another_learner_may_be_of_another_release(here):
   _write_checkpoints(here)
-  _in_json(_RECORD, 'sha256')(here, 9)
-  assert moments.find(here, 'l1', STATE['opt_state']).step == 1
+  _in_json(_MANIFEST, 'sha256')(here, 9)
+  assert moments.find(here, 'l1', STATE['opt_state'], print).step == 1
 
 
 @pytest.mark.parametrize('command', ['report', 'status', 'replay'])

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import ocdbt_utils
 
-from diloco_jax.storage import arrays, checkpoint, tree_digest
+from diloco_jax.storage import arrays, checkpoint, orbax_context, states, tree_digest
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -79,7 +79,7 @@ def test_a_save_that_cannot_be_read_is_none(tmp_path, monkeypatch):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with monkeypatch.context() as patch:
     patch.setattr(ocdbt_utils, 'merge_ocdbt_per_process_files', _skipping_the_merge)
-    with pytest.raises(checkpoint.CheckpointError, match='saving .* failed.* no earlier one'):
+    with pytest.raises(states.StateError, match='saving .* failed.* no earlier one'):
       checkpoints.save(1, _state(1), 10)()
   assert checkpoints.numbers == []
   checkpoints.save(2, _state(2), 20)()
@@ -89,30 +89,29 @@ def test_a_save_that_cannot_be_read_is_none(tmp_path, monkeypatch):
 
 def test_an_export_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setattr(ocdbt_utils, 'merge_ocdbt_per_process_files', _skipping_the_merge)
-  with pytest.raises(checkpoint.CheckpointError, match='cannot write .*model'):
-    arrays.save(tmp_path / 'model', _state(1))
+  with pytest.raises(states.StateError, match='cannot write .*model'):
+    states.save(tmp_path / 'model', 'model', _state(1), {})
 
 
-def test_a_save_is_read_back_in_parts(monkeypatch):
-  monkeypatch.setattr(tree_digest, '_PART_BYTES', 100)
+def test_a_state_is_read_in_parts_and_each_is_verified(tmp_path, monkeypatch):
+  monkeypatch.setattr(states, '_PART_BYTES', 100)
   kinds = {'a': bool, 'b': jnp.bfloat16, 'c': np.int8, 'd': np.float64, 'e': np.float32}
   values = np.random.default_rng(0).normal(size=(6, 5))
-  tree = {name: values.astype(kind) for name, kind in kinds.items()} | {
-    'n': np.int32(3).reshape(())
-  }
-  parts = []
-
-  def load(part):
-    parts.append(part)
-    return jax.tree.map(lambda wanted, leaf: leaf if wanted is np.ndarray else ..., part, tree)
-
-  digests = tree_digest.digests_of_host(tree)
+  tree = {name: values.astype(kind) for name, kind in kinds.items()} | {'n': np.array(3, np.int32)}
   with jax.enable_x64(True):
-    assert digests == tree_digest.digests(tree)
-  tree_digest.require_reads_back(tree, digests, load)
+    assert tree_digest.digests_of_host(tree) == tree_digest.digests(tree)
+  load, parts = orbax_context.ocp.load, []
+
+  def spy(folder, like):
+    parts.append(like)
+    return load(folder, like)
+
+  monkeypatch.setattr(orbax_context.ocp, 'load', spy)
+  states.save(tmp_path / 'model', 'model', tree, {})
   assert len(parts) == 5
-  with pytest.raises(ValueError, match='n has digest'):
-    tree_digest.require_reads_back(tree, digests | {'n': 1}, load)
+  found = states.load_on_host(tmp_path / 'model')[1]
+  jax.tree.map(np.testing.assert_array_equal, found, tree)
+  assert len(parts) == 10
 
 
 @pytest.mark.parametrize('letter', list('[]*?\\'))
@@ -124,16 +123,15 @@ def test_a_path_in_which_orbax_finds_nothing_is_refused(letter, tmp_path):
     with pytest.raises(ValueError, match='no checkpoint could be read. Nothing was changed'):
       checkpoint.Checkpoints(str(path))
     with pytest.raises(ValueError, match='Choose another folder, or rename this one'):
-      arrays.save(path, _state(1))
+      states.save(path, 'model', _state(1), {})
     with pytest.raises(ValueError, match='Choose another folder, or rename this one'):
       arrays.load(path)
   assert not folder.parent.exists()
 
 
-@pytest.mark.parametrize('left', ['state', 'record'])
-def test_the_next_save_removes_a_checkpoint_that_a_killed_process_was_deleting(tmp_path, left):
+def test_the_next_process_removes_a_checkpoint_that_a_killed_one_was_deleting(tmp_path):
   _save(tmp_path, 5, 7)
-  (tmp_path / '3' / left).mkdir(parents=True)
+  (tmp_path / 'old_3' / 'state').mkdir(parents=True)
   _save(tmp_path, 8)
   assert {path.name for path in tmp_path.iterdir() if path.name.isdecimal()} == {'7', '8'}
   _assert_holds(_restore(tmp_path), 8)
@@ -144,7 +142,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path, mon
   rmtree = shutil.rmtree
 
   def fails(path, *args, **options) -> None:
-    if pathlib.Path(path).name == '1':
+    if pathlib.Path(path).name == 'old_1':
       raise OSError(errno.EIO, 'Input/output error', str(path))
     rmtree(path, *args, **options)
 
@@ -152,11 +150,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path, mon
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   assert checkpoints.save(3, _state(3), 30)() == 3
   assert 'an old checkpoint cannot be removed' in caplog.text
-  with monkeypatch.context() as patch:
-    patch.setattr(checkpoints._checkpointer, 'reload', lambda: 1 / 0)
-    assert checkpoints.save(4, _state(4), 40)() == 4
   checkpoints.close()
-  _assert_holds(_restore(tmp_path), 4)
+  _assert_holds(_restore(tmp_path), 3)
 
 
 def test_the_first_of_every_interval_is_kept_also_by_a_later_process(tmp_path):
@@ -166,7 +161,7 @@ def test_the_first_of_every_interval_is_kept_also_by_a_later_process(tmp_path):
       checkpoints.save(step, _state(step), 0)()
     checkpoints.close()
   assert checkpoint.Checkpoints(str(tmp_path)).numbers == [3, 10, 20, 29, 41]
-  assert [checkpoint.clock(tmp_path / str(number)) for number in (3, 41)] == [3, 41]
+  assert [states.read(tmp_path / f'{number}').record['step'] for number in (3, 41)] == [3, 41]
 
 
 def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path):
@@ -197,15 +192,16 @@ def test_what_was_saved_is_durable(tmp_path, monkeypatch, what):
 
   def spy(descriptor: int) -> None:
     fsync(descriptor)
-    durable.add(pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}')))
+    durable.add(os.fstat(descriptor).st_ino)
 
   monkeypatch.setattr(os, 'fsync', spy)
   if what == 'checkpoint':
     checkpoints = checkpoint.Checkpoints(str(tmp_path))
     checkpoints.save(7, _state(7), 70)()
   else:
-    arrays.save(tmp_path / '7', _state(7))
-  assert {tmp_path, tmp_path / '7', *(tmp_path / '7').rglob('*')} <= durable
+    states.save(tmp_path / '7', '7', _state(7), {})
+  paths = tmp_path, tmp_path / '7', *(tmp_path / '7').rglob('*')
+  assert {path.stat().st_ino for path in paths} <= durable
   if what == 'checkpoint':
     checkpoints.close()
 
@@ -222,13 +218,13 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
       checkpoints.save(1, values, 10)
       checkpoints.wait()
       checkpoints.save(2, values, 20)
-      while not list(root.glob('2*tmp*')):
+      while not list(root.glob('*_2*tmp*')):
         pass
       os.kill(os.getpid(), signal.SIGKILL)
       """)
   died = command_line.python('-c', child, tmp_path)
   assert died.returncode == -signal.SIGKILL, died.stderr
-  assert list(tmp_path.glob('2*tmp*')), 'the save was over before the kill'
+  assert list(tmp_path.glob('*_2*tmp*')), 'the save was over before the kill'
 
   like = {f'leaf{i}': jax.ShapeDtypeStruct((2**19,), jnp.float32) for i in range(32)}
   restored = _restore(tmp_path, like)
@@ -274,10 +270,10 @@ def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, c
   """With a wait for each save its caller says it; without one there is one warning."""
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   checkpoints.save(1, _state(1), 10)()
-  (tmp_path / '1.orbax-checkpoint-tmp').mkdir()  # threads of an earlier save have written on
+  (tmp_path / 'new_1.orbax-checkpoint-tmp').mkdir()  # threads of an earlier save have written on
   with _small_files():
     for step in range(2, 5):
-      with pytest.raises(checkpoint.CheckpointError, match=f'saving .*/{step} failed'):
+      with pytest.raises(states.StateError, match=f'saving .*/{step} failed'):
         checkpoints.save(step, _noise(), 20)()
   _assert_holds(_restore(tmp_path), 1)
   checkpoints.save(5, _state(5), 50)()
@@ -285,7 +281,7 @@ def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, c
   with _small_files():
     for step in range(6, 9):
       checkpoints.save(step, _noise(), 20)
-    with pytest.raises(checkpoint.CheckpointError, match='saving .* failed'):
+    with pytest.raises(states.StateError, match='saving .* failed'):
       checkpoints.wait()
   checkpoints.close()
   assert caplog.text.count('failed') == 1 and 'Traceback' not in caplog.text
@@ -321,7 +317,7 @@ def test_a_closed_folder_takes_no_save(tmp_path):
   """Another process may have it by then."""
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   checkpoints.close()
-  with pytest.raises(checkpoint.CheckpointError, match='is closed'):
+  with pytest.raises(states.StateError, match='is closed'):
     checkpoints.save(1, _state(1), 10)
   assert not list(tmp_path.iterdir())
   _save(tmp_path, 2)
@@ -331,11 +327,11 @@ def test_a_closed_folder_takes_no_save(tmp_path):
 def test_one_changed_bit_is_detected(tmp_path):
   """The record of a state detects one changed bit, even if the storage does not."""
   _save(tmp_path, 1, 2)
-  record = tmp_path / '2' / 'record' / 'data.json'
-  digest = str(tree_digest.digests({'state': _state(2)})['state/w'])
+  record = tmp_path / '2' / 'manifest.json'
+  digest = str(tree_digest.digests(_state(2))['w'])
   changed = _state(2)
   changed['w'] = changed['w'].at[3, 4].set(np.nextafter(np.float32(30), np.float32(31)))
-  other = str(tree_digest.digests({'state': changed})['state/w'])
+  other = str(tree_digest.digests(changed)['w'])
   assert digest != other and digest in record.read_text()
   record.write_text(record.read_text().replace(digest, other))
   _assert_holds(_restore(tmp_path), 1)
@@ -363,9 +359,9 @@ def test_arrays_of_another_checkpoint_are_not_restored(tmp_path):
 def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
   assert _restore(tmp_path) is None
   _save(tmp_path, 1)
-  (tmp_path / '1' / 'record' / 'data.json').write_text('{')
+  (tmp_path / '1' / 'manifest.json').write_text('{')
   for _ in range(2):  # the second process does not start over either
-    with pytest.raises(checkpoint.CheckpointError, match=r'none of the checkpoints \[1\]'):
+    with pytest.raises(states.StateError, match=r'none of the checkpoints \[1\]'):
       _restore(tmp_path)
 
 
@@ -378,8 +374,8 @@ def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch):
     raise OSError(errno.EMFILE, 'Too many open files')
 
   with monkeypatch.context() as patch:
-    patch.setattr(checkpoint.json_files, 'read_bytes', fail)
-    with pytest.raises(checkpoint.CheckpointError, match=r'\[1, 2\] .*2: .*Too many open files'):
+    patch.setattr(states.json_files, 'read_bytes', fail)
+    with pytest.raises(states.StateError, match=r'\[1, 2\] .*/2/.*Too many open files'):
       _restore(root)
   assert sorted(path.name for path in root.iterdir()) == ['1', '2']
   _assert_holds(_restore(root), 2)
@@ -390,11 +386,11 @@ def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
   wider = _state(0) | {'w': jnp.zeros((8, 9))}
   with pytest.raises(
     ValueError,
-    match=r'state/w was saved as \[\[8, 8\].*this island has '
+    match=r'w was saved as \[\[8, 8\].*this island has '
     r'\[\[8, 9\].*configuration it was saved with',
   ):
     _restore(tmp_path, wider)
-  with pytest.raises(ValueError, match='state/w was saved as .* no such leaf'):
+  with pytest.raises(ValueError, match='w was saved as .* no such leaf'):
     _restore(tmp_path, {'count': jnp.int32(0)})
   _assert_holds(_restore(tmp_path), 1)
 

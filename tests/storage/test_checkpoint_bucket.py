@@ -11,7 +11,7 @@ import types
 import jax
 import pytest
 
-from diloco_jax.storage import checkpoint, folders
+from diloco_jax.storage import checkpoint, folders, states
 from diloco_jax.train import config as config_lib
 from tests.storage import fake_gcs
 from tests.storage import test_checkpoint as on_disk
@@ -81,7 +81,7 @@ def test_no_step_waits_for_the_bucket(bucket):
     ),
     (lambda door: setattr(door, 'refuses_with', 403), '', ValueError, 'Forbidden'),
     (lambda door: setattr(door, 'refuses_with', 401), '', ValueError, 'cannot write'),
-    (lambda door: setattr(door, 'shut', True), '', checkpoint.CheckpointError, 'does not answer'),
+    (lambda door: setattr(door, 'shut', True), '', states.StateError, 'does not answer'),
   ],
   ids=['missing', 'forbidden', 'unknown', 'shut'],
 )
@@ -138,13 +138,13 @@ def test_failures_of_requests_lose_no_checkpoint(bucket, quick, seed, rate, fail
     for _ in range(draw.randint(1, 3)):
       step = next(steps)
       tried.add(step)
-      with contextlib.suppress(checkpoint.CheckpointError):
+      with contextlib.suppress(states.StateError):
         checkpoints.save(step, on_disk._state(step), 10 * step)()
         saved = step
     checkpoints.close()
     try:
       restored, _ = _restore(url)
-    except (checkpoint.CheckpointError, ValueError):
+    except (states.StateError, ValueError):
       continue  # the next process tries again
     if restored:
       assert restored.step in tried
@@ -181,9 +181,7 @@ def test_a_save_that_did_not_end_is_no_checkpoint(last, bucket, quick):
   checkpoints = checkpoint.Checkpoints(url)
   checkpoints.save(1, on_disk._state(1), 10)()
   bucket.door.faults = DownFrom('/ckpt/2/', last)
-  with pytest.raises(
-    checkpoint.CheckpointError, match='saving .*/2 failed: .*checkpoint 1 is still'
-  ):
+  with pytest.raises(states.StateError, match='saving .*/2 failed: .*checkpoint 1 is still'):
     checkpoints.save(2, on_disk._state(2), 20)()
   bucket.door.faults = None
   assert any('/ckpt/2/' in name for name in bucket.objects), 'it had begun'

@@ -33,7 +33,7 @@ from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, lineage, outer_log, wal
+from diloco_jax.storage import checkpoint, lineage, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import global_model as global_model_lib
@@ -160,6 +160,7 @@ class Rig:
       **books(self.assembled, sync),
       **self._published(),
       'merging': [],
+      'run': self.start.run,
     }
     self.work.submit(actions.Save(clock=sync, machine_state=machine_state))
     return self.posted.get(timeout=DEADLINE_S)
@@ -350,7 +351,7 @@ def test_without_its_only_checkpoint_the_log_has_the_run(rig, expected, tmp_path
   life.crash()
   life.checkpoints.close()
   _damage(tmp_path / 'ckpt' / '3')
-  with pytest.raises(checkpoint.CheckpointError) as error:
+  with pytest.raises(states.StateError) as error:
     rig()
   paste(str(error.value))
   assert bits(rig().theta) == expected[3]

@@ -22,6 +22,7 @@ from diloco_jax.nodes import dial, own_model, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, folders, lineage, wal
 from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import addresses
@@ -146,8 +147,7 @@ def run_until(life: Life, syncs: range, saves: tuple[int, ...] = ()) -> None:
 
 
 def copies(site: Site) -> list[int]:
-  found = map(re.compile(r'syncer/ckpt/(\d+)-[0-9a-f]{8}\.json').fullmatch, site.store.names())
-  return sorted(int(match[1]) for match in found if match)
+  return [copies_lib.number(name) for name in copies_lib.names(site.store, 'syncer/')]
 
 
 def gone(life: Life) -> list[str]:
@@ -241,12 +241,12 @@ def test_the_store_keeps_two_copies_and_the_records_behind_them(site, expected):
   run_until(life, range(1, SYNCS + 1), saves=(2, 3, 4, 6))
   names = site.store.names('syncer/')
   assert copies(site) == [4, 6]
-  uploads = {name.split('/')[2].removesuffix('.json') for name in names if '/ckpt/' in name}
+  uploads = {name.split('/')[2] for name in names if '/ckpt/' in name}
   assert sorted(int(name.split('-')[0]) for name in uploads) == [4, 6]
   records = [name for name in names if name.endswith('.rec')]
   assert [int(name.split('/')[-1].split('.')[0]) for name in records] == [5, 6, 7]
   site.kill()
-  (damaged,) = [name for name in names if '/ckpt/6-' in name and name.endswith('data.json')]
+  (damaged,) = [name for name in names if '/ckpt/6-' in name and name.endswith('state/_METADATA')]
   site.store.put(damaged, b'{}')
   other = site.live('b', store_log=True)  # the copy before it, and more records
   assert any('is not what was put there' in line for line in drain_lines(other))
@@ -506,8 +506,8 @@ def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
   run_until(life, range(1, 3), saves=(2,))
   monkeypatch.setattr(store_lib.Store, 'put', lambda *_: (_ for _ in ()).throw(
     store_lib.StoreError('no network')))  # fmt: skip
-  (here.folder / 'a' / stored.MODEL).mkdir()
-  (here.folder / 'a' / stored.MODEL / 'x').write_text('')
+  (here.folder / 'a' / copies_lib.MODEL).mkdir()
+  (here.folder / 'a' / copies_lib.MODEL / 'x').write_text('')
   life.store.copy()
   done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
   queue.post(events.Stop(reason='preempted'))

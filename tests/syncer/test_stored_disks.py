@@ -3,17 +3,22 @@ the holder may do."""
 
 import copy
 import dataclasses
+import pathlib
+import re
 import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.configs import own_loop
 from diloco_jax.launch import restore
-from diloco_jax.storage import checkpoint, files, lineage, outer_log, wal
+from diloco_jax.nodes import own_model
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.syncer import stored
+from diloco_jax.storage import files, folders, lineage, outer_log, states, wal
+from diloco_jax.storage import store as store_lib
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored
 from tests.syncer.test_durability import DEADLINE_S, bits, drain_lines
@@ -86,12 +91,23 @@ def test_a_renewal_that_was_on_its_way_is_no_sign_of_life(here, expected, monkey
   assert bits(here.live('b', store_log=True).theta) == expected[3]
 
 
+@pytest.mark.parametrize('size', [0, 100])
+def test_a_copy_whose_manifest_is_cut_is_passed_over(here, expected, size):
+  run_until(here.live('a'), range(1, 7), saves=(2, 6))
+  here.kill()
+  (name,) = [name for name in here.store.names('syncer/ckpt/6-') if states.MANIFEST in name]
+  here.store.put(name, here.store.read(name).data[:size])
+  other = here.live('b')
+  assert any(f'{name} does not read back' in line for line in drain_lines(other))
+  assert bits(other.theta) == expected[2]
+
+
 def test_a_copy_that_was_passed_over_is_not_taken_later(here, expected):
   """Else each start of a healthy disk would go back behind it."""
   run_until(here.live('a'), range(1, 7), saves=(2, 6))
   here.kill()
   names = here.store.names('syncer/ckpt/6-')
-  (damaged,) = [name for name in names if name.endswith('data.json')]
+  (damaged,) = [name for name in names if name.endswith('state/_METADATA')]
   whole = here.store.read(damaged).data
   here.store.put(damaged, b'{}')
   other = here.live('b')
@@ -193,31 +209,12 @@ def test_the_command_of_damaged_checkpoints_works(here, expected, store_log):
   here.kill()
   for number in ('2', '4'):
     durability._damage(here.folder / 'my disk' / 'syncer' / 'ckpt' / number)
-  with pytest.raises(checkpoint.CheckpointError, match='none of the checkpoints') as error:
+  with pytest.raises(states.StateError, match='none of the checkpoints') as error:
     here.live('my disk', store_log)
   durability.paste(str(error.value))
   after = here.live('my disk', store_log)
   assert bits(after.theta) == expected[6 if store_log else 4]
   assert bool(gone(after)) == (not store_log)
-
-
-@pytest.mark.parametrize('store_log', [False, True])
-@pytest.mark.parametrize('how', ['cut off', 'another value', 'removed'])
-def test_settings_that_are_damaged_in_the_store_are_named(here, expected, store_log, how):
-  """Nothing is changed, and once they are put back, or the old disk is back, the run goes on."""
-  saves = () if store_log else (2,)
-  run_until(here.live('a', store_log), range(1, 4), saves)
-  here.kill()
-  name = f'syncer/{stored.AGREEMENT}'
-  whole = here.store.read(name).data
-  here.store.remove(name)
-  if how != 'removed':
-    here.store.put(name, whole[:-1] if how == 'cut off' else whole.replace(b':2', b':3', 1))
-    assert here.store.read(name).data != whole
-  with pytest.raises(claim_lib.Denied, match='agreement.json is damaged.* Put a copy of it back'):
-    here.live('b', store_log)
-  here.store.put(name, (here.folder / 'a' / 'syncer' / 'wal' / stored.AGREEMENT).read_bytes())
-  assert bits(here.live('b', store_log).theta) == expected[3 if store_log else 2]
 
 
 def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_before(
@@ -254,3 +251,83 @@ def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):
   other = here.live('b')
   left = {row['learner']: row['left'] for row in other.start.state['members']}
   assert left == {'l0': False, 'l1': True, 'l2': True}
+
+
+# --- A store that is away -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('store_log', [False, True])
+def test_a_store_that_is_away_gets_nothing_and_the_run_goes_on_once_it_is_back(
+  here, monkeypatch, store_log
+):
+  """As a network file system that is not mounted for a moment: an empty folder is in its place."""
+  monkeypatch.setattr(claim_lib, 'FRESH_S', 1.0)
+  place, away = pathlib.Path(here.place), here.folder / 'away'
+  life = here.live('a', store_log)
+  run_until(life, range(1, 3), saves=(1,))
+  drain_lines(life)
+  place.rename(away)
+  place.mkdir()
+  wait(lambda: time.monotonic() > life.store._claim._fresh_until_s)
+  life.submit(3)
+  lines = ''
+  while 'No outer step is committed' not in lines:
+    lines += life.records.lines.get(timeout=DEADLINE_S)
+  assert 'is away: it has neither syncer nor config.json' in lines
+  assert life.posted.empty() and not list(place.iterdir())
+  place.rmdir()
+  away.rename(place)
+  assert life.posted.get(timeout=DEADLINE_S).sync == 3
+  life.copied()
+  here.kill()
+
+  place.rename(away)
+  for is_empty in (False, True):
+    if is_empty:
+      place.mkdir()
+    with pytest.raises(store_lib.StoreError, match='is away.* Nothing was started or made there'):
+      here.live('a', store_log)
+    assert place.exists() == is_empty and not list(place.glob('*'))
+  place.rmdir()
+  away.rename(place)
+  run_until(here.live('a', store_log), range(4, 5))
+
+
+def test_a_claim_that_was_removed_alone_is_made_again(here):
+  """As by a rule of a bucket that removes old objects."""
+  life = here.live('a')
+  life.merge(1)
+  here.store.put('config.json', b'{}')
+  here.store.remove(claim_lib.NAME)
+  life.store._claim.renew()
+  assert claim_lib.read(here.store)[0].process == life.store._claim.content.process
+  life.merge(2)
+
+
+def test_a_record_that_is_damaged_in_the_store_is_named_there_with_the_way_on(here, expected):
+  run_until(here.live('a', store_log=True), range(1, 6), saves=(1, 2))
+  here.kill()
+  name = f'syncer/wal/{wal.name_of(4)}'
+  data = bytearray(here.store.read(name).data)
+  data[len(data) // 2] ^= 1
+  here.store.put(name, bytes(data))
+  for _ in range(2):
+    with pytest.raises(claim_lib.Denied, match=f'{here.place}/{name} is damaged') as error:
+      here.live('b', store_log=True)
+  (command,) = re.findall('diloco restore --workdir=.* --to=latest', str(error.value))
+  assert f'--workdir={here.folder / "b"} ' in command
+  restore.restore(here.lives[0].assembled.config, here.folder / 'b', 'latest', print)
+  life = here.live('b', store_log=True)
+  assert bits(life.theta) == expected[2]
+  run_until(life, range(3, 5))
+
+
+def test_a_damaged_model_of_a_loop_is_taken_from_the_store(here):
+  model = own_model.describe({'w': np.arange(32, dtype=np.float32)}, None)
+  own_model.write(here.folder / 'a', model, own_loop.get_config())
+  here.live('a')
+  here.kill()
+  durability._damage(here.folder / 'a' / folders.OWN_MODEL)
+  here.live('a')
+  assert np.array_equal(own_model.read(here.folder / 'a').values()['w'], np.arange(32))
+  assert (here.folder / 'a' / 'aside-1' / folders.OWN_MODEL).is_dir()

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from diloco_jax.storage import checkpoint
 from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from tests.storage import fake_gcs
@@ -37,7 +37,7 @@ class Story:
   def life(self) -> None:
     try:
       life = self.site.live(f'disk{self.draw.randrange(DISKS)}', store_log=self.log)
-    except (store_lib.StoreError, checkpoint.CheckpointError):
+    except (store_lib.StoreError, states.StateError):
       return  # it is started again
     except claim_lib.Denied as error:  # another disk has all of the run
       assert not self.log and not self.safe and 'has no whole copy' in str(error)
