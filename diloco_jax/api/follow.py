@@ -21,7 +21,7 @@ from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, folders, states
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import copies as copies_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses
@@ -159,20 +159,20 @@ def _copied(
       claim, generation = claim_lib.read(store)
       if generation != renewed:
         renewed, deadline_s = generation, time.monotonic() + wait_s
-      ended = claim and claim.released and store.read(f'{copies_lib.MODEL}/{states.MANIFEST}')
-      at, run = copies_lib.of(claim)
-      newest = (copies_lib.names(store, at) or [''])[-1]
+      ended = claim and claim.released and store.read(f'{folders.MODEL}/{states.MANIFEST}')
+      lineage = claim.lineage if claim else lineage_lib.Lineage()
+      newest = (states.copies(store, lineage.part) or [''])[-1]
       failed = '' if claim else f': it has no {claim_lib.NAME}'
       if newest not in ('', seen):
         seen, damaged = newest, ''
-        found = _in_copy(theta, store, newest, run)
+        found = _in_copy(theta, store, newest, lineage.run)
     except states.Damaged as error:  # the next one may do
       damaged = f': {exits.one_line(error)}'
     except store_lib.StoreError as error:
       failed = f': {exits.one_line(error)}'
-    if found and (at, found[0]) != last:  # the end of a process saves once more
+    if found and (lineage.part, found[0]) != last:  # the end of a process saves once more
       version, named = found
-      last = at, version
+      last = lineage.part, version
       with jax.set_mesh(None):
         params = load_params.in_tree(assembled, frozen | named, into, place)
       yield version, params
@@ -191,7 +191,7 @@ def _in_copy(
 ) -> tuple[int, dict[str, Any]]:
   """The version and the arrays of a copy. Raises Damaged, StoreError."""
   with tempfile.TemporaryDirectory(prefix='diloco-') as made, jax.set_mesh(None):
-    folder = pathlib.Path(made, str(copies_lib.number(name)))
-    states.fetch(store, name, folder, copies_lib.node_name(name), run)
+    folder = pathlib.Path(made, str(states.number(name)))
+    states.fetch(store, name, folder, f'syncer/{states.number(name)}', run)
     manifest, params = load_params.in_checkpoint(theta, folder)
     return sum(manifest.record['protocol']['versions']), arrays.by_name(params)

@@ -21,7 +21,7 @@ from diloco_jax.api import states as loop_states
 from diloco_jax.config import build, load
 from diloco_jax.nodes import own_model
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.storage import arrays, copies, files, json_files, outer_log, states, tree_digest
+from diloco_jax.storage import arrays, files, json_files, outer_log, states, tree_digest
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import folders as folders_lib
 from diloco_jax.storage import lineage as lineage_lib
@@ -113,17 +113,17 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
     if store.read(f'{folders_lib.OWN_MODEL}/{states.MANIFEST}'):
       states.fetch(store, folders_lib.OWN_MODEL, copy / folders_lib.OWN_MODEL)
     claim, _ = claim_lib.read(store)
-    at, run = copies.of(claim)
+    lineage = claim.lineage if claim else lineage_lib.Lineage()
 
     def found() -> list[str]:
-      has_model = store.read(f'{copies.MODEL}/{states.MANIFEST}') is not None
-      return [*copies.names(store, at), *[copies.MODEL] * has_model]
+      has_model = store.read(f'{folders_lib.MODEL}/{states.MANIFEST}') is not None
+      return [*states.copies(store, lineage.part), *[folders_lib.MODEL] * has_model]
 
     def fetch(name: str) -> states.Manifest:
-      if name == copies.MODEL:
-        return states.fetch(store, name, copy / name, copies.MODEL, run)
-      to = folders_lib.syncer_folder(copy) / folders_lib.CHECKPOINTS / str(copies.number(name))
-      return states.fetch(store, name, to, copies.node_name(name), run)
+      if name == folders_lib.MODEL:
+        return states.fetch(store, name, copy / name, folders_lib.MODEL, lineage.run)
+      to = folders_lib.syncer_folder(copy) / folders_lib.CHECKPOINTS / str(states.number(name))
+      return states.fetch(store, name, to, f'syncer/{to.name}', lineage.run)
 
     states.newest(found, fetch, _warn)
     yield copy
@@ -172,7 +172,7 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The tree of the newest state of a run; later outer steps are not in it. Raises ValueError,
   StateError."""
-  node, model = folders_lib.syncer_folder(workdir), workdir / copies.MODEL
+  node, model = folders_lib.syncer_folder(workdir), workdir / folders_lib.MODEL
   lineage, most_bytes = lineage_lib.peek(workdir), tree_digest.most_bytes(assembled.shapes)
   run = lineage.run if lineage else ''
   checkpoint = lambda number: node / folders_lib.CHECKPOINTS / str(number)
@@ -182,7 +182,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
     if path != model:
       theta = global_model_lib.Theta(assembled)
       return in_checkpoint(theta, path, f'syncer/{path.name}', run)[1]
-    manifest, tree = states.load_on_host(path, None, '', most_bytes, copies.MODEL, run)
+    manifest, tree = states.load_on_host(path, None, '', most_bytes, folders_lib.MODEL, run)
     for number in folders_lib.checkpoints(node)[-1:]:
       with contextlib.suppress(states.Damaged):
         newer = states.read(checkpoint(number)).record['protocol'][outer_log.POSITION]

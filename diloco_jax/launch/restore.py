@@ -27,8 +27,8 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol import agreement, ids
-from diloco_jax.storage import copies, folders, json_files, outer_log, states, tapes
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files, outer_log, states, tapes
 from diloco_jax.storage import lineage as lineage_lib
 
 LATEST = 'latest'
@@ -246,7 +246,7 @@ def _later(place: json_files.Place, goal: Goal, is_workdir: bool) -> list[json_f
   """The files of a node that are later than the goal, but for the log. Those of the syncer in a
   store stay: it will begin another part of the store (syncer/stored.py)."""
   syncer = [folders.syncer_folder(place)] if is_workdir else []
-  ends = (place / tapes.TAPES, place / copies.MODEL) if is_workdir else ()
+  ends = (place / tapes.TAPES, place / folders.MODEL) if is_workdir else ()
   return [
     *filter(os.path.lexists, ends),
     *(

@@ -23,6 +23,7 @@ from diloco_jax.storage import json_files
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUNS = 'runs'  # here a run gets its folder if the user names none, and the newest is looked for
 ISLANDS, CHECKPOINTS = 'islands', 'ckpt'
+MODEL = 'model'  # in a run's folder, and in its store: the trained model, for plain Orbax
 OWN_MODEL = 'syncer/model'  # that a loop of the user's own brought (nodes/own_model.py)
 BUCKET = 'gs://'
 SIGNS = 'syncer', 'config.json'  # one of them is in the store of every run that has begun

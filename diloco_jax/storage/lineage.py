@@ -50,6 +50,11 @@ class Lineage:
   gone: tuple[str, ...] = ()
   changing: str = ''
 
+  @property
+  def part(self) -> str:
+    """The part of a store that has the copies and records since the last restore."""
+    return f'syncer/restored-{self.restored[-1]}/' if self.restored else 'syncer/'
+
   def __post_init__(self):
     """Raises ValueError if a value is out of its range."""
     folders.require_number('log', self.log)

@@ -37,6 +37,7 @@ MANIFEST = 'manifest.json'
 _MAX_MANIFEST_BYTES = 64 << 20
 _PART_BYTES = 256 << 20  # of arrays that are read at once on the host, beside one that is larger
 _LEFT_OUT = ...  # Orbax reads no such leaf
+_COPY = re.compile(rf'(.*/ckpt/\d+-[0-9a-f]{{8}})/{re.escape(MANIFEST)}')
 _LOOKS = 30  # for a state that is not removed while it is read
 _T = TypeVar('_T')
 
@@ -349,6 +350,18 @@ def one_line(error: Exception) -> str:
 
 
 # --- Copies in a store ----------------------------------------------------------------------------
+
+
+def copies(store: store_lib.Store, part: str) -> list[str]:
+  """The places of the complete copies of checkpoints in a part of a store, <part>ckpt/N-H, the
+  newest last: checkpoint N of the syncer, H a hash of its manifest. Raises StoreError."""
+  found = [match[1] for match in map(_COPY.fullmatch, store.names(f'{part}ckpt/')) if match]
+  return sorted(found, key=number)
+
+
+def number(copy: str) -> int:
+  """Of the checkpoint that was copied."""
+  return int(copy.rsplit('/', 1)[1].split('-')[0])
 
 
 def described(

@@ -26,7 +26,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts, header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, copies, folders, outer_log, states, tapes, wal
+from diloco_jax.storage import checkpoint, folders, outer_log, states, tapes, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import commit, stored
@@ -282,7 +282,7 @@ def _export(
 ) -> None:
   """Writes the trained model as a tree of named arrays, which is then copied to the store."""
   try:
-    states.save(workdir / copies.MODEL, copies.MODEL, theta.params(), record)
+    states.save(workdir / folders.MODEL, folders.MODEL, theta.params(), record)
     if store:
       store.copy()
   except states.StateError as error:
@@ -296,7 +296,7 @@ def _forget_export(workdir: pathlib.Path, store: stored.Stored | None) -> None:
   model is that of the checkpoints."""
   if store:
     store.forget_model()
-  model = workdir / copies.MODEL
+  model = workdir / folders.MODEL
   if model.is_symlink():
     model.unlink()
   elif model.is_dir():

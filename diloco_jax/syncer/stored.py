@@ -1,7 +1,7 @@
 """The syncer's part of the store: what of its folder outlives its disk.
 
-STORE/syncer/claim            which process continues the run, and its settings (storage/claim.py)
-STORE/syncer/ckpt/N-H/        a copy of checkpoint N                   (storage/copies.py)
+STORE/syncer/claim            which process continues the run, and the settings (claim.py)
+STORE/syncer/ckpt/N-H/        a copy of checkpoint N                  (storage/states.py)
 STORE/syncer/wal/             with `train.store_log` the records of outer steps, under their names
 STORE/syncer/model/           of a run of own loops: names, shapes and version 0 of its model
 STORE/model/                  the trained model, for plain Orbax
@@ -44,7 +44,6 @@ from diloco_jax.storage import (
   wal,
 )
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
@@ -128,6 +127,8 @@ class Stored:
       self._require_own_or_empty(here)
       lineage_lib.write(self._workdir, named)  # first: this folder is the newest state of the run
       run = here.run or secrets.token_hex(8)
+      if here.run:
+        self._say(f'{self._store.place} is a new store: the run goes on in it from this folder')
       return claim_lib.Content(lineage=dataclasses.replace(named, run=run), log=self._end())
 
     claims = store_lib.Store(self._config.train.store, claim_lib.ANSWER_S)
@@ -137,7 +138,7 @@ class Stored:
     claimed = self._claim.content.lineage
     restored = tuple(dict.fromkeys((*claimed.restored, *here.restored)))
     store_is_behind = restored != claimed.restored  # of a restore of this folder
-    self._at = copies_lib.part(restored)
+    self._at = lineage_lib.Lineage(restored=restored).part
     mine = before is None or (claim_lib.has(before, here.disk) and not here.changing)
     if store_is_behind:
       if numbers := folders.checkpoints(self._folder):
@@ -164,7 +165,7 @@ class Stored:
   def _require_own_or_empty(self, here: lineage_lib.Lineage) -> None:
     """Of a store without a claim. Raises Denied if the store has a run that is not in the
     folder."""
-    self._at = copies_lib.part(here.restored)
+    self._at = here.part
     mine = here.disk and here.run and not here.changing
     behind = mine and max(self._positions().values(), default=0) > self._end()
     if behind or (not mine and self._store.names('syncer/')):
@@ -182,9 +183,9 @@ class Stored:
     """The positions in the log of the copies whose manifests read back, by the name of the copy,
     the newest last. Raises StoreError, OtherFormat."""
     found = {}
-    for name in copies_lib.names(self._store, self._at):
+    for name in states.copies(self._store, self._at):
       with contextlib.suppress(states.Damaged):
-        about, _ = states.described(self._store, name, copies_lib.node_name(name))
+        about, _ = states.described(self._store, name, f'syncer/{states.number(name)}')
         found[name] = about.record['protocol'][outer_log.POSITION]
     return found
 
@@ -198,12 +199,14 @@ class Stored:
   def _go_to_copy(self, before: claim_lib.Content, here: lineage_lib.Lineage) -> None:
     """Fetches the newest copy that is whole, and goes back to it."""
     staging, damaged = self._folder / 'from-store', []
-    copies = lambda: copies_lib.names(self._store, self._at)
+    copies = lambda: states.copies(self._store, self._at)
 
     def fetch(name: str) -> states.Manifest:
       shutil.rmtree(staging, ignore_errors=True)
-      to = staging / str(copies_lib.number(name))
-      return states.fetch(self._store, name, to, copies_lib.node_name(name), before.lineage.run)
+      to = staging / str(states.number(name))
+      return states.fetch(
+        self._store, name, to, f'syncer/{states.number(name)}', before.lineage.run
+      )
 
     def passed_over(name: str, error: Exception) -> None:
       damaged.append(f'{name}/{states.MANIFEST}')
@@ -381,7 +384,7 @@ class Stored:
 
   def forget_model(self) -> None:
     """Removes the model that an earlier end of the run has put. Raises StoreError."""
-    model = copies_lib.MODEL
+    model = folders.MODEL
     self._store.remove(f'{model}/{states.MANIFEST}', *self._store.names(f'{model}/'))
 
   def _copy_what_is_due(self) -> None:
@@ -424,10 +427,10 @@ class Stored:
     """Removes copies that need not be kept, what is left of others, and the records behind both of
     the newest two."""
     self._claim.require()
-    copies = copies_lib.names(self._store, self._at)
-    numbers = sorted(map(copies_lib.number, copies))
+    copies = states.copies(self._store, self._at)
+    numbers = sorted(map(states.number, copies))
     kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
-    stay = tuple(f'{name}/' for name in copies if copies_lib.number(name) in kept)
+    stay = tuple(f'{name}/' for name in copies if states.number(name) in kept)
     names = self._store.names(f'{self._at}ckpt/')
     old = [name for name in names if not name.startswith(stay)]
     self._store.remove(*sorted(old, key=lambda name: not name.endswith(states.MANIFEST)))
@@ -438,7 +441,7 @@ class Stored:
 
   def _copy_model(self) -> None:
     self.forget_model()
-    model = copies_lib.MODEL
+    model = folders.MODEL
     states.put(self._store, model, self._workdir / model, self._require_open)
 
   # --- The end ------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from diloco_jax.launch import restore
 from diloco_jax.node import loop
 from diloco_jax.nodes import dial, own_model, run_folder
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, folders, lineage, wal
+from diloco_jax.storage import checkpoint, folders, lineage, states, wal
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import copies as copies_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import addresses
@@ -147,7 +146,7 @@ def run_until(life: Life, syncs: range, saves: tuple[int, ...] = ()) -> None:
 
 
 def copies(site: Site) -> list[int]:
-  return [copies_lib.number(name) for name in copies_lib.names(site.store, 'syncer/')]
+  return [states.number(name) for name in states.copies(site.store, 'syncer/')]
 
 
 def gone(life: Life) -> list[str]:
@@ -506,8 +505,8 @@ def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
   run_until(life, range(1, 3), saves=(2,))
   monkeypatch.setattr(store_lib.Store, 'put', lambda *_: (_ for _ in ()).throw(
     store_lib.StoreError('no network')))  # fmt: skip
-  (here.folder / 'a' / copies_lib.MODEL).mkdir()
-  (here.folder / 'a' / copies_lib.MODEL / 'x').write_text('')
+  (here.folder / 'a' / folders.MODEL).mkdir()
+  (here.folder / 'a' / folders.MODEL / 'x').write_text('')
   life.store.copy()
   done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
   queue.post(events.Stop(reason='preempted'))
