@@ -140,7 +140,10 @@ class Checkpoints:
     if folders.is_away(self._store):
       raise states.StateError(f'{self._store} is away, so nothing was saved there')
     if self._checkpointer is None:
-      self._open()
+      try:
+        self._open()
+      except Exception as error:  # of a bucket of any kind
+        raise states.StateError(f'cannot write {self._root}: {states.one_line(error)}') from error
     number = max(int(step), self._newest + 1)
     if jax.process_count() > 1:
       number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))

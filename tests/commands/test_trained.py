@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 import diloco_jax
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.storage import arrays
+from diloco_jax.storage import arrays, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 from tests.launch.lib.command_line import diloco
@@ -47,7 +47,7 @@ def test_an_exported_model_has_the_same_bits_and_another_run_begins_with_it(
   config.model.param_dtype = dtype
   load.write(tmp_path / 'run', config)
   params = jax.tree.map(np.asarray, build.assemble(config).init())
-  arrays.save(tmp_path / 'run' / 'model', params)
+  states.save(tmp_path / 'run' / 'model', 'model', params, {})
   out = tmp_path / 'm.safetensors'
   if dtype == 'float32':
     done = diloco('export', f'--workdir={tmp_path / "run"}', f'--out={out}')
