@@ -288,6 +288,24 @@ def bucket(_fake_gcs, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
   door.close()
 
 
+_REAL = ('api', 'commands', 'launch', 'learner', 'nodes', 'runs', 'syncer')  # not invented records
+
+
+@pytest.fixture(autouse=True)
+def _no_impossible_figure(request: pytest.FixtureRequest) -> Iterator[None]:
+  """What a test has run told no figure that cannot be (tests/report/impossible.py)."""
+  room = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+  checks = room in _REAL and 'tmp_path' in request.fixturenames
+  folder = request.getfixturevalue('tmp_path') if checks else None
+  yield
+  if folder is not None:
+    from tests.report import impossible
+
+    for run in impossible.runs(folder):
+      with contextlib.suppress(ValueError):  # a test may have spoiled the folder
+        assert not (found := impossible.figures(run)), (run, found)
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _give_way(request: pytest.FixtureRequest) -> None:
   """In a lane of many real runs a worker of several lets the real run of another go first. Linux

@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -95,6 +96,12 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   examples = done.stdout.partition('\nFlags:')[0].splitlines()
   for line, following in itertools.pairwise(examples):  # each can be copied to a shell
     assert not following.startswith('      --') or line.endswith('\\'), following
+    assert not line.endswith('\\') or len(line.strip(' \\') + following) > 70, 'it fits'
+  flags = re.findall(r'^  --\S+: (.*(?:\n      .*)*)', done.stdout, re.M)
+  for about in (re.sub(r'\s+', ' ', one) for one in flags):  # each a whole sentence
+    words = re.sub(r' \(default: .*\)$|^(gke|local|ray|slurm)(, \w+)*: ', '', about)
+    assert words.endswith(('.', '...')) and len(words.split()) > 3, about
+    assert not words.startswith(('Of ', 'To ', 'Instead ', 'On ', 'That ')), about
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
 from diloco_jax.node import loop
 from diloco_jax.nodes import dial, learner_node, lifecycle, own_model, run_folder
-from diloco_jax.protocol import events, ids
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
 from diloco_jax.storage import arrays
 from diloco_jax.train import island as island_lib
@@ -69,7 +70,8 @@ class Peer:
     self._boundary_ns = self._data_ns = 0
     self._measured = False  # a step
     self._newest: Any = ()  # the newest step's smallest output, if no metric tells its end
-    self._unrecorded: tuple[island_lib.StepResult, tuple[int, int]] | None = None
+    self._unrecorded: tuple[island_lib.StepResult, tuple[int, int], int] | None = None
+    self._ended_ns = 0  # of the newest step that is recorded
     self.clock: int | None = None
     self.failed = False  # an error has ended it at once
 
@@ -109,8 +111,18 @@ class Peer:
         )
       self._synced = False
       begun_ns = time.monotonic_ns()
-      given = self.clock if stream is None else (self.clock, stream(*self.shard))
+      work = self._node.work
+      try:
+        work.doing = messages.READING
+        given = self.clock if stream is None else (self.clock, stream(*self.shard))
+      except KeyboardInterrupt:
+        if not (self._node.ended.done() and self._node.ended.result().abandons):
+          raise
+        return  # the run is over, and this batch was awaited for long (learner/stuck.py)
+      finally:
+        work.doing = ''
       self._data_ns = time.monotonic_ns() - begun_ns
+      work.doing = messages.LOOPING
       yield given
 
   def sync(
@@ -154,8 +166,9 @@ class Peer:
         'is None'
       )
     tokens = operator.index(tokens)  # also of NumPy and JAX: tapes and messages hold plain ones
-    if tokens <= 0:
-      raise ValueError(f'tokens is {tokens}: a step trains on at least one')
+    most = config_lib.TABLE['max_step_tokens'].default
+    if not 0 < tokens <= most:
+      raise ValueError(f'tokens is {tokens}: a step trains on at least one, and at most {most:,}')
     metrics = dict(metrics or {})
     for name, value in metrics.items():
       if not hasattr(value, '__float__'):
@@ -229,39 +242,38 @@ class Peer:
     """Tells the machine of the step, and records the one before, of which the metrics are due: the
     devices have this one to do. A step that is done is recorded now, as the first one and the last
     one must be."""
+    self._node.work.doing = messages.STEPPING
     waits = not self._measured or clock + 1 >= self.total_steps
     self._measured = True
     if self._unrecorded:
       jax.block_until_ready(self._unrecorded[0].metrics)
     jax.block_until_ready(self._newest)
+    times = self._record()
+    made = [*metrics.values()]
+    if not any(hasattr(one, 'is_ready') for one in made):
+      made.append(min(self._arrays.params.values(), key=lambda leaf: leaf.size))
     if waits:
-      jax.block_until_ready(metrics)
-    step_ns = time.monotonic_ns() - self._boundary_ns
-    data_ns = min(self._data_ns, step_ns)
-    self._data_ns = 0
-    self._record()
+      jax.block_until_ready(made)
     between = self._node.work.take_between()
-    result = island_lib.StepResult(None, None, tokens, step_ns / 1e9, data_ns / 1e9, clock, metrics)
-    self._unrecorded = result, between
-    if waits or all(getattr(one, 'is_ready', lambda: True)() for one in metrics.values()):
-      self._record()
-    self._node.post(
-      events.StepDone(
-        tokens=tokens,
-        step_ns=step_ns,
-        data_ns=data_ns,
-        saving_ns=between[0],
-        loss=self._node.work.loss,
-      )
-    )
+    result = island_lib.StepResult(None, None, tokens, 0.0, self._data_ns / 1e9, clock, metrics)
+    self._unrecorded, self._data_ns = (result, between, self._boundary_ns), 0
+    if waits or all(getattr(one, 'is_ready', lambda: True)() for one in made):
+      times = self._record()
+    self._node.post(events.StepDone(tokens=tokens, loss=self._node.work.loss, **times))
 
-  def _record(self) -> None:
-    """Records the step that is not recorded yet, if there is one, once its metrics are there."""
-    if self._unrecorded is not None:
-      (result, between), self._unrecorded = self._unrecorded, None
-      metrics = {name: float(value) for name, value in result.metrics.items()}
-      loss = metrics.pop('loss', None)
-      self._node.work.record(result._replace(loss=loss, metrics=metrics), *between)
+  def _record(self) -> dict[str, int]:
+    """Records the step that is not recorded yet, if there is one, once its metrics are there: it
+    took the time since its begin, or since the end of the step before. Returns its times."""
+    if self._unrecorded is None:
+      return {'step_ns': 0}
+    (result, between, begun_ns), self._unrecorded = self._unrecorded, None
+    metrics = {name: float(value) for name, value in result.metrics.items()}
+    loss, now_ns = metrics.pop('loss', None), time.monotonic_ns()
+    step_ns, self._ended_ns = max(1, now_ns - max(begun_ns, self._ended_ns)), now_ns
+    data_s = min(result.data_s, step_ns / 1e9)
+    result = result._replace(loss=loss, metrics=metrics, seconds=step_ns / 1e9, data_s=data_s)
+    self._node.work.record(result, *between)
+    return {'step_ns': step_ns, 'data_ns': int(data_s * 1e9), 'saving_ns': between[0]}
 
   def _checked(self, params: Any, opt_state: Any) -> dict[str, Any]:
     """What the loop gives, by name. Raises ValueError: it is not like what `join` was given."""
@@ -293,6 +305,7 @@ class Peer:
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""
     self.clock = self._node.work.next_step()
+    self._node.work.doing = '' if self.clock is None else messages.LOOPING
     self._stale = self._arrays.follow()
     self._boundary_ns = time.monotonic_ns()
 

@@ -15,7 +15,7 @@ from diloco_jax.nodes import exits
 
 cli.define_config()
 _TOPOLOGY = flags.DEFINE_string(
-  'topology', '', 'Chips of one slice: v5e:2x4, v6e:4x4, v5p:2x2x1 ...; as many as the mesh has.'
+  'topology', '', 'The chips of one slice, as v5e:2x4 or v5p:2x2x1: as many as the mesh has.'
 )
 _MIB = 1 << 20
 

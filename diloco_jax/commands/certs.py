@@ -28,10 +28,10 @@ from diloco_jax.certs import allowlist, authority, check, names, private, proofs
 from diloco_jax.nodes import exits
 
 POSITIONAL = True
-_TLS = flags.DEFINE_string('tls', 'certs', "The owner's folder, as for diloco launch.")
-_NAME = flags.DEFINE_string('name', '', 'init: the name of the run.')
-_LEARNER = flags.DEFINE_string('learner', '', 'sign: the id of the learner.')
-_RENEW = flags.DEFINE_bool('renew', False, 'issue, sign: replace the certificate that is there.')
+_TLS = flags.DEFINE_string('tls', 'certs', 'The folder of the owner, as for `diloco launch`.')
+_NAME = flags.DEFINE_string('name', '', 'With init: the name of the run.')
+_LEARNER = flags.DEFINE_string('learner', '', 'With sign: the id of the learner.')
+_RENEW = flags.DEFINE_bool('renew', False, 'With issue, sign: replace the present certificate.')
 
 
 def main(argv: list[str]) -> None:

@@ -28,10 +28,10 @@ from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
-_CORPUS = flags.DEFINE_string('corpus', None, 'Held-out part of another data.corpus.')
-_BATCHES = flags.DEFINE_integer('batches', None, 'Instead of data.eval_batches.', 1)
-_BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Instead of data.eval_batch_size.', 1)
-_SUITE = flags.DEFINE_bool('suite', False, 'Accuracies instead of the loss.')
+_CORPUS = flags.DEFINE_string('corpus', None, 'Evaluate on the held-out part of this corpus.')
+_BATCHES = flags.DEFINE_integer('batches', None, 'Evaluate on so many batches.', 1)
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', None, 'Take batches of this size.', 1)
+_SUITE = flags.DEFINE_bool('suite', False, 'Print accuracies instead of the loss.')
 cli.define_follow()
 
 

@@ -20,7 +20,7 @@ from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
-_OUT = flags.DEFINE_string('out', None, 'The file, *.safetensors, or a new folder.', required=True)
+_OUT = flags.DEFINE_string('out', None, 'Write this *.safetensors or folder.', required=True)
 
 
 def main(argv: list[str]) -> int:

@@ -26,24 +26,24 @@ from diloco_jax.launch.engines import gke, local, ray, slurm
 from diloco_jax.nodes import exits
 
 _ENGINES: dict[str, types.ModuleType] = {'gke': gke, 'local': local, 'ray': ray, 'slurm': slurm}
-_ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'Where the programs run.')
+_ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'This runs the programs.')
 _WORKDIR = flags.DEFINE_string(
-  'workdir', '', 'Folder of the run, on the machines of its programs; default: see the engine.'
+  'workdir', '', 'The folder of the run on the machines of its programs; each engine has a default.'
 )
 _TLS = flags.DEFINE_string(
-  'tls', '', 'Folder of this machine that diloco certs made, with a folder for each program.'
+  'tls', '', 'The folder here that `diloco certs` made; it has one for each program.'
 )
 _SYNCER = flags.DEFINE_string(
-  'syncer', '', 'HOST:PORT of a syncer that runs elsewhere; only learners are started.'
+  'syncer', '', 'The HOST:PORT of a syncer that runs elsewhere; only learners are started.'
 )
-_ONLY = flags.DEFINE_list('only', [], 'Names of the programs to start, as syncer,l0; default: all.')
-_NAME = flags.DEFINE_string('name', '', 'Name of the run; default: that of the config.')
+_ONLY = flags.DEFINE_list('only', [], 'The programs to start, as syncer,l0; without it all are.')
+_NAME = flags.DEFINE_string('name', '', 'The name of the run; the default is that of the config.')
 _TOPOLOGY = flags.DEFINE_string(
-  'topology', '', 'TPU slice of each learner, as v6e:4x4; cpu: no TPU, mesh.hosts machines.'
+  'topology', '', 'The TPU slice of each learner, as v6e:4x4; with cpu it is mesh.hosts machines.'
 )
-_DISK_GIB = flags.DEFINE_integer('disk_gib', 200, "Size of the syncer's persistent disk.")
+_DISK_GIB = flags.DEFINE_integer('disk_gib', 200, "The size of the syncer's persistent disk.")
 _OUT = flags.DEFINE_string(
-  'out', '', 'Folder for the texts of an engine that runs nothing; default: print them.'
+  'out', '', 'The folder for the texts of an engine that runs nothing; else they are printed.'
 )
 cli.define_config()
 for _engine in _ENGINES.values():

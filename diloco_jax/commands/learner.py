@@ -26,23 +26,23 @@ from absl import flags
 from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
 _LEARNER = flags.DEFINE_string(
   'learner', None, 'The id of this learner, for example l0.', required=True
 )
 _SYNCER = flags.DEFINE_string(
   'syncer',
   None,
-  'Where the syncer listens: HOST:PORT, unix:PATH, or file:PATH of a file with one of these; none: '
-  'no syncer.',
+  'Where the syncer listens: HOST:PORT, unix:PATH, or file:PATH of a file with one of these; with '
+  'none the learner trains alone.',
   required=True,
 )
 _HOSTS = flags.DEFINE_string(
-  'hosts', '1', 'Hosts of this learner; auto: jax finds them, on TPU VMs and GKE.'
+  'hosts', '1', 'The number of hosts of this learner; with auto jax finds them, on TPU VMs and GKE.'
 )
-_HOST = flags.DEFINE_integer('host', 0, 'Which of the hosts this is; 0 leads.')
+_HOST = flags.DEFINE_integer('host', 0, 'The number of this host among them; host 0 leads.')
 _COORDINATOR = flags.DEFINE_string(
-  'coordinator', '', 'HOST:PORT of the lead, where the hosts of this learner meet.'
+  'coordinator', '', 'The HOST:PORT of the lead, where the hosts of this learner meet.'
 )
 cli.define_access()
 cli.define_config()

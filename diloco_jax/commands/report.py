@@ -21,9 +21,9 @@ from diloco_jax.report import beside, folder, summary
 
 POSITIONAL = True
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; as the first DIR.')
-_OUT = flags.DEFINE_string('out', '', 'Folder of the files; default report/ in the first DIR.')
-_PLOT = flags.DEFINE_bool('plot', True, 'Draw the picture.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run, as the first DIR.')
+_OUT = flags.DEFINE_string('out', '', 'Write here, not into report/ of the first DIR.')
+_PLOT = flags.DEFINE_bool('plot', True, 'Whether to draw the picture, too.')
 
 
 def main(argv: list[str]) -> int:

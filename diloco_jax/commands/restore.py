@@ -24,11 +24,11 @@ from diloco_jax.nodes import exits
 from diloco_jax.storage import files, folders, wal
 
 cli.define_config()
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
 _TO = flags.DEFINE_string(
   'to',
   '',
-  "'latest' or a clock: the syncer's newest checkpoint, of all or at or before that clock.",
+  "Which checkpoint of the syncer to take: 'latest', or the newest at or before a clock.",
 )
 
 

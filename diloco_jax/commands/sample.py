@@ -21,12 +21,10 @@ from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
-_PROMPT = flags.DEFINE_string('prompt', 'def ', 'What comes first.')
-_TOKENS = flags.DEFINE_integer('tokens', 400, 'How many ids to draw.', lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float(
-  'temperature', 0.8, 'Divides the logits; 0 takes the likeliest.', lower_bound=0.0
-)
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
+_PROMPT = flags.DEFINE_string('prompt', 'def ', 'The text that the sample begins with.')
+_TOKENS = flags.DEFINE_integer('tokens', 400, 'The number of ids to draw.', lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float('temperature', 0.8, 'Divide logits by this; 0 is greedy.', 0.0)
+_SEED = flags.DEFINE_integer('seed', 0, 'The seed of the draws.')
 cli.define_follow()
 
 

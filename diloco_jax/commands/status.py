@@ -4,7 +4,8 @@
     diloco status --workdir=runs/x             # prints the address of the page
     diloco status --workdir=runs/x --port=8080 --open
 
-It is served on 127.0.0.1 alone, and nothing on it acts on the run; from another machine: ssh -L
+Below the address it prints what is wrong with the run now, if anything is. The page is served on
+127.0.0.1 alone, and nothing on it acts on the run; from another machine: ssh -L
 8080:127.0.0.1:8080 HOST. /metrics is for Prometheus, /run.json for programs. Exit codes: 0 after
 Ctrl-C, 42 there is no run in the folder, or the port is in use.
 """
@@ -16,11 +17,11 @@ import webbrowser
 from absl import flags
 
 from diloco_jax.nodes import exits
-from diloco_jax.report import folder, serve
+from diloco_jax.report import folder, header, serve
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run; default: the newest in ./runs.')
-_PORT = flags.DEFINE_integer('port', 0, 'On 127.0.0.1; 0: any that is free.', 0, 65535)
-_OPEN = flags.DEFINE_bool('open', False, 'Open the page in the browser.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run; else the newest in ./runs.')
+_PORT = flags.DEFINE_integer('port', 0, 'The port on 127.0.0.1; 0 is any that is free.', 0, 65535)
+_OPEN = flags.DEFINE_bool('open', False, 'Whether to open the page in the browser.')
 
 
 def main(argv: list[str]) -> int:
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> int:
       why = f'port {_PORT.value} is in use: choose another one, or leave --port out for a free one'
       raise ValueError(why) from error
   print(url, flush=True)
+  for line in serve.watch_of(workdir).state()['notices']:
+    header.say(line)
   if _OPEN.value:
     webbrowser.open(url)
   with contextlib.suppress(KeyboardInterrupt):

@@ -27,24 +27,24 @@ from diloco_jax.configs import own_loop
 from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
 _LISTEN = flags.DEFINE_string(
   'listen',
   '',
-  'HOST:PORT to listen on, with --tls (port 0: the kernel chooses), or unix:PATH of a socket. '
-  'Default: a Unix socket in the folder of the run.',
+  'Where to listen: HOST:PORT, with --tls (the kernel chooses a port for 0), or unix:PATH. '
+  'The default is a Unix socket in the folder of the run.',
 )
 _INIT = flags.DEFINE_string(
   'init',
   '',
-  'With --config=own_loop: a folder that Orbax wrote, a tree of named arrays: version 0 of the '
-  'model. Else the first learner brings it. Learners then join without label=.',
+  'With --config=own_loop: the folder of version 0 of the model, a tree of named arrays that '
+  'Orbax wrote; learners then join without label=. Without it the first learner brings the model.',
 )
 _PROCESSES = flags.DEFINE_integer(
   'transport_processes',
   0,
-  'Processes that serve the sessions, with --listen=HOST:PORT, where this process alone cannot '
-  'carry all payloads (diloco plan says how many). 0: this process does so itself.',
+  'The number of processes that serve the sessions, with --listen=HOST:PORT, where this process '
+  'alone cannot carry all payloads (`diloco plan` says how many); with 0 it does so itself.',
   lower_bound=0,
   upper_bound=64,
 )

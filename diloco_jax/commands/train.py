@@ -24,22 +24,22 @@ from diloco_jax.storage import files
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
 cli.define_config()
-_WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
-_RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir, with its own config')
+_WORKDIR = flags.DEFINE_string('workdir', '', 'The folder of the run; else runs/NAME-DATE-TIME.')
+_RESUME = flags.DEFINE_bool('resume', False, 'Continue the run in --workdir, with its own config.')
 _CONTROLLER = flags.DEFINE_enum(
   'controller',
   'processes',
   ['processes', 'single'],
-  'processes: one process per node; single: one process for all nodes',
+  'Whether each node has a process of its own, or a single one has them all.',
 )
 _PATHWAYS = flags.DEFINE_bool(
   'pathways', False, 'With --controller=single: the islands are slices behind a Pathways proxy.'
 )
 _SYNCER = flags.DEFINE_enum(
-  'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
+  'syncer', 'local', ['local', 'none'], 'With none one learner trains alone: the baseline.'
 )
 _KILLS = flags.DEFINE_multi_string(
-  'kill', [], 'NAME@FRACTION+SECONDS: kill a program then, and start it again so much later'
+  'kill', [], 'Kill a program at a share of the run and start it again later: NAME@SHARE+SECONDS.'
 )
 
 

@@ -42,6 +42,10 @@ class Sync:
   it. A learner whose session closes is lost at once"""
   checkpoint_every_syncs: int = 0
   """after how many outer steps the syncer saves (0: only at the end)"""
+  end_stuck_s: float = 0.0
+  """after how long without a step, if that is also more than 30 s and ten usual steps, a learner
+  ends with exit code 75, so that whoever starts it again helps (0: never). Compiling is no such
+  time"""
   norm_factor: int = 4
   """the syncer refuses a pseudo-gradient whose norm is more than this many times the running
   median norm of its fragment (0: no such limit; NaN and Inf are always refused)"""

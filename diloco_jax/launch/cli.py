@@ -26,7 +26,9 @@ from diloco_jax.storage import files, folders
 from diloco_jax.transport import addresses
 
 # Of --workdir.
-TO_READ = 'Folder of the run, or its store, a folder or gs://BUCKET/PREFIX; default: as `status`.'
+TO_READ = (
+  'The folder of the run, or its store, gs://BUCKET/PREFIX too; the default is as of `status`.'
+)
 
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -89,8 +91,8 @@ def define_config() -> flags.FlagHolder:
   sys.argv = _with_flag_files(sys.argv)  # config_flags reads them now
   holder = config_flags.DEFINE_config_file(
     'config',
-    help_string='FILE.py:VARIANT, NAME:VARIANT of the package (stdlib_lm:cpu), or the folder of a '
-    'run; default: that of --workdir. Fields: --config.sync.quorum=2',
+    help_string='The config: FILE.py:VARIANT, NAME:VARIANT of the package (stdlib_lm:cpu), or the '
+    'folder of a run; without it that of --workdir. Set a field by --config.sync.quorum=2.',
   )
   flags.FLAGS['config'].parser = _ConfigParser()
   return holder
@@ -111,22 +113,24 @@ def define_access() -> None:
   flags.DEFINE_string(
     'tls',
     '',
-    'Folder with the certificate of this node (diloco certs); needed on every address that is not '
-    'a Unix socket.',
+    'The folder with the certificate of this node (`diloco certs`), which every address needs '
+    'that is not a Unix socket.',
   )
   flags.DEFINE_bool(
     'plaintext_loopback',
     False,
-    'Plain TCP on a loopback address, for proxies and debugging: every user of this machine can '
-    'connect. On both sides.',
+    'Use plain TCP on a loopback address, on both sides, for proxies and debugging: every user of '
+    'this machine can connect.',
   )
 
 
 def define_follow() -> None:
   """Defines --follow, and how to reach the syncer."""
-  flags.DEFINE_bool('follow', False, 'Each newest model, until the run has ended.')
+  flags.DEFINE_bool('follow', False, 'Take each newest model, until the run has ended.')
   flags.DEFINE_string(
-    'syncer', '', 'With --follow: where the syncer listens; default: as the folder of the run says.'
+    'syncer',
+    '',
+    'With --follow: where the syncer listens; without it the folder of the run says so.',
   )
   define_access()
   flags.register_multi_flags_validator(
@@ -143,7 +147,9 @@ def follows() -> tuple[bool, str, addresses.Access]:
 
 def define_metrics() -> None:
   """Defines --metrics_port."""
-  text = 'Port of /metrics, for Prometheus, at every address of this machine; 0: any that is free.'
+  text = (
+    'The port of /metrics, for Prometheus, at every address of this machine; 0 is any free one.'
+  )
   flags.DEFINE_integer('metrics_port', None, text, 0, 65535)
 
 

@@ -31,7 +31,7 @@ def text(module: types.ModuleType, full: bool) -> str:
 
 
 def _prose(part: str) -> str:
-  lines = part.splitlines()
+  lines = re.sub(r' \\\n\s+', ' ', part).splitlines()
   if not any(line.startswith(' ') for line in lines):
     return textwrap.fill(part, COLUMNS, break_on_hyphens=False)
   return '\n'.join(shorter for line in lines for shorter in _narrow(line))
@@ -45,10 +45,11 @@ def _narrow(line: str) -> Iterator[str]:
   elif line.startswith('    # '):
     yield from textwrap.wrap(line, COLUMNS, subsequent_indent='    # ')
   elif mark:
-    yield from (f'    # {comment.strip()}', command.rstrip())
+    yield from (f'    # {comment.strip()}', *_narrow(command.rstrip()))
   else:
-    words = line.removesuffix(' \\').rsplit(' --', 1)
-    yield from (f'{words[0]} \\', f'      --{words[1]}' + line[len(line.removesuffix(' \\')) :])
+    how = {'break_long_words': False, 'break_on_hyphens': False}
+    *some, last = textwrap.wrap(line, COLUMNS - 2, subsequent_indent='      ', **how)
+    yield from (*(f'{one} \\' for one in some), last)
 
 
 def _flag(one: flags.Flag) -> str:

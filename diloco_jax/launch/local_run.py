@@ -157,8 +157,9 @@ def run(
     carry_out: runs the programs to their end.
     again: the command that continues the run, but for its folder.
   """
-  print(f'run {config.name} in {workdir}', flush=True)
-  print(f'watch it: {cli.command("status", f"--workdir={workdir}", "--open")}', flush=True)
+  shown, columns = min(str(workdir), os.path.relpath(workdir), key=len), _columns()
+  watch = f'watch it: {cli.command("status", f"--workdir={shown}", "--open")}'
+  print(f'run {config.name} in {shown}\n{header.shell(watch, columns)}', flush=True)
   with exits.never_retry(files.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
   if outcome.code == exits.NEVER_RETRY:
@@ -175,6 +176,11 @@ def run(
     words = [again[0], '--resume', f'--workdir={workdir}', *again[1:]]
     print(f'{outcome.text}; continue with: {cli.command(*words)}', file=sys.stderr)
   return outcome.code
+
+
+def _columns() -> int:
+  """Of the terminal; lines that no terminal shows have no limit."""
+  return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 def _never_began(workdir: pathlib.Path) -> str:

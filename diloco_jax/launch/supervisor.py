@@ -51,6 +51,7 @@ from diloco_jax.report import records as records_lib
 FINISH_S = 30.0
 STOP_S = 8.0
 TICK_S = 0.25
+SAY_S = 3.0  # of waiting, before it is said for whom
 _KILL = re.compile(r'(?P<victim>\w+)@(?P<at>[01](\.\d+)?)(\+(?P<down>\d+(\.\d+)?))?', re.ASCII)
 
 
@@ -373,10 +374,15 @@ class Supervisor:
   ) -> None:
     """Waits until no process is left, or none of `names`, for `seconds`, or until there are more
     than `interrupts`."""
-    deadline_s = time.monotonic() + seconds
+    deadline_s, say_s = time.monotonic() + seconds, time.monotonic() + SAY_S
     left = lambda: self._running if names is None else self._running.keys() & names
     while left() and time.monotonic() < deadline_s and self._interrupts.count <= interrupts:
       await asyncio.sleep(0.05)
+      if time.monotonic() >= say_s:
+        say_s = math.inf
+        most = '' if seconds == math.inf else f', at most {seconds - SAY_S:.0f} s more'
+        told = (f'{name} ({self._view.condition(name).brief})' for name in sorted(left()))
+        self._listen('local', f'the run ends: it waits for {", ".join(told)}{most}')
 
   def _interrupt(self) -> None:
     if not self._interrupts.add():

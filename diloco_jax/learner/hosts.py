@@ -193,7 +193,8 @@ class LeadWork(_HostWork):
     self._awaiting.start()
 
   def submit(self, action: actions.Work) -> None:
-    self._untold.put(action)
+    if not isinstance(action, actions.Examine):  # of this host alone
+      self._untold.put(action)
     super().submit(action)
 
   def stop(self) -> None:

@@ -271,13 +271,16 @@ def _run_node(
   tape: tapes.Tape,
   ended: futures.Future[actions.Exit],
 ) -> None:
+  end = None
   try:
-    ended.set_result(node.run())
+    ended.set_result(end := node.run())
   except BaseException as error:  # raised again on the step thread, which must end too
     ended.set_exception(error)
   finally:
     work.stop()
     tape.close()
+  if end and end.abandons:
+    work.abandon(end)
 
 
 @contextlib.contextmanager

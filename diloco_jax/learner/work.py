@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import math
+import os
 import queue
 import threading
 import time
@@ -21,11 +22,11 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import island_port, on_device
+from diloco_jax.learner import island_port, on_device, stuck
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import states
@@ -64,6 +65,8 @@ class LearnerWork:
     self._tokens = 0
     self.loss: float | None = None  # of the newest recorded step, if it is finite
     self._stepped = threading.Event()  # once
+    self._thread = 0  # that of the steps
+    self.doing = ''  # there (messages.DOING); '': it waits for work
     # Of complete steps, until a StepDone tells them: each one those of one step.
     self._times: collections.deque[dict[str, int]] = collections.deque()
     self._lock_step = assembled.protocol.lag is not None
@@ -71,7 +74,10 @@ class LearnerWork:
     self._evaluates = bool(assembled.never_sent)  # then only learners have the whole model
 
   def submit(self, action: actions.Work) -> None:
-    self._queue.put(action)
+    if isinstance(action, actions.Examine):
+      self._post(stuck.examine(self._thread, self.doing))
+    else:
+      self._queue.put(action)
 
   def stop(self) -> None:
     """Ends `run` after all work submitted before."""
@@ -88,6 +94,13 @@ class LearnerWork:
       self._finish()
       if after >= steps:  # the merged steps of other learners are in it, too
         self._evaluate(steps)
+
+  def abandon(self, end: actions.Exit) -> None:
+    """Ends the thread of the steps, which is stuck, or else the process; called on another one."""
+    if stuck.abandon(end, self._thread, lambda: self.doing):
+      code = end.code or actions.NOT_IN_TIME
+      self._records.ended(code)
+      os._exit(code)
 
   @contextlib.contextmanager
   def threads(self) -> Iterator[None]:
@@ -122,6 +135,7 @@ class LearnerWork:
   def next_step(self) -> int | None:
     """Performs work until the machine asks for an inner step; returns the step's clock, None after
     `stop`."""
+    self._thread = threading.get_ident()
     while (action := self._take()) is not None:
       if isinstance(action, actions.Step):
         return action.clock
@@ -133,7 +147,9 @@ class LearnerWork:
     for others."""
     while True:
       idle, begun_ns = not self._island.must_finish(0), time.monotonic_ns()
+      self.doing = ''
       action = self._queue.get()
+      self.doing = messages.SAVING if isinstance(action, actions.Save) else messages.STEPPING
       if idle:
         self._idle_ns += time.monotonic_ns() - begun_ns
       if action is not _STEP_ENDED:

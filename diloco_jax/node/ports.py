@@ -59,8 +59,9 @@ class Transport(Protocol):
 
   def close(self, session: int, reason: str) -> None: ...
 
-  def shutdown(self, grace_s: float) -> None:
-    """Ends every session, after at most `grace_s` for sending the queued messages."""
+  def shutdown(self, grace_s: float, reason: str = '') -> None:
+    """Ends every session, after at most `grace_s` for sending the queued messages. `reason`: what
+    the peers of a syncer hear, if it is more than that."""
 
 
 MakeTransport = Callable[[Post, Payloads], Transport]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from diloco_jax.certs import check, proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.node import ports
-from diloco_jax.protocol import events, messages
+from diloco_jax.protocol import messages
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import files, json_files
 from diloco_jax.storage import store as store_lib
@@ -27,19 +27,12 @@ def dialer(
   resolve: Callable[[], str],
   access: addresses.Access,
 ) -> ports.MakeTransport:
-  """Makes a learner's transport, which asks the learner to stop once the run has ended."""
+  """Makes a learner's transport."""
 
   def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
-    def address() -> str:
-      try:
-        return resolve()
-      except addresses.RunEnded:
-        post(events.Stop(reason=addresses.ENDED))
-        raise
-
     # A learner on a slow link may owe the syncer a contribution of each fragment.
     least = limits(assembled, sum(assembled.payload_bytes))
-    return grpc_client.GrpcLearnerTransport(address, post, payloads, least, access=access)
+    return grpc_client.GrpcLearnerTransport(resolve, post, payloads, least, access=access)
 
   return make
 
@@ -112,6 +105,8 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
     text = os.fsdecode(data).strip()  # may be a path
     if text == addresses.ENDED:
       raise addresses.RunEnded(f'{text}: {path} says so')
+    if text.startswith(messages.GONE):
+      raise ConnectionError(text)
     return text
 
   return read

@@ -7,8 +7,9 @@ Exit codes are the contract with the process manager (the supervisor, Kubernetes
       another run. A retry would fail in the same way; a person has to decide.
   74  the disk has failed or is full, no checkpoint can be read, or the syncer did not end in time;
       a retry recovers all committed outer steps
-  75  a learner did not end in time, or waited for a syncer for too long, or a syncer was stopped
-      before its model was in the store; a retry helps, as after every other code
+  75  a learner did not end in time, made no step for `sync.end_stuck_s`, or waited for a syncer for
+      too long, or a syncer was stopped before its model was in the store; a retry helps, as after
+      every other code
 
 A program that ends with 42, 74 or 75 prints one line that starts with `error:` and shows the values
 and the remedy. Only unexpected errors print a traceback.

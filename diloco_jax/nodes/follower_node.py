@@ -109,8 +109,10 @@ class Follower:
 
   def _dial(self) -> str:
     """Receives versions until the connection breaks; returns why."""
+    address = ''
     try:
-      with listen.dial(self._address(), self._access, grpc_client.OPTIONS) as channel:
+      address = self._address()
+      with listen.dial(address, self._access, grpc_client.OPTIONS) as channel:
         call = channel.unary_stream(_METHOD)(followers.request(self._layout, self._replica.held))
         with self._changed:
           self._call = call
@@ -122,6 +124,8 @@ class Follower:
       text += credentials.explain(text) if self._access.tls else ''
       if (remedy := _REFUSALS.get(error.code())) is not None:
         raise ValueError(f'the syncer refuses this follower: {text}.{remedy}') from None
+      if error.code() is grpc.StatusCode.CANCELLED:  # by the timer of _receive
+        return f'no syncer answers at {address} within {link.Limits.handshake_s:g} s'
       return text
     except addresses.RunEnded:
       raise

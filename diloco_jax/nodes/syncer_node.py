@@ -16,9 +16,10 @@ from collections.abc import Callable
 from diloco_jax.config import build, run_config
 from diloco_jax.node import loop
 from diloco_jax.nodes import bring, dial, exits, lifecycle, own_model, run_folder
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, files, json_files, states
+from diloco_jax.storage import arrays, files, json_files, states, wal
+from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import evaluation, followers, outer_step, stored
@@ -34,6 +35,7 @@ _SAFE = (
   'is full, make space first.'
 )
 _ANSWER_S = 1.0
+_PASSING = wal.WalBroken, wal.WalFull, claim_lib.Denied  # another start, or syncer, continues
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -152,6 +154,15 @@ class Syncer:
         if store:
           store.run_is_over()
 
+    def last_word(error: BaseException | None) -> str:
+      final = isinstance(error, wal.WalError | ValueError) and not isinstance(error, _PASSING)
+      if not final or exits.refusal(error) is not exits.NeverRetry:
+        return ''
+      word = f'{messages.GONE}: {exits.one_line(error)}'
+      with contextlib.suppress(OSError):
+        self._write_address(word)  # it is ours: a learner that dials again reads it
+      return word
+
     return syncer_process.run(
       assembled,
       self.theta,
@@ -163,6 +174,7 @@ class Syncer:
       store,
       self.measure,
       followed,
+      last_word,
     )
 
   def _write_address(self, address: str) -> None:

@@ -71,6 +71,11 @@ class Step:
 
 
 @_action
+class Examine:
+  """Tell at once, whatever the work does, what the thread of the steps is doing; Examined."""
+
+
+@_action
 class Encode:
   """Capture anchor - local of a fragment and encode it on the device; answered by Encoded. The
   shell keeps what was encoded until the next Encode or Adopt(merged) of the fragment."""
@@ -195,12 +200,14 @@ class Say:
 
 @_action
 class Exit:
-  """End the process: exit code (nodes/exits.py) and its last line of output."""
+  """End the process: exit code (nodes/exits.py) and its last line of output. `abandons`: the step
+  that runs is stuck, and not waited for."""
 
   code: int
   text: str
+  abandons: bool = False
 
 
 Transport = Dial | Admit | Send | Close | Drop
-Work = Step | Encode | Adopt | UseShard | Measure | Merge | ReadFragment | Save
+Work = Step | Examine | Encode | Adopt | UseShard | Measure | Merge | ReadFragment | Save
 Action = Transport | Work | Report | Say | Exit

@@ -264,6 +264,21 @@ class ProtocolConfig:
     shared=False,
     name='sync.checkpoint_every_syncs',
   )
+  patience_ns: int = setting(
+    30 * SECOND_NS,
+    'how long a step may take, if that is more than ten usual ones, before it is missing',
+    low=1,
+    high=3_600 * SECOND_NS,
+    name=OF_MACHINE,
+  )
+  end_stuck_ns: int = setting(
+    0,
+    'after how long without a step, if that is also more than 30 s and ten usual steps, a learner '
+    'ends with exit code 75, so that whoever starts it again helps (0: never). Compiling is no '
+    'such time',
+    high=86_400 * SECOND_NS,
+    shared=False,
+  )
   norm_factor: int = setting(
     4,
     'the syncer refuses a pseudo-gradient whose norm is more than this many times the running '

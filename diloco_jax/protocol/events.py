@@ -73,6 +73,15 @@ class StepDone:
 
 
 @_event
+class Examined:
+  """What the thread of the steps is doing, of messages.DOING, and its innermost calls; '': it waits
+  for work."""
+
+  doing: str
+  where: str
+
+
+@_event
 class Encoded:
   """The pseudo-gradient of an Encode; `payload_id` None: the encoder refused it (NaN or Inf)."""
 
@@ -139,6 +148,7 @@ Event = (
   | Wake
   | Stop
   | StepDone
+  | Examined
   | Encoded
   | AdoptDone
   | MergeDone

@@ -156,12 +156,33 @@ class Tempo:
   sync: int
 
 
+@fact
+class Closing:
+  """The syncer merges what is left, or (`merged`) waits for learners to leave: whom it waits for,
+  and how long at most."""
+
+  learners: tuple[str, ...]
+  merged: bool
+  at_most_ns: int
+
+
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
 @fact
+class NoStep:
+  """The learner lives and makes no step, once per heartbeat: from itself, and from the syncer if
+  the step is missing. `doing`: of messages.DOING; '': a step runs, and is not missing yet."""
+
+  learner: str
+  doing: str
+  idle_ns: int
+
+
+@fact
 class State:
-  """The new state of the learner: joined, disconnected (with a reason) or trained (to the end)."""
+  """The new state of the learner: joined, disconnected (with a reason), trained (to the end), or
+  ending (and why)."""
 
   state: str
   incarnation: int | None
@@ -185,7 +206,6 @@ class Adopted:
   reason: str
 
 
-_SyncerFact = (
-  Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Progress | Link | Tempo
-)
-Fact = _SyncerFact | State | Adopted
+_OfSync = Opened | Merging | Synced | Cancelled | Refused | Closing
+_SyncerFact = _OfSync | Ledger | Member | Progress | Link | Tempo
+Fact = _SyncerFact | State | Adopted | NoStep

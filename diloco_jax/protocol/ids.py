@@ -12,3 +12,12 @@ RULE = 'use at most 63 of a-z 0-9 _ -, the first a letter or digit; syncer and s
 def is_learner(text: str) -> bool:
   """Whether it can be the id of a learner (RULE)."""
   return ID.fullmatch(text) is not None and text not in NO_LEARNERS
+
+
+def natural(name: str) -> list:
+  """A key that sorts names as people do.
+
+  >>> sorted(['l10', 'l2', 'l1'], key=natural)
+  ['l1', 'l2', 'l10']
+  """
+  return [int(part) if part.isdigit() else part for part in re.split('([0-9]+)', name)]

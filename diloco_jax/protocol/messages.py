@@ -32,6 +32,19 @@ from diloco_jax.protocol import formats
 
 PROTOCOL_VERSION = formats.NUMBERS['protocol']
 CANCELLED = 'cancelled'  # Settled: the sync makes no version, its tokens can be sent again
+# Why a session has closed, or is not opened, as the reason begins: nobody will answer any more.
+ENDED, GONE = 'the run has ended', 'the syncer has ended for good'
+# What the thread of the steps of a learner does.
+READING, STEPPING, LOOPING = 'reading', 'stepping', 'looping'
+SAVING, COMPILING, WAITING = 'saving', 'compiling', 'waiting'
+DOING = {
+  READING: 'reads its next batch',
+  STEPPING: 'runs its step on the devices',
+  LOOPING: 'has not called peer.sync',
+  SAVING: 'saves a checkpoint',
+  COMPILING: 'compiles',
+  WAITING: 'waits for others',
+}
 # What may be under way to one learner (protocol/syncer/published.py).
 MAX_VERSIONS_IN_FLIGHT = 4  # of one fragment
 MAX_DELTA_BYTES = 4 << 30
@@ -164,7 +177,12 @@ class Adopted:
 
 @_message
 class Heartbeat:
-  """Renews the lease during a long step; the syncer answers with a Heartbeat."""
+  """Renews the lease during a long step; the syncer answers with a Heartbeat. Of a learner whose
+  step is missing (protocol/learner/missing_step.py): what it is `doing`, of DOING, and for how long
+  it has made no step."""
+
+  doing: str = ''
+  idle_ns: int = 0
 
 
 @_message

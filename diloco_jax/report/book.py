@@ -34,7 +34,8 @@ from typing import Any
 
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol import ids
-from diloco_jax.report import facts, step_times
+from diloco_jax.report import facts
+from diloco_jax.report import steps as steps_lib
 
 MERGED, WASTED, SLOW = 'merged_progress', 'wasted_progress', 'slow_step'
 DATA, COMM, SAVE = 'data_wait', 'comm_exposed', 'checkpoint_save_blocking'
@@ -59,6 +60,7 @@ CATEGORIES = (
   AFTER_END,
   OTHER,
 )
+STARTS = INIT, PREP, COMPILE, RESTORE
 PHASES = {'imported': PREP, 'built': RESTORE, 'restored': COMPILE}  # of a start, that follow
 # What a learner may be doing beside these.
 _WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
@@ -80,9 +82,10 @@ class LearnerAccount:
   lost_ns: int | None = None
   joined_ns: int | None = None  # for the first time
   spent_ns: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-  times: step_times.StepTimes = dataclasses.field(default_factory=step_times.StepTimes)
-  own_times: step_times.StepTimes = dataclasses.field(default_factory=step_times.StepTimes)
+  times: steps_lib.StepTimes = dataclasses.field(default_factory=steps_lib.StepTimes)
+  own_times: steps_lib.StepTimes = dataclasses.field(default_factory=steps_lib.StepTimes)
   tokens: int = 0
+  owed_ns: int = 0
 
   @property
   def rate(self) -> float:
@@ -141,7 +144,7 @@ class Book:
     self._training: set[str] = set()
     self._trained: set[str] = set()
     self._changes: list[tuple[int, int | None]] = []  # of that number; None: all have left
-    self._gaps = step_times.StepTimes()
+    self._gaps = steps_lib.StepTimes()
     self._merged_ns: int | None = None
 
   # --- The life of a learner ----------------------------------------------------------------------
@@ -206,7 +209,9 @@ class Book:
     if waited_ns:
       self._wait(learner, learner.at_ns + waited_ns)
     before = COMM if learner.doing in (_TRAINS, _WAITS) else learner.doing
-    learner.spent_ns[before] += at_ns - learner.at_ns - step_ns - saving_ns
+    between_ns = learner.owed_ns + at_ns - learner.at_ns - step_ns - saving_ns
+    learner.spent_ns[before] += max(0, between_ns)
+    learner.owed_ns = min(0, between_ns)  # told later than it began: no time is below 0
     learner.spent_ns[DATA] += data_ns
     learner.spent_ns[SAVE] += saving_ns
     learner.times.add(step_ns)
@@ -359,6 +364,7 @@ class Book:
     spent[MERGED] += merged_ns
     spent[WASTED] += ideal_ns - merged_ns
     spent[SLOW] += steps.total_ns - ideal_ns
+    spent[max(spent, key=lambda category: spent[category])] += learner.owed_ns
     return {category: float(spent[category]) for category in CATEGORIES}
 
   def _merged(self, name: str) -> float:

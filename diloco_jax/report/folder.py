@@ -103,8 +103,10 @@ def loss_unit(config: run_config.Config | None, run: run_facts.RunFacts) -> str:
 
 
 def pace(config: run_config.Config | None) -> dict[str, Any]:
-  """Arguments of RunFacts: its end, the quorum, and inner steps between two outer steps."""
+  """Arguments of RunFacts: its end, the quorum, inner steps between two outer steps, and what is
+  silence."""
   if config is None:
     return {'total_steps': math.inf}
-  one, total = config.sync, config.train.steps
-  return {'total_steps': total, 'quorum': one.quorum, 'steps_per_sync': one.period / one.fragments}
+  one, silent_s = config.sync, max(run_facts.SILENT_S, config.sync.lease_s / 2)
+  told = {'quorum': one.quorum, 'steps_per_sync': one.period / one.fragments}
+  return {'total_steps': config.train.steps, 'silent_s': silent_s, **told}

@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 
@@ -20,6 +22,30 @@ def labels(found: Iterable[str]) -> str:
 def clock() -> str:
   """The time of day, before a line for people."""
   return time.strftime('%H:%M:%S ')
+
+
+def wrap(line: str, width: int) -> list[str]:
+  """
+  >>> wrap('model        a folder of arrays, of the types of the task', 42)
+  ['model        a folder of arrays, of the', '             types of the task']
+  """
+  label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
+  wrapped = textwrap.wrap(
+    line,
+    width,
+    subsequent_indent=' ' * min(label.end() if label else 0, width // 3),
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
+  return wrapped or ['']
+
+
+def shell(command: str, width: int) -> str:
+  """A command in lines of at most `width` columns that a shell takes for one."""
+  how = {'break_long_words': False, 'break_on_hyphens': False}
+  quoted = "'" in command or len(command) <= width
+  lines = [command] if quoted else textwrap.wrap(command, width - 2, subsequent_indent='  ', **how)
+  return ' \\\n'.join(lines)
 
 
 def say(line: str) -> None:

@@ -4,15 +4,18 @@ Every line is printed with the name of its process; the state is one line, print
 something new.
 """
 
+import collections
 import math
 import os
+import shutil
 import sys
 import time
 
-from diloco_jax.report import header, run_facts
+from diloco_jax.report import condition, header, run_facts
 
 LOCAL = 'local'
 _STATUS_S = 5.0
+_EACH = 8  # learners that a line tells of one by one
 
 
 class Display:
@@ -28,19 +31,27 @@ class Display:
 
   def _listen(self, name: str, line: str) -> None:
     """Takes a line that a process wrote; `name` LOCAL is the supervisor itself."""
-    text = f'{header.clock()}{line}' if name == LOCAL else line
+    text = f'[{name}] {header.clock()}{line}' if name == LOCAL else f'[{name}] {line}'
     try:
-      print(f'[{name}] {text}', file=self._stream, flush=True)
+      print('\n'.join(self._fitted(text)), file=self._stream, flush=True)
     except OSError:  # a closed terminal must not end the supervisor: later output goes nowhere
       closed, nowhere = os.fstat(self._stream.fileno()), os.open(os.devnull, os.O_WRONLY)
       for number in (1, 2):
         if os.path.samestat(os.fstat(number), closed):
           os.dup2(nowhere, number)
 
+  def _fitted(self, text: str) -> list[str]:
+    """The lines of a text on a terminal, whose own breaks are within words; else it is one."""
+    if not self._stream.isatty():
+      return [text]
+    first, *rest = header.wrap(text, columns := shutil.get_terminal_size().columns)
+    return [first, *(f'    {line}' for one in rest for line in header.wrap(one, columns - 4))]
+
   def _tick(self, view: run_facts.RunFacts) -> None:
     """Shows the state of the run; called a few times a second."""
     if time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _STATUS_S
+      view.look(time.time())
       if (line := status_line(view)) != self._said:
         self._said = line
         self._listen(LOCAL, line)
@@ -48,10 +59,6 @@ class Display:
 
 def status_line(view: run_facts.RunFacts) -> str:
   """The state of the run in one line."""
-  learners = ', '.join(
-    f'{name} {_activity(view, name)}{f" {learner.step}" if learner.step else ""}'
-    for name, learner in view.learners.items()
-  )
   told = _pace(view)
   if view.evaluations:
     told.append(f'held-out loss {view.evaluations[-1].loss:.3f}')
@@ -61,24 +68,32 @@ def status_line(view: run_facts.RunFacts) -> str:
     if view.figures and view.figures.training_since_joined is not None:
       told.append(f'goodput since joined {view.figures.training_since_joined:.1%}')
   done = f'{view.progress:.0%}' if view.total_steps < math.inf else 'length not recorded'
-  return f'{done}: {learners}{"; " if told else ""}{", ".join(told)}'
+  whole = condition.of_run(view)
+  if whole.kind in (condition.FAULT, condition.SILENT) or whole.state == 'closing':
+    told.append(f'the run is {whole.brief}')
+  return f'{done}: {", ".join(_learners(view))}{"; " if told else ""}{", ".join(told)}'
+
+
+def _learners(view: run_facts.RunFacts) -> list[str]:
+  """What each does, in words; of many those of which something is to be said, and counts."""
+  found = {name: view.condition(name) for name in view.ordered}
+  steps = {name: f' {view.learners[name].step}' * bool(view.learners[name].step) for name in found}
+  bad = {condition.FAULT, condition.SILENT}
+  shown = [name for name, one in found.items() if len(found) <= _EACH or one.kind in bad]
+  rest = collections.Counter(one.state for name, one in found.items() if name not in shown)
+  more = len(shown) - _EACH
+  return [
+    *(f'{count} {state}' for state, count in rest.items()),
+    *(f'{name} {found[name].brief}{steps[name]}' for name in shown[:_EACH]),
+    *([f'{more} more not well'] if more > 0 else []),
+  ]
 
 
 def _pace(view: run_facts.RunFacts) -> list[str]:
   """What the learners train together, and how long the run will take."""
   left_s = view.seconds_left
   return [
-    *([f'{view.tokens:,} tokens'] if view.tokens else []),
+    *([f'{view.trained:,} tokens'] if view.trained else []),
     *([f'{view.tokens_per_second:,.0f} tokens/s'] if view.tokens_per_second else []),
     *([f'{header.duration(left_s)} left'] if left_s else []),
   ]
-
-
-def _activity(view: run_facts.RunFacts, name: str) -> str:
-  """What a learner does, in words; of the phases of its start the present one."""
-  learner = view.learners[name]
-  if learner.phase == 'waiting':
-    others = [other for other, one in view.learners.items() if not one.is_live]
-    more = ' …' if len(others) > 1 else ''
-    return f'waiting for {others[0]}{more}' if others else 'joined'
-  return learner.phase or learner.state

@@ -21,6 +21,8 @@ from diloco_jax.report import header, state
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#B8A800', '#999999')
 _SYNCER = '#444444'
 DPI = 140  # of the file
+MANY = 12  # learners, from which on the lanes are thin, and the legend has one line for all
+_UNITS = ('days', 86400), ('hours', 3600), ('minutes', 60), ('seconds', 1)
 _DEATHS = ('killed', 'failed', 'lost')
 
 
@@ -31,8 +33,9 @@ def draw(run: Mapping[str, Any]) -> figure_lib.Figure:
   more = [colors.to_hex(colors.hsv_to_rgb((hue, 0.6, 0.7))) for hue in hues]
   colours = dict(zip(learners, [*_COLOURS, *more]))
   rows = len(learners) + bool(run['syncer_lives'])
-  figure = figure_lib.Figure(figsize=(10, 5.2 + 0.42 * rows), layout='constrained')
-  top, bottom = figure.subplots(2, 1, height_ratios=[4.2, 0.6 + 0.42 * rows])
+  high = (0.42 if len(learners) <= MANY else 0.12) * rows
+  figure = figure_lib.Figure(figsize=(10, 5.2 + high), layout='constrained')
+  top, bottom = figure.subplots(2, 1, height_ratios=[4.2, 0.6 + high])
   began = time.strftime('%Y-%m-%d %H:%M', time.localtime(run['began_s']))
   name = ' of '.join(filter(None, (run['name'], run['folder'])))
   top.set_title(f'{name}, {began}', loc='left', fontsize=10)
@@ -48,13 +51,15 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
     if not np.isfinite(losses).any():
       continue
     marker, label = '.' if len(tokens) < 20 else '', f'learner {name}, training loss'
-    axes.plot(tokens, losses, color=colour, linewidth=1.2, marker=marker, label=label)
+    colour, width = ('#bbbbbb', 0.6) if len(colours) > MANY else (colour, 1.2)
+    axes.plot(tokens, losses, color=colour, linewidth=width, marker=marker, label=label)
     for x, y, how in zip(tokens, losses, ended):
       if how in _DEATHS:
         _mark_death(axes, x, y)
         rim = [patheffects.withStroke(linewidth=3, foreground='white')]  # it lies upon curves
         where = {'xytext': (0, 7), 'textcoords': 'offset points', 'ha': 'center'}
-        axes.annotate(f'{name} {how}', (x, y), fontsize=8, path_effects=rim, **where)
+        if len(colours) <= MANY:
+          axes.annotate(f'{name} {how}', (x, y), fontsize=8, path_effects=rim, **where)
   style = {'linewidth': 2.2, 'marker': 'o', 'markersize': 4}
   own = [(f'learner {name}', run['learners'][name], colour) for name, colour in colours.items()]
   for label, one, colour in [*own, ('global model', run, 'black')]:
@@ -63,7 +68,12 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
       label = f'{label}, held-out loss'
       axes.plot(tokens, np.array(losses, float), color=colour, label=label, **style)
   if axes.get_lines():
-    axes.legend(frameon=False, fontsize=9)
+    lines_, labels = axes.get_legend_handles_labels()
+    if len(colours) > MANY:  # one of each kind
+      pairs = {label.partition(', ')[2]: line for line, label in zip(lines_, labels)}
+      lines_, labels = list(pairs.values()), [f'{len(colours)} learners, {one}' for one in pairs]
+      labels = [one.replace(f'{len(colours)} learners, held-out', 'held-out') for one in labels]
+    axes.legend(lines_, labels, frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')
   axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
   axes.margins(x=0.01)
@@ -117,7 +127,9 @@ def _draw_processes(
 ) -> None:
   lanes = {'syncer': run['syncer_lives']} if run['syncer_lives'] else {}
   lanes |= {name: run['learners'][name]['lives'] for name in colours}
-  short = lambda at_s: state.shortened(run['pauses'], at_s)
+  long_s = state.shortened(run['pauses'], run['end_s'])
+  unit, unit_s = next(one for one in _UNITS if long_s >= 5 * one[1] or one[1] == 1)
+  short = lambda at_s: state.shortened(run['pauses'], at_s) / unit_s
   for row, (name, lives) in enumerate(lanes.items()):
     for number, (*times, ended) in enumerate(lives):
       moments = [None if at_s is None else short(at_s) for at_s in times]
@@ -128,10 +140,11 @@ def _draw_processes(
     axes.axvline(short(at_s), color='black', linewidth=0.8, linestyle=':')
     text, point = f' {header.duration(pause_s)} pause', (short(at_s), 0)
     axes.annotate(text, point, xycoords=('data', 'axes fraction'), fontsize=8, va='bottom')
-  axes.set_yticks(range(len(lanes)), lanes)
+  named = max(1, len(lanes) // MANY)
+  axes.set_yticks(range(0, len(lanes), named), list(lanes)[::named])
   axes.set_ylim(len(lanes) - 0.4, -0.6)
   axes.set_xlim(0, max(0.01, short(run['end_s']) * 1.01))
-  axes.set_xlabel('seconds since the start' + (', with shorter pauses' if run['pauses'] else ''))
+  axes.set_xlabel(f'{unit} since the start' + (', with shorter pauses' if run['pauses'] else ''))
   where = {'loc': 'lower center', 'bbox_to_anchor': (0.5, 1.0), 'ncols': 5}
   axes.legend(handles=_process_legend(), frameon=False, fontsize=8, **where)
   _open(axes)

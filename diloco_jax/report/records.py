@@ -14,7 +14,6 @@ LIMIT_BYTES long is reported once, too, and grows no more.
 import contextlib
 import dataclasses
 import heapq
-import itertools
 import json
 import math
 import os
@@ -34,6 +33,8 @@ TENSORBOARD = 'tensorboard'
 _BLOCK_BYTES = 1 << 12
 FIRST = 'records'  # the name of the first line of a process
 MAX_LINE_BYTES = 16 << 20  # that are read as one fact
+SKEW_S = 60.0
+_Row = tuple[str, dict[str, Any]]
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
 
@@ -282,11 +283,19 @@ class Tail:
 
 
 class TailAll:
-  """Tails every file of WORKDIR/records: (process, fact) in the order of the wall clock."""
+  """Tails every file of WORKDIR/records: (process, fact) in the order of the wall clock. It is that
+  of the syncer: a join is in the records of both, which shows clocks that are SKEW_S apart or more.
+
+  Attributes:
+    shifts: of learners whose clock is another one, what is added to their times, in s.
+  """
 
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / RECORDS
     self._tails: dict[str, Tail] = {}
+    self._syncer, self._joins = Tail(self._folder / 'syncer.jsonl'), dict[tuple[str, int], float]()
+    self._last: dict[str, str] = {}  # the name of the newest row of each process
+    self.shifts: dict[str, float] = {}
 
   def read(self) -> list[tuple[str, dict[str, Any]]]:
     """What became complete since the last call."""
@@ -296,8 +305,34 @@ class TailAll:
   def stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same, one at a time: the records of a long run need more memory than there is. Each file
     stays in its own order, also if its clock was set back."""
-    files = [zip(itertools.repeat(name), tail.stream()) for name, tail in self._all().items()]
+    for line in self._syncer._lines():
+      if b'"member"' in line and b'"joined"' in line:
+        row = json.loads(line)
+        self._joins.setdefault((row['learner'], row['incarnation']), row['time'])
+    files = [self._on_one_clock(name, tail.stream()) for name, tail in self._all().items()]
     return heapq.merge(*files, key=_time)
+
+  def _on_one_clock(self, name: str, rows: Iterator[dict[str, Any]]) -> Iterator[_Row]:
+    """A process that starts may have another clock: its first rows wait for its join."""
+    waiting: list[dict[str, Any]] = []
+    for row in rows:
+      what, starts = row['name'], row['name'] in ('startup', 'cost')
+      if what == 'startup' and self._last.get(name) not in (None, 'startup', 'state', 'cost'):
+        self.shifts.pop(name, None)  # another process
+      if what == 'state' and row['state'] == 'joined' and name not in self.shifts:
+        joined_s = self._joins.get((name, row['incarnation']), row['time'])
+        if abs(joined_s - row['time']) >= SKEW_S:
+          self.shifts[name] = joined_s - row['time']
+      self._last[name] = what
+      waiting.append(row)
+      if name in self.shifts or not starts:
+        yield from self._shifted(name, waiting)
+        waiting = []
+    yield from self._shifted(name, waiting)
+
+  def _shifted(self, name: str, rows: list[dict[str, Any]]) -> Iterator[_Row]:
+    more_s = self.shifts.get(name, 0.0)
+    return ((name, row | {'time': row['time'] + more_s} if more_s else row) for row in rows)
 
   def _all(self) -> dict[str, Tail]:
     for path in filter(pathlib.Path.is_file, sorted(self._folder.glob('*.jsonl'))):

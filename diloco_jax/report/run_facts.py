@@ -1,141 +1,25 @@
 """A run as the facts in its records describe it; the page, the summary, the picture and a chaos
 plan read it.
 
-Times are seconds since the first fact of the run. Tokens are those that all learners have trained
-together by then, so that the curves of restarted learners are right.
+What it tells of each program is in programs.py, with the units.
 """
 
 import array
 import bisect
-import dataclasses
-import functools
 import math
-import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol import ids
 from diloco_jax.report import book as book_lib
-from diloco_jax.report import facts
+from diloco_jax.report import condition, facts, programs
 from diloco_jax.report import steps as steps_lib
-from diloco_jax.report import wire as wire_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
-LAST_STEPS = 10  # whose mean is the training loss of a learner
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
-ENDED = ('down', 'done', 'stopped', 'killed', 'refused', 'failed')
-_times = functools.partial(array.array, 'd')
-_SAID = {'joined': 'training', 'disconnected': 'alone'}
-
-
-@dataclasses.dataclass(slots=True)
-class Process:
-  """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
-  fact; `phase`: the last of its start; `ended`: done, killed, failed, refused, stopped, '' (still
-  runs), or lost: the syncer lost it, or it began again, and nobody has recorded its end."""
-
-  started_s: float
-  phase: str = ''
-  steps: int = 0
-  first_step_s: float | None = None
-  ended_s: float | None = None
-  ended: str = ''
-  last_s: float = dataclasses.field(init=False)
-
-  def __post_init__(self):
-    self.last_s = self.started_s
-
-  def end(self, at_s: float, how: str) -> None:
-    self.ended_s, self.ended = at_s, how
-
-
-@dataclasses.dataclass(slots=True)
-class LearnerFacts:
-  """Everything about one learner.
-
-  Attributes:
-    state: its activity, in a word for people.
-    phase: of a process before its first step: importing, building, restoring, compiling, joining,
-      waiting (for other learners); then ''.
-    speaks: it has records in this folder. Of one on another machine the syncer's have to do: its
-      `steps` are those at heartbeats.
-    told: the steps and tokens of all its processes that the syncer has recorded; None: none since
-      a restore.
-    tokens: that it has trained.
-    tells_loss: False: a loop without it among its metrics; the loss of its steps is NaN.
-    step_s: time of a step, a moving average.
-    merged_s: when each outer step with a contribution of it was published.
-    joined: when it joined, and in which incarnation.
-    lost: when the syncer lost it, and why.
-    fresh: how many of its processes joined a run in progress with fresh moments.
-    cost: the newest one; None: no log line yet.
-    held_out: (tokens of all learners, loss) of its own model, of which parts are never sent.
-  """
-
-  state: str = 'waiting'
-  phase: str = ''
-  speaks: bool = False
-  told: tuple[int, int] | None = (0, 0)
-  tokens: int = 0
-  tells_loss: bool = False
-  steps: steps_lib.Steps = dataclasses.field(default_factory=steps_lib.Steps)
-  step_s: float = 0.0
-  tokens_per_step: float = 0.0
-  staleness: int = 0
-  incarnation: int = 0
-  fresh: int = 0
-  cost: facts.Cost | None = None
-  processes: list[Process] = dataclasses.field(default_factory=list)
-  merged_s: array.array = dataclasses.field(default_factory=_times)
-  steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
-  joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-  lost: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-  held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-
-  @property
-  def step(self) -> int:
-    return self.steps[-1].step if self.steps else 0
-
-  @property
-  def loss(self) -> float | None:
-    """The mean of its last steps; of one on another machine there is a step for each heartbeat."""
-    last = self.steps.losses(-(LAST_STEPS if self.speaks else 1), len(self.steps))
-    return statistics.fmean(last) if self.tells_loss else None
-
-  @property
-  def is_live(self) -> bool:
-    """Whether the syncer has it among its members."""
-    return bool(self.joined) and (not self.lost or self.lost[-1][0] < self.joined[-1][0])
-
-  @property
-  def connected(self) -> int | None:
-    """1 or 0; None: only the syncer's records tell."""
-    return int(self.is_live) if self.joined else None
-
-  @property
-  def tokens_per_second(self) -> float:
-    return self.tokens_per_step / self.step_s if self.step_s and self.is_training else 0.0
-
-  @property
-  def is_training(self) -> bool:
-    return not self.phase and self.state not in (*ENDED, 'trained')
-
-  @property
-  def pace(self) -> tuple[int, float]:
-    first_s = self.processes[-1].first_step_s if self.processes else 0.0
-    return self.steps.pace(first_s) if self.is_training else (0, 0.0)
-
-  def seconds_down(self, end_s: float) -> float:
-    """Time between a death and the first step after it, or the end of the run."""
-    down_s = 0.0
-    for process, following in zip(self.processes, [*self.processes[1:], None]):
-      if process.ended_s is None or process.ended in ('done', 'stopped'):
-        continue
-      back_s = following.first_step_s if following else None
-      if back_s is None and following is not None and following.ended_s is not None:
-        back_s = following.ended_s  # it died before it stepped; its own time down follows
-      down_s += (end_s if back_s is None else back_s) - process.ended_s
-    return down_s
+SILENT_S = 10.0  # a process that lives adds to the records more often: five times in a lease
+_SAID = {'joined': 'training', 'disconnected': 'alone', 'ending': 'draining'}
 
 
 class RunFacts:
@@ -143,7 +27,11 @@ class RunFacts:
 
   Attributes:
     learners: by learner id; those given, and every other one that joins.
-    syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
+    syncer_told: of the syncer; None: the learner has none.
+    looked_at: wall-clock time at which somebody looks; None: that of the newest fact.
+    silent_s: how old what is so may be; fresh: processes of which new records have been seen since
+      then, whatever their clocks say.
+    closing: when the syncer has said last for whom it waits, for whom, and how long at most.
     total_steps: the clock at which the run is over; math.inf: it is not recorded.
     period: the newest that the syncer has chosen, in inner steps; 0: that of the settings.
     layout: what it trains and exchanges, in numbers and in words.
@@ -174,17 +62,19 @@ class RunFacts:
     quorum: int = 1,
     steps_per_sync: float = 1.0,
     told: tuple[int, int] | None = (0, 0),
+    silent_s: float = SILENT_S,
   ):
     """`quorum`, `steps_per_sync`: see book.py. `told`: of a new learner."""
     self._told = told
-    self._supervised: set[str] = set()  # programs that a supervisor of this folder has started
-    self.learners = {name: LearnerFacts(told=told) for name in learners}
-    self.syncer = 'waiting' if syncer else None
-    self.syncer_processes: list[Process] = []
+    self.learners = {name: programs.LearnerFacts(told=told) for name in learners}
+    self.syncer_told = programs.Program() if syncer else None
+    self.silent_s, self.fresh = silent_s, set[str]()
+    self.looked_at: float | None = None
+    self.closing: tuple[float, tuple[str, ...], float] | None = None
     self.total_steps, self.period = total_steps, 0
     self.layout: facts.Layout | None = None
     self.synced: protocol_facts.Synced | None = None
-    self.merges_s = _times()
+    self.merges_s = programs.times()
     self._clocks, self._steps_per_sync = array.array('q'), steps_per_sync  # of each merge
     self._passed = 0  # the newest sync, merged or cancelled
     self.participants, self.live, self.waited_ns, self.staleness = (
@@ -197,7 +87,7 @@ class RunFacts:
     self.cosines: dict[str, list[float]] = {}
     self.ledger: protocol_facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
-    self.wire = wire_lib.Wire()
+    self.wire = programs.Wire()
     self.followers = facts.Followers(count=0, behind=0)
     self.tokens = 0
     self.said: dict[str, str] = {}
@@ -206,6 +96,49 @@ class RunFacts:
     self.end_s = 0.0
     self.went_back: list[tuple[float, int]] = []
     self._reached = array.array('q'), array.array('q')  # clocks, ascending, and tokens of all then
+
+  @property
+  def syncer(self) -> str | None:
+    """The state of the syncer."""
+    return self.syncer_told and self.syncer_told.state
+
+  @property
+  def syncer_processes(self) -> list[programs.Process]:
+    return self.syncer_told.processes if self.syncer_told else []
+
+  @property
+  def ordered(self) -> list[str]:
+    """The learners in the order of people: l2 before l10."""
+    return sorted(self.learners, key=ids.natural)
+
+  def look(self, time_s: float | None, fresh: Iterable[str] = ()) -> 'RunFacts':
+    """Sets when somebody looks."""
+    self.looked_at = time_s
+    self.fresh = set(fresh)
+    return self
+
+  @property
+  def looked_s(self) -> float:
+    """When somebody looks, in s since the first fact."""
+    if self.looked_at is None or self.began_s is None:
+      return self.end_s
+    return self.looked_at - self.began_s
+
+  def condition(self, name: str) -> condition.Condition:
+    """What is so of the syncer or a learner at the time of the look."""
+    program = self.syncer_told if name == ids.SYNCER else self.learners[name]
+    others = [other for other in self.ordered if not self.learners[other].is_live and other != name]
+    more = ' and others' if len(others) > 1 else ''
+    others = f'for {others[0]}{more}' if others and program.phase == 'waiting' else ''
+    if name in self.fresh:
+      program.heard_s = self.looked_s
+    return condition.of_program(program, self.looked_s, self.silent_s, others)
+
+  @property
+  def trained(self) -> int:
+    """Tokens that were trained: those that the syncer has counted, and those in records beside."""
+    counted = self.ledger.trained + self.book.untold if self.ledger else 0
+    return counted if self.ledger and self.went_back else max(counted, self.tokens)
 
   @property
   def foremost(self) -> float:
@@ -223,26 +156,32 @@ class RunFacts:
 
   @property
   def tokens_per_second(self) -> float:
-    """Of all learners."""
-    return sum(learner.tokens_per_second for learner in self.learners.values())
+    """Of all learners that work."""
+    return sum(one.tokens_per_second for name, one in self.learners.items() if self.works(name))
+
+  def works(self, name: str) -> bool:
+    """Whether a learner makes steps, as far as anybody knows."""
+    return self.condition(name).kind == condition.WORKS
 
   @property
   def seconds_left(self) -> float | None:
     """Until the last step, at the pace of the outer steps, or else of the learner that has stepped
     for longest without a restart, in the newer half of its steps; None: not known."""
-    training = any(learner.is_training for learner in self.learners.values())
-    if not training or self.total_steps == math.inf:
+    working = [learner for name, learner in self.learners.items() if self.works(name)]
+    if (
+      not working or condition.of_run(self).kind != condition.WORKS or self.total_steps == math.inf
+    ):
       return None
     first_s = self.syncer_processes[-1].first_step_s if self.syncer_processes else 0.0
     _, pace = steps_lib.pace(self.merges_s, self._clocks, first_s)
-    pace = pace or max(learner.pace for learner in self.learners.values())[1]
+    pace = pace or max(learner.pace for learner in working)[1]
     return (1 - self.progress) * self.total_steps / pace if pace > 0 else None
 
   def fate(self, name: str) -> str:
     """How a learner has ended, or its state if its end is not in the records."""
     learner = self.learners[name]
     trained = learner.state == 'trained' or learner.step >= self.total_steps
-    return 'done' if trained and learner.state not in ENDED else learner.state
+    return 'done' if trained and learner.state not in programs.ENDED else learner.state
 
   def training(self, name: str) -> float | None:
     """The share of the time since a learner joined that it spent in inner steps at the ideal pace;
@@ -258,6 +197,17 @@ class RunFacts:
     learner has its records here."""
     known = self.ledger and self.total_steps < math.inf and self.book.learners
     return self.book.figures(round(self.end_s * 1e9)) if known else None
+
+  @property
+  def spent_note(self) -> str:
+    """Why no time is accounted for, or why so little of it is in steps; ''."""
+    if not self.book.learners:
+      whose = 'No learner has its records in this folder: where their time went is not known here.'
+      return whose if self.learners else ''
+    found = [self.book.partition(name, round(self.end_s * 1e9)) for name in self.book.learners]
+    begins = sum(one[what] for one in found for what in book_lib.STARTS)
+    share = begins / max(1, sum(sum(one.values()) for one in found))
+    return f'The start of processes took {share:.0%}: in a longer run it is less.' * (share > 0.3)
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""
@@ -283,6 +233,7 @@ class RunFacts:
     if process in self.learners:
       self.learners[process].speaks = True
       self._of_learner(process, at_s, fact)
+    self._hears(process, at_s, 'its own records')
     if processes := self._processes(process):
       processes[-1].last_s = at_s
     self.of_text |= isinstance(fact, facts.Eval) and fact.bits_per_byte > 0
@@ -301,6 +252,8 @@ class RunFacts:
             learner.told, learner.incarnation = None, 0
       case facts.Layout():
         self.layout = fact
+      case protocol_facts.State(state='ending', reason=reason) if process == ids.SYNCER:
+        self._becomes(ids.SYNCER, 'draining', at_s, why=reason)
       case facts.Outer(cosines=cosines):
         for label, cosine in cosines.items():
           self.cosines.setdefault(label, []).append(cosine)
@@ -321,14 +274,36 @@ class RunFacts:
       case protocol_facts.Member():
         self._member(at_s, fact)
       case protocol_facts.Progress(learner=name) if name in self.learners:
+        self.learners[name].no_step = None
         self._progressed(self.learners[name], at_s, fact)
+      case protocol_facts.NoStep(learner=name, doing=doing) if name in self.learners:
+        self.learners[name].no_step = at_s, doing, fact.idle_ns / 1e9
+      case protocol_facts.Closing(learners=names):
+        self.closing = at_s, tuple(names), fact.at_most_ns / 1e9
       case facts.Process():
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code, stopped=stopped):
-        if processes := self._processes(name):
+        if self._program(name) is not None:
+          if not (processes := self._processes(name)):  # it had not even begun
+            self._begin(name, at_s)
           ended = {0: self._over(name), 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
           processes[-1].end(at_s, ended := 'stopped' if stopped else ended)
-          self._becomes(name, ended, at_s)
+          why = self.said.get(name) or (f'exit code {code}' if code > 0 else '')
+          program = self._program(name)
+          if not program.supervised or program.state != 'down':  # else it is started again
+            self._becomes(name, ended, at_s, why='' if why == ended else why)
+
+  def _hears(self, name: str, at_s: float, known: str) -> None:
+    """The syncer's records tell of the learners elsewhere that it has among its members."""
+    program = self._program(name)
+    if program is not None:
+      program.heard_s, program.known = at_s, known
+    for learner in self.learners.values() if name == ids.SYNCER else ():
+      if not learner.speaks and (learner.is_live or not learner.known):
+        learner.heard_s, learner.known = at_s, "the syncer's records"
+
+  def _program(self, name: str) -> programs.Program | None:
+    return self.syncer_told if name == ids.SYNCER else self.learners.get(name)
 
   def _lives(self, name: str, at_s: float, fact: facts.Fact) -> None:
     """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
@@ -342,7 +317,7 @@ class RunFacts:
       processes[-1].phase = fact.phase
     if processes and processes[-1].ended == 'lost':  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
-      self.learners[name].state = 'alone'
+      self._becomes(name, 'alone', at_s)
 
   def _evaluated(self, at_s: float, fact: facts.Eval) -> None:
     clocks, _ = self._reached
@@ -365,40 +340,44 @@ class RunFacts:
     trained = learner and (learner.state in ('trained', 'done') or learner.step >= self.total_steps)
     return 'done' if trained or left == 'left: done' or self.progress >= 1 else 'stopped'
 
-  def _becomes(self, name: str, state: str, at_s: float) -> None:
-    if name == 'syncer':
-      self.syncer = state
-    elif name in self.learners:
-      self.learners[name].state = state
-      self.learners[name].phase = 'importing' if state == 'starting' else ''
+  def _becomes(self, name: str, state: str, at_s: float, why: str = '') -> None:
+    if (program := self._program(name)) is not None:
+      program.why = why
+      program.since_s = program.since_s if program.state == state else at_s
+      program.state, program.no_step = state, None
+      if isinstance(program, programs.LearnerFacts):
+        program.phase = 'importing' if state == 'starting' else ''
 
-  def _processes(self, name: str) -> list[Process]:
+  def _processes(self, name: str) -> list[programs.Process]:
     """The processes of a program, oldest first."""
-    if name in self.learners:
-      return self.learners[name].processes
-    return self.syncer_processes if name == 'syncer' else []
+    program = self._program(name)
+    return program.processes if program else []
 
   def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
-      learner = self.learners.setdefault(fact.learner, LearnerFacts(told=self._told))
+      learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(told=self._told))
       learner.joined.append((at_s, fact.incarnation))
+      learner.quarantine = ''
     elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
       learner.lost.append((at_s, fact.reason))
+      before, _, why = fact.reason.partition('quarantined: ')
+      learner.quarantine = '' if before else why
     else:
       return
-    if fact.learner in self._supervised:
+    if learner.supervised:
       return
     left = fact.reason.startswith('left')
     if fact.state == 'lost' or not learner.speaks:
       self._unsupervised(learner, at_s, fact, left)
     # The last word on it, unless it says more in this folder.
     left_as = self._over(fact.learner, fact.reason) if left else 'down'
-    learner.state = 'training' if fact.state == 'joined' else left_as
+    state = 'training' if fact.state == 'joined' else left_as
+    self._becomes(fact.learner, state, at_s, why=fact.reason if state == 'down' else '')
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
   def _unsupervised(
-    self, learner: LearnerFacts, at_s: float, fact: protocol_facts.Member, left: bool
+    self, learner: programs.LearnerFacts, at_s: float, fact: protocol_facts.Member, left: bool
   ) -> None:
     """Follows a process of whose beginning, on another machine, or end only the syncer tells."""
     processes = learner.processes
@@ -411,7 +390,9 @@ class RunFacts:
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
 
-  def _progressed(self, learner: LearnerFacts, at_s: float, fact: protocol_facts.Progress) -> None:
+  def _progressed(
+    self, learner: programs.LearnerFacts, at_s: float, fact: protocol_facts.Progress
+  ) -> None:
     before = learner.told or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
@@ -440,21 +421,25 @@ class RunFacts:
       case facts.Moments(of=''):
         learner.fresh += 1
       case facts.Startup(phase=done) if done in _PHASES:
-        learner.state = 'starting' if learner.state in ENDED else learner.state
-        learner.phase = _PHASES[done]
+        again = learner.state in programs.ENDED
+        self._becomes(name, 'starting' if again else learner.state, at_s)
+        learner.phase, learner.since_s = _PHASES[done], at_s
       case protocol_facts.State():
-        learner.state = _SAID.get(fact.state, fact.state)
+        phase, state = learner.phase, _SAID.get(fact.state, fact.state)
+        if (learner.state, fact.reason) != ('trained', 'done'):  # it ends as all do
+          self._becomes(name, state, at_s, why=fact.reason)
+        learner.phase = phase
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
         if learner.phase and fact.state == 'joined':
-          learner.phase = 'waiting'
+          learner.phase, learner.since_s = 'waiting', at_s
 
   def _step(self, name: str, at_s: float, fact: facts.Step) -> None:
     learner = self.learners[name]
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
-    learner.phase = ''
+    learner.phase, learner.no_step = '', None
     if learner.state in ('waiting', 'starting'):
-      learner.state = 'training'
+      self._becomes(name, 'training', at_s)
     tokens = round(learner.tokens_per_step)
     self._trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
@@ -465,7 +450,7 @@ class RunFacts:
 
   def _trained(
     self,
-    learner: LearnerFacts,
+    learner: programs.LearnerFacts,
     at_s: float,
     tokens: int,
     clock: int,
@@ -484,8 +469,8 @@ class RunFacts:
       reached.append(self.tokens)
 
   def _synced(self, at_s: float, fact: protocol_facts.Synced) -> None:
-    if self.syncer is not None:
-      self.syncer = 'merging'
+    if self.syncer not in (None, 'merging'):
+      self._becomes(ids.SYNCER, 'merging', at_s)
     self.synced = fact
     self.merges_s.append(at_s)
     self._clocks.append(fact.sync)
@@ -503,18 +488,23 @@ class RunFacts:
   def _process(self, at_s: float, fact: facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
     self.said[fact.child] = fact.text
-    self._supervised.add(fact.child)
+    if (program := self._program(fact.child)) is None:
+      return
+    program.supervised, program.known = True, "the supervisor's records"
+    program.heard_s = at_s
     state = self._over(fact.child) if fact.state == 'done' else fact.state
-    self._becomes(fact.child, state, at_s)
-    if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
+    why = fact.text if state in programs.ENDED and fact.text != state else ''
+    self._becomes(fact.child, state, at_s, why=why)
+    if fact.state == 'starting':
       self._begin(fact.child, at_s)
 
   def _begin(self, name: str, at_s: float) -> None:
     processes = self._processes(name)
     if processes and processes[-1].ended_s is None:  # nobody has told of its end
-      how = 'stopped' if name in self._supervised else 'lost'
+      program = self._program(name)
+      how = 'stopped' if program and program.supervised else 'lost'
       processes[-1].end(processes[-1].last_s, how)
-    processes.append(Process(at_s))
+    processes.append(programs.Process(at_s))
 
 
 _PHASES = {  # what follows a phase that has ended (facts.Startup)

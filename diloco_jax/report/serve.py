@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
-from diloco_jax.report import folder, page, records, run_facts, state
+from diloco_jax.report import folder, page, programs, records, run_facts, state
 
 _READ_S = 0.5  # the longest that an answer reads records: all those of a long run take minutes
 _EVERY_S = 1.0  # one state is sent
@@ -45,6 +45,7 @@ class Watch:
     the records that are new. `name`: of the run's folder. `how`: arguments of RunFacts."""
     self._config_of, self._stream_of, self._name, self._how = config_of, begin, name, how
     self._lock, self._state, self._made_s = threading.Lock(), {}, -_EVERY_S
+    self._shifts: dict[str, float] = {}
     self._begin()
 
   def _begin(self) -> None:
@@ -52,6 +53,7 @@ class Watch:
     how = {'syncer': bool(self._config), **folder.pace(self._config), **self._how}
     self._run = run_facts.RunFacts((), **how)
     self._stream, self._rows = self._stream_of(), iter(())
+    self._behind, self._grew_s = True, dict[str, float]()  # when new records came, of each process
 
   def state(self) -> dict[str, Any]:
     with self._lock:
@@ -59,6 +61,13 @@ class Watch:
         if self._config is None and self._config_of():  # the syncer has started
           self._begin()
         self._run.take(self._new(time.monotonic() + _READ_S))
+        shifts = getattr(getattr(self._stream, '__self__', None), 'shifts', {})
+        if not self._behind and self._shifts != shifts:  # a clock that was believed so far
+          self._shifts = dict(shifts)
+          self._begin()
+          self._run.take(self._new(time.monotonic() + _READ_S))
+        silent_s = time.monotonic() - self._run.silent_s
+        self._run.look(time.time(), [who for who, at_s in self._grew_s.items() if at_s > silent_s])
         now = state.state(self._run, self._config, self._name)
         self._state = now | {'behind': self._behind}
         self._made_s = time.monotonic()
@@ -66,7 +75,7 @@ class Watch:
 
   def _new(self, until_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """New records; those that are left at `until_s` come the next time."""
-    self._behind = True
+    first, self._behind = self._behind, True
     while time.monotonic() < until_s:
       if (found := next(self._rows, None)) is None:
         self._rows = self._stream()
@@ -75,7 +84,9 @@ class Watch:
           return
       for name in (found[0], found[1].get('child', found[0])):
         if name not in ids.NO_LEARNERS:
-          self._run.learners.setdefault(name, run_facts.LearnerFacts())
+          self._run.learners.setdefault(name, programs.LearnerFacts())
+      if not first:
+        self._grew_s[found[0]] = time.monotonic()
       yield found
 
 
@@ -175,13 +186,24 @@ def serve_metrics(config: run_config.Config, workdir: str, process: str, port: i
   return server.server_address[1]
 
 
+def _states(what: str, rows: dict[str, dict[str, Any]]) -> str:
+  """The state of each, as the page has it: 1 under its name."""
+  text = f'# HELP diloco_{what}_state docs/reference/metrics.md\n# TYPE diloco_{what}_state gauge\n'
+  for name, row in rows.items():
+    so = row['condition']
+    labels = [f'learner={json.dumps(name)}'] if name else []
+    labels += [f'state={json.dumps("silent" if so["kind"] == "silent" else so["state"])}']
+    text += f'diloco_{what}_state{{{",".join(labels)}}} 1\n'
+  return text
+
+
 def metrics(run: dict[str, Any]) -> str:
   """A state in the text format of Prometheus."""
   flat = run | run['figures'] | {f'bytes_{name}': count for name, count in run['wire'].items()}
   flat['held_out_loss'] = next(reversed(run['held_out'][1]), None)
   flat |= {'goodput': flat.get('training_since_joined'), 'token_goodput': flat.get('token')}
   learners = {f'{{learner={json.dumps(name)}}}': row for name, row in run['learners'].items()}
-  text = ''
+  text = _states('run', {'': run}) + _states('learner', run['learners'])
   for start, names, rows in (('', _OF_RUN, {'': flat}), ('learner_', _OF_LEARNER, learners)):
     for name in names.split():
       told = [(labels, row[name]) for labels, row in rows.items() if row.get(name) is not None]

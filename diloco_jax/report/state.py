@@ -5,19 +5,19 @@ import dataclasses
 import heapq
 import itertools
 import json
-import statistics
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_jax.config import run_config
-from diloco_jax.report import folder, run_facts
+from diloco_jax.report import condition, folder, programs, run_facts
 
 POINTS = 400  # of a curve
 PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
-_OF_RUN = 'end_s total_steps tokens tokens_per_second seconds_left syncer'.split()
-_OF_LEARNER = 'state connected phase step tokens_per_second staleness incarnation'.split()
+_OF_RUN = 'end_s total_steps tokens_per_second seconds_left syncer'.split()
+_OF_LEARNER = 'state connected phase step staleness incarnation'.split()
 
 
 def state(
@@ -31,25 +31,31 @@ def state(
   )
   merges = run.merges_s, run.participants, run.live, run.staleness
   connected = [one.connected for one in run.learners.values()]
+  working = [one for name, one in run.learners.items() if one.steps and run.works(name)]
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',
     'folder': folder_name.encode(errors='replace').decode(),  # what no encoding has, as ?
     'progress': run.progress if config else None,
-    'began_s': round(run.began_s or 0),
+    'tokens': run.trained,
+    'began_s': run.began_s and round(run.began_s),
+    'looked_s': run.looked_s,
+    'rate_s': run.looked_s - max((one.steps[-1].at_s for one in working), default=run.looked_s),
+    'condition': _so(condition.of_run(run)),
+    'notices': condition.notices(run),
     'about': '; '.join(told if config else [*told, f'config {folder.UNKNOWN}']),
     'loss_unit': folder.loss_unit(config, run),
     'outer_steps': len(run.merges_s),
     'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
     'held_out': _held_out(run),
     'mean_tokens_per_second': _mean_pace(run, run.tokens, [*run.learners.values()]),
-    'failures': _failures(run),
     'figures': dataclasses.asdict(run.figures) if run.figures else {},
     'wire': {'up': wire.bytes_up, 'down': wire.bytes_down, 'parallel': wire.bytes_data_parallel},
     'followers': run.followers.count,
     'versions_behind': run.followers.behind,
     'syncer_lives': _lives(run.syncer_processes, run.end_s),
-    'learners': {name: _learner(run, name) for name in run.learners},
+    'learners': {name: _learner(run, name) for name in run.ordered},
     'pauses': _pauses(run),
+    'spent_note': run.spent_note,
     'merges': [column[:: _stride(run.merges_s)].tolist() for column in merges],
     'events': heapq.nlargest(_EVENTS, _events(run)),
   }
@@ -57,11 +63,17 @@ def state(
   return json.loads(json.dumps(found), parse_float=digits, parse_constant=lambda _: None)
 
 
+def _so(one: condition.Condition) -> dict[str, Any]:
+  return {'state': one.state, 'kind': one.kind, 'text': one.text, 'meaning': one.meaning}
+
+
 def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
   learner = run.learners[name]
   spent = run.book.partition(name, round(run.end_s * 1e9)) if name in run.book.learners else {}
   return {name: getattr(learner, name) for name in _OF_LEARNER} | {
     'loss': learner.loss,
+    'tokens_per_second': learner.tokens_per_second if run.works(name) else 0.0,
+    'condition': _so(run.condition(name)),
     'mean_tokens_per_second': _mean_pace(run, learner.tokens, [learner]),
     'goodput': run.training(name),
     'merged': len(learner.merged_s),
@@ -74,7 +86,7 @@ def _learner(run: run_facts.RunFacts, name: str) -> dict[str, Any]:
 
 
 def _mean_pace(
-  run: run_facts.RunFacts, tokens: int, learners: Sequence[run_facts.LearnerFacts]
+  run: run_facts.RunFacts, tokens: int, learners: Sequence[programs.LearnerFacts]
 ) -> float | None:
   """Tokens a second from the first step to the last one, without the long part of pauses."""
   ends = [(one.steps[0].at_s, one.steps[-1].at_s) for one in learners if one.steps]
@@ -86,19 +98,12 @@ def _mean_pace(
   return tokens / took_s if took_s > 0 else None
 
 
-def _failures(run: run_facts.RunFacts) -> list[tuple[str, str, str]]:
-  """(program, how, why) of each that nobody starts again."""
-  states = {'syncer': run.syncer, **{name: one.state for name, one in run.learners.items()}}
-  gone = {name: state for name, state in states.items() if state in ('failed', 'refused')}
-  return [(name, state, run.said.get(name, '')) for name, state in gone.items()]
-
-
 def _held_out(run: run_facts.RunFacts) -> list[list]:
   """Tokens and losses. A None lies between points that are unusually far apart, and after the one
   before the first step, where a loss falls fast: no line tells what was not measured."""
   points: list[tuple[float, float | None]] = []
   apart = [b - a for a, b in itertools.pairwise(run.evaluated_tokens)]
-  far = max(run.tokens / 5, 2 * statistics.median(apart or [0]))
+  far = max(run.tokens / 5, 2 * min(apart[:-1] or apart or [0]))  # the last one may come early
   for tokens, one in zip(run.evaluated_tokens, run.evaluations):
     if points and tokens - points[-1][0] > (far if points[-1][0] else run.tokens / 20):
       points.append(((tokens + points[-1][0]) / 2, None))
@@ -114,23 +119,26 @@ def _stride(column: Sequence) -> int:
   return max(1, -(-len(column) // POINTS))
 
 
-def _curve(learner: run_facts.LearnerFacts) -> list[list]:
+def _curve(learner: programs.LearnerFacts) -> list[list]:
   """Columns: tokens; loss; how a process ended, at its last step. A None follows it, so that no
   line bridges an absence."""
   steps, points = learner.steps, []
   starts = [process.started_s for process in learner.processes[1:]]
   firsts = [bisect.bisect_left(steps, at_s, key=lambda step: step.at_s) for at_s in starts]
   for process, begin, end in zip(learner.processes, [0, *firsts], [*firsts, len(steps)]):
-    smooth = min(_SMOOTH_STEPS, 1 + (end - begin) // 20)
+    first, smooth = len(points), min(_SMOOTH_STEPS, 1 + (end - begin) // 20)
     for last in [*range(begin, end - 1, _stride(steps)), *([end - 1] if begin < end else [])]:
       some = steps.losses(max(begin, last + 1 - smooth), last + 1)
       points.append((steps[last].tokens, sum(some) / len(some), ''))
-    if begin < end:
-      points[-1:] = [(*points[-1][:2], process.ended), (points[-1][0] + 1, None, '')]
+    if begin < end:  # a loss that became NaN has its end where it was one
+      mine = range(first, len(points))
+      last = max((i for i in mine if math.isfinite(points[i][1])), default=-1)
+      points[last] = (*points[last][:2], process.ended)
+      points.append((points[-1][0] + 1, None, ''))
   return [list(column) for column in zip(*points)] or [[], [], []]
 
 
-def _lives(processes: list[run_facts.Process], now_s: float = 0.0) -> list[list]:
+def _lives(processes: list[programs.Process], now_s: float = 0.0) -> list[list]:
   """Of each process: began, first step, end, and how it ended ('': not known). If it has not, to
   its last fact; before its first step, as it may compile for long, to `now_s`."""
   lasts = [max(p.last_s, now_s) if p.first_step_s is None else p.last_s for p in processes]

@@ -13,16 +13,15 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import shlex
 import statistics
-import textwrap
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from diloco_jax.config import load, run_config
 from diloco_jax.report import book as book_lib
-from diloco_jax.report import facts, header, page, run_facts
+from diloco_jax.report import condition, facts, header, page, programs, run_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import state as state_lib
@@ -32,6 +31,8 @@ REPORT, TEXT, SUMMARY = 'report', 'report.txt', 'summary.json'
 TIMELINE, PAGE = 'timeline.png', 'index.html'
 COLUMNS = 80
 KILL_WINDOW_S = 10
+MANY = 12  # learners, from which on only the unusual ones are told of one by one
+_THREE = {'steps': 'steps', 'tokens': 'tokens', 'loss': 'loss', 'merged': 'contributions_merged'}
 
 
 def write(
@@ -41,6 +42,7 @@ def write(
   summary; an error line names each file that is missing, and `missing` in the summary all of them.
   Raises ValueError: there is no run in the folder."""
   found = folder_lib.read(workdir)
+  found.run.look(time.time())
   summary, shown = summarize(found), state_of(found)
   folder = out or workdir / REPORT
   views: dict[str, Callable[[], str | bytes]] = {
@@ -120,7 +122,9 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
     'waited_steps_median': _waited_steps(run),
-    'learners': {name: _learner(name, found) for name, learner in run.learners.items()},
+    'learners': {name: _learner(name, found) for name in run.ordered},
+    'condition': condition.of_run(run).text,
+    'looked_at': run.looked_at,
     'kills': [
       _kill(run, name, process.ended_s)
       for name, learner in run.learners.items()
@@ -167,11 +171,20 @@ def _learner(name: str, found: folder_lib.Read) -> dict[str, Any]:
     'lost': sum(process.ended == 'lost' for process in learner.processes),
     'fresh_moments': learner.fresh,
     'status': run.fate(name),
-    'error': run.said.get(name, ''),
+    'condition': _told(run.condition(name)),
     'step_seconds_median': median_s,
     'cost': cost and dataclasses.asdict(cost),
     'speed': cost and cost.speed(median_s or 0.0),
   }
+
+
+def _told(one: condition.Condition) -> str:
+  """What is so of a learner, in words of a text that is read later; '' of one that is done."""
+  if one.is_gone or one.state in ('down', 'no step'):
+    why = one.text if one.state == 'no step' else f'{one.state}: {one.why}'.removesuffix(': ')
+    return '' if one.state == 'done' else why
+  ago = f', {header.duration(one.now_s - one.heard_s)} before this report' * one.silent
+  return f'{one.state if one.silent else one.brief} when its records ended{ago}'
 
 
 def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
@@ -199,21 +212,21 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
 def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
   """Shares of each learner's time by category, and figures (book.py); None for a learner
   without a syncer, or without a known quorum."""
-  return run.figures and run.book.summary(round(run.end_s * 1e9))
+  return run.figures and run.book.summary(round(run.end_s * 1e9)) | {'note': run.spent_note}
 
 
 def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   """Fragment-tokens as tokens, rounded so that merged and discarded add up to trained."""
   ledger = run.ledger
   if ledger is None:
-    return {'trained': run.tokens, 'merged': 0, 'discarded': {}}
+    return {'trained': run.trained, 'merged': 0, 'discarded': {}}
   parts = {'merged': ledger.merged, **ledger.discarded}
   if ledger.unsettled:
     parts['unsettled'] = ledger.unsettled
-  if untold := run.book.untold:
+  if untold := run.trained - ledger.trained:
     parts['untold'] = untold * ledger.fragments
   shares = share_out(parts, ledger.fragments)
-  return {'trained': ledger.trained + untold, 'merged': shares.pop('merged'), 'discarded': shares}
+  return {'trained': run.trained, 'merged': shares.pop('merged'), 'discarded': shares}
 
 
 def merged_line(summary: Mapping[str, Any]) -> str:
@@ -223,7 +236,7 @@ def merged_line(summary: Mapping[str, Any]) -> str:
     return ''
   parts = {'merged': merged, **summary['tokens_discarded']}.items()
   told = [f'{name} {count / trained:.0%}' for name, count in parts if count >= 0.01 * trained]
-  return f'trained {trained:,} tokens, {", ".join(told)}: see docs/howto/report.md'
+  return f'trained {trained:,} tokens, {", ".join(told)}: see docs/howto/report.md' * bool(told)
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
@@ -261,24 +274,8 @@ def text(
     lines += ['', *goodput_lines(summary['goodput'], width)]
   lines += ['', *paths, '', *_headline(summary), *_kill_lines(summary)]
   pasted = {line for line in paths if line.startswith((' ', 'model', 'curves'))}
-  wrapped = ([line] if line in pasted else _wrap(line, width) for line in lines)
+  wrapped = ([line] if line in pasted else header.wrap(line, width) for line in lines)
   return '\n'.join(itertools.chain.from_iterable(wrapped)) + '\n'
-
-
-def _wrap(line: str, width: int) -> list[str]:
-  """
-  >>> _wrap('model        a folder of arrays, of the types of the task', 42)
-  ['model        a folder of arrays, of the', '             types of the task']
-  """
-  label = re.match(r'\s*(\S+( \S+)*\s{2,})?', line)
-  wrapped = textwrap.wrap(
-    line,
-    width,
-    subsequent_indent=' ' * min(label.end() if label else 0, width // 3),
-    break_long_words=False,
-    break_on_hyphens=False,
-  )
-  return wrapped or ['']
 
 
 def _is_measured_twice(row: Mapping[str, Any]) -> bool:
@@ -291,8 +288,8 @@ def _before_after(row: Mapping[str, Any]) -> str:
 
 
 def _headline(summary: Mapping[str, Any]) -> list[str]:
-  time = header.duration(summary['wall_seconds'])
-  lines = [f'{summary["name"] or "run"}: {time}, {summary["tokens_trained"]:,} tokens']
+  took = header.duration(summary['wall_seconds'])
+  lines = [f'{summary["name"] or "run"}: {took}, {summary["tokens_trained"]:,} tokens']
   if summary['outer_steps']:
     lines[0] += f' in {summary["outer_steps"]} outer steps'
   rows = {name: row for name, row in summary['learners'].items() if row['steps']}
@@ -312,14 +309,16 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines.append('held-out loss  was not measured')
     losses = [f'{name} {row["loss"]:.3f}' for name, row in rows.items() if row['loss'] is not None]
     lines += [
-      f'training loss  {", ".join(losses)}: mean of the last {run_facts.LAST_STEPS} steps'
+      f'training loss  {", ".join(losses)}: mean of the last {programs.LAST_STEPS} steps'
     ] * any(losses)
   if line := merged_line(summary):
     lines.append(f'tokens         {line}')
   if summary['steps'] is None:
     lines.append(f'config         {folder_lib.UNKNOWN}')
   elif not any(row['status'] == 'done' for row in summary['learners'].values()):
-    lines.append(f'not ended      at clock {summary["clock"]} of {summary["steps"]}')
+    when = time.strftime('%H:%M:%S', time.localtime(summary['looked_at']))
+    told = f'at clock {summary["clock"]} of {summary["steps"]}: {summary["condition"]}'
+    lines.append(f'not ended      {told}, as of {when}')
   return lines
 
 
@@ -363,9 +362,16 @@ def _disk_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
-  lines = []
-  for name, row in summary['learners'].items():
-    if not row['processes'] and not row['steps']:
+  rows = {
+    name: row for name, row in summary['learners'].items() if row['processes'] or row['steps']
+  }
+  lines, many = [], len(rows) > MANY
+  if many:
+    lines.append(f'{len(rows)} learners; least, median and most of all:')
+    lines += [f'  {word:11}{_three(rows.values(), what)}' for word, what in _THREE.items()]
+    lines.append('Those of which more is to be said:')
+  for name, row in rows.items():
+    if many and not _describe_status(row):
       continue
     line = f'learner {name}  {row["steps"]} steps, {row["tokens"]:,} tokens'
     if row['step_seconds_median']:
@@ -389,6 +395,14 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     told = ', '.join(f'{label} {cosine:.2f}' for label, cosine in cosines.items())
     lines.append(f'cosines      between the updates of two learners, on average: {told}')
   return lines + _clock_lines(summary)
+
+
+def _three(rows: Iterable[Mapping[str, Any]], what: str) -> str:
+  known = sorted(row[what] for row in rows if row[what] is not None)
+  if not known:
+    return 'not known'
+  form = '{:,.3f}' if isinstance(known[0], float) else '{:,}'
+  return ', '.join(form.format(one) for one in (known[0], known[len(known) // 2], known[-1]))
 
 
 def _clock_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -431,11 +445,7 @@ def _describe_status(row: Mapping[str, Any]) -> str:
     text = f'; {"lost, " if row["lost"] else ""}down for {row["seconds_down"]:.1f} s'
   if row['fresh_moments']:
     text += f'; {row["fresh_moments"]} of its starts with fresh moments'
-  if row['status'] in ('training', 'alone', 'starting', 'waiting'):
-    text += f'; {row["status"]} when its records ended'
-  elif row['status'] != 'done':
-    text += f'; {row["status"]}' + (f': {row["error"]}' if row['error'] else '')
-  return text
+  return text + (f'; {row["condition"]}' if row['condition'] else '')
 
 
 def _token_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -462,7 +472,12 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
 def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
   """Book.summary for people: a table of categories and learners, then the figures."""
   lines = []
-  rows = sorted(found['learners'].items())
+  rows = list(found['learners'].items())
+  if len(rows) > MANY:
+    orders = [sorted(one['shares'].get(what, 0) for _, one in rows) for what in book_lib.CATEGORIES]
+    three = (('least', 0), ('median', len(rows) // 2), ('most', -1))
+    pick = lambda at: {what: all_[at] for what, all_ in zip(book_lib.CATEGORIES, orders)}
+    rows = [(name, {'shares': pick(at)}) for name, at in three]
   cell = max([6, *(len(name) for name, _ in rows)]) + 2
   across = max(1, (width - 26) // cell)
   for some in (rows[first : first + across] for first in range(0, len(rows), across)):
@@ -479,6 +494,8 @@ def goodput_lines(found: Mapping[str, Any], width: int = COLUMNS) -> list[str]:
     f'token goodput  {found["token"]:.1%} of what they could have trained since then is in the '
     f'model'
   )
+  if found['note']:
+    lines.append(f'               {found["note"]}')
   lines.append(
     f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
     f'{found["system_uptime"]:.1%} without long gaps between outer steps'

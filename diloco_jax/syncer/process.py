@@ -118,6 +118,7 @@ def run(
   store: stored.Stored | None = None,
   measure: evaluation_lib.Measure | None = None,
   followers: followers_lib.Followers | None = None,
+  last_word: Callable[[BaseException | None], str] = lambda error: '',
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
 
@@ -133,6 +134,7 @@ def run(
     store: of the run, if the caller has opened it.
     measure: of the published model, where there is no task.
     followers: of the run, whom the transport serves.
+    last_word: what learners hear as the transport shuts down, after an error perhaps.
 
   Returns:
     The machine's Exit; its saves are on disk, and in the store. NOT_IN_TIME: not in the store yet.
@@ -154,7 +156,7 @@ def run(
     _introduce(assembled, records)
     payloads = payloads_lib.PayloadStore()
     transport = make_transport(event_queue.post, payloads)
-    cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
+    cleanup.push(lambda _, error, where: transport.shutdown(ports.SHUTDOWN_S, last_word(error)))
     records_lib.report_startup(records, 'listens')
     keep_every = assembled.protocol.keep_every
     folder = folders.syncer_folder(workdir)

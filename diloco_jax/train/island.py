@@ -61,6 +61,7 @@ class _Dispatched(NamedTuple):
   clock: int
   begun_ns: int
   put_ns: int  # its batch was on the device
+  metrics: dict[str, jax.Array]
   ended: futures.Future  # the metrics, and when they were there, in ns
 
 
@@ -202,12 +203,12 @@ class Island:
     with jax.profiler.StepTraceAnnotation('inner step', step_num=clock):
       self._state, metrics = self._train_step(self._state, batch, rate)
     self._next_index += 1
-    if all(value.is_ready() for value in metrics.values()):  # CPUs that compute at the dispatch
+    if _are_ready(metrics):  # CPUs that compute at the dispatch
       ended = futures.Future()
       ended.set_result(_await(metrics))
     else:
       ended = self._watcher.submit(_await, metrics)
-    self._dispatched.append(_Dispatched(clock, begun_ns, put_ns, ended))
+    self._dispatched.append(_Dispatched(clock, begun_ns, put_ns, metrics, ended))
     return ended
 
   def must_finish(self, ahead: int) -> bool:
@@ -217,12 +218,15 @@ class Island:
 
   def finish(self) -> StepResult:
     """Blocks until the oldest dispatched step is done."""
-    clock, begun_ns, put_ns, ended = self._dispatched.popleft()
+    clock, begun_ns, put_ns, _, ended = self._dispatched.popleft()
     metrics, ended_ns = ended.result()
     start_ns = max(begun_ns, self._ended_ns)
-    if self._dispatched and (after := self._dispatched[0]).ended.done():
-      if after.ended.result()[1] < ended_ns:  # computed at its dispatch, and the watcher is late
+    if self._dispatched and _are_ready((after := self._dispatched[0]).metrics):
+      after_ns = after.ended.result()[1]
+      if after_ns < ended_ns:  # computed at its dispatch, and the watcher is late
         ended_ns = after.begun_ns
+      elif 4 * (after_ns - ended_ns) < ended_ns - start_ns:  # it was late, and saw both at once
+        ended_ns = (start_ns + after_ns) // 2
     self._ended_ns = ended_ns = max(ended_ns, start_ns + 1)
     return StepResult(
       metrics.pop('loss'),
@@ -373,6 +377,10 @@ class Island:
     if self._checkpoints is None:
       raise ValueError('this island has no checkpoint folder: pass checkpoint_dir')
     return self._checkpoints
+
+
+def _are_ready(metrics: dict[str, jax.Array]) -> bool:
+  return all(value.is_ready() for value in metrics.values())
 
 
 def _await(metrics: dict[str, jax.Array]) -> tuple[dict[str, float], int]:

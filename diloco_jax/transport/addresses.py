@@ -16,9 +16,10 @@ import re
 import tempfile
 
 from diloco_jax.certs import private
+from diloco_jax.protocol import messages
 
 UNIX = 'unix:'
-ENDED = 'the run has ended'  # instead of an address: a syncer leaves it behind
+ENDED = messages.ENDED  # instead of an address: a syncer leaves it behind
 _MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
 _CUT = ','  # gRPC takes a path with one for several addresses, however it is quoted
 _HOST = re.compile(r'[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?')

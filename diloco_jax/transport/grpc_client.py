@@ -64,7 +64,7 @@ class GrpcLearnerTransport(sessions.Sessions):
       dialed = self._add(session, dialed=True)
     grpc_session.start_thread(f'session-{session}', self._run, dialed)
 
-  def shutdown(self, grace_s: float) -> None:
+  def shutdown(self, grace_s: float, reason: str = '') -> None:
     late = self._close_all('the learner shut down', grace_s)
     for session in late:
       session.cancel()

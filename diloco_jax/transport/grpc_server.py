@@ -230,12 +230,12 @@ class GrpcSyncerTransport(sessions.Sessions):
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
 
-  def shutdown(self, grace_s: float) -> None:
+  def shutdown(self, grace_s: float, reason: str = '') -> None:
     with self._lock:
       self._closing = True
       self._room.notify_all()
     deadline_s = time.monotonic() + grace_s
-    self._close_all('the syncer shut down', grace_s)
+    self._close_all(reason or 'the syncer shut down', grace_s)
     if self._followers:
       self._followers.shutdown(max(0.0, deadline_s - time.monotonic()))
     self._door.close()

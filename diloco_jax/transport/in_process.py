@@ -57,9 +57,9 @@ class InProcessHub:
       self._syncer._post(events.Connected(session=number))
       learner._post(events.Connected(session=session))
 
-  def _retire(self, transport: 'InProcessTransport') -> None:
+  def _retire(self, transport: 'InProcessTransport', reason: str) -> None:
     with self._lock:
-      transport._end_all('shut down')
+      transport._end_all(reason or 'shut down')
       if self._syncer is transport:
         self._syncer = None
 
@@ -100,9 +100,9 @@ class InProcessTransport:
     with self._hub._lock:
       self._end(session, reason)
 
-  def shutdown(self, grace_s: float) -> None:
+  def shutdown(self, grace_s: float, reason: str = '') -> None:
     del grace_s  # this transport queues nothing
-    self._hub._retire(self)
+    self._hub._retire(self, reason)
 
   def _deliver(
     self, session: int, message: messages.Message, payload: payload_lib.Payload | None

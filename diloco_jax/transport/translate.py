@@ -36,6 +36,7 @@ MAX_STRING_BYTES = {
   'learner': 63,
   'run': 63,
   'code': 63,
+  'doing': 63,
   'reason': 255,
   'error': 1 << 10,
   'host': 255,

@@ -393,7 +393,7 @@ def test_a_loop_takes_the_settings_of_the_syncer_and_keeps_its_own(tmp_path, cap
           mine = peer.sync(mine, tokens=1)
       server.wait(_DEADLINE_S)
     said = capfd.readouterr().out
-    assert re.search(r'\[l0\] .* done at step', said)
+    assert re.search(r'\[l0\] .* done at clock', said)
 
 
 def test_what_a_loop_names_must_be_what_the_syncer_has():

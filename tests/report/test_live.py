@@ -110,7 +110,7 @@ def test_progress_and_the_time_left_are_those_of_the_global_model():
   [
     (0, 100, 'done'),
     (0, 20, 'stopped'),
-    (1, 20, 'failed'),
+    (1, 20, 'failed (exit code 1)'),
   ],
 )
 @pytest.mark.parametrize('syncer', [True, False])
@@ -126,8 +126,9 @@ def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
   run.take([('l0', row(61, alone))] * syncer)
   for name in ('syncer',) * syncer + ('l0',):
     run.take([(name, row(62, facts.Exit(child=name, pid=1, code=code)))])
-  assert live.status_line(run) == f'{clock}%: l0 {shown} {clock}; 1,500 tokens'
-  assert run.seconds_left is None and run.syncer in (None, shown)
+  dead = ', the run is dead (the syncer failed (exit code 1))' if syncer and code else ''
+  assert live.status_line(run) == f'{clock}%: l0 {shown} {clock}; 1,500 tokens{dead}'
+  assert run.seconds_left is None and run.syncer in (None, shown.partition(' (')[0])
   run.take([('l0', row(70, facts.Startup(phase='restored', cpu_s=1.0)))])
   assert 'l0 compiling' in live.status_line(run)
   run.take([('l0', step(80, clock, 1))])
@@ -147,7 +148,8 @@ def test_a_fault_of_the_display_is_none_of_the_run(monkeypatch, capsys):
 
 def test_a_status_line_is_printed_only_if_it_says_something_new(monkeypatch):
   now_s = [0.0]
-  monkeypatch.setattr(live.time, 'monotonic', lambda: now_s[0])
+  for name in ('monotonic', 'time'):
+    monkeypatch.setattr(live.time, name, lambda: now_s[0])
   display = live.Display(stream := io.StringIO())
   run = run_facts.RunFacts(['l0'], 100)
   for at_s in range(0, 60, 6):

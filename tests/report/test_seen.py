@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import re
 import threading
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import beside, facts, page, serve, summary
+from diloco_jax.report import beside, facts, page, serve, state, summary
 from diloco_jax.report import folder as folder_lib
-from tests.report import browsers
+from tests.report import browsers, test_matrix
 from tests.report.rows import add, child, exited, row, step, synced
 
 pytestmark = pytest.mark.full
@@ -124,6 +125,53 @@ def test_runs_beside_each_other_are_readable(browser, tmp_path):
     assert not shown.eval_on_selector_all(*_CUT_OFF)
     tops = shown.eval_on_selector_all('#runs > div', 'all => all.map(one => one.offsetTop)')
     assert (tops[0] == tops[1]) == (view is browsers.DESK)
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('view', [browsers.PHONE, browsers.DESK], ids=['phone', 'desk'])
+@pytest.mark.parametrize('what', test_matrix.SITUATIONS)
+def test_the_page_says_what_is_so(browser, tmp_path, what, view, scheme):
+  """The matrix, as a person sees it: text and notices, and nothing of the past."""
+  so, said = test_matrix.SITUATIONS[what], []
+  count = 64 if scheme == 'dark' and what in ('all train', 'its loader blocks') else 3
+  found = test_matrix.read(test_matrix.written(tmp_path, what, count), so.now)
+  file, told = tmp_path / 'seen.html', state.state(found.run, found.config, 'run')
+  file.write_text(page.inline([told]))
+  how = {'viewport': view, 'color_scheme': scheme}
+  shown = browsers.opened(browser, file.as_uri(), said, **how)
+  shown.wait_for_selector('#top h1')
+  text = shown.inner_text('body')
+  assert not said and browsers.width(shown) <= view['width'] and not browsers.pale(shown)
+  assert not re.search(so.never, text) and '1970' not in text and 'as of' in text or not so.program
+  for line in told['notices']:
+    assert line in shown.inner_text('#notice')
+  if so.program.startswith('l'):
+    assert told['learners'][so.program]['condition']['text'] in text or count == 64
+  shown.close()
+
+
+def test_what_is_printed_has_its_colours(browser, tmp_path):
+  shown = opened(browser, written(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
+  shown.emulate_media(media='print')
+  exact = "getComputedStyle(document.querySelector('.bar i')).printColorAdjust"
+  assert shown.evaluate(exact) == 'exact'
+
+
+def test_a_page_that_is_opened_before_the_first_record_waits_for_it(browser, tmp_path):
+  said = []
+  load.write(tmp_path, stdlib_lm.get_config('tiny'))
+  (tmp_path / 'records').mkdir()
+  server, url = serve.make(tmp_path)
+  thread = threading.Thread(target=server.serve_forever, daemon=True)
+  thread.start()
+  shown = browsers.opened(browser, url, said, viewport=browsers.DESK)
+  shown.wait_for_selector('#notice:not([hidden])')
+  text = shown.inner_text('body')
+  assert 'Waiting for the first record' in text and '1970' not in text and not said
+  shown.close()
+  server.shutdown()
+  server.server_close()
+  thread.join()
 
 
 def test_a_live_page_leaves_its_reader_in_place(browser, tmp_path):

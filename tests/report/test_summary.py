@@ -17,9 +17,8 @@ import pytest
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import beside, facts, folder, live, records, run_facts, state
+from diloco_jax.report import beside, facts, folder, live, programs, records, run_facts, state
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.report import wire as wire_lib
 from diloco_jax.storage import json_files
 from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
@@ -91,7 +90,7 @@ _FATES = {'l0': ('done', ''), 'l1': ('refused', 'another model')}
 
 def summarized(config, run: run_facts.RunFacts, fates: dict) -> dict[str, Any]:
   for name, (state_, said) in fates.items():
-    run.learners[name].state, run.said[name] = state_, said
+    run.learners[name].state, run.learners[name].why = state_, said
   return summary_lib.summarize(folder.Read(pathlib.Path('x'), config, run))
 
 
@@ -351,7 +350,7 @@ def test_curves_are_over_the_tokens_of_all_learners(run):
 
 
 def test_bytes_add_up_over_the_processes_of_a_syncer():
-  wire = wire_lib.Wire()
+  wire = programs.Wire()
   for up, down in ((5, 9), (7, 9), (1, 2), (3, 2)):
     wire.take(facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=0))
   assert (wire.bytes_up, wire.bytes_down) == (10, 11)

@@ -4,7 +4,7 @@ It has trained to the end, or may not step (lock step), or was never admitted. T
 for no syncer.
 """
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, messages
 from diloco_jax.protocol import config as config_lib
 
 ALONE_NS = 3600 * config_lib.SECOND_NS
@@ -29,6 +29,17 @@ class Alone:
     """Tells the time, and whether a step has been running until now."""
     if running or self._since_ns is None:
       self._since_ns = now_ns
+
+  def gone(self, reason: str) -> bool:
+    """Whether the syncer has said that it ended for good."""
+    if not reason.startswith(messages.GONE):
+      return False
+    self.end = (
+      42,
+      f'{reason}. This learner ends, too: nothing that it trains would be merged. What was merged '
+      'is safe: once the syncer runs again, start the learner again.',
+    )
+    return True
 
   def gives_up(self, now_ns: int, reason: str) -> bool:
     """Whether to end, after an attempt that has failed for `reason`: a process that was frozen for

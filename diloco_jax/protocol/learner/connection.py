@@ -16,6 +16,7 @@ import random
 from diloco_jax.protocol import action_list, actions, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import alone as alone_lib
+from diloco_jax.protocol.learner import missing_step as missing_step_lib
 from diloco_jax.protocol.learner import stall_warning as stall_warning_lib
 
 UNPROVED_NS = 600 * config_lib.SECOND_NS  # of refused certificates in a row: then the process ends
@@ -62,6 +63,7 @@ class Connection:
     self._confirmed = False  # on this session: the learner has a lease to renew
     self.standing = stall_warning_lib.Standing(out)
     self.alone = alone_lib.Alone()
+    self.missing_step = missing_step_lib.MissingStep(config, identity.learner, out)
     self._refusals = self._refused = 0  # how many in a row; the session of the last one
     self._unproved_ns: int | None = None  # since when certificates are refused; None: they are not
 
@@ -99,7 +101,7 @@ class Connection:
       self._out.close(self.session, 'the syncer fell silent')
     elif self._confirmed and now_ns >= self._heartbeat_ns:
       self._heartbeat_ns = now_ns + self._config.heartbeat_ns
-      self.send(messages.Heartbeat())
+      self.send(self.missing_step.heartbeat(now_ns))
 
   def _dial(self, now_ns: int) -> None:
     self.session += 1
@@ -180,8 +182,12 @@ class Connection:
       '(diloco certs issue --renew), then start it again.'
     )
 
-  def disconnected(self, now_ns: int, reason: str) -> None:
-    """The session has closed: pauses before the next attempt."""
+  def has_ended(self, reason: str) -> bool:
+    """Whether a session has closed for good: the run is over, or its syncer has ended so."""
+    return reason.startswith(messages.ENDED) or bool(self.run and self.alone.gone(reason))
+
+  def disconnected(self, now_ns: int, reason: str, ending: bool) -> None:
+    """The session has closed: pauses before the next attempt, unless the learner is `ending`."""
     joined = self.joined
     self._move('away')
     unproved = self._refused == self.session and self._unproved_ns is not None
@@ -193,7 +199,7 @@ class Connection:
     self._pause_ns = self._config.redial_ns if joined else longer_ns
     jitter = 500 + int(self._random.random() * 1000)  # permille of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
-    if joined and not unproved:
+    if joined and not (unproved or ending):
       self._out.say(
         f'syncer unreachable ({reason}). Training continues, nothing is lost. Retrying.'
       )

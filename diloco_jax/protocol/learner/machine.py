@@ -64,6 +64,7 @@ class LearnerMachine:
     self._identity = identity
     self._out = action_list.ActionList()
     self._connection = connection_lib.Connection(config, identity, self._out)
+    self._missing_step = self._connection.missing_step
     # Where it reads, what its last Confirm claimed, and where it reads from the next boundary on.
     self._position: messages.ShardPosition | None = None
     self._claim: messages.ShardPosition | None = None
@@ -104,6 +105,7 @@ class LearnerMachine:
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
+      self._missing_step.look(now_ns, self._running)
     if not self._running and not self._exited:
       self._boundary(now_ns)
     return self._out.take()
@@ -113,7 +115,7 @@ class LearnerMachine:
     """When the machine needs a Wake."""
     if self._exited:
       return None
-    times = [self._connection.deadline_ns(self._leaving)]
+    times = [self._connection.deadline_ns(self._leaving), self._missing_step.deadline_ns]
     if self._waits_for_verdicts:
       times.append(self._leave_ns)
     return min((time for time in times if time is not None), default=None)
@@ -131,7 +133,11 @@ class LearnerMachine:
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
       case events.StepDone():
-        self._step_done(event)
+        self._step_done(now_ns, event)
+      case events.Examined():
+        if self._running and (end := self._missing_step.examined(now_ns, event)):
+          text = f'{self._made()}; {end.text}' if self._ending else end.text
+          self._exit(end.code, text, abandons=True)
       case events.Received(session=session, payload_id=payload_id) if (
         session != self._connection.session
       ):
@@ -154,7 +160,7 @@ class LearnerMachine:
         if self._refused:
           self._exit_refused()
       case events.Stop(reason=reason):
-        self._ending = self._ending or reason
+        self._begin_end(now_ns, reason)
         self._leave_ns = self._leave_ns or now_ns + self._config.drain_ns
       case events.Wake():
         pass
@@ -169,14 +175,14 @@ class LearnerMachine:
     self._told_clock = -1
     self._pulls.forget()
     self._unsettled.clear()
-    for _, payload_id in self._arrivals:
-      self._out.drop(payload_id)
-    self._arrivals.clear()
-    self._connection.disconnected(now_ns, reason)
+    self._drop_arrivals()
+    if self._connection.has_ended(reason):
+      self._begin_end(now_ns, reason)
+    self._connection.disconnected(now_ns, reason, self._leaving)
     if joined:
       self._report_state('disconnected', reason)
     if not (self._running or self._leaving) and self._connection.alone.gives_up(now_ns, reason):
-      self._ending = 'no syncer'
+      self._begin_end(now_ns, 'no syncer')
 
   def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
     match message:
@@ -197,7 +203,7 @@ class LearnerMachine:
         self._connection.standing.settled(now_ns, message)
         self._settled(message)
       case messages.Finish():
-        self._ending = self._ending or 'done'
+        self._begin_end(now_ns, 'done')
       case messages.Heartbeat() | messages.Joined():
         pass  # a Joined is a repeat here
       case _:
@@ -285,8 +291,9 @@ class LearnerMachine:
   def _train(self, state: str) -> None:
     self._training = states.move(TRAINING_STATES, self._training, state)
 
-  def _step_done(self, done: events.StepDone) -> None:
+  def _step_done(self, now_ns: int, done: events.StepDone) -> None:
     self._running = False
+    self._missing_step.stepped(now_ns, done.step_ns)
     if not done.tokens:  # given up: a loop of the user's own was left
       return
     self.clock += 1
@@ -326,11 +333,12 @@ class LearnerMachine:
     self._answer_pulls()  # an adoption may have moved the clock
     trains = self._training in ('training', 'trained')
     if trains and not (self._ending or self._refused) and self._saving.due(self.clock, self.steps):
-      self._save()
+      self._saving.begin(self.clock, self.steps, self.state())
     if self._ending:
       self._end(now_ns)
     elif self._may_step():
       self._running = True
+      self._missing_step.asked(now_ns)
       self._out.do(actions.Step(clock=self.clock))
     elif self._told_clock != self.clock:
       self._progress(0)  # no step will report it: Joined or an adoption moved the clock
@@ -452,16 +460,21 @@ class LearnerMachine:
 
   # --- Saving and ending --------------------------------------------------------------------------
 
-  def _save(self) -> None:
-    self._saving.begin(self.clock, self.steps, self.state())
+  def _begin_end(self, now_ns: int, reason: str) -> None:
+    if not self._ending:
+      self._ending = reason
+      self._missing_step.over_ns = now_ns
+      self._report_state('ending', reason)
+
+  def _drop_arrivals(self) -> None:
+    for _, payload_id in self._arrivals:
+      self._out.drop(payload_id)
+    self._arrivals.clear()
 
   def _exit_refused(self) -> None:
     """After a final refusal: ends the process, but not during a save."""
     if not self._saving.running:
-      for _, payload_id in self._arrivals:
-        self._out.drop(payload_id)
-      self._arrivals.clear()
-      self._exit(42, self._refused)
+      self._exit(42, self._refused, abandons=bool(self._missing_step.doing))
 
   def _end(self, now_ns: int) -> None:
     """Saves, waits for verdicts, sends Leave and exits, each once. The syncer drops the payloads of
@@ -469,21 +482,27 @@ class LearnerMachine:
     if self._saving.running:
       return
     if self._saving.unsaved(self.steps):
-      self._save()
+      self._saving.begin(self.clock, self.steps, self.state())
       return
     if self._waits_for_verdicts and now_ns < self._leave_ns:
       return
-    if self._connection.joined:
+    self._exit(0, self._made())
+
+  def _made(self) -> str:
+    total = self._config.total_steps  # beyond it closing syncs move the clock
+    where = f' at clock {min(self.clock, total)} of {total}' if self.clock else ''  # 0: unknown
+    return f'{self._ending}{where}: {self.steps} steps, {self.tokens} tokens'
+
+  def _exit(self, code: int, text: str, abandons: bool = False) -> None:
+    """Ends the process; one that ends by itself leaves the run."""
+    self._drop_arrivals()
+    if self._ending and self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
-    where = f' at step {self.clock}' if self.clock else ''  # 0: it has not joined, and knows none
-    text = f'{self._ending}{where}: {self.steps} steps, {self.tokens} tokens'
-    self._exit(*(self._connection.alone.end or (0, text)))
-
-  def _exit(self, code: int, text: str) -> None:
+    code, text = self._connection.alone.end or (code, text)
     self._train('ended')
     self._exited = True
-    self._out.do(actions.Exit(code=code, text=text))
+    self._out.do(actions.Exit(code=code, text=text, abandons=abandons))
 
   # --- Reports, machine state, checks -------------------------------------------------------------
 

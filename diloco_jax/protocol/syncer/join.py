@@ -41,6 +41,7 @@ verdicts.py has the refusals.
 import dataclasses
 
 from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
@@ -51,6 +52,7 @@ from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import syncs as syncs_lib
 
 Reason = messages.Reason
+SECOND_NS = config_lib.SECOND_NS
 NEWCOMERS = 2  # known ones, for each expected learner: ids of which nothing was merged
 SPARE_NEWCOMERS = 8  # live ones beyond the expected number of learners
 
@@ -97,6 +99,7 @@ class Membership:
     self._offered: dict[int, _Offered] = {}
     self._waiting_room: dict[int, messages.Confirm] = {}  # by session
     self._told_to_wait: set[int] = set()  # sessions
+    self._closing: tuple[bool, tuple[str, ...]] = (False, ())  # for whom the end of the run waits
     self._start_ns: int | None = None
     self.started = False  # true from the beginning in a restored run
     self.repaired = 0  # adopted values that differed from the published ones
@@ -353,6 +356,42 @@ class Membership:
     self._links.reported(member, progress.tokens)
     self._pace.report(now_ns, member, progress.clock, account.steps, new_steps)
 
+  def heartbeat(self, member: members_lib.Member, heartbeat: messages.Heartbeat) -> None:
+    self._out.send(member.session, messages.Heartbeat())
+    before, member.doing, idle_ns = member.doing, heartbeat.doing, heartbeat.idle_ns
+    if not member.doing:
+      return
+    self._out.report(facts.NoStep(learner=member.learner, doing=member.doing, idle_ns=idle_ns))
+    if member.doing not in (before, messages.COMPILING):
+      self._out.say(
+        f'{member.learner} on {member.host} has made no step for {idle_ns // SECOND_NS} s: it '
+        f'{messages.DOING[member.doing]}. Its log has the calls; the other learners train on.'
+      )
+
+  def say_closing(self, now_ns: int, linger_ns: int | None) -> None:
+    """Says for whom the end of the run waits. `linger_ns`: until when it waits for learners to
+    leave; None: not every sync is over."""
+    merged, until_ns = linger_ns is not None, linger_ns or 0
+    names = {name for name, member in self._members.by_id.items() if merged and not member.left}
+    left = self._pace.last - self._pace.opening.last  # closing syncs that have not opened
+    for sync in self._syncs.open.values():
+      if self._config.closing(sync.t):
+        rounds_ns = -(-left // self._config.in_flight) * self._config.lease_ns
+        names, until_ns = names | sync.waiting, max(until_ns, sync.close_ns + rounds_ns)
+    closing = merged, tuple(sorted(names))
+    before, self._closing = self._closing, closing
+    if not names:
+      return
+    most_ns = max(0, until_ns - now_ns)
+    self._out.report(facts.Closing(learners=closing[1], merged=merged, at_most_ns=most_ns))
+    if closing != before:
+      doing = {name: messages.DOING.get(self._members.by_id[name].doing) for name in closing[1]}
+      told = ', '.join(f'{name} (it {does})' if does else name for name, does in doing.items())
+      what = (
+        'the run is over: the syncer waits' if merged else 'the run closes: its last syncs wait'
+      )
+      self._out.say(f'{what} for {told}, at most {-(-most_ns // SECOND_NS)} s more.')
+
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     if not adopted.matched:
       self._repair(now_ns, member, adopted)
@@ -381,7 +420,7 @@ class Membership:
   def implausible(self, now_ns: int, member: members_lib.Member, fault: str) -> None:
     """A message that no learner of this run could send: closes the session and counts a strike."""
     self._say_implausible(now_ns, member.learner, member.host, fault)
-    if member.joined and self._screening.add_strike(member):
+    if member.joined and self._screening.add_strike(member, fault):
       self.quarantine(member)
     elif member.live:
       self._close(member, f'implausible: {fault}', f'implausible: {fault}')
@@ -435,7 +474,7 @@ class Membership:
     self._out.say(refused.text)
     if member.live:
       self._out.send(member.session, refused)
-      self._close(member, 'quarantined', 'QUARANTINED')
+      self._close(member, f'quarantined: {member.fault}', 'QUARANTINED')
 
   def _close(self, member: members_lib.Member, reason: str, told: str) -> None:
     """Loses a member whose session is still open; `told` is the reason sent with the close."""

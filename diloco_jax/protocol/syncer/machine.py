@@ -153,6 +153,8 @@ class SyncerMachine:
         self._saved(now_ns, event)
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
+        ending = facts.State(state='ending', incarnation=0, clock=self.clock, reason=reason)
+        self._out.report(ending)
       case events.Connected(session=session, learner=learner):
         self._membership.connected(session, learner)
       case events.Wake():
@@ -193,7 +195,7 @@ class SyncerMachine:
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
       case messages.Heartbeat():
-        self._out.send(session, messages.Heartbeat())
+        self._membership.heartbeat(member, message)
       case messages.Leave(reason=reason):
         self._membership.leave(member, reason, self.finished)
       case _:
@@ -310,6 +312,7 @@ class SyncerMachine:
     """Once per heartbeat: ends leases, judges the period of the run, reports the ledger."""
     self._sweep_ns = now_ns + self._config.heartbeat_ns
     self._membership.sweep(now_ns)
+    self._membership.say_closing(now_ns, self._linger_ns)
     if self._membership.started and not (self.closed or self._exiting):
       self._syncs.say_if_idle(now_ns, len(self._pace.contributors))
       self._retime()

@@ -153,6 +153,8 @@ class Member:
   strikes: int = 0  # in a row
   others_merged: bool = False  # a payload of another learner was merged since the first of them
   max_strikes: int = 0  # the most in a row of this process that count for its quarantine
+  fault: str = ''  # of the newest one
+  doing: str = ''  # of its newest heartbeat, if its step is missing
 
   @property
   def live(self) -> bool:

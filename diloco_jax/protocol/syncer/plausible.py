@@ -15,6 +15,7 @@ rely on them:
     a range    [tokens_from, tokens_to) of reported tokens, of at most the reported steps
     cursor     at most as many batches after the assigned one as there were steps since
     versions   at most the published ones, for what a learner says it has adopted
+    doing      of a learner whose step is missing, and for how long it is
 
 A lie inside these limits is not noticed here. How fast a clock may run: pace.py; how much a merge
 makes of the steps of one learner: screening.py, numerics/merge.py.
@@ -27,6 +28,7 @@ from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 
 DECLINES = (*messages.Reason.ALL, 'empty')
+_STUCK = {'', *messages.DOING} - {messages.WAITING}
 
 
 class Plausibility:
@@ -42,8 +44,11 @@ class Plausibility:
 
   def fault(self, now_ns: int, member: members_lib.Member, message: messages.FromLearner) -> str:
     """Why no learner of this run would send this message; '' if it is plausible."""
-    if isinstance(message, messages.Heartbeat | messages.Leave):
+    if isinstance(message, messages.Leave):
       return ''
+    if isinstance(message, messages.Heartbeat):
+      known = message.doing in _STUCK and bool(message.doing) == (message.idle_ns > 0)
+      return '' if known else f'{message.doing!r} for {message.idle_ns} ns without a step'
     if not member.joined:
       return f'{type(message).__name__} before it has joined'
     fragment = getattr(message, 'fragment', 0)

@@ -339,7 +339,7 @@ class Screening:
     self, now_ns: int, member: members_lib.Member, fragment: int, what: str, sure: bool = True
   ) -> bool:
     """Adds a strike for an update; returns whether that puts the learner into quarantine."""
-    quarantined = self.add_strike(member, sure)
+    quarantined = self.add_strike(member, what, sure)
     self._out.notices.say(
       now_ns,
       f'update {member.learner}',
@@ -349,10 +349,10 @@ class Screening:
     )
     return quarantined
 
-  def add_strike(self, member: members_lib.Member, sure: bool = True) -> bool:
+  def add_strike(self, member: members_lib.Member, what: str, sure: bool = True) -> bool:
     """Adds a strike to a learner; returns whether that puts it into quarantine. One that is not
     `sure` may be of a wrong usual norm."""
-    before = self._members.quarantined(member)
+    before, member.fault = self._members.quarantined(member), what
     member.strikes += 1
     if sure or member.strikes >= self._config.strikes * self._config.fragments:
       member.max_strikes = max(member.max_strikes, member.strikes)

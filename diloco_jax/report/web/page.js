@@ -23,10 +23,12 @@ const WORDS = {
   'syncer': 'the program that merges what the learners send into the global model',
   'run': 'the folder of a run',
   'done': 'share of the run that is over',
-  'state': 'what the learner does now; before its first step, which part of its start',
-  'clock': 'the count of inner steps that all learners share; a learner that is late jumps ahead, so it makes fewer steps',
+  'state': 'what the learner does, or did when it was heard of last; before its first step, which part of its start',
+  'no step': 'the learner is alive and makes no step: it reads, steps, saves, or its loop is busy; its log has the calls',
+  'in quarantine': 'three updates of the learner in a row were wrong, as NaN: the syncer takes nothing more from it',
+  'clock': 'the count of inner steps that all learners share; a learner that is late jumps ahead, so it makes fewer steps. The run is over at clock T; the syncs that close it count on beyond it',
   'tokens': 'trained by all learners together',
-  'tokens/s': 'now, or the mean from the first step to the last one once nobody trains',
+  'tokens/s': 'of the last steps, or the mean from the first step to the last one once nobody trains',
   'loss': 'mean training loss of the last ten steps',
   'held-out loss': 'loss of the global model on data that nobody trains on; points far apart are not joined',
   'outer steps': 'merges of one fragment of the model that the syncer has published',
@@ -36,15 +38,16 @@ const WORDS = {
   'followers': 'processes that receive the newest global model and do not train',
   'merged': 'updates of one fragment from this learner that are in the model',
   'staleness': 'versions of a fragment that were skipped before the newest one was adopted; 0 is usual',
-  'incarnation': 'how many processes have run under this name: 1 plus the restarts',
+  'incarnation': 'how many processes of this name have joined the run: 1 plus the restarts',
   'participants': 'learners whose updates are in an outer step',
   'connected': 'learners that the syncer had among its members then',
   'T, M, K, P, H, tau': 'clock at the end, learners, the quorum, fragments, the period in inner steps, steps until a merged fragment is adopted',
   ...Object.fromEntries(Object.entries(SPENT).map(([name, [, words]]) => [spoken(name), 'time: ' + words]))};
-const GOOD = 'training merging alone starting waiting done trained stopped importing building restoring compiling joining'.split(' ');
 const PAUSE_S = 30;  // a longer time without a process is drawn as so much
 const LEFT = 60, RIGHT = 24;  // of the plots, in pixels: all that share a clock lie above each other
 const $ = id => document.getElementById(id), colour = i => COLOURS[i] ?? `hsl(${137.5 * i % 360} 60% 45%)`;
+const MANY = 12;  // learners, from which on only the unusual ones are shown one by one
+const isUnusual = ({condition}) => ['fault', 'silent'].includes(condition.kind);
 const isKill = how => ['killed', 'failed', 'lost'].includes(how);
 const el = (tag, values, ...children) => {
   const space = ['svg', 'rect', 'text', 'path'].includes(tag) ? $('mark').namespaceURI : document.body.namespaceURI;
@@ -112,10 +115,11 @@ function drawLoss(runs) {
     series.push({label, stroke, width: 1, value: (_, y) => num(y, 3), ...more});
   };
   kills = [];
+  const crowd = runs.some(run => Object.keys(run.learners).length > MANY);
   runs.forEach((run, r) => {
     const prefix = many ? called(run) + ' ' : '', held = {width: 2.5, points: {show: true, size: 7}};
     Object.entries(run.learners).forEach(([name, {curve: [tokens, losses, ended], held_out}], i) => {
-      if (tokens.length) add(prefix + name, [tokens, losses], many ? colour(r) + '88' : colour(i), {points: {show: tokens.length < 20, size: 5}});
+      if (tokens.length) add(prefix + name, [tokens, losses], many ? colour(r) + '88' : crowd ? '#8886' : colour(i), {points: {show: tokens.length < 20, size: 5}});
       if (held_out[0].length) add(prefix + name + ' held-out', held_out, many ? colour(r) : colour(i), held);
       ended.forEach((how, k) => isKill(how) && losses[k] != null && kills.push([tokens[k], losses[k], name]));
     });
@@ -138,7 +142,7 @@ function drawLoss(runs) {
   $('values').hidden = !losses.length;
   if (!losses.length) return $('loss').replaceChildren(el('p', {class: 'dim'}, 'There is a curve after the first step that tells a loss.'));
   plot('loss', `Loss${unit} against tokens: ${num(Math.max(...losses), 3)} at most, ${num(Math.min(...losses), 3)} at least. The table below has the values.`,
-    tables, series, {height: 320, axes: [{values}, y], hooks: {draw: [cross]},
+    tables, series, {height: 320, legend: {show: !crowd}, axes: [{values}, y], hooks: {draw: [cross]},
       scales: {x: {time: false}, y: {distr: log ? 3 : 1, range: (_, low, high) => low == null ? [1, 2] : pad(low, high)}}});
   const end = Math.max(...tables.flatMap(one => one[0])), near = ([xs, ys], x) => xs.reduce((best, at, i) =>
     ys[i] != null && Math.abs(at - x) < Math.abs(best[0] - x) && Math.abs(at - x) < end / 20 ? [at, ys[i]] : best, [1e99, null])[1];
@@ -154,13 +158,14 @@ function times(run, width) {  // the clock of the lanes and of the outer steps: 
 }
 
 function drawLanes(run, width) {
-  const {end_s, x, marks} = times(run, width), {pauses} = run, names = ['syncer', ...Object.keys(run.learners)], bottom = 28 * names.length;
-  const rect = (from, to, y, fill, opacity) => el('rect', {x: from, y, width: Math.max(0, to - from), height: 14, fill, opacity});
+  const {end_s, x, marks} = times(run, width), {pauses} = run, all = Object.keys(run.learners), few = all.length <= MANY;
+  const names = ['syncer', ...all], step = few ? 28 : 9, bottom = step * names.length;
+  const rect = (from, to, y, fill, opacity) => el('rect', {x: from, y, width: Math.max(0, to - from), height: few ? 14 : 7, fill, opacity});
   const text = (x, y, words, more) => el('text', {x, y, ...more}, words);
-  return el('svg', {height: bottom + 26, role: 'img', 'aria-label': 'When each process ran. The table below has the times.'}, ...names.flatMap((name, i) => [text(0, 28 * i + 19, name.slice(0, 9), {class: 'lane'}),
-    ...lives(run)[i].flatMap(([began, first, end, how]) => [rect(x(began), x(first ?? end), 28 * i + 8, i ? colour(i - 1) : 'var(--dim)', .3),
-      rect(x(first ?? end), x(end), 28 * i + 8, i ? colour(i - 1) : 'var(--dim)', 1), text(x(end), 28 * i + 20, isKill(how) ? '✖' : '', {'text-anchor': 'middle'})]),
-    el('path', {d: 'M0 0' + (run.learners[name]?.merges_s ?? []).map(s => `M${x(s).toFixed(1)} ${28 * i + 2}v5`).join('')})]),
+  return el('svg', {height: bottom + 26, role: 'img', 'aria-label': 'When each process ran. The table below has the times.'}, ...names.flatMap((name, i) => [text(0, step * i + (few ? 19 : 16), few || i % 8 < 2 ? name.slice(0, 9) : '', {class: 'lane'}),
+    ...lives(run)[i].flatMap(([began, first, end, how]) => [rect(x(began), x(first ?? end), step * i + 8, i ? colour(i - 1) : 'var(--dim)', .3),
+      rect(x(first ?? end), x(end), step * i + 8, i ? colour(i - 1) : 'var(--dim)', 1), text(x(end), step * i + (few ? 20 : 16), isKill(how) ? '✖' : '', {'text-anchor': 'middle'})]),
+    el('path', {d: few ? 'M0 0' + (run.learners[name]?.merges_s ?? []).map(s => `M${x(s).toFixed(1)} ${28 * i + 2}v5`).join('') : ''})]),
   ...pauses.map(([s, long]) => text(x(s), bottom + 8, `┆ ${time(long)} pause`)),
   ...marks.map(s => text(LEFT + width * s / end_s, bottom + 20, time(s), {class: 'tick', 'text-anchor': 'middle'})));
 }
@@ -182,7 +187,18 @@ function drawMerges(run, r, width) {
 }
 
 function drawRun(run, r, many, width) {
-  const learners = Object.entries(run.learners), sum = {}, over = !run.tokens_per_second;
+  const learners = Object.entries(run.learners), sum = {}, over = !run.tokens_per_second, few = learners.length <= MANY;
+  const shown = few ? learners : learners.filter(one => isUnusual(one[1])), whole = few ? [] : [['all', {spent_s: sum}]];
+  const place = Object.fromEntries(learners.map(([name], i) => [name, i])), middle = (all, pick) => {  // least, median and most
+    const some = all.map(one => pick(one[1])).filter(x => x != null).sort((a, b) => a - b);
+    return some.length ? [some[0], some[some.length >> 1], some.at(-1)] : [];
+  };
+  const rate = one => over ? one.mean_tokens_per_second : one.tokens_per_second, three = (pick, how = num) => middle(learners, pick).map(x => how(x)).join(' / ') || '–';
+  const row = ([name, one]) => [dot(colour(place[name]), name), el('span', {class: isUnusual(one) ? 'bad' : '', title: one.condition.meaning}, one.condition.text),
+    num(one.step), num(rate(one)), num(one.loss, 3), percent(one.goodput), num(one.merged), num(one.staleness), num(one.incarnation)];
+  const heads = [['learner'], ['state', 'text'], ['clock'], ['tokens/s'], ['loss'], ['goodput'], ['merged', 'more'], ['staleness', 'more'], ['incarnation', 'more']];
+  const summary = [`all ${learners.length}`, 'least / median / most', three(one => one.step), three(rate), three(one => one.loss, x => num(x, 3)), three(one => one.goodput, percent),
+    three(one => one.merged), three(one => one.staleness), three(one => one.incarnation)];
   for (const [category, s] of learners.flatMap(([, one]) => Object.entries(one.spent_s))) sum[category] = (sum[category] ?? 0) + s;
   const total = spent => Object.values(spent).reduce((a, b) => a + b, 0), all = total(sum), bar = spent => Object.entries(spent).map(([category, s]) => {
     const [fill, words] = SPENT[category], pixels = width * s / total(spent), dark = [.2126, .7152, .0722].reduce((sum, part, i) =>
@@ -192,37 +208,36 @@ function drawRun(run, r, many, width) {
   });
   const sorted = Object.entries(sum).filter(one => one[1] > all / 2000).sort((a, b) => b[1] - a[1]);
   return el('div', {}, ...many ? [el('h1', {style: 'margin-top:30px'}, dot(colour(r), called(run)))] : [],
-    head('Learners'), table([['learner'], ['state', 'text'], ['clock'], ['tokens/s'], ['loss'], ['goodput'], ['merged', 'more'],
-      ['staleness', 'more'], ['incarnation', 'more']], learners.map(([name, one], i) => [dot(colour(i), name),
-      el('span', {class: GOOD.includes(one.phase || one.state) ? '' : 'bad'}, one.phase || one.state), num(one.step),
-      num(over ? one.mean_tokens_per_second : one.tokens_per_second), num(one.loss, 3), percent(one.goodput), num(one.merged), num(one.staleness), num(one.incarnation)])),
-    head('Processes against time', `light: starting; ticks: merged; ✖ killed or lost; from ${date(run.began_s, {timeZoneName: 'short'})} on`),
+    head('Learners'), table(heads, [...few ? [] : [summary], ...shown.map(row)]),
+    ...few ? [] : [details(`learners${r}`, `All ${learners.length} learners`, table(heads, learners.map(row)))],
+    head('Processes against time', 'light: starting; ticks: merged; ✖ killed or lost' + (run.began_s == null ? '' : `; from ${date(run.began_s, {timeZoneName: 'short'})} on`)),
     drawLanes(run, width), details(`lives${r}`, 'These times as a table', table([['process'], ['from'], ['first step'], ['to'], ['end', 'text']],
       lives(run).flatMap((some, i) => some.map(([began, first, end, how]) => [i ? learners[i - 1][0] : 'syncer', time(began), time(first), time(end), how || 'runs'])))),
     head('Outer steps against time', 'solid: participants; dashed: connected learners; dotted: staleness'), 
       el('div', {id: `merges${r}`}, ...run.merges[0].length ? [] : [el('p', {class: 'dim'}, 'There is a line after the first outer step.')]),
-    head('Where the time went'), el('div', {class: 'wide'}, el('table', {}, ...learners.map(([name, one]) =>
-      el('tr', {}, el('th', {scope: 'row'}, name), el('td', {class: 'rest'}, el('div', {class: 'bar'}, ...bar(one.spent_s))))))),
+    head('Where the time went', run.spent_note), el('div', {class: 'wide'}, el('table', {}, ...all ? [...whole, ...shown].map(([name, one]) =>
+      el('tr', {}, el('th', {scope: 'row'}, name), el('td', {class: 'rest'}, el('div', {class: 'bar'}, ...bar(one.spent_s))))) : [])),
     el('div', {class: 'key'}, ...sorted.map(([category, s]) => dot(SPENT[category][0], `${spoken(category)}: ${percent(s / all)}`))),
     details(`spent${r}`, 'These shares as a table', table([['time'], ...learners.map(([name]) => [name])], sorted.map(([category]) =>
       [spoken(category), ...learners.map(([, one]) => percent((one.spent_s[category] ?? 0) / total(one.spent_s)))]))),
     head('Events'), el('ol', {id: `events${r}`, tabindex: 0}, ...run.events.map(([s, who, what]) => el('li', {},
-      el('time', {}, `${time(s)} · ${date(run.began_s + s, {timeStyle: 'medium'})}`), el('b', {}, who + ' '), what))));
+      el('time', {}, `${time(s)} · ${date(run.began_s + s, {...run.end_s > 72000 ? {dateStyle: 'short'} : {}, timeStyle: 'medium'})}`), el('b', {}, who + ' '), what))));
 }
 
 function draw(runs) {
   const many = runs.length > 1, [first] = runs, done = run => run.progress == null ? '–' : Math.floor(100 * run.progress) + ' %', unit = first.loss_unit && ` in ${first.loss_unit}`;
   const figures = ({figures, wire, ...run}) => [['held-out loss', num(run.held_out[1].at(-1), 3)], ['tokens', si(run.tokens)],
-    ['tokens/s', num(run.tokens_per_second || run.mean_tokens_per_second), run.tokens_per_second ? 'now' : run.mean_tokens_per_second && 'mean'], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
+    ['tokens/s', num(run.tokens_per_second || run.mean_tokens_per_second), run.tokens_per_second ? ago(run) : run.mean_tokens_per_second && 'mean'], ['outer steps', num(run.outer_steps)], ['goodput', percent(figures.training_since_joined), 'since joined'],
     ['token goodput', percent(figures.token)], ['on the wire', bytes(wire.up + wire.down), wire.parallel && `data-parallel: ${bytes(wire.parallel)}`],
     ...runs.some(one => one.followers) ? [['followers', num(run.followers), run.followers && `the last one is ${num(run.versions_behind)} versions behind`]] : []];
-  const now = `${first.progress == null ? 'length not recorded' : `${done(first)} of the way to clock ${num(first.total_steps)}`}, ${time(first.end_s)}` + (first.syncer == 'down' ? ', the syncer is down' : '')
-    + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '');
+  const now = `${first.progress == null ? 'length not recorded' : `${done(first)} of the way to clock ${num(first.total_steps)}`} after ${time(first.end_s)}: ${first.condition.text}`
+    + (live && first.seconds_left ? `, about ${time(first.seconds_left)} left` : '') + (live ? '' : `, as of ${date(first.began_s + first.looked_s, {dateStyle: 'medium', timeStyle: 'medium'})}`);
+  const ago = run => live ? `${time(run.rate_s)} ago` : 'as the file was written';
   document.title = many ? runs.map(called).join(' | ') : `${done(first)} ${called(first)}`;
   $('top').replaceChildren(...many ? [el('h1', {}, 'Runs'), table([['run'], ['done'], ...figures(first)].map(one => [one[0]]),
     runs.map((run, r) => [dot(colour(r), called(run)), done(run), ...figures(run).map(one => one[1])]))]
-    : [el('h1', {}, called(first)), el('p', {class: 'dim'}, `${first.name}, began ${date(first.began_s, {dateStyle: 'medium', timeStyle: 'short'})}`), el('small', title('T, M, K, P, H, tau'), first.about),
-      el('div', {class: 'bar thin'}, el('i', {style: `width:${100 * first.progress}%;background:var(--ink)`})), el('p', {}, now), el('div', {class: 'cards'},
+    : [el('h1', {}, called(first)), el('p', {class: 'dim'}, first.began_s == null ? first.name : `${first.name}, began ${date(first.began_s, {dateStyle: 'medium', timeStyle: 'short'})}`), el('small', title('T, M, K, P, H, tau'), first.about),
+      el('div', {class: 'bar thin'}, el('i', {style: `width:${100 * first.progress}%;background:var(--ink)`})), el('p', {}, first.began_s == null ? '' : now), el('div', {class: 'cards'},
         ...figures(first).map(([name, value, more]) => el('div', title(name), el('small', {}, name), el('b', {}, value), el('small', {}, more || ''))))],
     head(`Loss${unit} against tokens of all learners`, 'thin: training; thick, dots: held-out; ✖ killed or lost'));
   drawLoss(runs);
@@ -239,21 +254,19 @@ function draw(runs) {
 let shown = $('data') && JSON.parse($('data').textContent);
 const live = !shown, again = () => shown && draw(shown);
 const notice = (...lines) => { $('notice').hidden = !lines.some(Boolean); $('notice').textContent = lines.filter(Boolean).join('\n'); };
-const failures = run => run.failures.map(([who, how, why]) => `${who} ${how}: ${why || 'it did not say why'}. Read logs/${who}.log in the folder of the run.`);
 $('words').append(el('dl', {}, ...Object.entries(WORDS).flatMap(([name, words]) => [el('dt', {}, name), el('dd', {}, words)])));
 $('explain').addEventListener('click', () => { $('words').open = true; });
 addEventListener('resize', again);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
 again();
 if (shown?.length == 1)
-  notice(...failures(shown[0]), (shown[0].progress ?? 1) < 1 && `The records end ${date(shown[0].began_s + shown[0].end_s)}, before the last step.`);
+  notice(...shown[0].notices, (shown[0].progress ?? 1) < 1 && shown[0].began_s != null && `The records end ${date(shown[0].began_s + shown[0].end_s)}, before the last step.`);
 if (live) {
   const source = new EventSource('events');
   source.onerror = () => notice('This page has lost its server: what is below is old. A run that has ended has it as report/index.html in its folder.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
-    const [run] = shown, silent = Date.now() / 1000 - run.began_s - run.end_s;
-    notice(...failures(run), run.behind ? 'The records are still being read: what is below is an earlier moment of the run.'
-      : silent > 10 && (run.progress ?? 0) < 1 ? `No process has recorded anything for ${time(silent)}.` : '');
+    const [run] = shown;
+    notice(...run.behind ? ['The records are still being read: what is below is an earlier moment of the run.'] : run.notices);
   };
 }

@@ -140,10 +140,10 @@ class ProcessesTransport:
   def close(self, session: int, reason: str) -> None:
     self._call(session, 'close', reason)
 
-  def shutdown(self, grace_s: float) -> None:
+  def shutdown(self, grace_s: float, reason: str = '') -> None:
     self._closing.set()
     for process in self._processes:
-      process.channel.send(('shutdown', grace_s))
+      process.channel.send(('shutdown', grace_s, reason))
     for index, reader in enumerate(self._readers):
       reader.join(grace_s + ports.SHUTDOWN_S)
       if reader.is_alive():

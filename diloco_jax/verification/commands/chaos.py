@@ -33,11 +33,11 @@ DEFAULT_FLAGS = """
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
 cli_lib.define_config()
-_WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
+_WORKDIR = flags.DEFINE_string('workdir', '', 'The folder of the run; else runs/NAME-DATE-TIME.')
 _PLAN = flags.DEFINE_string(
-  'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.KINDS, plans.STORM))
+  'plan', plans.STORM, f'The faults, joined by commas: {", ".join((*plans.KINDS, plans.STORM))}.'
 )
-_FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'how long each fault of --plan lasts at least', 0.1)
+_FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'Each fault lasts so many seconds.', 0.1)
 
 
 def main(argv: list[str]) -> int:

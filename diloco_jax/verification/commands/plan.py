@@ -26,12 +26,12 @@ from diloco_jax.nodes import exits
 from diloco_jax.report import header
 
 cli.define_config()
-_OF_STEPS = 'Seconds of an inner step without any exchange; again: of the next of l0, l1, ...'
+_OF_STEPS = 'An inner step takes so long without any exchange; once for each of l0, l1, ...'
 _STEP_S = flags.DEFINE_multi_float('step_s', None, _OF_STEPS, 1e-6, 1e6, required=True)
-_LINK = flags.DEFINE_list('link', [], 'Links of the learners, see above; default: of any speed.')
-_LATENCY_S = flags.DEFINE_float('latency_s', 0.0, 'Of a message to a learner, one way.', 0.0, 1e3)
-_PARAMETERS = flags.DEFINE_float('parameters', None, 'Of a model that is not in the config.', 1e3)
-_TOKENS = flags.DEFINE_float('tokens', None, 'To train on; default: those of train.steps.', 1.0)
+_LINK = flags.DEFINE_list('link', [], 'The links of the learners; without it they have any speed.')
+_LATENCY_S = flags.DEFINE_float('latency_s', 0.0, 'A message takes so long one way.', 0.0, 1e3)
+_PARAMETERS = flags.DEFINE_float('parameters', None, 'The model of a loop has so many.', 1e3)
+_TOKENS = flags.DEFINE_float('tokens', None, 'Train on so many, not for train.steps.', 1.0)
 _JSON = flags.DEFINE_bool('json', False, 'Print everything as JSON, in bytes and seconds.')
 
 _RATE = r'(\d+(?:\.\d+)?)([kMG])bit'

@@ -27,12 +27,12 @@ from diloco_jax.verification.sim import many_seeds, narrate, random_settings, ta
 from diloco_jax.verification.sim import seeds as seeds_lib
 
 _SEEDS = flags.DEFINE_string(
-  'seeds', None, 'The seeds to run, FIRST:END (without END); default 0:1000.'
+  'seeds', None, 'The seeds to run, FIRST:END without END; the default is 0:1000.'
 )
 _SEED = flags.DEFINE_integer('seed', None, 'Run one seed only.')
 _STORY = flags.DEFINE_bool('story', False, 'With --seed: narrate the run.')
-_TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tapes of all nodes.')
-_JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.', lower_bound=0)
+_TAPES = flags.DEFINE_string('tapes', '', 'With --seed: write all tapes into this folder.')
+_JOBS = flags.DEFINE_integer('jobs', 0, 'Run so many processes; 0 is one per core.', lower_bound=0)
 _VIOLATIONS_SHOWN = 3  # violations printed in full
 
 

@@ -16,7 +16,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.nodes import run_folder
 from diloco_jax.protocol import ids
 from diloco_jax.protocol.tape import tape
-from diloco_jax.report import live, records, run_facts
+from diloco_jax.report import live, programs, records, run_facts
 from diloco_jax.verification import plans
 from diloco_jax.verification.faults import chaos_report, conductor
 from diloco_jax.verification.faults import proxy as proxy_lib
@@ -154,7 +154,7 @@ class ChaosRun(conductor.Conductor):
     second = fault.kind != 'replace' or self._has_taken_over(victim, began_s)
     return lost and second and self._have_continued(self._others, began_s)
 
-  def _has_taken_over(self, victim: run_facts.LearnerFacts, began_s: float) -> bool:
+  def _has_taken_over(self, victim: programs.LearnerFacts, began_s: float) -> bool:
     joined_s = victim.joined[-1][0]
     return joined_s >= began_s and self._count_since(victim.merged_s, joined_s) > 0
 

@@ -153,6 +153,8 @@ class Process(abc.ABC):
         self.world.end(self, killed=False)
       case actions.Report(fact=fact):
         self.reports[type(fact)] = fact
+      case actions.Examine():
+        self.world.engine.after(0, lambda: self.post(events.Examined(doing='stepping', where='')))
       case actions.Say() | actions.Admit():
         pass
       case _:

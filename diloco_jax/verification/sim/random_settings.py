@@ -82,6 +82,7 @@ def _config(seed: int) -> config_lib.ProtocolConfig:
     ahead=adopt.randint(0, min(2, max(1, period - 1))),
     max_misses=adopt.choice((0, 1, 2, 2)),
     local=stream('local').choice((0, 0, 0, 1)),
+    patience_ns=stream('patience').choice([300 * MS, 30 * SECOND]),
     keep_every=stream('keeping').choice([0, 0, 7, 20]),
   )
 

@@ -1,6 +1,6 @@
 """The settings of the run. All learners take them from the syncer; a loop repeats none.
 
-`diloco syncer --help` lists every setting. For one run: ./run.sh --config.sync.period=32
+`diloco syncer --helpfull` lists every setting. For one run: ./run.sh --config.sync.period=32
 """
 
 from diloco_jax.configs import own_loop

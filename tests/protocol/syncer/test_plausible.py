@@ -49,6 +49,10 @@ LIES = [  # a message, what is changed in it, and how the syncer names the lie
   (ADOPTED, {'version': 1}, 'version 1 of fragment 0, not 0'),
   (ADOPTED, {'fragment': 1, 'matched': False}, 'fragment 1 of 1'),
   (ADOPTED, {'tokens': 41, 'matched': False}, 'token 41 of 40'),
+  (messages.Heartbeat(), {'doing': 'sleeping', 'idle_ns': 1}, "'sleeping' for 1 ns without"),
+  (messages.Heartbeat(), {'doing': 'waiting', 'idle_ns': 1}, "'waiting' for 1 ns without"),
+  (messages.Heartbeat(), {'doing': 'reading'}, "'reading' for 0 ns without"),
+  (messages.Heartbeat(), {'idle_ns': 1}, "'' for 1 ns without a step"),
 ]
 
 

@@ -1,0 +1,192 @@
+"""What is so: what each process of a run does, and the run: since when, why, how it is known.
+
+It is decided here alone, from the newest facts (run_facts.py); the lines of `train`, the page, the
+file, the report, /metrics and the notices print it. Of the present something is said only while
+the records that tell it are at most `silent_s` old: a process that lives adds to them more often.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.ids import SYNCER
+from diloco_jax.report import header
+
+STARTS, WORKS, WAITS, FAULT, ENDED, SILENT = 'starts works waits fault ended silent'.split()
+STATES = {  # of what kind each is, and what it means
+  'waiting': (WAITS, 'has not started, or waits for the other learners'),
+  'starting': (STARTS, 'its process starts'),
+  'importing': (STARTS, 'its process starts: imports'),
+  'building': (STARTS, 'builds the model and its devices'),
+  'restoring': (STARTS, 'reads its checkpoint'),
+  'compiling': (STARTS, 'compiles its functions'),
+  'joining': (STARTS, 'connects to the syncer'),
+  'training': (WORKS, 'makes inner steps, and the syncer hears of it'),
+  'merging': (WORKS, 'the syncer merges updates'),
+  'alone': (WORKS, 'makes inner steps without a syncer; it connects again by itself'),
+  'trained': (WAITS, 'has made its last step and waits for the end of the run'),
+  'draining': (WAITS, 'was asked to end, and saves and sends what it has'),
+  'no step': (FAULT, 'is alive and makes no step; its log has the calls in which it is'),
+  'in quarantine': (FAULT, 'the syncer takes nothing from it: its updates were wrong'),
+  'lost': (FAULT, 'the syncer has lost it, and nobody has recorded why it ended'),
+  'down': (FAULT, 'its process has ended, and is to be started again'),
+  'killed': (FAULT, 'its process was killed'),
+  'failed': (FAULT, 'its process has ended with an error'),
+  'refused': (FAULT, 'its process has ended for good: a person has to decide (exit code 42)'),
+  'stopped': (ENDED, 'was ended before the last step'),
+  'done': (ENDED, 'has ended: the run is over'),
+}
+MISSING_S = 30  # after which a step is missing (protocol/learner/missing_step.py)
+_LONG_S = 600  # a start may be without a record for so long
+_NAMED = 5  # notices of single processes
+_READ = ' Read logs/{}.log in the folder of the run, or its terminal.'
+_REMEDIES = {'failed': _READ, 'refused': _READ, 'no step': _READ} | {
+  'in quarantine': ' Check its host, its data and its learning rate, then start it again.'
+}
+_GONE = 'killed', 'failed', 'refused', 'lost', 'in quarantine'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+  """What is so of a process, or of a run. Times in s since the first fact of the run.
+
+  Attributes:
+    state: of STATES; of a run one more (RUN_STATES).
+    since_s: when it began; heard_s: when the newest record told of it; now_s: of who looks.
+    known: whose records tell it.
+    silent: those have told nothing for so long that `state` is of the past.
+  """
+
+  state: str
+  since_s: float = 0.0
+  heard_s: float = 0.0
+  now_s: float = 0.0
+  why: str = ''
+  known: str = ''
+  silent: bool = False
+
+  @property
+  def kind(self) -> str:
+    return SILENT if self.silent else (STATES | RUN_STATES)[self.state][0]
+
+  @property
+  def is_gone(self) -> bool:
+    """Whether its process has ended, and nobody starts it again."""
+    return self.state in _GONE or self.kind == ENDED
+
+  @property
+  def brief(self) -> str:
+    """In words, for a line that has the time of day."""
+    if self.silent:
+      return f'not heard of ({self.state} before)'
+    if not self.why or self.state == 'alone':
+      return self.state
+    return f'{self.state} {self.why}' if self.kind == WAITS else f'{self.state} ({self.why})'
+
+  @property
+  def text(self) -> str:
+    """In words, with the time that binds it."""
+    if self.silent:
+      return f'not heard of for {self._time(self.heard_s)} ({self.state} before)'
+    why = f': {self.why}' if self.why else ''
+    if self.state == 'waiting':
+      return f'{self.state} {self.why}'.strip()
+    if self.kind == STARTS or self.state in ('no step', 'down'):
+      return f'{self.state} for {self._time(self.since_s)}{why}'
+    return f'{self.state}{why}' + f', {self._time(self.since_s)} ago' * (self.kind == FAULT)
+
+  @property
+  def meaning(self) -> str:
+    known = f' (known from {self.known}, {self._time(self.heard_s)} ago)' if self.known else ''
+    return (STATES | RUN_STATES)[self.state][1] + known
+
+  def _time(self, at_s: float) -> str:
+    return header.duration(max(0.0, self.now_s - at_s))
+
+
+RUN_STATES = {
+  'not begun': (WAITS, 'waiting for the first record of a process'),
+  'closing': (WAITS, 'no learner has a step to make, or all wait for one'),
+  'over': (ENDED, 'the model is written, and the syncer has ended'),
+  'dead': (FAULT, 'its syncer has ended, and nobody starts it again'),
+}
+
+
+def of_program(told: Any, now_s: float, silent_s: float, others: str = '') -> Condition:
+  """Of the syncer or a learner. `told`: run_facts.Program; `others`: for whom a learner waits."""
+  state, why, since_s = told.phase or told.state, told.why, told.since_s
+  if told.quarantine:
+    state, why = 'in quarantine', told.quarantine
+  elif state == 'waiting':
+    state, why = 'joining' if told.phase and not others else state, others
+  elif state == 'down' and not told.supervised:
+    state = 'lost'
+  elif told.no_step and state in ('training', 'alone'):
+    at_s, doing, idle_s = told.no_step
+    if doing == messages.COMPILING:
+      state, why, since_s = 'compiling', '', at_s - idle_s
+    elif doing not in ('', messages.WAITING) and idle_s >= MISSING_S:
+      state, why, since_s = 'no step', messages.DOING[doing], at_s - idle_s
+  found = Condition(
+    state=state, since_s=since_s, heard_s=told.heard_s, now_s=now_s, why=why, known=told.known
+  )
+  patience_s = max(silent_s, _LONG_S) if found.kind == STARTS else silent_s
+  lives = not found.is_gone and state != 'down' and (state != 'waiting' or told.processes)
+  return dataclasses.replace(found, silent=bool(lives) and now_s - told.heard_s > patience_s)
+
+
+def of_run(run: Any) -> Condition:
+  """Of a whole run (run_facts.RunFacts)."""
+  so = functools.partial(Condition, now_s=run.looked_s, heard_s=run.end_s)
+  if run.began_s is None:
+    return so(state='not begun')
+  learners = {name: run.condition(name) for name in run.ordered}
+  syncer = None if run.syncer is None else run.condition(SYNCER)
+  if syncer is None or (syncer.state == 'waiting' and not syncer.silent):
+    states = [one.state for one in learners.values()]
+    if states and all(one.is_gone for one in learners.values()):
+      return so(state='over' if 'done' in states else 'stopped')
+    silent = bool(states) and all(one.silent or one.is_gone for one in learners.values())
+    begun = any(one.steps for one in run.learners.values())
+    return so(state='training' if begun else 'starting', silent=silent)
+  if syncer.state == 'done':
+    return so(state='over', since_s=syncer.since_s)
+  if syncer.is_gone and syncer.state != 'stopped':
+    return so(state='dead', since_s=syncer.since_s, why=f'the syncer {syncer.brief}')
+  begun = 'training' if run.tokens or run.merges_s else 'starting'
+  if syncer.silent or syncer.state in ('down', 'stopped'):
+    return dataclasses.replace(syncer, state=begun if syncer.silent else syncer.state)
+  if run.closing and run.closing[0] >= syncer.heard_s - MISSING_S:
+    at_s, names, at_most_s = run.closing
+    told = ', '.join(f'{name} ({learners[name].text})' for name in names if name in learners)
+    left_s = max(0.0, at_s + at_most_s - run.looked_s)
+    return so(state='closing', why=f'waits for {told}, at most {header.duration(left_s)} more')
+  if run.progress >= 1:
+    return so(state='closing', why='the last evaluation, and the model is written')
+  return so(state=begun)
+
+
+def notices(run: Any) -> list[str]:
+  """What a person should know, or do, about a run: whole sentences."""
+  whole, told = of_run(run), []
+  if whole.state == 'not begun':
+    return ['Waiting for the first record: no process of this run has written one yet.']
+  if whole.silent:
+    whose, ago = 'the syncer' if run.syncer else 'all learners', whole.now_s - whole.heard_s
+    told.append(
+      f'The records of {whose} end {header.duration(ago)} ago: does it still run? Its log, or '
+      'terminal, says why not.'
+    )
+  elif whole.state in ('dead', 'closing', 'down'):
+    remedy = _REMEDIES.get(run.syncer, '').format(SYNCER) if whole.state == 'dead' else ''
+    told.append(f'The run is {whole.text}.{remedy}')
+  found = {name: run.condition(name) for name in run.ordered}
+  faults = {name: one for name, one in found.items() if one.kind == FAULT}
+  if not whole.silent and whole.kind != ENDED:
+    faults |= {name: one for name, one in found.items() if one.silent}
+  for name, one in list(faults.items())[:_NAMED]:
+    told.append(f'{name}: {one.text}.{_REMEDIES.get(one.state, "").format(name)}')
+  if len(faults) > _NAMED:
+    told.append(f'So {len(faults) - _NAMED} more: the table of learners has them all.')
+  return told

@@ -1,0 +1,171 @@
+"""What the page, the report, the metrics and the lines say of real processes that are killed,
+stopped, blocked, poisoned and left without each other is what `ps` says."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from diloco_jax.report import serve, summary
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LOOP = ROOT / 'tests' / 'runs' / 'lib' / 'loop_that.py'
+DEADLINE_S = 400
+
+
+class World:
+  """A syncer and loops in one folder, each with its log."""
+
+  def __init__(self, folder: pathlib.Path, started: contextlib.ExitStack):
+    self.folder, self._started = folder, started
+    self.run, self.processes = folder / 'own', dict[str, subprocess.Popen]()
+    self._watch: serve.Watch | None = None
+
+  def start(self, name: str, *words: str) -> None:
+    log = self._started.enter_context(open(self.folder / f'{name}.log', 'ab'))
+    process = subprocess.Popen(
+      [sys.executable, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+      env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+    )  # fmt: skip
+    self.processes[name] = process
+    self._started.callback(process.wait)
+    self._started.callback(process.kill)
+
+  def syncer(self, steps: int) -> None:
+    words = ['--config=own_loop', f'--config.train.steps={steps}', f'--workdir={self.run}']
+    self.start('syncer', '-m', 'diloco_jax', 'syncer', *words)
+
+  def loop(self, learner: str, mode: str, here: bool = True) -> None:
+    address, workdir = f'file:{self.run}/syncer/address', str(self.run) if here else ''
+    self.start(learner, str(LOOP), mode, learner, address, workdir)
+
+  def state(self) -> dict[str, Any]:
+    self._watch = self._watch or serve.watch_of(self.run)
+    return self._watch.state()
+
+  def text(self, learner: str) -> str:
+    return self.state()['learners'].get(learner, {}).get('condition', {}).get('text', '')
+
+  def log(self, name: str) -> str:
+    return (self.folder / f'{name}.log').read_text(errors='replace')
+
+  def until(self, what: str, holds: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not holds():
+      logs = '\n'.join(f'== {name}\n{self.log(name)[-1500:]}' for name in self.processes)
+      assert time.monotonic() < end_s, f'{what}: {self._watch and self.state()}\n{logs}'
+      time.sleep(0.5)
+
+  def ps(self, name: str) -> str:
+    """The status that `ps` shows, or the exit code."""
+    process = self.processes[name]
+    if (code := process.poll()) is not None:
+      return f'exit {code}'
+    return psutil.Process(process.pid).status()
+
+
+@pytest.fixture(name='world')
+def _world(tmp_path) -> Iterator[World]:
+  with contextlib.ExitStack() as started:
+    yield World(tmp_path, started)
+
+
+def test_the_surfaces_say_what_ps_says(world):
+  world.syncer(1_000_000)
+  world.until('the folder', lambda: (world.run / 'records' / 'syncer.jsonl').exists())
+  assert world.state()['condition']['state'] in ('starting', 'not begun')
+  for learner, mode in (('l0', 'go'), ('l1', 'block'), ('l2', 'go'), ('l3', 'go'), ('l4', 'spoil'),
+                        ('l5', 'behind'), ('l6', 'go')):  # fmt: skip
+    world.loop(learner, mode, here=learner != 'l6')
+  world.until('all have joined', lambda: sum(
+    one['step'] > 20 for one in world.state()['learners'].values()) == 7)  # fmt: skip
+  assert world.state()['condition']['state'] == 'training'
+  world.processes['l2'].kill()
+  world.processes['l3'].send_signal(signal.SIGSTOP)
+  truth = {
+    'l0': ('sleeping running', r'^training$'),
+    'l1': ('sleeping running', r'^no step for \d+ s: reads its next batch$'),
+    'l2': ('exit -9', r'^(lost: .*|not heard of for .*)'),
+    'l3': ('stopped', r'^(lost: .*|not heard of for .*)'),
+    'l4': ('exit 1', r'^in quarantine: NaN or Inf, '),
+    'l5': ('sleeping running', r'^training$'),
+    'l6': ('sleeping running', r'^training$'),
+  }
+  for learner, (_, says) in truth.items():
+    world.until(f'{learner} {says}', lambda: re.search(says, world.text(learner)))  # noqa: B023
+  for learner, (status, says) in truth.items():
+    assert world.ps(learner) in status or status == world.ps(learner), learner
+    assert re.search(says, world.text(learner)), world.text(learner)
+  now = world.state()
+  assert 0 < now['end_s'] < 3600, 'the clock of l5 is two hours behind'
+  rates = {name: one['tokens_per_second'] > 0 for name, one in now['learners'].items()}
+  assert rates == {name: name in ('l0', 'l5', 'l6') for name in truth}
+  notices = '\n'.join(now['notices'])
+  assert all(re.search(rf'^{one}: ', notices, re.M) for one in ('l1', 'l2', 'l3', 'l4'))
+  world.until('a line', lambda: re.search('l1 on .* has made no step', world.log('syncer')))
+  assert 'reads its next batch (wait in threading.py' in world.log('l1')
+  assert 'unreachable' not in world.log('l1')
+  metrics = serve.metrics(now)
+  for learner, state in (('l0', 'training'), ('l1', 'no step'), ('l4', 'in quarantine')):
+    assert f'diloco_learner_state{{learner="{learner}",state="{state}"}} 1' in metrics
+  told = summary.text(summary.write(world.run, plot=False), world.run, 400)
+  assert re.search(r'learner l1 .*; no step for \d+ s: reads its next batch', told)
+  assert re.search(r'learner l4 .*in quarantine: NaN or Inf', told)
+
+  world.processes['syncer'].kill()
+  world.until('its silence', lambda: world.state()['condition']['kind'] == 'silent')
+  now = world.state()
+  assert now['seconds_left'] is None and 'records of the syncer end' in now['notices'][0]
+  assert world.text('l0') == 'alone: Socket closed' or world.text('l0').startswith('alone')
+  assert 'not heard of' in world.text('l6'), 'its records are not here'
+  world.syncer(1_000_000)
+  world.until('it is back', lambda: world.text('l0') == world.text('l6') == 'training')
+  assert world.state()['condition']['state'] == 'training'
+
+
+def test_a_blocked_learner_ends_by_itself_once_its_run_is_over(world):
+  """stuck.sh: l1's loader blocks for ever."""
+  world.syncer(200)
+  for learner, mode in (('l0', 'go'), ('l1', 'block')):
+    world.loop(learner, mode)
+  world.until('the end', lambda: world.processes['syncer'].poll() is not None)
+  over_s = time.monotonic()
+  world.until('the end of l1', lambda: world.processes['l1'].poll() is not None)
+  assert time.monotonic() - over_s < 10, 'a lease'
+  assert [world.processes[name].poll() for name in ('syncer', 'l0', 'l1')] == [0, 0, 0]
+  assert re.search(
+    r'the run closes: its last syncs wait for l1.*, at most \d+ s', world.log('syncer')
+  )
+  assert 'done at clock 200 of 200' in world.log('l0') and 'unreachable' not in world.log('l1')
+  assert 'it ends without its step' in world.log('l1')
+  now = world.state()
+  assert (
+    now['condition']['state'] == 'over' and not now['notices'] and now['tokens_per_second'] == 0
+  )
+
+
+def test_learners_of_a_syncer_that_ended_for_good_end_and_say_so(world):
+  world.syncer(1_000_000)
+  world.loop('l0', 'go')
+  world.until(
+    'it trains', lambda: (world.run / 'records').exists() and world.text('l0') == 'training'
+  )
+  world.processes['syncer'].kill()
+  world.processes['syncer'].wait()
+  for path in (world.run / 'syncer').rglob('*'):
+    if path.is_file() and 'wal' in path.parts:
+      path.write_bytes(b'x' * max(64, path.stat().st_size))
+  world.syncer(1_000_000)
+  world.until('l0 has ended', lambda: world.processes['l0'].poll() is not None)
+  assert world.processes['syncer'].wait(60) == 42 and world.processes['l0'].poll() != 0
+  assert 'the syncer has ended for good' in world.log('l0')
