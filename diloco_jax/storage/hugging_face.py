@@ -1,7 +1,8 @@
 """Hugging Face folders: models as the library transformers writes them.
 
 The tensors in `model.safetensors`, or in the files that `model.safetensors.index.json` names, are
-mapped, not read: a process reads the rows of its own devices. A matrix has its output axis first
+mapped, not read: a process reads the rows of its own devices. If both are there they must be the
+same. A matrix has its output axis first
 there, its input axes here, and heads an axis of their own. Which decoder `config.json` describes,
 and a run that begins with it: experiments/examples/pretrained.py.
 """
@@ -18,6 +19,11 @@ import numpy as np
 from diloco_jax.storage import arrays, files, json_files
 
 FILE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
+_COPIED = re.compile(  # these are as true of other weights
+  r'(generation_|tokenizer_)?config\.json|tokenizer\.(json|model)|(added_tokens|vocab)\.json|'
+  r'special_tokens_map\.json|(vocab|merges)\.txt|chat_template\.(json|jinja)'
+)
+KNOWN = re.compile(rf'[^/]+\.safetensors|{re.escape(_INDEX)}|{_COPIED.pattern}')
 _COMPUTED = '.rotary_emb.inv_freq'  # not read
 _EMBEDDING, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 _NAMES = {
@@ -60,13 +66,17 @@ def read(folder: str, like: Any) -> Any:
 
 def _require_equal(head: arrays.Tensor, embedding: arrays.Tensor | None) -> None:
   """Raises ValueError."""
-  one, other = (np.asarray(stored.mapped()) for stored in (head, embedding or head))
-  # A row at a time, as they may be large.
-  if not embedding or one.shape != other.shape or not all(map(np.array_equal, one, other)):
+  if not _are_equal(head, embedding):
     raise ValueError(
       f'{head.where} is not {_EMBEDDING}, and the model of this run has one tensor for both. '
       'Nothing was changed: set tie_word_embeddings to false in config.json, or remove the tensor'
     )
+
+
+def _are_equal(one: arrays.Tensor, other: arrays.Tensor | None) -> bool:
+  rows = [np.atleast_1d(tensor.mapped()) for tensor in (one, other or one)]
+  alike = other is not None and rows[0].shape == rows[1].shape
+  return alike and all(map(np.array_equal, *rows))  # a row at a time, as they may be large
 
 
 def tensors_of(params: Any) -> dict[str, np.ndarray]:
@@ -79,8 +89,8 @@ def tensors_of(params: Any) -> dict[str, np.ndarray]:
 
 
 def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Path) -> None:
-  """Writes a new folder: the tensors in the types that they have in `source`, and what else is
-  there. Raises ValueError, OSError."""
+  """Writes a new folder: the tensors in the types that they have in `source`, and the files
+  there whose meaning is known. Raises ValueError, OSError."""
   if folder.exists():
     raise ValueError(f'{folder} exists, and stays as it is: name a new folder')
   like = _tensors(source, named.__contains__)
@@ -88,7 +98,7 @@ def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Pa
     raise ValueError(f'{source} is of another model: it has no {absent[0]}')
   typed = {name: tensor.astype(like[name].mapped().dtype) for name, tensor in named.items()}
   for file in source.iterdir():
-    if file.suffix in ('.json', '.model', '.jinja', '.txt') and file.name != _INDEX:
+    if _COPIED.fullmatch(file.name):
       json_files.replace(folder / file.name, file.read_bytes())
   arrays.export(folder / FILE, typed, {'format': 'pt'})
 
@@ -124,10 +134,13 @@ def read_object(path: pathlib.Path, keys: Mapping[str, Any]) -> dict[str, Any]:
 def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, arrays.Tensor]:
   """Those of a folder that are read: each from the one file that the index names. Raises
   ValueError."""
+  index, whole = (folder / _INDEX).is_file(), {}
   try:
-    if not (folder / _INDEX).is_file():
+    if not index or (folder / FILE).is_file():
       found = arrays.stored(folder / FILE)
-      return {name: one for name, one in found.items() if is_read(name)}
+      whole = {name: one for name, one in found.items() if is_read(name)}
+    if not index:
+      return whole
     told = read_object(folder / _INDEX, {'weight_map': dict[str, Any]})['weight_map']
     file_of, found = {name: file for name, file in told.items() if is_read(name)}, {}
     for name, file in file_of.items():
@@ -138,6 +151,10 @@ def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, 
       found |= {name: one for name, one in here if file_of.get(name) == file}
     if absent := sorted(file_of.keys() - found.keys()):
       raise ValueError(f'{absent[0]} is not in {file_of[absent[0]]}, where the index has it')
+    for name in whole and whole.keys() | found:
+      if name not in whole or not _are_equal(whole[name], found.get(name)):
+        raise ValueError(f'{name} is not the same in both')
     return found
   except (OSError, ValueError) as error:
-    raise ValueError(f'cannot read the model in {folder}: {error}') from error
+    both = f'{FILE} and {_INDEX} are there, remove one: ' if whole and index else ''
+    raise ValueError(f'cannot read the model in {folder}: {both}{error}') from error

@@ -296,6 +296,31 @@ def test_each_tensor_comes_from_the_file_that_the_index_names(tmp_path):
     hugging_face.read(str(tmp_path), LIKE)
 
 
+@pytest.mark.parametrize(
+  'left_over, why',
+  [
+    ({}, ''),
+    ({NORM: np.full(8, 2, np.float32)}, f'{NORM} is not the same in both'),
+    ({EMBEDDING: np.ones((16, 8), np.float16)}, ''),
+    ({'more': np.ones(1, np.float32)}, 'more is not the same in both'),
+    (None, 'model-00001-of-00001.safetensors is not there'),
+  ],
+)
+def test_two_models_in_one_folder_are_the_same_or_refused_by_name(left_over, why, tmp_path):
+  safetensors.numpy.save_file(BASE, tmp_path / 'model.safetensors')
+  part, tensors = 'model-00001-of-00001.safetensors', BASE | (left_over or {})
+  if left_over is not None:
+    safetensors.numpy.save_file(tensors, tmp_path / part)
+  index = json.dumps({'weight_map': dict.fromkeys(tensors, part)})
+  (tmp_path / 'model.safetensors.index.json').write_text(index, 'utf-8')
+  if not why:
+    assert hugging_face.read(str(tmp_path), LIKE)['final_norm'][0] == 1
+    return
+  both = 'model.safetensors and model.safetensors.index.json are there, remove one'
+  with pytest.raises(ValueError, match=f'in {tmp_path}: {both}: .*{re.escape(why)}'):
+    hugging_face.read(str(tmp_path), LIKE)
+
+
 def test_a_folder_is_mapped_and_not_read():
   model = pretrained.model_config(MODELS / 'gemma')
   for leaf in jax.tree.leaves(decoder.start(model, str(MODELS / 'gemma'), 0)):
