@@ -9,6 +9,7 @@ WANDB_MODE=offline writes to WORKDIR/wandb. Exit codes: 0 done; 42 there is no r
 wandb is missing or refuses.
 """
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -46,24 +47,27 @@ def main(argv: list[str]) -> int:
   for number in exits.end_signals():
     signal.signal(number, lambda number, frame: ended.set())
   path = workdir / 'wandb.json'
-  with exits.never_retry(
-    ValueError, OSError
-  ):  # of a process: its id, and the time of its newest row
+  with exits.never_retry(ValueError, OSError):
     found = json_files.read(path) if path.exists() else formats.stamp('track')
+    # Of a process: its id, how many bytes of its records were sent, and a hash of their end.
     lines = formats.taken('track', found, path).get('lines', {})
-  tails, runs, last = records_lib.TailAll(workdir), {}, False
+  tails, runs, last, begun = records_lib.TailAll(workdir), {}, False, set()
   while not last:
     last = not _FOLLOW.value or ended.wait(_READ_S) or os.getppid() != parent
     changed = False
-    for process, row in tails.stream():
-      if not (values := _curves(row)):
-        continue
-      line = lines.setdefault(process, {'id': secrets.token_hex(8), 'time': 0.0})
-      if row['time'] > line['time']:
+    for process, tail in tails.all().items():
+      line = lines.setdefault(process, {'id': secrets.token_hex(8), 'bytes': 0, 'sha256': ''})
+      if process not in begun:
+        begun.add(process)
+        tail.offset = line['bytes'] if line['sha256'] == _hash(tail.path, line['bytes']) else 0
+        if tail.offset < line['bytes']:
+          print(f'{process}: all is sent, as {tail.path} is not the file that was sent', flush=True)
+      for values in filter(None, map(_curves, tail.stream())):
         if process not in runs:
           runs[process] = _begin(workdir, process, line['id'])
         runs[process].log(values)
-        line['time'] = row['time']
+      if tail.offset != line['bytes']:
+        line |= {'bytes': tail.offset, 'sha256': _hash(tail.path, tail.offset)}
         changed = True
     if changed:
       values = formats.stamp('track') | {'lines': lines}
@@ -71,6 +75,12 @@ def main(argv: list[str]) -> int:
   for run in runs.values():
     run.finish()
   return 0
+
+
+def _hash(path: pathlib.Path, end: int) -> str:
+  with open(path, 'rb') as file:
+    file.seek(max(0, end - (1 << 16)))
+    return hashlib.sha256(file.read(end - file.tell())).hexdigest()
 
 
 def _begin(workdir: pathlib.Path, process: str, line: str) -> Any:

@@ -24,7 +24,7 @@ NUMBERS = {
   'tape': 3,
   'records': 1,
   'allowlist': 1,
-  'track': 1,
+  'track': 2,
 }
 _NUMBER, _PROGRAM, _SHOWN = 'format', 'program', 60
 

@@ -36,6 +36,7 @@ MAX_LINE_BYTES = 16 << 20  # that are read as one fact
 SKEW_S = 60.0
 _Row = tuple[str, dict[str, Any]]
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
+_JUMP_S = 600.0  # of a wall clock: somebody has set it, or the machine slept
 
 
 class Recorder:
@@ -64,11 +65,12 @@ class Recorder:
     self._lock = threading.Lock()
     self._failed = False
     self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
+    self._opening = _row(FIRST, formats.stamp('records'))  # until it is written
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
     self._guard(self._cut_torn_line)
-    self._guard(lambda: self._append(_row(FIRST, formats.stamp('records'))))
+    self._guard(self._catch_up)
     self._curves: Curves | None = None
     if tensorboard:
       folder = pathlib.Path(workdir) / TENSORBOARD / process
@@ -83,7 +85,7 @@ class Recorder:
   def scalars(self, step: int, values: dict[str, float]) -> None:
     """Adds points to curves such as `learning/loss`, `perf/step_time_seconds`, `sync/...`."""
     with self._lock:
-      if (curves := self._curves) is not None:
+      if (curves := self._curves) is not None and not self._missing:  # else its file would be torn
         self._guard(lambda: curves.add(step, values))
 
   def config(self, config: dict[str, Any]) -> None:
@@ -145,13 +147,19 @@ class Recorder:
         f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
       )
     try:
-      if self._missing:
-        self._write(_line(facts.Missing(facts=self._missing, error=self._why)))
-        self._missing = 0
+      self._catch_up()
       self._write(line)
     except OSError as error:
       self._missing, self._why = self._missing + 1, error.strerror or str(error)
       raise
+
+  def _catch_up(self) -> None:
+    """Writes the first line of this process, and what a full disk has cost."""
+    self._write(self._opening)
+    self._opening = b''
+    if self._missing:
+      self._write(_line(facts.Missing(facts=self._missing, error=self._why)))
+      self._missing = 0
 
   def _write(self, line: bytes) -> None:
     """Appends a line or nothing: a disk that becomes full takes a part."""
@@ -243,11 +251,14 @@ def report_startup(records: Recorder, phase: str) -> None:
 class Tail:
   """Reads the records of one file as they grow; a torn or damaged line is skipped.
 
-  Each `read` returns the facts that became complete since the last one.
+  Each `read` returns the facts that became complete since the last one. Their times continue those
+  above them where a clock was set, a machine slept, or the program went on where a clock is behind.
   """
 
   def __init__(self, path: str | os.PathLike, offset: int = 0):
-    self._path, self._offset = pathlib.Path(path), offset
+    self.path, self.offset = pathlib.Path(path), offset  # bytes that have been read
+    self._last_s, self._shift_s = -math.inf, 0.0  # the newest time; of the times to the wall clock
+    self._ahead_s = math.nan  # of the wall clock to that of the process; NaN: not known
 
   def read(self) -> list[dict[str, Any]]:
     return list(self.stream())
@@ -262,29 +273,43 @@ class Tail:
       known = fact if isinstance(fact, dict) and isinstance(fact.get('name'), str) else {}
       if known.get('name') == FIRST:
         self._require_format(known, len(line))
+        self._shift_s, self._ahead_s = 0.0, math.nan
       elif known and isinstance(known.get('time', 0.0), int | float):
-        yield known
+        yield self._in_order(known)
+
+  def _in_order(self, fact: dict[str, Any]) -> dict[str, Any]:
+    wall_s, own_ns = fact.get('time', math.nan), fact.get('t_ns')
+    if math.isfinite(wall_s):
+      if type(own_ns) is int and own_ns:
+        before_s, self._ahead_s = self._ahead_s, wall_s - own_ns / 1e9
+        jump_s = self._ahead_s - before_s
+        self._shift_s -= jump_s if abs(jump_s) > _JUMP_S else 0.0
+      behind_s = self._last_s - wall_s - self._shift_s
+      self._shift_s += behind_s if behind_s > _JUMP_S else 0.0
+      fact['time'] = wall_s + self._shift_s
+      self._last_s = max(self._last_s, fact['time'])
+    return fact
 
   def _require_format(self, opening: dict[str, Any], size: int) -> None:
     """Raises OtherFormat, and again at the next call."""
-    self._offset -= size
-    formats.taken('records', opening, self._path)
-    self._offset += size
+    self.offset -= size
+    formats.taken('records', opening, self.path)
+    self.offset += size
 
   def _lines(self) -> Iterator[bytes]:
     with contextlib.suppress(OSError):  # no file yet, or not readable now: the next call reads on
-      with open(self._path, 'rb') as file:
-        file.seek(self._offset)
+      with open(self.path, 'rb') as file:
+        file.seek(self.offset)
         while line := file.readline(MAX_LINE_BYTES):
           if not line.endswith(b'\n') and len(line) < MAX_LINE_BYTES:
             return  # else it is a part of a line that is no fact
-          self._offset += len(line)
+          self.offset += len(line)
           yield line
 
 
 class TailAll:
-  """Tails every file of WORKDIR/records: (process, fact) in the order of the wall clock. It is that
-  of the syncer: a join is in the records of both, which shows clocks that are SKEW_S apart or more.
+  """Tails every file of WORKDIR/records: (process, fact) in the order of their times (Tail), by the
+  clock of the syncer: a join is in the records of both, which shows clocks that are SKEW_S apart.
 
   Attributes:
     shifts: of learners whose clock is another one, what is added to their times, in s.
@@ -299,17 +324,15 @@ class TailAll:
 
   def read(self) -> list[tuple[str, dict[str, Any]]]:
     """What became complete since the last call."""
-    rows = [(name, fact) for name, tail in self._all().items() for fact in tail.read()]
+    rows = [(name, fact) for name, tail in self.all().items() for fact in tail.read()]
     return sorted(rows, key=_time)
 
   def stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The same, one at a time: the records of a long run need more memory than there is. Each file
-    stays in its own order, also if its clock was set back."""
-    for line in self._syncer._lines():
-      if b'"member"' in line and b'"joined"' in line:
-        row = json.loads(line)
+    """The same, one at a time: the records of a long run need more memory than there is."""
+    for row in self._syncer.stream():
+      if row['name'] == 'member' and row.get('state') == 'joined':
         self._joins.setdefault((row['learner'], row['incarnation']), row['time'])
-    files = [self._on_one_clock(name, tail.stream()) for name, tail in self._all().items()]
+    files = [self._on_one_clock(name, tail.stream()) for name, tail in self.all().items()]
     return heapq.merge(*files, key=_time)
 
   def _on_one_clock(self, name: str, rows: Iterator[dict[str, Any]]) -> Iterator[_Row]:
@@ -334,14 +357,14 @@ class TailAll:
     more_s = self.shifts.get(name, 0.0)
     return ((name, row | {'time': row['time'] + more_s} if more_s else row) for row in rows)
 
-  def _all(self) -> dict[str, Tail]:
+  def all(self) -> dict[str, Tail]:
     for path in filter(pathlib.Path.is_file, sorted(self._folder.glob('*.jsonl'))):
       self._tails.setdefault(path.stem, Tail(path))
     return self._tails
 
 
 def records(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
-  """The records of a run so far, in the order of the wall clock, also of one that is under way.
+  """The records of a run so far, in the order of time, also of one that is under way.
 
   Each is a dict: 'process' ('syncer', 'l0', ...), 'name' ('step', 'eval', ...), 'time' in s, and
   what that fact has (diloco_jax/report/facts.py): a step its 'step', 'loss' and 'tokens'.

@@ -49,7 +49,7 @@ class RunFacts:
     tokens: trained by all learners.
     of_text: held-out losses are of text: there are bits per byte.
     said: by program, what its supervisor told of it last.
-    missing: of each process, how many facts could not be written, and why.
+    missing: (when, process, how many of its facts could not be written, why) of each gap.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     went_back: when a restored syncer started, and its clock.
   """
@@ -91,7 +91,8 @@ class RunFacts:
     self.followers = facts.Followers(count=0, behind=0)
     self.tokens = 0
     self.said: dict[str, str] = {}
-    self.missing: dict[str, tuple[int, str]] = {}
+    self.missing: list[tuple[float, str, int, str]] = []
+    self._gaps: set[str] = set()  # processes without a step since their last gap
     self.began_s: float | None = None
     self.end_s = 0.0
     self.went_back: list[tuple[float, int]] = []
@@ -262,7 +263,8 @@ class RunFacts:
       case facts.Followers():
         self.followers = fact
       case facts.Missing(facts=count, error=error):
-        self.missing[process] = self.missing.get(process, (0, ''))[0] + count, error
+        self.missing.append((at_s, process, count, error))
+        self._gaps.add(process)
       case protocol_facts.Ledger():
         self.ledger = fact
       case protocol_facts.Synced():
@@ -440,10 +442,12 @@ class RunFacts:
     learner.phase, learner.no_step = '', None
     if learner.state in ('waiting', 'starting'):
       self._becomes(name, 'training', at_s)
-    tokens = round(learner.tokens_per_step)
-    self._trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
       self._begin(name, at_s)  # started by hand: no supervisor has told of it
+    steps = fact.steps - learner.processes[-1].steps if name in self._gaps else 1
+    self._gaps.discard(name)
+    tokens = round(steps * learner.tokens_per_step)
+    self._trained(learner, at_s, tokens, fact.step, fact.loss, fact.seconds)
     learner.processes[-1].steps = fact.steps
     if learner.processes[-1].first_step_s is None:
       learner.processes[-1].first_step_s = at_s

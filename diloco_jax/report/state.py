@@ -178,6 +178,8 @@ def _events(run: run_facts.RunFacts) -> Iterator[tuple[float, str, str]]:
       told = process.ended == 'lost' and name != 'syncer'  # below, with the reason
       if process.ended_s is not None and not told:
         yield process.ended_s, name, process.ended
+  for at_s, name, count, error in run.missing:
+    yield at_s, name, f'{count} facts could not be written: {error}'
   for at_s, clock in run.went_back:
     yield at_s, 'syncer', f'continues from clock {clock} after a restore'
   for name, learner in run.learners.items():

@@ -133,7 +133,8 @@ def summarize(found: folder_lib.Read) -> dict[str, Any]:
     ],
     'goodput': _goodput(run),
     'missing_facts': {
-      name: {'facts': count, 'error': error} for name, (count, error) in run.missing.items()
+      process: {'facts': sum(gap[2] for gap in run.missing if gap[1] == process), 'error': error}
+      for _, process, _, error in run.missing
     },
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,

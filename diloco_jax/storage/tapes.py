@@ -16,9 +16,11 @@ present state of its machine (a checkpoint holds less: no session, no open sync)
 replayed.
 
 A failing disk ends the tape, not the run: the tape is cut back to its last whole line, the process
-prints one warning and writes nothing more. A tape may therefore end early but never has a gap.
+prints one warning and writes nothing more. While a disk is full the process keeps up to BACKLOG
+lines, and writes them once there is space. A tape may therefore end early but never has a gap.
 """
 
+import collections
 import contextlib
 import dataclasses
 import gzip
@@ -37,11 +39,12 @@ from typing import Any
 from diloco_jax import version
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
-from diloco_jax.storage import json_files
+from diloco_jax.storage import files_port, json_files
 
 TAPES = 'tapes'
 SEGMENT_BYTES = 64 << 20
 LIMIT_BYTES = 2 << 30
+BACKLOG = 1 << 16  # more than the turns of a syncer until it ends for want of space
 _SEGMENTS = 32  # at least so many segments in `limit_bytes`
 PART_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each part
 UNKNOWN = 'unknown'
@@ -81,18 +84,20 @@ class Tape:
     self._segment_bytes = min(segment_bytes, limit_bytes // _SEGMENTS)
     self._half_bytes = limit_bytes // 2
     self._writer = tape.Writer(start, _digest(config), commit(), versions())
-    self._segment = -1
+    self._life, self._segment = 0, -1
     self._written = 0  # bytes of the segment
+    self._backlog: collections.deque[bytes] = collections.deque()  # lines for a disk that is full
+    self._most = BACKLOG
     self._file = None
     self._compressing: list[threading.Thread] = []
     self.path: pathlib.Path | None = None  # of the newest segment
     self.ended = ''  # why the tape has ended
-    self._guard(self._begin_life)
+    self._guard(lambda: self._write(self._writer.header()))
 
   def record(self, now_ns: int, event: events.Event, asked: Sequence[actions.Action]) -> None:
-    """Writes a turn; on return the operating system has the line."""
+    """Writes a turn; on return the operating system has the line, unless the disk is full."""
     self._guard(lambda: self._write(self._writer.turn(now_ns, event, asked)))
-    if self._written >= self._segment_bytes:
+    if self._written >= self._segment_bytes and not self._backlog:
       self._guard(self._rotate)
 
   def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:
@@ -104,21 +109,12 @@ class Tape:
 
   def close(self) -> None:
     """Closes the newest segment and waits for the compression of the older ones."""
+    self._most = 0
+    self._guard(self._write)
     self._close()
     self.ended = self.ended or 'closed'
     for thread in self._compressing:
       thread.join()
-
-  def _begin_life(self) -> None:
-    self._folder.mkdir(parents=True, exist_ok=True)
-    life = max(
-      (life.number for life in process_tapes(self._folder) if life.node == self._node), default=0
-    )
-    while self._file is None:  # another process of this node may take the number first
-      life += 1
-      with contextlib.suppress(FileExistsError):
-        self._open(life)
-    self._remove_old(life)
 
   def _remove_old(self, newest: int) -> None:
     """Removes the oldest tapes of this node until those before `newest` take half of the limit."""
@@ -139,30 +135,43 @@ class Tape:
     return sizes
 
   def _rotate(self) -> None:
-    full = self.path
-    life = parse(full)[1]
-    size = sum(self._sizes(life).values())
+    size = sum(self._sizes(self._life).values())
     if size + self._segment_bytes > self._half_bytes:
       raise tape.TapeError(f'it has {size >> 20} MiB, half of what the tapes of a node may take')
     self._close()
-    self._open(life)
-    thread = threading.Thread(target=_compress, args=(full,), name='tape', daemon=True)
+    thread = threading.Thread(target=_compress, args=(self.path,), name='tape', daemon=True)
     self._compressing = [*(t for t in self._compressing if t.is_alive()), thread]
     thread.start()
-
-  def _open(self, life: int) -> None:
-    path = self._folder / f'{self._node}.{life}.{self._segment + 1}.jsonl'
-    self._file = open(path, 'xb', buffering=0)
-    self.path = path
-    self._segment += 1
-    self._written = 0
     self._write(self._writer.header())
 
-  def _write(self, line: bytes) -> None:
-    done = 0
-    while done < len(line):  # a disk that becomes full takes a part
-      done += self._file.write(line[done:])
-    self._written += len(line)
+  def _open(self) -> None:
+    self._folder.mkdir(parents=True, exist_ok=True)
+    lives = (one.number for one in process_tapes(self._folder) if one.node == self._node)
+    life = self._life or max(lives, default=0) + 1
+    while self._file is None:
+      self.path = self._folder / f'{self._node}.{life}.{self._segment + 1}.jsonl'
+      with contextlib.suppress(FileExistsError):  # another process of this node was first
+        self._file = open(self.path, 'xb', buffering=0)
+        self._life, self._segment, self._written = life, self._segment + 1, 0
+      life += 1
+    if not self._segment:
+      self._remove_old(self._life)
+
+  def _write(self, *lines: bytes) -> None:
+    self._backlog += lines
+    try:
+      if self._file is None:
+        self._open()
+      while self._backlog:
+        line, done = self._backlog[0], 0
+        while done < len(line):  # a disk that becomes full takes a part
+          done += self._file.write(line[done:])
+        self._written += len(self._backlog.popleft())
+    except OSError as error:
+      if self._file is not None:
+        self._file.seek(self._file.truncate(self._written))
+      if error.errno not in files_port.FULL or len(self._backlog) > self._most:
+        raise
 
   def _guard(self, write: Callable[[], None]) -> None:
     """Runs `write` unless the tape has ended; an error ends the tape."""

@@ -83,6 +83,40 @@ def test_without_a_login_it_says_what_to_do(workdir):
   assert re.fullmatch(said, done.stderr)
 
 
+_WANDB = """
+import os
+Settings, errors = dict, type('errors', (), {'Error': RuntimeError})
+class Run:
+  offline, dir = True, '.'
+  define_metric = finish = lambda *args, **named: None
+  def log(self, values):
+    print(values['clock'], file=open(os.environ['SENT'], 'a'))
+init = lambda **named: Run()
+"""
+
+
+def test_each_row_is_sent_once_whatever_its_time_is(workdir, tmp_path):
+  """A learner goes on where a clock is two hours behind; then its file is another one."""
+  path, sent = workdir / 'records' / 'l0.jsonl', tmp_path / 'sent'
+  path.parent.mkdir(parents=True)
+  (tmp_path / 'wandb.py').write_text(_WANDB, 'utf-8')
+  environment = {**os.environ, 'PYTHONPATH': f'{tmp_path}:{ROOT}', 'SENT': str(sent)}
+  row = lambda clock, at_s: json.dumps({'name': 'step', 'step': clock, 'time': at_s}) + '\n'
+  texts = [row(1, 9000) + row(2, 9001), row(3, 1800) + row(4, 1801), '']
+  texts += [row(5, 9000), 'cut']
+  said = []
+  for text in texts:
+    with open(path, 'a', encoding='utf-8') as file:
+      file.write(text)
+    if text == 'cut':
+      os.truncate(path, len(row(1, 9000)))
+    command = [sys.executable, '-P', '-m', 'diloco_jax', 'track', f'--workdir={workdir}']
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=True)
+    said.append(done.stdout)
+  assert sent.read_text('utf-8').split() == ['1', '2', '3', '4', '5', '1']
+  assert [f'{path} is not the file that was sent' in text for text in said] == [False] * 4 + [True]
+
+
 @pytest.mark.long
 def test_a_run_that_is_continued_continues_its_lines(workdir):
   _train(workdir, 1)

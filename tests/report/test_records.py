@@ -14,6 +14,7 @@ import pytest
 import diloco_jax
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol import formats
 from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts, records, run_facts, state
 from tests.launch.lib import command_line
@@ -97,6 +98,26 @@ def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
   assert [name for name, _ in tails.read()] == ['c']
 
 
+@pytest.mark.parametrize('jump_s', [-7200, 7200])
+def test_the_times_of_a_program_never_go_back_and_nothing_is_left_out(jump_s, tmp_path):
+  """A clock that is set within a process, and another machine that goes on."""
+  (tmp_path / 'records').mkdir()
+  opening = {'name': 'records', **formats.stamp('records')}
+  wall_s = [*range(60), *range(60 + jump_s, jump_s + 90)]
+  lines = [opening | {'t_ns': 1, 'time': 0}]
+  lines += [{'name': 'x', 't_ns': (k + 1) * 10**9, 'time': s} for k, s in enumerate(wall_s)]
+  lines += [opening | {'t_ns': 1, 'time': -5000}]  # where a clock is behind
+  lines += [{'name': 'x', 't_ns': (k + 1) * 10**9, 'time': k - 5000} for k in range(9)]
+  for name in ('l0', 'l1'):
+    text = ''.join(json.dumps(line) + '\n' for line in lines[: 60 if name == 'l1' else None])
+    (tmp_path / 'records' / f'{name}.jsonl').write_text(text)
+  found = records.TailAll(tmp_path).read()
+  times = {name: [fact['time'] for who, fact in found if who == name] for name in ('l0', 'l1')}
+  assert times['l0'] == pytest.approx([*range(90), *range(89, 98)], abs=2)
+  assert times['l1'] == times['l0'][:59]
+  assert found == list(records.TailAll(tmp_path).stream())
+
+
 def test_a_folder_without_records_is_named(tmp_path):
   with pytest.raises(ValueError, match='no records in .*it has no folder records/'):
     diloco_jax.records(tmp_path)
@@ -115,10 +136,13 @@ def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
 
 def test_what_a_full_disk_has_cost_is_a_fact_once_there_is_space(tmp_path, capsys):
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  recorder.report(step(1))
   path = tmp_path / 'records' / 'l0.jsonl'
   try:  # as a full disk does, it takes a part of the line first
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, hard))
+    recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+    recorder.report(step(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    recorder.report(step(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
     for number in (2, 3):
       recorder.report(step(number))
@@ -128,7 +152,9 @@ def test_what_a_full_disk_has_cost_is_a_fact_once_there_is_space(tmp_path, capsy
   recorder.close()
   tail = records.Tail(path)
   found = [facts.parse(row) for row in tail.read()]
-  assert found == [step(1), facts.Missing(facts=2, error='File too large'), step(4)]
+  missing = [facts.Missing(facts=count, error='File too large') for count in (1, 2)]
+  assert found == [missing[0], step(1), missing[1], step(4)]
+  assert path.read_text().count('"name": "records"') == 1, 'what a process writes first'
   assert capsys.readouterr().err.count('records are incomplete') == 1
 
 

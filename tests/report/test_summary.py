@@ -490,6 +490,12 @@ def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
     run.take([('l0', row(30, facts.Missing(facts=count, error='No space left on device')))])
   text = summary_lib.text(summarized(config, run, _FATES), tmp_path)
   assert '7 facts of l0 could not be written (No space left on device)' in text
+  assert [20, 'l0', '4 facts could not be written: No space left on device'] in (
+    state.state(run, config)['events']
+  )
+  before, last = run.tokens, run.learners['l0'].steps[-1]
+  run.take([('l0', step(31, last.step + 8, run.learners['l0'].processes[-1].steps + 8))])
+  assert run.tokens - before == 8 * 50, 'the tokens of the steps that are missing'
 
 
 def test_the_report_is_written_from_the_records_of_a_run(config, workdir):

@@ -194,24 +194,51 @@ def test_a_killed_process_loses_no_turn(tmp_path):
   killed.close()
 
 
+@contextlib.contextmanager
+def _full(limit: int):
+  """A disk that takes no more than so many bytes of a file."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.mark.parametrize('limit', [100, 20_000])  # within the header, within a turn
 def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
   start, turns = golden()
   said: list[str] = []
-  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-  try:
-    with contextlib.closing(tapes.Tape(tmp_path, start, said.append)) as out:
-      for turn in turns[:100]:
-        out.record(turn.now_ns, turn.event, turn.actions)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  with _full(limit), contextlib.closing(tapes.Tape(tmp_path, start, said.append)) as out:
+    for turn in turns[:100]:
+      out.record(turn.now_ns, turn.event, turn.actions)
   assert len(said) == 1 and 'the tape ends here, the run continues' in said[0]
   [life] = tape_files.find(tmp_path)
   assert life.segments[0].stat().st_size <= limit
   result = tape_files.replay(life)
   assert (result.identical, result.end, result.torn) == (True, 'open', False)
   assert (0 < result.events < 100) == (limit > 1_000)
+
+
+def test_a_tape_goes_on_without_a_gap_once_there_is_space_again(tmp_path):
+  start, turns = golden()
+  said: list[str] = []
+  with _full(100):  # less than the header
+    out = tapes.Tape(tmp_path, start, said.append, segment_bytes=20_000)
+    for turn in turns[:20]:
+      out.record(turn.now_ns, turn.event, turn.actions)
+  with contextlib.closing(out):
+    for turn in turns[20:60]:
+      out.record(turn.now_ns, turn.event, turn.actions)
+    with _full(out.path.stat().st_size + 9):  # within a turn
+      for turn in turns[60:120]:
+        out.record(turn.now_ns, turn.event, turn.actions)
+    for turn in turns[120:]:
+      out.record(turn.now_ns, turn.event, turn.actions)
+  [life] = tape_files.find(tmp_path)
+  result = tape_files.replay(life)
+  assert (result.identical, result.events, result.end) == (True, len(turns), 'exit')
+  assert not said and len(life.segments) > 2
 
 
 def test_an_impossible_folder_is_reported_once(tmp_path):
