@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from diloco_jax.api import states as loop_states
-from diloco_jax.config import build, load
+from diloco_jax.config import brought, build, load
 from diloco_jax.nodes import own_model
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, files, json_files, outer_log, states, tree_digest
@@ -166,7 +166,9 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
     raise ValueError(f'there is no model in {workdir}: its config is {folder_lib.UNKNOWN}')
   if model is not None:
     return own_model.complete(model, config)
-  return build.assemble(config, data=False)
+  assembled = build.assemble(config, data=False)
+  brought.require(load.brought(workdir), assembled.things, assembled.of_the_model)
+  return assembled
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:

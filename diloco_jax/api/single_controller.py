@@ -22,7 +22,7 @@ import jax
 from absl import flags
 
 from diloco_jax.api import run as run_lib
-from diloco_jax.config import build, load, run_config
+from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
@@ -174,6 +174,7 @@ class SingleController:
     assembled = self._learners[name]
     island = learner_process.make_island(assembled, self._workdir, name, self.devices[name])
     if self._alone:
+      brought.begin(self._workdir, assembled.things)
       return baseline.run(assembled.config, island, recorder, self._leaving.is_set)
     return learner_process.run(
       assembled,

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
   del argv
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import follow, load_params
-    from diloco_jax.config import build
+    from diloco_jax.config import brought, build, load
     from diloco_jax.report import facts
     from diloco_jax.train import evaluate
 
@@ -54,7 +54,10 @@ def main(argv: list[str]) -> int:
     data.corpus = _CORPUS.value or data.corpus
     data.eval_batches = _BATCHES.value or data.eval_batches
     data.eval_batch_size = _BATCH_SIZE.value or data.eval_batch_size
-    task = build.make_task(assembled.config.of('syncer'))
+    config = assembled.config.of('syncer')
+    task = build.make_task(config)
+    things, names = brought.things(config, task), ('data', *brought.OF_TEXT)
+    brought.require(load.brought(folder), things, names, says=('data', *brought.SAID))
     models = follow.models(folder, _WORKDIR.value or '', *cli.follows())
     if _SUITE.value:
       if task.suite is None or task.logits is None:

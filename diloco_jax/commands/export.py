@@ -26,7 +26,10 @@ _OUT = flags.DEFINE_string('out', None, 'Write this *.safetensors or folder.', r
 def main(argv: list[str]) -> int:
   del argv
   with cli.reading_a_model():  # after the flags are checked
+    import jax
+
     from diloco_jax.api import load_params
+    from diloco_jax.config import brought, load
     from diloco_jax.storage import arrays, hugging_face
 
   out, absent = pathlib.Path(_OUT.value), 0
@@ -43,7 +46,10 @@ def main(argv: list[str]) -> int:
           f'{out}: a folder needs the Hugging Face folder in train.init_from, {begun!r}; any other '
           'model is exported to a file, --out=NAME.safetensors'
         )
-      hugging_face.write(out, export(load_params.load_all(folder)), pathlib.Path(begun))
+      brought.require(load.brought(folder), assembled.things, [brought.MODEL])
+      # So that an adapter is added, and the sum is rounded, once: by `write`.
+      wide = jax.tree.map(lambda leaf: leaf.astype('float32'), load_params.load_all(folder))
+      hugging_face.write(out, export(wide), pathlib.Path(begun))
       out /= hugging_face.FILE
   without = f', without {absent} parameters that never leave a learner' if absent else ''
   print(f'{out}: {out.stat().st_size:,} bytes{without}')

@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     raise exits.NeverRetry('--prompt is empty: give at least one character')
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import follow, load_params
+    from diloco_jax.config import brought, load
     from diloco_jax.train import evaluate
 
   with exits.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> int:
         'which has no `logits` and `tokenizer` (train/task.py); '
         f'diloco_jax.load_params({str(folder)!r}) gives its parameters'
       )
+    brought.require(load.brought(folder), assembled.things, brought.OF_TEXT)
     tokenizer, length = task.tokenizer(), assembled.config.data.seq_len
     prompt = tokenizer.encode([_PROMPT.value])[0]
     for told, params in follow.models(folder, _WORKDIR.value or '', *cli.follows()):

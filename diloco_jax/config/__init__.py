@@ -4,4 +4,5 @@ Where is ...?
   a setting that is not the protocol's, its unit, bounds and default: run_config.py
   what --config=NAME:VARIANT and a config.json become: load.py
   what both sides build from a config: build.py
+  who compares what a run reads again: brought.py
 """

@@ -16,19 +16,18 @@ import importlib
 import pathlib
 import re
 import types
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
-from diloco_jax.config import load, run_config
+from diloco_jax.config import brought, load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.storage import arrays, tree_digest
-from diloco_jax.train import optimizer, tokenizer
+from diloco_jax.storage import arrays
+from diloco_jax.train import optimizer
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
@@ -54,6 +53,7 @@ class Assembly:
   agreement: str
   task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
   about: bytes = b''  # what the syncer tells such a loop (nodes/own_model.py)
+  things: brought.Things = dataclasses.field(default_factory=dict)  # that a run reads (brought.py)
 
   @property
   def codec_log(self) -> codecs.Codec:
@@ -73,6 +73,12 @@ class Assembly:
     label = self.task.label
     frozen = fragments.keep(self.init(), lambda path: label(path) == fragments.FROZEN)
     return arrays.by_name(frozen)
+
+  @property
+  def of_the_model(self) -> set[str]:
+    """The things that who reads the trained model reads again."""
+    frozen = self.task and fragments.FROZEN in map(self.task.label, self.never_sent)
+    return {'task', brought.MODEL} if frozen else {'task'}
 
   @property
   def parameters(self) -> int:
@@ -112,14 +118,14 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     start = task.start or (lambda path, seed: arrays.start(path, shapes))
     init = functools.partial(start, config.train.init_from, config.train.seed)
     task = dataclasses.replace(task, init=lambda seed: init())
-  if data:
-    if config.data.local:  # of the data only what all must have in common
-      shared['tokenizer'] = tokenizer.digest(
-        config.data.tokenizer, config.data.corpus, config.data.field
-      )
-    else:
-      shared['data'] = task.data_digest()
-  return _assemble(config, init, shapes, task.label, shared, task)
+  things = brought.things(config, task)
+  if data:  # with `local` of the data only what all must have in common
+    if config.train.init_from:
+      init()  # refuses arrays of another model
+    names = {'tokenizer' if config.data.local else 'data', brought.MODEL} & things.keys()
+    shared |= {name: things[name][0]() for name in names}
+  made = _assemble(config, init, shapes, task.label, shared, task)
+  return dataclasses.replace(made, things=things)
 
 
 def assemble_own_loop(
@@ -165,9 +171,6 @@ def _assemble(
   never_sent = tuple(arrays.by_name(fragments.keep(shapes, lambda path: not is_sent(path))))
   if names := ', '.join(never_sent):
     shared['never_sent'] = names if len(names) <= _ARRAYS_CHARS else f'{len(never_sent)} arrays'
-  if shared.keys() & {'data', 'tokenizer'} and config.train.init_from:
-    begun = tree_digest.digests_of_host(fragments.keep(init(), is_sent))
-    shared['init'] = zlib.crc32(repr(begun).encode())
   protocol = config.protocol()
   if task is not None:
     # Of a whole batch, of which this process may train on a share.

@@ -1,5 +1,6 @@
 """Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
 
+import contextlib
 import glob
 import importlib.util
 import json
@@ -20,7 +21,7 @@ from diloco_jax.train import tokenizer
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
 WRITTEN = (FILE, 'tokenizer.', tokenizer.CONFIG)  # how the names of what `write` has written begin
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
-_STDLIB = 'stdlib'  # a corpus that is no path
+STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
 
 
@@ -71,14 +72,14 @@ def shipped() -> list[str]:
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   """Writes the config of the run in a folder, with absolute paths of the task, the corpus, the
   initial arrays and the store, so that the run can be continued from any folder, and its tokenizer:
-  it belongs to the model, so it stays with it. Raises OSError, and ValueError for another
-  tokenizer."""
+  it belongs to the model, so it stays with it; what the run has begun with stays, too. Raises
+  OSError, and ValueError for another tokenizer."""
   values = config.to_dict()
   file, dot_py, call = config.task.partition('.py:')
   if dot_py:
     values['task'] = os.path.abspath(file) + dot_py + call
   corpus = config.data.corpus
-  if run_config.NODE in corpus or (corpus != _STDLIB and glob.glob(corpus, recursive=True)):
+  if run_config.NODE in corpus or (corpus != STDLIB and glob.glob(corpus, recursive=True)):
     values['data']['corpus'] = os.path.abspath(corpus)
   if config.train.init_from:
     values['train']['init_from'] = os.path.abspath(config.train.init_from)
@@ -94,14 +95,25 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
       json_files.replace(workdir / kept, file.read_bytes())
     elif content(workdir / kept) != content(file):
       raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
+  values['brought'] = brought(workdir)
   json_files.write(workdir / FILE, formats.stamp('config') | values)
+
+
+def brought(place: json_files.Place) -> dict[str, str]:
+  """The fingerprints of what the run in a folder or a store has begun with (brought.py), if its
+  config is readable. Raises OSError."""
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    return json_files.read(place / FILE).get('brought', {})
+  return {}
 
 
 def read(workdir: pathlib.Path) -> run_config.Config:
   """Reads the config of the run in a folder. Raises ValueError, OSError."""
   path = workdir / FILE
   try:
-    config = run_config.Config.from_dict(formats.taken('config', json_files.read(path), path))
+    values = formats.taken('config', json_files.read(path), path)
+    values.pop('brought', None)
+    config = run_config.Config.from_dict(values)
   except formats.OtherFormat:
     raise
   except ValueError as error:

@@ -24,7 +24,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.config import build, load, run_config
+from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.nodes import own_model, run_folder
 from diloco_jax.protocol import agreement, ids
 from diloco_jax.storage import files as files_lib
@@ -87,8 +87,9 @@ def restore(config: run_config.Config, workdir: pathlib.Path, to: str, say: Say)
       _require_same_run(config, load.read(workdir).agreement())
     before = lineage_lib.read(workdir, lineage_lib.RESTORE) or lineage_lib.Lineage()
     goal = choose(places, at, before.run, say)
-    agreed = (own or build.assemble(config)).agreement  # it may refuse: before anything moves
-    _go_back(config, agreed, places, before, goal, log_files, say)
+    assembled = own or build.assemble(config)  # it may refuse: before anything moves
+    brought.require(load.brought(workdir), assembled.things, assembled.things)
+    _go_back(config, assembled.agreement, places, before, goal, log_files, say)
 
 
 def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:

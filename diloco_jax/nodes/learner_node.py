@@ -19,13 +19,13 @@ import jax
 
 from diloco_jax import version
 from diloco_jax.certs import check, names, proofs
-from diloco_jax.config import build, run_config
+from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.learner import baseline
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.nodes import dial, exits, lifecycle
+from diloco_jax.nodes import dial, exits, lifecycle, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files
@@ -87,6 +87,11 @@ def _run(
 
   with lifecycle.checkpoint_failures(), exits.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
+    if leads and resolve is None:
+      run_folder.write_config(folder, config)
+      brought.begin(folder, assembled.things)
+    elif leads:
+      brought.require(load.brought(folder), assembled.things, assembled.things)
     island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
     records_lib.report_startup(records, 'built')
     if access.tls and leads:  # every dial checks again: files may be renewed meanwhile

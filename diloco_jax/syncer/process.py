@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from diloco_jax.config import build
+from diloco_jax.config import brought, build
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, tempo
 from diloco_jax.protocol import facts as protocol_facts
@@ -144,7 +144,8 @@ def run(
       ended.
     WalError: the log cannot be recovered, or the disk failed.
     StoreError: the store cannot be read or written.
-    ValueError: a file of the run is not what was written.
+    ValueError: a file of the run is not what was written, or the data or the initial model are not
+      what it has begun with.
   """
   with contextlib.ExitStack() as cleanup:
     config = assembled.config
@@ -157,6 +158,7 @@ def run(
     payloads = payloads_lib.PayloadStore()
     transport = make_transport(event_queue.post, payloads)
     cleanup.push(lambda _, error, where: transport.shutdown(ports.SHUTDOWN_S, last_word(error)))
+    brought.begin(workdir, assembled.things, config.train.store)
     records_lib.report_startup(records, 'listens')
     keep_every = assembled.protocol.keep_every
     folder = folders.syncer_folder(workdir)

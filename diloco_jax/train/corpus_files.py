@@ -8,12 +8,16 @@ jax, so a run without any text is refused before it begins.
 | *.array_record | a document in each record |
 | *.csv, *.json, ..., a container by its first bytes | left out and counted; alone refused |
 | hidden, an editor's copy | left out and counted; alone read |
+| a link, symbolic or hard, to one of the other files | left out and counted |
 | *.txt, *.md, what is UTF-8 without a zero byte from end to end | one document |
 | anything else | binary: left out and counted; alone refused |
 
 A document that is null, or has a zero byte (an end, data.py) or half a surrogate pair, is left out
 and counted. A value of another type is refused, and a record that is not text. A *.txt or *.md that
 is not UTF-8 is kept, and said.
+
+Whether a document is held out is decided by a hash of its text, not by a name, a place or a number:
+so a copy, which is counted, is on the side of its original, also with other white space around it.
 """
 
 import collections
@@ -30,13 +34,13 @@ import re
 import shutil
 import sys
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from diloco_jax import version
 from diloco_jax.storage import files, folders, json_files
+from diloco_jax.train import fingerprint
 
-Files = Sequence[tuple[str, str]]  # relative name, path
 HELD_OUT_OF_1000 = 30
 _COPIES = ('~', '.swp', '.swo', '.bak', '.orig', '.tmp')
 _FIELDS = ('.csv', '.tsv', '.json', '.ipynb')
@@ -53,7 +57,7 @@ say_once = functools.cache(lambda text: print(text, file=sys.stderr, flush=True)
 
 
 def list_files(source: str) -> list[tuple[str, str]]:
-  """Returns sorted (relative name, path); names use '/' so that hashes agree on every system. What
+  """Returns sorted (relative name, path); names use '/', so that all systems sort them alike. What
   is no text (top of this file) or no regular file is left out, and named once.
 
   Raises:
@@ -71,6 +75,11 @@ def list_files(source: str) -> list[tuple[str, str]]:
   else:
     root, found = '', [p for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
     paths, left_out = _text_of(os.path.dirname(source.partition('*')[0]), found)
+  links_last = sorted(paths, key=lambda path: (os.path.islink(path), path))
+  originals = {os.stat(path)[1:3]: path for path in reversed(links_last)}  # by inode and device
+  if (links := len(paths) - len(originals)) and source != 'stdlib':
+    say_once(f'left out of the corpus {source!r}: {links} links to its other files')
+  paths = [*originals.values()]
   root = root or os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
   if not paths:
     raise ValueError(
@@ -112,15 +121,15 @@ def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
 def _no_text(path: str) -> str:
   """What a file is, if it is no text (top of this file); ''."""
   try:
-    stat = os.stat(path)
-    return _looked_at(path, stat.st_size, stat.st_mtime_ns)
+    key = fingerprint.key(path)
+    return (_looked_at if fingerprint.is_lasting(key) else _looked_at.__wrapped__)(path, key)
   except OSError:
     return ''  # who reads it says why it cannot be read
 
 
 @functools.lru_cache(maxsize=1 << 20)
-def _looked_at(path: str, size: int, changed_ns: int) -> str:
-  del size, changed_ns  # of the file as it was looked at
+def _looked_at(path: str, key: fingerprint.Key) -> str:
+  del key  # of the file as it was looked at
   name = path.lower()
   if name.endswith(_FIELDS):
     return name[name.rindex('.') :]
@@ -140,29 +149,43 @@ def _looked_at(path: str, size: int, changed_ns: int) -> str:
   return 'binary'
 
 
-def documents(listed: Files, field: str = 'text') -> Iterator[tuple[bool, bytes]]:
-  """Of every document whether it is held out, by a hash of its name, and its text. Says at the end
-  how many are not UTF-8. Raises ValueError: a file cannot be read, or has a row without `field` or
-  with no text in it."""
-  others = []
-  for name, path in listed:
+def documents(
+  listed: fingerprint.Files, field: str = 'text', once: bool = False
+) -> Iterator[tuple[bool, bytes]]:
+  """Of every document whether it is held out, and its text; `once`: none is, and copies are left
+  out. Says at the end how many are copies, and how many are not UTF-8. Raises ValueError: a file
+  cannot be read, or has a row without `field` or with no text in it."""
+  others, seen, copies = [], set(), 0
+  for _, path in listed:
     try:
-      for number, text in enumerate(_texts(path, *_rows(path, field))):
-        one = f'{name}#{number}' if number else name
-        crc = zlib.crc32(one.encode('utf-8', 'surrogateescape'))
+      for text in _texts(path, *_rows(path, field)):
         if path.lower().endswith(_PLAIN) and not _is_utf8(text):
           others.append(path)
-        yield crc % 1000 < HELD_OUT_OF_1000, text
+        number = int.from_bytes(hashlib.sha256(text.strip()).digest()[:8])
+        is_copy = number in seen and text.strip() != b''
+        copies += is_copy
+        seen.add(number)
+        if not (once and is_copy):
+          yield not once and number % 1000 < HELD_OUT_OF_1000, text
     except Exception as error:  # the libraries raise many kinds
       why = getattr(error, 'strerror', None) or error
       raise ValueError(
         f'cannot read {path}: {why}; nothing was changed: mend the file, or leave it out'
       ) from error
+  if copies and not path.startswith(sysconfig.get_path('stdlib')):  # else nobody can mend it
+    say_once(f'{copies:,} documents are copies of others: none is held out without its original')
   if others:
     say_once(
       f'{len(others):,} documents are not UTF-8 (the first: {others[0]}), so their letters beyond '
       'ASCII are read as others: convert them, as with iconv -f ENCODING -t UTF-8'
     )
+
+
+def has_both(listed: fingerprint.Files, field: str) -> bool:
+  """Whether some text is held out, and some is not. Raises as `documents`."""
+  sides = (held_out for held_out, text in documents(listed, field) if text.strip())
+  first = next(sides, None)
+  return any(side != first for side in sides)
 
 
 def _rows(path: str, field: str) -> tuple[type, Iterator[Any]]:
@@ -242,22 +265,29 @@ def _json_lines(path: str, field: str) -> Iterator[object]:
 
 def cached(what: str, source: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
   """A folder with what `build` makes of a corpus: once for all processes of this machine, which
-  wait for it, and again if the name, size or time of a file changes. It is whole or not there; who
-  dies while it builds leaves it to the next. Raises ValueError."""
+  wait for it, and again if the content of a file changes, or that of the folder. It is whole or not
+  there; who dies while it builds leaves it to the next. Raises ValueError."""
+  kind = lambda name: pathlib.Path(name).suffix.lower()
+  content = lambda: fingerprint.of([(kind(name), path) for name, path in list_files(source)])
   try:
-    stats = [(name, os.stat(path)) for name, path in list_files(source)]
-    made_of = [what, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
-    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
-    folder = folders.cache() / 'diloco_jax' / 'corpora' / digest[:32]
+    before = content()
+    name = fingerprint.combined([what, before, version.__version__])
+    folder = folders.cache() / 'diloco_jax' / 'corpora' / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix('.lock'), 'w', encoding='utf-8') as lock:
+    with open(folder.with_suffix('.lock'), 'a+', encoding='utf-8') as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
-      if not folder.is_dir():
+      lock.seek(0)
+      if not folder.is_dir() or lock.read() != fingerprint.of(folder):
         new = folder.with_suffix('.new')
         shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         new.mkdir()
         build(new)
+        if content() != before:
+          raise ValueError('a file has changed while it was read: start again')
         json_files.fsync_tree(new)
+        lock.truncate(0)
+        lock.write(fingerprint.of(new))
         new.rename(folder)
   except OSError as error:
     raise ValueError(f'{error}; mend it, make space, or set XDG_CACHE_HOME') from error

@@ -3,9 +3,9 @@
 A corpus is a list of files in sorted order of their relative names. One pass reads them into one
 array of ids with an end after each document; without a tokenizer the ids are the bytes, and a zero
 ends a document. The ids of a tokenizer are kept in a cache that all processes of a machine map into
-memory. A hash of its name decides whether a document is held out: the split needs no list, and a
-new file does not move another. Of a few files that leave one part empty, the end of the text is
-held out. Windows overlap by one id, so that every id but the first is a target exactly once.
+memory. A hash of its text decides whether a document is held out: the split needs no list, and no
+document moves another. Of a few documents that are all on one side, the end of the text is held
+out, without copies. Windows overlap by one id, so that every id but the first is a target once.
 
 A seeded shuffle divides the windows once into V slices. A learner trains on a leased shard v of V:
 one slice after the other, each in an order drawn for that pass. Batch i is a pure function of
@@ -20,9 +20,9 @@ reads all of its own files in every pass.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import io
 import pathlib
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,14 +30,14 @@ import jax
 import numpy as np
 
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import corpus_files
+from diloco_jax.train import corpus_files, fingerprint
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
   import grain
 
-_PARTS, _DIGEST = ('train.ids', 'held_out.ids'), 'digest'
+_PARTS = 'train.ids', 'held_out.ids'
 _PART_BYTES = 1 << 20
 
 
@@ -53,7 +53,7 @@ class Source(Protocol):
   """What is read: examples to train on and held-out ones, with `length` ids to predict each;
   `digest` differs if they do."""
 
-  digest: int
+  digest: str
 
   def train(self, length: int) -> Examples: ...
 
@@ -66,7 +66,7 @@ class Corpus:
 
   train_ids: np.ndarray  # uint8, uint16 or uint32
   eval_ids: np.ndarray
-  digest: int  # crc32 of both parts: learners of one run must agree on it
+  digest: str  # the fingerprint of both parts: learners of one run must agree on it
 
   def train(self, length: int) -> 'Windows':
     """The windows to train on, of `length` + 1 ids."""
@@ -91,33 +91,36 @@ def _stdlib() -> Corpus:
 
 
 def _read(source: str, tokenizer: str, field: str) -> Corpus:
+  def texts(files: fingerprint.Files) -> Iterator[tuple[bool, bytes]]:
+    return corpus_files.documents(files, field, once=not corpus_files.has_both(files, field))
+
   files = corpus_files.list_files(source)
   try:
-    if not tokenizer:
-      parts: tuple[list[bytes], list[bytes]] = [], []
-      for held_out, text in corpus_files.documents(files, field):
-        parts[held_out].extend((text, b'\0'))
-      train_ids, eval_ids = (np.frombuffer(b''.join(part), np.uint8) for part in parts)
-      return _split(train_ids, eval_ids)
-    loaded = tokenizer_lib.load(tokenizer, source, field)
-    digest = tokenizer_lib.digest(tokenizer, source, field)
-    texts = corpus_files.documents(files, field)
-    build = lambda new: _write_ids(texts, loaded, new)
-    folder = corpus_files.cached(f'ids of {field} by letters of {digest}', source, build)
+    if tokenizer:
+      digest = tokenizer_lib.digest(tokenizer, source, field)
+      loaded = tokenizer_lib.load(tokenizer, source, field)
+      if digest != tokenizer_lib.digest(tokenizer, source, field):
+        raise ValueError(f'tokenizer {tokenizer!r} has changed while it was read: start again')
+      what = f'ids of {field} by {digest} and {tokenizer_lib.library(tokenizer)}'
+      build = lambda new: _write_ids(texts(corpus_files.list_files(source)), loaded, new)
+      folder = corpus_files.cached(what, source, build)
+      return _split(*_mapped(folder, loaded.dtype), fingerprint.of(folder))
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for held_out, text in texts(files):
+      parts[held_out].extend((text, b'\0'))
+    ids = [np.frombuffer(b''.join(part), np.uint8) for part in parts]
+    hashes = (hashlib.sha256(part).hexdigest() for part in ids)
+    return _split(*ids, fingerprint.combined(zip(_PARTS, hashes)))
   except ValueError as error:
     raise ValueError(f'corpus {source!r}: {error}') from error
-  return _split(*_mapped(folder, loaded.dtype), int((folder / _DIGEST).read_text('utf-8')))
 
 
-def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: int | None = None) -> Corpus:
-  if not train_ids.size and not eval_ids.size:
+def _split(train_ids: np.ndarray, eval_ids: np.ndarray, digest: str) -> Corpus:
+  if not train_ids.size:
     raise ValueError('no document in its files has a text: use files that have some')
-  if not train_ids.size or not eval_ids.size:
-    whole = train_ids if train_ids.size else eval_ids
-    cut = len(whole) * (1000 - corpus_files.HELD_OUT_OF_1000) // 1000
-    train_ids, eval_ids = whole[:cut], whole[cut:]
-  if digest is None:
-    digest = zlib.crc32(eval_ids, zlib.crc32(train_ids))
+  if not eval_ids.size:
+    cut = len(train_ids) * (1000 - corpus_files.HELD_OUT_OF_1000) // 1000
+    train_ids, eval_ids = train_ids[:cut], train_ids[cut:]
   return Corpus(train_ids, eval_ids, digest)
 
 
@@ -132,16 +135,13 @@ def _mapped(folder: pathlib.Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 def _write_ids(
   texts: Iterator[tuple[bool, bytes]], tokenizer: tokenizer_lib.Tokenizer, folder: pathlib.Path
 ) -> None:
-  """Writes the ids of both parts, and their digest. The library encodes some MiB at a time, on all
-  cores."""
+  """Writes the ids of both parts. The library encodes some MiB at a time, on all cores."""
   with open(folder / _PARTS[0], 'wb') as train, open(folder / _PARTS[1], 'wb') as held_out:
     for batch in _batched(texts):
       for (part, ends, _), ids in zip(batch, tokenizer.encode([text for *_, text in batch])):
         (held_out if part else train).write(
           np.asarray([*ids, *(tokenizer.end if ends else ())], tokenizer.dtype)
         )
-  digest = _split(*_mapped(folder, tokenizer.dtype)).digest
-  (folder / _DIGEST).write_text(str(digest), 'utf-8')
 
 
 def _batched(texts: Iterator[tuple[bool, bytes]]) -> Iterator[list[tuple[bool, bool, str]]]:
@@ -258,7 +258,7 @@ def digest(source: Source, config: config_lib.DataConfig) -> str:
   """For `Task.data_digest`. Raises ValueError if there is too little to evaluate: at the start of a
   run, not after its training."""
   _held_out_examples(source, config)
-  return f'{source.digest:08x}'
+  return source.digest
 
 
 def _held_out_examples(source: Source, config: config_lib.DataConfig) -> Examples:

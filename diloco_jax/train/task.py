@@ -130,8 +130,9 @@ class Task:
       AdamW has the rest, and what maps to None. Weight decay is for tensors of several axes. What
       maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
       has: without Muon and without decay.
-    data_digest: a text that differs if the data does; compared when a learner joins, but not asked
-      for with `data.local`. The syncer then makes the task, too, without the learners' data.
+    data_digest: a text that differs if the data does; compared when a learner joins, and when the
+      run goes on or is evaluated (config/brought.py), but not asked for with `data.local`. The
+      syncer then makes the task, too, without the learners' data.
     tokenizer: of a task of text, whose batches are windows of L + 1 ids: gives losses in bits per
       byte as well, and, with `logits`, the text of `diloco sample`.
     logits: (params, ids_BxL) -> logits_BxLxV of the id that follows each position. A task whose

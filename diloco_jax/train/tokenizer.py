@@ -5,16 +5,17 @@
 trained on the corpus itself, byte-level BPE. All but bytes need the extra [data].
 """
 
+import contextlib
 import functools
-import hashlib
 import importlib
+import importlib.metadata
 import pathlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 
 from diloco_jax.numerics import spec
 from diloco_jax.storage import files, json_files
-from diloco_jax.train import corpus_files
+from diloco_jax.train import corpus_files, fingerprint
 
 _ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]', '[EOS]', '<|eos|>')
 _ENDS += ('<\uff5cend\u2581of\u2581sentence\uff5c>', '<|im_end|>')
@@ -108,7 +109,8 @@ def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
       f'data.tokenizer: {error}; or name a file of tokenizers (*.json) or SentencePiece (*.model)'
     ) from None
   build = lambda new: _train_bpe(size, _some(corpus, field), new / 'tokenizer.json')
-  return corpus_files.cached(f'bpe {size} of {field}', corpus, build) / 'tokenizer.json'
+  what = f'bpe {size} of {field} by {library(name)}'
+  return corpus_files.cached(what, corpus, build) / 'tokenizer.json'
 
 
 def said_end(path: pathlib.Path) -> str:
@@ -123,11 +125,26 @@ def said_end(path: pathlib.Path) -> str:
 
 
 def digest(name: str, corpus: str, field: str = 'text') -> str:
-  """Differs if the ids of a text do. Raises ValueError, as `file`."""
+  """The fingerprint of a tokenizer: its file, and the end that one beside it names. Raises
+  ValueError, as `file`."""
   if not name:
     return ''
   path = file(name, corpus, field)
-  return hashlib.sha256(path.read_bytes() + said_end(path).encode()).hexdigest()
+  return fingerprint.of([(said_end(path), str(path))])
+
+
+def files_of(name: str, corpus: str, field: str = 'text') -> fingerprint.Files:
+  """Its file, and those beside it that may name its end."""
+  path = file(name, corpus, field)
+  return [('', str(one)) for one in (path, *map(path.with_name, _BESIDE))]
+
+
+def library(name: str) -> str:
+  """The library that applies a tokenizer, and its version: another one may give other ids."""
+  package = 'sentencepiece' if name.endswith('.model') else 'tokenizers'
+  with contextlib.suppress(ImportError):
+    return f'{package} {importlib.metadata.version(package)}'
+  return package
 
 
 def _train_bpe(size: int, texts: Iterator[str], path: pathlib.Path) -> None:

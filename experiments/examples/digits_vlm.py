@@ -52,9 +52,10 @@ class Digits:
   digits_N: np.ndarray
 
   @property
-  def digest(self) -> int:
+  def digest(self) -> str:
     """A crc32: learners of one run must agree on it."""
-    return zlib.crc32(self.digits_N.astype(np.uint8).tobytes(), zlib.crc32(self.images_NxSxS))
+    images = zlib.crc32(self.images_NxSxS)
+    return f'{zlib.crc32(self.digits_N.astype(np.uint8).tobytes(), images):08x}'
 
   def train(self, length: int) -> 'Captioned':
     """The images to train on, with captions of `length` bytes."""

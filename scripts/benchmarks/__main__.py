@@ -23,7 +23,7 @@ NAMES = {
   'stages': 'an outer round by stage, CPU and wall time',
   'encoding': 'encode, and decode and add, against memcpy',
   'scale': 'one syncer with more learners, parameters and fragments; memory',
-  'start_up': 'first step, return of a learner, recovery of the syncer',
+  'start_up': 'fingerprint of a corpus; first step, return of a learner, recovery of the syncer',
   'own_loop': "peer.sync in a loop of one's own",
   'store': 'objects, outer steps, copies and saves against a store in a bucket',
 }

@@ -1,6 +1,8 @@
-"""How long the demo takes to start, a learner to return, and the syncer to recover, by phases.
+"""How long the demo takes to start, a learner to return, and the syncer to recover, by phases; and
+the fingerprint of a corpus.
 
     python scripts/benchmarks/start_up.py [--quick] [--json=FILE]     # about 15 minutes
+    python scripts/benchmarks/start_up.py --only=corpus     # a minute, 3 GiB of disk
 
 Real processes under the supervisor, the demo's config. Seconds of wall time, median and longest,
 and CPU time of the process until then, since wall time depends on the other load of the host:
@@ -9,6 +11,8 @@ and CPU time of the process until then, since wall time depends on the other loa
                   of learner l0: the first step, and the first outer step with a payload of it
   learner         from the death of learner l1 (SIGKILL)
   syncer          from the death of the syncer
+  corpus          1 GiB (--quick: 64 MiB) in 1, 64 and 2,048 files, which the page cache holds: the
+                  first time each byte is read, on all cores, later a memory of it
 
 Kills come at random moments under load, when the process has lived long enough not to count as a
 short one.
@@ -19,6 +23,7 @@ import collections
 import os
 import pathlib
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +35,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.nodes import restarts
 from diloco_jax.report import records
+from diloco_jax.storage import folders
+from diloco_jax.train import fingerprint
 from diloco_jax.verification.faults import conductor
 from scripts.benchmarks import measured
 
@@ -37,6 +44,8 @@ VARIANT = 'decoupled'  # the demo, without its kill
 ENDLESS = ('--config.train.steps=1000000', '--config.train.log_every=1000')
 SYNCER, LEARNER, FIRST = 'syncer', 'l1', 'l0'
 PATIENCE_S = 120.0  # for a start or a kill
+COUNTS = 1, 64, 2048  # of the files of a corpus
+OLD_S = 4.0  # what was written just now is not remembered
 
 
 class At(NamedTuple):
@@ -119,8 +128,39 @@ def play(cache: str, victim: str = '', kills: int = 0) -> Bench:
   return bench
 
 
+def _fingerprints(size: int, rounds: int) -> dict[str, Any]:
+  """The times of the fingerprints of corpora of random bytes, by how many files they have."""
+  data, times = os.urandom(size // max(COUNTS)), collections.defaultdict(list)
+  with tempfile.TemporaryDirectory() as place:
+    os.environ['XDG_CACHE_HOME'] = f'{place}/cache'
+    for count in COUNTS:
+      (folder := pathlib.Path(place, str(count))).mkdir()
+      for number in range(count):
+        with open(folder / f'{number}.txt', 'wb') as file:
+          file.writelines([data] * (max(COUNTS) // count))
+    time.sleep(OLD_S)
+    for _ in range(rounds):
+      for count in COUNTS:
+        shutil.rmtree(folders.cache(), ignore_errors=True)
+        for turn in ('first', 'later'):
+          began_s, cpu_s = time.perf_counter(), time.process_time()
+          fingerprint.of(pathlib.Path(place, str(count)))
+          times[f'{turn}, {count} files, s'].append(time.perf_counter() - began_s)
+          times[f'{turn}, {count} files, s of CPU'].append(time.process_time() - cpu_s)
+  found = {name: measured.spread(one) for name, one in times.items()}
+  print(f'corpus of {size >> 20} MiB', *(f'{n:32}{measured.text(one)}' for n, one in found.items()),
+        sep='\n  ', flush=True)  # fmt: skip
+  return found
+
+
 def main() -> None:
-  flags = measured.flags(__doc__)
+  parser = measured.parser(__doc__)
+  parser.add_argument('--only', default='', help='corpus')
+  flags = parser.parse_args()
+  corpus = _fingerprints(1 << (26 if flags.quick else 30), 3 if flags.quick else 7)
+  if flags.only:
+    measured.write(flags.json, {'corpus': corpus})
+    return
   starts, kills = (1, 1) if flags.quick else (3, 5)
   found: dict[str, list[Life]] = collections.defaultdict(list)
   with tempfile.TemporaryDirectory() as caches:
@@ -130,7 +170,8 @@ def main() -> None:
       found['warm'].append(play(cache).begun)
     for name, victim in (('learner', LEARNER), ('syncer', SYNCER)):
       found[name] = play(cache, victim, kills).lives
-  measured.write(flags.json, {name: _report(name, lives) for name, lives in found.items()})
+  rows = {name: _report(name, lives) for name, lives in found.items()}
+  measured.write(flags.json, {'corpus': corpus, **rows})
 
 
 def _report(name: str, lives: list[Life]) -> dict[str, Any]:

@@ -75,17 +75,21 @@ def test_a_corpus_is_made_of_regular_files_and_the_rest_is_named_once(source: st
   corpus = pathlib.Path('corpus')
   corpus.mkdir()
   (corpus / 'text.txt').write_text('a text of many letters ' * 100)
-  (corpus / 'link.txt').symlink_to('text.txt')
+  (corpus / 'same.txt').symlink_to('text.txt')
+  (corpus / 'twin.txt').hardlink_to(corpus / 'text.txt')
   for number, make in enumerate(KINDS.values()):
     make(corpus / f'{number}.txt')
   pathlib.Path('other').mkdir()
+  pathlib.Path('other.txt').write_text('another text', 'utf-8')
+  (corpus / 'link.txt').symlink_to('../other.txt')
   (corpus / 'away').symlink_to('../other')
   corpus_files.say_once.cache_clear()
   for _ in range(3):
     found = [name for name, _ in corpus_files.list_files(source)]
   assert [pathlib.Path(name).name for name in found] == ['link.txt', 'text.txt']
   assert len(list(corpus_files.documents(corpus_files.list_files(source)))) == 2
-  (said,) = capfd.readouterr().err.splitlines()  # once
+  said, links = capfd.readouterr().err.splitlines()  # once
+  assert links == f'left out of the corpus {source!r}: 2 links to its other files'
   expected = {'a named pipe', 'a socket', 'a link to a device', 'a link to nothing'}
   expected |= {'a link to a folder'} if source == 'corpus' else set()
   assert set(re.findall(r'1 (.*?) \(', said)) == expected

@@ -111,6 +111,50 @@ def test_what_is_no_text_in_a_folder_is_left_out_and_said_once_with_counts(tmp_p
   assert _texts(tmp_path / '.DS_Store') == ['Bud1']  # named alone
 
 
+# --- What is held out -----------------------------------------------------------------------------
+
+
+def _held_out(source: pathlib.Path) -> set[bytes]:
+  """The texts that are held out, all of them on one side."""
+  sides = [set(), set()]
+  for side, text in corpus_files.documents(corpus_files.list_files(str(source))):
+    sides[side].add(text.strip())
+  assert not sides[0] & sides[1] and len(sides[0]) > len(sides[1]) > 1
+  return sides[1]
+
+
+def test_whether_a_text_is_held_out_is_a_question_of_the_text_alone(tmp_path, capsys):
+  """Not of names, formats, copies, the order of rows and how many there are."""
+  texts = [f'{number} words' for number in range(200)]
+  rows = [json.dumps({'text': text}) for text in texts]
+  null, more = json.dumps({'text': None}), json.dumps({'text': 'x'})
+  for name, lines in {'a': rows, 'b': [null, *rows], 'c': [more, *reversed(rows), *rows]}.items():
+    (tmp_path / f'{name}.jsonl').write_text('\n'.join(lines))
+  _write_parquet(tmp_path / 'd.parquet', text=[None, *texts])
+  _write_records(tmp_path / 'e.array_record', *(text.encode() for text in texts))
+  for folder in ('site', 'mirror'):
+    (tmp_path / folder).mkdir()
+    for number, text in enumerate(texts):
+      (tmp_path / folder / f'{number}.txt').write_text(f'{text}\n' if folder == 'site' else text)
+  found = [_held_out(tmp_path / name) for name in ('a.jsonl', 'b.jsonl', 'c.jsonl', 'd.parquet')]
+  found += [_held_out(tmp_path / name) for name in ('e.array_record', 'site', '.', 'mirror')]
+  assert all(one == found[0] for one in found)
+  said = capsys.readouterr().err
+  assert '200 documents are copies of others: none is held out without its orig' in said  # c
+  assert '1,400 documents are copies' in said and said.count('are copies') == 2
+
+
+@pytest.mark.parametrize('tokenizer', ['', 'bpe(size=300)'])
+def test_of_a_few_documents_the_end_is_held_out_without_copies(tokenizer, tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  text = ' '.join(map(str, range(2000)))
+  (tmp_path / 'a.jsonl').write_text((json.dumps({'text': text}) + '\n') * 3)
+  corpus = data_lib.load_corpus(str(tmp_path / 'a.jsonl'), tokenizer)
+  words = tokenizer_lib.load(tokenizer, str(tmp_path / 'a.jsonl'))
+  train, held_out = (words.decode(ids) for ids in (corpus.train_ids, corpus.eval_ids))
+  assert (train + held_out).startswith(text) and held_out[:40] and held_out[:40] not in train
+
+
 # --- Documents ------------------------------------------------------------------------------------
 
 
@@ -125,12 +169,12 @@ def test_each_line_of_jsonl_is_a_document(tmp_path, capsys):
 
 def test_a_document_with_an_end_or_half_a_character_in_it_is_left_out_and_counted(tmp_path, capsys):
   """Without a tokenizer a zero byte is the end of a document."""
-  texts = ['whole', 'a\0b', 'half \ud83d', 'half \udc80', '\U0001f600']
+  texts = ['one', 'a\0b', 'half \ud83d', 'half \udc80', '\U0001f600']
   (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
-  _write_parquet(tmp_path / 'b.parquet', text=texts[:2])
-  _write_records(tmp_path / 'c.array_record', b'whole', b'a\0b')
+  _write_parquet(tmp_path / 'b.parquet', text=['two', 'a\0b'])
+  _write_records(tmp_path / 'c.array_record', b'three', b'a\0b')
   (tmp_path / 'd.txt').write_bytes(b'letters ' * 2000 + b'\0 and more')
-  assert _texts(tmp_path) == ['whole', 'whole', 'whole', '\U0001f600']
+  assert _texts(tmp_path) == ['one', 'three', 'two', '\U0001f600']
   said = capsys.readouterr().err
   for words in ('a.jsonl: 3 of 5', 'b.parquet: 1 of 2', 'c.array_record: 1 of 2', 'd.txt: 1 of 1'):
     assert f'{words} documents are left out' in said
@@ -146,7 +190,7 @@ def test_documents_that_are_not_utf8_are_kept_and_said_once(
   corpus = tmp_path / 'corpus'
   corpus.mkdir()
   for name in ('b.txt', 'c.MD', 'd.txt'):
-    (corpus / name).write_bytes('Mädchen grüßt'.encode('latin-1'))
+    (corpus / name).write_bytes(f'Mädchen grüßt {name}'.encode('latin-1'))
   (corpus / 'a.txt').write_text('Mädchen grüßt', 'utf-8')
   for _ in range(2):
     ids = data_lib.load_corpus(str(corpus), tokenizer)

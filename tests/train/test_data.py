@@ -118,18 +118,6 @@ def test_another_text_to_train_on_or_to_hold_out_is_another_digest(part, tmp_pat
   assert len(digests) == 2
 
 
-def test_held_out_files_are_in_no_shard(tmp_path):
-  for i in range(300):
-    (tmp_path / f'{i}.txt').write_text(f'<{i}>' * 10)
-  corpus = data_lib.load_corpus(str(tmp_path))
-  train, held_out = corpus.train_ids.tobytes(), corpus.eval_ids.tobytes()
-  in_train = {i for i in range(300) if f'<{i}>'.encode() in train}
-  in_eval = {i for i in range(300) if f'<{i}>'.encode() in held_out}
-  assert in_train | in_eval == set(range(300)) and not in_train & in_eval
-  assert 1 <= len(in_eval) <= 25
-  assert train.count(0) == len(in_train)
-
-
 def test_the_end_of_a_single_file_is_held_out(tmp_path):
   text = bytes(range(1, 201)) * 50
   (tmp_path / 'input.txt').write_bytes(text)

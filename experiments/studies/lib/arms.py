@@ -61,7 +61,7 @@ class Arm:
 
   @property
   def key(self) -> str:
-    """Changes with every setting of the run."""
+    """Changes with every setting of the run, and with what decides what is held out."""
     config = self.config.to_dict()
     config['sync'].pop('follow_bytes_per_s')  # no follower changes a run
     config['sync'] |= {'fragmentation': 'balanced', 'wait_for': 'quorum'}  # settings until 8361d975
@@ -69,7 +69,7 @@ class Arm:
     if self.kind == 'alone':
       del config['sync']
       where = {}
-    spec = [self.kind, config, where, self.tokens, *(['suite'] if self.suite else [])]
+    spec = [self.kind, config, where, self.tokens, 'by text', *(['suite'] if self.suite else [])]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
   @property
