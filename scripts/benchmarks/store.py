@@ -32,8 +32,7 @@ import numpy as np
 
 from diloco_jax.configs import own_loop
 from diloco_jax.nodes import syncer_node
-from diloco_jax.storage import checkpoint, json_files
-from diloco_jax.storage import copies as copies_lib
+from diloco_jax.storage import checkpoint, json_files, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored as stored_lib
 from scripts.benchmarks import measured, processes, scale
@@ -116,8 +115,7 @@ def copies(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[st
   saved.save(1, {f'w{n}': one for n, one in enumerate(values)}, 0)()
   saved.close()
   source = folder / 'saved' / '1'
-  files = stored_lib._files_in(source)
-  size = sum(size for size, _ in files.values()) / 1e6
+  size = sum(size for _, size, _ in states.read(source).files) / 1e6
   found = {'none': {'copy': []}} | {place: {'copy': [], 'fetch': []} for place in stores}
   with contextlib.ExitStack() as stack:
     opened = {}
@@ -130,10 +128,10 @@ def copies(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[st
       found['none']['copy'].append(size / seconds(local))
       for place, store in opened.items():
         name, back = f'copy-{turn}', folder / f'back-{place}-{turn}'
-        found[place]['copy'].append(size / seconds(lambda: store._upload(source, name, files, {})))
-        found[place]['fetch'].append(
-          size / seconds(lambda: copies_lib.download(store._store, name, back))
-        )
+        put = lambda: states.put(store._store, name, source, lambda: None)
+        found[place]['copy'].append(size / seconds(put))
+        fetch = lambda: states.fetch(store._store, name, back)
+        found[place]['fetch'].append(size / seconds(fetch))
   return {place: spreads(times) for place, times in found.items()}
 
 

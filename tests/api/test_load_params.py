@@ -108,11 +108,11 @@ def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
   folder = shutil.copytree(run, tmp_path / 'run')
   record = json.dumps(states.read(folder / 'model').record)
   shutil.rmtree(folder / 'model')
+  shutil.rmtree(folder / 'syncer' / 'ckpt')
   zeros = {'embedding': np.zeros((1 << 25,), np.float32)}
   if door == 'model':
     states.save(folder / 'model', 'model', zeros, json.loads(record))
   else:
-    shutil.rmtree(folder / 'syncer' / 'ckpt')
     run_of = {'run': lineage.read(folder).run}
     with contextlib.closing(checkpoint.Checkpoints(str(folder / 'syncer' / 'ckpt'))) as bomb:
       bomb.save(1, jax.tree.map(jax.numpy.asarray, zeros), 0, run_of)()

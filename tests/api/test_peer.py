@@ -19,7 +19,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import on_device
 from diloco_jax.nodes import bring, own_model, run_folder
 from diloco_jax.report import records, run_facts
-from diloco_jax.storage import files
+from diloco_jax.storage import files, states
 from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
 from tests.launch.lib import command_line
@@ -171,7 +171,7 @@ def test_a_loop_takes_its_own_moments_else_anothers_else_those_given(tmp_path, c
     begun = 'the inner optimizer begins with the moments of l0 at step'
     assert re.search(rf'\[l1\] .*{begun}', capfd.readouterr().out)
     newest = max((tmp_path / 'run/islands/l1/ckpt').glob('[0-9]*'), key=lambda path: int(path.name))
-    (newest / 'record' / 'data.json').write_text('{}')
+    (newest / states.MANIFEST).write_text('{}')
     assert 20 < count('l1', 'run') < 30  # of the one before
     assert 'fresh' not in capfd.readouterr().out
     assert count('l1', 'other') == 0

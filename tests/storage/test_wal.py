@@ -210,7 +210,7 @@ def test_the_hash_depends_on_the_history_only():
 
 
 def test_golden_bytes():
-  """Format version 3. If this fails, old logs are no longer readable: raise the version."""
+  """Format version 4. If this fails, old logs are no longer readable: raise the version."""
   disk = Storage()
   log = wal.open_log(disk, RUN)
   log.append(1, b'seven', b' bytes')
@@ -223,23 +223,23 @@ def test_golden_bytes():
 RUN_HEX = '746f7274757265' + '00' * 57
 BASE = (
   '444a41585245430a'  # magic
-  '03000000'  # version
+  '04000000'  # version
   '00000000'  # kind
   '0000000000000000'  # number
   '0000000000000000'  # payload bytes
   '9270c8c38be2579a7e73a7f2eb3584a363824074311d4f5c26ab8ceb96901d5a'  # chain
   f'{RUN_HEX}00000000'
-  '507b3b0b'
+  'fa985a9c'
 )
 RECORD = (
   '444a41585245430a'
-  '03000000'
+  '04000000'
   '01000000'
   '0100000000000000'
   '0b00000000000000'
   '5e25bafc0c3aa916222406dd8dee6c6126b5d4047caa3fe30a149a5c7649cfe8'
   f'{RUN_HEX}00000000'
-  '9b2fc2c0'
+  '31cca357'
   '736576656e206279746573'  # payload
 )
 
@@ -476,10 +476,10 @@ def test_a_failed_call_ends_the_log(doing: str):
 def test_a_log_of_another_version_is_refused_with_both(monkeypatch):
   disk = Storage()
   with monkeypatch.context() as older:
-    older.setattr(wal, 'VERSION', 2)
+    older.setattr(wal, 'VERSION', 3)
     write_log(disk, 1)
   words = refused(disk, wal.WalUnsupported)
-  assert 'has log format 2, diloco_jax' in words and 'reads 3. Nothing was changed' in words
+  assert 'has log format 3, diloco_jax' in words and 'reads 4. Nothing was changed' in words
 
 
 def test_a_log_of_another_run_is_refused():

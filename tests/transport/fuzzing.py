@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_jax.certs import allowlist
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, formats, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
@@ -299,8 +299,8 @@ _LINEAGE = lineage.Lineage(log=12, gone=('l1',))
 def _mend_lineage(data: bytes) -> bytes:
   try:
     value = json.loads(data)
-    value.pop('digest', None)
-    return json.dumps({**value, 'digest': json_files.sha256(value)}).encode()
+    value.pop(json_files._SEAL, None)
+    return json.dumps(json_files.sealed(value)).encode()
   except (ValueError, AttributeError, TypeError, RecursionError):
     return data
 
@@ -357,7 +357,11 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
     Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True, slow=4),
     Target(
       'lineage',
-      (_mend_lineage(json.dumps({'format': 1, **json.loads(tape.encode(_LINEAGE))}).encode()),),
+      (
+        _mend_lineage(
+          json.dumps(formats.stamp('lineage') | json.loads(tape.encode(_LINEAGE))).encode()
+        ),
+      ),
       functools.partial(_read_lineage, workdir),
       (ValueError, files_lib.DirectoryError),
       _mend_lineage,
