@@ -154,4 +154,5 @@ class Store:
       why = f'no answer within {limit_s:.0f} s'
     except Exception as error:  # TensorStore raises many kinds
       why = ' '.join(str(error).split()).split(' [source locations=')[0][:300]
+    self._require_not_away()
     raise StoreError(f'{self.place}/{name}: {why}')

@@ -15,7 +15,7 @@ from diloco_jax.api import load_params
 from diloco_jax.config import brought, build, load
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import agreement
-from diloco_jax.storage import arrays, hugging_face
+from diloco_jax.storage import hugging_face, states
 from diloco_jax.train import corpus_files, tokenizer
 from experiments.examples import lora_decoder, pretrained
 from tests.launch.lib.command_line import diloco
@@ -120,7 +120,8 @@ def test_an_export_is_rounded_once_and_copies_what_is_known(run, tmp_path):
   draw = lambda leaf: (0.01 * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
   params['lora'] = jax.tree.map(draw, params['lora'])
   label = assembled.task.label
-  arrays.save(run / 'model', fragments.keep(params, lambda path: label(path) != 'frozen'))
+  sent = fragments.keep(params, lambda path: label(path) != 'frozen')
+  states.save(run / 'model', 'model', sent, {})
   done = diloco('export', f'--workdir={run}', f'--out={tmp_path / "out"}')
   assert done.returncode == 0, done.stderr
   assert {path.name for path in (tmp_path / 'out').iterdir()} == {

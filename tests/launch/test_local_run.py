@@ -341,9 +341,11 @@ def test_a_run_that_ended_well_is_well_whatever_its_report_is(why, tmp_path):
   assert done.returncode == 0, done.stderr
   later = re.fullmatch(r'error: the summary is missing .* Later: (.*)\n', done.stderr)
   watch = re.search('^watch it: (.*)$', done.stdout, re.M)
+  run = str(tmp_path / 'run')
+  shown = min(run, os.path.relpath(run, command_line.ROOT), key=len)
   for told, words in (
     (later, f'report {tmp_path}/run'),
-    (watch, f'status --workdir={tmp_path}/run'),
+    (watch, f'status --workdir={shown}'),
   ):
     assert words in told[1]
     subprocess.run(['bash', '-c', f'{told[1]} --help'], check=True, capture_output=True)

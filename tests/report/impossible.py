@@ -28,7 +28,7 @@ def figures(workdir: pathlib.Path) -> list[str]:
 
 def _steps(workdir: pathlib.Path) -> Iterator[str]:
   """A process makes one step after the other, and reads no batch in no time."""
-  for path in sorted((workdir / records.RECORDS).glob('*.jsonl')):
+  for path in filter(pathlib.Path.is_file, sorted((workdir / records.RECORDS).glob('*.jsonl'))):
     processes: list[list[dict]] = []
     for row in records.Tail(path).stream():
       if row['name'] == 'step' and {'steps', 'seconds', 't_ns'} <= row.keys():

@@ -425,7 +425,9 @@ def test_what_the_report_says_of_the_model_can_be_pasted(config, tmp_path):
     assert callable(eval(call.partition('(')[0], scope))
   words = [shlex.split(line[13:]) for line in lines if 'diloco ' in line]
   read = command_line.read(words, folder=tmp_path)
-  assert {one['workdir'] for one in read} == {str(workdir)} and read[0]['out'] == 'NEW_FOLDER'
+  assert {os.path.abspath(one['workdir']) for one in read} == {str(workdir)} and read[0][
+    'out'
+  ] == 'NEW_FOLDER'
 
 
 VIEWS = ['summary.json', 'index.html', 'timeline.png', 'report.txt']
