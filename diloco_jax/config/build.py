@@ -58,8 +58,8 @@ class Assembly:
   @property
   def codec_log(self) -> codecs.Codec:
     """Of the merged outer gradient, in the log and for the outer optimizer: that of a payload. Four
-    bits would be too few, since no later outer step makes up for what they lose."""
-    return codecs.get('int8') if self.codec_up.name == 'int4' else self.codec_up
+    or two bits would be too few, since no later outer step makes up for what they lose."""
+    return codecs.get('int8') if self.codec_up.name in ('int4', 'int2') else self.codec_up
 
   @property
   def payload_bytes(self) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class SyncConfig(protocol_sections.Sync):
 
   Attributes:
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
-      'int8' or 'int4'.
+      'int8', 'int4' or 'int2'.
     codec_down: encoding of a published version, a delta from the version before.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its

@@ -6,21 +6,22 @@ no frame: the message's header has name and n, so a payload of any other length 
   float32    4n bytes: the IEEE bits of each value.
   bfloat16   2n bytes: the upper 16 of the 32 bits, rounded to nearest, ties to even.
   int8       n/32 exponent bytes, then n element bytes (1.03 bytes per value).
-  int4       n/32 exponent bytes, then n/2 element bytes (0.53 bytes per value); byte k holds
-             element 2k in its low and element 2k+1 in its high nibble.
+  int4, int2 n/32 exponent bytes, then n/2 or n/4 element bytes (0.53 and 0.28 bytes per value).
+             Four bytes hold 8 or 16 elements: byte k, from its low bits on, elements k, k+4, ...
 
 float32 and bfloat16: zeros and subnormals are written as +0 (`canonical`), before rounding.
 
-int8 and int4 follow the OCP Microscaling layout (MX v1.0; int8 is its MXINT8, int4 the same idea
-with fewer bits). Block b = v[32b .. 32b+32) shares the scale 2^(E[b] - 127); its exponent byte
+The integers follow the OCP Microscaling layout (MX v1.0; int8 is its MXINT8, int4 and int2 the same
+idea with fewer bits). Block b = v[32b .. 32b+32) shares the scale 2^(E[b] - 127); its exponent byte
 E[b] is the biased exponent field of the block's largest |v|, so that max|v| / scale is in [1, 2).
-An element is a two's complement integer q with f fraction bits, f = 6 for int8 and 2 for int4:
+An element is a two's complement integer q with f fraction bits, f = 6 for int8, 2 for int4, 0 for
+int2:
 
-  q = min(max(rint(v / 2^(E - 127) * 2^f), -Q), Q)      Q = 2^(f+1) - 1: 127 and 7
+  q = min(max(rint(v / 2^(E - 127) * 2^f), -Q), Q)      Q = 2^(f+1) - 1: 127, 7 and 1
   v' = q * 2^(E - 127 - f)
 
 rint rounds ties to even. Hence |v' - v| <= 2^(E - 127 - f), half of that where q is not at +-Q.
-A block whose E would be <= f + 1 (max|v| < 2^-119 for int8, 2^-123 for int4) has E = 0 and q = 0.
+A block whose E would be <= f + 1 (max|v| < 2^-119, 2^-123 and 2^-125) has E = 0 and q = 0.
 A decoder reads any E <= f + 1 as zeros and E = 255 as NaN; no encoder writes 1..f+1, 255 or q < -Q.
 
 Reasons. A product with a power of two is exact as long as nothing is subnormal, and the bound
@@ -50,6 +51,7 @@ BLOCK = 32
 _NAN_BITS = 0x7FC00000
 _INF_BITS = 0x7F800000
 _BFLOAT16_INF_BITS = 0x7F7F8000  # the least magnitude that rounds to Inf
+_ROUNDING_BITS = 0x4BC00000  # of 1.5 * 2^24; beside it the last bit of a float32 is 2
 
 
 class Codec(NamedTuple):
@@ -183,50 +185,65 @@ def _decode_bfloat16(data: jax.Array, n: int) -> jax.Array:
   return jax.lax.bitcast_convert_type(upper.astype(jnp.uint32) << 16, jnp.float32)
 
 
-# --- int8, int4 ----------------------------------------------------------------------------------
+# --- int8, int4, int2 ----------------------------------------------------------------------------
 
 
 def _encode_int(
-  fraction_bits: int, values: jax.Array
+  bits: int, fraction_bits: int, values: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
   exponents = jnp.max(_magnitude(values).reshape(-1, BLOCK), axis=1) >> 23
-  inverse = jnp.where(
-    exponents > fraction_bits + 1, (254 + fraction_bits - exponents) << 23, jnp.uint32(0)
-  )
+  lives = exponents > fraction_bits + 1
+  twice = jnp.where(lives, (255 + fraction_bits - exponents) << 23, jnp.uint32(0))
+  # The sum has no bit for less than 2, so it rounds, ties to even, to where q is in its last bits.
+  # XLA's CPU backend needs half as long for that as for a rounding and a conversion.
+  sums = _bits(values * spread(_from_bits(twice)) + _from_bits(jnp.uint32(_ROUNDING_BITS)))
+  q = jax.lax.bitcast_convert_type(sums, jnp.int32) - _ROUNDING_BITS
   largest = 2 ** (fraction_bits + 1) - 1
-  scaled = values * spread(_from_bits(inverse))
-  q = jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8)
-  elements = jax.lax.bitcast_convert_type(q, jnp.uint8)
-  if fraction_bits == 2:
-    pairs = jax.lax.bitcast_convert_type(elements.reshape(-1, 2), jnp.uint16)
-    elements = (pairs & 0x0F | pairs >> 4 & 0xF0).astype(jnp.uint8)
-  written = jnp.where(exponents > fraction_bits + 1, exponents, jnp.uint32(0)).astype(jnp.uint8)
-  return (written, elements), jnp.all(exponents < 255)
+  elements = _pack(bits, jnp.clip(q, -largest, largest))
+  return (jnp.where(lives, exponents, 0).astype(jnp.uint8), elements), jnp.all(exponents < 255)
 
 
-def _decode_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
-  scale_B, q = _read_int(fraction_bits, data, n)
+def _pack(bits: int, q: jax.Array) -> jax.Array:
+  """int32[n] -> the element bytes. A sum of lanes is what XLA's CPU backend turns into vector
+  instructions; slices of lanes take it 5 times as long."""
+  if bits == 8:
+    return jax.lax.bitcast_convert_type(q.astype(jnp.int8), jnp.uint8)
+  lanes = jax.lax.bitcast_convert_type(q, jnp.uint32).reshape(-1, 8 // bits, 4)
+  shifts = bits * jax.lax.broadcasted_iota(jnp.uint32, (1, 8 // bits, 1), 1)
+  lanes = (lanes & (2**bits - 1)) << shifts
+  return jnp.sum(lanes, axis=1, dtype=jnp.uint32).astype(jnp.uint8).reshape(-1)
+
+
+def _unpack(bits: int, elements: jax.Array) -> jax.Array:
+  """The inverse: int32[n]. Shifting right keeps the signs."""
+  if bits == 8:
+    return jax.lax.bitcast_convert_type(elements, jnp.int8).astype(jnp.int32)
+  words = jax.lax.bitcast_convert_type(elements.reshape(-1, 4), jnp.int32)
+  i = jax.lax.iota(jnp.int32, 32 // bits)
+  shifts = 32 - bits - bits * (i // 4) - 8 * (i % 4)
+  return (words[:, None] << shifts[None] >> 32 - bits).reshape(-1)
+
+
+def _decode_int(bits: int, fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
+  scale_B, q = _read_int(bits, fraction_bits, data, n)
   return q.astype(jnp.float32) * spread(scale_B)
 
 
-def _squares_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
-  scale_B, q = _read_int(fraction_bits, data, n)
+def _squares_int(bits: int, fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
+  scale_B, q = _read_int(bits, fraction_bits, data, n)
   # A block as two axes: XLA's CPU backend turns that into vector instructions, 3 times faster.
-  blocks = q.astype(jnp.int32).reshape(-1, 8, BLOCK // 8)
+  blocks = q.reshape(-1, 8, BLOCK // 8)
   return jnp.sum(blocks * blocks, axis=(1, 2)).astype(jnp.float32) * scale_B * scale_B
 
 
-def _read_int(fraction_bits: int, data: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-  """(the scale of the last bit float32[n/32], the elements int8[n])."""
+def _read_int(
+  bits: int, fraction_bits: int, data: jax.Array, n: int
+) -> tuple[jax.Array, jax.Array]:
+  """(the scale of the last bit float32[n/32], the elements int32[n])."""
   exponents = data[: n // BLOCK].astype(jnp.uint32)
-  bits = jnp.where(exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0))
-  scale_B = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), bits))
-  elements = data[n // BLOCK :]
-  if fraction_bits == 2:  # the nibbles of a byte become two bytes; shifting right keeps their signs
-    pairs = elements.astype(jnp.uint16)
-    pairs = pairs & 0x0F | (pairs & 0xF0) << 4
-    return scale_B, jax.lax.bitcast_convert_type(pairs, jnp.int8).reshape(-1) << 4 >> 4
-  return scale_B, jax.lax.bitcast_convert_type(elements, jnp.int8)
+  scale = jnp.where(exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0))
+  scale_B = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), scale))
+  return scale_B, _unpack(bits, data[n // BLOCK :])
 
 
 def squares_of(values_N: jax.Array) -> jax.Array:
@@ -297,10 +314,10 @@ def _checked(
   return Codec(name, sections, size, checked_encode, *reads)
 
 
-def _integers(name: str, element_bytes: int, fraction_bits: int) -> Codec:
+def _integers(name: str, bits: int, fraction_bits: int) -> Codec:
   parts = (_encode_int, _decode_int, _squares_int)
   return _checked(
-    name, (1, element_bytes), *(functools.partial(part, fraction_bits) for part in parts)
+    name, (1, BLOCK * bits // 8), *(functools.partial(part, bits, fraction_bits) for part in parts)
   )
 
 
@@ -309,7 +326,8 @@ CODECS = {
   for codec in (
     _checked('float32', (4 * BLOCK,), _encode_float32, _decode_float32),
     _checked('bfloat16', (2 * BLOCK,), _encode_bfloat16, _decode_bfloat16),
-    _integers('int8', BLOCK, fraction_bits=6),
-    _integers('int4', BLOCK // 2, fraction_bits=2),
+    _integers('int8', 8, fraction_bits=6),
+    _integers('int4', 4, fraction_bits=2),
+    _integers('int2', 2, fraction_bits=0),
   )
 }

@@ -13,7 +13,7 @@ from diloco_jax import version
 from diloco_jax.protocol import printable
 
 NUMBERS = {
-  'protocol': 1,
+  'protocol': 2,
   'frame': 4,
   'model header': 1,
   'log': 4,

@@ -108,7 +108,7 @@ def bits(count: int) -> dict[str, bool]:
 
   devices = jax.local_devices(backend='cpu')[0], jax.local_devices()[0]
   compared = {}
-  for name in ('int8', 'int4', 'bfloat16', 'float32'):
+  for name in ('int8', 'int4', 'int2', 'bfloat16', 'float32'):
     one, other = (results(codecs.get(name), device) for device in devices)
     compared[name] = one == other
   return compared

@@ -51,7 +51,7 @@ def _decode_bfloat16(data: np.ndarray, n: int) -> np.ndarray:
   return (data.view('<u2').astype(np.uint32) << 16).view(np.float32).reshape(n)
 
 
-def _encode_int(fraction_bits: int, values: np.ndarray) -> tuple[np.ndarray, bool]:
+def _encode_int(bits: int, fraction_bits: int, values: np.ndarray) -> tuple[np.ndarray, bool]:
   ok = bool(np.isfinite(values).all())
   blocks = np.where(np.isfinite(values), values, np.float32(0)).reshape(-1, _BLOCK)
   largest_v = np.abs(blocks).max(axis=1)
@@ -61,22 +61,17 @@ def _encode_int(fraction_bits: int, values: np.ndarray) -> tuple[np.ndarray, boo
   live = exponents[:, None] > 0
   scaled = np.ldexp(np.where(live, blocks, np.float32(0)), shifts)
   largest = 2 ** (fraction_bits + 1) - 1
-  q = np.clip(np.rint(scaled), -largest, largest).astype(np.int8).reshape(-1)
-  if fraction_bits == 2:
-    nibbles = (q & 15).astype(np.uint8)
-    elements = nibbles[0::2] + 16 * nibbles[1::2]
-  else:
-    elements = q.view(np.uint8)
-  return np.concatenate([exponents.astype(np.uint8), elements]), ok
+  q = np.clip(np.rint(scaled), -largest, largest).astype(np.int32)
+  digits = (q % 2**bits).reshape(-1, 8 // bits, 4 if bits < 8 else 1).astype(np.uint8)
+  elements = sum(digits[:, k] * 2 ** (bits * k) for k in range(8 // bits)).astype(np.uint8)
+  return np.concatenate([exponents.astype(np.uint8), elements.reshape(-1)]), ok
 
 
-def _decode_int(fraction_bits: int, data: np.ndarray, n: int) -> np.ndarray:
+def _decode_int(bits: int, fraction_bits: int, data: np.ndarray, n: int) -> np.ndarray:
   exponents = data[: n // _BLOCK].astype(np.int32)
-  q = data[n // _BLOCK :].view(np.int8)
-  if fraction_bits == 2:
-    nibbles = np.stack([data[n // _BLOCK :] % 16, data[n // _BLOCK :] // 16], axis=1)
-    q = nibbles.astype(np.int8).reshape(-1)
-    q = q - 16 * (q > 7).astype(np.int8)
+  lanes = data[n // _BLOCK :].reshape(-1, 1, 4 if bits < 8 else 1)
+  digits = lanes // 2 ** (bits * np.arange(8 // bits)[:, None]) % 2**bits
+  q = digits - 2**bits * (digits >= 2 ** (bits - 1))
   blocks = q.reshape(-1, _BLOCK).astype(np.float32)
   live = (exponents > fraction_bits + 1)[:, None]
   shifts = (exponents - 127 - fraction_bits)[:, None]
@@ -95,6 +90,7 @@ class Twin(NamedTuple):
 TWINS = {
   'float32': Twin(_encode_float32, _decode_float32),
   'bfloat16': Twin(_encode_bfloat16, _decode_bfloat16),
-  'int8': Twin(functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)),
-  'int4': Twin(functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)),
+  'int8': Twin(functools.partial(_encode_int, 8, 6), functools.partial(_decode_int, 8, 6)),
+  'int4': Twin(functools.partial(_encode_int, 4, 2), functools.partial(_decode_int, 4, 2)),
+  'int2': Twin(functools.partial(_encode_int, 2, 0), functools.partial(_decode_int, 2, 0)),
 }

@@ -15,7 +15,7 @@ from tests.numerics import codecs_numpy
 
 _N = 64
 _QUICK = hypothesis.settings(deadline=None, max_examples=150, derandomize=True)
-_FRACTION_BITS = {'int8': 6, 'int4': 2}
+_FRACTION_BITS = {'int8': 6, 'int4': 2, 'int2': 0}
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def test_numpy_and_xla_write_the_same_bytes_and_read_the_same_values(name):
       np.testing.assert_array_equal(read.view(np.uint32), twin_read.view(np.uint32), err_msg=what)
 
 
-@pytest.mark.parametrize('name', ['int8', 'int4'])
+@pytest.mark.parametrize('name', _FRACTION_BITS)
 def test_numpy_and_xla_read_any_bytes_alike(name):
   twin = codecs_numpy.TWINS[name]
   n = 32 * 512
@@ -89,7 +89,7 @@ def test_numpy_and_xla_read_any_bytes_alike(name):
 @hypothesis.given(
   npst.arrays(np.float32, _N, elements=st.floats(-(2.0**100), 2.0**100, width=32)),
   st.integers(-20, 20),
-  st.sampled_from(['int8', 'int4']),
+  st.sampled_from(list(_FRACTION_BITS)),
 )
 def test_integer_codecs_keep_their_error_bound(values, exponent, name):
   values = codecs_numpy.canonical((values * np.float32(2.0**exponent)).astype(np.float32))
@@ -138,11 +138,24 @@ def test_golden_bytes_int8():
 
 def test_golden_bytes_int4():
   data, ok = _jitted('int4')[0](_golden_values())
-  # 4, -4 -> 0xc4; 2, 7 -> 0x72; 0, 0; -1, 0 -> 0x0f; then 3.0 / 2 * 4 = 6, -7; 0.5 -> 0.
-  want = '7f80' + 'c472000f' + '00' * 12 + '9600' + '00' * 14
+  # 4, -4, 2, 7 are low nibbles and 0, 0, -1, 0 high ones; then 3.0 / 2 * 4 = 6, -7; 0.5 -> 0.
+  want = '7f80' + '040cf207' + '00' * 12 + '06090000' + '00' * 12
   assert bytes(np.asarray(data)).hex() == want and ok
   read = _jitted('int4')[1](data, 64)
   assert read[:7].tolist() == [1.0, -1.0, 0.5, 1.75, 0.0, 0.0, -0.25]
+
+
+def test_golden_bytes_int2():
+  values = _golden_values()
+  values[8:15] = [0.51, -0.51, -1.5, 0.0, -1.9, 0.0, 1.0]
+  data, ok = _jitted('int2')[0](values)
+  # Bytes of elements 0, 4, 8, 12: 1, 0, 1, -1; then -1, 0, -1, 0; 0.5 -> 0, 0, -1, 1; 1, 0, 0, 0.
+  want = '7f80' + 'd1337001' + '00' * 4 + '01030000' + '00' * 4
+  assert bytes(np.asarray(data)).hex() == want and ok
+  read = _jitted('int2')[1](data, 64)
+  assert read[:8].tolist() == [1.0, -1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+  assert read[8:15].tolist() == [1.0, -1.0, -1.0, 0.0, -1.0, 0.0, 1.0]
+  assert read[32:35].tolist() == [2.0, -2.0, 0.0]
 
 
 def test_golden_bytes_float32_and_bfloat16():
@@ -193,14 +206,14 @@ def test_wrong_arguments_are_refused():
   with pytest.raises(ValueError, match='int8'):
     codec.decode(jnp.zeros(33, jnp.int8), 32)
   with pytest.raises(
-    ValueError, match="'int3' is unknown; use one of: float32, bfloat16, int8, int4"
+    ValueError, match="'int3' is unknown; use one of: float32, bfloat16, int8, int4, int2"
   ):
     codecs.get('int3')
 
 
 def test_sizes_in_bytes_per_value():
   sizes = {name: codec.encoded_size(3200) for name, codec in codecs.CODECS.items()}
-  assert sizes == {'float32': 12800, 'bfloat16': 6400, 'int8': 3300, 'int4': 1700}
+  assert sizes == {'float32': 12800, 'bfloat16': 6400, 'int8': 3300, 'int4': 1700, 'int2': 900}
   assert codecs.get('int8') is codecs.get('int8')  # static arguments must be equal
 
 

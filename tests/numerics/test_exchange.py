@@ -149,7 +149,7 @@ def _capture(codec, p, params, anchor_N):
   return data
 
 
-@pytest.mark.parametrize('name', ['float32', 'int8', 'int4'])
+@pytest.mark.parametrize('name', ['float32', 'int8', 'int4', 'int2'])
 @pytest.mark.parametrize('merged', [True, False])
 def test_rebase_carries_on_exactly_what_the_published_value_does_not_contain(name, merged):
   """theta' - A' = theta - A + c, with c the decoded capture if it was merged, else 0."""
@@ -167,7 +167,7 @@ def test_rebase_carries_on_exactly_what_the_published_value_does_not_contain(nam
   np.testing.assert_array_equal(_local(other, after), _local(other, trained_on))
 
 
-@pytest.mark.parametrize('name', ['float32', 'int8', 'int4'])
+@pytest.mark.parametrize('name', ['float32', 'int8', 'int4', 'int2'])
 def test_no_step_is_lost_or_counted_twice_in_many_rounds(name):
   """The merged captures and what is left are the inner steps, whatever the published values and
   the codec's errors are (error feedback upward); every third capture is late."""

@@ -1,0 +1,234 @@
+"""Where the CPU time of an outer round goes: outer_round.py's four learners and syncer, by stage.
+
+    python scripts/benchmarks/stages_x.py [--quick] [--json=FILE]    # three minutes
+
+CPU time and wall time in ms for each round, of the syncer and of one learner (their mean), with
+int8 and with float32 both ways. A stage counts what its own threads use, without the stages that it
+calls. While a learner waits for XLA it does nothing else: there the CPU time of all
+threads of the process counts. `rest` is what remains of the CPU time of the process:
+gRPC's threads, the copies that they make, the kernel, and the machine's turns.
+
+outer_round.py starts this file, with its own flags, for each learner, and for `diloco syncer`; each
+process writes its stages to a file.
+"""
+
+import collections
+import importlib
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
+
+from scripts.benchmarks import measured, outer_round
+
+CODECS = ('int8', 'int4', 'float32')
+FOLDER = 'STAGES'  # the environment variable that says where the processes write
+STAGES = {  # name: function, or method, of module; 'waits': its result is computed by XLA
+  'encode': ('learner.on_device', 'Exchange', 'encode', 'waits'),
+  'screen': ('syncer.global_model', 'Theta', 'lengths', ''),
+  'merge': ('syncer.outer_step', 'Tiles', 'sums', ''),
+  'optimizer, delta': ('syncer.outer_step', 'Tiles', 'merge', ''),
+  'log: hash, write': ('storage.wal', 'Wal', 'append', ''),
+  'log: fsync': ('storage.wal', 'Wal', 'commit', ''),
+  'checksum to announce': ('transport.payloads', '', 'keep', ''),
+  'serialise': ('transport.chunks', '', 'split', 'frames'),
+  'receive: copy': ('transport.chunks', 'Assembler', 'add', ''),
+  'adopt': ('learner.on_device', 'Exchange', 'adopt', 'waits'),
+}
+NAMES = (*STAGES, 'checksum', 'rest')
+INNER_STEP = 'inner step'
+
+
+class Clock:
+  """The exclusive times of stages, in ns: `taken[name]` is [CPU, wall]."""
+
+  def __init__(self):
+    self._rounds, self._start = 0, ''
+    self.taken = collections.defaultdict(lambda: [0, 0])
+    self._open, self._lock = threading.local(), threading.Lock()
+
+  def measure(self, name: str, work: Callable[[], Any], waits: bool = False) -> Any:
+    stack = self._open.__dict__.setdefault('stack', [])
+    stack.append([0, 0])
+    clock_ns = time.process_time_ns if waits else time.thread_time_ns
+    cpu_ns, wall_ns = clock_ns(), time.perf_counter_ns()
+    try:
+      return work()
+    finally:
+      wall_ns = time.perf_counter_ns() - wall_ns
+      cpu_ns = clock_ns() - cpu_ns
+      inner_cpu_ns, inner_wall_ns = stack.pop()
+      if stack:
+        stack[-1][0] += cpu_ns
+        stack[-1][1] += wall_ns
+      self.add(name, cpu_ns - inner_cpu_ns, wall_ns - inner_wall_ns)
+
+  def add(self, name: str, cpu_ns: int, wall_ns: int) -> None:
+    with self._lock:
+      self.taken[name][0] += cpu_ns
+      self.taken[name][1] += wall_ns
+
+  def round(self, path: str) -> None:
+    """A round begins; writes what all since the round WARM have taken, with the process's CPU."""
+    now = json.dumps({'rounds': self._rounds, 'process': time.process_time_ns(), **self.taken})
+    if self._rounds == outer_round.WARM:
+      self._start = now
+    elif self._start:
+      pathlib.Path(path).write_text(f'[{self._start}, {now}]', 'utf-8')
+    self._rounds += 1
+
+
+def install(clock: Clock) -> None:
+  """Measures the stages of this process."""
+  for name, place in STAGES.items():
+    _wrap(clock, name, *place)
+  _wrap_checksums(clock)
+  _wrap_tiles(clock)
+
+
+def _wrap(clock: Clock, name: str, module: str, owner: str, attribute: str, how: str) -> None:
+  import jax
+
+  found = importlib.import_module(f'diloco_jax.{module}')
+  found = getattr(found, owner) if owner else found
+  call = getattr(found, attribute)
+
+  def measured_call(*args, **named):
+    return clock.measure(name, lambda: call(*args, **named))
+
+  def waiting_call(*args, **named):
+    work = lambda: jax.block_until_ready(call(*args, **named))
+    return clock.measure(name, work, waits=True)
+
+  def frames(*args, **named) -> Iterator[bytes]:
+    made = call(*args, **named)
+    while (frame := clock.measure(name, lambda: next(made, None))) is not None:
+      yield frame
+
+  how_to = {'waits': waiting_call, 'frames': frames, '': measured_call}
+  setattr(found, attribute, how_to[how])
+
+
+def _wrap_checksums(clock: Clock) -> None:
+  from diloco_jax.transport import chunks
+
+  class Checksums:
+    @staticmethod
+    def crc32(data: Any, before: int = 0) -> int:
+      return clock.measure('checksum', lambda: ISAL.crc32(data, before))
+
+  ISAL, chunks.isal_zlib = chunks.isal_zlib, Checksums
+
+
+def _wrap_tiles(clock: Clock) -> None:
+  """What the threads of `outer_step` use belongs to the stage that waits for them."""
+  from diloco_jax.syncer import outer_step
+
+  each = outer_step.Tiles._each
+
+  def counted(tiles: Any, starts: range, work: Callable[[int], Any]) -> list[Any]:
+    caller, used = threading.get_ident(), []
+
+    def timed(start: int) -> Any:
+      cpu_ns = time.thread_time_ns()
+      result = work(start)
+      if threading.get_ident() != caller:
+        used.append(time.thread_time_ns() - cpu_ns)
+      return result
+
+    found = each(tiles, starts, timed)
+    clock._open.stack[-1][0] -= sum(used)  # `measure` subtracts what is inner
+    return found
+
+  outer_step.Tiles._each = counted
+
+
+def learner(index: int) -> Callable:
+  """The inner step of a learner of outer_round.py, which begins a round, and costs little."""
+  import jax
+
+  clock, path = Clock(), f'{os.environ[FOLDER]}/l{index}.json'
+  install(clock)
+  step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1e-3, params))
+
+  def counted(params: Any, _: int) -> Any:
+    clock.round(path)
+    return clock.measure(INNER_STEP, lambda: jax.block_until_ready(step(params)), waits=True)
+
+  return counted
+
+
+def _syncer() -> None:
+  from diloco_jax.syncer import work
+
+  clock, merge = Clock(), work.SyncerWork._merge
+  path = f'{os.environ[FOLDER]}/syncer.json'
+  install(clock)
+
+  def counted(*args) -> None:
+    clock.round(path)
+    merge(*args)
+
+  work.SyncerWork._merge = counted
+  from diloco_jax import __main__ as program
+
+  program.main()
+
+
+def _figures(path: pathlib.Path) -> dict[str, list[float]]:
+  """CPU and wall time of each stage in ms for each round."""
+  start, end = json.loads(path.read_text('utf-8'))
+  rounds = end.pop('rounds') - start.pop('rounds')
+  process = (end.pop('process') - start.pop('process')) / rounds / 1e6
+  nothing = [0, 0]
+  found = {
+    name: [(b - a) / rounds / 1e6 for a, b in zip(start.get(name, nothing), taken)]
+    for name, taken in end.items()
+  }
+  found['rest'] = [process - sum(cpu for cpu, _ in found.values()), 0.0]
+  return found
+
+
+def main() -> None:
+  flags = measured.flags(__doc__)
+  rounds = 4 if flags.quick else 20
+  found: dict[str, Any] = {}
+  for codec in CODECS:
+    with tempfile.TemporaryDirectory() as folder:
+      os.environ[FOLDER] = folder
+      seconds = outer_round.turn('ours', codec, rounds, program=__file__)
+      of = {name.stem: _figures(name) for name in pathlib.Path(folder).iterdir()}
+    syncer = of.pop('syncer')
+    mean = lambda name, which: statistics.fmean(one.get(name, [0, 0])[which] for one in of.values())
+    found[codec] = {
+      'seconds': measured.spread(seconds),
+      'syncer': syncer,
+      'learner': {name: [mean(name, 0), mean(name, 1)] for name in NAMES},
+    }
+    print(f'{codec}: a round {measured.text(found[codec]["seconds"])} s', flush=True)
+  print(f'{"ms for each round":22}' + ''.join(f'{codec:>32}' for codec in found))
+  print(f'{"":22}' + f'{"syncer":>16}{"a learner":>16}' * len(found) + '   CPU, wall')
+  for name in NAMES:
+    cells = [found[codec][who].get(name) for codec in found for who in ('syncer', 'learner')]
+    text = [f'{one[0]:.1f}, {one[1]:.1f}' if one and any(one) else '' for one in cells]
+    print(f'{name:22}' + ''.join(f'{one:>16}' for one in text))
+  measured.write(flags.json, found)
+
+
+if __name__ == '__main__':
+  if FOLDER not in os.environ:
+    main()
+  elif 'syncer' in sys.argv:
+    _syncer()
+  else:
+    outer_round.inner_step = learner
+    outer_round.main()
