@@ -122,7 +122,8 @@ def _arm(
     'network': conditions.Network(latency=0.01, lines=(*3 * (others,), line)),
     'faults': conditions.Faults(plan=(fault,) if offline else ()),
   }
-  return dataclasses.replace(made, where=where)
+  more = 'four learners against three' if against == WITHOUT and learners > 3 else ''
+  return dataclasses.replace(made, where=where, unequal=more)
 
 
 def _bytes_per_s(arm: arms.Arm, steps: float) -> float:

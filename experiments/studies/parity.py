@@ -43,21 +43,22 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
         config=config(method, optimizer, rate, seed, quick),
         kind='alone' if method in ('data-parallel', 'lone') else 'train',
         against=against,
+        unequal='a quarter of its tokens' if method == 'lone' else '',
       )
 
     methods = METHODS[:3] if quick else METHODS
     seeds = study_lib.seeds(quick)
     planned += study_lib.at_best_rates(make, methods, RATES[optimizer], quick, book, seeds)
   names = {(arm.name, arm.seed) for arm in planned}
-  return planned + [arm for arm in with_settings() if (arm.against, arm.seed) in names]
+  return planned + [arm for arm in with_settings(quick) if (arm.against, arm.seed) in names]
 
 
-def with_settings() -> list[arms.Arm]:
+def with_settings(quick: bool) -> list[arms.Arm]:
   """The arms of SETTINGS, with all seeds."""
   planned = []
-  for seed in study_lib.seeds(quick=False):
+  for seed in study_lib.seeds(quick):
     for name, (method, optimizer, sync) in SETTINGS.items():
-      made = config(method, 'muon', arms.RATE, seed, quick=False)
+      made = config(method, 'muon', arms.RATE, seed, quick)
       for part, values in ((made.optimizer, optimizer), (made.sync, sync)):
         for field, value in values.items():
           setattr(part, field, value)

@@ -1,5 +1,6 @@
 """The studies: their arms, the book of finished arms, and the command that runs what is missing."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -11,7 +12,7 @@ import pytest
 from diloco_jax.train import config as train_config
 from diloco_jax.verification.virtual import conditions
 from experiments.studies import run
-from experiments.studies.lib import arms
+from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
 
 DOCUMENTS = pathlib.Path(__file__).parents[2] / 'docs' / 'studies'
@@ -46,6 +47,30 @@ def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
   for arm in planned:
     assert arm.study == name and (not arm.against or (arm.against, arm.seed) in names)
     arm.config.validate()
+
+
+@pytest.mark.parametrize('name', run.STUDIES)
+@pytest.mark.parametrize('quick', [True, False])
+def test_arms_that_are_compared_train_equally_many_tokens_or_say_how_many(name, quick):
+  planned = run.load(name).plan(quick, study_lib.Book())
+  by_name = {(arm.name, arm.seed): arm for arm in planned}
+  for arm in planned:
+    if arm.against:
+      other = by_name[arm.against, arm.seed]
+      equal = arm.trained == pytest.approx(other.trained, rel=1e-3)
+      assert equal != bool(arm.unequal), (arm.name, arm.trained, other.name, other.trained)
+  if name.startswith('scale'):  # all arms of a size, and of a length, with one baseline
+    alike = collections.defaultdict(list)
+    for arm in planned:
+      alike[arm.name.split(',')[0]].append(arm.trained)
+    for trained in alike.values():
+      assert max(trained) == pytest.approx(min(trained), rel=5e-3)
+
+
+def test_a_quick_report_has_what_it_leaves_out(tmp_path):
+  text = report.write(run.load('parity'), True, study_lib.Book(), tmp_path)
+  assert 'leaves out' in text and 'streaming, muon' in text and 'diloco, muon' in text
+  assert 'leaves out' not in report.write(run.load('parity'), False, study_lib.Book(), tmp_path)
 
 
 ALIKE = (

@@ -46,6 +46,7 @@ class Arm:
     kind: 'train' in virtual time, 'alone' without a syncer, or 'schedule', the protocol alone.
     where: hardware, network and faults of a virtual run.
     against: the arm that its loss is compared with, of the same seed; '' for none.
+    unequal: of how many tokens each is, where they are not of equally many.
     tokens: trained by all learners; 0: those of M learners in T steps.
     suite: whether the model is asked the questions of its suite at the end.
   """
@@ -56,8 +57,14 @@ class Arm:
   kind: str = 'train'
   where: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(USUAL))
   against: str = ''
+  unequal: str = ''
   tokens: int = 0
   suite: bool = False
+
+  @property
+  def trained(self) -> int:
+    """How many tokens all learners train."""
+    return self.tokens or tokens_per_step(self.config) * self.config.train.steps
 
   @property
   def key(self) -> str:
@@ -100,7 +107,7 @@ def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[st
 def _run(arm: Arm, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
   if arm.kind == 'alone':
     return _row(arm, virtual.alone(arm.config, progress))
-  tokens = arm.tokens or tokens_per_step(arm.config) * arm.config.train.steps
+  tokens = arm.trained
   config = codec.decode(run_config.Config, arm.config.to_dict(), 'config')
   # Arms of a seed that differ in arithmetic only share the search for T.
   protocol = codec.encode(dataclasses.asdict(config.protocol()))

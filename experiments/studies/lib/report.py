@@ -50,12 +50,21 @@ def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathli
   lines = (json.dumps(row | {'study': study.name}) + '\n' for row in kept)
   (out / f'{study.name}.jsonl').write_text(''.join(lines), 'utf-8')
   text = table(study, rows)
+  if quick and (left := left_out(study)):
+    text += f'\n`--quick` leaves out: {"; ".join(left)}.\n'
   if study.conclude is not None:
     text += '\n' + study.conclude(quick, book, out)
   else:
     _plot(study, rows, out / f'{study.name}.png')
   (out / f'{study.name}.md').write_text(text, 'utf-8')
   return text
+
+
+def left_out(study: study_lib.Study) -> list[str]:
+  """The arms of the whole study, as far as they are known before one has run, without those of the
+  quick one."""
+  full, quick = (study.plan(one, study_lib.Book()) for one in (False, True))
+  return sorted({arm.name for arm in full} - {arm.name for arm in quick})
 
 
 def behind(row: study_lib.Row, other: study_lib.Row | None) -> float | None:
@@ -88,7 +97,8 @@ def table(study: study_lib.Study, rows: list[tuple[arms.Arm, study_lib.Row]]) ->
     by_name.setdefault(arm.name, []).append((arm, row))
   for name, group in by_name.items():
     members = [row for _, row in group]
-    against = group[0][0].against
+    arm = group[0][0]
+    against = f'{arm.against} ({arm.unequal})' if arm.unequal else arm.against
     cells = [
       name,
       ' '.join(str(row['seed']) for row in members),
