@@ -34,6 +34,8 @@ STUDIES = (
   'scale.closing',
   'scale.many',
   'scale.tuned',
+  'scale.rungs',
+  'scale.records',
   'scale.delays',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')

@@ -5,11 +5,12 @@ size. M learners share a global batch, so that all of them have one baseline. Di
 data-parallel training with an outer step.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from diloco_jax.train import config as train_config
 from diloco_jax.verification.virtual import virtual
@@ -87,6 +88,21 @@ def arm(case: Case, rate: float, seed: int, against: str = '') -> arms.Arm:
     kind='alone' if alone else 'train',
     against=against,
   )
+
+
+def changed(arm: arms.Arm, study: str, name: str, fields: Mapping[str, Any]) -> arms.Arm:
+  """An arm of another study, with other fields of its config ('sync.period'). `batch`: so many times
+  the windows, at equal tokens; `warm_up`: the share of the steps."""
+  config, fields = arm.config, dict(fields)
+  batch, warm_up = fields.pop('batch', 1.0), fields.pop('warm_up', 0.05)
+  config.data.batch_size = round(config.data.batch_size * batch)
+  config.train.steps = steps = round(config.train.steps / batch)
+  config.train.eval_every = max(1, steps // 4)
+  config.optimizer.warmup_steps = int(steps * warm_up)
+  for field, value in fields.items():
+    part, last = field.split('.')
+    setattr(getattr(config, part), last, value)
+  return dataclasses.replace(arm, study=study, name=name)
 
 
 def rates(case: Case, book: study_lib.Book) -> tuple[tuple[arms.Arm, ...], float | None]:

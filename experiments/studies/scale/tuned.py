@@ -4,7 +4,6 @@ The momentum of Muon and its weight beside the newest gradient (`optimizer.momen
 with its best inner rate: searched at each size.
 """
 
-import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -87,17 +86,7 @@ class Choice(NamedTuple):
 def _arm(size: str, method: str, setting: str, rate: float, seed: int, quick: bool) -> arms.Arm:
   ratio = scale.QUICK if quick else scale.SHORT
   arm = scale.arm(scale.Case(size, ratio, 'muon', *METHODS[method]), rate, seed)
-  fields = dict(SETTINGS[setting])
-  batch, warm_up = fields.pop('batch', 1.0), fields.pop('warm_up', 0.05)
-  config, steps = arm.config, round(arm.config.train.steps / batch)
-  config.data.batch_size = round(config.data.batch_size * batch)
-  config.train.steps, config.train.eval_every = steps, max(1, steps // 4)
-  config.optimizer.warmup_steps = int(steps * warm_up)
-  for name, value in fields.items():
-    part, field = name.split('.')
-    setattr(getattr(config, part), field, value)
-  name = f'{size}, {method}, {setting}, {rate:g}'
-  return dataclasses.replace(arm, study=NAME, name=name)
+  return scale.changed(arm, NAME, f'{size}, {method}, {setting}, {rate:g}', SETTINGS[setting])
 
 
 def _search(

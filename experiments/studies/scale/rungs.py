@@ -1,0 +1,192 @@
+"""Where the loss goes: from data-parallel training to a decoupled run with few bits, one rung at a
+time, each with its own best inner rate (rungs.md)."""
+
+import dataclasses
+import pathlib
+import statistics
+from typing import Any, NamedTuple
+
+from diloco_jax.verification.virtual import conditions
+from experiments.studies import scale
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+from experiments.studies.scale import closing, records
+
+NAME = 'scale.rungs'
+LARGE = '0.9M'
+BASE = 'data-parallel'
+# No noise: every learner adopts one step after its capture.
+QUIET = {
+  'hardware': conditions.Hardware(lognormal=0.0, merge=0.01),
+  'network': conditions.Network(up=0.01, down=0.01),
+}
+
+
+class Rung(NamedTuple):
+  """What an exchange has. `late`: steps between a capture and its adoption in lock step; None:
+  nobody waits, and the conditions are the usual ones."""
+
+  period: int
+  late: int | None = 0
+  codec: str = 'float32'
+  fragments: int = 0  # 0: as many as steps in a period
+
+  def fields(self, learners: int) -> dict[str, Any]:
+    """Those of a config."""
+    overlap = min(3, self.period - 1) if self.late is None else self.late
+    fields = records.exchange(self.codec, self.period, overlap)
+    if self.fragments:
+      fields['sync.fragments'] = self.fragments
+    if self.late is not None:
+      fields |= {'sync.quorum': learners, 'sync.max_lag': self.late}
+    return fields
+
+  @property
+  def age(self) -> float | None:
+    """How many steps of the others a learner lacks on average; None: that depends on the noise."""
+    return None if self.late is None else (self.period - 1) / 2 + self.late
+
+
+# Each is compared with the one before it; the first with data-parallel training.
+LADDER = {
+  'H=1': Rung(1),
+  'P=H=3': Rung(3),
+  'a step late': Rung(3, 1),
+  'nobody waits': Rung(3, None),
+  'int4': Rung(3, None, 'int4'),
+}
+BESIDE = {  # each is compared with a rung
+  'int2': ('nobody waits', Rung(3, None, 'int2')),
+  'P=H=6': ('P=H=3', Rung(6)),
+  'int4, P=H=6': ('int4', Rung(6, None, 'int4')),
+}
+# At the small size, with eight learners: how the age of what a learner knows counts.
+AGES = {
+  'P=H=12': Rung(12),
+  'two steps late': Rung(3, 2),
+  'P=H=6, a step late': Rung(6, 1),
+  'P=H=6, three steps late': Rung(6, 3),
+  'one fragment': Rung(3, 0, fragments=1),
+  'one fragment, a step late': Rung(3, 1, fragments=1),
+}
+
+
+class Case(NamedTuple):
+  """A ladder. `batch`: so many times the windows of `scale`; `short`: windows are so many times
+  shorter, and a batch has as many more of them."""
+
+  size: str
+  optimizer: str
+  learners: int
+  batch: float
+  short: int = 1
+
+
+ALL = (*LADDER, *BESIDE)
+FEW = 'H=1', 'P=H=3', 'int4'
+# By case the rungs, and the seeds. Learners have batches of one window or more.
+CASES = {
+  Case(scale.SMALL, 'muon', 8, 0.5): ((*ALL, *AGES), 3),
+  Case(scale.SMALL, 'muon', 4, 0.25): (ALL, 3),
+  Case(scale.MIDDLE, 'muon', 8, 0.5): ((*LADDER, 'int2', 'int4, P=H=6'), 3),
+  Case(scale.MIDDLE, 'muon', 4, 0.5): ((*LADDER, 'int2', 'int4, P=H=6'), 3),
+  Case(scale.SMALL, 'muon', 2, 0.25): (tuple(LADDER), 1),
+  Case(scale.SMALL, 'muon', 16, 1.0): (tuple(LADDER), 1),
+  Case(scale.SMALL, 'adamw', 4, 0.25): (tuple(LADDER), 1),
+  Case(scale.SMALL, 'adamw', 8, 0.5): (tuple(LADDER), 1),
+  **{Case(scale.SMALL, 'muon', 8, batch, short=4): (FEW, 1) for batch in (0.25, 0.5, 1.0, 2.0)},
+  Case(LARGE, 'muon', 4, 1.0): (('int4',), 1),
+  Case(LARGE, 'muon', 8, 1.0): (('int4',), 1),
+}
+QUICK = {Case('13k', 'muon', 4, 1.0): (tuple(LADDER), 1)}
+# The first inner rate of a search; above the small size the better one of two is used.
+RATES = {
+  (scale.SMALL, 'muon'): {1: 1.7e-2, 2: 1.2e-2, 4: 1.2e-2, 8: 2.4e-2, 16: 3.4e-2},
+  (scale.SMALL, 'adamw'): {1: 1.2e-2, 4: 1.2e-2, 8: 1.2e-2},
+  (scale.MIDDLE, 'muon'): {1: 2.4e-2, 4: 1.2e-2, 8: 1.2e-2},
+  (LARGE, 'muon'): {1: 1.2e-2, 4: 1.2e-2, 8: 1.2e-2},
+  ('13k', 'muon'): {1: 2.4e-2, 4: 2.4e-2},
+}
+FACTOR = 2**0.5
+BATCHES = {'13k': 1.0, scale.SMALL: 0.25, scale.MIDDLE: 0.5, LARGE: 1.0}
+
+
+def _rung(name: str) -> Rung | None:
+  return (LADDER | AGES).get(name) or (BESIDE[name][1] if name in BESIDE else None)
+
+
+def _before(name: str) -> str:
+  """The rung that one is compared with."""
+  if name in BESIDE:
+    return BESIDE[name][0]
+  names = [BASE, *LADDER]
+  return names[names.index(name) - 1] if name in LADDER else '' if name == BASE else 'H=1'
+
+
+def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
+  """Data-parallel training, of which all cases of a size have the same, has the best batch."""
+  rung = _rung(name)
+  method, learners = ('decoupled', case.learners) if rung else scale.BASE
+  ratio = scale.QUICK if case.size == '13k' else scale.SHORT
+  one = scale.arm(scale.Case(case.size, ratio, case.optimizer, method, learners), rate, seed)
+  one.config.data.seq_len //= case.short
+  one.config.data.batch_size *= case.short
+  fields = {'batch': case.batch if rung else BATCHES[case.size]}
+  fields |= records.WEIGHT if case.optimizer == 'muon' else {}
+  fields |= records.SLOW if case.size == scale.SMALL else {}
+  fields |= rung.fields(learners) if rung else {}
+  words = [case.size, case.optimizer, *([f'windows of {one.config.data.seq_len}'] * (case.short > 1))]
+  words += [f'M={learners}, batch x{case.batch:g}'] if rung else []
+  one = scale.changed(one, NAME, ', '.join([*words, name, f'{rate:g}']), fields)
+  quiet = rung and rung.late is not None
+  return dataclasses.replace(one, where=dict(QUIET)) if quiet else one
+
+
+def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm], float | None]:
+  """The arms of the search for the inner rate with the first seed, and the rate, None while it is
+  unknown."""
+  make = lambda rate: _arm(case, name, float(f'{rate:.2g}'), 0)
+  first = RATES[case.size, case.optimizer][case.learners if _rung(name) else 1]
+  rates = (first,) if case.size in (LARGE, '13k') else (first, FACTOR * first)
+  if case.size == scale.SMALL:
+    found, known = study_lib.best_rate(make, rates, book, FACTOR)
+  else:
+    found = known = list(map(make, rates))
+  best = found[0] if len(found) == 1 else book.best(found) if known else None
+  return found, best and best.config.optimizer.learning_rate
+
+
+def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
+  """The searches, then the other seeds."""
+  planned: dict[str, arms.Arm] = {}
+  for case, (names, seeds) in (QUICK if quick else CASES).items():
+    for name in (BASE, *names):
+      found, rate = _search(case, name, book)
+      found = found + [_arm(case, name, rate, seed) for seed in range(1, seeds) if rate]
+      planned |= {one.key: one for one in found}
+  return list(planned.values())
+
+
+def _losses(case: Case, name: str, seeds: int, book: study_lib.Book) -> dict[int, float]:
+  """By seed, at the best rate; {} while it is unknown."""
+  rate = _search(case, name, book)[1]
+  rows = {seed: book.row(_arm(case, name, rate, seed)) for seed in range(seeds) if rate}
+  return {seed: row['loss'] for seed, row in rows.items() if row}
+
+
+def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
+  """Each rung with what it costs, and the gap up to it; then the law of the age."""
+  del out
+  lines = ['| | rate | loss | against the rung before | gap to data-parallel |', '|---|---|---|---|---|']
+  for case, (names, seeds) in (QUICK if quick else CASES).items():
+    found = {name: _losses(case, name, seeds, book) for name in (BASE, *names)}
+    for name, losses in found.items():
+      if losses:
+        before, rate = found.get(_before(name), {}), _search(case, name, book)[1]
+        cells = [_arm(case, name, rate, 0).name.rsplit(',', 1)[0], f'{rate:g}']
+        cells += [f'{statistics.mean(losses.values()):.4f}', closing.changes(losses, before)]
+        lines.append('| ' + ' | '.join([*cells, closing.changes(losses, found[BASE])]) + ' |')
+  return '\n'.join([*lines, ''])
+
+
+STUDY = study_lib.Study(name=NAME, title='Where the loss goes', plan=plan, conclude=conclude)
