@@ -123,6 +123,7 @@ def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
     **_transport(found['transport_processes']),
     'time': f'{header.duration(found["seconds"])} for {tokens}',
     **_loss(run.delays, found['loss']),
+    **({'lower loss': found['better']} if found['better'] else {}),
   }.items():
     yield f'{row:15}{text}'
   yield f'\n{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}'

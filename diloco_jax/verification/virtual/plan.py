@@ -18,6 +18,10 @@ FITS = 0.95  # of the tokens that are merged when due on links of any speed
 COMPUTES = 0.9  # of what it computes on links of any speed
 SPARE = 4 / 3  # times the mean rate, for a link that loses nothing
 PERIODS, LONG = 6, 60  # in a prediction, and in one of the period that the syncer chooses
+FACTORS = 1 / 4, 1 / 3, 1 / 2, 1, 2, 4, 8, 16  # of the period, in what fits
+SHORTEST = 3  # inner steps of a period, unless the run has less
+# A codec costs as much loss as a period so many times as long (docs/studies/scale/rungs.md).
+AS_LONG = {'int4': 1.05, 'int2': 1.3}
 MEMORY_BYTES = 14.2  # of the syncer, for each parameter
 STEP_NS, GROWTH, THREADS = 6.3, 0.56, 4  # CPU of an outer step, M = 8; exponent in M; its threads
 BYTE_NS, PROCESSES_BYTE_NS = 0.8, 1.0  # of its CPUs, for each byte; with transport processes
@@ -173,35 +177,54 @@ def needed(run: Run) -> float | None:
 
 
 def fitting(run: Run) -> Run | None:
-  """The run with other settings that fit, in the order of what they cost: as much overlap as a
-  payload takes, narrower codecs (0.1 % of the loss), longer periods (1 % for twice as long). None:
-  none of them do. The overlap includes the round trip, or, if the syncer waits it, the period."""
+  """The run with those settings of exchanges that fit and cost the least loss: a shorter or longer
+  period, with as many fewer fragments if it has to, and narrower codecs, which buy a shorter one. The
+  overlap is as much as a payload takes, and the round trip, or, if the syncer waits it, the period
+  includes it. None: none fit."""
   up, down = run.codecs
-  trip = math.ceil(run.round_trip_s / min(run.step_s))
-  codecs = dict.fromkeys(((up, down), ('int4', down), ('int4', 'int4')))
-  for factor, (up, down) in itertools.product((1, 2, 4, 8, 16), codecs):
-    one = dataclasses.replace(run, codecs=(up, down))
-    busy, takes = (
-      max(part(of) / rate for of, rate in zip(one.bytes, run.rates)) / min(run.step_s)
-      for part in (sum, max)
-    )
-    period = run.protocol.period * factor
-    ahead = max(run.protocol.ahead, math.ceil(takes))
-    overlap = max(run.protocol.overlap, math.ceil(takes) + 2 + (0 if run.delayed else trip))
-    waits = overlap + trip + 1 if run.delayed else overlap
-    if SPARE * busy <= period > max(ahead, waits):
-      changed = dataclasses.replace(run.protocol, period=period, ahead=ahead, overlap=overlap)
-      one = dataclasses.replace(one, protocol=changed)
-      if not one.misfit():
-        return one
+  codecs = dict.fromkeys(((up, down), ('int4', down), ('int4', 'int4'), ('int2', 'int2')))
+  lengths = dict.fromkeys(round(run.protocol.period * factor) for factor in FACTORS)
+  shortest = min(SHORTEST, run.protocol.period)
+  tried = itertools.product((one for one in lengths if one >= shortest), codecs)
+  for period, codecs in sorted(tried, key=lambda one: _loss_as(*one)):
+    if (one := _with(run, period, codecs)) and not one.misfit():
+      return one
   return None
+
+
+def _loss_as(period: int, codecs: tuple[str, str]) -> float:
+  """The period with int8 that costs as much loss."""
+  return period * max(AS_LONG.get(codec, 1.0) for codec in codecs)
+
+
+def _with(run: Run, period: int, codecs: tuple[str, str]) -> Run | None:
+  """The run with these, None if its links have less than the mean rate."""
+  fragments, total = min(run.protocol.fragments, period), sum(run.values)
+  values = run.values
+  if fragments < len(values):
+    values = (-(-total // (fragments * 32)) * 32,) * fragments
+  one = dataclasses.replace(run, codecs=codecs, values=values)
+  busy, takes = (
+    max(part(of) / rate for of, rate in zip(one.bytes, run.rates)) / min(run.step_s)
+    for part in (sum, max)
+  )
+  trip = math.ceil(run.round_trip_s / min(run.step_s))
+  ahead = max(run.protocol.ahead, math.ceil(takes))
+  lasts = (math.ceil(takes) if takes > 0.5 else 0) + 2 + (0 if run.delayed else trip)
+  overlap = max(min(run.protocol.overlap, period - 1), lasts)
+  waits = overlap + trip + 1 if run.delayed else overlap
+  if SPARE * busy > period or period <= max(ahead, waits):
+    return None
+  settings = {'period': period, 'fragments': fragments, 'ahead': ahead, 'overlap': overlap}
+  return dataclasses.replace(one, protocol=dataclasses.replace(run.protocol, **settings))
 
 
 def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
   `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which
-  settings do; `loss`: what its delays are expected to cost, by kind; None: no law holds."""
+  settings do; `better`: which ones fit its
+  links, too, and cost less; `loss`: what its delays are expected to cost, by kind; None: no law holds."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
   rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)
@@ -226,6 +249,7 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
     'fits': not misfit,
     'period': run.predict(adapts=True).period if misfit == 'links' else protocol.period,
     'change': misfit and f'{misfit}{_change(run)}',
+    'better': _better(run) if run.lines and not misfit else '',
   }
 
 
@@ -233,9 +257,20 @@ def _change(run: Run) -> str:
   """Which settings of a run would fit."""
   if (other := fitting(run)) is None:
     return ', nor with a period 16 times as long'
+  return f'; use {_changes(run, other)}'
+
+
+def _better(run: Run) -> str:
+  """Which settings fit these links, too, and cost less loss; '' if none do."""
+  cost = lambda one: _loss_as(one.protocol.period, one.codecs)
+  other = fitting(run)
+  return _changes(run, other) if other and cost(other) < cost(run) else ''
+
+
+def _changes(run: Run, other: Run) -> str:
   settings = lambda one: {
     **dict(zip(('codec_up', 'codec_down'), one.codecs)),
-    **{name: getattr(one.protocol, name) for name in ('period', 'overlap', 'ahead')},
+    **{name: getattr(one.protocol, name) for name in ('period', 'fragments', 'overlap', 'ahead')},
   }
   changed = sorted(settings(other).items() - settings(run).items())
-  return '; use ' + ' '.join(f'--config.sync.{name}={value}' for name, value in changed)
+  return ' '.join(f'--config.sync.{name}={value}' for name, value in changed)

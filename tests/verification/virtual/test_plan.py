@@ -65,8 +65,21 @@ def test_with_the_needed_links_a_run_fits_and_with_half_of_them_other_settings_d
   on = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),))
   assert not on(enough).misfit() and on(enough / 2).misfit() == 'links'
   other = plan.fitting(on(enough / 2))
-  assert not other.misfit() and other.protocol != run.protocol
+  assert not other.misfit() and other.codecs == ('int2', 'int2')
   assert plan.fitting(on(enough / 1_000)) is None
+
+
+def test_a_link_that_carries_a_run_has_narrow_codecs_in_a_shorter_period_for_a_lower_loss():
+  protocol = config_lib.ProtocolConfig(learners=2, fragments=12, period=12, overlap=3)
+  run = plan.Run(protocol=protocol, values=(32_000,) * 12, codecs=('int8', 'int8'), step_s=(1.0,))
+  on = lambda rate: dataclasses.replace(run, lines=(conditions.Line(rate, rate),))
+  enough, least = on(plan.needed(run)), max(map(sum, run.bytes)) / run.period_s
+  better = plan.facts(enough, step_tokens=1_000, tokens=None)['better']
+  other = plan.fitting(enough)
+  assert other.codecs == ('int2', 'int2') and other.protocol.fragments == other.protocol.period == 4
+  assert '--config.sync.codec_up=int2' in better and '--config.sync.period=4' in better
+  assert max(map(sum, other.bytes)) / other.period_s < 1.2 * least
+  assert not plan.facts(run, step_tokens=1_000, tokens=None)['better'], 'no link, nothing is given'
 
 
 @pytest.mark.parametrize('step_s', [0.4, 0.15])
