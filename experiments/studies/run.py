@@ -42,6 +42,7 @@ _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
 _QUICK = flags.DEFINE_bool('quick', False, 'short: fewer arms, a third of the steps, one seed')
 _OUT = flags.DEFINE_string('out', '', 'folder; default runs/studies, with --quick runs/quick')
 _REPORT = flags.DEFINE_bool('report', False, 'run nothing: report on the arms that have run')
+_ONLY = flags.DEFINE_string('only', '', 'run the arms whose names begin with this, as 230k')
 _JOBS = flags.DEFINE_integer('jobs', 2, 'processes, each with one thread', lower_bound=1)
 
 
@@ -58,7 +59,8 @@ def main(argv: list[str]) -> None:
       print(report.write(load(name), _QUICK.value, study_lib.Book(out / 'rows.jsonl'), out))
     return
   with _pool(_JOBS.value, out / 'cache') as pool:
-    run([load(name) for name in _STUDY.value], out, quick=_QUICK.value, pool=pool, jobs=_JOBS.value)
+    studies = [load(name) for name in _STUDY.value]
+    run(studies, out, quick=_QUICK.value, pool=pool, jobs=_JOBS.value, only=_ONLY.value)
 
 
 def load(name: str) -> study_lib.Study:
@@ -73,15 +75,22 @@ def run(
   quick: bool,
   pool: concurrent.futures.Executor,
   jobs: int,
+  only: str = '',
 ) -> None:
-  """Runs the arms that the folder lacks, `jobs` at a time, and writes the reports."""
+  """Runs the arms that the folder lacks, `jobs` at a time, and writes the reports. `only`: those
+  whose names begin so."""
   book = study_lib.Book(out / 'rows.jsonl')
   bar = progress.Progress(disable=not sys.stdout.isatty(), transient=True)
   with bar:
     task = bar.add_task('arms')
     _run_all(
       pool,
-      lambda: {a.key: a for study in studies for a in study.missing(quick, book)},
+      lambda: {
+        arm.key: arm
+        for study in studies
+        for arm in study.missing(quick, book)
+        if arm.name.startswith(only)
+      },
       book,
       jobs,
       lambda done, of: bar.update(task, completed=done, total=of),

@@ -15,7 +15,7 @@ from diloco_jax.verification.virtual import delay_cost
 from experiments.studies import scale
 from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import closing, delays, fit, many
+from experiments.studies.scale import closing, delays, fit, many, records, rungs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -225,3 +225,38 @@ def test_the_plan_has_the_laws_that_the_runs_of_delays_give(cheap_keys):
   for row in map(json.loads, rows.read_text('utf-8').splitlines()):
     book.add(row | {'key': f'{row["arm"]}, {row["seed"]}'})
   assert delays.fit(delays.costs(False, book)) == delay_cost.LAWS
+
+
+@pytest.mark.parametrize('size', list(records.BASELINES)[1:])
+def test_a_new_record_of_each_size_is_an_entry_and_gets_its_row(size, monkeypatch):
+  fields = records.WEIGHT | records.exchange('int2', 3, 2)
+  monkeypatch.setattr(records, 'RECORDS', (records.Record(size, 4, 7e-3, fields, 2),))
+  book = study_lib.Book()
+  missing = [one for one in records.STUDY.missing(False, book) if one.name.startswith(size)]
+  assert len(missing) == 2 + records.BASELINES[size].seeds
+  for arm in missing:
+    loss = 1.5 if arm.kind == 'alone' else 1.53
+    sent = {'up_bytes': 3e6, 'down_bytes': 5e6, 'theta_sha256': 'ab' * 32}
+    book.add({'key': arm.key, 'loss': loss, **sent})
+  *_, row = records.conclude(False, book, pathlib.Path()).strip().splitlines()
+  settings = 'rate 0.007, momentum_weight 0.7, codec_up int2'
+  assert row.startswith(f'| {size}, M=4 | +2.00% ± 0.00% (+2.00%, +2.00%) | {settings}')
+  assert row.endswith('| 2.0 | 2 | `abababababab` |')
+
+
+def test_the_rungs_add_up_to_the_gap(cheap_keys):
+  """With the losses of all seeds: what each costs, times what the others cost, is the gap."""
+  book, cost = study_lib.Book(), {name: 1.01 for name in rungs.LADDER}
+  while missing := rungs.STUDY.missing(False, book):
+    for arm in missing:
+      names = [rungs.BASE, *rungs.LADDER]
+      words = [word for word in arm.name.split(', ') if word in names] or [rungs.BASE]
+      above = names[1 : names.index(words[-1]) + 1]
+      off = math.log2(arm.config.optimizer.learning_rate / 0.02)
+      loss = (2 + 0.01 * arm.seed) * math.prod(cost[name] for name in above)
+      book.add({'key': arm.key, 'loss': loss * (1 + 0.1 * off**2)})
+  text = rungs.conclude(False, book, pathlib.Path())
+  lines = {one[0]: one for one in (row.strip('| ').split(' | ') for row in text.splitlines()) if one}
+  for number, name in enumerate(rungs.LADDER, 1):
+    row = lines[f'63k, muon, M=8, batch x0.5, {name}']
+    assert row[3].startswith('+1.00%') and row[4].startswith(f'{1.01**number - 1:+.2%}')

@@ -57,11 +57,11 @@ LADDER = {
 }
 BESIDE = {  # each is compared with a rung
   'int2': ('nobody waits', Rung(3, None, 'int2')),
-  'P=H=6': ('P=H=3', Rung(6)),
   'int4, P=H=6': ('int4', Rung(6, None, 'int4')),
 }
 # At the small size, with eight learners: how the age of what a learner knows counts.
 AGES = {
+  'P=H=6': Rung(6),
   'P=H=12': Rung(12),
   'two steps late': Rung(3, 2),
   'P=H=6, a step late': Rung(6, 1),
@@ -82,23 +82,24 @@ class Case(NamedTuple):
   short: int = 1
 
 
-ALL = (*LADDER, *BESIDE)
+MAIN = (*LADDER, *BESIDE)
 FEW = 'H=1', 'P=H=3', 'int4'
-# By case the rungs, and the seeds. Learners have batches of one window or more.
-CASES = {
-  Case(scale.SMALL, 'muon', 8, 0.5): ((*ALL, *AGES), 3),
-  Case(scale.SMALL, 'muon', 4, 0.25): (ALL, 3),
-  Case(scale.MIDDLE, 'muon', 8, 0.5): ((*LADDER, 'int2', 'int4, P=H=6'), 3),
-  Case(scale.MIDDLE, 'muon', 4, 0.5): ((*LADDER, 'int2', 'int4, P=H=6'), 3),
-  Case(scale.SMALL, 'muon', 2, 0.25): (tuple(LADDER), 1),
-  Case(scale.SMALL, 'muon', 16, 1.0): (tuple(LADDER), 1),
-  Case(scale.SMALL, 'adamw', 4, 0.25): (tuple(LADDER), 1),
-  Case(scale.SMALL, 'adamw', 8, 0.5): (tuple(LADDER), 1),
-  **{Case(scale.SMALL, 'muon', 8, batch, short=4): (FEW, 1) for batch in (0.25, 0.5, 1.0, 2.0)},
-  Case(LARGE, 'muon', 4, 1.0): (('int4',), 1),
-  Case(LARGE, 'muon', 8, 1.0): (('int4',), 1),
-}
-QUICK = {Case('13k', 'muon', 4, 1.0): (tuple(LADDER), 1)}
+# Cases, their rungs, and their seeds. Learners have batches of one window or more.
+CASES: tuple[tuple[Case, tuple[str, ...], int], ...] = (
+  (Case(scale.SMALL, 'muon', 8, 0.5), MAIN, 3),
+  (Case(scale.SMALL, 'muon', 4, 0.25), MAIN, 3),
+  (Case(scale.MIDDLE, 'muon', 8, 0.5), MAIN, 3),
+  (Case(scale.MIDDLE, 'muon', 4, 0.5), MAIN, 3),
+  (Case(LARGE, 'muon', 4, 1.0), ('int4',), 1),
+  (Case(LARGE, 'muon', 8, 1.0), ('int4',), 1),
+  (Case(scale.SMALL, 'muon', 8, 0.5), tuple(AGES), 3),
+  (Case(scale.SMALL, 'adamw', 4, 0.25), FEW, 1),
+  (Case(scale.SMALL, 'adamw', 8, 0.5), FEW, 1),
+  (Case(scale.SMALL, 'muon', 2, 0.25), tuple(LADDER), 1),
+  (Case(scale.SMALL, 'muon', 16, 1.0), tuple(LADDER), 1),
+  *((Case(scale.SMALL, 'muon', 8, batch, short=4), FEW, 1) for batch in (0.5, 1.0, 2.0)),
+)
+QUICK = ((Case('13k', 'muon', 4, 1.0), tuple(LADDER), 1),)
 # The first inner rate of a search; above the small size the better one of two is used.
 RATES = {
   (scale.SMALL, 'muon'): {1: 1.7e-2, 2: 1.2e-2, 4: 1.2e-2, 8: 2.4e-2, 16: 3.4e-2},
@@ -159,7 +160,7 @@ def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm]
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   """The searches, then the other seeds."""
   planned: dict[str, arms.Arm] = {}
-  for case, (names, seeds) in (QUICK if quick else CASES).items():
+  for case, names, seeds in QUICK if quick else CASES:
     for name in (BASE, *names):
       found, rate = _search(case, name, book)
       found = found + [_arm(case, name, rate, seed) for seed in range(1, seeds) if rate]
@@ -178,7 +179,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   """Each rung with what it costs, and the gap up to it; then the law of the age."""
   del out
   lines = ['| | rate | loss | against the rung before | gap to data-parallel |', '|---|---|---|---|---|']
-  for case, (names, seeds) in (QUICK if quick else CASES).items():
+  for case, names, seeds in QUICK if quick else CASES:
     found = {name: _losses(case, name, seeds, book) for name in (BASE, *names)}
     for name, losses in found.items():
       if losses:
