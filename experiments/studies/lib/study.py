@@ -71,11 +71,11 @@ class Study:
 
 
 def best_rate(
-  make: Callable[[float], arms.Arm], rates: Sequence[float], book: Book, factor: float = 2.0
+  make: Callable[[float], arms.Arm], rates: Sequence[float], book: Book
 ) -> tuple[list[arms.Arm], float | None]:
   """The arms of a search for the best inner rate, and the rate, None while it is unknown. If the
-  best rate is the last on a side, the search goes on there by this factor: a best rate has a worse
-  one on each side."""
+  best rate is the last on a side, the search goes on there: a best rate has a worse one on each
+  side."""
   rates = sorted(rates)
   while True:
     found = [make(rate) for rate in rates]
@@ -84,9 +84,9 @@ def best_rate(
       return found, None
     rate = rates[found.index(best)]
     if rate == rates[-1]:
-      rates.append(round(factor * rate, 6))
+      rates.append(round(2 * rate, 6))
     elif rate == rates[0]:
-      rates.insert(0, round(rate / factor, 6))
+      rates.insert(0, round(rate / 2, 6))
     else:
       return found, rate
 

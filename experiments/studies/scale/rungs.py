@@ -55,9 +55,9 @@ LADDER = {
   'nobody waits': Rung(3, None),
   'int4': Rung(3, None, 'int4'),
 }
-BESIDE = {  # each is compared with a rung
-  'int2': ('nobody waits', Rung(3, None, 'int2')),
-  'int4, P=H=6': ('int4', Rung(6, None, 'int4')),
+BESIDE = {  # each is compared with int4
+  'int2': Rung(3, None, 'int2'),
+  'int4, P=H=6': Rung(6, None, 'int4'),
 }
 # At the small size, with eight learners: how the age of what a learner knows counts.
 AGES = {
@@ -84,12 +84,13 @@ class Case(NamedTuple):
 
 MAIN = (*LADDER, *BESIDE)
 FEW = 'H=1', 'P=H=3', 'int4'
+SHORTER = 'H=1', 'P=H=3', 'a step late', 'int4', *BESIDE
 # Cases, their rungs, and their seeds. Learners have batches of one window or more.
 CASES: tuple[tuple[Case, tuple[str, ...], int], ...] = (
   (Case(scale.SMALL, 'muon', 8, 0.5), MAIN, 3),
   (Case(scale.SMALL, 'muon', 4, 0.25), MAIN, 3),
-  (Case(scale.MIDDLE, 'muon', 8, 0.5), MAIN, 3),
-  (Case(scale.MIDDLE, 'muon', 4, 0.5), MAIN, 3),
+  (Case(scale.MIDDLE, 'muon', 8, 0.5), SHORTER, 3),
+  (Case(scale.MIDDLE, 'muon', 4, 0.5), SHORTER, 3),
   (Case(LARGE, 'muon', 4, 1.0), ('int4',), 1),
   (Case(LARGE, 'muon', 8, 1.0), ('int4',), 1),
   (Case(scale.SMALL, 'muon', 8, 0.5), tuple(AGES), 3),
@@ -100,11 +101,11 @@ CASES: tuple[tuple[Case, tuple[str, ...], int], ...] = (
   *((Case(scale.SMALL, 'muon', 8, batch, short=4), FEW, 1) for batch in (0.5, 1.0, 2.0)),
 )
 QUICK = ((Case('13k', 'muon', 4, 1.0), tuple(LADDER), 1),)
-# The first inner rate of a search; above the small size the better one of two is used.
+# The inner rate, or the lower of two of which the better one is used.
 RATES = {
   (scale.SMALL, 'muon'): {1: 1.7e-2, 2: 1.2e-2, 4: 1.2e-2, 8: 2.4e-2, 16: 3.4e-2},
   (scale.SMALL, 'adamw'): {1: 1.2e-2, 4: 1.2e-2, 8: 1.2e-2},
-  (scale.MIDDLE, 'muon'): {1: 2.4e-2, 4: 1.2e-2, 8: 1.2e-2},
+  (scale.MIDDLE, 'muon'): {1: 1.7e-2, 4: 1.2e-2, 8: 1.2e-2},
   (LARGE, 'muon'): {1: 1.2e-2, 4: 1.2e-2, 8: 1.2e-2},
   ('13k', 'muon'): {1: 2.4e-2, 4: 2.4e-2},
 }
@@ -113,15 +114,14 @@ BATCHES = {'13k': 1.0, scale.SMALL: 0.25, scale.MIDDLE: 0.5, LARGE: 1.0}
 
 
 def _rung(name: str) -> Rung | None:
-  return (LADDER | AGES).get(name) or (BESIDE[name][1] if name in BESIDE else None)
+  return (LADDER | BESIDE | AGES).get(name)
 
 
-def _before(name: str) -> str:
-  """The rung that one is compared with."""
+def _before(name: str, names: tuple[str, ...]) -> str:
+  """The rung of these that one is compared with."""
   if name in BESIDE:
-    return BESIDE[name][0]
-  names = [BASE, *LADDER]
-  return names[names.index(name) - 1] if name in LADDER else '' if name == BASE else 'H=1'
+    return 'int4'
+  return next((one for one in reversed(names[: names.index(name)]) if one not in AGES), '')
 
 
 def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
@@ -148,12 +148,10 @@ def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm]
   unknown."""
   make = lambda rate: _arm(case, name, float(f'{rate:.2g}'), 0)
   first = RATES[case.size, case.optimizer][case.learners if _rung(name) else 1]
-  rates = (first,) if case.size in (LARGE, '13k') else (first, FACTOR * first)
-  if case.size == scale.SMALL:
-    found, known = study_lib.best_rate(make, rates, book, FACTOR)
-  else:
-    found = known = list(map(make, rates))
-  best = found[0] if len(found) == 1 else book.best(found) if known else None
+  found = [make(first)]
+  if case.size not in (LARGE, '13k') and name not in AGES:
+    found.append(make(FACTOR * first))
+  best = book.best(found) if found[1:] else found[0]
   return found, best and best.config.optimizer.learning_rate
 
 
@@ -180,10 +178,11 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   del out
   lines = ['| | rate | loss | against the rung before | gap to data-parallel |', '|---|---|---|---|---|']
   for case, names, seeds in QUICK if quick else CASES:
-    found = {name: _losses(case, name, seeds, book) for name in (BASE, *names)}
+    names = (BASE, 'H=1', *names) if names[0] in AGES else (BASE, *names)
+    found = {name: _losses(case, name, seeds, book) for name in names}
     for name, losses in found.items():
       if losses:
-        before, rate = found.get(_before(name), {}), _search(case, name, book)[1]
+        before, rate = found.get(_before(name, tuple(found)), {}), _search(case, name, book)[1]
         cells = [_arm(case, name, rate, 0).name.rsplit(',', 1)[0], f'{rate:g}']
         cells += [f'{statistics.mean(losses.values()):.4f}', closing.changes(losses, before)]
         lines.append('| ' + ' | '.join([*cells, closing.changes(losses, found[BASE])]) + ' |')
