@@ -247,15 +247,15 @@ def test_a_new_record_of_each_size_is_an_entry_and_gets_its_row(size, monkeypatc
 def test_the_rungs_add_up_to_the_gap(cheap_keys):
   """With the losses of all seeds: what each costs, times what the others cost, is the gap."""
   book, cost = study_lib.Book(), dict.fromkeys(rungs.LADDER, 1.01)
-  first = {rate for rates in rungs.RATES.values() for rate in rates.values()}
+  best = {rates[0] for of in rungs.RATES.values() for rates in of.values()}
   while missing := rungs.STUDY.missing(False, book):
     for arm in missing:
       names = [rungs.BASE, *rungs.LADDER]
       words = [word for word in arm.name.split(', ') if word in names] or [rungs.BASE]
       above = names[1 : names.index(words[-1]) + 1]
       loss = (2 + 0.01 * arm.seed) * math.prod(cost[name] for name in above)
-      lower = arm.config.optimizer.learning_rate in first
-      book.add({'key': arm.key, 'loss': loss if lower else 1.1 * loss})
+      at_best = arm.config.optimizer.learning_rate in best
+      book.add({'key': arm.key, 'loss': loss if at_best else 1.1 * loss})
   text = rungs.conclude(False, book, pathlib.Path())
   lines = {one[0]: one for one in (row.strip('| ').split(' | ') for row in text.splitlines()) if one}
   for number, name in enumerate(rungs.LADDER, 1):

@@ -101,15 +101,20 @@ CASES: tuple[tuple[Case, tuple[str, ...], int], ...] = (
   *((Case(scale.SMALL, 'muon', 8, batch, short=4), FEW, 1) for batch in (0.5, 1.0, 2.0)),
 )
 QUICK = ((Case('13k', 'muon', 4, 1.0), tuple(LADDER), 1),)
-# The inner rate, or the lower of two of which the better one is used.
-RATES = {
-  (scale.SMALL, 'muon'): {1: 1.7e-2, 2: 1.2e-2, 4: 1.2e-2, 8: 2.4e-2, 16: 3.4e-2},
-  (scale.SMALL, 'adamw'): {1: 1.2e-2, 4: 1.2e-2, 8: 1.2e-2},
-  (scale.MIDDLE, 'muon'): {1: 1.7e-2, 4: 1.2e-2, 8: 1.2e-2},
-  (LARGE, 'muon'): {1: 1.2e-2, 4: 1.2e-2, 8: 1.2e-2},
-  ('13k', 'muon'): {1: 2.4e-2, 4: 2.4e-2},
+# The inner rates of which the best one is used, by learners.
+RATES: dict[tuple[str, str], dict[int, tuple[float, ...]]] = {
+  (scale.SMALL, 'muon'): {
+    1: (1.7e-2, 2.4e-2, 3.4e-2),
+    2: (1.2e-2, 1.7e-2),
+    4: (1.2e-2, 1.7e-2, 2.4e-2),
+    8: (2.4e-2, 3.4e-2, 4.8e-2),
+    16: (4.8e-2, 6.8e-2),
+  },
+  (scale.SMALL, 'adamw'): {1: (1.2e-2, 1.7e-2), 4: (1.2e-2, 1.7e-2), 8: (1.2e-2, 1.7e-2)},
+  (scale.MIDDLE, 'muon'): {1: (2.4e-2,), 4: (1.2e-2, 1.7e-2), 8: (1.2e-2, 1.7e-2)},
+  (LARGE, 'muon'): {1: (1.2e-2,), 4: (1.2e-2,), 8: (1.2e-2,)},
+  ('13k', 'muon'): {1: (2.4e-2,), 4: (2.4e-2,)},
 }
-FACTOR = 2**0.5
 BATCHES = {'13k': 1.0, scale.SMALL: 0.25, scale.MIDDLE: 0.5, LARGE: 1.0}
 
 
@@ -146,11 +151,9 @@ def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
 def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm], float | None]:
   """The arms of the search for the inner rate with the first seed, and the rate, None while it is
   unknown."""
-  make = lambda rate: _arm(case, name, float(f'{rate:.2g}'), 0)
-  first = RATES[case.size, case.optimizer][case.learners if _rung(name) else 1]
-  found = [make(first)]
-  if case.size not in (LARGE, '13k') and name not in AGES:
-    found.append(make(FACTOR * first))
+  rates = RATES[case.size, case.optimizer][case.learners if _rung(name) else 1]
+  rates = rates[1:2] if name in AGES else rates
+  found = [_arm(case, name, rate, 0) for rate in rates]
   best = book.best(found) if found[1:] else found[0]
   return found, best and best.config.optimizer.learning_rate
 
