@@ -6,9 +6,9 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
   learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
   syncer      ||D_up(bytes_m)||, to reject outliers and for the merge rule       block_squares
               <D_up(bytes_m), D_up(bytes_k)>, if the merge rule asks          block_products
-              u       = sum_m factor_m D_up(bytes_m)                                 add_row
-              D       = D_log(C_log(stretch u))                            outer_gradient
-              Theta'  = Theta - OuterOpt(D)
+              u       = sum_m factor_m D_up(bytes_m)                                add_rows
+              bytes'  = C_log(stretch u)                                   outer_gradient
+              Theta'  = Theta - OuterOpt(D_log(bytes'))
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
   learner m   theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                       adopt
@@ -70,13 +70,13 @@ class OuterResult(NamedTuple):
 
   Attributes:
     tile: the new values.
-    delta_bytes: uint8, the encoded delta from A_v to A_{v+1}.
+    delta: the sections of the encoded delta from A_v to A_{v+1}.
     digest: uint32[2], the part of this tile in the digest of the published value.
     ok: false if a value is not finite: none of this may be used.
   """
 
   tile: Values
-  delta_bytes: jax.Array
+  delta: tuple[jax.Array, ...]
   digest: jax.Array
   ok: jax.Array
 
@@ -251,78 +251,88 @@ def block_products(
   codec: codecs.Codec, row_n: jax.Array, sections: Sequence[jax.Array]
 ) -> jax.Array:
   """Syncer: the sum of the products of each block of a decoded payload with another payload."""
-  decoded_n = codec.decode(jnp.concatenate(sections), row_n.shape[0])
-  return codecs.products_of(row_n, decoded_n)
+  return codecs.products_of(row_n, codec.decode_sections(sections, row_n.shape[0]))
 
 
-def add_row(
+def add_rows(
   codec: codecs.Codec,
   total_n: jax.Array,
-  sections: Sequence[jax.Array],
-  factors_B: jax.Array,
+  rows: Sequence[Sequence[jax.Array]],
+  factors: Sequence[jax.Array],
   first: jax.Array,
-) -> jax.Array:
-  """Syncer: total + factor * D_up(bytes), with a factor for each block.
+  last: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Syncer: total + factor * D_up(bytes) for one row after the other, with a factor for each block;
+  and the sum of squares of each block of the result.
 
-  One row in a call, so that each addition is total + product, whichever learners there are: a
-  compiler may fuse it into a multiply-add, and then of every row alike.
+  Each addition is total + product, however many rows a call has: a compiler may fuse it into a
+  multiply-add, and then of every row alike.
 
   Args:
+    rows: the sections of each payload.
     first: bool scalar; True: begin with 0, and `total_n` is only a buffer to donate.
+    last: bool scalar; False: the squares are not needed, and are 0.
   """
   total_n = jnp.where(first, jnp.float32(0), total_n)
-  decoded_n = codec.decode(jnp.concatenate(sections), total_n.shape[0])
-  return total_n + decoded_n * codecs.spread(factors_B)
+  for sections, factors_B in zip(rows, factors, strict=True):
+    decoded_n = codec.decode_sections(sections, total_n.shape[0])
+    total_n += decoded_n * codecs.spread(factors_B)
+  squares = lambda total_n: codecs.canonical(codecs.squares_of(total_n))
+  return total_n, jax.lax.cond(last, squares, lambda _: jnp.zeros(factors[0].shape), total_n)
 
 
 def outer_gradient(
   codec: codecs.Codec, total_n: jax.Array, stretch_B: jax.Array, count_B: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Syncer: (the encoded outer gradient stretch * total, ok, its decoded values).
-
-  The optimizer gets the decoded values, so the bytes are all that a replay needs. Use them only if
-  ok.
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  """Syncer: (the sections of the encoded outer gradient stretch * total, ok). Use them only if ok.
 
   Args:
     stretch_B: a factor for each block.
     count_B: how many values of each block belong to a tensor. The padding behind them becomes 0,
       whatever a learner has sent.
-
-  Not a part of `outer_step`: there a compiler could fuse this product, or one of the optimizer's,
-  into a multiply-add, and its choice would change with n.
   """
-  index = jax.lax.iota(jnp.int32, total_n.shape[0]) % codecs.BLOCK
-  exact_n = jnp.where(index < codecs.spread(count_B), total_n * codecs.spread(stretch_B), 0.0)
-  data, ok = codec.encode(exact_n)
-  return data, ok, codec.decode(data, total_n.shape[0])
+
+  def padded(stretched_n: jax.Array) -> jax.Array:
+    index = jax.lax.iota(jnp.int32, total_n.shape[0]) % codecs.BLOCK
+    return jnp.where(index < codecs.spread(count_B), stretched_n, 0.0)
+
+  encode = lambda mask: lambda: codec.to_sections(mask(total_n * codecs.spread(stretch_B)))
+  full = jnp.all(count_B == codecs.BLOCK)  # of a large tensor most tiles are
+  return jax.lax.cond(full, encode(lambda stretched_n: stretched_n), encode(padded))
 
 
 def outer_step(
+  codec_log: codecs.Codec,
   codec: codecs.Codec,
   tx: optax.GradientTransformation,
-  merged_n: jax.Array,
+  gradient: Sequence[jax.Array],
   tile: Values,
   first: jax.Array,
   count: jax.Array,
   statistic_B: jax.Array | None = None,
   periods: jax.Array | None = None,
 ) -> OuterResult:
-  """Syncer: the outer optimizer and the down-link of one tile.
+  """Syncer: the outer optimizer and the down-link of one tile. The optimizer gets the decoded
+  gradient, so the bytes are all that a replay needs.
 
   Args:
-    merged_n: the outer gradient, decoded.
+    gradient: the sections of the encoded outer gradient.
     first, count: where the tile is in its fragment, as for digest.digest.
     statistic_B: whether each block belongs to a statistic, which becomes the learners' mean.
     periods: how many the outer gradient is of; None: of one.
   """
+  # A compiler could fuse the last product of decoding into a multiply-add of the optimizer, and its
+  # choice would change with n: so that there is none, it does not know these ones.
+  ones = jnp.where(count > 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+  merged_n = codecs.masked(codec_log.decode_sections(gradient, tile.master_n.shape[0]), ones)
   updates_n, tx_state = tx.update(merged_n, tile.tx_state, tile.master_n)
   if periods is not None:
     tx_state = outer.after_periods(tx, merged_n, tile.tx_state, tile.master_n, periods)
   if statistic_B is not None:
     updates_n = jnp.where(codecs.spread(statistic_B), -merged_n, updates_n)
   master_n = optax.apply_updates(tile.master_n, updates_n)
-  data, ok = codec.encode(master_n - tile.published_n)
-  published_n = codecs.canonical(tile.published_n + codec.decode(data, master_n.shape[0]))
+  delta, ok = codec.to_sections(master_n - tile.published_n)
+  published_n = _published(tile.published_n, codec.decode_sections(delta, master_n.shape[0]))
   vectors = []
   for leaf in jax.tree.leaves(tx_state):
     if (leaf.shape, leaf.dtype) == (published_n.shape, published_n.dtype):
@@ -330,4 +340,4 @@ def outer_step(
     else:
       ok &= jnp.all(jnp.isfinite(leaf))
   digest, finite = digest_lib.checked(published_n, first, count, vectors)
-  return OuterResult(Values(master_n, published_n, tx_state), data, digest, ok & finite)
+  return OuterResult(Values(master_n, published_n, tx_state), delta, digest, ok & finite)

@@ -251,10 +251,10 @@ class Theta:
     if not self._warm:
       values = self._whole()
       for p in self._tiles.unlike:
-        zeros = [np.zeros(self._assembled.payload_bytes[p], np.uint8)] * 2
-        lengths = [self.lengths(p, one) for one in zeros]
+        zeros = [np.zeros(self._assembled.payload_bytes[p], np.uint8)] * sum(outer_step_lib.AT_ONCE)
+        lengths = [self.lengths(p, zeros[0])] * len(zeros)
         if self._rules[p].cosines:
-          self._tiles.cosines(p, zeros, np.stack(lengths))
+          self._tiles.cosines(p, zeros[:2], np.stack(lengths[:2]))
         totals, sums_T = self._tiles.sums(p, list(zip(zeros, lengths)))
         _, stepped = self._tiles.merge(p, values[p], totals, sums_T)
         self._tiles.recycle(p, stepped.tiles)

@@ -41,6 +41,7 @@ from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.transport import payloads
 
 TILE = 1 << 19
+AT_ONCE = 4, 2, 1  # rows in a call
 MOST_THREADS = 4  # a call takes 0.25 ms, 0.05 of them with the GIL: more threads would wait
 
 Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
@@ -88,16 +89,14 @@ class _Encoded:
     self._codec, self._size = codec, size
     self.payload = payloads.MEMORY.take(codec.encoded_size(size)) if on_host else None
 
-  def write(self, start: int, n: int, encoded: jax.Array) -> None:
+  def write(self, start: int, n: int, sections: Sequence[jax.Array]) -> None:
     """Writes an encoded tile of n values into the payload of its fragment."""
     if self.payload is None:
-      self.payload = encoded
+      self.payload = jnp.concatenate(sections)
       return
-    data = np.asarray(encoded)
-    stop = min(start + n, self._size)
-    spans = codecs.ranges(self._codec, self._size, start, stop)
-    for to, at in zip(spans, codecs.ranges(self._codec, n, 0, stop - start)):
-      self.payload[to] = data[at]
+    spans = codecs.ranges(self._codec, self._size, start, min(start + n, self._size))
+    for to, section in zip(spans, sections, strict=True):
+      self.payload[to] = np.asarray(section)[: to.stop - to.start]
 
 
 class Tiles:
@@ -151,23 +150,18 @@ class Tiles:
   def _make_functions(self) -> None:
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
     self._products = jax.jit(exchange.block_products, static_argnums=0)
-    self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=1)
-    self._gradient = jax.jit(exchange.outer_gradient, static_argnums=0, donate_argnums=1)
+    self._add_rows = jax.jit(exchange.add_rows, static_argnums=0, donate_argnums=1)
+    self._gradient = jax.jit(exchange.outer_gradient, static_argnums=0)
     # Arguments without a use are buffers for results.
-    decode = lambda codec, spare_n, sections: codec.decode(
-      jnp.concatenate(sections), spare_n.shape[0]
-    )
+    decode = lambda codec, spare_n, sections: codec.decode_sections(sections, spare_n.shape[0])
     self._decode = jax.jit(decode, static_argnums=0, donate_argnums=1, keep_unused=True)
-    self._squares_of = jax.jit(lambda values_n: codecs.canonical(codecs.squares_of(values_n)))
     sums = lambda counts, blocks_B: jnp.stack(exchange.tensor_sums(counts, blocks_B))
     self._tensor_sums = jax.jit(sums, static_argnums=0)
     self._digest = jax.jit(digest_lib.digest)
-    # Donated buffers are matched with results in order: as the second, `merged_n` becomes
-    # published_n, which needs no copy of it.
-    step = lambda codec, tx, spare, merged_n, more, *rest: exchange.outer_step(
-      codec, tx, merged_n, *rest
+    step = lambda codec_log, codec, tx, spare, *rest: exchange.outer_step(
+      codec_log, codec, tx, *rest
     )
-    self._step = jax.jit(step, static_argnums=(0, 1), donate_argnums=(2, 3, 4), keep_unused=True)
+    self._step = jax.jit(step, static_argnums=(0, 1, 2), donate_argnums=3, keep_unused=True)
 
   @property
   def unlike(self) -> list[int]:
@@ -268,12 +262,20 @@ class Tiles:
     factors = [np.repeat(factors_T.astype(np.float32), self._blocks[p]) for _, factors_T in rows]
 
     def add(start: int) -> tuple[jax.Array, jax.Array]:
-      total_n = self._buffer(p)
-      for m, (payload, _) in enumerate(rows):
-        row = self._read(p, payload, start, total_n)
-        factors_B = self._of_blocks(p, factors[m], start)
-        total_n = self._add_row(*row, factors_B, np.bool_(m == 0))
-      return total_n, self._squares_of(total_n)
+      total_n, squares_B, done = self._buffer(p), None, 0
+      while done < len(rows):
+        count = next(one for one in AT_ONCE if one <= len(rows) - done)
+        mine = range(done, done + count)
+        total_n, squares_B = self._add_rows(
+          self._up,
+          total_n,
+          [self._sections(self._up, p, rows[m][0], start, self._n[p]) for m in mine],
+          [self._of_blocks(p, factors[m], start) for m in mine],
+          np.bool_(done == 0),
+          np.bool_(mine.stop == len(rows)),
+        )
+        done = mine.stop
+      return total_n, squares_B
 
     totals, squares = zip(*self._each(self.starts(p), add))
     return list(totals), self._lengths(p, squares)
@@ -294,15 +296,17 @@ class Tiles:
     encoded = self._encoded(self._log, p)
     totals_at = dict(zip(self.starts(p), totals, strict=True))
 
-    def gradient(start: int) -> tuple[jax.Array, bool]:
-      data, ok, merged_n = self._gradient(
+    def gradient(start: int) -> tuple[Sequence[Any], bool]:
+      total_n = totals_at.pop(start)
+      sections, ok = self._gradient(
         self._log,
-        totals_at[start],
+        total_n,
         self._of_blocks(p, stretch_B, start),
         self._of_blocks(p, self._counts[p], start),
       )
-      encoded.write(start, self._n[p], data)
-      return merged_n, bool(ok)
+      encoded.write(start, self._n[p], sections)
+      self._keep(p, [total_n])
+      return sections, bool(ok)
 
     stepped = self._outer_step(p, tiles, gradient, periods, alone)
     return stepped and (encoded.payload, stepped)
@@ -319,9 +323,8 @@ class Tiles:
     another size."""
     self._check_size(p, data, self._log)
 
-    def gradient(start: int) -> tuple[jax.Array, bool]:
-      sections = self._sections(self._log, p, data, start, self._n[p])
-      return self._decode(self._log, self._buffer(p), sections), True
+    def gradient(start: int) -> tuple[Sequence[Any], bool]:
+      return self._sections(self._log, p, data, start, self._n[p]), True
 
     return self._outer_step(p, tiles, gradient, periods, alone)
 
@@ -329,12 +332,12 @@ class Tiles:
     self,
     p: int,
     tiles: Sequence[exchange.Values],
-    gradient: Callable[[int], tuple[jax.Array, bool]],
+    gradient: Callable[[int], tuple[Sequence[Any], bool]],
     periods: int,
     alone: bool,
   ) -> Stepped | None:
-    """Tile by tile: `gradient` gives the outer gradient where a tile starts, and whether it is
-    finite; then optimizer, delta and digest."""
+    """Tile by tile: `gradient` gives the sections of the outer gradient where a tile starts, and
+    whether it is finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
     count = np.int32(periods) if periods > 1 else None
     statistic = self._statistic and self._statistic[p]
@@ -343,14 +346,13 @@ class Tiles:
     delta, before = self._encoded(self._down, p), dict(zip(self.starts(p), tiles, strict=True))
 
     def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
-      merged_n, finite = gradient(start)
-      spare = [self._buffer(p) for _ in self._vectors(p, before[start])[1:]]
+      sections, finite = gradient(start)
+      spare = [self._buffer(p) for _ in self._vectors(p, before[start])]
       span = np.uint32(start), np.uint32(min(n, size - start))
-      donated = spare[:1], merged_n, spare[1:]
       statistic_B = None if statistic is None else self._of_blocks(p, statistic, start)
-      more = before[start], *span, statistic_B, count
-      result = self._step(self._down, self._tx[p], *donated, *more)
-      delta.write(start, n, result.delta_bytes)
+      more = sections, before[start], *span, statistic_B, count
+      result = self._step(self._log, self._down, self._tx[p], spare, *more)
+      delta.write(start, n, result.delta)
       return result.tile, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
 
     stepped, digests, oks = zip(*self._each(self.starts(p), step))
