@@ -70,7 +70,7 @@ class Theta:
       assembled.codec_log,
       assembled.transform,
       devices or jax.local_devices(backend='cpu')[:1],
-      None if devices else outer_step_lib.TILE,
+      None if devices else 0,
     )
     self._values: list[list[exchange.Values]] | None = None
     self._warm = False

@@ -1,9 +1,10 @@
 """The outer step of a fragment, tile by tile.
 
-A tile is 512 Ki values, so that what one call reads and writes stays in the cache of a core, and
-one compiled function serves all tiles of all fragments; the last tile of a fragment is filled up
-with zeros. A byte of a payload is read twice (its norms, its row in the sum), a value of the state
-once. The M float32 rows never exist, and new values go into the buffers of old ones:
+A tile is 512 Ki values, in large fragments twice as many, so that what one call reads and writes
+stays in the cache of a core, and one compiled function serves all tiles of all fragments; the last
+tile of a fragment is filled up with zeros. A byte of a payload is read twice (its norms, its row in
+the sum), a value of the state once. The M float32 rows never exist, and new values go into the
+buffers of old ones:
 
   lengths      the length of each tensor of one payload
   cosines      between the payloads, if the merge rule asks for them
@@ -41,6 +42,7 @@ from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.transport import payloads
 
 TILE = 1 << 19
+LARGE = 32 * TILE  # from here on the last tile of a fragment and idle cores cost less than calls
 AT_ONCE = 4, 2, 1  # rows in a call
 MOST_THREADS = 4  # a call takes 0.25 ms, 0.05 of them with the GIL: more threads would wait
 
@@ -110,17 +112,19 @@ class Tiles:
     codec_log: codecs.Codec,
     tx: optax.GradientTransformation,
     devices: Sequence[jax.Device],
-    tile: int | None = TILE,
+    tile: int | None = 0,
   ):
     """`devices`: fragment p is on the one at p modulo their number. `tile`: values in a tile, a
-    multiple of 32; None: each fragment is one, and payloads are arrays of jax, wherever they are.
+    multiple of 32; 0: as many as is fast; None: each fragment is one, and payloads are arrays of
+    jax, wherever they are.
     """
     self._on_host = tile is not None  # payloads
     self._up, self._down, self._log = codec_up, codec_down, codec_log
     self._shardings = [jax.sharding.SingleDeviceSharding(one) for one in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
-    widest = min(tile or TILE, max(self._sizes))
+    usual = 2 * TILE if max(self._sizes) >= LARGE else TILE
+    widest = min(tile or usual, max(self._sizes))
     by_value = outer_lib.elementwise(tx)
     self._whole = not (self._on_host and by_value)
     self._n = self._sizes if self._whole else [widest] * count

@@ -1,6 +1,6 @@
 """An outer round of four learners in lock step, against an all-reduce and a bare gRPC star.
 
-    python scripts/benchmarks/outer_round.py [--quick] [--torch] [--json=FILE]    # seven minutes
+    python scripts/benchmarks/outer_round.py [--quick] [--torch] [--json=FILE]    # nine minutes
 
 Four processes with one thread of arithmetic hold 25 million values each. A round begins when the
 last process holds its pseudo-gradient, and ends when the slowest process has the result. All four
@@ -281,7 +281,8 @@ def main() -> None:
       pipe.recv()
     return
   turns, rounds = (1, 5) if flags.quick else (3, 8)
-  ways = [('gloo', '', ''), ('star', '', ''), ('ours', 'int8', ''), ('ours', 'float32', '')]
+  ways = [('gloo', '', ''), ('star', '', '')]
+  ways += [('ours', codec, '') for codec in ('int8', 'int4', 'int2', 'float32')]
   if flags.torch and (python := torch_python()):
     ways += [('torch', '1', python), ('torchft', '1', python), ('torchft', '4', python)]
   taken: dict[str, list[float]] = {}
@@ -291,7 +292,7 @@ def main() -> None:
       print(f'{name}: ' + ' '.join(f'{one:.2f}' for one in seconds), flush=True)
       taken.setdefault(name, []).extend(seconds)
   found = {name: measured.spread(seconds) for name, seconds in taken.items()}
-  others = [name for name in found if not name.startswith('ours')]
+  others = [name for name in found if not name.startswith('ours') or name == 'ours int8']
   for name, one in found.items():
     ratios = (f'{one["median"] / found[other]["median"]:.2f} times {other}' for other in others)
     print(f'{name:15} {measured.text(one)} s; {", ".join(ratios)}')

@@ -32,7 +32,7 @@ class Fragment:
     tx: optax.GradientTransformation,
     up: str = 'float32',
     down: str = 'float32',
-    tile: int = outer_step_lib.TILE,
+    tile: int = 0,
     devices: Sequence[jax.Device] = (),
   ):
     self.codec = codecs.get(up)

@@ -187,6 +187,16 @@ def test_the_size_of_the_tiles_changes_no_bit(name, text, rules):
   assert len(found) == 1
 
 
+def test_rows_of_one_call_are_added_as_those_of_many(monkeypatch):
+  found = set()
+  for at_once in (outer_step.AT_ONCE, (1,)):
+    monkeypatch.setattr(outer_step, 'AT_ONCE', at_once)
+    one = _fragment(1, 'int4', tile=640)
+    stepped = one.merge(_deltas(1, 7), np.arange(1, 8))
+    found.add(str((stepped.digest, one.gradient.tobytes(), _bits(one.whole))))
+  assert len(found) == 1
+
+
 @codec_names
 def test_the_encoded_gradient_repeats_the_outer_step_bit_for_bit(name):
   """What the log holds: one payload, whatever the number of learners."""
