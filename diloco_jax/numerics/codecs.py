@@ -239,8 +239,9 @@ def _squares_int(bits: int, fraction_bits: int, data: jax.Array, n: int) -> jax.
   # vector instructions, 3 times faster.
   read = jax.lax.bitcast_convert_type(data[n // BLOCK :], jnp.int8).astype(jnp.int32)
   squares = sum(jnp.square(read << 32 - top >> 32 - bits) for top in range(bits, 9, bits))
+  sums_B = jnp.sum(squares.reshape(-1, 2 * bits, 2), axis=(1, 2)).astype(jnp.float32)
   scale_B = _scales(fraction_bits, data, n)
-  return jnp.sum(squares.reshape(-1, 2 * bits, 2), axis=(1, 2)).astype(jnp.float32) * scale_B * scale_B
+  return sums_B * scale_B * scale_B
 
 
 def _scales(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:

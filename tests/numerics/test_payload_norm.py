@@ -52,7 +52,8 @@ def _displacements(n: int = N, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-  'name, tolerance', [('float32', 1e-5), ('bfloat16', 1e-3), ('int8', 1e-2), ('int4', 0.1), ('int2', 0.3)]
+  'name, tolerance',
+  [('float32', 1e-5), ('bfloat16', 1e-3), ('int8', 1e-2), ('int4', 0.1), ('int2', 0.3)],
 )
 def test_the_norm_is_that_of_the_values(name, tolerance):
   values = _displacements()
