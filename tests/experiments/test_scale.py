@@ -257,7 +257,9 @@ def test_the_rungs_add_up_to_the_gap(cheap_keys):
       at_best = arm.config.optimizer.learning_rate in best
       book.add({'key': arm.key, 'loss': loss if at_best else 1.1 * loss})
   text = rungs.conclude(False, book, pathlib.Path())
-  lines = {one[0]: one for one in (row.strip('| ').split(' | ') for row in text.splitlines()) if one}
+  lines = {
+    one[0]: one for one in (row.strip('| ').split(' | ') for row in text.splitlines()) if one
+  }
   for number, name in enumerate(rungs.LADDER, 1):
     row = lines[f'63k, muon, M=8, batch x0.5, {name}']
     assert row[3].startswith('+1.00%') and row[4].startswith(f'{1.01**number - 1:+.2%}')

@@ -121,7 +121,9 @@ def test_arms_of_two_seeds_have_schedules_of_their_own():
 
 @pytest.mark.parametrize('name', run.STUDIES)
 def test_each_study_has_its_document(name):
-  assert any(f'--study={name}' in page.read_text('utf-8') for page in DOCUMENTS.parent.rglob('*.md'))
+  assert any(
+    f'--study={name}' in page.read_text('utf-8') for page in DOCUMENTS.parent.rglob('*.md')
+  )
 
 
 def test_only_what_is_missing_runs(tmp_path):

@@ -178,7 +178,7 @@ def needed(run: Run) -> float | None:
 
 def fitting(run: Run) -> Run | None:
   """The run with those settings of exchanges that fit and cost the least loss: a shorter or longer
-  period, with as many fewer fragments if it has to, and narrower codecs, which buy a shorter one. The
+  period, with fewer fragments if it has to, and narrower codecs, which buy a shorter one. The
   overlap is as much as a payload takes, and the round trip, or, if the syncer waits it, the period
   includes it. None: none fit."""
   up, down = run.codecs
@@ -223,8 +223,8 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   """The plan of a run, in bytes on the wire and seconds: for so many tokens (None: `total_steps`
   steps) with so many in a learner's inner step. `fits`: whether its links and its syncer do;
   `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which
-  settings do; `better`: which ones fit its
-  links, too, and cost less; `loss`: what its delays are expected to cost, by kind; None: no law holds."""
+  settings do; `better`: which ones fit its links, too, and cost less; `loss`: what its delays are
+  expected to cost, by kind; None: no law holds."""
   protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
   rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)

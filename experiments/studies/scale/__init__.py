@@ -91,8 +91,8 @@ def arm(case: Case, rate: float, seed: int, against: str = '') -> arms.Arm:
 
 
 def changed(arm: arms.Arm, study: str, name: str, fields: Mapping[str, Any]) -> arms.Arm:
-  """An arm of another study, with other fields of its config ('sync.period'). `batch`: so many times
-  the windows, at equal tokens; `warm_up`: the share of the steps."""
+  """An arm of another study, with other fields of its config ('sync.period'). `batch`: so many
+  times the windows, at equal tokens; `warm_up`: the share of the steps."""
   config, fields = arm.config, dict(fields)
   batch, warm_up = fields.pop('batch', 1.0), fields.pop('warm_up', 0.05)
   config.data.batch_size = round(config.data.batch_size * batch)

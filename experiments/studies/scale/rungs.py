@@ -104,7 +104,7 @@ QUICK = ((Case('13k', 'muon', 4, 1.0), tuple(LADDER), 1),)
 # The inner rates of which the best one is used, by learners.
 RATES: dict[tuple[str, str], dict[int, tuple[float, ...]]] = {
   (scale.SMALL, 'muon'): {
-    1: (1.7e-2, 2.4e-2, 3.4e-2),
+    1: (1.2e-2, 1.7e-2, 2.4e-2),
     2: (1.2e-2, 1.7e-2),
     4: (1.2e-2, 1.7e-2, 2.4e-2),
     8: (2.4e-2, 3.4e-2, 4.8e-2),
@@ -141,7 +141,11 @@ def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
   fields |= records.WEIGHT if case.optimizer == 'muon' else {}
   fields |= records.SLOW if case.size == scale.SMALL else {}
   fields |= rung.fields(learners) if rung else {}
-  words = [case.size, case.optimizer, *([f'windows of {one.config.data.seq_len}'] * (case.short > 1))]
+  words = [
+    case.size,
+    case.optimizer,
+    *([f'windows of {one.config.data.seq_len}'] * (case.short > 1)),
+  ]
   words += [f'M={learners}, batch x{case.batch:g}'] if rung else []
   one = scale.changed(one, NAME, ', '.join([*words, name, f'{rate:g}']), fields)
   quiet = rung and rung.late is not None
@@ -179,7 +183,10 @@ def _losses(case: Case, name: str, seeds: int, book: study_lib.Book) -> dict[int
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   """Each rung with what it costs, and the gap up to it; then the law of the age."""
   del out
-  lines = ['| | rate | loss | against the rung before | gap to data-parallel |', '|---|---|---|---|---|']
+  lines = [
+    '| | rate | loss | against the rung before | gap to data-parallel |',
+    '|---|---|---|---|---|',
+  ]
   for case, names, seeds in QUICK if quick else CASES:
     names = (BASE, 'H=1', *names) if names[0] in AGES else (BASE, *names)
     found = {name: _losses(case, name, seeds, book) for name in names}
