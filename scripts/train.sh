@@ -5,5 +5,5 @@
 set -euo pipefail
 lock=requirements.lock
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-[[ " $* " == *" --config="* ]] || set -- --kill=l3@0.45+8 "$@"
+[[ " $* " == *" --config="* ]] || set -- --kill=l3@0.45+8 --prompt='def ' "$@"
 exec "$python" -P diloco_jax/__main__.py train "$@"

@@ -11,7 +11,9 @@ report` writes, WORKDIR/logs the output of each process, WORKDIR/tensorboard the
 """
 
 import functools
+import os
 import pathlib
+import sys
 
 from absl import flags
 
@@ -40,6 +42,9 @@ _SYNCER = flags.DEFINE_enum(
 )
 _KILLS = flags.DEFINE_multi_string(
   'kill', [], 'Kill a program at a share of the run and start it again later: NAME@SHARE+SECONDS.'
+)
+_PROMPT = flags.DEFINE_string(
+  'prompt', '', 'A text that the trained model continues at the end, as `diloco sample` does.'
 )
 
 
@@ -72,7 +77,12 @@ def main(argv: list[str]) -> int:
     described = local_run.describe(config, workdir, cli.config_flags_of_this_process(), alone)
     carry_out = functools.partial(local_run.run_processes, config, workdir, described, kills=kills)
   again = ['train', *filter(None, [unusual]), *['--pathways'] * _PATHWAYS.value]
-  return local_run.run(config, workdir, carry_out, again)
+  code = local_run.run(config, workdir, carry_out, again)
+  if _PROMPT.value and code == 0:
+    print(f'\nThe model continues {_PROMPT.value!r}:', flush=True)
+    words = ['sample', f'--workdir={workdir}', f'--prompt={_PROMPT.value}', '--tokens=300']
+    os.execv(sys.executable, [*cli.PROGRAM, *words])
+  return code
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
