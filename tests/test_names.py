@@ -34,7 +34,7 @@ THINGS = {
 # The command that does what a function does, and the parameters that only a program can give:
 # arrays, functions and objects, and for how long its call may last.
 FUNCTIONS = {
-  'join': ('learner', {'params', 'opt_state', 'label', 'sync', 'wait_s'}),
+  'join': ('learner', {'params', 'opt_state', 'exchange', 'label', 'sync', 'wait_s'}),
   'run_syncer': ('syncer', {'evaluate', 'label', 'sync'}),
   'run': ('train', set()),
   'open_run': ('report', set()),

@@ -1,6 +1,5 @@
 """The arrays of a user's loop, as the island of a learner (learner/island_port.py)."""
 
-import collections
 import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
@@ -10,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.api import copies as copies_lib
+from diloco_jax.api import states
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.nodes import own_model
-from diloco_jax.storage import arrays, checkpoint, files, folders, tree_digest
+from diloco_jax.storage import checkpoint, files, folders, tree_digest
 from diloco_jax.train import flops
-from diloco_jax.train import mesh as mesh_lib
 
 
 class _Shardings(NamedTuple):
@@ -28,7 +28,13 @@ class OwnArrays:
   """The user's arrays between two steps (learner/island_port.py). Arrays that are committed to no
   device stay so, since a jitted step is compiled anew for committed ones."""
 
-  def __init__(self, params: dict[str, jax.Array], moments: Any):
+  def __init__(
+    self,
+    params: dict[str, jax.Array],
+    moments: dict[str, jax.Array] | None,
+    form: states.Form | None = None,
+  ):
+    """`form`: of what the loop gives."""
     self.checkpoints: checkpoint.Checkpoints | None = None
     self.replicated = _replicated(params)
     self.shardings = _Shardings(
@@ -36,8 +42,8 @@ class OwnArrays:
       jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
     )
     self.params, self.moments = params, moments
-    self.copies = find_copies(params, moments)
-    self._before = params if self.copies else {}  # else they would live on
+    self._optimizer = form.optimizer if form else set(moments or ())
+    self.copies = copies_lib.Copies(params, moments or {}, form.nodes if form else {})
     self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
     self.tokens_per_step = 0  # in the newest step
@@ -48,35 +54,17 @@ class OwnArrays:
     held = self.params, self.moments
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(held))
 
-  def take(self, params: dict[str, Any], moments: Any) -> None:
+  def take(self, params: dict[str, Any], moments: dict[str, Any] | None) -> None:
     """Holds these arrays from now on, where those of `join` were."""
     at = self.shardings
-    self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
-    self.moments = jax.tree.map(_put, moments, at.opt_state)
-    self._before = self.params if self.copies else {}
-
-  def look(self) -> None:
-    """Looks for copies of parameters after the first step: before it those of zeros are none."""
-    self.copies |= find_copies(self.params, self.moments)
-    self._before = self.params if self.copies else {}
+    self.params = {name: copies_lib.put(leaf, at.params[name]) for name, leaf in params.items()}
+    put = lambda name, leaf: copies_lib.put(leaf, at.opt_state[name])
+    self.moments = moments and {name: put(name, leaf) for name, leaf in moments.items()}
 
   def follow(self) -> str:
     """Moves the copies of parameters in the moments by what adoptions have changed since `take`.
-    Returns the path of one that has moved, or ''."""
-    if not self.copies:
-      return ''
-    moved = ''
-    leaves, structure = jax.tree.flatten(self.moments)
-    for index, name in self.copies.items():
-      now, before, copy = self.params[name], self._before.get(name), leaves[index]
-      if before is not None and now is not before:
-        change = now.astype(copy.dtype) - before.astype(copy.dtype)
-        leaves[index] = _put(
-          copy + _beside(copy, change), copy.sharding if copy.committed else None
-        )
-        moved = moved or list(arrays.by_name(self.moments))[index]
-    self.moments, self._before = jax.tree.unflatten(structure, leaves), self.params
-    return moved
+    Returns the name of one that has moved, or ''."""
+    return self.copies.follow(self.params, self.moments or {})
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
@@ -106,12 +94,12 @@ class OwnArrays:
       return lambda: clock
     record = {'shard': self.shard, 'protocol': protocol}
     self.follow()
-    of = {'copied': self._copied()} if self.copies else {}
+    of = {'copied': self._copied()} if self.copies.moving else {}
     return self.checkpoints.save(clock, {'opt_state': self.moments, **of}, self.next_index, record)
 
   def _copied(self) -> dict[str, jax.Array]:
     """The parameters that copies in the moments are of."""
-    return {name: self.params[name] for name in self.copies.values()}
+    return {name: self.params[name] for name in self.copies.params}
 
   @contextlib.contextmanager
   def saved(
@@ -137,12 +125,22 @@ class OwnArrays:
         found = moments_lib.find(place, learner, self.moments, say, run=run)
         hosts.require_same('the state', str(found and (found.learner, found.step)))
         if found is not None:
-          self.take(self.params, found.moments)
+          taken = self._taken(found, learner)
+          self.take(self.params, self.moments | taken)
           of = moments_lib.find(place, found.learner, self._copied(), say, 'copied')
           alike = of is not None and of[:2] == found[:2]
-          self._before = jax.tree.map(jnp.asarray, of.moments) if alike else {}
+          copied = jax.tree.map(jnp.asarray, of.moments) if alike else {}
+          self.copies.restored(self.params, self.moments, taken, copied)
           found = found._replace(moments=None)
         yield found
+
+  def _taken(self, found: moments_lib.Found, learner: str) -> dict[str, Any]:
+    """What of a checkpoint is taken: of another learner the state of its optimizer alone, without
+    random keys, which are unsigned numbers: two learners would draw the same ones."""
+    if found.learner == learner:
+      return found.moments
+    mine = lambda name: name not in self._optimizer or self.moments[name].dtype.kind == 'u'
+    return {name: leaf for name, leaf in found.moments.items() if not mine(name)}
 
 
 class Watch:
@@ -183,51 +181,12 @@ class Watch:
     return (name or 'params') if short < np.linalg.norm(now - adopted) / 2 else ''
 
 
-_COPIES = 'z', 'x0', 'params0', 'init_particles', 'init_params'  # of optax.contrib, by its names
-
-
-def find_copies(params: dict[str, jax.Array], moments: Any) -> dict[int, str]:
-  """Where in the moments there are copies of parameters: by the index of its leaf the name of the
-  parameter. Such a copy is derived from the parameters, as the float32 masters of bfloat16 ones, or
-  the z of optax.contrib.schedule_free: one that stayed where it was would undo what is adopted, or
-  drift away from it. A node of them has a copy of each parameter that is trained, or else nothing
-  beside copies of some, as where an optimizer is masked."""
-  counted = own_model.statistics(params)
-  tails = {name.removeprefix('params/'): name for name in params if name not in counted}
-  groups: dict[str, dict[int, str]] = collections.defaultdict(dict)
-  leaves, below = arrays.by_name(moments), collections.Counter()
-  for index, (path, leaf) in enumerate(leaves.items()):
-    at = [at for at, c in enumerate(f'/{path}/') if c == '/']  # the last is for a bare array, ''
-    below.update(path[:k].strip('/') for k in at)
-    start = next((k for k in at if path[k:] in tails), None)
-    if start is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
-      name = tails[path[start:]]
-      if leaf.shape == params[name].shape:
-        groups[path[:start].strip('/')][index] = name
-  found, values = {}, list(leaves.values())
-  for path, group in groups.items():
-    fits = len(group) in (len(tails), below[path]) and path.split('/')[0] != 'rest'
-    if fits and (path.split('/')[-1] in _COPIES or _equal(params, values, group)):
-      found |= group
-  return found
-
-
-def _equal(params: dict[str, jax.Array], values: list[jax.Array], group: dict[int, str]) -> bool:
-  """Whether all are the parameters, rounded as these; zeros say nothing."""
-  pairs = [(values[index], params[name]) for index, name in group.items()]
-  same = lambda copy, own: (copy.astype(own.dtype) == _beside(copy, own)).all()
-  return all(bool(same(*pair)) for pair in pairs) and any(bool(copy.any()) for copy, _ in pairs)
-
-
-def _beside(leaf: jax.Array, other: jax.Array) -> jax.Array:
-  """The other where the leaf is."""
-  return _put(other, leaf.sharding if leaf.committed else None)
-
-
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
   """The arrays of the user as those of jax, on all hosts of the learner."""
-  params = jax.tree.map(_copied_if_of_host, own_model.as_arrays(params, 'params'))
-  opt_state = jax.tree.map(_copied_if_of_host, own_model.as_arrays(opt_state, 'opt_state'))
+  params = jax.tree.map(copies_lib.copied_if_of_host, own_model.as_arrays(params, 'params'))
+  opt_state = jax.tree.map(
+    copies_lib.copied_if_of_host, own_model.as_arrays(opt_state, 'opt_state')
+  )
   if hosts.are_several(params):
     return hosts.on_all(params, params), hosts.on_all(opt_state, params)
   return jax.device_put(params), jax.device_put(opt_state)
@@ -249,20 +208,6 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
   return shardings[0]
-
-
-def _copied_if_of_host(leaf: Any) -> Any:
-  """A copy of memory of the host, which its program may write again: jax would share it."""
-  return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
-
-
-def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-  leaf = _copied_if_of_host(leaf)
-  if isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding):
-    return leaf
-  if isinstance(leaf, np.ndarray) and sharding is not None:
-    return mesh_lib.put(leaf, sharding)
-  return jax.device_put(leaf, sharding)
 
 
 def require_alike(mine: Any, its: Any, what: str = '') -> None:

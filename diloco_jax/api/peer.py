@@ -15,7 +15,9 @@ settings of lock step.
 import contextlib
 import dataclasses
 import operator
+import os
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,7 +35,6 @@ from diloco_jax.nodes import dial, learner_node, lifecycle, own_model, run_folde
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
-from diloco_jax.storage import arrays
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import addresses
 
@@ -50,16 +51,14 @@ class Peer:
 
   def __init__(
     self,
-    params: Any,
-    moments: Any,
+    form: states.Form,
+    params: dict[str, jax.Array],
+    moments: dict[str, jax.Array] | None,
     total_steps: int,
     learner: str,
-    rebuild: Callable[[Any, Any], Any],
   ):
-    self._structure = jax.tree.structure(params)
-    self._names = tuple(arrays.by_name(params))  # in tree order; jit sorts those of a dict
-    self._arrays = own_arrays.OwnArrays(arrays.by_name(params), moments)
-    self.total_steps, self.learner, self._rebuild = total_steps, learner, rebuild
+    self._form, self._arrays = form, own_arrays.OwnArrays(params, moments, form)
+    self.total_steps, self.learner = total_steps, learner
     self._node: own_node.Node  # once the run has steps left for it
     self._taken = False  # the loop has read `params`
     self._stale = ''  # a copy of a parameter in the moments that has moved, unseen by the loop
@@ -74,13 +73,14 @@ class Peer:
     self._ended_ns = 0  # of the newest step that is recorded
     self.clock: int | None = None
     self.failed = False  # an error has ended it at once
+    self._stepping = False  # the loop uses `steps`
+    self._process, self._calls = os.getpid(), threading.Lock()
 
   @property
   def params(self) -> Any:
     """The parameters to go on with, or the state, if `join` was given one."""
     self._taken = True
-    held = map(self._arrays.params.get, self._names)
-    return self._rebuild(jax.tree.unflatten(self._structure, held), self._arrays.moments)
+    return self._form.rebuild(self._arrays.params, self._arrays.moments)[0]
 
   @property
   def opt_state(self) -> Any:
@@ -88,7 +88,7 @@ class Peer:
     the one given. After a sync it differs from the one given to it where that has copies of the
     parameters, which have moved as these have (docs/your_model.md)."""
     self._stale = self._unread = ''
-    return self._arrays.moments
+    return self._form.rebuild(self._arrays.params, self._arrays.moments)[1]
 
   @property
   def shard(self) -> tuple[int, int]:
@@ -104,12 +104,13 @@ class Peer:
     through all data, as `train.data.Shard` does.
     """
     while self.clock is not None:
+      self._require_own_process()
       if not self._synced:
         raise RuntimeError(
           'peer.sync was not called after the last step: call it once per step; in '
           'zip(peer.steps(), batches), which takes a step first, the batches may have no end'
         )
-      self._synced = False
+      self._synced, self._stepping = False, True
       begun_ns = time.monotonic_ns()
       work = self._node.work
       try:
@@ -155,28 +156,45 @@ class Peer:
     Raises:
       Ended: the run is over, or an error has ended this learner.
       Any error of the boundary's work, which ends the learner at once, as a crash would.
-      RuntimeError: the first step does not count, and has consumed what `join` was given.
+      RuntimeError: the first step does not count, and has consumed what `join` was given; or the
+        call is the second one in a step, or beside one of another thread, or in a process that was
+        forked.
       TypeError: `tokens` is not an integer.
       ValueError: the arrays are not like those given to `join`, there are no tokens, or a metric
         is no number.
     """
+    self._require_own_process()
+    if not self._calls.acquire(blocking=False):
+      raise RuntimeError(
+        'another thread is in peer.sync: the loop of a learner is one thread, and nothing of this '
+        'call counts. Two loops are two learners: call join in each'
+      )
+    try:
+      return self._sync(params, tokens, opt_state, dict(metrics or {}))
+    finally:
+      self._calls.release()
+
+  def _sync(self, params: Any, tokens: int, opt_state: Any, metrics: dict[str, Any]) -> Any:
     if self.clock is None:
       raise Ended(
         'the run is over, or this learner has ended with an error: leave the loop once peer.clock '
         'is None'
       )
+    if self._stepping and self._synced:
+      raise RuntimeError(
+        'peer.sync was called twice in one step, and would have left a batch out: call it once for '
+        'each step that peer.steps yields. Nothing of this call counts'
+      )
     tokens = operator.index(tokens)  # also of NumPy and JAX: tapes and messages hold plain ones
     most = config_lib.TABLE['max_step_tokens'].default
     if not 0 < tokens <= most:
       raise ValueError(f'tokens is {tokens}: a step trains on at least one, and at most {most:,}')
-    metrics = dict(metrics or {})
     for name, value in metrics.items():
       if not hasattr(value, '__float__'):
         raise ValueError(f'metrics: {name} is {value!r}, give one number')
       if np.ndim(value):
         raise ValueError(f'metrics: {name} has the shape {np.shape(value)}, give one number')
-    parts = states.split(params, opt_state)
-    self._rebuild = parts.rebuild
+    named, kept = self._form.split(params, opt_state)
     if opt_state is None:  # a whole state, of which the last sync has returned all
       self._stale = self._unread = ''
     if not self._taken:  # a first step, on arrays that are not the run's
@@ -187,17 +205,11 @@ class Peer:
         )
       self._synced, self._boundary_ns = True, time.monotonic_ns()
       return self.params
-    held, named = self._arrays.params, self._checked(parts.params, parts.opt_state)
+    held, copies = self._arrays.params, self._arrays.copies
+    self._check(named, kept)
     if self._unread:
       self._node.say(self._unread)
       self._unread = ''
-    if self._stale and not self._warned:
-      self._warned = True
-      self._node.say(
-        f'opt_state: {self._stale} is a copy of a parameter, and has stayed where it was when a '
-        'merged value was adopted: a step that computes from it undoes the merge. Nothing is lost: '
-        'take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
-      )
     if (undone := self._watch.undone(named)) and not self._warned:
       self._node.say(
         f'{undone}: the first step after the adoption of a merged value has gone back to about the '
@@ -207,10 +219,16 @@ class Peer:
         '(docs/your_model.md)'
       )
     with self._ends_with_an_error():
-      self._arrays.take(named, parts.opt_state)
-      if not self._measured:
-        self._arrays.look()
-      if self._arrays.copies:
+      self._arrays.take(named, kept)
+      copies.take(self._arrays.params, self._arrays.moments or {})
+      if self._stale and copies.moves(self._stale) and not self._warned:
+        self._warned = True
+        self._node.say(
+          f'opt_state: {self._stale} is a copy of a parameter, and has stayed where it was when a '
+          'merged value was adopted: a step that computes from it undoes the merge. Nothing is '
+          'lost: take `opt_state = peer.opt_state` after each sync (docs/your_model.md)'
+        )
+      if copies.moving:
         self._node.work.exchange.borrow()
       trained = self._arrays.params
       self._arrays.tokens_per_step = tokens
@@ -224,6 +242,20 @@ class Peer:
       with self._watch.boundary(self._arrays):
         self._next()
       return self.params
+
+  def _require_own_process(self) -> None:
+    if os.getpid() != self._process:
+      raise RuntimeError(
+        f'this process was forked from the learner {self.learner}, and has neither its threads nor '
+        'its connection: only the process that has joined may train, and goes on. Nothing of this '
+        'call counts'
+      )
+
+  def __reduce__(self) -> Any:
+    raise TypeError(
+      f'the learner {self.learner} cannot go to another process: call join there, with a learner '
+      'of its own'
+    )
 
   @contextlib.contextmanager
   def _ends_with_an_error(self) -> Iterator[None]:
@@ -275,11 +307,8 @@ class Peer:
     self._node.work.record(result, *between)
     return {'step_ns': step_ns, 'data_ns': int(data_s * 1e9), 'saving_ns': between[0]}
 
-  def _checked(self, params: Any, opt_state: Any) -> dict[str, Any]:
-    """What the loop gives, by name. Raises ValueError: it is not like what `join` was given."""
-    leaves, structure = jax.tree.flatten(params)
-    same = structure == self._structure
-    named = dict(zip(self._names, leaves)) if same else arrays.by_name(params)
+  def _check(self, named: dict[str, Any], kept: dict[str, Any] | None) -> None:
+    """Raises ValueError: what the loop gives is not like what `join` was given."""
     held, moments = self._arrays.params, self._arrays.moments
     own_arrays.require_alike(held, named)
     for name, mine in held.items():
@@ -296,11 +325,10 @@ class Peer:
           f'{name} has moved to other devices since join: put the parameters there before, with '
           'jax.device_put(params, sharding)'
         )
-    if (opt_state is None) != (moments is None):
-      given = 'no opt_state' if opt_state is not None else 'an opt_state'
+    if (kept is None) != (moments is None):
+      given = 'no opt_state' if kept is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    own_arrays.require_alike(moments, opt_state, 'opt_state: ')
-    return named
+    own_arrays.require_alike(moments, kept, 'opt_state: ')
 
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""
@@ -326,6 +354,7 @@ def join(
   total_steps: int = 0,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
+  exchange: Callable[[Any], Any] | None = None,
   label: Callable[[str], str] | None = None,
   shards: int | None = 0,
   workdir: str | pathlib.Path | None = None,
@@ -390,15 +419,15 @@ def join(
   """
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  parts = states.split(params, opt_state)
-  lines, rebuild, in_place = list(states.told(parts)), parts.rebuild, parts.in_place
+  form = states.Form(params, opt_state, exchange)
+  named, kept = form.split(params, opt_state)
+  del params, opt_state
   with jax.set_mesh(None):
-    params, opt_state = own_arrays.on_devices(parts.params, parts.opt_state)
-  del parts
-  several = hosts.are_several(params)
-  model = own_model.describe(params, label)
+    named, kept = own_arrays.on_devices(named, kept)
+  several, lines = hosts.are_several(named), list(form.told())
+  model = own_model.describe(named, label or form.label)
   if label is not None:
-    lines.append(header.labels(map(label, arrays.by_name(params))))
+    lines.append(header.labels(map(label, named)))
   config = own_model.config(total_steps, sync or run_config.SyncConfig(), shards)
   config.train.checkpoint_every_steps = checkpoint_every_steps
   config.train.store = store
@@ -409,10 +438,10 @@ def join(
   address = dial.resolver(syncer, access)
   at_once = learner_node.at_once if several else contextlib.nullcontext
   event_queue = loop.EventQueue()
-  with contextlib.ExitStack() as cleanup:
+  with lifecycle.OwnStack() as cleanup:
     with at_once():
       if several:
-        sent = {name: leaf for name, leaf in arrays.by_name(params).items() if name in model.shapes}
+        sent = {name: leaf for name, leaf in named.items() if name in model.shapes}
         model = dataclasses.replace(model, values=hosts.gather(sent))
       folder = pathlib.Path(workdir or '').absolute()
       if hosts.leads():
@@ -425,14 +454,14 @@ def join(
           f'[{learner}] the run has ended: there are no steps left. peer.params are those that '
           'join was given, diloco_jax.load_params has the model of the run'
         )
-        yield Peer(params, opt_state, total_steps or 1, learner, rebuild)
+        yield Peer(form, named, kept, total_steps or 1, learner)
         return
       config = own_model.taken(config, settings)
       assembled = own_model.complete(model, config)
-      peer = Peer(params, opt_state, config.train.steps, learner, rebuild)
+      peer = Peer(form, named, kept, config.train.steps, learner)
       # Only a syncer begins with version 0; here it would be held beside the model all along.
       assembled = dataclasses.replace(assembled, init=None)
-      del params, opt_state, model
+      del named, kept, model
       say = lambda text: header.say(f'[{learner}] {text}')
       saved = peer._arrays.saved(folder, learner, config, run, say)
       saves = bool(workdir is not None or store) and peer._arrays.moments is not None
@@ -453,7 +482,7 @@ def join(
         for line in lines:
           peer._node.say(line)
         peer._next()
-      if in_place:
+      if form.in_place:
         _ = peer.params  # the loop's objects have them from here on
     if peer.clock is None:
       _require_well(peer)
@@ -462,8 +491,8 @@ def join(
       with at_once():
         yield peer
     finally:
-      lost = _leave(peer)
-      if in_place and not lost:
+      lost = not cleanup.is_here or _leave(peer)
+      if form.in_place and not lost:
         _ = peer.params  # what has been adopted since the last sync
     if not lost:
       peer._node.say(_require_well(peer))

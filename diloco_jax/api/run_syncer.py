@@ -127,7 +127,7 @@ def run_syncer(
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
     return own_model.describe(own_model.as_arrays(tree, 'init'), label)
 
-  with contextlib.ExitStack() as cleanup:
+  with lifecycle.OwnStack() as cleanup:
     folder = run_folder.or_temporary(workdir, cleanup)
     recorder = records_lib.Recorder(folder, 'syncer', prefix='[syncer] ')
     syncer = syncer_node.Syncer(
@@ -144,12 +144,14 @@ def run_syncer(
     try:
       yield server
     except BaseException as error:
-      server._stop()
-      if isinstance(server._result, BaseException):
-        error.add_note(f'The syncer has ended before: {_told(server._result)}')
+      if cleanup.is_here:
+        server._stop()
+        if isinstance(server._result, BaseException):
+          error.add_note(f'The syncer has ended before: {_told(server._result)}')
       raise
-    server._stop()
-    server._require_well()
+    if cleanup.is_here:
+      server._stop()
+      server._require_well()
 
 
 def _told(error: BaseException) -> str:

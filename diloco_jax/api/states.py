@@ -3,16 +3,20 @@
     a TrainState of flax.training, or one of its kind    its `params`, and `batch_stats` if it has
                                                          them
     (model, nnx.Optimizer), as flax.nnx has them         what the optimizer trains, and BatchStat
+    any other, with `exchange=` of join                  the float arrays of what that returns, as
+                                                         `lambda state: state.model`
 
-All else of it is saved and restored as the state of the optimizer is: steps, averages of the
-parameters, other variables, streams of random keys. Not so parameters that no optimizer trains, and
-what is no array.
+These are exchanged. All else is kept: it is saved and restored as the state of the optimizer is,
+steps, averages of the parameters, other variables, streams of random keys. Not so parameters that
+no optimizer of flax.nnx trains, and what is no array.
 
 An iterator of batches is no such state: it has no position to which a learner that comes back, or
 one that takes a shard over, could return. `zip(peer.steps(), batches)` takes one as it is; all
 learners read the same batches unless each shuffles by its own `peer.shard`.
 """
 
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,112 +25,285 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco_jax.nodes import own_model
 from diloco_jax.storage import arrays
+from diloco_jax.train import task as task_lib
 
 _SCHEDULES = 'ScaleByScheduleState', 'WrappedScheduleState'  # of optax
+_COPIES = re.compile(  # names of what is no part of a model, where another part has the same shapes
+  'ema|average|avg|shadow|swa|polyak|teacher|target|anchor|reference|master|moment|veloc|grad|accum'
+  '|^(m|v|mu|nu|opt.*)$'
+)
+_LEAST_SCALE = 1024.0  # of a loss; no scalar of a model is a power of two beyond it
+_SHOWN = 6
 
 
 class Parts(NamedTuple):
-  """The parts of a state.
+  """The parts of a state: `params`, the exchanged arrays by name; `opt_state`, the kept ones by
+  name, None: there are none; and of these two the state as the loop has it."""
+
+  params: dict[str, Any]
+  opt_state: dict[str, Any] | None
+  rebuild: Callable[[Any, Any], Any]
+
+
+class Form:
+  """How what a loop gives to `join` and `sync` falls into parts. Raises ValueError.
+
+  Args:
+    given: a state, or a tree of parameters.
+    opt_state: the state of the optimizer, if it is given beside parameters.
+    exchange: returns what of a state is exchanged.
 
   Attributes:
-    params: what is exchanged.
-    opt_state: what checkpoints have; of a whole state {'opt_state': ..., 'rest': by name}.
-    rebuild: of these two, the state as the loop has it.
-    in_place: `rebuild` has changed the objects of the loop.
-    kept: the names of what neither has.
-    optimizer: the state of the optimizer in the types of its library, if there is one.
+    label: the usual label of an exchanged array, by its name.
+    optimizer: the names of what is kept and is the optimizer's.
+    nodes: the nodes of optax in what is kept, by name.
   """
 
-  params: Any
-  opt_state: Any
-  rebuild: Callable[[Any, Any], Any]
-  in_place: bool = False
-  kept: tuple[str, ...] = ()
-  optimizer: Any = None
+  def __init__(
+    self, given: Any, opt_state: Any = None, exchange: Callable[[Any], Any] | None = None
+  ):
+    nnx = sys.modules.get('flax.nnx')  # a loop that uses it has imported it
+    pair = given if isinstance(given, tuple) else (given,)
+    self._nnx = nnx if nnx and any(isinstance(one, nnx.Optimizer) for one in pair) else None
+    if self._nnx and exchange:
+      raise ValueError('exchange: of (model, optimizer) it is what the optimizer trains')
+    if all(hasattr(given, name) for name in ('params', 'opt_state', 'replace')):
+      exchange = exchange or _of_train_state
+    self._picks = exchange is not None
+    self._whole = self._picks or self._nnx is not None
+    if self._whole and opt_state is not None:
+      raise ValueError('opt_state is part of the state that is given: leave `opt_state=` out')
+    if not self._whole:
+      require_model(given)
+    tree = self._tree(given, opt_state)
+    picked = _pick(given, exchange) if exchange else tree[0]
+    counted = own_model.statistics(picked)
+    self.label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
+    paths = list(arrays.by_name(tree)) if exchange else []
+    self._short = {paths[at]: name for name, at in arrays.by_name(picked).items()} if paths else {}
+    self._structure = self._keys = None
+    named, kept = self.split(given, opt_state)
+    typed, at = (opt_state, '') if exchange is None else (given, '')
+    if self._nnx:
+      typed, at = pair[1].opt_state, 'opt_state/opt_state'
+    self.nodes = dict(_nodes(typed, at))
+    of_optax = tuple(f'{path}/' for path in self.nodes)
+    is_optimizers = lambda name: 'opt_state' in name.split('/') or name.startswith(of_optax)
+    self.optimizer = {name for name in kept or () if not self._whole or is_optimizers(name)}
+    self._told = _line(named, kept if kept and self._whole else {})
+
+  def _tree(self, given: Any, opt_state: Any) -> Any:
+    """One tree of all: the state, or what is exchanged and what is kept."""
+    if self._nnx is None:
+      return given if self._picks else (given, opt_state)
+    try:
+      nnx, (model, optimizer) = self._nnx, given
+      frozen = nnx.Any(nnx.Param, nnx.Intermediate)  # or they come and go
+      trained = nnx.Any(optimizer.wrt, nnx.BatchStat)
+      trained, frozen, others = nnx.state(model, trained, frozen, ...)
+    except (ValueError, AttributeError, TypeError):
+      raise ValueError('of flax.nnx give (model, optimizer), one model and its Optimizer') from None
+    self._given, self._frozen = given, tuple(arrays.by_name(frozen))
+    return trained, {'opt_state': nnx.state(optimizer), 'rest': others}
+
+  def split(self, given: Any, opt_state: Any = None) -> tuple[dict[str, Any], dict | None]:
+    """What is exchanged, and what is kept, by name; of a typed key its data."""
+    tree = self._tree(given, opt_state)
+    leaves, structure = jax.tree.flatten(tree)
+    if self._structure is None or structure != self._structure:
+      self._keys, self._structure = self._named(tree), structure
+    named, kept = {}, {}
+    self._others, self._impls = {}, {}
+    for (exchanged, name), leaf in zip(self._keys, leaves):
+      if exchanged and _is_float(leaf):
+        named[name] = leaf
+      elif not exchanged and _is_key(leaf):
+        kept[name], self._impls[name] = jax.random.key_data(leaf), jax.random.key_impl(leaf)
+      elif not exchanged and isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+        kept[name] = leaf
+      else:
+        self._others[exchanged, name] = leaf
+    return named, (kept if self._whole or opt_state is not None else None)
+
+  def _named(self, tree: Any) -> list[tuple[bool, str]]:
+    """Of each leaf, whether it is exchanged, and its name."""
+    if self._picks:
+      return [(path in self._short, self._short.get(path, path)) for path in arrays.by_name(tree)]
+    names = [arrays.by_name(part) for part in tree]
+    return [(not number, name) for number in range(2) for name in names[number]]
+
+  def rebuild(self, params: dict[str, Any], kept: dict[str, Any] | None) -> tuple[Any, Any]:
+    """What the loop has given last, with these arrays: (the state, None) or (parameters, the state
+    of the optimizer)."""
+    kept = dict(kept or {})
+    for name, impl in self._impls.items():
+      kept[name] = jax.random.wrap_key_data(kept[name], impl=impl)
+    of = lambda key: self._others[key] if key in self._others else (kept, params)[key[0]][key[1]]
+    tree = jax.tree.unflatten(self._structure, [of(key) for key in self._keys])
+    if self._nnx is None:
+      return (tree, None) if self._picks else tree
+    trained, others = tree
+    self._nnx.update(self._given[0], trained, others['rest'])
+    self._nnx.update(self._given[1], others['opt_state'])
+    return self._given, None
+
+  @property
+  def in_place(self) -> bool:
+    """Whether `rebuild` changes the objects of the loop."""
+    return self._nnx is not None
+
+  def told(self) -> Iterator[str]:
+    """What a learner says of a state when it joins."""
+    yield self._told
+    if any(type(node).__name__ in _SCHEDULES for node in self.nodes.values()):
+      yield (
+        'the optimizer has a schedule by its own count of updates, which falls behind the clock of '
+        'the run while this learner is slow or away: give it the rate of the clock '
+        '(docs/your_model.md, "Schedule by clock")'
+      )
+    lost = [name for (_, name), leaf in self._others.items() if not callable(leaf)]
+    if kept := [*(self._frozen if self._nnx else ()), *lost]:
+      few = ', '.join(kept[:3])
+      yield f'{len(kept)} leaves of the state are neither exchanged nor saved: {few}'
 
 
-def split(given: Any, opt_state: Any = None) -> Parts:
-  """The parts of what a loop gives: a state, or parameters and, if it is saved, the state of the
-  optimizer. Raises ValueError."""
-  nnx = sys.modules.get('flax.nnx')  # a loop that uses it has imported it
-  pair = given if isinstance(given, tuple) else (given,)
-  if nnx and any(isinstance(one, nnx.Optimizer) for one in pair):
-    parts = _of_nnx(nnx, pair)
-  elif all(hasattr(given, name) for name in ('params', 'opt_state', 'replace')):
-    parts = _of_train_state(given)
-  else:
-    return Parts(given, opt_state, lambda params, opt_state: params, optimizer=opt_state)
-  if opt_state is not None:
-    raise ValueError('opt_state is part of the state that is given: leave `opt_state=` out')
-  return parts
+def split(given: Any) -> Parts:
+  """The parts of a state, or of a tree of parameters. Raises ValueError."""
+  form = Form(given)
+  named, kept = form.split(given)
+  return Parts(named, kept, lambda params, kept: form.rebuild(arrays.by_name(params), kept)[0])
 
 
-def told(parts: Parts) -> Iterator[str]:
-  """What a learner says of a state when it joins."""
-  by_count = lambda node: type(node).__name__ in _SCHEDULES
-  if any(map(by_count, jax.tree.leaves(parts.optimizer, is_leaf=by_count))):
-    yield (
-      'the optimizer has a schedule by its own count of updates, which falls behind the clock of '
-      'the run while this learner is slow or away: give it the rate of the clock '
-      '(docs/your_model.md, "Schedule by clock")'
+def _of_train_state(state: Any) -> Any:
+  if hasattr(state, 'batch_stats'):
+    return {'params': state.params, 'batch_stats': state.batch_stats}
+  return state.params
+
+
+def _pick(given: Any, exchange: Callable[[Any], Any]) -> Any:
+  """The tree that `exchange` returns, with the index of a leaf of `given` for each float array: one
+  array may be two leaves."""
+  leaves, structure = jax.tree.flatten(given)
+  traced = {at: leaf for at, leaf in enumerate(leaves) if hasattr(leaf, 'dtype')}
+  out = []
+
+  def run(*values: Any) -> list[Any]:
+    all_leaves = [*leaves]
+    for at, value in zip(traced, values):
+      all_leaves[at] = value
+    out.append(exchange(jax.tree.unflatten(structure, all_leaves)))
+    return [leaf for leaf in jax.tree.leaves(out[0]) if isinstance(leaf, jax.core.Tracer)]
+
+  found = jax.make_jaxpr(run)(*traced.values()).jaxpr
+  index_of = dict(zip(found.invars, traced))
+  at = [index_of.get(out) if type(out) is type(found.invars[0]) else None for out in found.outvars]
+  if not at or None in at:
+    raise ValueError(
+      'exchange: it must return parts of the state as they are, as `lambda state: state.model`, '
+      'and has returned ' + ('arrays that are computed' if at else 'no array')
     )
-  if parts.kept:
-    few = ', '.join(parts.kept[:3])
-    yield f'{len(parts.kept)} leaves of the state are neither exchanged nor saved: {few}'
+  numbers = iter(at)
+  number = lambda leaf: next(numbers) if isinstance(leaf, jax.core.Tracer) else None
+  picked = jax.tree.map(number, out[0])
+  return jax.tree.map(lambda at: at if _is_float(leaves[at]) else None, picked)
 
 
-def _of_train_state(state: Any) -> Parts:
-  names = [name for name in ('params', 'batch_stats') if hasattr(state, name)]
-  params = {name: getattr(state, name) for name in names}
-  bare = state.replace(opt_state=None, **dict.fromkeys(names))  # holds no arrays of the model
-  saved, rest, kept = _rest(bare)
-
-  def rebuild(params: Any, moments: Any) -> Any:
-    given = params if names[1:] else {'params': params}
-    return rest(moments['rest']).replace(opt_state=moments['opt_state'], **given)
-
-  moments = {'opt_state': state.opt_state, 'rest': saved}
-  params = params if names[1:] else state.params
-  return Parts(params, moments, rebuild, kept=kept, optimizer=state.opt_state)
+# --- A model, or a state? -------------------------------------------------------------------------
 
 
-def _of_nnx(nnx: Any, pair: tuple[Any, ...]) -> Parts:
-  try:
-    model, optimizer = pair
-    frozen = nnx.Any(nnx.Param, nnx.Intermediate)  # or they come and go
-    trained, frozen, others = nnx.state(model, nnx.Any(optimizer.wrt, nnx.BatchStat), frozen, ...)
-  except (ValueError, AttributeError):
-    raise ValueError('of flax.nnx give (model, optimizer), one model and its Optimizer') from None
-  saved, rest, kept = _rest(others)
+def require_model(given: Any) -> None:
+  """Raises ValueError if a tree of parameters has moments, counters, scales or copies in it."""
+  fields: dict[str, dict[str, Any]] = {}
+  ways: dict[str, str] = {}  # to a field, as '.model' or "['model']"
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(given):
+    field, path = (_path(part) for part in (keys[:1], keys[1:]))
+    fields.setdefault(field, {})[path] = leaf
+    ways[field] = jax.tree_util.keystr(keys[:1])
+  wrong: dict[str, str] = {}
+  for path, node in _nodes(given):
+    if (kind := type(node).__name__).endswith('State'):
+      wrong.setdefault(path.split('/')[0], f'{path} is a {kind} of optax')
+  others = [field for field in fields if field not in wrong]
+  wrong |= {field: what for field in others if (what := _objection(fields, field))}
+  if not wrong:
+    return
+  model = next((ways[field] for field in fields if field not in wrong), '.model')
+  lines = f'`diloco_jax.join(state, exchange=lambda state: state{model}, ...)`'
+  equinox = sys.modules.get('equinox')
+  is_module = lambda node: isinstance(node, equinox.Module)
+  if equinox and any(map(is_module, jax.tree.leaves(given, is_leaf=is_module))):
+    lines += (
+      ', or, with the rest beside it, `params, static = eqx.partition(model, eqx.is_inexact_array)`'
+      ' and `diloco_jax.join(params, opt_state=opt_state, ...)`, and in the step `model = '
+      'eqx.combine(params, static)`'
+    )
+  raise ValueError(
+    f'{next(iter(wrong.values()))}, and no parameter. Nothing was sent. What the gradient is taken '
+    f'of is exchanged, and all else of a state is kept and saved: {lines}'
+  )
 
-  def rebuild(params: Any, moments: Any) -> Any:
-    nnx.update(model, params, rest(moments['rest']))
-    nnx.update(optimizer, moments['opt_state'])
-    return pair
 
-  moments = {'opt_state': nnx.state(optimizer), 'rest': saved}
-  kept = (*arrays.by_name(frozen), *kept)
-  return Parts(trained, moments, rebuild, True, kept, optimizer.opt_state)
+def _objection(fields: dict[str, dict[str, Any]], field: str) -> str:
+  """Why a field of a tree is no part of a model, or ''."""
+  mine = fields[field]
+  for path, leaf in mine.items():
+    name = f'{field}/{path}'.strip('/')
+    if _is_key(leaf):
+      return f'{name} is a random key'
+    if isinstance(leaf, int) or (hasattr(leaf, 'dtype') and not _is_float(leaf)):
+      return f'{name} is {getattr(leaf, "dtype", type(leaf).__name__)}, as a counter'
+    if _is_float(leaf) and not np.shape(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+      if (value := float(leaf)) >= _LEAST_SCALE and not np.log2(value) % 1:
+        return f'{name} is {value:g}, as the scale of a loss'
+  shapes = lambda field: {path: np.shape(leaf) for path, leaf in fields[field].items()}
+  for other in fields if _COPIES.search(field.lower()) else ():
+    if other != field and shapes(other) == shapes(field):
+      pairs = [(leaf, fields[other][path]) for path, leaf in mine.items()]
+      if all(not np.any(leaf) or bool(jnp.all(leaf == its)) for leaf, its in pairs):
+        return f'{field} has the shapes of {other}, and its values or zeros'
+  return ''
 
 
-def _rest(tree: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any], tuple[str, ...]]:
-  """What a tree has beside parameters and moments: its arrays and numbers by name, of a typed key
-  its data; the tree again, from these; and the names of its other leaves, which stay."""
-  structure, saved, others, impls = jax.tree.structure(tree), {}, {}, {}
-  for name, leaf in arrays.by_name(tree).items():
-    others[name] = None
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      saved[name], impls[name] = jax.random.key_data(leaf), jax.random.key_impl(leaf)
-    elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
-      saved[name] = leaf
-    else:
-      others[name] = leaf
-  kept = tuple(others.keys() - saved.keys())
+def _path(keys: tuple[Any, ...]) -> str:
+  return jax.tree_util.keystr(keys, simple=True, separator='/')
 
-  def rebuild(saved: dict[str, Any]) -> Any:
-    keys = {name: jax.random.wrap_key_data(saved[name], impl=impl) for name, impl in impls.items()}
-    leaves = others | saved | keys
-    return jax.tree.unflatten(structure, [leaves[name] for name in others])
 
-  return saved, rebuild, kept
+def _nodes(tree: Any, at: str = '') -> Iterator[tuple[str, Any]]:
+  """The named tuples of optax in a tree, with their paths."""
+  is_node = lambda one: type(one).__module__.startswith('optax') and hasattr(one, '_fields')
+  for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
+    if is_node(node):
+      path = '/'.join(filter(None, (at, _path(keys))))
+      yield path, node
+      for field in node._fields:
+        yield from _nodes(getattr(node, field), f'{path}/{field}'.lstrip('/'))
+
+
+def _is_key(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_float(leaf: Any) -> bool:
+  return isinstance(leaf, float) or (
+    hasattr(leaf, 'dtype') and jnp.issubdtype(leaf.dtype, jnp.floating)
+  )
+
+
+def _line(named: dict[str, Any], kept: dict[str, Any]) -> str:
+  """What is exchanged, by name and size, and which fields of a state are kept.
+
+  >>> _line({'w': np.ones((8, 4)), 'b': np.ones(4)}, {'opt_state/mu/w': 0, 'step': 0})
+  'exchanges 36 parameters in 2 arrays: w [8, 4], b [4]; keeps opt_state, step'
+  """
+  sizes = {name: math.prod(np.shape(leaf)) for name, leaf in named.items()}
+  largest = sorted(named, key=lambda name: -sizes[name])
+  shown = [f'{name} {list(np.shape(named[name]))}' for name in largest[:_SHOWN]]
+  more = [f'{len(named) - _SHOWN} more'] if len(named) > _SHOWN else []
+  fields = list(dict.fromkeys(name.split('/')[0] for name in kept))
+  return (
+    f'exchanges {sum(sizes.values()):,} parameters in {len(named)} arrays: '
+    + ', '.join(shown + more)
+    + (f'; keeps {", ".join(fields)}' if fields else '')
+  )

@@ -64,8 +64,8 @@ def shipped() -> list[str]:
   """NAME:VARIANT of each config of the package."""
   names = []
   for path in sorted(_SHIPPED.glob('[!_]*.py')):
-    variants = getattr(module(path), 'VARIANTS', ())
-    names += [f'{path.stem}:{variant}' for variant in variants] or [path.stem]
+    variants = getattr(module(path), 'VARIANTS', ('',))
+    names += [f'{path.stem}:{variant}'.rstrip(':') for variant in variants]
   return names
 
 

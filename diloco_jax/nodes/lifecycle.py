@@ -1,6 +1,7 @@
 """The start and the end of each process that is a node: jax, the folder, signals, the exit code."""
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import signal
@@ -17,6 +18,24 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import grpc_session
+
+
+class OwnStack(contextlib.ExitStack):
+  """An ExitStack of this process alone: one that was forked has neither its threads nor its
+  connections, and would wait for them for ever."""
+
+  def __init__(self):
+    super().__init__()
+    self._process = os.getpid()
+
+  @property
+  def is_here(self) -> bool:
+    return os.getpid() == self._process
+
+  def __exit__(self, *raised: object) -> bool:
+    if not self.is_here:  # nor may its generators end, as they would when nothing holds them
+      ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.pop_all()))
+    return bool(super().__exit__(*raised))
 
 
 def prepare_jax(devices: int, ahead: bool = False) -> None:

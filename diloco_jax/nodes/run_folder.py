@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import shutil
 import stat
 import sys
 import tempfile
@@ -127,7 +128,9 @@ def claim(workdir: pathlib.Path) -> None:
 def or_temporary(workdir: str | os.PathLike | None, cleanup: contextlib.ExitStack) -> pathlib.Path:
   """The folder to work in, as `claim`; None: a temporary one, which `cleanup` removes."""
   if workdir is None:
-    return pathlib.Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='diloco-')))
+    folder = tempfile.mkdtemp(prefix='diloco-')  # a TemporaryDirectory would end with any fork
+    cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    return pathlib.Path(folder)
   made = pathlib.Path(workdir).absolute()
   claim(made)
   return made

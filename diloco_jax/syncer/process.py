@@ -71,6 +71,9 @@ class SyncerRecords:
         )
         self.report_followers()
         self._say(fact)
+      case protocol_facts.Member(state='joined' | 'lost'):
+        why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
+        self.say(f'{fact.learner} {"joined" if fact.state == "joined" else why}')
       case protocol_facts.Synced():
         self._records.scalars(
           fact.sync,

@@ -7,7 +7,8 @@
 `train.init_from`, a Hugging Face folder (pretrained.py) or a *.safetensors file, as `diloco export`
 writes it; without one the random ones of the task's own `init`, to try it out. Such a folder
 is mapped, not read: a process reads the rows of its own devices, the syncer none. `diloco export
---out=NEW_FOLDER` adds A B to W.
+--out=NEW_FOLDER` adds A B to W. The sum is float32, and is rounded once: by the decoder to its
+`model.dtype`, which is float32 unless you say otherwise, and by the export to the type of W.
 """
 
 import dataclasses
@@ -36,10 +37,16 @@ def lora(whole: task_lib.Task, rank: int) -> task_lib.Task:
     make = functools.partial(matrices, seed, whole, rank)
     return {'base': frozen, 'lora': jax.tree_util.tree_map_with_path(make, frozen)}
 
-  def merged(params: task_lib.Params) -> task_lib.Params:
-    add = lambda w, ab: (
-      w if ab is None else w + (ab['a'] @ ab['b']).reshape(w.shape).astype(w.dtype)
-    )
+  def merged(params: task_lib.Params, rounds: bool = False) -> task_lib.Params:
+    """Float32, or rounded once to the type of W: an A B below half a step of bfloat16 would change
+    nothing in it."""
+
+    def add(w: Any, ab: dict[str, Any] | None) -> Any:
+      if ab is None:
+        return w
+      total = w.astype(np.float32) + (ab['a'] @ ab['b']).reshape(w.shape)
+      return total.astype(w.dtype) if rounds else total
+
     return jax.tree.map(add, params['base'], params['lora'])
 
   def label(path: str) -> str:
@@ -48,11 +55,12 @@ def lora(whole: task_lib.Task, rank: int) -> task_lib.Task:
     return whole.label(path.removeprefix('lora/').removesuffix('/a').removesuffix('/b'))
 
   of_merged = lambda function: lambda params, *rest: function(merged(params), *rest)
+  rounded = lambda params: whole.export(merged(params, rounds=True))
   return dataclasses.replace(
     whole,
     init=lambda seed: adapted(whole.init(seed), seed),
     start=(lambda path, seed: adapted(whole.start(path, seed), seed)) if whole.start else None,
-    export=of_merged(whole.export) if whole.export else None,
+    export=rounded if whole.export else None,
     loss=of_merged(whole.loss),
     logits=of_merged(whole.logits) if whole.logits else None,
     label=label,

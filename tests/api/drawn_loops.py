@@ -4,9 +4,12 @@
 
 One learner, an outer step of rate 1 without momentum, lock step, payloads without loss. A seed
 draws the values, their dtypes and shardings, the mesh, the optimizer, the kind of state, donation,
-the settings, and whether the loop is left after a sync of all fragments and begun again. Of two
-learners (`pair`) both adopt the mean of what they gave, and a step whose gradient is zero leaves
-it.
+the settings, and whether the loop is left after a sync of all fragments and begun again. A state
+has what loops keep: averages (of one of which the first value is the parameters), a reference to
+which the gradient pulls, float32 masters, the scale of a loss and its count, random keys, which are
+also in the state of an optimizer that adds noise. Of two learners (`pair`) both adopt the mean of
+what they gave, and a step whose gradient is zero leaves it; their references stay, bit for bit, and
+their averages and keys are moved by no adoption; the z of schedule_free of both come together.
 
 Shapes and optimizers are few, so the draws of one process share their compiled functions.
 """
@@ -48,6 +51,17 @@ def masters(rate: float) -> optax.GradientTransformation:
   return optax.GradientTransformation(lambda params: {'master': jax.tree.map(copy, params)}, update)
 
 
+def anchored(rate: float) -> optax.GradientTransformation:
+  """SGD that pulls towards the first parameters, a reference in its state."""
+
+  def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    pull = lambda g, p, first: g + jnp.asarray(0.125, g.dtype) * (p - first)
+    pulled = jax.tree.map(pull, grads, params, state['reference'])
+    return jax.tree.map(lambda g: jnp.asarray(-rate, g.dtype) * g, pulled), state
+
+  return optax.GradientTransformation(lambda p: {'reference': jax.tree.map(jnp.copy, p)}, update)
+
+
 _EPS = 1e-4  # else Adam makes whole steps of a gradient that is rounding, as behind a dead unit
 _OPTIMIZERS = {
   'sgd': optax.sgd(0.1, momentum=0.9),
@@ -56,8 +70,13 @@ _OPTIMIZERS = {
   'schedule': optax.adam(optax.cosine_decay_schedule(1e-2, _STEPS), eps=_EPS),
   'steps': optax.MultiSteps(optax.adam(1e-2, eps=_EPS), 2),
   'schedule_free': optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1),
+  'noise': optax.chain(optax.add_noise(0.01, 0.55, 7), optax.sgd(0.1)),
+  'anchored': anchored(0.1),
+  'masters': masters(0.1),
+  'madgrad': optax.contrib.madgrad(0.1),
 }
-_WITHOUT_MOMENTUM = {'plain sgd': optax.sgd(0.1), 'masters': masters(0.1)}
+_OF_PAIRS = {name: _OPTIMIZERS[name] for name in ('masters', 'schedule_free')}
+_OF_PAIRS['plain sgd'] = optax.sgd(0.1)
 _MESHES = {
   'none': (0, ''),
   **{f'{n} {kind}': (n, kind) for n in (1, 2) for kind in ('Auto', 'Explicit')},
@@ -66,11 +85,24 @@ _MESHES = {
 
 class _State(train_state.TrainState):
   average: Any
+  mean: Any
+  reference: Any
+  scale: jax.Array
+  good: jax.Array
   key: jax.Array
 
 
+class _Named(NamedTuple):
+  """The same for `join(..., exchange=)`, as frameworks without a state of their own have it."""
+
+  weights: Any
+  moments: Any
+  rest: dict[str, Any]
+
+
 class Draw(NamedTuple):
-  """`kind`: 'state' (a TrainState), 'parts' (its parameters and opt_state), 'nnx', or 'pair'.
+  """`kind`: 'state' (a TrainState), 'named' (`exchange` picks the parameters), 'parts' (parameters
+  and opt_state), 'nnx', or 'pair'.
   `stop`: the clock at which the loop is left, 0: never."""
 
   seed: int
@@ -87,10 +119,12 @@ class Draw(NamedTuple):
 def draw(seed: int) -> Draw:
   rng = np.random.default_rng(seed)
   one = lambda *choices: choices[rng.integers(len(choices))]
-  kind = one('state', 'parts', 'nnx', 'pair')
-  optimizer = one(*(_WITHOUT_MOMENTUM if kind == 'pair' else _OPTIMIZERS))
+  kind = one('state', 'named', 'parts', 'nnx', 'pair')
+  optimizer = one(*(_OF_PAIRS if kind == 'pair' else _OPTIMIZERS))
   fragments, period = one(1, 2), one(2, 4)
-  saves = kind in ('state', 'nnx') and fragments == 1  # else no sync is one of all, or saves all
+  saves = (
+    kind in ('state', 'named', 'nnx') and fragments == 1
+  )  # else no sync is one of all, or saves all
   stop = one(0, period, 2 * period) % _STEPS if saves else 0
   mesh = 'none' if kind == 'nnx' else one(*_MESHES)
   return Draw(
@@ -113,11 +147,14 @@ def _state(drawn: Draw, seed: int) -> _State:
     at = {name: jax.NamedSharding(mesh, spec) for name, spec in split.items()}
     params = jax.device_put(params, at)
   params = jax.tree.map(jnp.asarray, params)
-  copy = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), params)
+  copy = lambda: jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), params)
   state = _State.create(
-    apply_fn=None, params=params, tx=(_OPTIMIZERS | _WITHOUT_MOMENTUM)[drawn.optimizer],
-    average=copy, key=jax.random.key(seed),
+    apply_fn=None, params=params, tx=(_OPTIMIZERS | _OF_PAIRS)[drawn.optimizer],
+    average=copy(), mean=copy(), reference=copy(), scale=jnp.float32(1024.0),
+    good=jnp.zeros((), jnp.int32), key=jax.random.key(seed),
   )  # fmt: skip
+  # Some of optax.contrib keep the very arrays, which cannot be donated twice.
+  state = state.replace(opt_state=jax.tree.map(jnp.copy, state.opt_state))
   if not devices:
     return state
   # Scalars where a step leaves them: XLA rounds those of bfloat16 otherwise in the step that finds
@@ -129,12 +166,21 @@ def _state(drawn: Draw, seed: int) -> _State:
 
 def _train(state: _State, batch: jax.Array) -> _State:
   keep = jax.random.bernoulli(state.key, 0.5, ())  # as of dropout
-  grads = jax.tree.map(lambda leaf: leaf * batch * (1 + keep) + batch, state.params)
+  pull = lambda leaf, first: leaf * batch * (1 + keep) + batch + batch * (leaf - first) / 8
+  grads = jax.tree.map(pull, state.params, state.reference)
+  grads = jax.tree.map(lambda g: g * state.scale / state.scale, grads)
   grads = jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), grads, state.params)
+  finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+  good = jnp.where(finite, state.good + 1, 0)
+  scale = jnp.where(finite, state.scale * jnp.where(good % 3, 1.0, 2.0), state.scale / 2)
   state = state.apply_gradients(grads=grads)
-  average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state.average, state.params)
-  average = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.params)
-  return state.replace(average=average, key=jax.random.split(state.key)[0])
+  near = lambda tree, rate: jax.tree.map(
+    lambda a, p: (a + (p - a) * rate).astype(p.dtype), tree, state.params
+  )
+  return state.replace(
+    average=near(state.average, 0.1), mean=near(state.mean, 1 / good), scale=scale, good=good,
+    key=jax.random.split(state.key)[0],
+  )  # fmt: skip
 
 
 _TRAIN = {True: jax.jit(_train, donate_argnums=0), False: jax.jit(_train)}
@@ -171,6 +217,18 @@ class _Loop(NamedTuple):
   step: Callable[[Any, Any], Any]
   given: Callable[[Any], dict[str, Any]]  # to `join` and `sync`
   taken: Callable[[Any, Any, diloco_jax.Peer], Any]  # the state of what they return
+  more: dict[str, Any] = {}  # to `join` alone
+
+
+_REST = 'step', 'average', 'mean', 'reference', 'scale', 'good', 'key'
+
+
+def _name(state: _State) -> _Named:
+  return _Named(state.params, state.opt_state, {name: getattr(state, name) for name in _REST})
+
+
+def _unname(state: _State, named: _Named) -> _State:
+  return state.replace(params=named.weights, opt_state=named.moments, **named.rest)
 
 
 def _loop(drawn: Draw, seed: int) -> _Loop:
@@ -179,6 +237,14 @@ def _loop(drawn: Draw, seed: int) -> _Loop:
     pair = model, nnx.Optimizer(model, _OPTIMIZERS[drawn.optimizer], wrt=nnx.Param)
     step = lambda pair, batch: _fit(*pair, batch) or pair
     return _Loop(pair, step, lambda pair: {'params': pair}, lambda pair, new, peer: pair)
+  if drawn.kind == 'named':
+    return _Loop(
+      _state(drawn, seed),
+      _TRAIN[drawn.donates],
+      lambda state: {'params': _name(state)},
+      lambda state, new, peer: _unname(state, new),
+      {'exchange': lambda named: named.weights},
+    )
   whole = drawn.kind == 'state' or (drawn.kind == 'pair' and drawn.donates)
   if whole:
     given, taken = (lambda state: {'params': state}), (lambda state, new, peer: new)
@@ -239,7 +305,7 @@ def _joined(drawn: Draw, stops: tuple[int, ...], server: Any, workdir: pathlib.P
     loop = _loop(drawn, drawn.seed)
     state, where = loop.state, {'syncer': server.address, 'learner': 'l0'}
     where |= {'workdir': workdir} if drawn.stop else {}
-    with diloco_jax.join(**loop.given(state), **where) as peer:
+    with diloco_jax.join(**loop.given(state), **loop.more, **where) as peer:
       state = loop.taken(state, peer.params, peer)
       for _, batch in peer.steps(_read):
         state = loop.step(state, batch)
@@ -263,17 +329,21 @@ def _single(drawn: Draw) -> str:
   return ', '.join(wrong)
 
 
+_EXACT = '.reference', '.key', '.scale', '.good', '.step'  # of a _State
+
+
 def _same(drawn: Draw, path: str, mine: np.ndarray, plain: np.ndarray) -> bool:
   """The same bits. What a loop takes from the syncer and keeps nothing beside, in a second life or
   as a statistic, is A - (A - theta), and float32 rounds the difference of a small and a large
   value."""
-  if not (drawn.stop or "['mean']" in path or "['var']" in path):
+  rounds = drawn.stop or "['mean']" in path or "['var']" in path
+  if not rounds or path.startswith(_EXACT):
     return np.array_equal(mine, plain)
   return np.allclose(np.float32(mine), np.float32(plain), **_CLOSE[str(mine.dtype) == 'bfloat16'])
 
 
 def _of_pair(drawn: Draw, number: int, server: Any) -> list[dict[str, np.ndarray]]:
-  """The parameters that a learner has given, adopted and kept."""
+  """The state that a learner has given, adopted and kept."""
   with _usual_promotion():
     loop, seen = _loop(drawn, drawn.seed), []
     where = {'syncer': server.address, 'learner': f'l{number}'}
@@ -283,10 +353,10 @@ def _of_pair(drawn: Draw, number: int, server: Any) -> list[dict[str, np.ndarray
         batch = np.float32((number + 0.5) * (clock < drawn.period))
         state = loop.step(state, batch)
         if clock in (drawn.period - 1, drawn.period):
-          seen.append(_bits(state.params))
+          seen.append(_bits(state))
         state = loop.taken(state, peer.sync(**loop.given(state), tokens=1), peer)
         if clock == drawn.period - 1:
-          seen.append(_bits(state.params))
+          seen.append(_bits(state))
     return seen
 
 
@@ -302,13 +372,24 @@ def _pair(drawn: Draw) -> str:
   close = _CLOSE[drawn.dtype == 'bfloat16']
   exact = drawn.optimizer == 'plain sgd'
   wrong = []
+  for path in ours[0]:
+    if path.startswith(('.average', '.mean', '.reference', '.key')):
+      moved = [path for seen in (ours, others) if not np.array_equal(seen[0][path], seen[1][path])]
+      wrong += [f'{path} that an adoption has moved'] * bool(moved)
+    if drawn.optimizer == 'schedule_free' and '.z[' in path:
+      gaps = [np.abs(np.float32(mine[path]) - its[path]).max() for mine, its in zip(ours, others)]
+      wrong += [f'{path} that are apart'] * bool(gaps[1] > gaps[0] / 2)
   for path, adopted in ours[1].items():
+    if not path.startswith('.params'):
+      continue
     (gave, _, kept), (gave_too, adopted_too, kept_too) = (
       [np.float32(one[path]) for one in seen] for seen in (ours, others)
     )
     wrong += [f'{path} of both'] * (not np.array_equal(np.float32(adopted), adopted_too))
     mean = (gave + gave_too) / 2
     wrong += [f'{path} as the mean'] * (not np.allclose(adopted_too, mean, **close))
+    if drawn.optimizer == 'schedule_free':  # a step without a gradient goes towards z
+      continue
     same = np.array_equal if exact else functools.partial(np.allclose, **close)
     wrong += [f'{path} as kept'] * (not (same(adopted_too, kept) and same(adopted_too, kept_too)))
   return ', '.join(wrong)

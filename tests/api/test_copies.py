@@ -4,6 +4,7 @@ The gradients do not depend on the parameters, so a loop that adopts goes on alo
 loop without a syncer, moved by what it has adopted: one whose copies undo a merge leaves it.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from flax import nnx
 from flax.training import train_state
 
 import diloco_jax
-from diloco_jax.api import own_arrays, states
+from diloco_jax.api import copies, states
 from diloco_jax.storage import arrays
 from tests.api import drawn_loops
 
@@ -41,17 +42,6 @@ def _draw(*shape: int) -> jax.Array:
 
 _TREE = {'w': _draw(8, 8), 'b': _draw(8)}
 _HALF = {**_TREE, 'w': _TREE['w'].astype(jnp.bfloat16)}
-
-
-def _averaged(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Its state has an average of the parameters, too."""
-
-  def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    updates, inner = tx.update(grads, state['inner'], params)
-    new = optax.apply_updates(params, updates)
-    return updates, {'inner': inner, 'ema': optax.incremental_update(new, state['ema'], 0.1)}
-
-  return optax.GradientTransformation(lambda p: {'inner': tx.init(p), 'ema': p}, update)
 
 
 _LOOKAHEAD = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
@@ -82,6 +72,7 @@ class _Kind(NamedTuple):
   params: Any
   leaf: str = ''  # the copy that the line names
   evaluated: Callable[[Any, Any], Any] = lambda opt_state, params: params
+  free: bool = False  # it is schedule_free
   label: Callable[[str], str] | None = None
 
 
@@ -90,19 +81,18 @@ _EVAL = optax.contrib.schedule_free_eval_params
 _ZEROS = jax.tree.map(jnp.zeros_like, _TREE)
 _KINDS = {
   'moments': _Kind(optax.sgd(0.1, momentum=0.9), _TREE),
-  'schedule_free': _Kind(_FREE, _TREE, 'z/b', _EVAL),
+  'schedule_free': _Kind(_FREE, _TREE, 'z/b', _EVAL, True),
   'lookahead': _Kind(_lookahead(), _TREE, 'slow/b', lambda state, params: state['slow']),
   'masters': _Kind(drawn_loops.masters(0.1), _HALF, 'master/b'),
-  'ema': _Kind(_averaged(optax.sgd(0.1)), _TREE, 'ema/b', lambda state, params: state['ema']),
   'masters of some': _Kind(
     _of(drawn_loops.masters(0.1), optax.sgd(0.1)), _HALF, 'inner_states/w/inner_state/master/w'
   ),
   'the rest is frozen': _Kind(
-    _of(_FREE, optax.set_to_zero()), _TREE, 'inner_states/w/inner_state/z/w',
+    _of(_FREE, optax.set_to_zero()), _TREE, 'inner_states/w/inner_state/z/w', free=True,
     label=lambda name: 'frozen' if name == 'b' else 'body',
   ),
-  'accumulated': _Kind(optax.MultiSteps(_FREE, 2), _TREE, 'inner_opt_state/z/b'),
-  'a bare array': _Kind(_FREE, _TREE['w'], 'z', _EVAL),
+  'accumulated': _Kind(optax.MultiSteps(_FREE, 2), _TREE, 'inner_opt_state/z/b', free=True),
+  'a bare array': _Kind(_FREE, _TREE['w'], 'z', _EVAL, True),
   'madgrad from zeros': _Kind(optax.contrib.madgrad(0.1), _ZEROS, '1/x0/b'),
 }  # fmt: skip
 
@@ -133,11 +123,12 @@ class _Followed(NamedTuple):
 
 def _follow(kind: _Kind, way: str) -> _Followed:
   """Trains alone, and through `join`: the 'parts' or the 'whole' state, or the parts 'apart', which
-  keeps an opt_state of its own."""
-  grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.5), kind.params)
+  keeps an opt_state of its own. What is merged is halfway, as half the gradient would have led; so
+  the loop alone has half of it, if schedule_free is to go on from there."""
 
-  @jax.jit
-  def step(held: _Held) -> _Held:
+  @functools.partial(jax.jit, static_argnums=1)
+  def step(held: _Held, size: float = 0.5) -> _Held:
+    grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, size), kind.params)
     updates, opt_state = kind.tx.update(grads, held.opt_state, held.params)
     return _Held(optax.apply_updates(held.params, updates), opt_state)
 
@@ -151,25 +142,28 @@ def _follow(kind: _Kind, way: str) -> _Followed:
     return max(_farthest(_plus(_plus(one, moved, -1), plain, -1)) for one, plain in pairs)
 
   (alone, given), worst = begin(), 0.0
-  moved = _plus(alone.params, alone.params, -1)
+  moved, adopted = _plus(alone.params, alone.params, -1), 0.0
   with diloco_jax.run_syncer(**_RUN) as server:
     with diloco_jax.join(**given, syncer=server.address, label=kind.label) as peer:
       taken = peer.params
       mine = taken if way == 'whole' else _Held(taken, peer.opt_state)
       for _ in peer.steps():
-        mine, alone = step(mine), step(alone)
-        worst = max(worst, off())
+        mine, alone = step(mine), step(alone, 0.25 if kind.free else 0.5)
+        worst = worst if kind.free else max(worst, off())
         trained = jax.tree.map(np.float32, mine.params)
         if way == 'whole':
           mine = peer.sync(mine, tokens=1)
         else:
           params = peer.sync(**mine._asdict(), tokens=1)
           mine = _Held(params, peer.opt_state if way == 'parts' else mine.opt_state)
-        moved = _plus(moved, _plus(mine.params, trained, -1))
-        worst = max(worst, off())
+        if not kind.free:
+          moved = _plus(moved, _plus(mine.params, trained, -1))
+        adopted += _farthest(_plus(mine.params, trained, -1))
+        if not (kind.free and peer.clock and peer.clock % 4):
+          worst = max(worst, off())
     merged = server.wait(_DEADLINE_S)
   named = {name: leaf for name, leaf in arrays.by_name(mine.params).items() if name in merged}
-  return _Followed(_farthest(moved), worst, _farthest(_plus(named, dict(merged), -1)))
+  return _Followed(adopted, worst, _farthest(_plus(named, dict(merged), -1)))
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +198,7 @@ def test_copies_of_parameters_move_with_what_is_adopted(name, capfd):
 def test_a_loop_that_keeps_its_own_state_is_told_once_with_the_name_of_a_leaf(name, capfd):
   leaf = _KINDS[name].leaf
   seen = _follow(_KINDS[name], 'apart')
-  assert (seen.off > _CLOSE) == bool(leaf)
+  assert (seen.off > _CLOSE / 2) == bool(leaf)
   assert re.findall(rf'opt_state: (\S*) {_STALE}', capfd.readouterr().out) == [leaf] * bool(leaf)
 
 
@@ -231,28 +225,68 @@ def test_fast_and_slow_parameters_of_lookahead_are_adopted_alike(capfd):
   _require_silent(capfd)
 
 
-class _Averaged(train_state.TrainState):
-  average: Any
+class _Keeps(train_state.TrainState):
+  kept: Any
 
 
-@pytest.mark.long
-def test_an_average_in_a_train_state_follows_what_is_adopted_at_its_own_rate(capfd):
-  """Its steps are zero once the fourth is made."""
-  state = _Averaged.create(apply_fn=None, params=_TREE, tx=optax.sgd(1.0), average=_TREE)
+def _kept_after(kept: dict[str, Any], steps: int) -> dict[str, Any]:
+  """One step of a loop that computes its parameters from `master`. The mean of all values is the
+  first one after a step; what is refreshed now and then was the parameters at that step."""
+  master = jax.tree.map(lambda leaf: leaf - 0.0625, kept['master'])
+  return {
+    'master': master,
+    'reference': kept['reference'],
+    'ema': optax.incremental_update(master, kept['ema'], 0.25),
+    'mean': jax.tree.map(lambda m, p: m + (p - m) / steps, kept['mean'], master),
+    'late': optax.incremental_update(master, kept['late'], 0.25) if steps > 3 else kept['late'],
+  }
+
+
+@pytest.mark.parametrize('place', _lanes(('field', 'opt_state'), 'field'))
+def test_of_what_a_loop_keeps_only_that_moves_of_which_its_parameters_are_made(place, capfd):
+  """A reference stays bit for bit, averages follow by their own steps. The first step is one with
+  a rate of zero, as at the start of a warm-up: it shows nothing."""
+  kept = dict.fromkeys(('master', 'reference', 'ema', 'mean', 'late'), _TREE)
+  state = _Keeps.create(apply_fn=None, params=_TREE, tx=optax.identity(), kept=kept)
+  if place == 'opt_state':
+    state = state.replace(opt_state=kept, kept=None)
+  moved = 0.0
   with diloco_jax.run_syncer(**_RUN) as server:
     with diloco_jax.join(state, syncer=server.address) as peer:
       state = peer.params
-      for clock in peer.steps():
-        grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 1.0 * (clock < 4)), _TREE)
-        state = state.apply_gradients(grads=grads)
-        average = optax.incremental_update(state.params, state.average, 0.5)
-        state = peer.sync(state.replace(average=jax.tree.map(jnp.copy, average)), tokens=1)
-        assert _farthest(_plus(state.average, average, -1)) == 0
+      for step, _ in enumerate(peer.steps()):
+        kept = jax.tree.map(jnp.copy, getattr(state, 'kept' if place == 'field' else 'opt_state'))
+        kept = _kept_after(kept, step) if step else kept
+        trained = jax.tree.map(jnp.copy, kept['master'])
+        field = {'kept' if place == 'field' else 'opt_state': jax.tree.map(jnp.copy, kept)}
+        state = peer.sync(state.replace(params=trained, **field), tokens=1)
+        after = getattr(state, 'kept' if place == 'field' else 'opt_state')
+        moved += _farthest(_plus(after['master'], kept['master'], -1))
+        jax.tree.map(np.testing.assert_array_equal, after['reference'], _TREE)
+        for name in ('ema', 'mean', 'late'):
+          jax.tree.map(np.testing.assert_array_equal, after[name], kept[name])
+        jax.tree.map(np.testing.assert_allclose, after['master'], state.params)
     merged = server.wait(_DEADLINE_S)
-  for name, leaf in state.average.items():
-    np.testing.assert_allclose(state.params[name], merged[name], atol=1e-5)
-    np.testing.assert_allclose(leaf, merged[name], atol=2 * 2**-8)
+  assert moved > 0.1
+  jax.tree.map(lambda p, m: np.testing.assert_allclose(p, m, atol=1e-5), state.params, dict(merged))
   _require_silent(capfd)
+
+
+def test_a_reference_that_a_newcomer_has_brought_is_its_own_again_after_its_first_step():
+  """It cannot be told from masters before that."""
+  tree = {'w': _draw(8, 8)}
+  state = {'params': tree, 'reference': tree}
+  with diloco_jax.run_syncer({'w': tree['w'] + 1}, **_RUN | {'total_steps': 100}) as server:
+    with diloco_jax.join(
+      state, syncer=server.address, exchange=lambda state: state['params']
+    ) as peer:
+      state = peer.params
+      np.testing.assert_allclose(state['params']['w'], tree['w'] + 1, atol=1e-6)
+      for _ in zip(range(3), peer.steps()):
+        params = {'w': state['params']['w'] - 0.1}
+        reference = {'w': jnp.copy(state['reference']['w'])}
+        state = peer.sync({'params': params, 'reference': reference}, tokens=1)
+        np.testing.assert_array_equal(state['reference']['w'], tree['w'])
 
 
 _LOOPS = {  # of an array that the loop keeps, what `sync` has returned, and the clock, the next one
@@ -317,16 +351,22 @@ def test_masters_of_an_optimizer_follow_what_was_merged_while_their_learner_was_
   ids=lambda value: value if isinstance(value, str) else '',
 )
 def test_copies_of_parameters_are_found_in_the_states_of_optax(tx, copy):
+  """By their types, also if all values are zeros."""
   params = {'w': jnp.zeros((4, 4)), 'b': jnp.zeros(4)}
-  state = jax.tree.map(jnp.asarray, tx.init(params))
-  names = list(arrays.by_name(state))
-  found = {names[place] for place in own_arrays.find_copies(params, state)}
-  assert {name.split('/')[-2] for name in found} == ({copy} if copy else set())
+  _, kept, found = _moving(params, jax.tree.map(jnp.asarray, tx.init(params)))
+  new = jax.tree.map(lambda leaf: leaf + 1, params)
+  found.take(new, kept)  # a step that has moved the parameters, and nothing else
+  moving = {name.split('/')[-2] for name in kept if found.moves(name)}
+  assert moving == ({copy} if copy else set())
 
 
 def test_copies_of_parameters_are_found_in_an_optimizer_of_nnx():
   model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-  parts = states.split((model, nnx.Optimizer(model, _FREE, wrt=nnx.Param)))
-  found = own_arrays.find_copies(arrays.by_name(parts.params), parts.opt_state)
-  names = list(arrays.by_name(parts.opt_state))
-  assert {names[place].split('/z/')[-1] for place in found} == {'kernel', 'bias'}
+  _, kept, found = _moving((model, nnx.Optimizer(model, _FREE, wrt=nnx.Param)))
+  assert {name.split('/z/')[-1] for name in kept if found.moves(name)} == {'kernel', 'bias'}
+
+
+def _moving(*given: Any) -> tuple[dict[str, Any], dict[str, Any], copies.Copies]:
+  form = states.Form(*given)
+  params, kept = form.split(*given)
+  return params, kept, copies.Copies(params, kept, form.nodes)

@@ -197,7 +197,7 @@ def test_a_train_state_is_joined_as_a_whole(make, names, tmp_path, capfd):
       assert type(state) is type(make()) and state.step == state.opt_state[0].count
   assert int(state.step) == 29 + 1, 'the first step of each process does not count'
   assert max(losses[29], losses[31]) < 0.9 * losses[0]
-  assert set(peer._names) == names
+  assert set(peer._arrays.params) == names
   said = capfd.readouterr().out
   assert re.search('continues with the moments of its checkpoint at step', said)
 
@@ -240,7 +240,7 @@ def test_an_nnx_optimizer_is_joined_with_its_model_and_both_stay_the_loops(
           loss = _fit(model, optimizer, batch)
           given = peer.sync((model, optimizer), tokens=16, metrics={'loss': loss})
         assert given == (model, optimizer) and model.hidden.kernel is kernel
-        assert len(peer._names) == exchanged
+        assert len(peer._arrays.params) == exchanged
       ends = arrays.by_name(nnx.state(model))
       for name, leaf in peer._arrays.params.items():
         np.testing.assert_array_equal(ends[name], leaf)

@@ -1,10 +1,15 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
 import dataclasses
+import pathlib
+import pickle
 import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +33,7 @@ _WIDTH, _WORDS = 16, 32
 _RULE = np.random.default_rng(7).permutation(_WORDS)
 _TX = optax.adamw(1e-2)
 _DEADLINE_S = 240.0
+_ROOT = pathlib.Path(__file__).parents[2]
 _ONE = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
 
 
@@ -377,6 +383,83 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with pytest.raises(TimeoutError, match='no syncer answered within 0.5 s'):
     with diloco_jax.join(params, sync=sync, wait_s=0.5, **kwargs):
       pass
+
+
+def test_what_only_one_call_may_do_is_refused_at_the_other(tmp_path):
+  """Twice in a step, beside another thread, in another process; and the loop goes on."""
+  with diloco_jax.run_syncer(total_steps=20, sync=_ONE) as server:
+    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
+      params, seen = peer.params, []
+      for _, batch in peer.steps(lambda shard, index: index):
+        seen.append(batch)
+        params = peer.sync(params, tokens=1)
+        if peer.clock is not None:
+          with pytest.raises(RuntimeError, match='called twice in one step.*Nothing of this call'):
+            peer.sync(params, tokens=1)
+      assert seen == list(range(20)), 'no batch is left out'
+      with pytest.raises(TypeError, match='l0 cannot go to another process: call join there'):
+        pickle.dumps(peer)
+  entered, goes_on = threading.Event(), threading.Event()
+
+  class Waits(float):  # a metric, which the first thread is kept at
+    def __float__(self):
+      entered.set()
+      goes_on.wait(_DEADLINE_S)
+      return 1.0
+
+  with diloco_jax.run_syncer(total_steps=20, sync=_ONE) as server:
+    with diloco_jax.join(_params(), learner='l0', syncer=server.address) as peer:
+      params, steps = peer.params, peer.steps()
+      next(steps)
+      with futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(peer.sync, params, tokens=1, metrics={'loss': Waits()})
+        assert entered.wait(_DEADLINE_S)
+        with pytest.raises(RuntimeError, match='another thread is in peer.sync'):
+          peer.sync(params, tokens=1)
+        goes_on.set()
+        params = first.result(_DEADLINE_S)
+      for _ in steps:
+        params = peer.sync(params, tokens=1)
+
+
+_FORKS = """
+import os, sys
+import jax.numpy as jnp
+import diloco_jax
+
+def read(shard, index):
+  if index != 4 or os.getpid() != me:
+    return index
+  child = os.fork()
+  if child:
+    ended.append(os.waitpid(child, 0)[1])
+  elif sys.argv[1] == 'raises':
+    raise RuntimeError('the error of the child')
+  return index
+
+me, ended, params = os.getpid(), [], {'w': jnp.ones(64)}
+sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+with diloco_jax.run_syncer(total_steps=20, sync=sync) as server:
+  with diloco_jax.join(params, learner='l0', syncer=server.address) as peer:
+    for clock, index in peer.steps(read):
+      if os.getpid() != me and sys.argv[1] == 'leaves':
+        break
+      params = peer.sync(params, tokens=1)
+assert os.getpid() == me or sys.argv[1] == 'leaves'
+print('whole', clock, ended != [], os.getpid() == me, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+  'how', ['raises', pytest.param('leaves', marks=pytest.mark.long), 'trains']
+)
+def test_a_process_that_a_loop_forks_ends_and_takes_nothing_of_the_learner(how):
+  command = [sys.executable, '-c', _FORKS, how]
+  run = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, cwd=_ROOT)
+  assert not run.returncode and 'whole 19 True True' in run.stdout, run.stdout + run.stderr
+  error = {'raises': 'the error of the child', 'trains': 'was forked from the learner l0'}
+  assert error.get(how, '') in run.stderr
+  assert ('whole 4 False False' in run.stdout) == (how == 'leaves')
 
 
 def test_a_loop_takes_the_settings_of_the_syncer_and_keeps_its_own(tmp_path, capfd):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -22,6 +23,7 @@ import safetensors.numpy
 from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
+from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 from experiments.examples import lora_decoder, pretrained
 
@@ -342,6 +344,24 @@ def test_lora_begins_with_a_folder_or_a_file_and_is_merged_into_the_folder(tmp_p
   added = np.broadcast_to(pair['a'].sum(axis=1), (32, 32))
   np.testing.assert_allclose(merged[changed], before.pop(changed) + added, atol=1e-6)
   assert all(np.array_equal(merged[name], tensor) for name, tensor in before.items())
+
+
+def test_an_adapter_far_below_a_step_of_bfloat16_is_computed_with_and_rounded_once():
+  w = jnp.asarray(np.random.default_rng(0).standard_normal((32, 32)) / 20, jnp.bfloat16)
+  whole = task_lib.Task(
+    init=lambda seed: {'layer': {'w': w}}, loss=lambda params, batch, at: params['layer']['w'],
+    batches=None, tokens_per_batch=1, label=lambda path: 'body', export=lambda params: params,
+  )  # fmt: skip
+  task = lora_decoder.lora(whole, 4)
+  params = jax.tree.map(jnp.asarray, task.init(0))
+  pair = params['lora']['layer']['w']
+  pair['b'] = jnp.full_like(pair['b'], 1e-5)
+  added = pair['a'] @ pair['b']
+  assert 0 < float(jnp.abs(added).max()) < 2**-9 * float(jnp.abs(w).max())
+  w32 = w.astype(jnp.float32)
+  np.testing.assert_allclose(task.loss(params, None, None) - w32, added, atol=1e-8)
+  exported = task.export(params)['layer']['w']
+  assert np.array_equal(exported, (w32 + added).astype(jnp.bfloat16))
 
 
 def test_another_model_is_refused_by_the_name_of_the_tensor(tmp_path):
