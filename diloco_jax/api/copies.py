@@ -56,14 +56,15 @@ class Copies:
   """The copies of parameters among what a loop keeps; both by name.
 
   Args:
-    nodes: those of optax in what is kept, by name.
+    nodes: the types of those of optax in what is kept, by name.
   """
 
-  def __init__(self, params: Named, kept: Named, nodes: Mapping[str, Any]):
+  def __init__(self, params: Named, kept: Named, nodes: Mapping[str, str]):
     known = {}
     for path, node in nodes.items():
-      if kind := _OF_OPTAX.get(type(node).__name__):
-        known[f'{path}/{kind[0]}'.lstrip('/')] = kind[1]
+      if node in _OF_OPTAX:
+        field, kind = _OF_OPTAX[node]
+        known[f'{path}/{field}'.lstrip('/')] = kind
     groups = groups_of(params, kept)
     self._groups = {
       path: group for path, group in groups.items() if path in known or _equal(params, kept, group)

@@ -183,10 +183,8 @@ class Watch:
 
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
   """The arrays of the user as those of jax, on all hosts of the learner."""
-  params = jax.tree.map(copies_lib.copied_if_of_host, own_model.as_arrays(params, 'params'))
-  opt_state = jax.tree.map(
-    copies_lib.copied_if_of_host, own_model.as_arrays(opt_state, 'opt_state')
-  )
+  own = lambda tree, what: jax.tree.map(copies_lib.own, own_model.as_arrays(tree, what))
+  params, opt_state = own(params, 'params'), own(opt_state, 'opt_state')
   if hosts.are_several(params):
     return hosts.on_all(params, params), hosts.on_all(opt_state, params)
   return jax.device_put(params), jax.device_put(opt_state)

@@ -381,8 +381,8 @@ def join(
   Args:
     params: a tree of float arrays, all on the devices of this learner. They are copied before a
       merged value replaces them. Or a whole state, with its optimizer's (api/states.py): a
-      TrainState of flax, or (model, nnx.Optimizer), which are updated in place. What of it is not
-      exchanged is saved as `opt_state` is.
+      TrainState of flax, (model, nnx.Optimizer), which are updated in place, or any other, with
+      `exchange`. What of it is not exchanged is kept: saved as `opt_state` is.
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     learner: the id of this learner, for example 'l0'; one process per id, or one on each host. '':
       that of the certificate in `tls`; else a new one, which `workdir` keeps for the next process
@@ -393,6 +393,8 @@ def join(
     opt_state: the inner optimizer's state, a tree of arrays. It is saved under `workdir` or
       `store`, and a process that joins a run begins with the newest saved one, of this learner or
       else of any other there: `peer.opt_state`.
+    exchange: returns the part of a state of which the gradient is taken, as `lambda state:
+      state.model`: its float arrays are exchanged.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
       of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
       'statistic' for a BatchStat of flax.nnx. Arrays labelled 'local' or 'frozen' are never sent or

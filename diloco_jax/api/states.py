@@ -32,8 +32,8 @@ from diloco_jax.train import task as task_lib
 _SCHEDULES = 'ScaleByScheduleState', 'WrappedScheduleState'  # of optax
 _COPIES = re.compile(  # names of what is no part of a model, where another part has the same shapes
   'ema|average|avg|shadow|swa|polyak|teacher|target|anchor|reference|master|moment|veloc|grad|accum'
-  '|^(m|v|mu|nu|opt.*)$'
 )
+_MOMENTS = 'm', 'v', 'mu', 'nu'
 _LEAST_SCALE = 1024.0  # of a loss; no scalar of a model is a power of two beyond it
 _SHOWN = 6
 
@@ -58,7 +58,7 @@ class Form:
   Attributes:
     label: the usual label of an exchanged array, by its name.
     optimizer: the names of what is kept and is the optimizer's.
-    nodes: the nodes of optax in what is kept, by name.
+    nodes: the types of the nodes of optax in what is kept, by name.
   """
 
   def __init__(
@@ -88,7 +88,7 @@ class Form:
     typed, at = (opt_state, '') if exchange is None else (given, '')
     if self._nnx:
       typed, at = pair[1].opt_state, 'opt_state/opt_state'
-    self.nodes = dict(_nodes(typed, at))
+    self.nodes = {path: type(node).__name__ for path, node in _nodes(typed, at)}
     of_optax = tuple(f'{path}/' for path in self.nodes)
     is_optimizers = lambda name: 'opt_state' in name.split('/') or name.startswith(of_optax)
     self.optimizer = {name for name in kept or () if not self._whole or is_optimizers(name)}
@@ -157,7 +157,7 @@ class Form:
   def told(self) -> Iterator[str]:
     """What a learner says of a state when it joins."""
     yield self._told
-    if any(type(node).__name__ in _SCHEDULES for node in self.nodes.values()):
+    if not {*_SCHEDULES}.isdisjoint(self.nodes.values()):
       yield (
         'the optimizer has a schedule by its own count of updates, which falls behind the clock of '
         'the run while this learner is slow or away: give it the rate of the clock '
@@ -258,7 +258,8 @@ def _objection(fields: dict[str, dict[str, Any]], field: str) -> str:
       if (value := float(leaf)) >= _LEAST_SCALE and not np.log2(value) % 1:
         return f'{name} is {value:g}, as the scale of a loss'
   shapes = lambda field: {path: np.shape(leaf) for path, leaf in fields[field].items()}
-  for other in fields if _COPIES.search(field.lower()) else ():
+  names_a_copy = _COPIES.search(field.lower()) or (field in _MOMENTS and len(mine) > 1)
+  for other in fields if names_a_copy else ():
     if other != field and shapes(other) == shapes(field):
       pairs = [(leaf, fields[other][path]) for path, leaf in mine.items()]
       if all(not np.any(leaf) or bool(jnp.all(leaf == its)) for leaf, its in pairs):
