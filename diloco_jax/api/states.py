@@ -77,6 +77,11 @@ class Form:
       raise ValueError('opt_state is part of the state that is given: leave `opt_state=` out')
     if not self._whole:
       require_model(given)
+    # A float that is an attribute is a setting, as the rate of a dropout.
+    paths = jax.tree_util.tree_leaves_with_path(given)
+    self._numbers = not any(
+      isinstance(k, jax.tree_util.GetAttrKey) for keys, _ in paths for k in keys
+    )
     tree = self._tree(given, opt_state)
     picked = _pick(given, exchange) if exchange else tree[0]
     counted = own_model.statistics(picked)
@@ -117,7 +122,7 @@ class Form:
     named, kept = {}, {}
     self._others, self._impls = {}, {}
     for (exchanged, name), leaf in zip(self._keys, leaves):
-      if exchanged and _is_float(leaf):
+      if exchanged and _is_float(leaf) and (self._numbers or not isinstance(leaf, float)):
         named[name] = leaf
       elif not exchanged and _is_key(leaf):
         kept[name], self._impls[name] = jax.random.key_data(leaf), jax.random.key_impl(leaf)

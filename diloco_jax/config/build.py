@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 import pathlib
-import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,9 +29,7 @@ from diloco_jax.storage import arrays
 from diloco_jax.train import optimizer
 from diloco_jax.train import task as task_lib
 
-# The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
 _ARRAYS_CHARS = 1 << 10  # an agreement has room for 3 KiB
-_NAMED = re.compile(r'(?P<where>[\w.]+|.+?\.py):(?P<call>\w+\s*(\(.*)?)', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +45,10 @@ class Assembly:
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_down: codecs.Codec
-  rules: dict[str, merge.MergeRule | None]  # by label (train/task.py); None: never sent
-  transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
+  # By label (train/task.py), None: never sent; and the outer optimizer, applied to the merged
+  # gradient. Of the user's own they are specs still: only the syncer needs the code.
+  rules: dict[str, merge.MergeRule | str | None]
+  transform: optax.GradientTransformation | str
   agreement: str
   task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
   about: bytes = b''  # what the syncer tells such a loop (nodes/own_model.py)
@@ -151,7 +150,8 @@ def _assemble(
   task: task_lib.Task | None,
 ) -> Assembly:
   # A loop of the user's own gives its arrays the label 'local' (nodes/own_model.py).
-  rule = lambda text: None if task and text == fragments.LOCAL else merge.make(text)
+  later = lambda make: lambda text: text if spec.OWN.fullmatch(text) else make(text)
+  rule = lambda text: None if task and text == fragments.LOCAL else later(merge.make)(text)
   body, vocabulary = (_make(config, name, rule) for name in ('merge', 'embedding_merge'))
   rules = {
     'body': body,
@@ -187,7 +187,7 @@ def _assemble(
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_down=_make(config, 'codec_down', codecs.get),
     rules=rules,
-    transform=_make(config, 'outer', outer.make),
+    transform=_make(config, 'outer', later(outer.make)),
     agreement=agreement.encode({**shared, 'layout': layout.digest()}),
     task=task,
   )
@@ -199,7 +199,7 @@ def make_task(config: run_config.Config) -> task_lib.Task:
     from diloco_jax.train import decoder  # here: a loop of the user's own needs no flax
 
     return decoder.task(config.model, config.data)
-  named = _NAMED.fullmatch(config.task)
+  named = spec.OWN.fullmatch(config.task)
   if not named:
     raise ValueError(
       f'task is {config.task!r}; use {run_config.DECODER!r}, '
@@ -222,6 +222,13 @@ def _module(where: str) -> types.ModuleType:
   if where.endswith('.py'):
     return load.module(pathlib.Path(where))
   return importlib.import_module(where)
+
+
+def require_own(config: run_config.Config) -> None:
+  """Raises ValueError if the syncer cannot make a rule or optimizer of the user's own."""
+  for name, make in (('merge', merge.make), ('embedding_merge', merge.make), ('outer', outer.make)):
+    if spec.OWN.fullmatch(getattr(config.sync, name)):
+      _make(config, name, make)
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

@@ -69,15 +69,25 @@ def shipped() -> list[str]:
   return names
 
 
+_OF_FILES = (
+  ('', 'task'),
+  ('sync', 'merge'),
+  ('sync', 'embedding_merge'),
+  ('sync', 'outer'),
+  ('optimizer', 'name'),
+)
+
+
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
-  """Writes the config of the run in a folder, with absolute paths of the task, the corpus, the
-  initial arrays and the store, so that the run can be continued from any folder, and its tokenizer:
-  it belongs to the model, so it stays with it; what the run has begun with stays, too. Raises
-  OSError, and ValueError for another tokenizer."""
+  """Writes the config of the run in a folder, with absolute paths of the task, rules of the user's
+  own, the corpus, the initial arrays and the store, so that the run can be continued from any
+  folder, and its tokenizer: it belongs to the model, so it stays with it; what the run has begun
+  with stays, too. Raises OSError, and ValueError for another tokenizer."""
   values = config.to_dict()
-  file, dot_py, call = config.task.partition('.py:')
-  if dot_py:
-    values['task'] = os.path.abspath(file) + dot_py + call
+  for section, name in _OF_FILES:
+    at = values[section] if section else values
+    file, dot_py, call = at[name].partition('.py:')
+    at[name] = os.path.abspath(file) + dot_py + call if dot_py else file
   corpus = config.data.corpus
   if run_config.NODE in corpus or (corpus != STDLIB and glob.glob(corpus, recursive=True)):
     values['data']['corpus'] = os.path.abspath(corpus)

@@ -38,11 +38,13 @@ class SyncConfig(protocol_sections.Sync):
     codec_down: encoding of a published version, a delta from the version before.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4), 'majority' against liars, or 'local': never sent, each learner trains its
-      own. For all tensors but those of `embedding_merge`.
+      own. For all tensors but those of `embedding_merge`. One of your own is
+      'package.module:rule(a=1)' or 'FILE.py:rule'; only the syncer needs the file.
     embedding_merge: the same for the embedding, an untied head, and the router of a Mixture of
       Experts. Learners change it in directions of their own, which rda would not shorten: it ended
       0.2 and 0.6 % worse with two seeds (docs/findings.md).
-    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
+    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)', or
+      'package.module:make(...)', 'FILE.py:make' for one of your own. The
       default is the best of docs/studies/results.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
     follow_bytes_per_s: what the syncer sends to all followers together (diloco_jax.follow): less
@@ -197,11 +199,14 @@ class Config:
         'data.batch_size',
         'data.seed',
       )
-    return {
+    values = {
       name: value
       for name, value in self.flat().items()
       if name.startswith(shared) and name not in own
     }
+    # As the path of a task, that of a file with a rule may differ.
+    short = lambda value: re.sub(r'^.*/(?=[^/]+\.py:)', '', value)
+    return {name: short(one) if isinstance(one, str) else one for name, one in values.items()}
 
 
 def learner_ids(learners: int) -> list[str]:

@@ -75,6 +75,7 @@ class Syncer:
       door = None
       with exits.never_retry(ValueError, OSError, states.StateError):
         addresses.check(self.address, self.access)
+        build.require_own(self.config)
         if self.processes:
           parent.require_port(self.address)
         if make and own_model.read(self.folder) is None:
@@ -205,6 +206,7 @@ def main(
   assembled = None
   if config.task != run_config.OWN_LOOP:
     with exits.never_retry(ValueError):
+      build.require_own(config)
       assembled = build.assemble(config.of('syncer'))
   folder, records = lifecycle.open_folder(workdir, 'syncer')
   with exits.never_retry(OSError):

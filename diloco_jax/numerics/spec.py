@@ -1,19 +1,26 @@
-"""Specs: the names of merge rules and outer optimizers in a config, with or without arguments.
+"""Specs: the names of merge rules and optimizers in a config, with or without arguments.
 
   'rda'    'rda(floor=0.02)'    'nesterov(learning_rate=0.7, momentum=0.9)'
+  'package.module:rule(a=1)'    '/folder/file.py:rule'
 
-The name is a key of a registry, a dict of factories beside the code; the arguments are keywords
-with literal values. A spec is short and never evaluated. A wrong spec raises a ValueError with the
-valid choices.
+The name is a key of a registry, a dict of factories beside the code, or behind a colon that of a
+function of a module or a file of the user's own. The arguments are keywords with literal values. A
+spec is short and never evaluated. A wrong spec raises a ValueError with the valid choices.
 """
 
 import ast
+import importlib
+import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_CHARS = 1_000
 _SHOWN_CHARS = 100
+# The name of a folder may have '(' in it, and an argument ':', so neither is where one is cut.
+OWN = re.compile(r'(?P<where>[\w.]+|.+?\.py):(?P<call>\w+\s*(\(.*)?)', re.DOTALL)
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -47,18 +54,37 @@ def make(text: str, registry: Mapping[str, Callable[..., Any]], use: Callable[[A
   """The result of the registry's factory of that name with these arguments.
 
   Raises:
-    ValueError: an unknown name, wrong arguments, or `use` fails on the result.
+    ValueError: an unknown name, a module that cannot be imported, wrong arguments, or `use` fails
+      on the result.
 
   >>> make('root(of=16)', {'root': lambda of: of**0.5}, use=int)
   4.0
   """
-  name, arguments = parse(text)
+  own = OWN.fullmatch(text)
+  try:
+    registry = vars(_module(own['where'])) if own else registry
+  except Exception as error:  # whatever the module raises
+    raise ValueError(f'{text!r}: {type(error).__name__}: {error}') from error
+  name, arguments = parse(own['call'] if own else text)
+  if name not in registry and own:
+    raise ValueError(f'{own["where"]} has no {name!r}')
   if name not in registry:
     raise ValueError(f'{name!r} is unknown; use one of: {", ".join(sorted(registry))}')
   try:
     made = registry[name](**arguments)
     use(made)
-  except (TypeError, ValueError, ArithmeticError) as error:
+  except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
     what, signature = (str(error) or 'wrong').splitlines()[0], inspect.signature(registry[name])
     raise ValueError(f'{text!r}: {what}; it is {name}{signature}') from None
+  return made
+
+
+def _module(where: str) -> Any:
+  """A module by its name, or a file."""
+  if not where.endswith('.py'):
+    return importlib.import_module(where)
+  found = importlib.util.spec_from_file_location(f'diloco_own_{abs(hash(where))}', where)
+  made = importlib.util.module_from_spec(found)
+  sys.modules[found.name] = made  # dataclasses look up the module of a class by its name
+  found.loader.exec_module(made)
   return made

@@ -62,13 +62,15 @@ class Theta:
     layout = assembled.layout
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
     self._labels = labels
-    self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
+    own = lambda make, one: make(one) if isinstance(one, str) else one
+    rules = {label: own(merge_lib.make, rule) for label, rule in assembled.rules.items()}
+    self._rules = [merge_lib.by_label(rules, one) for one in labels]
     self._tiles = outer_step_lib.Tiles(
       layout,
       assembled.codec_up,
       assembled.codec_down,
       assembled.codec_log,
-      assembled.transform,
+      own(outer_lib.make, assembled.transform),
       devices or jax.local_devices(backend='cpu')[:1],
       None if devices else 0,
     )

@@ -9,6 +9,8 @@ remedy.
 import dataclasses
 import math
 
+from diloco_jax.numerics import spec
+
 _DTYPES = ('float32', 'bfloat16')
 STYLES = ('gemma', 'llama')
 REMATS = ('none', 'dots', 'full')
@@ -160,7 +162,9 @@ class OptimizerConfig:
   """The inner optimizer (optimizer.py). Rates follow the protocol's clock, in inner steps.
 
   Attributes:
-    name: 'adamw', or 'muon': Muon for the matrices of the body and AdamW for the rest.
+    name: 'adamw', or 'muon': Muon for the matrices of the body and AdamW for the rest. Or a
+      transform of optax in place of Adam's, without a rate: 'optax:scale_by_lion(b1=0.95)', or
+      'package.module:make(...)' or 'FILE.py:make' of your own.
     learning_rate: the peak, for all tensors; an update of Muon is as large as one of AdamW.
     warmup_steps: linear, from peak / warmup_steps at clock 0.
     end_lr_ratio: the rate at train.steps and after (cosine), as a share of the peak.
@@ -183,8 +187,10 @@ class OptimizerConfig:
   clip_norm: float = 1.0
 
   def validate(self) -> None:
-    if self.name not in _OPTIMIZERS:
-      raise ValueError(f'optimizer {self.name!r} is unknown: choose one of {_OPTIMIZERS}')
+    if self.name not in _OPTIMIZERS and not spec.OWN.fullmatch(self.name):
+      raise ValueError(
+        f'optimizer {self.name!r} is unknown: choose one of {_OPTIMIZERS}, or MODULE:FUNCTION(...)'
+      )
     _require_positive(self, 'learning_rate')
     _require_fraction(self, 'b2', 'momentum')
     if not 0 <= self.momentum_weight <= 1:

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco_jax.numerics import fragments
+from diloco_jax.numerics import fragments, spec
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import task as task_lib
 
@@ -75,7 +75,8 @@ def schedule(config: config_lib.OptimizerConfig, total_steps: int) -> Callable[[
 def make_optimizer(
   config: config_lib.OptimizerConfig, task: task_lib.Task
 ) -> optax.GradientTransformationExtraArgs:
-  """Clipping by global norm, Adam or Muon, decoupled weight decay, the given rate.
+  """Clipping by global norm, Adam or Muon or one of the user's own, decoupled weight decay, the
+  given rate.
 
   Args:
     config: hyperparameters, validated.
@@ -89,11 +90,12 @@ def make_optimizer(
     Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
   """
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-  adam = _adam(config)
+  named = {'adamw': lambda: _adam(config), 'muon': lambda: _muon(config, task, _adam(config))}
+  init = lambda tx: tx.init({'w': jnp.zeros((2, 2))})
   return _in_float32(
     optax.chain(
       clip,
-      _promoting(adam if config.name == 'adamw' else _muon(config, task, adam)),
+      _promoting(spec.make(config.name, named, use=init)),
       optax.add_decayed_weights(config.weight_decay, mask=functools.partial(_decayed, task)),
       optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
     )

@@ -1,8 +1,9 @@
-"""One battery for every merge rule, then the properties of each one."""
+"""The battery of diloco_jax.testing for every merge rule, then the properties of each one."""
 
 import numpy as np
 import pytest
 
+from diloco_jax import testing
 from diloco_jax.numerics import merge
 
 _SHAPES = {'embed': (16, 4), 'w': (8, 24), 'scale': (5,), 'bias': ()}
@@ -14,19 +15,7 @@ _DOUBTING = lambda: merge.by_label({'avg': merge.avg(), 'rda': merge.majority()}
 RULES = merge.RULES | {'by_label': _MIXED, 'majority_by_label': _DOUBTING}
 
 
-def _merged(rule, deltas, weights):
-  """The merged outer gradient, tensor by tensor."""
-  rows = {key: np.reshape(x, (len(x), -1)) for key, x in deltas.items()}
-  lengths_MxT = np.stack([np.linalg.norm(x, axis=1) for x in rows.values()], axis=1)
-  units = [x / np.where(r > 0, r, 1)[:, None] for x, r in zip(rows.values(), lengths_MxT.T)]
-  cosines = np.stack([unit @ unit.T for unit in units], axis=2) if rule.cosines else None
-  seen = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
-  factors_MxT = rule.factors(seen)
-  totals = [factors_MxT[:, t] @ x for t, x in enumerate(rows.values())]
-  sums_T = np.array([np.linalg.norm(total) for total in totals])
-  stretch_T = rule.stretch(seen, sums_T)
-  assert factors_MxT.shape == lengths_MxT.shape and stretch_T.shape == sums_T.shape
-  return {key: factor * total for key, factor, total in zip(rows, stretch_T, totals)}
+_merged = testing.merged
 
 
 def _deltas(learners, seed=1):
@@ -44,42 +33,30 @@ def _assert_close(a, b, rtol=1e-9):
     np.testing.assert_allclose(a[key], np.reshape(b[key], -1), rtol=rtol, atol=1e-12)
 
 
-rules = pytest.mark.parametrize('rule', [f() for f in RULES.values()], ids=RULES.keys())
-
-
-# --- every merge rule ----------------------------------------------------------------------------
+rules = pytest.mark.parametrize('rule', [make() for make in RULES.values()], ids=RULES.keys())
 
 
 @rules
-def test_a_lone_learner_merges_to_its_own_delta(rule):
-  deltas = _deltas(1)
-  _assert_close(_merged(rule, deltas, _weights(1)), {k: x[0] for k, x in deltas.items()})
+def test_every_rule_passes_the_battery(rule):
+  testing.check_merge_rule(rule)
 
 
-@rules
-def test_equal_deltas_merge_to_themselves(rule):
-  deltas = {k: np.stack([x[0]] * 4) for k, x in _deltas(1).items()}
-  _assert_close(_merged(rule, deltas, _weights(4)), {k: x[0] for k, x in deltas.items()})
+def _broken(**change) -> merge.MergeRule:
+  return merge.rda()._replace(**change)
 
 
-@rules
-def test_only_ratios_of_weights_matter(rule):
-  deltas, weights = _deltas(4), _weights(4)
-  _assert_close(_merged(rule, deltas, weights), _merged(rule, deltas, 1024 * weights), rtol=0)
-
-
-@rules
-def test_the_scale_of_the_deltas_is_the_scale_of_the_result(rule):
-  deltas, weights = _deltas(4), _weights(4)
-  scaled = {k: 2.0**-20 * x for k, x in deltas.items()}
-  found = _merged(rule, scaled, weights)
-  _assert_close({k: 2.0**20 * x for k, x in found.items()}, _merged(rule, deltas, weights))
-
-
-@rules
-def test_zero_deltas_merge_to_zero(rule):
-  nothing = {k: np.zeros_like(x) for k, x in _deltas(3).items()}
-  assert not any(x.any() for x in _merged(rule, nothing, _weights(3)).values())
+@pytest.mark.parametrize(
+  'rule, sentence',
+  [
+    (_broken(stretch=lambda rows, sums_T: 2 * np.ones_like(sums_T)), 'a lone learner merges to'),
+    (_broken(stretch=lambda rows, sums_T: np.ones(1)), r'the stretch is \[T\]'),
+    (_broken(factors=lambda rows: rows.lengths_MxT[:, :1]), r'factors are \[M, T\]'),
+    (_broken(factors=lambda rows: 1024 * rows.lengths_MxT), 'the scale of deltas'),
+  ],
+)
+def test_the_battery_says_what_a_wrong_rule_does_not_hold(rule, sentence):
+  with pytest.raises(AssertionError, match=sentence):
+    testing.check_merge_rule(rule)
 
 
 # --- each rule -----------------------------------------------------------------------------------
