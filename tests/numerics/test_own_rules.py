@@ -62,7 +62,7 @@ def test_a_rule_of_a_module_and_of_a_file_is_made_with_its_arguments(own):
   'text, why',
   [
     ('no_such_module:mine', "ModuleNotFoundError: No module named 'no_such_module'"),
-    ('no/such/file.py:mine', 'FileNotFoundError'),
+    ('nowhere.py:mine', 'FileNotFoundError'),
     ('my_rules:other', "my_rules has no 'other'"),
     ('my_rules:mine(b=1)', 'it is mine'),
     ('my_rules:mine(a=-1)', 'a must be above 0'),
