@@ -17,6 +17,7 @@ import dataclasses
 import operator
 import os
 import pathlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from diloco_jax.api import own_arrays, own_node, states
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
 from diloco_jax.node import loop
-from diloco_jax.nodes import dial, learner_node, lifecycle, own_model, run_folder
+from diloco_jax.nodes import dial, exits, learner_node, lifecycle, own_model, run_folder
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
@@ -370,8 +371,9 @@ def join(
   learners must have the same tree of shapes, and take the values from the syncer. All take the
   settings that they share from it, too; one that is given here must be the syncer's.
 
-  A loop may be left at any time. Its learner then answers what the syncer has asked for, and
-  leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
+  A loop may be left at any time. At SIGTERM, if the program has no handler for it, `steps` yields
+  no more, and the program goes on behind the loop. The learner then answers what the syncer has
+  asked for, and leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
   called after it, the learner is lost as by a crash, and with it what was not merged yet.
 
   Several hosts: after `jax.distributed.initialize(heartbeat_timeout_seconds=20)` each runs the same
@@ -408,8 +410,8 @@ def join(
       this machine, with those of the other learners of this run.
     wait_s: how long to wait for a syncer that listens, and then for it to admit this learner. From
       there on the learner waits for the run to begin.
-    tls: the folder with this learner's certificate (`diloco certs`), for every address that is not
-      a Unix socket.
+    tls: the folder with this learner's certificate, or with a folder of its id (`diloco certs`),
+      for every address that is not a Unix socket.
     plaintext_loopback: plain TCP on a loopback address, for debugging.
 
   Raises:
@@ -436,7 +438,7 @@ def join(
   config.train.validate()
   run_config.require_types('', config)
   lifecycle.keep_compiled()
-  access = addresses.access(tls, plaintext_loopback)
+  access = addresses.access(tls, plaintext_loopback, learner)
   address = dial.resolver(syncer, access)
   at_once = learner_node.at_once if several else contextlib.nullcontext
   event_queue = loop.EventQueue()
@@ -490,7 +492,7 @@ def join(
       _require_well(peer)
       peer._node.say('the run has ended: there are no steps left')
     try:
-      with at_once():
+      with at_once(), _left_on_sigterm(peer):
         yield peer
     finally:
       lost = not cleanup.is_here or _leave(peer)
@@ -498,6 +500,30 @@ def join(
         _ = peer.params  # what has been adopted since the last sync
     if not lost:
       peer._node.say(_require_well(peer))
+
+
+@contextlib.contextmanager
+def _left_on_sigterm(peer: Peer) -> Iterator[None]:
+  """At SIGTERM the loop has no more steps: what it has trained is sent and saved, and the loop ends
+  in order. Not if the program has a handler of its own. A second SIGTERM ends the process."""
+  own, requests = os.getpid(), exits.EndRequests()
+
+  def handle(number: int, frame: object) -> None:
+    del frame
+    again = requests.add() and requests.count > 1
+    if again or os.getpid() != own:  # or a process that was forked, as one that reads data
+      os._exit(128 + number)
+    peer._node.post(events.Stop(reason='preempted'))
+
+  takes = threading.current_thread() is threading.main_thread()
+  takes = takes and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+  if takes:
+    signal.signal(signal.SIGTERM, handle)
+  try:
+    yield
+  finally:
+    if takes:
+      signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _leave(peer: Peer) -> bool:

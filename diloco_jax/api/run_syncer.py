@@ -135,7 +135,7 @@ def run_syncer(
       folder=folder,
       records=cleanup.enter_context(contextlib.closing(recorder)),
       address=listen or addresses.in_folder(folder),
-      access=addresses.access(tls, plaintext_loopback),
+      access=addresses.access(tls, plaintext_loopback, 'syncer'),
       measure=evaluate,
     )
     server = Server(syncer, None if init is None else make)

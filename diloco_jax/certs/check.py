@@ -25,6 +25,12 @@ class Identity:
   key: bytes
 
 
+def folder(tls: pathlib.Path, node: str) -> pathlib.Path:
+  """Where the certificate of a node is: in the folder that is given, or in that of its name in it,
+  as in the owner's."""
+  return tls if any((tls / name).exists() for name in (CERTIFICATE, KEY)) else tls / node
+
+
 def read(folder: pathlib.Path, role: str, now: datetime.datetime) -> Identity:
   """Reads the folder of a node. Raises ValueError that names everything that is wrong."""
   found, wrong = _examine(folder, role, now)

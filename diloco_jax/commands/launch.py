@@ -31,10 +31,19 @@ _WORKDIR = flags.DEFINE_string(
   'workdir', '', 'The folder of the run on the machines of its programs; each engine has a default.'
 )
 _TLS = flags.DEFINE_string(
-  'tls', '', 'The folder here that `diloco certs` made; it has one for each program.'
+  'tls', '', 'The folder that `diloco certs` made, with one for each program, or that of one program.'
 )
 _SYNCER = flags.DEFINE_string(
   'syncer', '', 'The HOST:PORT of a syncer that runs elsewhere; only learners are started.'
+)
+_PORT = flags.DEFINE_integer(
+  'port', None, 'The port of the syncer on its machine; without it one that is free.', 1, 65535
+)
+_LOOP = flags.DEFINE_string(
+  'loop',
+  '',
+  'With --config=own_loop: the command of each learner, as "python my_loop.py --learner={learner} '
+  '--syncer={syncer} --workdir={workdir} --tls={tls}".',
 )
 _ONLY = flags.DEFINE_list('only', [], 'The programs to start, as syncer,l0; without it all are.')
 _NAME = flags.DEFINE_string('name', '', 'The name of the run; the default is that of the config.')
@@ -60,6 +69,8 @@ def main(argv: list[str]) -> int:
     tls=_TLS.value,
     topology=_TOPOLOGY.value,
     syncer=_SYNCER.value,
+    loop=_LOOP.value,
+    port=_PORT.value,
     only=_ONLY.value,
     disk_gib=_DISK_GIB.value,
   )
@@ -87,9 +98,10 @@ def main(argv: list[str]) -> int:
 
 def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
   """What is wrong with those of the programs. The syncer has to list those of the learners."""
-  wrong, syncer, now = [], pathlib.Path(_TLS.value, names.SYNCER), proofs.utc_now()
+  tls, wrong, now = pathlib.Path(_TLS.value), [], proofs.utc_now()
+  syncer = tls / names.SYNCER
   for one in described.programs if _TLS.value else ():
-    folder = pathlib.Path(_TLS.value, one.name)
+    folder = check.folder(tls, one.name)
     try:
       proof = check.read(folder, one.role, now).proof
       listed = allowlist.read(syncer) if syncer.is_dir() else None  # else it is elsewhere
@@ -105,7 +117,7 @@ def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
   of = flags.FLAGS.get_key_flags_for_module
-  own = {'disk_gib': ['gke'], 'out': [one for one in _ENGINES if not hasattr(_ENGINES[one], 'run')]}
+  own = {'disk_gib': ['gke'], 'port': ['slurm'], 'out': [one for one in _ENGINES if not hasattr(_ENGINES[one], 'run')]}
   for flag in of(__name__):
     readers = own.get(flag.name) or [name for name, one in _ENGINES.items() if flag in of(one)]
     if flag.present and readers and _ENGINE.value not in readers:

@@ -61,8 +61,9 @@ def main(argv: list[str]) -> int:
 
   cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
   cli.serve_metrics(_LEARNER.value)
+  access = cli.access(_LEARNER.value)
   return learner_node.learner(
-    config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, cli.access(), cluster=cluster
+    config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, access, cluster=cluster
   )
 
 

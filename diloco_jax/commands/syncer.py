@@ -71,5 +71,5 @@ def main(argv: list[str]) -> int:
         )
   if config.task != run_config.OWN_LOOP and _INIT.value:
     raise exits.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
-  given = config, _WORKDIR.value, _LISTEN.value, cli.access()
+  given = config, _WORKDIR.value, _LISTEN.value, cli.access('syncer')
   return syncer_node.main(*given, _INIT.value, _PROCESSES.value)

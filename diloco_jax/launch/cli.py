@@ -113,8 +113,8 @@ def define_access() -> None:
   flags.DEFINE_string(
     'tls',
     '',
-    'The folder with the certificate of this node (`diloco certs`), which every address needs '
-    'that is not a Unix socket.',
+    'The folder with the certificate of this node, or with a folder of its name (`diloco certs`), '
+    'which every address needs that is not a Unix socket.',
   )
   flags.DEFINE_bool(
     'plaintext_loopback',
@@ -165,9 +165,10 @@ def serve_metrics(process: str) -> None:
       print(f'/metrics is not served, port {port}: {error.strerror}', flush=True)
 
 
-def access() -> addresses.Access:
+def access(node: str = '') -> addresses.Access:
   """How this node proves its name, by its flags."""
-  return addresses.access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
+  given = flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value
+  return addresses.access(*given, node)
 
 
 def overrides() -> dict[str, object]:

@@ -136,7 +136,7 @@ def programs(described: spec_lib.Spec) -> list[supervisor_lib.LocalProgram]:
     found.append(
       supervisor_lib.LocalProgram(
         name=one.name,
-        command=[*cli.PROGRAM, *one.argv[1:]],
+        command=spec_lib.command(one, cli.PROGRAM),
         environment={**one.environment, **hosts[0]},
         hosts=hosts if len(hosts) > 1 else ({},),
         cpus=() if syncer else cpus[learners.index(one)],

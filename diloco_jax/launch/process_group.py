@@ -3,15 +3,14 @@
 import asyncio
 import pathlib
 import signal
-import socket
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.launch import children
 from diloco_jax.nodes import exits
+from diloco_jax.storage import files
 
 LAST_WORDS_S = 2.0  # of the other hosts, once one has failed
 TOGETHER_S = 30.0  # for all hosts to end, once one is done
-_LOOPBACK = '127.0.0.1'
 
 
 class Group:
@@ -93,9 +92,7 @@ def _words(hosts: int) -> list[list[str]]:
   """The flags by which each process finds the others; at each start the port may be another."""
   if hosts == 1:
     return [[]]
-  with socket.socket() as probe:
-    probe.bind((_LOOPBACK, 0))
-    meet = f'{_LOOPBACK}:{probe.getsockname()[1]}'
+  meet = files.loopback()
   return [[f'--hosts={hosts}', f'--host={host}', f'--coordinator={meet}'] for host in range(hosts)]
 
 

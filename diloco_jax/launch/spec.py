@@ -7,10 +7,12 @@ write it as text for another system. `cli.end` says what an exit code means to a
 
 import dataclasses
 import math
+import pathlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.certs import names
+from diloco_jax.certs import check, names
 from diloco_jax.config import run_config
 from diloco_jax.launch import aot
 from diloco_jax.transport import payloads
@@ -35,7 +37,8 @@ class Program:
   Attributes:
     name: 'syncer', or the id of a learner.
     role: SYNCER or LEARNER.
-    argv: its command, which begins with 'diloco'; an engine puts its interpreter there.
+    argv: its command, which begins with 'diloco', where an engine puts its interpreter (`command`);
+      or that of the user's own loop.
     environment: what it needs beside the environment of its machine.
     hosts: the machines on which the command runs at the same time, more than one for a learner of
       several hosts; they start and end together.
@@ -71,9 +74,13 @@ class Request:
     config_flags: the same on the command line of a program.
     name: of the run; '': that of the config.
     workdir: the folder of the run; '': the engine chooses one.
-    tls: the folder of this machine that `diloco certs` made; '': no certificates.
+    tls: the folder of this machine that `diloco certs` made, or that of one program; '': no
+      certificates.
     topology: of the TPU slice of each learner; '' or CPU: config.mesh.hosts other machines.
     syncer: the address of a syncer that runs elsewhere, or ALONE; '': it is part of the run.
+    loop: the command of each learner of a run of own loops, in which {learner}, {syncer},
+      {workdir}, {tls} and {store} stand for its own.
+    port: where the syncer listens; None: the engine chooses.
     only: names of the programs to start; none: all.
     disk_gib: the size of the disk of the syncer.
   """
@@ -85,6 +92,8 @@ class Request:
   tls: str = ''
   topology: str = ''
   syncer: str = ''
+  loop: str = ''
+  port: int | None = None
   only: Sequence[str] = ()
   disk_gib: int = 0
 
@@ -129,13 +138,15 @@ def make(request: Request, known: Known) -> Spec:
   """The description of a run. Raises ValueError: one line with a remedy."""
   config = request.config
   programs = [] if request.syncer else [_syncer(request, known)]
-  if config.task != run_config.OWN_LOOP:
+  if request.loop and config.task != run_config.OWN_LOOP:
+    raise ValueError(f'--loop={request.loop} is for a config without a task, as own_loop')
+  if config.task != run_config.OWN_LOOP or request.loop:
     learners = 1 if request.syncer == ALONE else config.sync.learners
     programs += [_learner(request, known, name) for name in run_config.learner_ids(learners)]
   elif request.syncer:
     raise ValueError(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
-      f'connects to --syncer={request.syncer}; there is no program to start'
+      f'connects to --syncer={request.syncer}; give --loop=COMMAND to start them'
     )
   found = [one.name for one in programs]
   for name in request.only:
@@ -161,7 +172,8 @@ def _learner(request: Request, known: Known, name: str) -> Program:
   return Program(
     name=name,
     role=LEARNER,
-    argv=[
+    argv=loop(request, known, name)
+    or [
       *_command('learner', name, request, known),
       f'--learner={name}',
       f'--syncer={request.syncer or known.syncer}',
@@ -174,8 +186,27 @@ def _learner(request: Request, known: Known, name: str) -> Program:
   )
 
 
+def loop(request: Request, known: Known, name: str) -> list[str]:
+  """The command of a learner that is a loop of the user's own; [] for others."""
+  own = {
+    '{learner}': name,
+    '{syncer}': request.syncer or known.syncer,
+    '{workdir}': known.workdir,
+    '{tls}': str(check.folder(pathlib.Path(known.tls), name)) if known.tls else '',
+    '{store}': request.config.train.store,
+  }
+  fill = lambda word: re.sub('|'.join(own), lambda found: own[found[0]], word)
+  return [fill(word) for word in shlex.split(request.loop)]
+
+
+def command(program: Program, diloco: Sequence[str]) -> list[str]:
+  """The command of a program where `diloco` is this command."""
+  is_ours = program.argv[0] == 'diloco'
+  return [*diloco, *program.argv[1:]] if is_ours else list(program.argv)
+
+
 def _command(command: str, name: str, request: Request, known: Known) -> list[str]:
-  tls = [f'--tls={known.tls}/{name}'] if known.tls else []
+  tls = [f'--tls={check.folder(pathlib.Path(known.tls), name)}'] if known.tls else []
   flags = known.flags or request.config_flags
   return ['diloco', command, *flags, f'--workdir={known.workdir}', *tls]
 

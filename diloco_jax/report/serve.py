@@ -8,6 +8,7 @@ import json
 import mimetypes
 import os
 import pathlib
+import socket
 import socketserver
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
 from diloco_jax.report import folder, page, programs, records, run_facts, state
+from diloco_jax.storage import files
 
 _READ_S = 0.5  # the longest that an answer reads records: all those of a long run take minutes
 _EVERY_S = 1.0  # one state is sent
@@ -97,7 +99,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self) -> None:
     name = self.path.partition('?')[0][1:] or page.PAGE
-    if self.headers.get('Host', '').rpartition(':')[0] not in ('127.0.0.1', 'localhost'):
+    if self.headers.get('Host', '').rpartition(':')[0] not in ('127.0.0.1', '[::1]', 'localhost'):
       self._answer('host.txt', 'not a name of this host\n', 421)
     elif name in page.FILES:
       self._answer(name, page.text(name))
@@ -157,7 +159,11 @@ class _OneReader(_Server):
   """With one thread and one connection, whoever asks; it looks up no name."""
 
   process_request = socketserver.BaseServer.process_request  # type: ignore[assignment]
-  server_bind = socketserver.TCPServer.server_bind
+
+  def server_bind(self) -> None:
+    if self.address_family == socket.AF_INET6:  # at the addresses of IPv4, too
+      self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    socketserver.TCPServer.server_bind(self)
 
 
 def watch_of(workdir: str | os.PathLike) -> Watch:
@@ -169,9 +175,15 @@ def watch_of(workdir: str | os.PathLike) -> Watch:
 
 def make(workdir: str | os.PathLike, port: int = 0) -> tuple[http.server.HTTPServer, str]:
   """A server and its URL. Raises ValueError: there is no run; OSError: the port is in use."""
-  watch = watch_of(workdir)
-  server = _Server(('127.0.0.1', port), type('Handler', (_Handler,), {'watch': watch}))
-  return server, f'http://127.0.0.1:{server.server_port}/'
+  handler = type('Handler', (_Handler,), {'watch': watch_of(workdir)})
+  host = files.loopback().rpartition(':')[0]
+  kind = _of_ipv6(_Server) if ':' in host else _Server
+  server = kind((host.strip('[]'), port), handler)
+  return server, f'http://{host}:{server.server_port}/'
+
+
+def _of_ipv6(kind: type[_Server]) -> type[_Server]:
+  return type(kind.__name__, (kind,), {'address_family': socket.AF_INET6})
 
 
 def serve_metrics(config: run_config.Config, workdir: str, process: str, port: int) -> int:
@@ -181,7 +193,8 @@ def serve_metrics(config: run_config.Config, workdir: str, process: str, port: i
   tail = records.Tail(path, path.stat().st_size if path.exists() else 0)
   stream = lambda: zip(itertools.repeat(process), tail.stream())
   watch = Watch(lambda: config, lambda: stream, told=None)
-  server = _OneReader(('', port), type('Handler', (_Metrics,), {'watch': watch}))
+  kind = _of_ipv6(_OneReader) if socket.has_dualstack_ipv6() else _OneReader
+  server = kind(('', port), type('Handler', (_Metrics,), {'watch': watch}))
   threading.Thread(target=server.serve_forever, name='metrics', daemon=True).start()
   return server.server_address[1]
 

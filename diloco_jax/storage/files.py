@@ -19,6 +19,7 @@ import mmap
 import os
 import pathlib
 import platform
+import socket
 import stat
 from collections.abc import Sequence
 
@@ -51,6 +52,15 @@ def require_name(folder: pathlib.Path) -> None:
         f'{path} has {" ".join(found)} in its path, and below such a path no checkpoint could be '
         'read. Nothing was changed. Choose another folder, or rename this one'
       )
+
+
+def loopback() -> str:
+  """HOST:PORT of a free port on loopback. A machine may have no IPv4. Raises OSError."""
+  for family, host in ((socket.AF_INET, '127.0.0.1'), (socket.AF_INET6, '::1')):
+    with contextlib.suppress(OSError), socket.socket(family) as probe:
+      probe.bind((host, 0))
+      return f'{f"[{host}]" if ":" in host else host}:{probe.getsockname()[1]}'
+  raise OSError('this machine has no loopback address')
 
 
 def host_name() -> str:

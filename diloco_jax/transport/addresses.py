@@ -15,6 +15,7 @@ import pathlib
 import re
 import tempfile
 
+from diloco_jax.certs import check as check_lib
 from diloco_jax.certs import private
 from diloco_jax.protocol import messages
 
@@ -22,7 +23,7 @@ UNIX = 'unix:'
 ENDED = messages.ENDED  # instead of an address: a syncer leaves it behind
 _MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
 _CUT = ','  # gRPC takes a path with one for several addresses, however it is quoted
-_HOST = re.compile(r'[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?')
+_HOST = re.compile(r'\w[\w.-]{0,252}')  # also what only some resolvers know: node_1, host.
 _PORT = re.compile(r'[0-9]{1,5}')
 
 
@@ -37,9 +38,11 @@ class Access:
 LOCAL = Access()
 
 
-def access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> Access:
-  """That of a folder, or of none."""
-  return Access(pathlib.Path(tls).absolute() if tls else None, plaintext_loopback)
+def access(tls: str | os.PathLike | None, plaintext_loopback: bool, node: str = '') -> Access:
+  """That of a folder, or of none. `node`: an id, whose folder may be in that folder."""
+  folder = pathlib.Path(tls).absolute() if tls else None
+  own = folder and check_lib.folder(folder, node)
+  return Access(own if own and own.is_dir() else folder, plaintext_loopback)
 
 
 class RunEnded(ConnectionError):
@@ -67,6 +70,7 @@ def check(address: str, access: Access) -> None:
   number = _number(host)
   if number is None and not _HOST.fullmatch(host):
     raise ValueError(f'address {address!r}: {host!r} is not a host; IPv6 is written [::1]:PORT')
+  of_dns(address)
   if access.tls is not None or (access.plaintext_loopback and number and number.is_loopback):
     return
   raise ValueError(
@@ -75,6 +79,17 @@ def check(address: str, access: Access) -> None:
     'file:WORKDIR/syncer/address); or, to debug on 127.0.0.1 where every user can connect, '
     'plaintext_loopback on both sides'
   )
+
+
+def of_dns(address: str) -> str:
+  """The address as gRPC knows it, which has no letters but those of ASCII. Raises ValueError."""
+  if address.isascii():
+    return address
+  host, _, port = address.rpartition(':')
+  try:
+    return f'{host.encode("idna").decode()}:{port}'
+  except UnicodeError as error:
+    raise ValueError(f'address {address!r}: {host!r} is not a host: {error}') from None
 
 
 def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

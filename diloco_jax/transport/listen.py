@@ -56,6 +56,7 @@ class Listener:
       self._lock.close()
 
   def _bind(self, server: grpc.Server, address: str) -> int:
+    address = address if address.startswith(addresses.UNIX) else addresses.of_dns(address)
     try:
       if self.credentials is not None:
         return server.add_secure_port(address, self.credentials.server_credentials())
@@ -91,6 +92,7 @@ def dial(address: str, access: addresses.Access, options: Options) -> grpc.Chann
   options = (*options, _NO_PROXY)
   if address.startswith(addresses.UNIX):
     return grpc.insecure_channel(_quoted(addresses.path_of(address)), options=options)
+  address = addresses.of_dns(address)
   if access.tls is not None:
     return credentials.dial(address, access.tls, options)
   return grpc.insecure_channel(address, options=options)

@@ -172,8 +172,62 @@ def test_the_end_of_a_program(cluster, tmp_path, monkeypatch, role, code, more, 
   program(monkeypatch, f'raise SystemExit({code})')
   done = run(script(request(workdir=str(tmp_path / 'x'))), tmp_path, role)
   assert done.returncode == code, done.stderr
-  others = [one for one in cluster() if one[0] == 'scancel' or one[1] == 'requeue']
+  calls = cluster() if (tmp_path / 'calls').exists() else []
+  others = [one for one in calls if one[0] == 'scancel' or one[1] == 'requeue']
   assert others == ([last] if last else [])
+
+
+@pytest.mark.parametrize('fails', ['the controller', 'the folder of the start', 'the workdir'])
+def test_what_fails_before_the_program_starts_puts_the_job_back(
+  cluster, tmp_path, monkeypatch, fails
+):
+  """A controller that is away is waited for."""
+  program(monkeypatch, 'import sys; print(*sys.argv[1:2])')
+  text = script(request(workdir=str(tmp_path / 'x')))
+  text = text.replace('sleep 10', 'sleep 0.1')
+  if fails == 'the controller':
+    away = f'n=$(cat {tmp_path}/n); echo $((n + 1)) >{tmp_path}/n; [ "$n" -lt 3 ] && exit 1\n'
+    (tmp_path / 'n').write_text('0')
+    (tmp_path / 'scontrol').write_text(COMMANDS.replace('\n', '\n' + away, 1))
+    done = run(text, tmp_path, 'syncer')
+    assert done.returncode == 0 and done.stdout.startswith('syncer'), done.stderr
+    return
+  (tmp_path / 'gone').mkdir()
+  text = text.replace(f'cd {pathlib.Path.cwd()}\n', f'cd {tmp_path}/nowhere\n')
+  if fails == 'the workdir':
+    text = text.replace(f'workdir={tmp_path}/x\n', f'workdir={tmp_path}/nowhere\n')
+  done = run(text, tmp_path, 'learner')
+  assert done.returncode and cluster()[-1] == AGAIN, done.stderr
+  monkeypatch.setenv('SLURM_RESTART_COUNT', '4')  # this node has no such folder, nor any other
+  again = run(text, tmp_path, 'learner')
+  assert again.returncode and 'is not started again' in again.stdout
+
+
+def test_a_loop_of_ones_own_is_a_job_as_any_learner(cluster, tmp_path, monkeypatch):
+  """It is told who it is and where; after SIGTERM it is started again, too."""
+  code = (
+    'import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); '
+    'print(*sys.argv[1:], flush=True); signal.pause()'
+  )
+  (tmp_path / 'my loop.py').write_text(code)
+  loop = f"{sys.executable} '{tmp_path}/my loop.py' --learner={{learner}} {{syncer}} {{tls}}"
+  asked = spec_lib.Request(
+    config=load.load('own_loop'), config_flags=[], workdir=str(tmp_path / 'x'), tls='/certs',
+    loop=loop, port=7070,
+  )  # fmt: skip
+  (tmp_path / 'run.sh').write_text(script(asked))
+  assert '"--listen=$node:7070"' in script(asked)
+  (tmp_path / 'x' / 'logs').mkdir(parents=True)
+  command = ['bash', tmp_path / 'run.sh', 'learner']
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+    assert started.stdout.readline() == (
+      f'--learner=l2 file:{tmp_path}/x/{run_folder.ADDRESS} /certs/l2\n'
+    )
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(LIMIT_S) == 128 + signal.SIGTERM
+  assert cluster()[-1] == AGAIN
+  with pytest.raises(ValueError, match='--loop=true is for a config without a task'):
+    script(request(loop='true'))
 
 
 def test_the_syncer_reports_once_it_is_done(cluster, tmp_path, monkeypatch):

@@ -60,6 +60,7 @@ def run(
     'tls': request.tls,
     'listen': _LISTEN.value,
     'syncer': request.syncer,
+    'loop': request.loop,
     'only': ','.join(request.only),
   }
   again = [f'--{name}={value}' for name, value in words.items() if value]

@@ -96,13 +96,13 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
   except ValueError as error:
     raise ValueError(f'--ray_resources={_RESOURCES.value} is not JSON: {error}') from error
   path = {'PYTHONPATH': str(folders.CHECKOUT)} if folders.CHECKOUT else {}
-  found = {}
+  found, python = {}, (_NODE_PYTHON.value, '-P', '-X', 'utf8')
   for one in described.programs:
     files = (*check.FILES, *([allowlist.FILE] if one.role == spec_lib.SYNCER else []))
     default = {'TPU': one.chips} if one.topology else {'CPU': 1}
     found[one.name] = {
       'name': one.name,
-      'argv': [_NODE_PYTHON.value, '-P', '-X', 'utf8', '-m', 'diloco_jax', *one.argv[1:]],
+      'argv': spec_lib.command(one, [*python, '-m', 'diloco_jax']),
       'environment': {**one.environment, **path},
       'hosts': one.hosts,
       'resources': resources.get(one.name, resources.get(one.role, default)),

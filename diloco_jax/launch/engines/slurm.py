@@ -53,7 +53,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
   return spec_lib.Known(
     workdir=workdir,
     syncer=f'file:{workdir}/{run_folder.ADDRESS}',
-    listen='[node]:0',
+    listen=f'[node]:{request.port or 0}',
     tls=os.path.abspath(request.tls),
     flags=['[config]'],
   )
@@ -99,7 +99,7 @@ def render(
     'ended': addresses.ENDED,
     'address': run_folder.ADDRESS,
     'commands': '\n'.join(
-      f'  {role}) diloco {_words(one, known)} & ;;'
+      f'  {role}) {_words(one, request, known)} & ;;'
       for role, one in {one.role: one for one in described.programs}.items()
     ),
     'never': exits.NEVER_RETRY,
@@ -113,11 +113,12 @@ def _options(text: str) -> str:
   return ''.join(f'{shlex.quote(word)} ' for word in shlex.split(text))
 
 
-def _words(program: spec_lib.Program, known: spec_lib.Known) -> str:
+def _words(program: spec_lib.Program, request: spec_lib.Request, known: spec_lib.Known) -> str:
   """A command for bash. Learners differ by their names only."""
-  found = []
-  for word in program.argv[1:]:
-    if program.role == spec_lib.LEARNER and word in (
+  own = program.role == spec_lib.LEARNER and spec_lib.loop(request, known, '[name]')
+  found = [] if own else [f'diloco {program.argv[1]}']
+  for word in own or program.argv[2:]:
+    if not own and program.role == spec_lib.LEARNER and word in (
       f'--learner={program.name}',
       f'--tls={known.tls}/{program.name}',
     ):
@@ -171,43 +172,60 @@ if [[ $1 == learner ]]; then
   printf -v name 'l%%0*d' "$digits" "$SLURM_ARRAY_TASK_ID"
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
+asked='' program='' ended=''
+# shellcheck disable=SC2329
+finish() {  # whatever ends this job but the end of the run and 42 puts it back into the queue
+  local code=$? state
+  trap - EXIT
+  set +e
+  if [[ ! $asked ]]; then
+    case $ended in
+    0)
+      if [[ $name == syncer ]]; then
+        for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
+        (diloco report "$workdir")
+      fi
+      exit 0
+      ;;
+    %(never)s)
+      if [[ $name == syncer ]]; then scancel --name="$run-$job"; fi
+      exit "$code"
+      ;;
+    esac
+    if (( SECONDS < %(short_s)s && ${SLURM_RESTART_COUNT:-0} >= %(restarts)s )); then
+      echo "$name has ended with $code after $SECONDS s, and is not started again"
+      exit "$code"
+    fi
+  fi
+  for _ in {1..60}; do  # a controller may be away
+    if state=$(scontrol show job --oneliner "$job"); then
+      # Else it is cancelled, or Slurm has requeued it.
+      [[ $state == *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "* ]] || break
+      echo "$name has ended with $code, and is to start again"
+      scontrol requeue "$job" && break
+    fi
+    sleep 10
+  done
+  exit "$code"
+}
+trap finish EXIT
+trap 'asked=yes; [[ ! $program ]] && exit 143; kill -TERM "$program"' TERM
+
 exec 9>>"$workdir/logs/$name.log"
 flock 9  # where Slurm has lost sight of a node, the program may still run there
-node=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
-node=${node#*=}
+if [[ $name == syncer ]]; then
+  until node=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*'); do sleep 10; done
+  node=${node#*=}
+  if [[ $node == *:* ]]; then node="[$node]"; fi
+fi
 cd %(cwd)s
 export %(environment)s
 diloco() { exec %(program)s "$@"; }
 case $1 in
 %(commands)s
 esac
-trap 'asked=yes; kill -TERM "$!"' TERM
-wait "$!" && code=0 || code=$?
+program=$!
+wait "$program" && ended=0 || ended=$?
 wait || true  # after SIGTERM, until the program has ended in order
-
-if [[ ! ${asked-} ]]; then
-  case $code in
-  0)
-    if [[ $name == syncer ]]; then
-      for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
-      (diloco report "$workdir") || true
-    fi
-    exit 0
-    ;;
-  %(never)s)
-    if [[ $name == syncer ]]; then scancel --name="$run-$job"; fi
-    exit "$code"
-    ;;
-  esac
-  if (( SECONDS < %(short_s)s && ${SLURM_RESTART_COUNT:-0} >= %(restarts)s )); then
-    echo "$name has ended with $code after $SECONDS s, and is not started again"
-    exit "$code"
-  fi
-fi
-until state=$(scontrol show job --oneliner "$job"); do sleep 10; done
-if [[ $state == *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "* ]]; then
-  echo "$name has ended with $code, and is to start again"
-  scontrol requeue "$job"
-fi  # else it is cancelled, or Slurm has requeued it
-exit "$code"
+exit "$ended"
 """

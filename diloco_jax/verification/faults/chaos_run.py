@@ -17,6 +17,7 @@ from diloco_jax.nodes import run_folder
 from diloco_jax.protocol import ids
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import live, programs, records, run_facts
+from diloco_jax.storage import files
 from diloco_jax.verification import plans
 from diloco_jax.verification.faults import chaos_report, conductor
 from diloco_jax.verification.faults import proxy as proxy_lib
@@ -109,7 +110,8 @@ class ChaosRun(conductor.Conductor):
 
   def _connect_to_proxy(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     if program.name == ids.SYNCER:
-      return conductor.with_more(program, '--listen=127.0.0.1:0', '--plaintext_loopback')
+      host = files.loopback().rpartition(':')[0]
+      return conductor.with_more(program, f'--listen={host}:0', '--plaintext_loopback')
     address = f'file:{_proxy_file(self.workdir, program.name)}'
     return conductor.with_more(
       conductor.with_flag(program, 'syncer', address), '--plaintext_loopback'

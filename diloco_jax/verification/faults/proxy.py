@@ -25,6 +25,8 @@ import socket
 import struct
 from collections.abc import Callable
 
+from diloco_jax.storage import files
+
 READ_BYTES = 1 << 16
 HELD_READS = 16
 _WRITES_PER_S = 20  # to a throttled lane
@@ -144,14 +146,13 @@ class Proxy:
   @property
   def address(self) -> str:
     """Where the proxy listens, 'host:port'."""
-    host, port = self._server.sockets[0].getsockname()
-    return f'{host}:{port}'
+    host, port, *_ = self._server.sockets[0].getsockname()
+    return f'{f"[{host}]" if ":" in host else host}:{port}'
 
   async def start(self) -> None:
     """Listens on a port of the kernel's choice."""
-    self._server = await asyncio.start_server(
-      self._accept, '127.0.0.1', 0, limit=READ_BYTES, family=socket.AF_INET
-    )
+    host = files.loopback().rpartition(':')[0].strip('[]')
+    self._server = await asyncio.start_server(self._accept, host, 0, limit=READ_BYTES)
 
   @property
   def connections(self) -> int:

@@ -36,10 +36,52 @@ if [[ $1 == learner ]]; then
   printf -v name 'l%0*d' "$digits" "$SLURM_ARRAY_TASK_ID"
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
+asked='' program='' ended=''
+# shellcheck disable=SC2329
+finish() {  # whatever ends this job but the end of the run and 42 puts it back into the queue
+  local code=$? state
+  trap - EXIT
+  set +e
+  if [[ ! $asked ]]; then
+    case $ended in
+    0)
+      if [[ $name == syncer ]]; then
+        for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
+        (diloco report "$workdir")
+      fi
+      exit 0
+      ;;
+    42)
+      if [[ $name == syncer ]]; then scancel --name="$run-$job"; fi
+      exit "$code"
+      ;;
+    esac
+    if (( SECONDS < 20 && ${SLURM_RESTART_COUNT:-0} >= 4 )); then
+      echo "$name has ended with $code after $SECONDS s, and is not started again"
+      exit "$code"
+    fi
+  fi
+  for _ in {1..60}; do  # a controller may be away
+    if state=$(scontrol show job --oneliner "$job"); then
+      # Else it is cancelled, or Slurm has requeued it.
+      [[ $state == *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "* ]] || break
+      echo "$name has ended with $code, and is to start again"
+      scontrol requeue "$job" && break
+    fi
+    sleep 10
+  done
+  exit "$code"
+}
+trap finish EXIT
+trap 'asked=yes; [[ ! $program ]] && exit 143; kill -TERM "$program"' TERM
+
 exec 9>>"$workdir/logs/$name.log"
 flock 9  # where Slurm has lost sight of a node, the program may still run there
-node=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*')
-node=${node#*=}
+if [[ $name == syncer ]]; then
+  until node=$(scontrol show node "$SLURMD_NODENAME" | grep -o 'NodeAddr=[^ ]*'); do sleep 10; done
+  node=${node#*=}
+  if [[ $node == *:* ]]; then node="[$node]"; fi
+fi
 cd /
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824:glibc.malloc.top_pad=16777216 GRPC_VERBOSITY=NONE PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
 diloco() { exec /env/bin/python -m diloco_jax "$@"; }
@@ -56,32 +98,7 @@ case $1 in
       "--learner=$name" \
       --syncer=file:/shared/x/syncer/address & ;;
 esac
-trap 'asked=yes; kill -TERM "$!"' TERM
-wait "$!" && code=0 || code=$?
+program=$!
+wait "$program" && ended=0 || ended=$?
 wait || true  # after SIGTERM, until the program has ended in order
-
-if [[ ! ${asked-} ]]; then
-  case $code in
-  0)
-    if [[ $name == syncer ]]; then
-      for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
-      (diloco report "$workdir") || true
-    fi
-    exit 0
-    ;;
-  42)
-    if [[ $name == syncer ]]; then scancel --name="$run-$job"; fi
-    exit "$code"
-    ;;
-  esac
-  if (( SECONDS < 20 && ${SLURM_RESTART_COUNT:-0} >= 4 )); then
-    echo "$name has ended with $code after $SECONDS s, and is not started again"
-    exit "$code"
-  fi
-fi
-until state=$(scontrol show job --oneliner "$job"); do sleep 10; done
-if [[ $state == *" JobState=RUNNING "*" Restarts=${SLURM_RESTART_COUNT:-0} "* ]]; then
-  echo "$name has ended with $code, and is to start again"
-  scontrol requeue "$job"
-fi  # else it is cancelled, or Slurm has requeued it
-exit "$code"
+exit "$ended"
