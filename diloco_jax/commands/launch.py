@@ -22,10 +22,12 @@ from absl import flags
 from diloco_jax.certs import allowlist, check, names, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
-from diloco_jax.launch.engines import gke, local, ray, slurm
+from diloco_jax.launch.engines import gke, local, ray, slurm, systemd
 from diloco_jax.nodes import exits
 
-_ENGINES: dict[str, types.ModuleType] = {'gke': gke, 'local': local, 'ray': ray, 'slurm': slurm}
+_ENGINES: dict[str, types.ModuleType] = {
+  one.__name__.rpartition('.')[2]: one for one in (gke, local, ray, slurm, systemd)
+}
 _ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'This runs the programs.')
 _WORKDIR = flags.DEFINE_string(
   'workdir', '', 'The folder of the run on the machines of its programs; each engine has a default.'

@@ -1,6 +1,11 @@
 """A real run on a Slurm cluster, whose nodes are all this machine."""
 
+import fcntl
+import os
 import re
+import signal
+import sys
+import time
 
 import pytest
 
@@ -24,29 +29,28 @@ def _cluster(tmp_path):
 
 
 class Run:
-  """A run that its script has submitted.
+  """A run that its script submits.
 
   Attributes:
     syncer, learners: the numbers of their jobs.
   """
 
-  def __init__(self, cluster, folder, *flags: str):
+  def __init__(self, cluster, folder, *flags: str, config: str = 'stdlib_lm:tiny'):
     self.cluster, self.workdir = cluster, folder / 'a run of 100% "$HOME"'
     certs = ray_cluster.certify(folder / 'certs', *LEARNERS)
     done = command_line.diloco(
-      *('launch', '--engine=slurm', '--config=stdlib_lm:tiny', '--topology=cpu', f'--tls={certs}'),
+      *('launch', '--engine=slurm', f'--config={config}', '--topology=cpu', f'--tls={certs}'),
       *(
         '--config.sync.learners=3',
         '--config.mesh.data=1',
         '--config.train.drain_s=25',
         f'--workdir={self.workdir}',
       ),
-      *(f'--out={folder}', *flags),
+      *(f'--out={folder}', '--name=tiny', *flags),
     )
     assert done.returncode == 0, done.stderr
     cluster.environment['GATE'] = str(folder / 'gate')
     self._script = str(folder / 'tiny.sh')
-    self.submit()
 
   def submit(self) -> None:
     said = self.cluster.call('bash', self._script)
@@ -70,8 +74,11 @@ class Run:
     at = {one: self.merges(one) for one in learners}
     self.cluster.until(lambda: all(self.merges(one) >= at[one] + 3 for one in learners))
 
+  def text(self, process: str) -> str:
+    return (self.workdir / 'logs' / f'{process}.log').read_text()
+
   def said(self, process: str, words: str) -> int:
-    return (self.workdir / 'logs' / f'{process}.log').read_text().count(words)
+    return self.text(process).count(words)
 
   def address(self) -> str:
     return (self.workdir / run_folder.ADDRESS).read_text()
@@ -89,6 +96,7 @@ class Run:
 
 def test_a_run_whose_jobs_are_requeued_ends_in_order(cluster, tmp_path):
   run = Run(cluster, tmp_path, slow_data.GATED, '--config.train.steps=1000', *OFTEN)
+  run.submit()
   run.until_merged(*LEARNERS)
 
   # A learner alone; the last task has the number of the whole array.
@@ -132,6 +140,7 @@ def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
   key = tmp_path / 'certs' / 'syncer' / 'key.pem'
   run = Run(cluster, tmp_path, slow_data.GATED, '--config.train.steps=1000')
   key.rename(tmp_path / 'key.pem')
+  run.submit()
   syncer, *learners = run.end()
   assert syncer == 'FAILED 42:0'
   assert all(one.startswith('CANCELLED') for one in learners)
@@ -142,3 +151,53 @@ def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
   assert all(one.startswith('CANCELLED') for one in run.end())
   assert all(run.said(name, 'preempted at step') == 1 for name in LEARNERS)
   assert [one['Restarts'] for one in run.jobs()] == ['0'] * 4
+
+
+_LOOP = """
+import os, sys, time
+import jax.numpy as jnp
+import diloco_jax
+
+learner, syncer, tls, workdir = sys.argv[1:]
+params, state = {'w': jnp.zeros(64)}, {'steps': jnp.int32(0)}
+run = {'learner': learner, 'syncer': syncer, 'tls': tls, 'workdir': workdir}
+with diloco_jax.join(params, opt_state=state, checkpoint_every_steps=8, **run) as peer:
+  params, state = peer.params, peer.opt_state
+  for clock in peer.steps():
+    time.sleep(0.01 if os.path.exists(os.environ['GATE']) else 0.3)
+    params, state = {'w': params['w'] + 1}, {'steps': state['steps'] + 1}
+    params = peer.sync(params, tokens=1, opt_state=state)
+  print('has made', int(state['steps']), 'steps', flush=True)
+"""
+
+
+def test_own_loops_behind_a_controller_that_is_away_at_the_start(cluster, tmp_path):
+  """One of them is preempted, and comes back with all that it had done."""
+  (tmp_path / 'my loop.py').write_text(_LOOP)
+  words = '{learner} {syncer} {tls} {workdir}'
+  loop = f"--loop={sys.executable} -P '{tmp_path}/my loop.py' {words}"
+  run = Run(cluster, tmp_path, loop, '--config.train.steps=600', config='own_loop')
+  (run.workdir / 'logs').mkdir(parents=True)
+  controller = int((cluster.folder / 'slurmctld.pid').read_text())
+  with open(run.workdir / 'logs' / 'syncer.log', 'w', encoding='utf-8') as log:
+    fcntl.flock(log, fcntl.LOCK_EX)  # the job of the syncer waits for it before all else
+    run.submit()
+    cluster.until(lambda: cluster.job(run.syncer)['JobState'] == 'RUNNING')
+    os.kill(controller, signal.SIGSTOP)
+  time.sleep(20.0)  # so long is it away, and no shorter
+  os.kill(controller, signal.SIGCONT)
+  run.until_merged(*LEARNERS)
+
+  node = cluster.job(run.task('l1'))['NodeList']
+  urgent = '--partition=urgent', f'--nodelist={node}', '--output=/dev/null', '--wrap=true'
+  cluster.call('sbatch', *urgent)
+  cluster.start_again(run.task('l1'))
+  run.until_merged(*LEARNERS)
+  assert run.said('l1', 'preempted at step') == 1
+  assert run.said('l1', 'l1 continues with the moments of its checkpoint at step') == 1
+  (tmp_path / 'gate').touch()
+  assert run.end() == ['COMPLETED 0:0'] * 4
+  [first, second] = re.findall(r'has made (\d+) steps', run.text('l1'))
+  [[_, steps]] = re.findall(r'preempted at step (\d+): (\d+) steps', run.text('l1'))
+  assert int(first) == int(steps), 'it has saved all that it had trained'
+  assert int(second) > int(first)

@@ -17,7 +17,7 @@ from diloco_jax.storage import files, folders
 
 RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')
 _LISTEN = flags.DEFINE_string(
-  'listen', '', 'local: HOST:PORT for learners on other machines, with --tls.'
+  'listen', '', 'local, systemd: HOST:PORT for learners on other machines, with --tls.'
 )
 
 
