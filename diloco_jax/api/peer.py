@@ -373,8 +373,9 @@ def join(
 
   A loop may be left at any time. At SIGTERM, if the program has no handler for it, `steps` yields
   no more, and the program goes on behind the loop. The learner then answers what the syncer has
-  asked for, and leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
-  called after it, the learner is lost as by a crash, and with it what was not merged yet.
+  asked for, and leaves; but if its last step has consumed the parameters (`donate_argnums`) and
+  `sync` was not called after it, the learner is lost as by a crash, and with it what was not merged
+  yet.
 
   Several hosts: after `jax.distributed.initialize(heartbeat_timeout_seconds=20)` each runs the same
   program, with parameters on a mesh of all devices, and one `workdir`. All have the same clocks and

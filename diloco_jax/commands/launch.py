@@ -33,13 +33,13 @@ _WORKDIR = flags.DEFINE_string(
   'workdir', '', 'The folder of the run on the machines of its programs; each engine has a default.'
 )
 _TLS = flags.DEFINE_string(
-  'tls', '', 'The folder that `diloco certs` made, with one for each program, or that of one program.'
+  'tls', '', 'The folder that `diloco certs` made for all programs, or for one of them.'
 )
 _SYNCER = flags.DEFINE_string(
   'syncer', '', 'The HOST:PORT of a syncer that runs elsewhere; only learners are started.'
 )
 _PORT = flags.DEFINE_integer(
-  'port', None, 'The port of the syncer on its machine; without it one that is free.', 1, 65535
+  'port', None, 'slurm: the port of the syncer; without it one that is free.', 1, 65535
 )
 _LOOP = flags.DEFINE_string(
   'loop',
@@ -119,7 +119,8 @@ def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
 def _refuse_flags_of_others() -> None:
   """A flag that the chosen engine does not read would do nothing."""
   of = flags.FLAGS.get_key_flags_for_module
-  own = {'disk_gib': ['gke'], 'port': ['slurm'], 'out': [one for one in _ENGINES if not hasattr(_ENGINES[one], 'run')]}
+  writing = [name for name, one in _ENGINES.items() if not hasattr(one, 'run')]
+  own = {'disk_gib': ['gke'], 'port': ['slurm'], 'out': writing}
   for flag in of(__name__):
     readers = own.get(flag.name) or [name for name, one in _ENGINES.items() if flag in of(one)]
     if flag.present and readers and _ENGINE.value not in readers:

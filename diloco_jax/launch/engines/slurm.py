@@ -117,11 +117,10 @@ def _words(program: spec_lib.Program, request: spec_lib.Request, known: spec_lib
   """A command for bash. Learners differ by their names only."""
   own = program.role == spec_lib.LEARNER and spec_lib.loop(request, known, '[name]')
   found = [] if own else [f'diloco {program.argv[1]}']
+  differ = [f'--learner={program.name}', f'--tls={known.tls}/{program.name}']
+  names = differ if program.role == spec_lib.LEARNER and not own else []
   for word in own or program.argv[2:]:
-    if not own and program.role == spec_lib.LEARNER and word in (
-      f'--learner={program.name}',
-      f'--tls={known.tls}/{program.name}',
-    ):
+    if word in names:
       word = word.removesuffix(program.name) + '[name]'
     if shlex.quote(word) != word:
       escaped = re.sub(r'[\\"`$]', r'\\\g<0>', word)
@@ -182,7 +181,7 @@ finish() {  # whatever ends this job but the end of the run and 42 puts it back 
     case $ended in
     0)
       if [[ $name == syncer ]]; then
-        for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
+        for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # learners
         (diloco report "$workdir")
       fi
       exit 0
