@@ -31,7 +31,7 @@ def get_config(variant: str = '') -> run_config.Config:
   )
   if variant == 'alone':
     same = {'merge': 'avg', 'embedding_merge': 'avg', 'outer': 'sgd(learning_rate=1.0)'}
-    plain = {'codec_up': 'float32', 'codec_down': 'float32', 'adopt': 'overwrite', 'overlap': 0}
+    plain = {'codec_up': 'float32', 'codec_down': 'float32', 'overlap': 0}
     sync = dataclasses.replace(sync, learners=1, fragments=1, **same, **plain)
   elif variant:
     raise ValueError(f"there is no variant {variant!r}; own_loop has 'alone'")

@@ -177,7 +177,7 @@ def test_what_this_machine_cannot_give(more, words):
     ),
     (
       ['--config=stdlib_lm:tiny', '--out=x'],
-      r'--out applies to --engine=gke\|slurm only, and this is --engine=local',
+      r'--out applies to --engine=gke\|slurm\|systemd only, and this is --engine=local',
     ),
     (
       ['--config=stdlib_lm:tiny', '--disk_gib=9', '--engine=slurm'],

@@ -46,7 +46,7 @@ finish() {  # whatever ends this job but the end of the run and 42 puts it back 
     case $ended in
     0)
       if [[ $name == syncer ]]; then
-        for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # until the learners have ended
+        for log in "$workdir"/logs/l*.log; do flock "$log" true; done  # learners
         (diloco report "$workdir")
       fi
       exit 0

@@ -1,0 +1,65 @@
+"""Keras 3 on JAX: `fit` with a callback that makes the boundary after each batch.
+
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start \\
+      --config.data.local
+    python quickstart_keras.py l0    # in a terminal of its own
+    python quickstart_keras.py l1    # in another one; if it is killed, start it again
+"""
+
+import os
+import sys
+
+os.environ['KERAS_BACKEND'] = 'jax'
+import keras
+import numpy as np
+
+import diloco_jax
+
+
+class Diloco(keras.callbacks.Callback):
+  """Exchanges the trained variables; those of the optimizer, and other ones, are saved."""
+
+  def __init__(self, peer: diloco_jax.Peer, tokens: int):
+    super().__init__()
+    self._peer, self._tokens = peer, tokens
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.model.jax_state_sync()  # from `fit` into the variables
+    peer, state = self._peer, state_of(self.model)
+    put(self.model, peer.sync(state, tokens=self._tokens, metrics={'loss': logs['loss']}))
+    self.model.stop_training = peer.clock is None
+
+
+def state_of(model: keras.Model) -> dict:
+  rest = [*model.non_trainable_variables, *model.optimizer.variables]
+  of = lambda variables: {one.path: one.value for one in variables}
+  return {'params': of(model.trainable_variables), 'rest': of(rest)}
+
+
+def put(model: keras.Model, state: dict) -> None:
+  values = state['params'] | state['rest']
+  for one in [*model.variables, *model.optimizer.variables]:
+    one.assign(values[one.path])
+
+
+def read(shard: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+  x_Bx8 = np.random.default_rng([shard, index]).standard_normal((64, 8), np.float32)
+  return x_Bx8, np.sin(x_Bx8).sum(axis=1)
+
+
+def train(**run: str | None) -> None:
+  keras.utils.set_random_seed(0)
+  layers = keras.layers.Dense(16, 'gelu'), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+  model = keras.Sequential([keras.Input((8,)), *layers])
+  model.compile(keras.optimizers.Adam(1e-2), 'mse')
+  model.optimizer.build(model.trainable_variables)
+  state = state_of(model)
+  with diloco_jax.join(state, exchange=lambda state: state['params'], shards=None, **run) as peer:
+    put(model, peer.params)
+    shard, index = peer.shard  # that of this learner, and how far it has been read
+    batches = (read(shard, n) for n in range(index, 10**9))
+    model.fit(batches, steps_per_epoch=10**9, callbacks=[Diloco(peer, 64)], verbose=0)
+
+
+if __name__ == '__main__':
+  train(learner=sys.argv[1], syncer='file:runs/start/syncer/address', workdir='runs/start')

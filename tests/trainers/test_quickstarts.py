@@ -1,0 +1,92 @@
+"""Quickstarts (experiments/examples) in environments of their frameworks, as their users run them.
+
+    ./scripts/test.sh --trainers    # makes the environments, in .cache
+
+Those of frameworks that every test has run in the lane of CI, too.
+"""
+
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+
+from diloco_jax.storage import folders, states
+from tests import programs
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ONE = ROOT / 'tests' / 'trainers' / 'one.py'
+OF_TESTS = ['optax', 'linen', 'nnx']
+PACKAGES = {
+  'equinox': ['equinox==0.13.8'],
+  'haiku': ['dm-haiku==0.0.17'],
+  'keras': ['keras==3.15.1'],
+}
+NAMES = [
+  *(pytest.param(name, marks=pytest.mark.long) for name in OF_TESTS),
+  *(pytest.param(name, marks=[pytest.mark.full, pytest.mark.timeout(900)]) for name in PACKAGES),
+]
+EXEC = 'import os, sys; os.execv(sys.argv[1], sys.argv[1:])'
+
+
+def python_of(name: str) -> str:
+  """The Python of an environment with the packages of the tests and those of a framework."""
+  if name in OF_TESTS:
+    return sys.executable
+  ours, wanted = sysconfig.get_path('purelib'), PACKAGES[name]
+  about = hashlib.sha256(f'{ours} {wanted} {sys.version}'.encode()).hexdigest()[:8]
+  folder = ROOT / '.cache' / f'trainer-{name}-{about}'
+  if not (folder / 'made').exists():
+    subprocess.run([sys.executable, '-m', 'venv', '--clear', folder], check=True)
+    [packages] = folder.glob('lib/python*/site-packages')
+    (packages / 'ours.pth').write_text(ours)
+    pip = folder / 'bin' / 'python', '-m', 'pip', 'install', '--quiet'
+    subprocess.run([*pip, '--disable-pip-version-check', *wanted], check=True)
+    (folder / 'made').touch()
+  return str(folder / 'bin' / 'python')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_one_learner_makes_the_bits_of_the_loop_alone(name, tmp_path):
+  done = programs.Program('-c', EXEC, python_of(name), ONE, name, 'same', cwd=tmp_path)
+  assert done.end() == 0 and done.lines[-1] == 'the same bits', str(done)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_two_are_killed_resumed_and_exported(name, tmp_path):
+  """With the commands of its docstring; beside them, its batches are held back until the kill."""
+  gate, python = tmp_path / 'gate', python_of(name)
+  text = (ROOT / 'experiments' / 'examples' / f'quickstart_{name}.py').read_text()
+  [command] = [line for line in text.replace('\\\n', ' ').splitlines() if 'diloco syncer' in line]
+  with programs.starting() as of_this_python:
+    start = lambda *words: of_this_python('-c', EXEC, python, *words, cwd=tmp_path)
+    learner = lambda which: start(ONE, name, which, gate)
+    syncer = start('-P', '-m', 'diloco_jax', *command.split()[2:])
+    syncer.wait_for('listens on')
+    first, second = learner('l0'), learner('l1')
+    kept = tmp_path / 'runs' / 'start' / folders.ISLANDS / 'l1' / folders.CHECKPOINTS
+    programs.until(lambda: any(kept.glob(f'*/{states.MANIFEST}')), syncer, first, second)
+    second.kill()
+    again = learner('l1')
+    again.wait_for('l1 continues with the moments of its checkpoint at step')
+    gate.touch()
+    assert [one.end() for one in (first, again, syncer)] == [0, 0, 0], f'{first}\n{again}'
+    out = tmp_path / 'model.safetensors'
+    done = start('-P', '-m', 'diloco_jax', 'export', '--workdir=runs/start', f'--out={out}')
+    assert done.end() == 0, str(done)
+    [told] = [line for line in again.lines if ' exchanges ' in line]
+    size = int.from_bytes(out.read_bytes()[:8], 'little')
+    names = json.loads(out.read_bytes()[8 : 8 + size]).keys() - {'__metadata__'}
+    assert f' parameters in {len(names)} arrays: ' in told
+
+
+def test_each_has_at_most_60_lines_and_is_on_the_page():
+  page = (ROOT / 'docs' / 'tutorials' / 'own_loop.md').read_text()
+  found = sorted((ROOT / 'experiments' / 'examples').glob('quickstart_*.py'))
+  assert {path.stem.partition('_')[2] for path in found} == {*OF_TESTS, *PACKAGES}
+  for path in found:
+    assert len(path.read_text().splitlines()) <= 60, path.name
+    assert path.name in page
