@@ -19,20 +19,17 @@ import diloco_jax
 class Diloco(keras.callbacks.Callback):
   """Exchanges the trained variables; those of the optimizer, and other ones, are saved."""
 
-  def __init__(self, peer: diloco_jax.Peer, tokens: int):
-    super().__init__()
-    self._peer, self._tokens = peer, tokens
+  peer: diloco_jax.Peer
 
   def on_train_batch_end(self, batch, logs=None):
     self.model.jax_state_sync()  # from `fit` into the variables
-    peer, state = self._peer, state_of(self.model)
-    put(self.model, peer.sync(state, tokens=self._tokens, metrics={'loss': logs['loss']}))
-    self.model.stop_training = peer.clock is None
+    put(self.model, self.peer.sync(state_of(self.model), tokens=64, metrics=logs))
+    self.model.stop_training = self.peer.clock is None
 
 
 def state_of(model: keras.Model) -> dict:
-  rest = [*model.non_trainable_variables, *model.optimizer.variables]
   of = lambda variables: {one.path: one.value for one in variables}
+  rest = [*model.non_trainable_variables, *model.optimizer.variables]
   return {'params': of(model.trainable_variables), 'rest': of(rest)}
 
 
@@ -49,16 +46,17 @@ def read(shard: int, index: int) -> tuple[np.ndarray, np.ndarray]:
 
 def train(**run: str | None) -> None:
   keras.utils.set_random_seed(0)
-  layers = keras.layers.Dense(16, 'gelu'), keras.layers.BatchNormalization(), keras.layers.Dense(1)
-  model = keras.Sequential([keras.Input((8,)), *layers])
+  model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(1)])
   model.compile(keras.optimizers.Adam(1e-2), 'mse')
   model.optimizer.build(model.trainable_variables)
-  state = state_of(model)
-  with diloco_jax.join(state, exchange=lambda state: state['params'], shards=None, **run) as peer:
+  own = lambda state: state['params']
+  with diloco_jax.join(state_of(model), exchange=own, shards=None, **run) as peer:
     put(model, peer.params)
-    shard, index = peer.shard  # that of this learner, and how far it has been read
+    shard, index = peer.shard  # that of this learner, and how far it has read
     batches = (read(shard, n) for n in range(index, 10**9))
-    model.fit(batches, steps_per_epoch=10**9, callbacks=[Diloco(peer, 64)], verbose=0)
+    callback = Diloco()
+    callback.peer = peer
+    model.fit(batches, steps_per_epoch=10**9, callbacks=[callback], verbose=0)
 
 
 if __name__ == '__main__':
