@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     case []:
       for name, text in found.items():
         first_line = (ast.get_docstring(ast.parse(text)) or '').partition('\n')[0]
-        print(f'{name:14}{first_line}')
+        print(f'{name:20}{first_line}')
     case [name] if name in found:
       print(found[name].replace('experiments/examples/', ''), end='')  # it is not in a checkout now
     case words:

@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: `fit` with a callback that makes the boundary after each batch.
+"""Keras 3 on JAX: `fit` with a callback that exchanges the trained variables, and saves all others.
 
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start \\
       --config.data.local
@@ -17,8 +17,6 @@ import diloco_jax
 
 
 class Diloco(keras.callbacks.Callback):
-  """Exchanges the trained variables; those of the optimizer, and other ones, are saved."""
-
   peer: diloco_jax.Peer
 
   def on_train_batch_end(self, batch, logs=None):
@@ -49,8 +47,7 @@ def train(**run: str | None) -> None:
   model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(1)])
   model.compile(keras.optimizers.Adam(1e-2), 'mse')
   model.optimizer.build(model.trainable_variables)
-  own = lambda state: state['params']
-  with diloco_jax.join(state_of(model), exchange=own, shards=None, **run) as peer:
+  with diloco_jax.join(state_of(model), exchange=lambda s: s['params'], shards=None, **run) as peer:
     put(model, peer.params)
     shard, index = peer.shard  # that of this learner, and how far it has read
     batches = (read(shard, n) for n in range(index, 10**9))

@@ -28,6 +28,8 @@ OURS = re.compile(r'diloco (certs|launch)\b|docker |bash ')
 SECTIONS = {  # and how many programs each of them writes
   'accelerators: 2. Machines': 9,
   'launch: On GKE': 3,
+  'launch: Elastic training on JobSet today': 9,
+  'launch: Two regions': 5,
   'launch: On several clouds': 2,
 }
 KUBECTL = f"""#!{sys.executable}

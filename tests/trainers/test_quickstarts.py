@@ -14,7 +14,7 @@ import sysconfig
 
 import pytest
 
-from diloco_jax.storage import folders, states
+from diloco_jax.storage import folders
 from tests import programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -64,11 +64,11 @@ def test_two_are_killed_resumed_and_exported(name, tmp_path):
   with programs.starting() as of_this_python:
     start = lambda *words: of_this_python('-c', EXEC, python, *words, cwd=tmp_path)
     learner = lambda which: start(ONE, name, which, gate)
-    syncer = start('-P', '-m', 'diloco_jax', *command.split()[2:])
-    syncer.wait_for('listens on')
+    syncer = start('-P', '-m', 'diloco_jax', *command.split()[1:])
+    syncer.wait_for('the first learner, which brings the model')
     first, second = learner('l0'), learner('l1')
     kept = tmp_path / 'runs' / 'start' / folders.ISLANDS / 'l1' / folders.CHECKPOINTS
-    programs.until(lambda: any(kept.glob(f'*/{states.MANIFEST}')), syncer, first, second)
+    programs.until(lambda: folders.numbers_in(kept), syncer, first, second)
     second.kill()
     again = learner('l1')
     again.wait_for('l1 continues with the moments of its checkpoint at step')
