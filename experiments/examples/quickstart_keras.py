@@ -1,7 +1,6 @@
 """Keras 3 on JAX: `fit` with a callback that exchanges the trained variables, and saves all others.
 
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start \\
-      --config.data.local
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start --config.data.local
     python quickstart_keras.py l0    # in a terminal of its own
     python quickstart_keras.py l1    # in another one; if it is killed, start it again
 """
