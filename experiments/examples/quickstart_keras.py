@@ -1,8 +1,8 @@
 """Keras 3 on JAX: `fit` with a callback that exchanges the trained variables, and saves all others.
 
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start --config.data.local
-    python quickstart_keras.py l0    # in a terminal of its own
-    python quickstart_keras.py l1    # in another one; if it is killed, start it again
+diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start --config.data.local
+python quickstart_keras.py l0    # in a terminal of its own
+python quickstart_keras.py l1    # in another one; if it is killed, start it again
 """
 
 import os
@@ -52,7 +52,8 @@ def train(**run: str | None) -> None:
     batches = (read(shard, n) for n in range(index, 10**9))
     callback = Diloco()
     callback.peer = peer
-    model.fit(batches, steps_per_epoch=10**9, callbacks=[callback], verbose=0)
+    if peer.clock is not None:  # else the run has ended
+      model.fit(batches, steps_per_epoch=10**9, callbacks=[callback], verbose=0)
 
 
 if __name__ == '__main__':

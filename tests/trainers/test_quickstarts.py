@@ -72,6 +72,7 @@ def test_two_are_killed_resumed_and_exported(name, tmp_path):
     second.kill()
     again = learner('l1')
     again.wait_for('l1 continues with the moments of its checkpoint at step')
+    again.wait_for('joined the run at clock')
     gate.touch()
     assert [one.end() for one in (first, again, syncer)] == [0, 0, 0], f'{first}\n{again}'
     out = tmp_path / 'model.safetensors'
