@@ -1,6 +1,6 @@
 """Keras 3 on JAX: `fit` with a callback that exchanges the trained variables, and saves all others.
 
-diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/start --config.data.local
+diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/k --config.data.local
 python quickstart_keras.py l0    # in a terminal of its own
 python quickstart_keras.py l1    # in another one; if it is killed, start it again
 """
@@ -57,4 +57,4 @@ def train(**run: str | None) -> None:
 
 
 if __name__ == '__main__':
-  train(learner=sys.argv[1], syncer='file:runs/start/syncer/address', workdir='runs/start')
+  train(learner=sys.argv[1], syncer='file:runs/k/syncer/address', workdir='runs/k')

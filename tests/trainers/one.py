@@ -79,7 +79,8 @@ def main(what: str, gate: str = '') -> None:
     return read(shard, index)
 
   module.read = gated
-  module.train(learner=what, syncer='file:runs/start/syncer/address', workdir='runs/start')
+  [workdir] = pathlib.Path.cwd().glob('runs/*')
+  module.train(learner=what, syncer=f'file:{workdir}/syncer/address', workdir=workdir)
 
 
 if __name__ == '__main__':

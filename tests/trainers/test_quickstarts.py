@@ -8,6 +8,7 @@ Those of frameworks that every test has run in the lane of CI, too.
 import hashlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -61,13 +62,14 @@ def test_two_are_killed_resumed_and_exported(name, tmp_path):
   gate, python = tmp_path / 'gate', python_of(name)
   text = (ROOT / 'experiments' / 'examples' / f'quickstart_{name}.py').read_text()
   [command] = [line for line in text.replace('\\\n', ' ').splitlines() if 'diloco syncer' in line]
+  workdir = re.search('--workdir=([^ ]+)', command)[1]
   with programs.starting() as of_this_python:
     start = lambda *words: of_this_python('-c', EXEC, python, *words, cwd=tmp_path)
     learner = lambda which: start(ONE, name, which, gate)
     syncer = start('-P', '-m', 'diloco_jax', *command.split()[1:])
     syncer.wait_for('the first learner, which brings the model')
     first, second = learner('l0'), learner('l1')
-    kept = tmp_path / 'runs' / 'start' / folders.ISLANDS / 'l1' / folders.CHECKPOINTS
+    kept = tmp_path / workdir / folders.ISLANDS / 'l1' / folders.CHECKPOINTS
     programs.until(lambda: folders.numbers_in(kept), syncer, first, second)
     second.kill()
     again = learner('l1')
@@ -76,7 +78,7 @@ def test_two_are_killed_resumed_and_exported(name, tmp_path):
     gate.touch()
     assert [one.end() for one in (first, again, syncer)] == [0, 0, 0], f'{first}\n{again}'
     out = tmp_path / 'model.safetensors'
-    done = start('-P', '-m', 'diloco_jax', 'export', '--workdir=runs/start', f'--out={out}')
+    done = start('-P', '-m', 'diloco_jax', 'export', f'--workdir={workdir}', f'--out={out}')
     assert done.end() == 0, str(done)
     [told] = [line for line in again.lines if ' exchanges ' in line]
     size = int.from_bytes(out.read_bytes()[:8], 'little')
