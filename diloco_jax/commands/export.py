@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 def _write_each(out: pathlib.Path, models: Iterable, write: Callable) -> None:
   """Writes versions side by side until the run has ended, at most one in --every_s."""
-  from diloco_jax.storage import versions
+  from diloco_jax.api import versions
 
   folder = versions.Versions(out, _KEEP.value)  # which it has until its end
   for version, told, params in models:

@@ -9,6 +9,5 @@ Where is ...?
   of which run a folder is, and how it goes back: lineage.py
   how a file of a run is read: json_files.py, files.py
   a Hugging Face folder, names and shapes of tensors: hugging_face.py
-  a folder with the newest versions of a model, for samplers: versions.py
   *.safetensors, and a run that begins with one: arrays.py `export`, `start`
 """

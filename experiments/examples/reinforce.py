@@ -303,7 +303,8 @@ def run(
   children, began_s, rewards, victims = {}, time.monotonic(), [], {2: 'l1', 3: 'w0'}
 
   def start(name: str) -> None:
-    words = f'syncer={server.address}', f'queue={rollouts.address}', f'tls={tls}'
+    syncer = f'file:{workdir}/syncer/address'  # which says when the run has ended
+    words = f'syncer={syncer}', f'queue={rollouts.address}', f'tls={tls}'
     children[name] = subprocess.Popen([sys.executable, __file__, name, str(workdir), *words])
 
   def evaluate(params: dict[str, np.ndarray]) -> dict[str, float]:

@@ -25,7 +25,7 @@ SETTINGS = {
   'optimizer.warmup_steps': 4,
   'optimizer.learning_rate': 1e-3,
 }
-VERSIONS, KEPT = 200, 20
+VERSIONS, KEPT = 200, 100
 pytestmark = pytest.mark.long
 
 
@@ -61,10 +61,10 @@ def test_a_reader_finds_200_versions_whole_past_a_kill_and_a_full_disk(library, 
   python = request.getfixturevalue('reference') if library == 'transformers' else sys.executable
   with programs.starting() as start:
     _starts(start, run, 1_000_000)
-    follower = _follower(start, run, out)
-    follower.wait_for('version ')
     execs = 'import os, sys; os.execv(sys.argv[1], sys.argv[1:])'
-    reader = start('-c', execs, python, reads_versions.__file__, out, stop, library)
+    reader = start('-c', execs, python, reads_versions.__file__, out, stop, library, MODEL)
+    reader.wait_for('ready')
+    follower = _follower(start, run, out)
     programs.until(lambda: _count(follower) > VERSIONS // 3, follower, reader)
     infinite = resource.RLIM_INFINITY
     resource.prlimit(follower.process.pid, resource.RLIMIT_FSIZE, (100_000, infinite))
@@ -78,10 +78,10 @@ def test_a_reader_finds_200_versions_whole_past_a_kill_and_a_full_disk(library, 
     programs.until(lambda: written() >= VERSIONS, follows, reader)
     follows.kill()
     last = json.loads((out / 'index.json').read_text('utf-8'))['version']
-    programs.until(lambda: reader.lines[-1:] == [str(last)], reader)
+    programs.until(lambda: str(last) in reader.lines or not reader.running, reader)
     stop.touch()
     assert reader.end() == 0, reader
-  read = list(map(int, reader.lines))
+  read = [int(line) for line in reader.lines if line.isdigit()]  # beside warnings of a library
   assert read == sorted(read) and len(set(read)) > VERSIONS // 10
   assert len(list((out / 'versions').glob('*-*'))) <= KEPT + 1  # a kill was before a removal
   folder = (out / 'latest').resolve()

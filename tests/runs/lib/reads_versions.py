@@ -1,9 +1,9 @@
 """Reads the newest version of a model in a folder, again and again, as a sampler would.
 
-python reads_versions.py OUT STOP LIBRARY
+python reads_versions.py OUT STOP LIBRARY MODEL
 
-It prints a line for each version that was whole, until the file STOP exists, and ends with an error
-at the first that is not. LIBRARY is safetensors, or transformers, which needs PyTorch and nothing
+It reads MODEL, as the first time takes long, and prints a line. Then it prints one for each version
+that was whole, until the file STOP exists, and ends with an error at the first that is not. LIBRARY is safetensors, or transformers, which needs PyTorch and nothing
 of this project (tests/storage/hugging_face/reference.py).
 """
 
@@ -31,12 +31,15 @@ def read(folder: pathlib.Path, library: str) -> None:
     import safetensors.numpy
 
     told = json.loads((folder / 'config.json').read_text('utf-8'))
-    found = safetensors.numpy.load_file(folder / 'model.safetensors')
+    files = sorted(folder.glob('*.safetensors'))
+    found = {name for file in files for name in safetensors.numpy.load_file(file)}
     assert len(found) == 3 + 9 * told['num_hidden_layers'], (folder, sorted(found))
     assert json.loads((folder / 'tokenizer.json').read_text('utf-8'))['model']
 
 
-def main(out: str, stop: str, library: str) -> None:
+def main(out: str, stop: str, library: str, model: str) -> None:
+  read(pathlib.Path(model), library)
+  print('ready', flush=True)
   while not pathlib.Path(stop).exists():
     latest = pathlib.Path(out, 'latest')
     if latest.is_symlink():

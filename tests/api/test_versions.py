@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
-from diloco_jax.storage import arrays, files, json_files, states, versions
+from diloco_jax.api import versions
+from diloco_jax.storage import arrays, files, json_files, states
 
 CALLS = 'open fsync rename replace symlink mkdir unlink rmdir'.split()
 
