@@ -3,8 +3,9 @@
 python reads_versions.py OUT STOP LIBRARY MODEL
 
 It reads MODEL, as the first time takes long, and prints a line. Then it prints one for each version
-that was whole, until the file STOP exists, and ends with an error at the first that is not. LIBRARY is safetensors, or transformers, which needs PyTorch and nothing
-of this project (tests/storage/hugging_face/reference.py).
+that was whole, until the file STOP exists, and ends with an error at the first that is not. LIBRARY
+is safetensors, or transformers, which needs PyTorch and nothing of this project
+(tests/storage/hugging_face/reference.py).
 """
 
 import hashlib
