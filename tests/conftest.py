@@ -21,6 +21,8 @@ import itertools
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -262,6 +264,20 @@ def _place(item: pytest.Item) -> int:
 @pytest.fixture(scope='session')
 def counts(request: pytest.FixtureRequest) -> Counts:
   return _counts(request.config)
+
+
+@pytest.fixture(scope='session')
+def reference() -> pathlib.Path:
+  """The interpreter of an environment for tests/storage/hugging_face/reference.py, which is made
+  once: some gigabytes. For files that start real runs, which share a worker."""
+  packages = 'torch==2.14.1', 'transformers==5.24.0'
+  folder = _CACHE.with_name('reference')
+  python, mark = folder / 'bin' / 'python', folder / 'installed'
+  if not mark.exists() or mark.read_text() != str(packages):
+    subprocess.run([sys.executable, '-m', 'venv', '--clear', folder], check=True)
+    subprocess.run([python, '-m', 'pip', 'install', '--quiet', *packages], check=True)
+    mark.write_text(str(packages))
+  return python
 
 
 @pytest.fixture(scope='session')

@@ -9,4 +9,5 @@ Where is ...?
   learners and syncer in one process: single_controller.py
   the trained model, read from a folder: load_params.py
   a program that receives the model while the run goes on: follow.py, nodes/follower_node.py
+  the newest versions of it side by side, for samplers: versions.py
 """

@@ -95,18 +95,18 @@ def follow(
 
 def models(
   workdir: pathlib.Path, place: str, follows: bool, syncer: str, access: addresses.Access
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[int, str, Any]]:
   """For a command: the model of the run in a folder (of `place`: load_params.local), or, if it
-  follows, each newest one; and what to print before what it says of it. Raises ValueError,
-  NotInTime."""
+  follows, each newest one; its version (else -1), and what to print before what it says of it.
+  Raises ValueError, NotInTime."""
   if not follows:
-    yield '', load_params.load_all(workdir)
+    yield -1, '', load_params.load_all(workdir)
     return
   where = {'tls': access.tls, 'plaintext_loopback': access.plaintext_loopback}
   where['workdir'] = workdir if syncer or not place.startswith(folders.BUCKET) else place
   try:
     for version, params in follow(syncer, **where):
-      yield f'version {version}: ', load_params.require_all(params, workdir)
+      yield version, f'version {version}: ', load_params.require_all(params, workdir)
   except TimeoutError as error:
     raise exits.NotInTime(exits.one_line(error)) from error
 

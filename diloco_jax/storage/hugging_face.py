@@ -7,6 +7,7 @@ there, its input axes here, and heads an axis of their own. Which decoder `confi
 and a run that begins with it: experiments/examples/pretrained.py.
 """
 
+import errno
 import math
 import pathlib
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco_jax.storage import arrays, files, json_files
+from diloco_jax.storage import arrays, files, json_files, tree_digest
 
 FILE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _COPIED = re.compile(  # these are as true of other weights
@@ -90,7 +91,7 @@ def tensors_of(params: Any) -> dict[str, np.ndarray]:
 
 def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Path) -> None:
   """Writes a new folder: the tensors in the types that they have in `source`, and the files
-  there whose meaning is known. Raises ValueError, OSError."""
+  there whose meaning is known. It is read back. Raises ValueError, OSError."""
   if folder.exists():
     raise ValueError(f'{folder} exists, and stays as it is: name a new folder')
   like = _tensors(source, named.__contains__)
@@ -101,6 +102,9 @@ def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Pa
     if _COPIED.fullmatch(file.name):
       json_files.replace(folder / file.name, file.read_bytes())
   arrays.export(folder / FILE, typed, {'format': 'pt'})
+  written = {name: one.mapped() for name, one in arrays.stored(folder / FILE).items()}
+  if tree_digest.digests_of_host(typed) != tree_digest.digests_of_host(written):
+    raise OSError(errno.EIO, f'{folder / FILE} does not read back')
 
 
 def _matches(tree: Any) -> dict[str, tuple[str, Any]]:

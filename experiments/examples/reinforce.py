@@ -4,37 +4,53 @@
     python experiments/examples/reinforce.py alone          # one loop that does all by itself
     diloco report runs/rl
 
+On several machines, with certificates (`diloco certs`) of the syncer, of l0, l1, ... and w0, ...
+in the folder CERTS, the first line on one of them and the second on others:
+
+    python reinforce.py run runs/rl listen=HOST:7070 queue=HOST:7071 tls=CERTS trainers=1 workers=2
+    python reinforce.py w2 runs/w2 syncer=HOST:7070 queue=HOST:7071 tls=CERTS
+
 The task is the sum of two digits, '3+4=' -> '07'; the reward is 1 for the right two digits, else 0,
 so a model that guesses gets 1/100. The algorithm is GRPO (arXiv 2402.03300) with a bonus for
 entropy in the place of its KL term: of each prompt a group is sampled, and the advantage of a
 sample is its reward less the group's mean, over the group's standard deviation.
 
 A *worker* samples with the newest model of the run (`diloco_jax.follow`), asks the verifier, and
-writes a rollout, a file with prompts, completions, their log-probabilities and rewards, and the
-version of the model, into a folder that all share. A *trainer* (`diloco_jax.join`) takes the newest
-rollout that nobody has taken, drops stale ones, and weighs each sample by the clipped ratio of its
-probabilities now and then. No process waits for a dead one, which `run` starts again.
+puts a rollout into a queue: prompts, completions, their log-probabilities and rewards, and the
+version of the model. A *trainer* (`diloco_jax.join`) takes the newest rollout of the queue, drops
+stale ones, and weighs each sample by the clipped ratio of its probabilities now and then. No
+process waits for a dead one, which `run` starts again.
 
 docs/howto/reinforce.md has what was measured.
 """
 
 import contextlib
+import io
 import pathlib
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent import futures
 
+import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import diloco_jax
+from diloco_jax.certs import proofs
+from diloco_jax.nodes import dial
+from diloco_jax.transport import addresses, listen
 
 PROMPTS, GROUP, STEPS = 64, 16, 600  # of a rollout, samples of a prompt, clocks of the run
 STALE = 6  # outer steps behind the newest model: an older rollout is dropped
-PENDING = 4  # rollouts in the folder: then the workers wait
+PENDING = 4  # rollouts in the queue: then the workers wait
+CLIENTS = 64  # calls that the queue serves at once
+ANSWER_S, CALL_S = 1.0, 10.0  # how long a call waits in the queue; after that it is away
 VERIFY_S = 0.25  # a verifier of real tasks runs tests, or asks a tool; that of sums takes no time
 WAIT_S = 120.0
 PLUS, EQUALS, NONE, TOKENS = 10, 11, 12, 13  # the tokens after the ten digits
@@ -126,54 +142,126 @@ def expected_reward(params: dict) -> jax.Array:
   return jnp.exp(chosen_Nx2.sum(axis=1)).mean()
 
 
-def put(folder: pathlib.Path, worker: str, rollout: dict[str, np.ndarray]) -> None:
-  """Writes a rollout, whole or not at all. Names sort by version, then by time."""
-  part = folder / f'{worker}.part'  # one for each worker, so that kills leave no others
-  with open(part, 'wb') as file:
-    np.savez(file, **rollout)
-  part.replace(folder / f'{int(rollout["version"]):08}-{time.time_ns()}-{worker}.npz')
+class Queue:
+  """The rollouts on their way to the trainers, each for one of them, the newest first.
+
+  It is at a Unix socket of this user alone, or at HOST:PORT, for who has a certificate of the run.
+  A rollout is the bytes of a *.npz, so nobody runs code here. They are in memory: what is in the
+  queue or in a message when a process dies is lost, as any that no trainer takes in time.
+  """
+
+  def __init__(self, address: str, tls: pathlib.Path | None = None):
+    self._held: list[tuple[int, bytes]] = []  # version, rollout
+    self._changed = threading.Condition()
+    self._server = grpc.server(futures.ThreadPoolExecutor(CLIENTS))
+    calls = {
+      name: grpc.unary_unary_rpc_method_handler(self._proved(call))
+      for name, call in {'put': self._put, 'take': self._take}.items()
+    }
+    self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler('rollouts', calls)])
+    self._listener = listen.Listener(self._server, address, addresses.access(tls, False), print)
+    self.address = self._listener.address
+    self._server.start()
+
+  def close(self) -> None:
+    self._server.stop(None).wait()
+    self._listener.close()
+
+  def _proved(self, call: Callable[[bytes, grpc.ServicerContext], bytes]) -> Callable:
+    def proved(data: bytes, context: grpc.ServicerContext) -> bytes:
+      if credentials := self._listener.credentials:
+        try:
+          credentials.refresh([])  # a certificate may be revoked meanwhile
+          credentials.prove(context)
+        except proofs.Unproved as error:
+          context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+      return call(data, context)
+
+    return proved
+
+  def _put(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+    version = int(unpacked(data)['version'])
+    with self._changed:
+      room = self._changed.wait_for(lambda: len(self._held) < PENDING, ANSWER_S)
+      if room:
+        self._held.append((version, data))
+        self._changed.notify_all()
+      return b'taken' if room else b''
+
+  def _take(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+    with self._changed:
+      self._changed.wait_for(lambda: self._held, ANSWER_S)
+      if not self._held or not context.is_active():  # a killed trainer gets none
+        return b''
+      self._held.sort(key=lambda one: one[0])
+      self._changed.notify_all()
+      return self._held.pop()[1]
 
 
-class Inbox:
-  """The rollouts for a trainer. To delete one is to take it, so each goes to one trainer."""
+def packed(rollout: dict[str, np.ndarray]) -> bytes:
+  file = io.BytesIO()
+  np.savez(file, **rollout)
+  return file.getvalue()
 
-  def __init__(self, folder: pathlib.Path):
-    self._folder = folder
+
+def unpacked(data: bytes) -> dict[str, np.ndarray]:
+  with np.load(io.BytesIO(data)) as arrays:
+    return dict(arrays)
+
+
+class Client:
+  """The queue for a worker or a trainer. It may be started again meanwhile."""
+
+  def __init__(self, address: str, tls: pathlib.Path | None = None):
+    access = addresses.access(tls, False)
+    options = (('grpc.max_reconnect_backoff_ms', 1_000),)
+    self._channel = listen.dial(dial.resolver(address, access)(), access, options)
     self.newest = self.dropped = 0  # the newest version of a rollout; how many were stale
 
+  def put(self, rollout: dict[str, np.ndarray]) -> bool:
+    """Whether the queue has taken it: it may be full, or away."""
+    return self._ask('put', packed(rollout)) != b''
+
   def take(self) -> dict[str, np.ndarray]:
-    """Waits for a rollout that is not stale, and takes the newest one."""
+    """Waits for a rollout that is not stale."""
     end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s:
-      for path in sorted(self._folder.glob('*.npz'), reverse=True):
-        version = int(path.name.partition('-')[0])
+      if data := self._ask('take'):
+        rollout = unpacked(data)
+        version = int(rollout['version'])
         self.newest = max(self.newest, version)
-        with contextlib.suppress(FileNotFoundError):  # another trainer has taken it
-          with np.load(path) as arrays:
-            rollout = dict(arrays)
-          path.unlink()
-          if self.newest - version <= STALE:
-            return rollout
-          self.dropped += 1
-      time.sleep(0.01)
-    raise TimeoutError(f'no worker has written a rollout into {self._folder} for {WAIT_S:g} s')
+        if self.newest - version <= STALE:
+          return rollout
+        self.dropped += 1
+    raise TimeoutError(f'no worker has put a rollout into the queue for {WAIT_S:g} s')
+
+  def _ask(self, call: str, data: bytes = b'') -> bytes:
+    try:
+      asks = self._channel.unary_unary(f'/rollouts/{call}')
+      return asks(data, timeout=CALL_S, wait_for_ready=True)
+    except grpc.RpcError as error:
+      if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return b''
+      raise
 
 
-def train(learner: str, workdir: pathlib.Path) -> None:
-  params, inbox = init(), Inbox(workdir / 'rollouts')
-  where = {'syncer': f'file:{workdir}/syncer/address', 'workdir': workdir, 'shards': None}
+def train(learner: str, workdir: pathlib.Path, syncer: str, queue: str, tls: str = '') -> None:
+  proof = pathlib.Path(tls, learner) if tls else None
+  params, client = init(), Client(queue, proof)
+  where = {'syncer': syncer, 'tls': proof, 'workdir': workdir, 'shards': None}
   with diloco_jax.join(params, learner=learner, opt_state=TX.init(params), **where) as peer:
     params, opt_state = peer.params, peer.opt_state
-    for _, rollout in peer.steps(lambda *_: inbox.take()):
+    for _, rollout in peer.steps(lambda *_: client.take()):
       params, opt_state, metrics = step(params, opt_state, rollout)
-      metrics |= {'dropped': inbox.dropped}
+      metrics |= {'dropped': client.dropped}
       tokens = rollout['completions'].size
       params = peer.sync(params, tokens=tokens, opt_state=opt_state, metrics=metrics)
 
 
-def work(worker: str, workdir: pathlib.Path) -> None:
-  folder, rng = workdir / 'rollouts', np.random.default_rng()  # other samples after a restart
-  models = diloco_jax.follow(f'file:{workdir}/syncer/address', into=init())
+def work(worker: str, syncer: str, queue: str, tls: str = '') -> None:
+  proof = pathlib.Path(tls, worker) if tls else None
+  client, rng = Client(queue, proof), np.random.default_rng()  # other samples after a restart
+  models = diloco_jax.follow(syncer, tls=proof, into=init())
   newest = next(models, None)  # waits for the first one
 
   def receive() -> None:  # on a thread, as `follow` waits for a model that is newer
@@ -185,9 +273,9 @@ def work(worker: str, workdir: pathlib.Path) -> None:
     ended = pool.submit(receive)  # with the run
     while not ended.done():
       version, params = newest
-      put(folder, worker, roll_out(params, version, rng))
-      while len(list(folder.glob('*.npz'))) >= PENDING and not ended.done():
-        time.sleep(0.01)
+      rollout = roll_out(params, version, rng)
+      while not client.put(rollout) and not ended.done():
+        pass  # the queue makes it wait
   ended.result()
 
 
@@ -201,22 +289,35 @@ def alone(steps: int = STEPS) -> None:
       print(f'{seconds:.0f} s, clock {clock}: reward {reward:.2f}', flush=True)
 
 
-def run(workdir: pathlib.Path, trainers: int = 2, workers: int = 4, steps: int = STEPS) -> None:
-  """The syncer in this process, all others as children: l1 is killed at clock 60, w0 at clock 120,
-  and who has died is started again."""
-  (workdir / 'rollouts').mkdir(parents=True, exist_ok=True)
+def run(
+  workdir: pathlib.Path,
+  trainers: int = 2,
+  workers: int = 4,
+  steps: int = STEPS,
+  listen: str = '',
+  queue: str = '',
+  tls: str = '',
+) -> None:
+  """The syncer and the queue in this process, all others as children: l1 is killed at clock 60, w0
+  at clock 120, and who has died is started again."""
   children, began_s, rewards, victims = {}, time.monotonic(), [], {2: 'l1', 3: 'w0'}
 
   def start(name: str) -> None:
-    children[name] = subprocess.Popen([sys.executable, __file__, name, str(workdir)])
+    syncer = f'file:{workdir}/syncer/address'  # which says when the run has ended
+    words = f'syncer={syncer}', f'queue={rollouts.address}', f'tls={tls}'
+    children[name] = subprocess.Popen([sys.executable, __file__, name, str(workdir), *words])
 
   def evaluate(params: dict[str, np.ndarray]) -> dict[str, float]:
     rewards.append(float(expected_reward(params)))  # every 60 clocks
     print(f'{time.monotonic() - began_s:.0f} s: reward {rewards[-1]:.2f}', flush=True)
     return {'loss': 1 - rewards[-1], 'reward': rewards[-1]}
 
+  proof = pathlib.Path(tls, 'syncer') if tls else None
   made = {'total_steps': steps, 'shards': None, 'workdir': workdir, 'evaluate': evaluate}
+  made |= {'listen': listen, 'tls': proof}
   with diloco_jax.run_syncer(init, sync=SYNC, **made) as server, contextlib.ExitStack() as cleanup:
+    socket = f'unix:{cleanup.enter_context(tempfile.TemporaryDirectory())}/queue'
+    rollouts = cleanup.enter_context(contextlib.closing(Queue(queue or socket, proof)))
     cleanup.callback(lambda: [child.kill() for child in children.values()])
     for name in [f'l{m}' for m in range(trainers)] + [f'w{m}' for m in range(workers)]:
       start(name)
@@ -235,14 +336,17 @@ def run(workdir: pathlib.Path, trainers: int = 2, workers: int = 4, steps: int =
       child.wait(WAIT_S)
 
 
-def main(what: str, workdir: str = 'runs/rl', *numbers: str) -> None:
-  folder = pathlib.Path(workdir).absolute()
+def main(what: str, workdir: str = 'runs/rl', *words: str) -> None:
+  folder, given = pathlib.Path(workdir).absolute(), dict(word.split('=', 1) for word in words)
   if what == 'run':
-    run(folder, *map(int, numbers))  # of trainers, of workers, of steps
+    numbers = {name: int(word) for name, word in given.items() if word.isdigit()}
+    run(folder, **given | numbers)
   elif what == 'alone':
     alone()
-  else:  # a child of `run`
-    (train if what.startswith('l') else work)(what, folder)
+  elif what.startswith('l'):
+    train(what, folder, **given)
+  else:
+    work(what, **given)
 
 
 if __name__ == '__main__':

@@ -19,7 +19,6 @@ from experiments.examples import lora_decoder, pretrained
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LLAMA = ROOT / 'tests' / 'storage' / 'hugging_face' / 'llama'
 REFERENCE = ROOT / 'tests' / 'storage' / 'hugging_face' / 'reference.py'
-PACKAGES = 'torch==2.14.1', 'transformers==5.24.0'
 pytestmark = pytest.mark.full  # tests/learner/test_never_sent.py has what is on the wire
 LINES = 'def f{0}(x):\n  """Adds {0}."""\n  return x + {0}\n\n\n'
 WIDE = {  # so that matrices of rank 8 are at most 3 % of it
@@ -114,21 +113,6 @@ def test_lora_has_at_most_3_percent_of_the_bytes_of_a_full_run_on_the_wire(run):
 
 def _synced(folder: pathlib.Path) -> list[dict]:
   return [row for row in records.records(folder) if row['name'] == 'synced']
-
-
-# --- The reference --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module', name='reference')
-def _reference() -> pathlib.Path:
-  """The interpreter of an environment with PACKAGES, which is made once: some gigabytes."""
-  folder = ROOT / '.cache' / 'reference'
-  python, mark = folder / 'bin' / 'python', folder / 'installed'
-  if not mark.exists() or mark.read_text() != str(PACKAGES):
-    subprocess.run([sys.executable, '-m', 'venv', '--clear', folder], check=True)
-    subprocess.run([python, '-m', 'pip', 'install', '--quiet', *PACKAGES], check=True)
-    mark.write_text(str(PACKAGES))
-  return python
 
 
 @pytest.mark.full

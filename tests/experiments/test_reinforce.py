@@ -1,7 +1,12 @@
-"""The example of reinforcement learning: its algorithm, its folder of rollouts, and a real run."""
+"""The example of reinforcement learning: its algorithm, its queue of rollouts, and a real run."""
 
+import contextlib
+import pickle
 import re
+import tempfile
+from collections.abc import Iterator
 
+import grpc
 import jax
 import numpy as np
 import pytest
@@ -9,6 +14,7 @@ import pytest
 import diloco_jax
 from experiments.examples import reinforce
 from tests import programs
+from tests.certs import mint
 
 
 @pytest.fixture(name='no_wait', autouse=True)
@@ -31,14 +37,24 @@ def test_the_verifier_accepts_the_two_digits_of_the_sum_and_log_probabilities_ar
   np.testing.assert_allclose(again, rollout['log_p'], rtol=1e-5)
 
 
-def test_the_parts_learn_in_one_process(tmp_path):
-  params, rng, inbox = reinforce.init(), np.random.default_rng(0), reinforce.Inbox(tmp_path)
+@pytest.fixture(name='socket')
+def _socket() -> Iterator[str]:
+  with tempfile.TemporaryDirectory() as folder:  # short, and of this user alone
+    yield f'unix:{folder}/queue'
+
+
+def test_the_parts_learn_in_one_process(socket):
+  params, rng = reinforce.init(), np.random.default_rng(0)
   opt_state = reinforce.TX.init(params)
   assert float(reinforce.expected_reward(params)) < 0.02
-  with jax.numpy_dtype_promotion('standard'):  # optax corrects its averages by float ** int
+  with (
+    contextlib.closing(reinforce.Queue(socket)),
+    jax.numpy_dtype_promotion('standard'),  # optax corrects its averages by float ** int
+  ):
+    client = reinforce.Client(socket)
     for version in range(80):
-      reinforce.put(tmp_path, 'w0', reinforce.roll_out(params, version, rng))
-      params, opt_state, metrics = reinforce.step(params, opt_state, inbox.take())
+      assert client.put(reinforce.roll_out(params, version, rng))
+      params, opt_state, metrics = reinforce.step(params, opt_state, client.take())
   assert float(metrics['version']) == 79
   assert float(metrics['reward']) == 1 - float(metrics['loss']) > 0.05
   assert float(reinforce.expected_reward(params)) > 0.05
@@ -64,28 +80,57 @@ def test_a_ratio_beyond_the_clip_moves_nothing_further():
     assert not np.array_equal(moved[0][name], moved[2][name])
 
 
-def test_each_rollout_goes_to_one_trainer_the_newest_first_and_no_stale_one(tmp_path, monkeypatch):
-  one, other = reinforce.Inbox(tmp_path), reinforce.Inbox(tmp_path)
-  for version in (3, 9, 10):
-    reinforce.put(tmp_path, 'w0', _rollout(version))
-  (tmp_path / 'w1.part').write_bytes(b'PK')  # its worker was killed
-  for inbox, version in ((one, 10), (other, 9)):
-    taken = inbox.take()
-    assert taken['version'] == version
-    for name, values in _rollout(version).items():
-      np.testing.assert_array_equal(taken[name], values)
-  monkeypatch.setattr(reinforce, 'WAIT_S', 0.05)
-  with pytest.raises(TimeoutError, match='no worker has written a rollout'):
-    one.take()
-  assert one.dropped == 1 and not list(tmp_path.glob('*.npz'))
-  reinforce.put(tmp_path, 'w0', _rollout(4))
-  assert one.take()['version'] == 4  # as stale as allowed
+def test_each_rollout_goes_to_one_trainer_the_newest_first_and_no_stale_one(socket, monkeypatch):
+  with contextlib.closing(reinforce.Queue(socket)):
+    worker, one, other = (reinforce.Client(socket) for _ in range(3))
+    for version in (9, 3, 10):
+      assert worker.put(_rollout(version))
+    for client, version in ((one, 10), (other, 9)):
+      taken = client.take()
+      assert taken.keys() == _rollout(version).keys()
+      for name, values in _rollout(version).items():
+        np.testing.assert_array_equal(taken[name], values)
+    monkeypatch.setattr(reinforce, 'WAIT_S', 0.05)
+    with pytest.raises(TimeoutError, match='no worker has put a rollout'):
+      one.take()
+    assert one.dropped == 1
+    assert worker.put(_rollout(4)) and one.take()['version'] == 4  # as stale as allowed
+
+
+def test_a_full_queue_makes_workers_wait_and_one_that_is_started_again_is_used(socket, monkeypatch):
+  monkeypatch.setattr(reinforce, 'ANSWER_S', 0.1)
+  worker, trainer = reinforce.Client(socket), reinforce.Client(socket)
+  with contextlib.closing(reinforce.Queue(socket)):
+    puts = [worker.put(_rollout(version)) for version in range(reinforce.PENDING + 1)]
+    assert puts == [True] * reinforce.PENDING + [False]
+    assert trainer.take()['version'] == reinforce.PENDING - 1 and worker.put(_rollout(9))
+  with contextlib.closing(reinforce.Queue(socket)):
+    programs.until(lambda: worker.put(_rollout(7)))
+    assert trainer.take()['version'] == 7
+
+
+def test_only_who_has_a_certificate_of_the_run_reaches_the_queue_over_tcp(tmp_path, monkeypatch):
+  owner, stranger = mint.owner(tmp_path / 'certs'), mint.owner(tmp_path / 'other')
+  with pytest.raises(ValueError, match='needs certificates'):
+    reinforce.Queue('127.0.0.1:0')
+  with contextlib.closing(reinforce.Queue('127.0.0.1:0', owner.folder / 'syncer')) as queue:
+    client = reinforce.Client(queue.address, owner.folder / 'l1')
+    assert client.put(_rollout(3)) and client.take()['version'] == 3
+    for bad in (b'', pickle.dumps({'version': 3}), reinforce.packed({'version': np.array([None])})):
+      with pytest.raises(grpc.RpcError):
+        client._ask('put', bad)
+    owner.revoke('l1')
+    with pytest.raises(grpc.RpcError, match='learner l1 is not on the allowlist'):
+      client.take()
+    monkeypatch.setattr(reinforce, 'CALL_S', 1.0)
+    other = reinforce.Client(queue.address, stranger.folder / 'l1')
+    assert not other.put(_rollout(3))
 
 
 @pytest.mark.long
 def test_a_run_learns_while_a_trainer_and_a_worker_are_killed(tmp_path):
   with programs.starting() as start:
-    program = start(reinforce.__file__, 'run', tmp_path, '2', '2', '150')
+    program = start(reinforce.__file__, 'run', tmp_path, 'workers=2', 'steps=150')
     assert program.end() == 0, program
   rewards = [float(found) for found in re.findall(r'^\d+ s: reward (.*)$', program.text, re.M)]
   assert rewards[0] < 0.02 and rewards[-1] > 0.1, program
