@@ -146,7 +146,7 @@ def test_a_registry_renders_the_readme(description):
   kinds = [token.type for token in tokens]
   inline = [child.type for token in tokens for child in token.children or ()]
   assert 'html_block' not in kinds and 'html_inline' not in inline
-  assert kinds.count('table_open') == 2 and kinds.count('heading_open') > 5
+  assert kinds.count('table_open') == 3 and kinds.count('heading_open') > 5
   assert re.match(r'# diloco_jax\n', text)
 
 
