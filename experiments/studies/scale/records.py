@@ -38,7 +38,7 @@ WEIGHT, SLOW = {'optimizer.momentum_weight': 0.7}, {'optimizer.b2': 0.99}
 # The best data-parallel training of each size, then what is compared with it.
 BASELINES = {
   '13k': Record('13k', 1, 2.4e-2, WEIGHT, 1),
-  '63k': Record('63k', 1, 2.4e-2, WEIGHT | SLOW | {'batch': 0.25}),
+  '63k': Record('63k', 1, 1.7e-2, WEIGHT | SLOW | {'batch': 0.25}),
   '230k': Record('230k', 1, 2.4e-2, WEIGHT | {'batch': 0.5}),
   '0.9M': Record('0.9M', 1, 1.2e-2, WEIGHT),
 }

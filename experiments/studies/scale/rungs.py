@@ -190,13 +190,13 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   for case, names, seeds in QUICK if quick else CASES:
     names = (BASE, 'H=1', *names) if names[0] in AGES else (BASE, *names)
     found = {name: _losses(case, name, seeds, book) for name in names}
-    for name, losses in found.items():
+    for name, losses in found.items() if any([*found.values()][1:]) else ():
       if losses:
         before, rate = found.get(_before(name, tuple(found)), {}), _search(case, name, book)[1]
         cells = [_arm(case, name, rate, 0).name.rsplit(',', 1)[0], f'{rate:g}']
         cells += [f'{statistics.mean(losses.values()):.4f}', closing.changes(losses, before)]
         lines.append('| ' + ' | '.join([*cells, closing.changes(losses, found[BASE])]) + ' |')
-  return '\n'.join([*lines, ''])
+  return '\n'.join([*dict.fromkeys(lines), ''])  # cases share rungs
 
 
 STUDY = study_lib.Study(name=NAME, title='Where the loss goes', plan=plan, conclude=conclude)
