@@ -96,8 +96,8 @@ def test_three_learners_learn_and_the_export_is_in_the_layout_of_the_model(model
 
   config = (folder / 'out' / 'config.json').read_bytes()
   assert config == (model / 'config.json').read_bytes()
-  begun = arrays.stored(model / hugging_face.FILE)
-  ended = arrays.stored(folder / 'out' / hugging_face.FILE)
+  files = (one / hugging_face.FILE for one in (model, folder / 'out'))
+  begun, ended = ({key: one.mapped() for key, one in arrays.stored(file).items()} for file in files)
   kinds = lambda tensors: {key: (one.dtype, one.shape) for key, one in tensors.items()}
   assert kinds(ended) == kinds(begun)
   changed = {key for key, one in ended.items() if not np.array_equal(one, begun[key])}
