@@ -25,6 +25,7 @@ PACKAGES = {
   'equinox': ['equinox==0.13.8'],
   'haiku': ['dm-haiku==0.0.17'],
   'keras': ['keras==3.15.1'],
+  'tunix': ['google-tunix==0.1.7'],
 }
 NAMES = [
   *(pytest.param(name, marks=pytest.mark.long) for name in OF_TESTS),
