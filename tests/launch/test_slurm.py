@@ -117,7 +117,7 @@ def test_a_run_whose_jobs_are_requeued_ends_in_order(cluster, tmp_path):
   cluster.start_again(run.task('l0'), 'TimeLimit=60')
   run.until_merged(*LEARNERS)
   for learner in LEARNERS:
-    assert run.said(learner, 'preempted at step') == 1
+    assert run.said(learner, 'preempted at clock') == 1
     assert run.said(learner, f'{learner} continues from its checkpoint at clock') == 1, 'moments'
   assert run.said('l0', 'l0 has ended with 143, and is to start again') == 1
 
@@ -149,7 +149,7 @@ def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
   run.until_merged(*LEARNERS)
   cluster.call('scancel', run.syncer, run.learners)
   assert all(one.startswith('CANCELLED') for one in run.end())
-  assert all(run.said(name, 'preempted at step') == 1 for name in LEARNERS)
+  assert all(run.said(name, 'preempted at clock') == 1 for name in LEARNERS)
   assert [one['Restarts'] for one in run.jobs()] == ['0'] * 4
 
 
@@ -175,7 +175,8 @@ def test_own_loops_behind_a_controller_that_is_away_at_the_start(cluster, tmp_pa
   """One of them is preempted, and comes back with all that it had done."""
   (tmp_path / 'my loop.py').write_text(_LOOP)
   words = '{learner} {syncer} {tls} {workdir}'
-  loop = f"--loop={sys.executable} -P '{tmp_path}/my loop.py' {words}"
+  python = f'env PYTHONPATH={command_line.ROOT} {sys.executable} -P'
+  loop = f"--loop={python} '{tmp_path}/my loop.py' {words}"
   run = Run(cluster, tmp_path, loop, '--config.train.steps=600', config='own_loop')
   (run.workdir / 'logs').mkdir(parents=True)
   controller = int((cluster.folder / 'slurmctld.pid').read_text())
@@ -193,11 +194,11 @@ def test_own_loops_behind_a_controller_that_is_away_at_the_start(cluster, tmp_pa
   cluster.call('sbatch', *urgent)
   cluster.start_again(run.task('l1'))
   run.until_merged(*LEARNERS)
-  assert run.said('l1', 'preempted at step') == 1
+  assert run.said('l1', 'preempted at clock') == 1
   assert run.said('l1', 'l1 continues with the moments of its checkpoint at step') == 1
   (tmp_path / 'gate').touch()
   assert run.end() == ['COMPLETED 0:0'] * 4
   [first, second] = re.findall(r'has made (\d+) steps', run.text('l1'))
-  [[_, steps]] = re.findall(r'preempted at step (\d+): (\d+) steps', run.text('l1'))
+  [[_, steps]] = re.findall(r'preempted at clock (\d+): (\d+) steps', run.text('l1'))
   assert int(first) == int(steps), 'it has saved all that it had trained'
   assert int(second) > int(first)
