@@ -111,6 +111,17 @@ def test_a_learner_without_tpus():
     rendered.texts(asked)
 
 
+def test_a_loop_of_ones_own_is_a_learner_as_any():
+  loop = 'python /app/my.py {learner} {syncer} {tls} {store} {workdir}'
+  texts = rendered.texts(rendered.request(1, 'cpu', config='own_loop', name='run', loop=loop))
+  _, l0 = job_sets(texts)
+  pod = l0['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+  given = ['l0', 'run-syncer:7070', '/certs/l0', rendered.STORE, '/diloco']
+  assert pod['containers'][0]['args'] == ['python', '/app/my.py', *given]
+  assert pod['containers'][0]['command'] == ['sh', '-c', gke.UNTIL_DONE]
+  assert [error for text in manifests(texts).values() for error in schemas.errors(text)] == []
+
+
 def test_our_command_line_takes_the_commands():
   for topology in ('v5p:2x2x1', 'v6e:4x4'):
     sets = job_sets(rendered.texts(rendered.request(2, topology, name='run')))
