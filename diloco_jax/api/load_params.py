@@ -73,8 +73,8 @@ def in_tree(
 
 
 def _into(given: Any, values: dict[str, Any], place: str) -> Any:
-  parts = loop_states.split(given)
-  mine = arrays.by_name(parts.params)
+  form = loop_states.Form(given)
+  mine, beside = form.split(given)
   kept = {name: leaf for name, leaf in mine.items() if name in values and values[name] is None}
   shape_of = lambda named: {name: np.shape(leaf) for name, leaf in named.items()}
   arrays.require_shapes(place, shape_of(values | kept), shape_of(mine))
@@ -88,10 +88,7 @@ def _into(given: Any, values: dict[str, Any], place: str) -> Any:
     value = values[name].astype(leaf.dtype)
     return jax.device_put(value, leaf.sharding if leaf.committed else None)
 
-  leaves = [put(name, leaf) for name, leaf in mine.items()]
-  return parts.rebuild(
-    jax.tree.unflatten(jax.tree.structure(parts.params), leaves), parts.opt_state
-  )
+  return form.rebuild({name: put(name, leaf) for name, leaf in mine.items()}, beside)[0]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +36,6 @@ _COPIES = re.compile(  # names of what is no part of a model, where another part
 _MOMENTS = 'm', 'v', 'mu', 'nu'
 _LEAST_SCALE = 1024.0  # of a loss; no scalar of a model is a power of two beyond it
 _SHOWN = 6
-
-
-class Parts(NamedTuple):
-  """The parts of a state: `params`, the exchanged arrays by name; `opt_state`, the kept ones by
-  name, None: there are none; and of these two the state as the loop has it."""
-
-  params: dict[str, Any]
-  opt_state: dict[str, Any] | None
-  rebuild: Callable[[Any, Any], Any]
 
 
 class Form:
@@ -172,13 +163,6 @@ class Form:
     if kept := [*(self._frozen if self._nnx else ()), *lost]:
       few = ', '.join(kept[:3])
       yield f'{len(kept)} leaves of the state are neither exchanged nor saved: {few}'
-
-
-def split(given: Any) -> Parts:
-  """The parts of a state, or of a tree of parameters. Raises ValueError."""
-  form = Form(given)
-  named, kept = form.split(given)
-  return Parts(named, kept, lambda params, kept: form.rebuild(arrays.by_name(params), kept)[0])
 
 
 def _of_train_state(state: Any) -> Any:
