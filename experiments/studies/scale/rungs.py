@@ -41,11 +41,6 @@ class Rung(NamedTuple):
       fields |= {'sync.quorum': learners, 'sync.max_lag': self.late}
     return fields
 
-  @property
-  def age(self) -> float | None:
-    """How many steps of the others a learner lacks on average; None: that depends on the noise."""
-    return None if self.late is None else (self.period - 1) / 2 + self.late
-
 
 # Each is compared with the one before it; the first with data-parallel training.
 LADDER = {
@@ -181,7 +176,7 @@ def _losses(case: Case, name: str, seeds: int, book: study_lib.Book) -> dict[int
 
 
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
-  """Each rung with what it costs, and the gap up to it; then the law of the age."""
+  """Each rung with what it costs, and the gap up to it."""
   del out
   lines = [
     '| | rate | loss | against the rung before | gap to data-parallel |',
