@@ -321,14 +321,30 @@ SITUATIONS = {
     'closing',
     'no step',
   ),
+  'the others are at the end': Situation(
+    then(
+      *[no_step(at, '', at - 29) for at in range(40, 61, 10)],
+      ('syncer', row(BEGAN + 60, synced(STEPS))),
+      quiet=('l0',),
+    ),
+    61,
+    'syncer',
+    'merging',
+    'closing',
+    r'waits for l0 \(training\)',
+    'evaluates',
+  ),
+  'all are at the end': Situation(
+    lambda n: begun(n, STEPS), 110, 'syncer', 'merging', 'closing', 'evaluates', 'it waits'
+  ),
   'the syncer is killed': Situation(
     then(quiet=('syncer',)),
     61,
     'syncer',
     'merging',
     'training',
-    'not heard of|records of the syncer end',
-    r'\bnow\b| (s|min|h) left',
+    'the syncer is not heard of|records of the syncer end',
+    r'(?m)\bnow\b| (s|min|h) left|^not heard',
     silent=True,
   ),
   'the syncer starts again': Situation(
