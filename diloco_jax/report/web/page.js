@@ -269,7 +269,6 @@ if (live) {
   source.onerror = () => notice('This page has lost its server: what is below is old. A run that has ended has it as report/index.html in its folder.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
-    const [run] = shown;
-    notice(...run.behind ? ['The records are still being read: what is below is an earlier moment of the run.'] : run.notices);
+    notice(...shown[0].notices);
   };
 }
