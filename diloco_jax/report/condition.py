@@ -114,8 +114,11 @@ RUN_STATES = {
 }
 
 
-def of_program(told: Any, now_s: float, silent_s: float, others: str = '') -> Condition:
-  """Of the syncer or a learner. `told`: run_facts.Program; `others`: for whom a learner waits."""
+def of_program(
+  told: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
+) -> Condition:
+  """Of the syncer or a learner. `told`: programs.Program; `others`: for whom a learner waits;
+  `over`: nobody starts it again, as the syncer has ended."""
   state, why, since_s = told.phase or told.state, told.why, told.since_s
   if told.quarantine:
     state, why = 'in quarantine', told.quarantine
@@ -123,6 +126,8 @@ def of_program(told: Any, now_s: float, silent_s: float, others: str = '') -> Co
     state, why = 'joining' if told.phase and not others else state, others
   elif state == 'down' and not told.supervised:
     state = 'lost'
+  elif state == 'down' and over:
+    state, why = (told.processes and told.processes[-1].ended) or 'stopped', ''
   elif told.no_step and state in ('training', 'alone'):
     at_s, doing, idle_s = told.no_step
     if doing == messages.COMPILING:

@@ -133,7 +133,8 @@ class RunFacts:
     others = f'for {others[0]}{more}' if others and program.phase == 'waiting' else ''
     if name in self.fresh:
       program.heard_s = self.looked_s
-    return condition.of_program(program, self.looked_s, self.silent_s, others)
+    over = self.syncer in ('done', 'stopped', 'refused', 'failed')
+    return condition.of_program(program, self.looked_s, self.silent_s, others, over)
 
   @property
   def trained(self) -> int:

@@ -166,8 +166,9 @@ def test_of_many_lanes_those_that_were_killed_have_their_names(browser, tmp_path
 def test_what_is_printed_has_its_colours(browser, tmp_path):
   shown = opened(browser, written(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
   shown.emulate_media(media='print')
-  exact = "getComputedStyle(document.querySelector('.bar i')).printColorAdjust"
-  assert shown.evaluate(exact) == 'exact'
+  of = lambda what: f"getComputedStyle(document.querySelector('#runs {what}"
+  assert shown.evaluate(of(".bar i')).printColorAdjust")) == 'exact'
+  assert shown.evaluate(of("h2')).breakAfter")) == 'avoid', 'its chart is on the same page'
 
 
 def test_a_page_that_is_opened_before_the_first_record_waits_for_it(browser, tmp_path):
