@@ -93,6 +93,7 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   lines = done.stdout.splitlines()
   assert len(lines) <= 45 and max(map(len, lines)) <= 80, (len(lines), max(lines, key=len))
   assert 'allow_failpoints' not in done.stdout, 'it is for tests'
+  assert 'that of --workdir' not in done.stdout or '\n  --workdir=' in done.stdout
   examples = done.stdout.partition('\nFlags:')[0].splitlines()
   for line, following in itertools.pairwise(examples):  # each can be copied to a shell
     assert not following.startswith('      --') or line.endswith('\\'), following
@@ -209,6 +210,8 @@ def test_a_flag_that_is_missing_is_explained():
   done = diloco('learner', '--workdir=x', '--learner=l0')
   assert done.returncode == 42
   assert done.stderr.startswith('error: --syncer is missing: Where the syncer listens: HOST:PORT')
+  done = diloco('plan', '--config=stdlib_lm:tiny')
+  assert done.stderr.endswith('once for each of l0, l1, ...\n'), 'without what absl adds'
 
 
 def test_a_story_begins_with_what_was_drawn_and_the_unit_of_its_times():

@@ -13,7 +13,7 @@ from absl import flags
 from diloco_jax.launch import aot, cli
 from diloco_jax.nodes import exits
 
-cli.define_config()
+cli.define_config(without='')
 _TOPOLOGY = flags.DEFINE_string(
   'topology', '', 'The chips of one slice, as v5e:2x4 or v5p:2x2x1: as many as the mesh has.'
 )

@@ -28,7 +28,7 @@ from diloco_jax.nodes import exits
 _ENGINES: dict[str, types.ModuleType] = {
   one.__name__.rpartition('.')[2]: one for one in (gke, local, ray, slurm, systemd)
 }
-_ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'This runs the programs.')
+_ENGINE = flags.DEFINE_enum('engine', 'local', sorted(_ENGINES), 'What runs the programs.')
 _WORKDIR = flags.DEFINE_string(
   'workdir', '', 'The folder of the run on the machines of its programs; each engine has a default.'
 )

@@ -25,7 +25,7 @@ from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
-cli.define_config()
+cli.define_config(f'; without it that of --workdir, or {DEFAULT_CONFIG}')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'The folder of the run; else runs/NAME-DATE-TIME.')
 _RESUME = flags.DEFINE_bool('resume', False, 'Continue the run in --workdir, with its own config.')
 _CONTROLLER = flags.DEFINE_enum(

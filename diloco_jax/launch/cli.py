@@ -31,6 +31,7 @@ TO_READ = (
 )
 
 
+_NO_INT = r"invalid literal for int\(\) with base \d+: ('.*')"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = _ROOT / (
   'experiments/examples' if folders.CHECKOUT else 'diloco_jax/examples'
@@ -80,8 +81,9 @@ class _ConfigParser(flags.ArgumentParser):
     return 'config'
 
 
-def define_config() -> flags.FlagHolder:
-  """Defines --config and, with it, the overrides --config.a.b=value.
+def define_config(without: str = '; without it that of --workdir') -> flags.FlagHolder:
+  """Defines --config and, with it, the overrides --config.a.b=value. `without`: for its help, which
+  config it is without the flag.
 
   It has no default here, since a default would be read at import, outside every error handler.
   """
@@ -92,7 +94,7 @@ def define_config() -> flags.FlagHolder:
   holder = config_flags.DEFINE_config_file(
     'config',
     help_string='The config: FILE.py:VARIANT, NAME:VARIANT of the package (stdlib_lm:cpu), or the '
-    'folder of a run; without it that of --workdir. Set a field by --config.sync.quorum=2.',
+    f'folder of a run{without}. Set a field by --config.sync.quorum=2.',
   )
   flags.FLAGS['config'].parser = _ConfigParser()
   return holder
@@ -321,8 +323,9 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     sys.exit(exits.refuse(f'{exits.one_line(error)}{_fields_named(error.flagname)}'))
   except (exits.NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
     missing = re.match(r'flag --(\w+)=None: ', str(error))
-    text = f'--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}' if missing else error
-    sys.exit(exits.refuse(exits.one_line(text)))
+    about = flags.FLAGS[missing[1]].help.partition(';\n')[0] if missing else ''
+    text = f'--{missing[1]} is missing: {about}' if missing else exits.one_line(error)
+    sys.exit(exits.refuse(re.sub(_NO_INT, r'\1 is no whole number', text)))
   workdir = flags.FLAGS['workdir'] if 'workdir' in flags.FLAGS else None
   if workdir is not None and workdir.value == '' and workdir.default is None:
     sys.exit(exits.refuse('--workdir is empty: name the folder of the run'))

@@ -80,15 +80,16 @@ class Condition:
     """In words, for a line that has the time of day."""
     if self.silent:
       return f'not heard of ({self.state} before)'
-    if not self.why or self.state == 'alone':
-      return self.state
-    return f'{self.state} {self.why}' if self.kind == WAITS else f'{self.state} ({self.why})'
+    if self.state == 'waiting':
+      return self.text
+    return f'{self.state} ({self.why})' if self.why and self.state != 'alone' else self.state
 
   @property
   def text(self) -> str:
     """In words, with the time that binds it."""
     if self.silent:
-      return f'not heard of for {self._time(self.heard_s)} ({self.state} before)'
+      told = f'{self.why} not heard of for {self._time(self.heard_s)} ({self.state} before)'
+      return told.strip()
     why = f': {self.why}' if self.why else ''
     if self.state == 'waiting':
       return f'{self.state} {self.why}'.strip()
@@ -113,8 +114,11 @@ RUN_STATES = {
 }
 
 
-def of_program(told: Any, now_s: float, silent_s: float, others: str = '') -> Condition:
-  """Of the syncer or a learner. `told`: run_facts.Program; `others`: for whom a learner waits."""
+def of_program(
+  told: Any, now_s: float, silent_s: float, others: str = '', over: bool = False
+) -> Condition:
+  """Of the syncer or a learner. `told`: programs.Program; `others`: for whom a learner waits;
+  `over`: nobody starts it again, as the syncer has ended."""
   state, why, since_s = told.phase or told.state, told.why, told.since_s
   if told.quarantine:
     state, why = 'in quarantine', told.quarantine
@@ -122,6 +126,8 @@ def of_program(told: Any, now_s: float, silent_s: float, others: str = '') -> Co
     state, why = 'joining' if told.phase and not others else state, others
   elif state == 'down' and not told.supervised:
     state = 'lost'
+  elif state == 'down' and over:
+    state, why = (told.processes and told.processes[-1].ended) or 'stopped', ''
   elif told.no_step and state in ('training', 'alone'):
     at_s, doing, idle_s = told.no_step
     if doing == messages.COMPILING:
@@ -133,7 +139,8 @@ def of_program(told: Any, now_s: float, silent_s: float, others: str = '') -> Co
   )
   patience_s = max(silent_s, _LONG_S) if found.kind == STARTS else silent_s
   lives = not found.is_gone and state != 'down' and (state != 'waiting' or told.processes)
-  return dataclasses.replace(found, silent=bool(lives) and now_s - told.heard_s > patience_s)
+  silent = bool(lives) and now_s - told.heard_s > patience_s
+  return dataclasses.replace(found, silent=True, why='') if silent else found
 
 
 def of_run(run: Any) -> Condition:
@@ -155,16 +162,21 @@ def of_run(run: Any) -> Condition:
   if syncer.is_gone and syncer.state != 'stopped':
     return so(state='dead', since_s=syncer.since_s, why=f'the syncer {syncer.brief}')
   begun = 'training' if run.tokens or run.merges_s else 'starting'
-  if syncer.silent or syncer.state in ('down', 'stopped'):
-    return dataclasses.replace(syncer, state=begun if syncer.silent else syncer.state)
-  if run.closing and run.closing[0] >= syncer.heard_s - MISSING_S:
-    at_s, names, at_most_s = run.closing
-    told = ', '.join(f'{name} ({learners[name].text})' for name in names if name in learners)
-    left_s = max(0.0, at_s + at_most_s - run.looked_s)
-    return so(state='closing', why=f'waits for {told}, at most {header.duration(left_s)} more')
-  if run.progress >= 1:
-    return so(state='closing', why='the last evaluation, and the model is written')
-  return so(state=begun)
+  if syncer.silent:
+    return dataclasses.replace(syncer, state=begun, why='the syncer is')
+  if syncer.state in ('down', 'stopped'):
+    return syncer
+  waits = bool(run.closing) and run.closing[0] >= syncer.heard_s - run.silent_s
+  if not waits and run.progress < 1:
+    return so(state=begun)
+  of = run.learners
+  behind = [name for name in of if of[name].is_live and of[name].step < run.total_steps]
+  at_s, late, at_most_s = run.closing if waits else (0.0, behind, 0.0)
+  found = {name: learners[name] for name in late if name in learners}
+  told = [f'{name} ({one.text})' for name, one in found.items() if not one.is_gone]
+  left = f', at most {header.duration(max(0.0, at_s + at_most_s - run.looked_s))} more' * waits
+  why = f'it waits for {", ".join(told)}{left}' if told else 'it evaluates, and writes the model'
+  return so(state='closing', why=why)
 
 
 def notices(run: Any) -> list[str]:
@@ -175,7 +187,7 @@ def notices(run: Any) -> list[str]:
   if whole.silent:
     whose, ago = 'the syncer' if run.syncer else 'all learners', whole.now_s - whole.heard_s
     told.append(
-      f'The records of {whose} end {header.duration(ago)} ago: does it still run? Its log, or '
+      f'The records of {whose} ended {header.duration(ago)} ago: does it still run? Its log, or '
       'terminal, says why not.'
     )
   elif whole.state in ('dead', 'closing', 'down'):

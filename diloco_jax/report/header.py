@@ -24,8 +24,10 @@ def clock() -> str:
   return time.strftime('%H:%M:%S ')
 
 
-def wrap(line: str, width: int) -> list[str]:
-  """
+def wrap(line: str, width: int, indent: int = 0) -> list[str]:
+  """Lines of at most `width` columns; those after the first are indented like the text behind a
+  label, by `indent` at least.
+
   >>> wrap('model        a folder of arrays, of the types of the task', 42)
   ['model        a folder of arrays, of the', '             types of the task']
   """
@@ -33,7 +35,7 @@ def wrap(line: str, width: int) -> list[str]:
   wrapped = textwrap.wrap(
     line,
     width,
-    subsequent_indent=' ' * min(label.end() if label else 0, width // 3),
+    subsequent_indent=' ' * max(indent, min(label.end() if label else 0, width // 3)),
     break_long_words=False,
     break_on_hyphens=False,
   )

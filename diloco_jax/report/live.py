@@ -42,10 +42,8 @@ class Display:
 
   def _fitted(self, text: str) -> list[str]:
     """The lines of a text on a terminal, whose own breaks are within words; else it is one."""
-    if not self._stream.isatty():
-      return [text]
-    first, *rest = header.wrap(text, columns := shutil.get_terminal_size().columns)
-    return [first, *(f'    {line}' for one in rest for line in header.wrap(one, columns - 4))]
+    width = shutil.get_terminal_size().columns
+    return header.wrap(text, width, indent=4) if self._stream.isatty() else [text]
 
   def _tick(self, view: run_facts.RunFacts) -> None:
     """Shows the state of the run; called a few times a second."""

@@ -123,16 +123,12 @@ class LearnerFacts(Program):
 
   @property
   def tokens_per_second(self) -> float:
-    return self.tokens_per_step / self.step_s if self.step_s and self.is_training else 0.0
-
-  @property
-  def is_training(self) -> bool:
-    return not self.phase and self.state not in (*ENDED, 'trained')
+    """While it makes steps (RunFacts.works)."""
+    return self.tokens_per_step / self.step_s if self.step_s else 0.0
 
   @property
   def pace(self) -> tuple[int, float]:
-    first_s = self.processes[-1].first_step_s if self.processes else 0.0
-    return self.steps.pace(first_s) if self.is_training else (0, 0.0)
+    return self.steps.pace(self.processes[-1].first_step_s if self.processes else 0.0)
 
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""

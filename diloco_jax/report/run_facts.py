@@ -133,7 +133,8 @@ class RunFacts:
     others = f'for {others[0]}{more}' if others and program.phase == 'waiting' else ''
     if name in self.fresh:
       program.heard_s = self.looked_s
-    return condition.of_program(program, self.looked_s, self.silent_s, others)
+    over = self.syncer in ('done', 'stopped', 'refused', 'failed')
+    return condition.of_program(program, self.looked_s, self.silent_s, others, over)
 
   @property
   def trained(self) -> int:
@@ -201,14 +202,16 @@ class RunFacts:
 
   @property
   def spent_note(self) -> str:
-    """Why no time is accounted for, or why so little of it is in steps; ''."""
-    if not self.book.learners:
-      whose = 'No learner has its records in this folder: where their time went is not known here.'
-      return whose if self.learners else ''
-    found = [self.book.partition(name, round(self.end_s * 1e9)) for name in self.book.learners]
+    """Why time is not accounted for, or why so little of it is in steps; ''."""
+    here = self.book.learners
+    away = [name for name in self.ordered if self.learners[name].joined and name not in here]
+    whose = ', '.join(away[:3]) + ' and others' * (len(away) > 3)
+    told = [f'Where the time of {whose} went is not known: no records of it are in this folder.']
+    found = [self.book.partition(name, round(self.end_s * 1e9)) for name in here]
     begins = sum(one[what] for one in found for what in book_lib.STARTS)
     share = begins / max(1, sum(sum(one.values()) for one in found))
-    return f'The start of processes took {share:.0%}: in a longer run it is less.' * (share > 0.3)
+    starts = f'The start of processes took {share:.0%}: in a longer run it is less.'
+    return ' '.join(told * bool(away) + [starts] * (share > 0.3))
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""

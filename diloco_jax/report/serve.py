@@ -23,6 +23,7 @@ from diloco_jax.storage import files
 
 _READ_S = 0.5  # the longest that an answer reads records: all those of a long run take minutes
 _EVERY_S = 1.0  # one state is sent
+_READS = 'The records are still being read: what is shown is an earlier moment of the run.'
 _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
@@ -69,9 +70,11 @@ class Watch:
           self._begin()
           self._run.take(self._new(time.monotonic() + _READ_S))
         silent_s = time.monotonic() - self._run.silent_s
-        self._run.look(time.time(), [who for who, at_s in self._grew_s.items() if at_s > silent_s])
+        looked_at = None if self._behind else time.time()  # nobody is silent whom nobody has read
+        self._run.look(looked_at, [who for who, at_s in self._grew_s.items() if at_s > silent_s])
         now = state.state(self._run, self._config, self._name)
-        self._state = now | {'behind': self._behind}
+        notices = [_READS] if self._behind else now['notices']
+        self._state = now | {'behind': self._behind, 'notices': notices}
         self._made_s = time.monotonic()
       return self._state
 
@@ -143,8 +146,8 @@ class _Metrics(_Handler):
   def do_GET(self) -> None:
     if self.path != '/metrics':
       self._answer('none.txt', 'not found\n', 404)
-    else:  # a led host has no records
-      self._answer('metrics.txt', metrics(run) if (run := self.watch.state())['began_s'] else '')
+    else:
+      self._answer('metrics.txt', metrics(self.watch.state()))
 
   do_HEAD = do_GET
 
@@ -211,7 +214,10 @@ def _states(what: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 def metrics(run: dict[str, Any]) -> str:
-  """A state in the text format of Prometheus."""
+  """A state in the text format of Prometheus; '' of an earlier moment, or without a fact, as a led
+  host has none."""
+  if run.get('behind') or run['began_s'] is None:
+    return ''
   flat = run | run['figures'] | {f'bytes_{name}': count for name, count in run['wire'].items()}
   flat['held_out_loss'] = next(reversed(run['held_out'][1]), None)
   flat |= {'goodput': flat.get('training_since_joined'), 'token_goodput': flat.get('token')}

@@ -16,8 +16,8 @@ POINTS = 400  # of a curve
 PAUSE_S = 30.0  # a longer time without a process is drawn as so much
 _SMOOTH_STEPS = 10  # a point of a long curve is the mean loss of so many steps
 _EVENTS = 60
-_OF_RUN = 'end_s total_steps tokens_per_second seconds_left syncer'.split()
-_OF_LEARNER = 'state connected phase step staleness incarnation'.split()
+_OF_RUN = 'end_s total_steps tokens_per_second seconds_left'.split()
+_OF_LEARNER = 'connected step staleness incarnation'.split()
 
 
 def state(

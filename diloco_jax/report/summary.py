@@ -316,7 +316,7 @@ def _headline(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f'tokens         {line}')
   if summary['steps'] is None:
     lines.append(f'config         {folder_lib.UNKNOWN}')
-  elif not any(row['status'] == 'done' for row in summary['learners'].values()):
+  elif summary['condition'] != 'over':
     when = time.strftime('%H:%M:%S', time.localtime(summary['looked_at']))
     told = f'at clock {summary["clock"]} of {summary["steps"]}: {summary["condition"]}'
     lines.append(f'not ended      {told}, as of {when}')

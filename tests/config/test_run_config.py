@@ -215,7 +215,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
   'flags, words',
   [
     (['--config.sync.quorumm=2'], 'did you mean --config.sync.quorum?'),
-    (['--config.sync.quorum=x'], "invalid literal for int() with base 10: 'x'"),
+    (['--config.sync.quorum=x'], "'x' is no whole number"),
     (['--config.sync.quorum=9'], 'sync.quorum is 9'),
     (
       ['--config=stdlib_lm:gpu'],

@@ -1,6 +1,7 @@
 """What a run shows while it runs: phases, rates, the time that is left."""
 
 import io
+import itertools
 
 import pytest
 
@@ -161,3 +162,28 @@ def test_a_status_line_is_printed_only_if_it_says_something_new(monkeypatch):
     '0%: l0 waiting',
     '0%: l0 importing',
   ]
+
+
+class _Terminal(io.StringIO):
+  def isatty(self) -> bool:
+    return True
+
+
+def test_a_line_fills_the_terminal(monkeypatch):
+  monkeypatch.setenv('COLUMNS', '80')
+  display = live.Display(stream := _Terminal())
+  display.listen('l0', ', '.join(f'word {n}' for n in range(60)))
+  lines = stream.getvalue().splitlines()
+  assert len(lines) > 5 and max(map(len, lines)) <= 80
+  for line, after in itertools.pairwise(lines):
+    assert after.startswith('    ') and len(f'{line} {after.split()[0]}') > 80
+
+
+def test_the_line_of_a_run_that_closes_tells_for_whom_it_waits():
+  run = run_facts.RunFacts(['l0'], 100)
+  run.take([child(0, 'syncer', 'starting'), child(0, 'l0', 'starting'), *_joined(1, 'l0')])
+  run.take([('l0', step(2, 1, 1)), ('syncer', row(3, synced(1, 'l0')))])
+  closing = protocol_facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
+  run.take([('syncer', row(4, closing))])
+  said = 'the run is closing (it waits for l0 (training), at most 9 s more)'
+  assert live.status_line(run).endswith(said)

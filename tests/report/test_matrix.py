@@ -114,6 +114,16 @@ def ended(n: int, code: int = 0) -> Rows:
   return [*rows, exited(BEGAN + 113, 'syncer', code), child(BEGAN + 113, 'syncer', 'done')]
 
 
+def ended_down(n: int) -> Rows:
+  """The run is over before l0, which was killed, could be started again."""
+  others = [
+    one for one in ended(n) if 'l0' not in (one[0], one[1].get('child'), one[1].get('learner'))
+  ]
+  l0 = [one for one in begun(n) if 'l0' in (one[0], one[1].get('child'), one[1].get('learner'))]
+  down = child(BEGAN + 30, 'l0', 'down', 'killed; restart in 300 s')
+  return [*others, *l0, exited(BEGAN + 30, 'l0', -9), down]
+
+
 QUARANTINE = 'quarantined: NaN or Inf'
 CLOSING = protocol_facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
 SITUATIONS = {
@@ -321,14 +331,30 @@ SITUATIONS = {
     'closing',
     'no step',
   ),
+  'the others are at the end': Situation(
+    then(
+      *[no_step(at, '', at - 29) for at in range(40, 61, 10)],
+      ('syncer', row(BEGAN + 60, synced(STEPS))),
+      quiet=('l0',),
+    ),
+    61,
+    'syncer',
+    'merging',
+    'closing',
+    r'waits for l0 \(training\)',
+    'evaluates',
+  ),
+  'all are at the end': Situation(
+    lambda n: begun(n, STEPS), 110, 'syncer', 'merging', 'closing', 'evaluates', 'it waits'
+  ),
   'the syncer is killed': Situation(
     then(quiet=('syncer',)),
     61,
     'syncer',
     'merging',
     'training',
-    'not heard of|records of the syncer end',
-    r'\bnow\b| (s|min|h) left',
+    'the syncer is not heard of|records of the syncer end',
+    r'(?m)\bnow\b| (s|min|h) left|^not heard',
     silent=True,
   ),
   'the syncer starts again': Situation(
@@ -351,6 +377,9 @@ SITUATIONS = {
     'dead',
     'dead|refused',
     r'\bnow\b| (s|min|h) left',
+  ),
+  'the run is over before its restart': Situation(
+    ended_down, 900, 'l0', 'killed', 'over', 'killed', 'restart in|not heard'
   ),
   'the run is over': Situation(
     ended, 900, 'l0', 'done', 'over', 'done|over', r'not heard| (s|min|h) left'
@@ -552,6 +581,9 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     condition,
     'of_program',
     lambda *a: _as(one, silent=True) if (one := of_program(*a)).state == 'done' else one,
+  ),
+  'a run that is over starts who is down again': lambda patch: patch.setattr(
+    condition, 'of_program', lambda *a: of_program(*a[:4])
   ),
   'before the first record it is 1970': lambda patch: patch.setattr(
     condition, 'notices', lambda run: notices(run) if run.began_s is not None else ['1970']

@@ -254,20 +254,24 @@ def test_the_state_follows_the_records(port, workdir):
   assert now['learners']['l7']['step'] == 2_500 and now['tokens'] == before['tokens'] + 50
 
 
+def test_of_a_run_that_is_not_read_yet_nothing_is_told(workdir, monkeypatch):
+  monkeypatch.setattr(serve, '_READ_S', 0.0)
+  now = serve.watch_of(workdir).state()
+  assert now['behind'] and serve.metrics(now) == ''
+  (notice,) = now['notices']
+  assert notice.startswith('The records are still being read')
+
+
 def test_events_are_sent_as_they_come(port, workdir):
   with contextlib.closing(http.client.HTTPConnection('127.0.0.1', port, timeout=60)) as connection:
     connection.request('GET', '/events')
     answer = connection.getresponse()
     assert answer.headers['Content-Type'] == 'text/event-stream'
-    (first,) = json.loads(answer.readline().removeprefix(b'data: '))
-    assert first['learners']['l0']['state'] != 'down'
+    state_of = lambda line: json.loads(line[6:])[0]['learners']['l0']['condition']['state']
+    assert state_of(answer.readline()) != 'down'
     add(workdir, child(100, 'l0', 'down'))
-    while True:
-      line = answer.readline()
-      if (
-        line.startswith(b'data: ') and json.loads(line[6:])[0]['learners']['l0']['state'] == 'down'
-      ):
-        return
+    while not (line := answer.readline()).startswith(b'data: ') or state_of(line) != 'down':
+      pass
 
 
 def test_the_page_tells_how_many_follow_the_run_and_how_far_behind_they_are(workdir):

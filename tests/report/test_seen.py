@@ -150,11 +150,25 @@ def test_the_page_says_what_is_so(browser, tmp_path, what, view, scheme):
   shown.close()
 
 
+def test_of_many_lanes_those_that_were_killed_have_their_names(browser, tmp_path):
+  run = test_matrix.written(tmp_path, 'all train', 64)
+  add(run, *[exited(test_matrix.BEGAN + 50, name, -9) for name in ('l16', 'l29')])
+  shown = opened(browser, run, [], viewport=browsers.DESK)
+  boxes = """all => all.filter(one => one.textContent).map(one => one.getBoundingClientRect())
+    .map(box => [box.top, box.bottom])"""
+  lanes = shown.eval_on_selector_all('svg text.lane', boxes)
+  names = shown.eval_on_selector_all('svg text.lane', 'all => all.map(one => one.textContent)')
+  assert {'syncer', 'l16', 'l29'} <= {*names} and len({*names}) > 8
+  assert all(bottom <= top + 1 for (_, bottom), (top, _) in zip(lanes, lanes[1:])), names
+  shown.close()
+
+
 def test_what_is_printed_has_its_colours(browser, tmp_path):
   shown = opened(browser, written(tmp_path / 'run', 5.5, 4.3), [], viewport=browsers.DESK)
   shown.emulate_media(media='print')
-  exact = "getComputedStyle(document.querySelector('.bar i')).printColorAdjust"
-  assert shown.evaluate(exact) == 'exact'
+  of = lambda what: f"getComputedStyle(document.querySelector('#runs {what}"
+  assert shown.evaluate(of(".bar i')).printColorAdjust")) == 'exact'
+  assert shown.evaluate(of("h2')).breakAfter")) == 'avoid', 'its chart is on the same page'
 
 
 def test_a_page_that_is_opened_before_the_first_record_waits_for_it(browser, tmp_path):

@@ -57,7 +57,7 @@ def test_neither_do_the_page_and_the_metrics(workdir):
   shown = watch.state()
   assert shown['about'] == f'config {folder.UNKNOWN}' and shown['name'] == 'run'
   assert shown['progress'] is shown['total_steps'] is shown['seconds_left'] is None
-  assert shown['syncer'] is None and shown['learners']['l0']['step'] == 4
+  assert shown['learners']['l0']['step'] == 4
   told = serve.metrics(shown)
   assert '\ndiloco_progress ' not in told
   assert 'diloco_learner_step{learner="l0"} 4' in told

@@ -162,7 +162,10 @@ function drawLanes(run, width) {
   const names = ['syncer', ...all], step = few ? 28 : 9, bottom = step * names.length;
   const rect = (from, to, y, fill, opacity) => el('rect', {x: from, y, width: Math.max(0, to - from), height: few ? 14 : 7, fill, opacity});
   const text = (x, y, words, more) => el('text', {x, y, ...more}, words);
-  return el('svg', {height: bottom + 26, role: 'img', 'aria-label': 'When each process ran. The table below has the times.'}, ...names.flatMap((name, i) => [text(0, step * i + (few ? 19 : 16), few || i % 8 < 2 ? name.slice(0, 9) : '', {class: 'lane'}),
+  const rows = [...names.keys()], fell = rows.filter(i => lives(run)[i].some(one => isKill(one[3]))), named = new Set();
+  for (const i of [0, ...fell, ...rows.filter(i => i % 8 == 0)])  // thin lanes have names where there is room
+    if (few || ![i - 1, i + 1].some(k => named.has(k))) named.add(i);
+  return el('svg', {height: bottom + 26, role: 'img', 'aria-label': 'When each process ran. The table below has the times.'}, ...names.flatMap((name, i) => [text(0, step * i + (few ? 19 : 16), few || named.has(i) ? name.slice(0, 9) : '', {class: 'lane'}),
     ...lives(run)[i].flatMap(([began, first, end, how]) => [rect(x(began), x(first ?? end), step * i + 8, i ? colour(i - 1) : 'var(--dim)', .3),
       rect(x(first ?? end), x(end), step * i + 8, i ? colour(i - 1) : 'var(--dim)', 1), text(x(end), step * i + (few ? 20 : 16), isKill(how) ? '✖' : '', {'text-anchor': 'middle'})]),
     el('path', {d: few ? 'M0 0' + (run.learners[name]?.merges_s ?? []).map(s => `M${x(s).toFixed(1)} ${28 * i + 2}v5`).join('') : ''})]),
@@ -215,8 +218,8 @@ function drawRun(run, r, many, width) {
       lives(run).flatMap((some, i) => some.map(([began, first, end, how]) => [i ? learners[i - 1][0] : 'syncer', time(began), time(first), time(end), how || 'runs'])))),
     head('Outer steps against time', 'solid: participants; dashed: connected learners; dotted: staleness'), 
       el('div', {id: `merges${r}`}, ...run.merges[0].length ? [] : [el('p', {class: 'dim'}, 'There is a line after the first outer step.')]),
-    head('Where the time went', run.spent_note), el('div', {class: 'wide'}, el('table', {}, ...all ? [...whole, ...shown].map(([name, one]) =>
-      el('tr', {}, el('th', {scope: 'row'}, name), el('td', {class: 'rest'}, el('div', {class: 'bar'}, ...bar(one.spent_s))))) : [])),
+    head('Where the time went', run.spent_note), el('div', {class: 'wide'}, el('table', {}, ...[...whole, ...shown].filter(one => total(one[1].spent_s)).map(([name, one]) =>
+      el('tr', {}, el('th', {scope: 'row'}, name), el('td', {class: 'rest'}, el('div', {class: 'bar'}, ...bar(one.spent_s))))))),
     el('div', {class: 'key'}, ...sorted.map(([category, s]) => dot(SPENT[category][0], `${spoken(category)}: ${percent(s / all)}`))),
     details(`spent${r}`, 'These shares as a table', table([['time'], ...learners.map(([name]) => [name])], sorted.map(([category]) =>
       [spoken(category), ...learners.map(([, one]) => percent((one.spent_s[category] ?? 0) / total(one.spent_s)))]))),
@@ -266,7 +269,6 @@ if (live) {
   source.onerror = () => notice('This page has lost its server: what is below is old. A run that has ended has it as report/index.html in its folder.');
   source.onmessage = event => {
     draw(shown = JSON.parse(event.data));
-    const [run] = shown;
-    notice(...run.behind ? ['The records are still being read: what is below is an earlier moment of the run.'] : run.notices);
+    notice(...shown[0].notices);
   };
 }

@@ -32,7 +32,7 @@ DEFAULT_FLAGS = """
 
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
-cli_lib.define_config()
+cli_lib.define_config(f'; without it that of --workdir, or {DEFAULT_CONFIG}')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'The folder of the run; else runs/NAME-DATE-TIME.')
 _PLAN = flags.DEFINE_string(
   'plan', plans.STORM, f'The faults, joined by commas: {", ".join((*plans.KINDS, plans.STORM))}.'

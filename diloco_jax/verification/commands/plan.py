@@ -25,13 +25,13 @@ from diloco_jax.launch import cli
 from diloco_jax.nodes import exits
 from diloco_jax.report import header
 
-cli.define_config()
+cli.define_config(without='')
 _OF_STEPS = 'An inner step takes so long without any exchange; once for each of l0, l1, ...'
 _STEP_S = flags.DEFINE_multi_float('step_s', None, _OF_STEPS, 1e-6, 1e6, required=True)
 _LINK = flags.DEFINE_list('link', [], 'The links of the learners; without it they have any speed.')
 _LATENCY_S = flags.DEFINE_float('latency_s', 0.0, 'A message takes so long one way.', 0.0, 1e3)
-_PARAMETERS = flags.DEFINE_float('parameters', None, 'The model of a loop has so many.', 1e3)
-_TOKENS = flags.DEFINE_float('tokens', None, 'Train on so many, not for train.steps.', 1.0)
+_PARAMETERS = flags.DEFINE_float('parameters', None, 'A loop has so many parameters.', 1e3)
+_TOKENS = flags.DEFINE_float('tokens', None, 'Train on so many tokens, not for train.steps.', 1.0)
 _JSON = flags.DEFINE_bool('json', False, 'Print everything as JSON, in bytes and seconds.')
 
 _RATE = r'(\d+(?:\.\d+)?)([kMG])bit'
