@@ -156,8 +156,8 @@ def newest(
   Args:
     found: lists the states, the newest last. It is called again and again: a run under way removes
       old ones, also while they are read.
-    use: reads one; None: it is whole, and not for this caller. Damaged and OSError mean that it
-      cannot be read; any other error is raised.
+    use: reads one; None: it is whole, and not for this caller. Damaged means that it cannot be
+      read; any other error is raised, as of a disk that is full.
     passed_over: called with each that is there and cannot be read, and why.
 
   Raises:
@@ -171,7 +171,7 @@ def newest(
       if (result := use(left[-1])) is not None:
         return result
       others.append(left[-1])
-    except (Damaged, OSError) as error:
+    except Damaged as error:
       if left[-1] in found():
         unread[left[-1]] = error
         passed_over(left[-1], error)
@@ -384,17 +384,20 @@ def fetch(
 ) -> Manifest:
   """Writes the files of a copy in a store to a new folder, and returns its manifest. `name`, `run`:
   of the state that should be there. Raises Damaged: an object is not what was put, or not there;
-  StoreError, OSError, OtherFormat."""
+  StateError: the folder cannot be written; StoreError, OtherFormat."""
   manifest, data = described(store, at, name, run)
   new = folder.with_name(f'{folder.name}.new')
-  if new.exists():
-    json_files.rmtree(new)
-  for path, size, digest in manifest.files:
-    json_files.replace(new / path, store.parts(f'{at}/{path}', size))
-    if (new / path).stat().st_size != size or digest not in ('', sha256(new / path)):
-      raise Damaged(f'{store.place}/{at}/{path} is not what was put there')
-  json_files.replace(new / MANIFEST, data)
-  json_files.move(new, folder)
+  try:
+    if new.exists():
+      json_files.rmtree(new)
+    for path, size, digest in manifest.files:
+      json_files.replace(new / path, store.parts(f'{at}/{path}', size))
+      if (new / path).stat().st_size != size or digest not in ('', sha256(new / path)):
+        raise Damaged(f'{store.place}/{at}/{path} is not what was put there')
+    json_files.replace(new / MANIFEST, data)
+    json_files.move(new, folder)
+  except OSError as error:  # the copy is whole, and no older one would do
+    raise StateError(f'cannot write {folder}: {one_line(error)}') from error
   return manifest
 
 
