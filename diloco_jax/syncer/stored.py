@@ -208,9 +208,7 @@ class Stored:
     def fetch(name: str) -> states.Manifest:
       shutil.rmtree(staging, ignore_errors=True)
       to = staging / str(states.number(name))
-      return states.fetch(
-        self._store, name, to, f'syncer/{states.number(name)}', before.lineage.run
-      )
+      return states.fetch(self._store, name, to, f'syncer/{to.name}', before.lineage.run)
 
     def passed_over(name: str, error: Exception) -> None:
       damaged.append(f'{name}/{states.MANIFEST}')
@@ -470,8 +468,8 @@ class Stored:
         break
       with self._changed:
         self._changed.wait_for(lambda: not self._due, _LOOK_S)
-    told = [f'{text}. Start the syncer again: it goes on from an older one, and copies the next'
-            for text in self._damaged.values()]  # fmt: skip
+    again = '. Start the syncer again: it goes on from an older one, and copies the next'
+    told = [text + again for text in self._damaged.values()]
     if left := ' and '.join(text for text, _ in list(self._due.values())):
       told.append(
         f'{left} is not in {self._store.place}: there was no time. The folder has it; start the '
