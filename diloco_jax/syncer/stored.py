@@ -468,7 +468,7 @@ class Stored:
         break
       with self._changed:
         self._changed.wait_for(lambda: not self._due, _LOOK_S)
-    again = '. Start the syncer again: it goes on from an older one, and copies the next'
+    again = '. Start the syncer again: it goes on from what is whole, and copies that'
     told = [text + again for text in self._damaged.values()]
     if left := ' and '.join(text for text, _ in list(self._due.values())):
       told.append(

@@ -374,7 +374,7 @@ def test_what_is_damaged_here_is_said_and_not_waited_for(here, monkeypatch, fini
   late.cancel()
   assert any('checkpoint 1 is damaged, so it is not in' in line for line in drain_lines(life))
   assert ended.code == (actions.NOT_IN_TIME if finished else 0)
-  assert not finished or ended.text.endswith('it goes on from an older one, and copies the next')
+  assert not finished or ended.text.endswith('it goes on from what is whole, and copies that')
 
 
 def test_a_copy_of_another_run_is_none_of_this(here, expected, tmp_path):
