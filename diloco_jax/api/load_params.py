@@ -107,8 +107,8 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
         json_files.replace(copy / name, found.data)
     if not (copy / load.FILE).exists():
       raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
-    if store.read(f'{folders_lib.OWN_MODEL}/{states.MANIFEST}'):
-      states.fetch(store, folders_lib.OWN_MODEL, copy / folders_lib.OWN_MODEL)
+    if store.read(f'{(own := folders_lib.OWN_MODEL)}/{states.MANIFEST}'):
+      states.fetch(store, own, copy / own, folders_lib.VERSION_0)
     claim, _ = claim_lib.read(store)
     lineage = claim.lineage if claim else lineage_lib.Lineage()
 

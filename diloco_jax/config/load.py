@@ -112,8 +112,8 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
 def brought(place: json_files.Place) -> dict[str, str]:
   """The fingerprints of what the run in a folder or a store has begun with (brought.py), if its
   config is readable. Raises OSError."""
-  with contextlib.suppress(FileNotFoundError, ValueError):
-    return json_files.read(place / FILE).get('brought', {})
+  with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+    return dict(json_files.read(place / FILE).get('brought', {}))
   return {}
 
 

@@ -160,12 +160,12 @@ def _newest(
   root = node / folders.CHECKPOINTS
 
   def use(number: int) -> tuple[int, dict[str, Any]] | None:
-    record = states.read(root / str(number), f'{node.name}/{number}', run).record
-    if at is not None and record['step'] > at:
+    folder, name = root / str(number), f'{node.name}/{number}'
+    if at is not None and states.read(folder, name, run).record['step'] > at:
       return None
-    states.verify(root / str(number))
+    record = states.verify(folder, name, run).record
     if node == folders.syncer_folder(place):
-      _require_state(record['protocol'], root / str(number))
+      _require_state(record['protocol'], folder)
     return number, record
 
   passed_over = lambda number, error: say(f'{error}: checkpoint {number} is passed over')

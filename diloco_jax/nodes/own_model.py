@@ -27,7 +27,6 @@ from diloco_jax.storage import arrays, folders, states
 from diloco_jax.train import task as task_lib
 
 MAX_HEADER_BYTES = 4 << 20
-_NAME = 'version 0'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +197,7 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
   values = model.values()
   for name, value in values.items():
     require_finite(name, value)
-  states.save(workdir / folders.OWN_MODEL, _NAME, values, {'header': model.header()})
+  states.save(workdir / folders.OWN_MODEL, folders.VERSION_0, values, {'header': model.header()})
 
 
 def require_no_run(workdir: pathlib.Path) -> None:
@@ -216,13 +215,13 @@ def read(workdir: pathlib.Path) -> Model | None:
   if not folder.exists():
     return None
   try:
-    header = states.read(folder, _NAME).record['header']
+    header = states.read(folder, folders.VERSION_0).record['header']
   except states.Damaged as error:
     raise ValueError(
       f'{error}. Nothing was started or changed. Put a copy of {folder} back; a syncer with the '
       'store of the run takes the one there'
     ) from error
-  return from_header(header, lambda: states.load_on_host(folder, name=_NAME)[1])
+  return from_header(header, lambda: states.load_on_host(folder, name=folders.VERSION_0)[1])
 
 
 def require_finite(name: str, value: np.ndarray) -> None:

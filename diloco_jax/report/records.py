@@ -33,6 +33,7 @@ TENSORBOARD = 'tensorboard'
 _BLOCK_BYTES = 1 << 12
 FIRST = 'records'  # the name of the first line of a process
 MAX_LINE_BYTES = 16 << 20  # that are read as one fact
+_OF_JOINS = b'"joined"', f'"{FIRST}"'.encode()  # in the lines of the syncer
 SKEW_S = 60.0
 _Row = tuple[str, dict[str, Any]]
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
@@ -263,9 +264,10 @@ class Tail:
   def read(self) -> list[dict[str, Any]]:
     return list(self.stream())
 
-  def stream(self) -> Iterator[dict[str, Any]]:
-    """The same, one at a time."""
-    for line in self._lines():
+  def stream(self, *marks: bytes) -> Iterator[dict[str, Any]]:
+    """The same, one at a time. With `marks` only what has one of them is parsed, which takes most
+    of the time, and the lines beside it: their times tell whether a clock was set."""
+    for line in self._marked(marks) if marks else self._lines():
       try:
         fact = safe_json.parse(line, finite=False)  # a loss may be NaN
       except ValueError:
@@ -295,6 +297,16 @@ class Tail:
     self.offset -= size
     formats.taken('records', opening, self.path)
     self.offset += size
+
+  def _marked(self, marks: tuple[bytes, ...]) -> Iterator[bytes]:
+    before, follows = b'', False
+    for line in self._lines():
+      marked = any(mark in line for mark in marks)
+      if marked or follows:
+        yield from filter(None, (before, line))
+        line = b''
+      before, follows = line, marked
+    yield from filter(None, (before,))
 
   def _lines(self) -> Iterator[bytes]:
     with contextlib.suppress(OSError):  # no file yet, or not readable now: the next call reads on
@@ -329,7 +341,7 @@ class TailAll:
 
   def stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same, one at a time: the records of a long run need more memory than there is."""
-    for row in self._syncer.stream():
+    for row in self._syncer.stream(*_OF_JOINS):
       if row['name'] == 'member' and row.get('state') == 'joined':
         self._joins.setdefault((row['learner'], row['incarnation']), row['time'])
     files = [self._on_one_clock(name, tail.stream()) for name, tail in self.all().items()]

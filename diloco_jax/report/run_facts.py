@@ -128,9 +128,10 @@ class RunFacts:
   def condition(self, name: str) -> condition.Condition:
     """What is so of the syncer or a learner at the time of the look."""
     program = self.syncer_told if name == ids.SYNCER else self.learners[name]
-    others = [other for other in self.ordered if not self.learners[other].is_live and other != name]
-    more = ' and others' if len(others) > 1 else ''
-    others = f'for {others[0]}{more}' if others and program.phase == 'waiting' else ''
+    others = ''
+    if program.phase == 'waiting':  # each look asks for each learner
+      found = [one for one in self.ordered if not self.learners[one].is_live and one != name]
+      others = f'for {found[0]}{" and others" * (len(found) > 1)}' if found else ''
     if name in self.fresh:
       program.heard_s = self.looked_s
     over = self.syncer in ('done', 'stopped', 'refused', 'failed')

@@ -360,17 +360,14 @@ def _opening(root: json_files.Place) -> Iterator[None]:
   try:
     yield
   except Exception as error:  # of a bucket of any kind
-    if isinstance(root, pathlib.Path):
-      refused = isinstance(error, OSError)
-    else:
-      refused = isinstance(error, ValueError) or getattr(error, 'code', 0) == 401
-      refused = refused or 'Forbidden' in str(error)
-    if refused:
+    in_bucket = not isinstance(root, pathlib.Path)
+    forbidden = getattr(error, 'code', 0) == 401 or 'Forbidden' in str(error)
+    if isinstance(error, ValueError if in_bucket else OSError) or (in_bucket and forbidden):
       raise ValueError(
         f'cannot write checkpoints under {root}: {states.one_line(error)}; choose a folder that '
         'this process may write to'
       ) from error
-    if isinstance(root, pathlib.Path):
+    if not in_bucket:
       raise
     raise states.StateError(
       f'{root} does not answer: {states.one_line(error)}. Nothing was started; start again'

@@ -25,6 +25,7 @@ RUNS = 'runs'  # here a run gets its folder if the user names none, and the newe
 ISLANDS, CHECKPOINTS = 'islands', 'ckpt'
 MODEL = 'model'  # in a run's folder, and in its store: the trained model, for plain Orbax
 OWN_MODEL = 'syncer/model'  # that a loop of the user's own brought (nodes/own_model.py)
+VERSION_0 = 'version 0'  # the name of that state
 BUCKET = 'gs://'
 SIGNS = 'syncer', 'config.json'  # one of them is in the store of every run that has begun
 LIMIT_S = 300  # for a request to a bucket, of some MiB

@@ -20,6 +20,7 @@ import hashlib
 import json
 import pathlib
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -93,18 +94,20 @@ class Manifest:
 
 
 def _parsed(data: bytes, place: object, name: str, run: str) -> Manifest:
-  """The manifest in a file. Raises OtherFormat; ValueError: it is not what was written, or not that
-  of `name` or `run`."""
-  values = json_files.opened(safe_json.parse_object(data, _MAX_MANIFEST_BYTES))
+  """The manifest in a file. Raises OtherFormat; Damaged: it is not what was written, or not that of
+  `name` or `run`."""
   try:
+    values = json_files.opened(safe_json.parse_object(data, _MAX_MANIFEST_BYTES))
     found = codec.decode(Manifest, formats.taken('state', values, place).get('manifest'), 'it')
-  except codec.TapeError as error:
-    raise ValueError(str(error)) from None
-  if name not in ('', found.name):
-    raise ValueError(f'it is that of {codec.short(found.name)}')
-  if run not in ('', found.run):
-    raise ValueError(f'it is of the run {codec.short(found.run)}, this is the run {run}')
-  return found
+    if name not in ('', found.name):
+      raise ValueError(f'it is that of {codec.short(found.name)}')
+    if run not in ('', found.run):
+      raise ValueError(f'it is of the run {codec.short(found.run)}, this is the run {run}')
+    return found
+  except formats.OtherFormat:
+    raise
+  except (ValueError, codec.TapeError) as error:
+    raise Damaged(f'{place} does not read back: {one_line(error)}') from error
 
 
 def read(folder: json_files.Place, name: str = '', run: str = '') -> Manifest:
@@ -113,13 +116,11 @@ def read(folder: json_files.Place, name: str = '', run: str = '') -> Manifest:
   try:
     json_files.files_in(folder)  # no links, before anything is opened
     data = json_files.read_bytes(folder / MANIFEST, _MAX_MANIFEST_BYTES)
-    return _parsed(data, folder / MANIFEST, name, run)
-  except formats.OtherFormat:
-    raise
   except FileNotFoundError as error:
     raise Damaged(f'{folder} has no {MANIFEST}') from error
   except (OSError, ValueError) as error:
     raise Damaged(f'{folder / MANIFEST} does not read back: {one_line(error)}') from error
+  return _parsed(data, folder / MANIFEST, name, run)
 
 
 def verify(folder: json_files.Place, name: str = '', run: str = '') -> Manifest:
@@ -156,8 +157,8 @@ def newest(
   Args:
     found: lists the states, the newest last. It is called again and again: a run under way removes
       old ones, also while they are read.
-    use: reads one; None: it is whole, and not for this caller. Damaged and OSError mean that it
-      cannot be read; any other error is raised.
+    use: reads one; None: it is whole, and not for this caller. Damaged means that it cannot be
+      read; any other error is raised, as of a disk that is full.
     passed_over: called with each that is there and cannot be read, and why.
 
   Raises:
@@ -171,7 +172,7 @@ def newest(
       if (result := use(left[-1])) is not None:
         return result
       others.append(left[-1])
-    except (Damaged, OSError) as error:
+    except Damaged as error:
       if left[-1] in found():
         unread[left[-1]] = error
         passed_over(left[-1], error)
@@ -296,12 +297,12 @@ def save(folder: pathlib.Path, name: str, tree: Any, record: dict[str, Any]) -> 
   try:
     with orbax_context.operation(alone=True):
       orbax_context.ocp.save(new, tree, overwrite=True)
-      write(new, name, tree_digest.describe(tree), record)
-      read_back(new, read(new))
+      read_back(new, write(new, name, tree_digest.describe(tree), record))
     if folder.exists():
       json_files.rmtree(folder)
     json_files.move(new, folder)
   except Exception as error:  # Orbax raises many kinds
+    shutil.rmtree(new, ignore_errors=True)  # a full disk needs the space
     raise StateError(f'cannot write {folder}: {one_line(error)}') from _by_number(error)
 
 
@@ -371,12 +372,7 @@ def described(
   place = f'{store.place}/{at}/{MANIFEST}'
   if (found := store.read(f'{at}/{MANIFEST}', _MAX_MANIFEST_BYTES)) is None:
     raise Damaged(f'{place} is not there')
-  try:
-    return _parsed(found.data, place, name, run), found.data
-  except formats.OtherFormat:
-    raise
-  except ValueError as error:
-    raise Damaged(f'{place} does not read back: {error}') from error
+  return _parsed(found.data, place, name, run), found.data
 
 
 def fetch(
@@ -384,17 +380,20 @@ def fetch(
 ) -> Manifest:
   """Writes the files of a copy in a store to a new folder, and returns its manifest. `name`, `run`:
   of the state that should be there. Raises Damaged: an object is not what was put, or not there;
-  StoreError, OSError, OtherFormat."""
+  StateError: the folder cannot be written; StoreError, OtherFormat."""
   manifest, data = described(store, at, name, run)
   new = folder.with_name(f'{folder.name}.new')
-  if new.exists():
-    json_files.rmtree(new)
-  for path, size, digest in manifest.files:
-    json_files.replace(new / path, store.parts(f'{at}/{path}', size))
-    if (new / path).stat().st_size != size or digest not in ('', sha256(new / path)):
-      raise Damaged(f'{store.place}/{at}/{path} is not what was put there')
-  json_files.replace(new / MANIFEST, data)
-  json_files.move(new, folder)
+  try:
+    if new.exists():
+      json_files.rmtree(new)
+    for path, size, digest in manifest.files:
+      json_files.replace(new / path, store.parts(f'{at}/{path}', size))
+      if (new / path).stat().st_size != size or digest not in ('', sha256(new / path)):
+        raise Damaged(f'{store.place}/{at}/{path} is not what was put there')
+    json_files.replace(new / MANIFEST, data)
+    json_files.move(new, folder)
+  except OSError as error:  # the copy is whole, and no older one would do
+    raise StateError(f'cannot write {folder}: {one_line(error)}') from error
   return manifest
 
 

@@ -106,6 +106,7 @@ class Stored:
     self._notices = rate_limited_log.Notices(_SAY_NS, say)
     # What is to be copied, by its kind: what people call it, and what copies it.
     self._due: dict[str, tuple[str, Callable[[], None]]] = {}
+    self._damaged: dict[str, str] = {}  # by its kind: what cannot be copied, and why
     self._changed = threading.Condition()
     self._closed = False
     self._thread = threading.Thread(target=self._copy_what_is_due, name='copies', daemon=True)
@@ -141,8 +142,9 @@ class Stored:
     self._at = lineage_lib.Lineage(restored=restored).part
     mine = before is None or (claim_lib.has(before, here.disk) and not here.changing)
     if store_is_behind:
-      if numbers := folders.checkpoints(self._folder):
-        self._copy(numbers[-1])
+      for number in folders.checkpoints(self._folder)[-1:]:
+        with contextlib.suppress(states.Damaged):  # `recover` says what to do
+          self._copy(number)
     elif before:
       self._take_over(before, here, mine)
     self._fetch_own_model()
@@ -167,7 +169,7 @@ class Stored:
     folder."""
     self._at = here.part
     mine = here.disk and here.run and not here.changing
-    behind = mine and max(self._positions().values(), default=0) > self._end()
+    behind = mine and max(self._positions(here.run), default=0) > self._end()
     if behind or (not mine and self._store.names('syncer/')):
       raise claim_lib.Denied(
         f'{self._store.place} has a run, and no {claim_lib.NAME} that says which. Nothing was '
@@ -179,20 +181,22 @@ class Stored:
     """The newest record in the folder."""
     return max(wal.numbers(self.log_files), default=0)
 
-  def _positions(self) -> dict[str, int]:
-    """The positions in the log of the copies whose manifests read back, by the name of the copy,
-    the newest last. Raises StoreError, OtherFormat."""
-    found = {}
-    for name in states.copies(self._store, self._at):
+  def _positions(self, run: str = '') -> list[int]:
+    """The positions in the log of the newest copies of this run (the claimed one) whose manifests
+    read back, as many as the log serves, the newest first. Raises StoreError, OtherFormat."""
+    found, run = [], run or self._claim.content.lineage.run
+    for name in reversed(states.copies(self._store, self._at)):
       with contextlib.suppress(states.Damaged):
-        about, _ = states.described(self._store, name, f'syncer/{states.number(name)}')
-        found[name] = about.record['protocol'][outer_log.POSITION]
+        about, _ = states.described(self._store, name, f'syncer/{states.number(name)}', run)
+        found.append(about.record['protocol'][outer_log.POSITION])
+      if len(found) == outer_log.CHECKPOINTS:
+        break
     return found
 
   def _take_over(self, before: claim_lib.Content, here: lineage_lib.Lineage, mine: bool) -> None:
     """Makes the folder the newest checkpoint of the run. That of the last holder (`mine`) is older
     than the store only if the disk itself went back."""
-    newest = max(self._positions().values(), default=0)
+    newest = max(self._positions(), default=0)
     if not mine or newest > self._end() or (before.log and not wal.numbers(self.log_files)):
       self._go_to_copy(before, here)
 
@@ -204,9 +208,7 @@ class Stored:
     def fetch(name: str) -> states.Manifest:
       shutil.rmtree(staging, ignore_errors=True)
       to = staging / str(states.number(name))
-      return states.fetch(
-        self._store, name, to, f'syncer/{states.number(name)}', before.lineage.run
-      )
+      return states.fetch(self._store, name, to, f'syncer/{to.name}', before.lineage.run)
 
     def passed_over(name: str, error: Exception) -> None:
       damaged.append(f'{name}/{states.MANIFEST}')
@@ -254,12 +256,12 @@ class Stored:
     StoreError; Damaged: neither is whole."""
     own_model = self._workdir / folders.OWN_MODEL
     try:
-      states.verify(own_model)
+      states.verify(own_model, folders.VERSION_0)
     except states.Damaged:
       if self._store.read(f'{folders.OWN_MODEL}/{states.MANIFEST}'):
         if own_model.exists():
           json_files.move(own_model, folders.new_aside(self._workdir) / folders.OWN_MODEL)
-        states.fetch(self._store, folders.OWN_MODEL, own_model)
+        states.fetch(self._store, folders.OWN_MODEL, own_model, folders.VERSION_0)
 
   def _fetch_records(self, before: claim_lib.Content, mine: bool) -> None:
     """Adds the records that follow those of the folder. Raises Denied: one is damaged."""
@@ -331,7 +333,7 @@ class Stored:
   def _put_records(self, numbers: list[int]) -> None:
     """Puts the records that the store lacks: of the time before `train.store_log` was set."""
     first, *others = wal.numbers(self.log_files)
-    copied = max(self._positions().values(), default=0)
+    copied = max(self._positions(), default=0)
     if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
     there = self._store.names(f'{self._at}wal/')
@@ -397,11 +399,16 @@ class Stored:
           call()
         except claim_lib.Denied:
           return  # the node hears of it from the claim
+        except states.Damaged as error:  # a later one, or that of the next process, may be copied
+          self._damaged[kind] = f'{text} is damaged, so it is not in {self._store.place}: {error}'
+          self._say(self._damaged[kind])
         except Exception as error:  # of any kind: else nothing would be copied any more
           self._notices.say(time.monotonic_ns(), kind, f'{text} is not in the store yet: {error}')
           with self._changed:
             self._changed.wait_for(lambda: self._closed, _RETRY_S)
           break
+        else:
+          self._damaged.pop(kind, '')
         with self._changed:
           if self._due.get(kind) == (text, call):
             del self._due[kind]
@@ -434,9 +441,8 @@ class Stored:
     names = self._store.names(f'{self._at}ckpt/')
     old = [name for name in names if not name.startswith(stay)]
     self._store.remove(*sorted(old, key=lambda name: not name.endswith(states.MANIFEST)))
-    behind = list(self._positions().values())[-outer_log.CHECKPOINTS :]
-    if len(behind) == outer_log.CHECKPOINTS:
-      limit = f'{self._at}wal/{wal.name_of(behind[0])}'
+    if len(behind := self._positions()) == outer_log.CHECKPOINTS:
+      limit = f'{self._at}wal/{wal.name_of(behind[-1])}'
       self._store.remove(*(one for one in self._store.names(f'{self._at}wal/') if one <= limit))
 
   def _copy_model(self) -> None:
@@ -462,16 +468,17 @@ class Stored:
         break
       with self._changed:
         self._changed.wait_for(lambda: not self._due, _LOOK_S)
-    left = ' and '.join(text for text, _ in list(self._due.values()))
-    if not left:
-      return result
-    text = (
-      f'{left} is not in {self._store.place}: there was no time. The folder has it; start the '
-      'syncer there again, and it is copied'
-    )
-    if finished:
-      return actions.Exit(code=actions.NOT_IN_TIME, text=text)
-    self._say(text)
+    again = '. Start the syncer again: it goes on from what is whole, and copies that'
+    told = [text + again for text in self._damaged.values()]
+    if left := ' and '.join(text for text, _ in list(self._due.values())):
+      told.append(
+        f'{left} is not in {self._store.place}: there was no time. The folder has it; start the '
+        'syncer there again, and it is copied'
+      )
+    if told and finished:
+      return actions.Exit(code=actions.NOT_IN_TIME, text='. '.join(told))
+    for text in told:
+      self._say(text)
     return result
 
   def close(self) -> None:

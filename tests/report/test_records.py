@@ -14,7 +14,7 @@ import pytest
 import diloco_jax
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol import formats
+from diloco_jax.protocol import formats, safe_json
 from diloco_jax.report import book as book_lib
 from diloco_jax.report import facts, records, run_facts, state
 from tests.launch.lib import command_line
@@ -116,6 +116,32 @@ def test_the_times_of_a_program_never_go_back_and_nothing_is_left_out(jump_s, tm
   assert times['l0'] == pytest.approx([*range(90), *range(89, 98)], abs=2)
   assert times['l1'] == times['l0'][:59]
   assert found == list(records.TailAll(tmp_path).stream())
+
+
+@pytest.mark.parametrize('again', [False, True])
+def test_a_learner_of_another_clock_is_on_that_of_the_syncer_and_no_line_is_parsed_twice(
+  again, tmp_path, monkeypatch
+):
+  """`again`: a syncer on a host whose clock is behind goes on before the learner joins."""
+  (tmp_path / 'records').mkdir()
+  opening = {'name': 'records', **formats.stamp('records'), 't_ns': 1}
+  line = lambda at_s, name, **more: {'t_ns': at_s * 10**9, 'time': at_s, 'name': name, **more}
+  syncer = [opening | {'time': 0}, *(line(at_s, 'synced') for at_s in range(1, 300))]
+  if again:
+    syncer += [opening | {'time': -5000}]
+    syncer += [line(at_s, 'synced') | {'time': at_s - 5000} for at_s in range(1, 300)]
+  joined = syncer[-1] | {'name': 'member', 'learner': 'l0', 'state': 'joined', 'incarnation': 1}
+  learner = [line(7000, 'startup'), line(7001, 'state', state='joined', incarnation=1)]
+  for name, rows in ('syncer', [*syncer, joined]), ('l0', [*learner, line(7002, 'step')]):
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    (tmp_path / 'records' / f'{name}.jsonl').write_text(text)
+  parsed, parse = [], safe_json.parse
+  monkeypatch.setattr(safe_json, 'parse', lambda *of, **how: parsed.append(of) or parse(*of, **how))
+  found = list(records.TailAll(tmp_path).stream())
+  at_s = {row['name']: row['time'] for _, row in found}
+  assert at_s['step'] == pytest.approx(at_s['member'], abs=3)
+  assert at_s['member'] == pytest.approx(299 + 298 * again, abs=3)
+  assert len(parsed) < len(found) + 10
 
 
 def test_a_folder_without_records_is_named(tmp_path):

@@ -91,6 +91,7 @@ def test_an_export_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setattr(ocdbt_utils, 'merge_ocdbt_per_process_files', _skipping_the_merge)
   with pytest.raises(states.StateError, match='cannot write .*model'):
     states.save(tmp_path / 'model', 'model', _state(1), {})
+  assert not list(tmp_path.iterdir())  # a full disk needs the space
 
 
 def test_a_state_is_read_in_parts_and_each_is_verified(tmp_path, monkeypatch):

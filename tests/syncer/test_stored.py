@@ -505,8 +505,7 @@ def test_an_end_says_what_is_not_copied(here, monkeypatch, finished):
   run_until(life, range(1, 3), saves=(2,))
   monkeypatch.setattr(store_lib.Store, 'put', lambda *_: (_ for _ in ()).throw(
     store_lib.StoreError('no network')))  # fmt: skip
-  (here.folder / 'a' / folders.MODEL).mkdir()
-  (here.folder / 'a' / folders.MODEL / 'x').write_text('')
+  states.save(here.folder / 'a' / folders.MODEL, folders.MODEL, {'w': np.ones(3)}, {})
   life.store.copy()
   done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
   queue.post(events.Stop(reason='preempted'))

@@ -3,6 +3,7 @@ the holder may do."""
 
 import copy
 import dataclasses
+import errno
 import pathlib
 import re
 import shutil
@@ -15,9 +16,11 @@ import pytest
 from diloco_jax.config import build
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import restore
+from diloco_jax.node import loop
 from diloco_jax.nodes import own_model
+from diloco_jax.protocol import actions, events
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import files, folders, lineage, outer_log, states, wal
+from diloco_jax.storage import files, folders, json_files, lineage, outer_log, states, wal
 from diloco_jax.storage import store as store_lib
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored
@@ -331,3 +334,71 @@ def test_a_damaged_model_of_a_loop_is_taken_from_the_store(here):
   here.live('a')
   assert np.array_equal(own_model.read(here.folder / 'a').values()['w'], np.arange(32))
   assert (here.folder / 'a' / 'aside-1' / folders.OWN_MODEL).is_dir()
+
+
+def test_a_full_disk_takes_nothing_over_and_costs_the_store_nothing(here, expected, monkeypatch):
+  """What cannot be written here is whole in the store."""
+  run_until(here.live('a'), range(1, 7), saves=(2, 6))
+  here.kill()
+  before, full = here.objects(), [OSError(errno.ENOSPC, 'No space left on device')]
+  replace = json_files.replace
+
+  def replaces(path, data):
+    if 'from-store' in path.parts and full:
+      raise full.pop()
+    replace(path, data)
+
+  monkeypatch.setattr(json_files, 'replace', replaces)
+  with pytest.raises(states.StateError, match='cannot write .*No space left'):
+    here.live('b')
+  assert here.objects().keys() == before.keys()
+  assert bits(here.live('b').theta) == expected[6]
+
+
+@pytest.mark.parametrize('finished', [False, True])
+def test_what_is_damaged_here_is_said_and_not_waited_for(here, monkeypatch, finished):
+  """The next process goes on from an older checkpoint, and saves again."""
+  life, put = here.live('a'), states.put
+  life.merge(1)
+
+  def puts(store, at, folder, proceed):
+    (folder / 'state' / '_METADATA').write_bytes(b'{}')
+    put(store, at, folder, proceed)
+
+  monkeypatch.setattr(states, 'put', puts)
+  life.save(1)
+  done, queue = actions.Exit(code=0, text='done'), loop.EventQueue()
+  late = threading.Timer(DEADLINE_S, queue.post, [events.Stop(reason='it waits for ever')])
+  late.start()
+  ended = life.store.finish(done, queue, False, finished)
+  late.cancel()
+  assert any('checkpoint 1 is damaged, so it is not in' in line for line in drain_lines(life))
+  assert ended.code == (actions.NOT_IN_TIME if finished else 0)
+  assert not finished or ended.text.endswith('it goes on from what is whole, and copies that')
+
+
+def test_a_copy_of_another_run_is_none_of_this(here, expected, tmp_path):
+  run_until(here.live('a'), range(1, 7), saves=(2, 6))
+  here.kill()
+  other = test_stored.Site(here.assembled, tmp_path / 'other', str(tmp_path / 'other_store'))
+  run_until(other.live('a'), range(1, 8), saves=(7,))
+  other.kill()
+  for name, data in other.objects().items():
+    if '/ckpt/7-' in name:
+      here.store.put(name, data)
+  again = here.live('a')
+  assert not any('has gone on without this disk' in line for line in drain_lines(again))
+  assert bits(again.theta) == expected[6]
+
+
+def test_a_damaged_checkpoint_behind_a_restore_is_refused_with_the_way_on(here, expected):
+  """The log begins behind it, so no older one would do: another start could not help."""
+  run_until(here.live('a', store_log=True), range(1, 7), saves=(2, 6))
+  here.kill()
+  restored = here.lives[0].assembled.config, here.folder / 'a'
+  restore.restore(*restored, '6', print)
+  durability._damage(here.folder / 'a' / 'syncer' / folders.CHECKPOINTS / '6')
+  with pytest.raises(wal.WalError, match='diloco restore'):
+    here.live('a', store_log=True)
+  restore.restore(*restored, 'latest', print)
+  assert bits(here.live('a', store_log=True).theta) == expected[2]

@@ -186,7 +186,7 @@ class SyncerMachine:
       case messages.Progress():
         self._membership.progress(now_ns, member, message)
       case messages.Contribution():
-        self._syncs.contribution(now_ns, member, message, payload_id)
+        self._syncs.contribution(member, message, payload_id)
       case messages.Decline():
         self._syncs.decline(member, message)
         if message.reason == Reason.BAD_VALUE:

@@ -209,7 +209,7 @@ class Syncs:
   # --- Answers ------------------------------------------------------------------------------------
 
   def contribution(
-    self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
+    self, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
     self._links.arrived(member, message)
