@@ -128,8 +128,9 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
 
 def is_store(place: str | pathlib.Path) -> bool:
   """Whether a place is the store of a run, and not its folder."""
-  in_bucket = str(place).startswith(folders_lib.BUCKET)
-  return in_bucket or pathlib.Path(place, claim_lib.NAME).is_file()
+  if str(place).startswith(folders_lib.BUCKET) or pathlib.Path(place, claim_lib.NAME).is_file():
+    return True
+  return any(pathlib.Path(place).glob('syncer/ckpt/*-*'))  # copies, whose claim is gone
 
 
 def _warn(place: Any, error: Exception) -> None:

@@ -193,7 +193,7 @@ STATE = r'(run|store)/(syncer/ckpt/N(-H)?|islands/lN/ckpt/N|model)(/.*)?'
 THINGS = {
   STATE: '',
   r'run/config\.json': 'config|run',
-  r'store/config\.json': 'config',
+  r'store/config\.json': 'config|is not what the run has begun with',
   r'(run|store)/tokenizer.*\.json': 'tokenizer',
   r'run/syncer/lineage\.json': 'lineage|run',
   r'run/syncer/wal/(H|N)\.rec': 'WAL|record|log',

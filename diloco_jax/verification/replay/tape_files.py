@@ -75,12 +75,21 @@ def find(path: pathlib.Path) -> list[tapes.ProcessTape]:
 
 
 def replay(life: tapes.ProcessTape) -> machines.Replay:
-  """Replays a tape. Raises tape.TapeError that names file and line."""
+  """Replays a tape. Raises tape.TapeError that names file and line, or file and node."""
   lines = Lines(life.segments)
-  return machines.replay(lines, lines.where)
+  replayed = machines.replay(lines, lines.where)
+  _require_node(life, replayed.header)
+  return replayed
 
 
 def read(life: tapes.ProcessTape) -> tape.Reader:
   """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
   lines = Lines(life.segments)
-  return tape.Reader(lines, lines.where)
+  reader = tape.Reader(lines, lines.where)
+  _require_node(life, reader.header)
+  return reader
+
+
+def _require_node(life: tapes.ProcessTape, header: tape.Header | None) -> None:
+  if header is not None and life.number and header.node != life.node:
+    raise tape.TapeError(f'{life.segments[0]} is a tape of {header.node}, not of {life.node}')
