@@ -137,3 +137,9 @@ def test_an_export_is_rounded_once_and_copies_what_is_known(run, tmp_path):
   done = diloco('export', f'--workdir={run}', f'--out={tmp_path / "other"}')
   assert done.returncode == 42 and 'config.json changed last' in done.stderr
   assert json.loads((tmp_path / 'out' / 'config.json').read_text())['model_type'] == 'gemma'
+
+
+@pytest.mark.parametrize('damaged', [5, 'x', ['a'], None])
+def test_a_config_whose_record_is_damaged_has_none(damaged, tmp_path):
+  (tmp_path / load.FILE).write_text(json.dumps({'brought': damaged}))
+  assert load.brought(tmp_path) == {}
