@@ -7,7 +7,7 @@ start such a run. The settings are those of `diloco_jax.run_syncer` without `syn
 those of the syncer that it joins.
 
 With `--config=own_loop:alone` one learner makes the bits of its loop without a syncer
-(docs/howto/alone.md).
+(docs/tutorials/own_loop.md).
 """
 
 import dataclasses
