@@ -119,8 +119,7 @@ class OwnArrays:
     with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
       if hosts.leads():
         locked.lock('learner')
-      store = config.train.store
-      saved = checkpoint.Checkpoints(root, config.sync.keep_every, store=store)
+      saved = checkpoint.Checkpoints(root, config.sync.keep_every)
       with contextlib.closing(saved) as self.checkpoints:
         found = moments_lib.find(place, learner, self.moments, say, run=run)
         hosts.require_same('the state', str(found and (found.learner, found.step)))

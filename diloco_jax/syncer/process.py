@@ -19,7 +19,7 @@ import jax
 
 from diloco_jax.config import brought, build
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events, tempo
+from diloco_jax.protocol import actions, events, rate_limited_log, tempo
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
@@ -59,6 +59,9 @@ class SyncerRecords:
     self._steps = assembled.config.train.steps
     self._next_s = 0.0
     self.say = records.say
+    self._notices = rate_limited_log.Notices(
+      int(_SAY_S * 1e9), records.say
+    )  # who comes again and again
 
   def report(self, fact: protocol_facts.Fact) -> None:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
@@ -73,7 +76,8 @@ class SyncerRecords:
         self._say(fact)
       case protocol_facts.Member(state='joined' | 'lost'):
         why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
-        self.say(f'{fact.learner} {"joined" if fact.state == "joined" else why}')
+        line = f'{fact.learner} {"joined" if fact.state == "joined" else why}'
+        self._notices.say(time.monotonic_ns(), f'{fact.learner} {fact.state}', line)
       case protocol_facts.Synced():
         self._records.scalars(
           fact.sync,

@@ -62,7 +62,7 @@ def _surfaces(workdir: pathlib.Path) -> Iterator[str]:
     if share is not None and not (math.isfinite(share) and -1e-9 <= share <= 1 + 1e-6):
       yield f'{name} is {share}'
   metric = re.search(r'^diloco_tokens (\S+)$', serve.metrics(shown | {'figures': {}}), re.M)
-  tokens = {shown['tokens'], told['tokens_trained'], round(float(metric[1]))}
+  tokens = {shown['tokens'], told['tokens_trained'], *map(float, metric.groups() if metric else ())}
   if len(tokens) > 1 and max(tokens) > 1.0001 * min(tokens):
     yield f'tokens are {tokens}'
   if told['tokens_merged'] + sum(told['tokens_discarded'].values()) > told['tokens_trained'] + 1:
