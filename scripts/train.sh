@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains the demo on this machine: one syncer, four learners; one learner is killed and restarted.
+# At the end the trained model continues a text.
 #   ./scripts/train.sh [--workdir=DIR] [--config=stdlib_lm:tiny] \
 #     [--config.sync.quorum=2 ...]
 set -euo pipefail

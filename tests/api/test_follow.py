@@ -175,7 +175,8 @@ def test_a_follower_gives_up_where_no_syncer_answers_and_ends_with_an_ended_run(
     assert not list(models)
 
 
-@pytest.mark.parametrize('kind', ['folder', 'bucket'])
+@pytest.mark.long
+@pytest.mark.parametrize('kind', ['folder', pytest.param('bucket', marks=pytest.mark.full)])
 def test_a_store_alone_is_followed_to_the_end(kind, tmp_path, request, monkeypatch):
   """Without the syncer, which may have ended, and have begun again; past a damaged copy."""
   url = f'{tmp_path}/store' if kind == 'folder' else f'{request.getfixturevalue("bucket").url}/run'

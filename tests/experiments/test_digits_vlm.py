@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_caption_alone(model, batch):
     assert grad.dtype == jnp.float32 and float(jnp.max(jnp.abs(grad))) > 0, path
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_small_one_learns_to_read_images(model, data, optimizer):
   model.embed_dim, model.hidden_dim = 32, 64
   island = island_lib.Island(

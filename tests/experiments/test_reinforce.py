@@ -127,7 +127,7 @@ def test_only_who_has_a_certificate_of_the_run_reaches_the_queue_over_tcp(tmp_pa
     assert not other.put(_rollout(3))
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_run_learns_while_a_trainer_and_a_worker_are_killed(tmp_path):
   with programs.starting() as start:
     program = start(reinforce.__file__, 'run', tmp_path, 'workers=2', 'steps=150')

@@ -45,6 +45,7 @@ def _uniform(params, ids_BxL: jax.Array) -> jax.Array:
   return jnp.zeros((*ids_BxL.shape, 256))
 
 
+@pytest.mark.full
 def test_a_model_that_knows_the_text_is_right_and_a_uniform_one_guesses(task, windows_NxL1):
   suite = evaluate.text_suite(windows_NxL1, tokenizer_lib.Tokenizer(), N)
   truth = windows_NxL1.astype(np.int32)
