@@ -227,8 +227,8 @@ class RunFacts:
         if self.began_s is None:
           self.began_s = row['time']
         at_s = row['time'] - self.began_s
-        set_back = self.end_s - at_s > SET_BACK_S  # the clock, which was ahead
-        self.end_s = at_s if set_back else max(self.end_s, at_s)
+        # Else the clock was set back, as it was ahead.
+        self.end_s = max(self.end_s, at_s) if self.end_s - at_s <= SET_BACK_S else at_s
         self._take(process, at_s, fact)
     return self
 
@@ -315,6 +315,8 @@ class RunFacts:
     """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
     if name != 'syncer' and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
+    if name == ids.SYNCER and self.syncer_told is None:
+      self.syncer_told = programs.Program()  # its records have begun after those of a learner
     processes = self._processes(name)
     if isinstance(fact, facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
@@ -510,8 +512,9 @@ class RunFacts:
     processes = self._processes(name)
     if processes and processes[-1].ended_s is None:  # nobody has told of its end
       program = self._program(name)
-      how = 'stopped' if program and program.supervised else 'lost'
-      processes[-1].end(processes[-1].last_s, how)
+      processes[-1].end(
+        processes[-1].last_s, 'stopped' if program and program.supervised else 'lost'
+      )
     processes.append(programs.Process(at_s))
 
 

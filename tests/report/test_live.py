@@ -187,3 +187,10 @@ def test_the_line_of_a_run_that_closes_tells_for_whom_it_waits():
   run.take([('syncer', row(4, closing))])
   said = 'the run is closing (it waits for l0 (training), at most 9 s more)'
   assert live.status_line(run).endswith(said)
+
+
+def test_a_syncer_whose_records_begin_after_those_of_a_learner_is_told_of():
+  run = run_facts.RunFacts((), 100, syncer=False)
+  row = {'name': 'startup', 'time': 1.0, 't_ns': 1, 'phase': 'assembled', 'cpu_s': 1.0}
+  run.take([('l0', row), ('syncer', row), ('syncer', row | {'phase': 'listens'})])
+  assert run.condition('syncer').state == 'waiting'
