@@ -192,13 +192,13 @@ STATE = r'(run|store)/(syncer/ckpt/N(-H)?|islands/lN/ckpt/N|model)(/.*)?'
 # Of each its word in lines. A file of a state has that of its folder.
 THINGS = {
   STATE: '',
-  r'run/config\.json': 'config|run',
+  r'run/config\.json': 'config|(of|to) the run',
   r'store/config\.json': 'config|is not what the run has begun with',
   r'(run|store)/tokenizer.*\.json': 'tokenizer',
-  r'run/syncer/lineage\.json': 'lineage|run',
+  r'run/syncer/lineage\.json': 'lineage|(of|to) the run',
   r'run/syncer/wal/(H|N)\.rec': 'WAL|record|log',
   r'run/syncer/wal/agreement\.json': 'agreement',
-  r'store/syncer/claim': 'claim|run',
+  r'store/syncer/claim': 'claim|(of|to) the run',
   r'run/records/.*\.jsonl': '',  # read again for people alone: lines without a digest
   r'run/tapes/.*': 'tape',
   r'text/N\.py': 'data|corpus|text',
