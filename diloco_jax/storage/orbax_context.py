@@ -59,7 +59,6 @@ def checkpointer(root: Any, prefix: str | None) -> Any:
     context=context(),
     preservation_policy=ocp.training.preservation_policies.PreserveAll(),
     step_name_format=checkpoint.path.step.standard_name_format(step_prefix=prefix),
-    cleanup_tmp_directories=True,
   )
 
 

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import textwrap
+import threading
 import types
 from collections.abc import Iterator
 from concurrent import futures
@@ -265,6 +266,14 @@ def _small_files() -> Iterator[None]:
     yield
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_opening_starts_no_thread(tmp_path, monkeypatch):
+  """One of Orbax, which looks for old saves, printed its traceback below the error of a process that
+  ended at once."""
+  jax.devices()  # starts some
+  monkeypatch.setattr(threading.Thread, 'start', lambda thread: pytest.fail(thread.name))
+  checkpoint.Checkpoints(str(tmp_path)).close()
 
 
 def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, caplog):
