@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import diloco_jax
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',

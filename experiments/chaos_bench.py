@@ -33,7 +33,7 @@ import matplotlib.figure
 from absl import app, flags, logging
 from rich import progress
 
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import folders
 from diloco_jax.verification.faults import conductor
 from experiments.side_by_side import run as run_lib

@@ -34,15 +34,15 @@ _ALLOWED = {
     'protocol protocol/syncer protocol/tape numerics storage train config node certs transport '
     'report'
   ),
-  'nodes': 'protocol storage train config node configs certs transport report learner syncer',
+  'process': 'protocol storage train config node configs certs transport report learner syncer',
   'launch': (
-    'protocol protocol/syncer storage train config certs transport report learner syncer nodes'
+    'protocol protocol/syncer storage train config certs transport report learner syncer process'
   ),
-  'api': 'protocol storage train config node certs transport report learner syncer nodes',
+  'api': 'protocol storage train config node certs transport report learner syncer process',
   'verification': '',
   'verification/checks': 'protocol protocol/syncer protocol/learner protocol/tape verification',
   'verification/faults': (
-    'protocol protocol/tape storage config report nodes launch api verification '
+    'protocol protocol/tape storage config report process launch api verification '
     'verification/checks verification/replay'
   ),
   'verification/sim': (
@@ -210,18 +210,18 @@ def test_only_the_loop_feeds_a_machine():
 
 # What a process of each kind loads as it starts: the modules that it imports first, and the rooms
 # and libraries that these reach. What a function imports when it is called is not counted.
-_PAGE = 'certs config nodes numerics protocol protocol/tape report storage train transport'
+_PAGE = 'certs config numerics process protocol protocol/tape report storage train transport'
 _NODE = f'{_PAGE} node protocol/learner'
 _LIBRARIES = 'absl etils google grpc isal jax numpy optax tensorstore'
 REACH = {
   "a user's loop": ('api.peer', f'{_NODE} api configs learner', _LIBRARIES),
   'learner': (
-    '__main__ launch.cli commands.learner nodes.learner_node',
+    '__main__ launch.cli commands.learner process.learner',
     f'{_NODE} commands launch learner',
     _LIBRARIES,
   ),
   'syncer': (
-    '__main__ launch.cli commands.syncer nodes.syncer_node',
+    '__main__ launch.cli commands.syncer process.syncer',
     f'{_NODE} commands configs launch protocol/syncer syncer',
     _LIBRARIES,
   ),

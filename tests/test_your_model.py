@@ -17,7 +17,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop
 from diloco_jax.report import records
 from diloco_jax.storage import arrays
-from diloco_jax.syncer import process
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
 from tests.runs.lib import gated_loop
@@ -78,7 +78,7 @@ def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_pa
   assembled = build.assemble(config)
   assert assembled.never_sent == ('head/kernel',)
   with contextlib.closing(records.Recorder(tmp_path, 'syncer')) as recorder:
-    process._introduce(assembled, recorder)
+    syncer_node._introduce(assembled, recorder)
   assert 'labels of the arrays: 1 body, 1 local\n' in capfd.readouterr().out
 
   params, label = assembled.task.init(0), assembled.task.label

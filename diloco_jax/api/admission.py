@@ -11,7 +11,7 @@ from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
 from diloco_jax.node import loop, ports
-from diloco_jax.nodes import bring, dial, own_model
+from diloco_jax.process import bring, dial, own_model
 from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
 from diloco_jax.storage import files

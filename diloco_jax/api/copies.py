@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.nodes import own_model
+from diloco_jax.process import own_model
 from diloco_jax.train import mesh as mesh_lib
 
 _NEW, _MOVES, _STAYS, _FREE = 'new', 'moves', 'stays', 'free'

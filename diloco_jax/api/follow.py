@@ -16,7 +16,8 @@ import jax
 
 from diloco_jax.api import load_params
 from diloco_jax.config import build
-from diloco_jax.nodes import bring, dial, exits, follower_node, own_model, run_folder
+from diloco_jax.process import bring, dial, exits, own_model, run_folder
+from diloco_jax.process import follower as follower_process
 from diloco_jax.protocol import safe_json
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, folders, states
@@ -138,7 +139,9 @@ def _models(
   where: str,
 ) -> Iterator[tuple[int, Any]]:
   frozen = assembled.frozen() if assembled.never_sent else {}
-  with contextlib.closing(follower_node.Follower(assembled, address, access, wait_s)) as follower:
+  with contextlib.closing(
+    follower_process.Follower(assembled, address, access, wait_s)
+  ) as follower:
     while (found := follower.newest()) is not None:
       version, named = found
       with jax.set_mesh(None):

@@ -19,7 +19,7 @@ import numpy as np
 
 from diloco_jax.api import states as loop_states
 from diloco_jax.config import brought, build, load
-from diloco_jax.nodes import own_model
+from diloco_jax.process import own_model
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.storage import arrays, files, json_files, outer_log, states, tree_digest
 from diloco_jax.storage import claim as claim_lib

@@ -14,7 +14,7 @@ from diloco_jax.api import states
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
-from diloco_jax.nodes import own_model
+from diloco_jax.process import own_model
 from diloco_jax.storage import checkpoint, files, folders, tree_digest
 from diloco_jax.train import flops
 

@@ -13,7 +13,7 @@ from diloco_jax.api import own_arrays
 from diloco_jax.config import build
 from diloco_jax.learner import hosts
 from diloco_jax.learner import moments as moments_lib
-from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
@@ -78,7 +78,7 @@ def lead(
   cleanup.callback(admission.cancel)
   cleanup.enter_context(work.threads())
   ended = cleanup.enter_context(
-    learner_process.running_node(
+    learner_node.running_node(
       assembled,
       work,
       folder,

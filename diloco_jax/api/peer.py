@@ -32,7 +32,8 @@ from diloco_jax.api import own_arrays, own_node, states
 from diloco_jax.config import run_config
 from diloco_jax.learner import hosts
 from diloco_jax.node import loop
-from diloco_jax.nodes import dial, exits, learner_node, lifecycle, own_model, run_folder
+from diloco_jax.process import dial, exits, lifecycle, own_model, run_folder
+from diloco_jax.process import learner as learner_process
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
@@ -441,7 +442,7 @@ def join(
   lifecycle.keep_compiled()
   access = addresses.access(tls, plaintext_loopback, learner)
   address = dial.resolver(syncer, access)
-  at_once = learner_node.at_once if several else contextlib.nullcontext
+  at_once = learner_process.at_once if several else contextlib.nullcontext
   event_queue = loop.EventQueue()
   with lifecycle.OwnStack() as cleanup:
     with at_once():

@@ -18,7 +18,8 @@ import jax
 
 from diloco_jax.config import run_config
 from diloco_jax.node import threads
-from diloco_jax.nodes import exits, lifecycle, own_model, run_folder, syncer_node
+from diloco_jax.process import exits, lifecycle, own_model, run_folder
+from diloco_jax.process import syncer as syncer_process
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
@@ -32,7 +33,7 @@ class Server:
     address: for `diloco_jax.join`.
   """
 
-  def __init__(self, syncer: syncer_node.Syncer, make: Callable[[], own_model.Model] | None):
+  def __init__(self, syncer: syncer_process.Syncer, make: Callable[[], own_model.Model] | None):
     self.address = ''
     self._syncer, self._make = syncer, make
     self._listens = threading.Event()
@@ -130,7 +131,7 @@ def run_syncer(
   with lifecycle.OwnStack() as cleanup:
     folder = run_folder.or_temporary(workdir, cleanup)
     recorder = records_lib.Recorder(folder, 'syncer', prefix='[syncer] ')
-    syncer = syncer_node.Syncer(
+    syncer = syncer_process.Syncer(
       config=config,
       folder=folder,
       records=cleanup.enter_context(contextlib.closing(recorder)),

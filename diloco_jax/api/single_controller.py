@@ -3,7 +3,7 @@
 Each island is a disjoint sub-mesh of `jax.devices()` (by slice where devices have one, by count on
 CPU). Machines, work and jitted steps are those of separate processes; only the transport differs.
 An error of the devices of an island ends that learner alone, as a kill ends a process: it is built
-again, with the pauses and limits of a process (nodes/restarts.py), and rejoins. Every other
+again, with the pauses and limits of a process (process/restarts.py), and rejoins. Every other
 error is one of code, settings or files, which it would meet again: it ends the run in order. For
 tests, notebooks and `diloco train --controller=single`.
 """
@@ -24,14 +24,14 @@ from absl import flags
 from diloco_jax.api import run as run_lib
 from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.learner import baseline
-from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import node as learner_node
 from diloco_jax.node import loop, threads
-from diloco_jax.nodes import exits, lifecycle, restarts, run_folder
+from diloco_jax.process import exits, lifecycle, restarts, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import facts, header, summary
 from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
@@ -105,7 +105,7 @@ class SingleController:
 
   def _run_syncer(self, recorder: records_lib.Recorder) -> actions.Exit:
     over = functools.partial(self._ask_learners, 'the run is over')
-    ended = syncer_process.run(
+    ended = syncer_node.run(
       self._assembled,
       global_model_lib.Theta(self._assembled, self.syncer_devices),
       self._workdir,
@@ -172,11 +172,11 @@ class SingleController:
     self, name: str, event_queue: loop.EventQueue, recorder: records_lib.Recorder
   ) -> actions.Exit:
     assembled = self._learners[name]
-    island = learner_process.make_island(assembled, self._workdir, name, self.devices[name])
+    island = learner_node.make_island(assembled, self._workdir, name, self.devices[name])
     if self._alone:
       brought.begin(self._workdir, assembled.things)
       return baseline.run(assembled.config, island, recorder, self._leaving.is_set)
-    return learner_process.run(
+    return learner_node.run(
       assembled,
       island,
       self._workdir,

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.nodes import own_model
+from diloco_jax.process import own_model
 from diloco_jax.storage import arrays
 from diloco_jax.train import task as task_lib
 

@@ -11,7 +11,7 @@ does not (the largest item is named), or there is no such topology.
 from absl import flags
 
 from diloco_jax.launch import aot, cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 cli.define_config(without='')
 _TOPOLOGY = flags.DEFINE_string(

@@ -25,7 +25,7 @@ import pathlib
 from absl import flags
 
 from diloco_jax.certs import allowlist, authority, check, names, private, proofs
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 POSITIONAL = True
 _TLS = flags.DEFINE_string('tls', 'certs', 'The folder of the owner, as for `diloco launch`.')

@@ -25,7 +25,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _CORPUS = flags.DEFINE_string('corpus', None, 'Evaluate on the held-out part of this corpus.')

@@ -10,7 +10,7 @@ Exit codes: 0 done, 42 there is no such example.
 import ast
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 POSITIONAL = True
 

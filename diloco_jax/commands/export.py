@@ -27,7 +27,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import files
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)

@@ -14,7 +14,7 @@ import pathlib
 import shlex
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 POSITIONAL = True
 _TEMPLATES = cli.EXAMPLES / 'project'

@@ -23,7 +23,7 @@ from diloco_jax.certs import allowlist, check, names, proofs
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import gke, local, ray, slurm, systemd
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _ENGINES: dict[str, types.ModuleType] = {
   one.__name__.rpartition('.')[2]: one for one in (gke, local, ray, slurm, systemd)

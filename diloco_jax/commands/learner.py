@@ -24,7 +24,7 @@ done, or the run has ended; 42 never retry; anything else retry.
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
 _LEARNER = flags.DEFINE_string(
@@ -57,12 +57,12 @@ def main(argv: list[str]) -> int:
     print(f'{_LEARNER.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
   with cli.importing_jax():  # after the config is validated
     from diloco_jax.learner import hosts as hosts_lib
-    from diloco_jax.nodes import learner_node
+    from diloco_jax.process import learner as learner_process
 
   cluster = None if hosts == 1 else hosts_lib.Cluster(hosts, _HOST.value, _COORDINATOR.value)
   cli.serve_metrics(_LEARNER.value)
   access = cli.access(_LEARNER.value)
-  return learner_node.learner(
+  return learner_process.learner(
     config, _WORKDIR.value, _LEARNER.value, _SYNCER.value, access, cluster=cluster
   )
 

@@ -16,7 +16,7 @@ import shutil
 
 from absl import flags
 
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.report import beside, folder, summary
 
 POSITIONAL = True

@@ -20,7 +20,7 @@ from absl import flags, logging
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import files, folders, wal
 
 cli.define_config()
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
   os.environ['JAX_PLATFORMS'] = 'cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
   with cli.importing_jax():  # after the config is validated
-    from diloco_jax.launch import restore
+    from diloco_jax.process import restore
 
   try:
     with exits.never_retry(ValueError, files.DirectoryError):

@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _PROMPT = flags.DEFINE_string('prompt', 'def ', 'The text that the sample begins with.')

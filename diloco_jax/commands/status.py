@@ -16,7 +16,7 @@ import webbrowser
 
 from absl import flags
 
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.report import folder, header, serve
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run; else the newest in ./runs.')

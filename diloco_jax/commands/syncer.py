@@ -25,7 +25,7 @@ from absl import flags
 from diloco_jax.config import run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
 _LISTEN = flags.DEFINE_string(
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
   config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   with cli.importing_jax():  # after the config is validated
-    from diloco_jax.nodes import syncer_node
+    from diloco_jax.process import syncer as syncer_process
 
   cli.serve_metrics('syncer')
   if config.task == run_config.OWN_LOOP:
@@ -72,4 +72,4 @@ def main(argv: list[str]) -> int:
   if config.task != run_config.OWN_LOOP and _INIT.value:
     raise exits.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
   given = config, _WORKDIR.value, _LISTEN.value, cli.access('syncer')
-  return syncer_node.main(*given, _INIT.value, _PROCESSES.value)
+  return syncer_process.main(*given, _INIT.value, _PROCESSES.value)

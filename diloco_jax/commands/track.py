@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.config import load
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.protocol import formats
 from diloco_jax.report import folder
 from diloco_jax.report import records as records_lib

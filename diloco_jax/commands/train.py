@@ -19,7 +19,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli, local_run, pathways, supervisor
-from diloco_jax.nodes import exits, run_folder
+from diloco_jax.process import exits, run_folder
 from diloco_jax.protocol import actions, ids
 from diloco_jax.storage import files
 
@@ -90,7 +90,8 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
   if not _PATHWAYS.value:
     local_run.emulate(config)
   from diloco_jax.api import single_controller
-  from diloco_jax.nodes import learner_node, lifecycle
+  from diloco_jax.process import learner as learner_process
+  from diloco_jax.process import lifecycle
 
   with exits.never_retry():
     controller = single_controller.SingleController(config, workdir)
@@ -102,7 +103,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
 
   controller.start()
   with (
-    lifecycle.stops(stop, config.train.drain_s, learner_node.LEARNER_SAFE, exits.INTERRUPTED),
+    lifecycle.stops(stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED),
     exits.log_failures(),
     lifecycle.checkpoint_failures(),
     exits.never_retry(ValueError, files.DirectoryError),

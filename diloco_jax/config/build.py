@@ -51,7 +51,7 @@ class Assembly:
   transform: optax.GradientTransformation | str
   agreement: str
   task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
-  about: bytes = b''  # what the syncer tells such a loop (nodes/own_model.py)
+  about: bytes = b''  # what the syncer tells such a loop (process/own_model.py)
   things: brought.Things = dataclasses.field(default_factory=dict)  # that a run reads (brought.py)
 
   @property
@@ -149,7 +149,7 @@ def _assemble(
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
-  # A loop of the user's own gives its arrays the label 'local' (nodes/own_model.py).
+  # A loop of the user's own gives its arrays the label 'local' (process/own_model.py).
   later = lambda make: lambda text: text if spec.OWN.fullmatch(text) else make(text)
   rule = lambda text: None if task and text == fragments.LOCAL else later(merge.make)(text)
   body, vocabulary = (_make(config, name, rule) for name in ('merge', 'embedding_merge'))

@@ -1,4 +1,4 @@
-"""How every program of the project starts: its flags and its config. How it ends: nodes/exits.py.
+"""How every program of the project starts: its flags and its config. How it ends: process/exits.py.
 
 This module does not import jax, so `--help`, a mistyped flag and the supervisor answer at once.
 """
@@ -21,7 +21,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import files, folders
 from diloco_jax.transport import addresses
 
@@ -203,9 +203,9 @@ def run_command(module: types.ModuleType) -> NoReturn:
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
-  """Calls absl's app.run with the exit codes of nodes/exits.py. Without --config the config is that
-  of the run in --workdir, if there is one, else `default_config`. With `positional`, `main` gets
-  the arguments that are not flags, else they are refused."""
+  """Calls absl's app.run with the exit codes of process/exits.py. Without --config the config is
+  that of the run in --workdir, if there is one, else `default_config`. With `positional`, `main`
+  gets the arguments that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
   workdir = _value(argv, 'workdir')
   if workdir and (pathlib.Path(workdir) / load.FILE).is_file():

@@ -11,7 +11,7 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.nodes import accelerators, exits, run_folder
+from diloco_jax.process import accelerators, exits, run_folder
 from diloco_jax.protocol import formats
 from diloco_jax.report import folder, header, live, run_facts
 from diloco_jax.report import records as records_lib
@@ -68,7 +68,7 @@ def emulate(config: run_config.Config) -> None:
   devices = config.mesh.num_devices * config.sync.learners + 1
   os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
   with cli.importing_jax():
-    from diloco_jax.nodes import lifecycle
+    from diloco_jax.process import lifecycle
   lifecycle.prepare_jax(devices)
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from diloco_jax.launch import cli, local_run
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _TARGET = 'JAX_BACKEND_TARGET'
 _PERSISTENCE = 'ENABLE_PATHWAYS_PERSISTENCE'
@@ -64,7 +64,7 @@ def start(devices: int) -> None:
     import jax
     import pathwaysutils
 
-    from diloco_jax.nodes import lifecycle
+    from diloco_jax.process import lifecycle
 
   # A config of the user's may have imported jax before, which read the environment then.
   jax.config.update('jax_platforms', 'proxy,cpu')  # also the controller's own

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.launch import children
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import files
 
 LAST_WORDS_S = 2.0  # of the other hosts, once one has failed

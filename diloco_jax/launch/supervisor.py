@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.launch import children, process_group
-from diloco_jax.nodes import exits, restarts, run_folder
+from diloco_jax.process import exits, restarts, run_folder
 from diloco_jax.protocol import ids
 from diloco_jax.report import facts, run_facts
 from diloco_jax.report import records as records_lib

@@ -200,7 +200,7 @@ class Say:
 
 @_action
 class Exit:
-  """End the process: exit code (nodes/exits.py) and its last line of output. `abandons`: the step
+  """End the process: exit code (process/exits.py) and its last line of output. `abandons`: the step
   that runs is stuck, and not waited for."""
 
   code: int

@@ -22,7 +22,7 @@ A learner's anchors are not among them: it takes every fragment whole when it jo
 
 The number is the clock or, if that is taken, the next one after the newest: no save replaces
 another. The newest two are kept and, of every `keep_every` numbers, the first one: a run goes back
-to these (launch/restore.py).
+to these (process/restore.py).
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """WORKDIR/syncer/lineage.json: which run a folder is of, and where its state comes from.
 
-A restore (launch/restore.py) is a take-over (syncer/stored.py) of the run by its own past. Both
+A restore (process/restore.py) is a take-over (syncer/stored.py) of the run by its own past. Both
 choose a verified state, go back to it, and write the lineage, which every later syncer follows.
 Until that is written no syncer starts. The claim of a store (storage/claim.py) has the lineage of
 the newest state of the run.

@@ -193,7 +193,7 @@ def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
 
 def begin(files: files_port.Files, agreement: str, position: dict[str, Any]) -> None:
   """Begins a log in a folder without one, behind the position of a checkpoint that a restore went
-  back to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
+  back to (process/restore.py). Raises ValueError, WalFull, WalBroken."""
   wal.begin(files, run_of(agreement), position[POSITION], bytes.fromhex(position[CHAIN]))
 
 

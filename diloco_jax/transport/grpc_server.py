@@ -90,7 +90,7 @@ class Door(grpc.GenericRpcHandler):
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
     seats: for so many sessions.
     say: takes lines for the operator: about certificates, and sessions that no learner used.
-    bring: answers a loop that calls BRING (nodes/bring.py), until the door is opened.
+    bring: answers a loop that calls BRING (process/bring.py), until the door is opened.
     access: whether learners must prove their names.
     shared_port: other processes may listen on the port, too.
 
@@ -190,7 +190,7 @@ class GrpcSyncerTransport(sessions.Sessions):
   Args:
     door: where learners arrive; closed by `shutdown`.
     limits: what each learner is granted.
-    about: the settings and the model that a loop receives before it joins (nodes/own_model.py).
+    about: the settings and the model that a loop receives before it joins (process/own_model.py).
     numbers, traffic: of its sessions, where other processes have further ones
       (transport/processes/).
     followers: answer those who follow the run.

@@ -43,7 +43,7 @@ import optax
 
 import diloco_jax
 from diloco_jax.certs import proofs
-from diloco_jax.nodes import dial
+from diloco_jax.process import dial
 from diloco_jax.transport import addresses, listen
 
 PROMPTS, GROUP, STEPS = 64, 16, 600  # of a rollout, samples of a prompt, clocks of the run

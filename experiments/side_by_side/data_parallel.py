@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 from diloco_jax.config import build, run_config
 from diloco_jax.launch import cli
 from diloco_jax.learner import work as learner_work
-from diloco_jax.nodes import lifecycle
+from diloco_jax.process import lifecycle
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 from experiments.side_by_side import floor

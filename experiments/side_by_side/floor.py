@@ -12,7 +12,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 from diloco_jax.learner import work as learner_work
-from diloco_jax.nodes import learner_node
+from diloco_jax.process import learner as learner_process
 from diloco_jax.train import island as island_lib
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
   del argv
   values = flags.FLAGS
   where = values.workdir, values.learner, values.syncer
-  return learner_node.learner(cli.config(), *where, cli.access(), work_class=_Work)
+  return learner_process.learner(cli.config(), *where, cli.access(), work_class=_Work)
 
 
 def define_flags() -> None:

@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.api import load_params
 from diloco_jax.config import build, run_config
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 from diloco_jax.report import records
 from diloco_jax.train import island as island_lib
 from diloco_jax.verification import plans

@@ -38,7 +38,7 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.configs import own_loop
-from diloco_jax.nodes import syncer_node
+from diloco_jax.process import syncer as syncer_process
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.report import records as records_lib
@@ -318,7 +318,7 @@ def outer_steps(learners: list[int], millions: list[int], rounds: int, at: int) 
 
 
 if __name__ == '__main__':
-  syncer_node.prepare()
+  syncer_process.prepare()
   if sys.argv[1:2] == ['resident']:
     resident(int(sys.argv[2]))
   else:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.nodes import restarts
+from diloco_jax.process import restarts
 from diloco_jax.report import records
 from diloco_jax.storage import folders
 from diloco_jax.train import fingerprint

@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from diloco_jax.configs import own_loop
-from diloco_jax.nodes import syncer_node
+from diloco_jax.process import syncer as syncer_process
 from diloco_jax.storage import checkpoint, json_files, states
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored as stored_lib
@@ -209,5 +209,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  syncer_node.prepare()
+  syncer_process.prepare()
   main()

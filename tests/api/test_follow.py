@@ -15,7 +15,8 @@ import pytest
 import diloco_jax
 from diloco_jax.api import follow
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.nodes import follower_node, own_model
+from diloco_jax.process import follower as follower_process
+from diloco_jax.process import own_model
 from diloco_jax.protocol import agreement
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import addresses, grpc_server, grpc_session, link, payloads
@@ -157,7 +158,7 @@ def test_a_follower_gives_up_where_something_listens_that_never_answers(monkeypa
   door, over = grpc_server.Door('127.0.0.1:0', 4, access=ends.PLAIN), threading.Event()
   door.open({grpc_session.FOLLOW: lambda *call: iter(over.wait, True)}, b'', list)
   grpc_session.start_timer(ends.DEADLINE_S, over.set)
-  follower = follower_node.Follower(assembled, lambda: door.address, ends.PLAIN, 0.5)
+  follower = follower_process.Follower(assembled, lambda: door.address, ends.PLAIN, 0.5)
   try:
     with pytest.raises(TimeoutError, match='no syncer has answered for 0.5 s'):
       follower.newest()

@@ -18,7 +18,7 @@ from diloco_jax.api import single_controller
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import work as learner_work
-from diloco_jax.nodes import restarts
+from diloco_jax.process import restarts
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.verification.faults import chaos_report, conductor
 from tests.runs.lib import slow_data

@@ -19,11 +19,11 @@ from diloco_jax.api import load_params
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 from diloco_jax.report import facts, records
 from diloco_jax.storage import checkpoint, lineage, states
 from diloco_jax.syncer import global_model
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import evaluate
 from diloco_jax.transport import in_process
 from tests.launch.lib import command_line
@@ -191,11 +191,11 @@ def test_the_model_of_an_end_is_gone_once_the_run_goes_on(run, tmp_path, monkeyp
   def refuse(*args):
     raise Refused
 
-  monkeypatch.setattr(syncer_process.syncer_work, 'SyncerWork', refuse)  # once it has recovered
+  monkeypatch.setattr(syncer_node.syncer_work, 'SyncerWork', refuse)  # once it has recovered
   assembled = build.assemble(config)
   with pytest.raises(Refused):
     with contextlib.closing(records.Recorder(folder, 'syncer')) as recorder:
-      syncer_process.run(
+      syncer_node.run(
         assembled,
         global_model.Theta(assembled),
         folder,

@@ -22,7 +22,7 @@ from diloco_jax.api import own_arrays
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import on_device
-from diloco_jax.nodes import bring, own_model, run_folder
+from diloco_jax.process import bring, own_model, run_folder
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files, states
 from diloco_jax.transport import addresses, payloads

@@ -17,7 +17,7 @@ from diloco_jax.config import load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.protocol import events
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import node as syncer_node
 from tests.runs.lib import slow_data
 
 STEPS, MORE = 8, 24
@@ -68,7 +68,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch, capsys)
   # syncer hangs up, and never says that it is not connected.
   shutil.rmtree(tmp_path / 'model')
   posted, heard, over = [], [], events.Stop(reason='the run is over')
-  post, export = loop.EventQueue.post, syncer_process._export
+  post, export = loop.EventQueue.post, syncer_node._export
 
   def posts(event_queue: loop.EventQueue, event: events.Event) -> None:
     posted.append(event)
@@ -79,7 +79,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch, capsys)
     export(*args)
 
   monkeypatch.setattr(loop.EventQueue, 'post', posts)
-  monkeypatch.setattr(syncer_process, '_export', exports)
+  monkeypatch.setattr(syncer_node, '_export', exports)
   run(MORE)
   assert heard == [True]
 

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
 from tests.launch.lib import command_line

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.launch.engines import gke
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from tests.certs import mint
 from tests.launch.lib import command_line, rendered, schemas
 

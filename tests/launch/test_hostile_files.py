@@ -15,15 +15,14 @@ from collections.abc import Callable
 import pytest
 
 from diloco_jax.config import load
-from diloco_jax.launch import restore
-from diloco_jax.nodes import own_model, run_folder
+from diloco_jax.process import own_model, restore, run_folder
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, json_files, lineage, outer_log, states, tapes, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.verification.replay import tape_files
 from tests.launch import test_restore as restores
 from tests.syncer import test_durability as durability
@@ -344,7 +343,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
     try:
       origin = lineage.Lineage(run='0' * 16)
-      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records(), origin)
+      syncer_node.recover(assembled, theta, checkpoints, log, durability.Records(), origin)
       accepted.append(name)
     except wal.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)

@@ -14,8 +14,8 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import local_run, restore, spec
-from diloco_jax.nodes import accelerators, exits, lifecycle, run_folder
+from diloco_jax.launch import local_run, spec
+from diloco_jax.process import accelerators, exits, lifecycle, restore, run_folder
 from diloco_jax.report import facts, records
 from diloco_jax.storage import files, folders
 from tests.launch.lib import command_line
@@ -316,7 +316,7 @@ _ENDED = """
 import os, pathlib, sys
 from diloco_jax.config import load
 from diloco_jax.launch import local_run, supervisor
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 from diloco_jax.report import summary
 
 if sys.argv[2] == 'a fault':

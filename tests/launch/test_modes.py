@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 
 PROGRAM = """
 import pathlib, sys
 from diloco_jax.launch import cli
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 def main(argv):
   folder = pathlib.Path(argv[1])
   run_folder.claim(folder)

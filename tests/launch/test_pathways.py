@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from diloco_jax.launch import pathways
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 
 _STUB = pathlib.Path(__file__).parent / 'lib' / 'pathways'
 

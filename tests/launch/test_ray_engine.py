@@ -16,7 +16,7 @@ from diloco_jax.config import load
 from diloco_jax.launch import children
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import ray, ray_driver
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import folders
 from tests.launch.lib import command_line
 from tests.runs.lib import ray_cluster

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 from diloco_jax.report import records
 from tests.launch.lib import command_line
 from tests.runs.lib import ray_cluster, slow_data, slurm_cluster

@@ -14,7 +14,7 @@ from diloco_jax.config import load
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import slurm
-from diloco_jax.nodes import exits, run_folder
+from diloco_jax.process import exits, run_folder
 from diloco_jax.transport import addresses
 from tests.launch.lib import command_line, rendered
 

@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.config import load, run_config
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import local
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from tests.launch.lib import command_line
 
 _KNOWN = spec_lib.Known(

@@ -13,7 +13,7 @@ import pytest
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import load
-from diloco_jax.nodes import dial
+from diloco_jax.process import dial
 from diloco_jax.report import records
 from diloco_jax.storage import arrays, files, states, tapes
 from diloco_jax.train import corpus_files, tokenizer

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.nodes import restarts, run_folder
+from diloco_jax.process import restarts, run_folder
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import files
 from tests.report import rows

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from tests.certs import mint
 from tests.launch.lib import command_line
 

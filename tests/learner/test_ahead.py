@@ -9,8 +9,9 @@ import contextlib, json, pathlib, sys, time
 import jax, numpy as np
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.nodes import lifecycle
-from diloco_jax.learner import on_device, process, work
+from diloco_jax.process import lifecycle
+from diloco_jax.learner import on_device, work
+from diloco_jax.learner import node as learner_node
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.transport import payloads
@@ -29,7 +30,7 @@ delta = lambda p: memoryview(bytes(assembled.codec_down.encoded_size(layout.size
 def bits(made):
   return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(made.state)]
 
-fast = process.make_island(assembled, folder, 'l0', jax.devices()[:1])
+fast = learner_node.make_island(assembled, folder, 'l0', jax.devices()[:1])
 fast.warm_up()
 slow, functions = fast.twin(), {}
 exchange = on_device.Exchange(assembled, slow, functions).begin()
@@ -60,7 +61,7 @@ with contextlib.closing(records.Recorder(folder, 'l0', tensorboard=False)) as re
 done = [(event.step_ns, running) for event, running in posted if type(event) is events.StepDone]
 assert bits(fast) == bits(slow)
 fast.close()
-restored = process.make_island(assembled, folder, 'l0', jax.devices()[:1]).restore()
+restored = learner_node.make_island(assembled, folder, 'l0', jax.devices()[:1]).restore()
 steps = [fact for _, fact in records.TailAll(folder).read() if fact['name'] == 'step']
 print(json.dumps({
   'wall_s': wall_s, 'done': done, 'same': losses == [fact['loss'] for fact in steps],

@@ -11,7 +11,7 @@ from diloco_jax.api import single_controller
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import baseline
-from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import node as learner_node
 from diloco_jax.node import loop
 from diloco_jax.report import records
 from diloco_jax.transport import in_process
@@ -38,7 +38,7 @@ def _config():
 def _saved_params(folder, config):
   """The parameters of l0's last checkpoint."""
   assembled = build.assemble(config)
-  island = learner_process.make_island(
+  island = learner_node.make_island(
     assembled, folder, 'l0', jax.devices()[: config.mesh.num_devices]
   )
   assert island.restore() is not None
@@ -60,7 +60,7 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
 
   single_controller.run(config, together)
   assembled = build.assemble(config)
-  island = learner_process.make_island(
+  island = learner_node.make_island(
     assembled, by_itself, 'l0', jax.devices()[: config.mesh.num_devices]
   )
   with contextlib.closing(records.Recorder(by_itself, 'l0', tensorboard=False)) as recorder:
@@ -79,11 +79,11 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
 def _require_own_kind(assembled, config, alone, together, recorder) -> None:
   """A learner without a syncer refuses the checkpoints of one with a syncer, and the reverse."""
   devices = jax.devices()[: config.mesh.num_devices]
-  make = functools.partial(learner_process.make_island, assembled, learner_id='l0', devices=devices)
+  make = functools.partial(learner_node.make_island, assembled, learner_id='l0', devices=devices)
   with pytest.raises(ValueError, match='are of a learner with a syncer'):
     baseline.run(config, make(workdir=together), recorder)
   connect = in_process.InProcessHub().learner_transport
   with pytest.raises(ValueError, match='are of a learner without a syncer'):
-    learner_process.run(
+    learner_node.run(
       assembled, make(workdir=alone), alone, 'l0', loop.EventQueue(), connect, recorder
     )

@@ -11,7 +11,8 @@ import pytest
 
 from diloco_jax.api import single_controller
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.learner import moments, process
+from diloco_jax.learner import moments
+from diloco_jax.learner import node as learner_node
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts
 from diloco_jax.storage import checkpoint, json_files, states
@@ -88,7 +89,7 @@ def test_fresh_moments_are_told_once_they_cost_something(clock, found):
   told, said = [], []
   recorder = types.SimpleNamespace(say=said.append, report=told.append)
   of = moments.Found('l1', 9, None, {}) if found else None
-  records = process.LearnerRecords(recorder, (of, 'text'), late=30)
+  records = learner_node.LearnerRecords(recorder, (of, 'text'), late=30)
   records.report(protocol_facts.State(state='joined', incarnation=1, clock=clock))
   assert [one.of for one in told if isinstance(one, facts.Moments)] == [found] * (found is not None)
   assert said[1:] == ['text'] * (found is not None)

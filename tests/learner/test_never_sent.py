@@ -14,9 +14,9 @@ import diloco_jax
 from diloco_jax.api import load_params
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import gemma, stdlib_lm
-from diloco_jax.learner import process as learner_process
-from diloco_jax.nodes import own_model
+from diloco_jax.learner import node as learner_node
 from diloco_jax.numerics import codecs
+from diloco_jax.process import own_model
 from diloco_jax.protocol import agreement
 from diloco_jax.report import summary
 from diloco_jax.syncer import global_model
@@ -202,7 +202,7 @@ def test_lora_of_rank_8_sends_and_holds_at_most_3_percent(size):
 def island_of(folder: pathlib.Path, config: run_config.Config, learner: str) -> island_lib.Island:
   """As its newest checkpoint has it."""
   devices = jax.devices()[: config.mesh.num_devices]
-  island = learner_process.make_island(build.assemble(config), folder, learner, devices)
+  island = learner_node.make_island(build.assemble(config), folder, learner, devices)
   assert island.restore() is not None
   island.close()
   return island

@@ -8,8 +8,8 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import on_device
-from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import actions, events
@@ -29,7 +29,7 @@ def _made(tmp_path, **sync):
   config.train.log_every = 2
   config.mesh.data = config.model.num_layers = 1  # compiles the soonest
   assembled = build.assemble(config)
-  island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
+  island = learner_node.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
   return config, assembled, island
 
 
@@ -41,7 +41,7 @@ def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
   before = jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', '/proc/nowhere')
   try:
-    with learner_process._compile_in_turn():
+    with learner_node._compile_in_turn():
       pass
   finally:
     jax.config.update('jax_compilation_cache_dir', before)

@@ -13,8 +13,8 @@ import diloco_jax
 from diloco_jax import testing
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.nodes import own_model
 from diloco_jax.numerics import merge
+from diloco_jax.process import own_model
 from diloco_jax.train import optimizer
 
 _DEADLINE_S = 240.0

@@ -20,9 +20,8 @@ import pytest
 from diloco_jax import version
 from diloco_jax.certs import allowlist, private
 from diloco_jax.config import load
-from diloco_jax.launch import restore
 from diloco_jax.learner import moments
-from diloco_jax.nodes import own_model
+from diloco_jax.process import own_model, restore
 from diloco_jax.protocol import actions, formats, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts, folder, records

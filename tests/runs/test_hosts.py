@@ -22,7 +22,7 @@ import diloco_jax
 from diloco_jax.certs import authority, proofs
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import hosts
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.protocol import ids
 from diloco_jax.report import records
 from diloco_jax.verification.faults import conductor as conductor_lib

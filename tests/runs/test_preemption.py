@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from diloco_jax.nodes import exits, run_folder
+from diloco_jax.process import exits, run_folder
 from tests import programs
 from tests.runs.lib import conductor
 
@@ -20,7 +20,7 @@ OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_st
 
 STUBBORN = """
 import sys, time
-from diloco_jax.nodes import lifecycle
+from diloco_jax.process import lifecycle
 with lifecycle.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'Is safe.', 75):
   print('ready', flush=True)
   time.sleep(600)

@@ -25,9 +25,8 @@ import diloco_jax
 from diloco_jax import __main__ as commands
 from diloco_jax.config import brought, build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import restore
 from diloco_jax.learner import moments
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits, restore
 from diloco_jax.protocol import agreement
 from diloco_jax.report import folder, summary
 from diloco_jax.storage import arrays, folders, lineage, states

@@ -269,8 +269,8 @@ def _small_files() -> Iterator[None]:
 
 
 def test_opening_starts_no_thread(tmp_path, monkeypatch):
-  """One of Orbax, which looks for old saves, printed its traceback below the error of a process that
-  ended at once."""
+  """One of Orbax, which looked for old saves, printed its traceback below the error of a process
+  that ended at once."""
   jax.devices()  # starts some
   monkeypatch.setattr(threading.Thread, 'start', lambda thread: pytest.fail(thread.name))
   checkpoint.Checkpoints(str(tmp_path)).close()

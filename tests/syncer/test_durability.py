@@ -26,8 +26,8 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
 from diloco_jax.node import loop
-from diloco_jax.nodes import exits
 from diloco_jax.numerics import codecs
+from diloco_jax.process import exits
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
@@ -37,7 +37,7 @@ from diloco_jax.storage import checkpoint, lineage, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, stored
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import in_process
 from diloco_jax.transport import payloads as payloads_lib
@@ -116,10 +116,10 @@ class Rig:
     )
     try:
       self.theta = global_model_lib.Theta(assembled)
-      remedy = syncer_process.if_all_are_damaged(folder, self.disk, store)
+      remedy = syncer_node.if_all_are_damaged(folder, self.disk, store)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'), remedy=remedy)
       origin = lineage.read(folder.parent) or lineage.Lineage(run='0' * 16)
-      self.start = syncer_process.recover(
+      self.start = syncer_node.recover(
         assembled, self.theta, self.checkpoints, self.log, self.records, origin
       )
     except BaseException:
@@ -559,7 +559,7 @@ def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
   event_queue.fail(RuntimeError('the node fails'))
   with contextlib.closing(records_lib.Recorder(tmp_path, 'syncer', tensorboard=False)) as records:
     with pytest.raises(RuntimeError, match='the node fails'):
-      syncer_process.run(
+      syncer_node.run(
         dataclasses.replace(assembled, task=None),
         global_model_lib.Theta(assembled),
         tmp_path,
@@ -578,7 +578,7 @@ def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_pat
   """A restore holds the lock: none can begin after the question."""
   lineage.write(tmp_path, lineage.Lineage(changing=lineage.RESTORE))
   records = types.SimpleNamespace(say=print)
-  start = lambda: syncer_process.run(assembled, None, tmp_path, None, None, records)
+  start = lambda: syncer_node.run(assembled, None, tmp_path, None, None, records)
   with contextlib.closing(files_lib.Files(tmp_path / 'syncer' / 'wal')) as files:
     files.lock('restore')
     with pytest.raises(files_lib.DirectoryError, match='already used by restore pid'):

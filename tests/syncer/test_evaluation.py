@@ -12,7 +12,8 @@ from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import evaluation, global_model, process
+from diloco_jax.syncer import evaluation, global_model
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.transport import in_process
 from diloco_jax.verification.virtual import arrays
 
@@ -86,7 +87,7 @@ def test_a_stopped_syncer_ends_during_an_evaluation(assembled, gate, records, tm
   hub, ended = in_process.InProcessHub(), []
   run = threading.Thread(
     target=lambda: ended.append(
-      process.run(
+      syncer_node.run(
         dataclasses.replace(assembled, task=gate.task),
         global_model.Theta(assembled),
         tmp_path,
@@ -110,7 +111,7 @@ def test_a_stop_ends_the_wait_for_the_last_evaluation(assembled, gate, records):
   last.submit(7)
   assert gate.began.wait(DEADLINE_S)
   event_queue.post(events.Stop(reason='preempted'))
-  process._wait_or_stop(last, event_queue)
+  syncer_node._wait_or_stop(last, event_queue)
   last.stop()
   assert not records.steps
 

@@ -260,8 +260,8 @@ def test_a_payload_of_another_size_is_refused():
 def test_the_syncer_leaves_xla_the_cores_that_the_tiles_do_not_use():
   code = """
 import pathlib
-from diloco_jax.nodes import syncer_node
-syncer_node.prepare()
+from diloco_jax.process import syncer as syncer_process
+syncer_process.prepare()
 import jax.numpy as jnp
 jnp.ones(8).block_until_ready()
 names = [one.read_text() for one in pathlib.Path('/proc/self/task').glob('*/comm')]

@@ -16,9 +16,8 @@ import time
 import numpy as np
 import pytest
 
-from diloco_jax.launch import restore
 from diloco_jax.node import loop
-from diloco_jax.nodes import dial, own_model, run_folder
+from diloco_jax.process import dial, own_model, restore, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, folders, lineage, states, wal
 from diloco_jax.storage import claim as claim_lib

@@ -15,9 +15,8 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.configs import own_loop
-from diloco_jax.launch import restore
 from diloco_jax.node import loop
-from diloco_jax.nodes import own_model
+from diloco_jax.process import own_model, restore
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import files, folders, json_files, lineage, outer_log, states, wal

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.configs import own_loop
-from diloco_jax.nodes import own_model
 from diloco_jax.numerics import codecs, fragments
+from diloco_jax.process import own_model
 from diloco_jax.syncer import global_model
 
 

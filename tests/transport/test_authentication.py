@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from diloco_jax.certs import allowlist, authority, certificates, check, names, proofs
-from diloco_jax.nodes import bring
+from diloco_jax.process import bring
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, credentials, grpc_server, grpc_session, link
 from tests.certs import mint

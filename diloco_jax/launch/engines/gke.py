@@ -16,7 +16,7 @@ import yaml
 from absl import flags
 
 from diloco_jax.launch import spec as spec_lib
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import folders
 
 _PORT = 7070

@@ -12,7 +12,7 @@ from absl import flags
 from diloco_jax.launch import cli, local_run
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.nodes import exits, run_folder
+from diloco_jax.process import exits, run_folder
 from diloco_jax.storage import files, folders
 
 RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')

@@ -19,7 +19,7 @@ from diloco_jax.launch import children
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.launch.engines import local, ray_driver
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.storage import folders
 
 _DRIVER = pathlib.Path(ray_driver.__file__)

@@ -18,7 +18,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
-from diloco_jax.nodes import exits, restarts, run_folder
+from diloco_jax.process import exits, restarts, run_folder
 from diloco_jax.storage import files
 from diloco_jax.transport import addresses
 

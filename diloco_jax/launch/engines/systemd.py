@@ -15,7 +15,7 @@ from absl import flags
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import local
-from diloco_jax.nodes import exits, restarts
+from diloco_jax.process import exits, restarts
 
 _SPARE_S = 10
 _PAUSE_S = 5

@@ -14,9 +14,9 @@ then is enough even if that save fails: the machine state in its last record say
 open any more. A cancelled sync leaves no record; then the syncer saves a second time, since a
 checkpoint can be lost and no learner would come back for the sync. A failed save is tried again.
 
-A run goes back (launch/restore.py) to any checkpoint of the syncer that is kept: parameters, clock,
-ledger and data cursors all come from it. A learner adds the moments of its own checkpoint, for
-which any one near that clock will do, so no node waits for another.
+A run goes back (process/restore.py) to any checkpoint of the syncer that is kept: parameters,
+clock, ledger and data cursors all come from it. A learner adds the moments of its own checkpoint,
+for which any one near that clock will do, so no node waits for another.
 
 **Recovery.** The machine state comes from the last checkpoint and the log after it.
 

@@ -17,7 +17,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli as cli_lib
-from diloco_jax.nodes import exits, run_folder
+from diloco_jax.process import exits, run_folder
 from diloco_jax.report import live
 from diloco_jax.verification import plans
 from diloco_jax.verification.faults import chaos_run, conductor

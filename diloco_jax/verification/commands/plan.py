@@ -22,7 +22,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.report import header
 
 cli.define_config(without='')

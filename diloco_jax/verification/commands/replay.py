@@ -12,7 +12,7 @@ Exit codes: 0 all identical, 1 a divergence or a damaged tape, 42 no such tape.
 import pathlib
 import traceback
 
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files

@@ -20,7 +20,7 @@ from absl import flags
 from rich import progress
 
 from diloco_jax.launch import die_with_parent
-from diloco_jax.nodes import exits
+from diloco_jax.process import exits
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.storage import tapes as tapes_lib
 from diloco_jax.verification.sim import many_seeds, narrate, random_settings, tapes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 from diloco_jax.protocol import ids
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import live, programs, records, run_facts

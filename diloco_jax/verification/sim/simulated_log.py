@@ -3,7 +3,7 @@
 Checkpoints hold the machine state, Theta, and the position in the log that they cover. The log is
 the production one (storage/outer_log.py) on the simulated disk and the simulated arrays.
 
-When a log refuses to open, the *operator* repairs it as launch/restore.py does: sets it aside, and
+When a log refuses to open, the *operator* repairs it as process/restore.py does: sets it aside, and
 begins a new one after the newest whole checkpoint.
 
 The world also knows what no program can ask: which records survive a power loss (`durable`).

@@ -1,4 +1,4 @@
-"""What the syncer does with a run that a restore brought back (launch/restore.py)."""
+"""What the syncer does with a run that a restore brought back (process/restore.py)."""
 
 import copy
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.nodes import run_folder
+from diloco_jax.process import run_folder
 from diloco_jax.protocol import messages
 from diloco_jax.transport import (
   addresses,

@@ -20,7 +20,7 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import on_device
-from diloco_jax.nodes import lifecycle
+from diloco_jax.process import lifecycle
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import mesh as mesh_lib
 

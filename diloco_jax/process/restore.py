@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import brought, build, load, run_config
-from diloco_jax.nodes import own_model, run_folder
+from diloco_jax.process import own_model, run_folder
 from diloco_jax.protocol import agreement, ids
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders, json_files, outer_log, states, tapes

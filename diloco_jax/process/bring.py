@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from diloco_jax.config import run_config
-from diloco_jax.nodes import accelerators, own_model
+from diloco_jax.process import accelerators, own_model
 from diloco_jax.protocol import agreement, safe_json
 from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.storage import states

@@ -167,7 +167,7 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
 
 def about(config: run_config.Config, model: Model | None = None) -> bytes:
   """What a syncer answers before its run begins: the settings that all share, and the header of
-  the model. Later the name of the run follows (nodes/syncer_node.py)."""
+  the model. Later the name of the run follows (process/syncer.py)."""
   return f'{agreement.encode(config.agreement())}\n{model.header() if model else ""}'.encode()
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from diloco_jax.nodes import restarts
+from diloco_jax.process import restarts
 
 SHORT_S, LONG_S = restarts.SHORT_LIFE_S - 1, restarts.SHORT_LIFE_S
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from diloco_jax.config import build, run_config
 from diloco_jax.node import loop
-from diloco_jax.nodes import bring, dial, exits, lifecycle, own_model, run_folder
+from diloco_jax.process import bring, dial, exits, lifecycle, own_model, run_folder
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, files, json_files, states, wal
@@ -24,7 +24,7 @@ from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import evaluation, followers, outer_step, stored
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_server
 from diloco_jax.transport.processes import parent
@@ -119,7 +119,7 @@ class Syncer:
     store: stored.Stored | None = None,
     door: grpc_server.Door | None = None,
   ) -> actions.Exit:
-    """Runs a syncer whose model is known, with `theta`. Raises as syncer/process.py, and
+    """Runs a syncer whose model is known, with `theta`. Raises as syncer/node.py, and
     NeverRetry: it cannot listen. `door`: through which the model has come."""
     records_lib.report_startup(self.records, 'assembled')
     rate = 0 if self.processes else self.config.sync.follow_bytes_per_s
@@ -164,7 +164,7 @@ class Syncer:
         self._write_address(word)  # it is ours: a learner that dials again reads it
       return word
 
-    return syncer_process.run(
+    return syncer_node.run(
       assembled,
       self.theta,
       self.folder,

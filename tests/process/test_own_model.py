@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 
 from diloco_jax.config import run_config
-from diloco_jax.nodes import accelerators, bring, exits, own_model, syncer_node
+from diloco_jax.process import accelerators, bring, exits, own_model
+from diloco_jax.process import syncer as syncer_process
 from diloco_jax.protocol import agreement
 from diloco_jax.report import records
 from diloco_jax.storage import arrays, folders, lineage, states
@@ -153,7 +154,7 @@ def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes)
   """Also where transport processes serve the loops from then on."""
   access, listening = addresses.Access(plaintext_loopback=True), queue.Queue()
   recorder = records.Recorder(tmp_path, 'syncer')
-  syncer = syncer_node.Syncer(
+  syncer = syncer_process.Syncer(
     config=_CONFIG,
     folder=tmp_path,
     records=recorder,

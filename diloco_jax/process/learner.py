@@ -22,10 +22,10 @@ from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.learner import baseline
 from diloco_jax.learner import hosts as hosts_lib
-from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.nodes import dial, exits, lifecycle, run_folder
+from diloco_jax.process import dial, exits, lifecycle, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files
@@ -92,7 +92,7 @@ def _run(
       brought.begin(folder, assembled.things)
     elif leads:
       brought.require(load.brought(folder), assembled.things, assembled.things)
-    island = learner_process.make_island(assembled, folder, learner_id, jax.devices())
+    island = learner_node.make_island(assembled, folder, learner_id, jax.devices())
     records_lib.report_startup(records, 'built')
     if access.tls and leads:  # every dial checks again: files may be renewed meanwhile
       for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
@@ -102,12 +102,12 @@ def _run(
       stop if leads else hosts_lib.ask_to_stop, config.train.drain_s, LEARNER_SAFE
     ):
       if not leads:
-        return learner_process.run_led(*node, records), records
+        return learner_node.run_led(*node, records), records
       if resolve is None:
         return baseline.run(config, island, records, stopped.is_set), records
       connect = dial.dialer(assembled, resolve, access)
       how = {'work_class': work_class}
-      return learner_process.run(*node, event_queue, connect, records, **how), records
+      return learner_node.run(*node, event_queue, connect, records, **how), records
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Where is ...?
   what SIGTERM and Ctrl-C do: lifecycle.py `stops`, exits.py, protocol/learner/machine.py `_end`
   the exit codes: exits.py
-  the process of a learner, a syncer, a follower: learner_node.py, syncer_node.py, follower_node.py
-  how the hosts of a learner begin and end: learner_node.py `together`, `at_once`
+  the process of a learner, a syncer, a follower: learner.py, syncer.py, follower.py
+  how the hosts of a learner begin and end: learner.py `together`, `at_once`
   how a model reaches its syncer: own_model.py, bring.py
+  how a run goes back to an earlier clock: restore.py
 """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from diloco_jax.nodes import accelerators, exits, run_folder
+from diloco_jax.process import accelerators, exits, run_folder
 from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders, states

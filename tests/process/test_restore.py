@@ -20,8 +20,7 @@ import pytest
 
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import restore
-from diloco_jax.nodes import exits, own_model, run_folder
+from diloco_jax.process import exits, own_model, restore, run_folder
 from diloco_jax.storage import checkpoint, folders, json_files, lineage, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses

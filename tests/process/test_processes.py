@@ -12,16 +12,10 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import cli, restore
-from diloco_jax.nodes import (
-  dial,
-  exits,
-  learner_node,
-  lifecycle,
-  own_model,
-  run_folder,
-  syncer_node,
-)
+from diloco_jax.launch import cli
+from diloco_jax.process import dial, exits, lifecycle, own_model, restore, run_folder
+from diloco_jax.process import learner as learner_process
+from diloco_jax.process import syncer as syncer_process
 from diloco_jax.protocol import actions, messages
 from diloco_jax.report import records as recording
 from diloco_jax.storage import arrays, files, states
@@ -42,7 +36,7 @@ from tests.launch.lib import command_line
 )
 def test_a_wrong_id_or_address_is_refused(learner, address, said, tmp_path):
   with pytest.raises(exits.NeverRetry, match=said):
-    learner_node.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), learner, address)
+    learner_process.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), learner, address)
   assert not (tmp_path / 'run').exists()
 
 
@@ -72,14 +66,14 @@ def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monk
     signal.raise_signal(signal.SIGTERM)
 
   jax.devices()  # before the syncer asks for one
-  write = syncer_node.Syncer._write_address
-  monkeypatch.setattr(syncer_node.Syncer, '_write_address', stop_once_it_listens)
+  write = syncer_process.Syncer._write_address
+  monkeypatch.setattr(syncer_process.Syncer, '_write_address', stop_once_it_listens)
   config = _without_haste(stdlib_lm.get_config('tiny'))
   config.sync.fragments = config.sync.period = 1
   config.sync.overlap = config.train.eval_every = 0
   for steps in (50, 60):
     config.train.steps = steps
-    assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert syncer_process.main(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert load.read(tmp_path).train.steps == 50
   assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
   restore.restore(load.read(tmp_path), tmp_path, restore.LATEST, print)
@@ -100,14 +94,14 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
 
   with futures.ThreadPoolExecutor(1) as pool:
     steps = pool.submit(loop, 'l0')
-    assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert syncer_process.main(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert steps.result() == 3
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
   assert loop('l1') == 0
   said = capfd.readouterr().out
   assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
   assert ' the run has ended: there are no steps left. ' in said
-  assert syncer_node.main(config, str(tmp_path), '', addresses.LOCAL) == 0
+  assert syncer_process.main(config, str(tmp_path), '', addresses.LOCAL) == 0
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
 
 
@@ -141,26 +135,26 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
   config.sync.fragments = 1
   monkeypatch.setattr(module, name, stopped_meanwhile)
   started = lambda *args: pytest.fail('the syncer was started')
-  monkeypatch.setattr(syncer_node.Syncer, 'run', started)
+  monkeypatch.setattr(syncer_process.Syncer, 'run', started)
   where = config, str(tmp_path / 'run'), '', addresses.LOCAL, str(tmp_path / 'init')
-  assert syncer_node.main(*where) == 0
+  assert syncer_process.main(*where) == 0
 
 
 _LEARNER = """
 import sys
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
-from diloco_jax.nodes import learner_node
-cli.run_main(lambda argv: learner_node.learner(
+from diloco_jax.process import learner as learner_process
+cli.run_main(lambda argv: learner_process.learner(
   stdlib_lm.get_config('tiny'), argv[1], 'l0', 'none'), positional=True)
 """
 _SYNCER = """
 import sys
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
-from diloco_jax.nodes import syncer_node
+from diloco_jax.process import syncer as syncer_process
 from diloco_jax.transport import addresses
-cli.run_main(lambda argv: syncer_node.main(
+cli.run_main(lambda argv: syncer_process.main(
   stdlib_lm.get_config('tiny'), argv[1], '', addresses.LOCAL), positional=True)
 """
 
@@ -236,7 +230,7 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
   access = addresses.Access(tls=tmp_path / 'certs' / 'l0')
   match = 'is that of l0, and this learner is l1: give each learner the folder of its own id'
   with pytest.raises(exits.NeverRetry, match=match):
-    learner_node.learner(
+    learner_process.learner(
       stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l1', '127.0.0.1:1', access
     )
   assert not (tmp_path / 'run').exists()

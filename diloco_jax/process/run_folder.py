@@ -8,10 +8,10 @@ WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
 WORKDIR/tensorboard/       curves
 WORKDIR/syncer/, islands/  checkpoints                   (storage/checkpoint.py)
 WORKDIR/syncer/lineage.json which run it is, and where its state comes from (storage/lineage.py)
-WORKDIR/syncer/model/      the model of a user's own loop (nodes/own_model.py)
+WORKDIR/syncer/model/      the model of a user's own loop (process/own_model.py)
 WORKDIR/model/             the trained model, for Orbax (storage/arrays.py)
 WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
-WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
+WORKDIR/aside-1/           files that a restore moved    (process/restore.py)
 WORKDIR/report/            text, figures, page, pictures (report/summary.py)
 """
 
