@@ -35,10 +35,9 @@ from rich import progress
 
 from diloco_jax.process import exits
 from diloco_jax.storage import folders
-from diloco_jax.verification.faults import conductor
-from experiments.side_by_side import run as run_lib
-from experiments.side_by_side import systems
-from experiments.studies.lib import study
+from diloco_jax.verification.faults import conductor as conductor_lib
+from experiments.side_by_side import run, systems
+from experiments.studies.lib import study as study_lib
 
 Row = dict[str, Any]
 SEEDS = (0, 1, 2)
@@ -64,14 +63,14 @@ COLUMNS = (
 )
 
 
-def cells(short: bool) -> list[run_lib.Cell]:
+def cells(short: bool) -> list[run.Cell]:
   """The runs. All systems of a seed come one after the other, so that a load of the machine which
   comes and goes does not meet one system only."""
   seeds, clean_s, kills_s = (
     (SEEDS[:1], SHORT_CLEAN_S, SHORT_KILLS_S) if short else (SEEDS, CLEAN_S, KILLS_S)
   )
   return [
-    run_lib.Cell(system=system, seed=seed, clean_s=clean_s, kills_s=kills_s)
+    run.Cell(system=system, seed=seed, clean_s=clean_s, kills_s=kills_s)
     for seed in seeds
     for system in systems.SYSTEMS
   ]
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> int:
   logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
   jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
   jax.config.update('jax_compilation_cache_dir', str(folders.compiled()))
-  book = study.Book(out / 'rows.jsonl')
+  book = study_lib.Book(out / 'rows.jsonl')
   planned = cells(short)
   rehearsed: set[str] = set()
   missing = [cell for cell in planned if book.row(cell) is None]
@@ -97,7 +96,7 @@ def main(argv: list[str]) -> int:
         rehearsed.add(cell.system)
   except KeyboardInterrupt:
     return exits.INTERRUPTED
-  except conductor.EndedEarly as error:
+  except conductor_lib.EndedEarly as error:
     print(error.outcome.text if error.outcome.interrupted else error, file=sys.stderr)
     return error.outcome.code or 1
   except (TimeoutError, ValueError) as error:
@@ -115,15 +114,13 @@ def main(argv: list[str]) -> int:
   return 0
 
 
-def _measure(cell: run_lib.Cell, out: pathlib.Path, bar: progress.Progress, rehearse: bool) -> Row:
+def _measure(cell: run.Cell, out: pathlib.Path, bar: progress.Progress, rehearse: bool) -> Row:
   """Runs a cell in a folder of its own and shows how far it is."""
   total_s = OTHER_S + cell.clean_s + cell.kills_s
   task = bar.add_task(f'{cell.system}, seed {cell.seed}', total=total_s)
   workdir = out / f'{cell.config.name}-{cell.seed}'
   shutil.rmtree(workdir, ignore_errors=True)  # of a run that was interrupted
-  row = run_lib.measure(
-    cell, workdir, rehearse, lambda seconds: bar.update(task, completed=seconds)
-  )
+  row = run.measure(cell, workdir, rehearse, lambda seconds: bar.update(task, completed=seconds))
   bar.update(task, completed=total_s)
   print(line(row), flush=True)
   return row

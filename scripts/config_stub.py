@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from diloco_jax.config import protocol_sections
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import config as config_lib
 
 PATH = ROOT / 'diloco_jax' / 'config' / 'protocol_sections.pyi'
 _HEAD = '''\
@@ -38,7 +38,7 @@ def stub() -> str:
   return _HEAD + ''.join(sections)
 
 
-def _field(name: str, one: protocol_config.Setting) -> str:
+def _field(name: str, one: config_lib.Setting) -> str:
   default = one.written(one.default)
   kind = 'OptionalInt' if default is None else type(default).__name__
   if one.choices:

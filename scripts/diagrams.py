@@ -21,13 +21,13 @@ import drawing
 
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import sync
+from diloco_jax.protocol.syncer import sync as sync_lib
 
 PACKAGE = ROOT / 'diloco_jax'
 SHELVES = ('protocol', 'verification')  # rooms that are made of rooms
 WHERE = 'Where is ...?'
 TABLES = {  # by the name of its picture
-  'states_sync': ('A sync (`protocol/syncer/sync.py`, SYNC_STATES)', sync.SYNC_STATES),
+  'states_sync': ('A sync (`protocol/syncer/sync.py`, SYNC_STATES)', sync_lib.SYNC_STATES),
   'states_connection': (
     "A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
     connection.CONNECTION_STATES,

@@ -34,9 +34,8 @@ import jax
 import pytest
 from absl import flags
 
-from tests import changed as changed_lib
+from tests import changed, visits
 from tests import seconds as seconds_lib
-from tests import visits as visits_lib
 
 # In the background of a script a process begins with an ignored SIGINT, and passes it on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +122,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
   )
 
 
-_SELECTION = pytest.StashKey[changed_lib.Selection]()
+_SELECTION = pytest.StashKey[changed.Selection]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -135,12 +134,12 @@ def pytest_configure(config: pytest.Config) -> None:
   if config.getoption('--changed'):
     given = getattr(config, 'workerinput', {}).get('selection')
     config.stash[_SELECTION] = (
-      changed_lib.Selection(*given)
+      changed.Selection(*given)
       if given
-      else changed_lib.select(changed_lib.since(), seconds_lib.kept(), _REAL_RUNS)
+      else changed.select(changed.since(), seconds_lib.kept(), _REAL_RUNS)
     )
   config.pluginmanager.register(seconds_lib.Seconds(_REAL_RUNS))
-  config.pluginmanager.register(visits_lib.Visits(must=_is_whole(config)))
+  config.pluginmanager.register(visits.Visits(must=_is_whole(config)))
 
 
 def _is_whole(config: pytest.Config) -> bool:
@@ -161,7 +160,7 @@ def pytest_configure_node(node) -> None:
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
   if not config.getoption('--changed') or not collection_path.is_file():
     return None
-  path = str(collection_path.relative_to(changed_lib.ROOT))
+  path = str(collection_path.relative_to(changed.ROOT))
   return path not in config.stash[_SELECTION].files or None
 
 

@@ -1,6 +1,7 @@
 """One thing, one name: of commands, loops, the functions that users call, and the config."""
 
 import ast
+import collections
 import dataclasses
 import inspect
 import pathlib
@@ -141,3 +142,17 @@ def test_a_word_has_the_meaning_of_the_glossary(word: str):
       names = {getattr(node, kind, '') for node in nodes for kind in ('id', 'arg', 'attr', 'name')}
       others += [(str(path), name) for name in names if is_word(str(name))]
   assert not others
+
+
+def test_a_module_is_imported_under_one_name():
+  names = collections.defaultdict(set)
+  for room in ('diloco_jax', 'experiments', 'scripts', 'tests'):
+    for path in (ROOT / room).rglob('*.py'):
+      for node in ast.walk(ast.parse(path.read_text('utf-8'))):
+        if isinstance(node, ast.ImportFrom):
+          for alias in node.names:
+            module = f'{node.module}.{alias.name}'
+            if (ROOT / module.replace('.', '/')).with_suffix('.py').exists():
+              names[module].add(alias.asname or alias.name)
+  assert len(names) > 250
+  assert not {module: both for module, both in names.items() if len(both) > 1}

@@ -12,7 +12,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.config import fields
-from diloco_jax.verification.checks import checkers
+from diloco_jax.verification.checks import checkers as checkers_lib
 from tests.launch.lib import command_line
 from tests.report import browsers
 
@@ -104,7 +104,7 @@ def test_the_reference_has_every_public_name_and_every_field(site):
 @pytest.mark.long
 def test_the_page_of_the_simulator_has_every_invariant_with_its_sentence(site):
   page = ' '.join(text_of(site / 'simulator.html').split())
-  assert all(f'{one.id} {one.sentence}' in page for one in checkers.INVARIANTS)
+  assert all(f'{one.id} {one.sentence}' in page for one in checkers_lib.INVARIANTS)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from flax import nnx
 import diloco_jax
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import island as island_lib
@@ -77,7 +77,7 @@ def test_the_label_of_the_page_keeps_a_head_local_in_a_task_and_in_a_loop(tmp_pa
   config.task, config.optimizer.warmup_steps, config.sync.fragments = f'{__file__}:headed', 2, 1
   assembled = build.assemble(config)
   assert assembled.never_sent == ('head/kernel',)
-  with contextlib.closing(records.Recorder(tmp_path, 'syncer')) as recorder:
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'syncer')) as recorder:
     syncer_node._introduce(assembled, recorder)
   assert 'labels of the arrays: 1 body, 1 local\n' in capfd.readouterr().out
 

@@ -7,14 +7,15 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from diloco_jax.certs import check, names, proofs
+from diloco_jax.certs import check as check_lib
+from diloco_jax.certs import names, proofs
 from diloco_jax.config import run_config
-from diloco_jax.learner import hosts
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.node import loop, ports
 from diloco_jax.process import bring, dial, own_model
 from diloco_jax.protocol import events, ids, messages
 from diloco_jax.report import header
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
 NAMES = 'names'  # in a workdir: a folder for each id that was chosen there, with its lock
@@ -34,13 +35,13 @@ def meet(
   """Which learner this is, the settings of the run, '': it has ended, and its name, '': it begins.
   Of several hosts the lead asks for all."""
   settings = run = ''
-  if hosts.leads():
+  if hosts_lib.leads():
     learner = learner or choose(workdir, access, cleanup)
     dial.require_own_certificate(access, learner)
     header.say(f'[{learner}] waits for a syncer at {dial.shown(syncer)}, at most {wait_s:g} s')
     with contextlib.suppress(addresses.RunEnded):
       settings, run = bring.meet(model, config, address, access, wait_s)
-  return hosts.of_lead(learner), hosts.of_lead(settings), hosts.of_lead(run)
+  return hosts_lib.of_lead(learner), hosts_lib.of_lead(settings), hosts_lib.of_lead(run)
 
 
 def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.ExitStack) -> str:
@@ -48,19 +49,19 @@ def choose(workdir: pathlib.Path, access: addresses.Access, cleanup: contextlib.
   process of this workdir had, so that a process that returns is the same learner; else a new one.
   Locked until `cleanup`. Raises ValueError; DirectoryError."""
   if access.tls:
-    return check.read(access.tls, names.LEARNER, proofs.utc_now()).proof.name.id
-  host = re.sub('[^a-z0-9]+', '-', files.host_name().lower())[:40].strip('-')
+    return check_lib.read(access.tls, names.LEARNER, proofs.utc_now()).proof.name.id
+  host = re.sub('[^a-z0-9]+', '-', files_lib.host_name().lower())[:40].strip('-')
   new = f'{host}-{secrets.token_hex(3)}'.lstrip('-')
   known = sorted(path.name for path in (workdir / NAMES).glob('*') if ids.is_learner(path.name))
   for name in known:
-    with contextlib.suppress(files.DirectoryError):  # a live process has it
+    with contextlib.suppress(files_lib.DirectoryError):  # a live process has it
       return _lock(workdir, name, cleanup)
   return _lock(workdir, new, cleanup)
 
 
 def _lock(workdir: pathlib.Path, name: str, cleanup: contextlib.ExitStack) -> str:
   with contextlib.ExitStack() as held:
-    held.enter_context(contextlib.closing(files.Files(workdir / NAMES / name))).lock('learner')
+    held.enter_context(contextlib.closing(files_lib.Files(workdir / NAMES / name))).lock('learner')
     cleanup.push(held.pop_all())
   return name
 

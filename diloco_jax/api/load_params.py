@@ -21,12 +21,12 @@ from diloco_jax.api import states as loop_states
 from diloco_jax.config import brought, build, load
 from diloco_jax.process import own_model
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.storage import arrays, files, json_files, outer_log, states, tree_digest
+from diloco_jax.storage import arrays, folders, json_files, outer_log, states, tree_digest
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import folders as folders_lib
+from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import global_model
 
 ERRORS = ValueError, states.StateError, store_lib.StoreError
 
@@ -107,19 +107,19 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
         json_files.replace(copy / name, found.data)
     if not (copy / load.FILE).exists():
       raise ValueError(f'there is no run in {place}: it has no {load.FILE}')
-    if store.read(f'{(own := folders_lib.OWN_MODEL)}/{states.MANIFEST}'):
-      states.fetch(store, own, copy / own, folders_lib.VERSION_0)
+    if store.read(f'{(own := folders.OWN_MODEL)}/{states.MANIFEST}'):
+      states.fetch(store, own, copy / own, folders.VERSION_0)
     claim, _ = claim_lib.read(store)
     lineage = claim.lineage if claim else lineage_lib.Lineage()
 
     def found() -> list[str]:
-      has_model = store.read(f'{folders_lib.MODEL}/{states.MANIFEST}') is not None
-      return [*states.copies(store, lineage.part), *[folders_lib.MODEL] * has_model]
+      has_model = store.read(f'{folders.MODEL}/{states.MANIFEST}') is not None
+      return [*states.copies(store, lineage.part), *[folders.MODEL] * has_model]
 
     def fetch(name: str) -> states.Manifest:
-      if name == folders_lib.MODEL:
-        return states.fetch(store, name, copy / name, folders_lib.MODEL, lineage.run)
-      to = folders_lib.syncer_folder(copy) / folders_lib.CHECKPOINTS / str(states.number(name))
+      if name == folders.MODEL:
+        return states.fetch(store, name, copy / name, folders.MODEL, lineage.run)
+      to = folders.syncer_folder(copy) / folders.CHECKPOINTS / str(states.number(name))
       return states.fetch(store, name, to, f'syncer/{to.name}', lineage.run)
 
     states.newest(found, fetch, _warn)
@@ -128,7 +128,7 @@ def local(place: str | pathlib.Path | None) -> Iterator[pathlib.Path]:
 
 def is_store(place: str | pathlib.Path) -> bool:
   """Whether a place is the store of a run, and not its folder."""
-  if str(place).startswith(folders_lib.BUCKET) or pathlib.Path(place, claim_lib.NAME).is_file():
+  if str(place).startswith(folders.BUCKET) or pathlib.Path(place, claim_lib.NAME).is_file():
     return True
   return any(pathlib.Path(place).glob('syncer/ckpt/*-*'))  # copies, whose claim is gone
 
@@ -158,7 +158,7 @@ def require_all(params: Any, workdir: pathlib.Path) -> Any:
 def assemble(workdir: pathlib.Path) -> build.Assembly:
   """The objects of the run in a folder without its data, to read its model: the folder may have
   been copied to another machine. Raises ValueError."""
-  files.require_name(workdir)
+  files_lib.require_name(workdir)
   model = own_model.read(workdir)
   if (config := folder_lib.config_of(workdir)) is None:
     raise ValueError(f'there is no model in {workdir}: its config is {folder_lib.UNKNOWN}')
@@ -172,35 +172,35 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The tree of the newest state of a run; later outer steps are not in it. Raises ValueError,
   StateError."""
-  node, model = folders_lib.syncer_folder(workdir), workdir / folders_lib.MODEL
+  node, model = folders.syncer_folder(workdir), workdir / folders.MODEL
   lineage, most_bytes = lineage_lib.peek(workdir), tree_digest.most_bytes(assembled.shapes)
   run = lineage.run if lineage else ''
-  checkpoint = lambda number: node / folders_lib.CHECKPOINTS / str(number)
+  checkpoint = lambda number: node / folders.CHECKPOINTS / str(number)
 
   def use(path: pathlib.Path) -> Any:
     states.verify(path)  # Orbax prints tracebacks of what it cannot read
     if path != model:
-      theta = global_model_lib.Theta(assembled)
+      theta = global_model.Theta(assembled)
       return in_checkpoint(theta, path, f'syncer/{path.name}', run)[1]
-    manifest, tree = states.load_on_host(path, None, '', most_bytes, folders_lib.MODEL, run)
-    for number in folders_lib.checkpoints(node)[-1:]:
+    manifest, tree = states.load_on_host(path, None, '', most_bytes, folders.MODEL, run)
+    for number in folders.checkpoints(node)[-1:]:
       with contextlib.suppress(states.Damaged):
         newer = states.read(checkpoint(number)).record['protocol'][outer_log.POSITION]
         if newer > manifest.record[outer_log.POSITION]:
           raise states.Damaged(f'{path} is older than checkpoint {number}')
     return tree
 
-  found = lambda: [*map(checkpoint, folders_lib.checkpoints(node)), *[model] * model.is_dir()]
+  found = lambda: [*map(checkpoint, folders.checkpoints(node)), *[model] * model.is_dir()]
   tree = states.newest(found, use, _warn)
-  if tree is None and not folders_lib.log_folder(workdir).is_dir():
-    tree = _of_baseline(assembled, folders_lib.of_learners(workdir, assembled.config.train.store))
+  if tree is None and not folders.log_folder(workdir).is_dir():
+    tree = _of_baseline(assembled, folders.of_learners(workdir, assembled.config.train.store))
   if tree is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   return tree
 
 
 def in_checkpoint(
-  theta: global_model_lib.Theta, folder: pathlib.Path, name: str = '', run: str = ''
+  theta: global_model.Theta, folder: pathlib.Path, name: str = '', run: str = ''
 ) -> tuple[states.Manifest, Any]:
   """The manifest of a checkpoint of a syncer (of this name and run) and the model in it; `theta`,
   of its run, forgets it. Raises Damaged; ValueError: it is of another model."""
@@ -220,15 +220,15 @@ def in_checkpoint(
 def _of_baseline(assembled: build.Assembly, place: json_files.Place) -> Any:
   """The model in the newest checkpoint of a learner without a syncer, None: there is none."""
   most_bytes = tree_digest.most_bytes(assembled.shapes)
-  for node in sorted((place / folders_lib.ISLANDS).glob('*')):
+  for node in sorted((place / folders.ISLANDS).glob('*')):
 
     def use(number: int) -> Any:
-      folder, name = node / folders_lib.CHECKPOINTS / str(number), f'{node.name}/{number}'
+      folder, name = node / folders.CHECKPOINTS / str(number), f'{node.name}/{number}'
       if states.read(folder, name).record['protocol']['protocol']:
         return None  # of a learner whose syncer has another folder
       return states.load_on_host(folder, assembled.shapes, 'params/', most_bytes, name)[1]
 
-    tree = states.newest(functools.partial(folders_lib.checkpoints, node), use, _warn)
+    tree = states.newest(functools.partial(folders.checkpoints, node), use, _warn)
     if tree is not None:
       return tree
   return None

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.api import copies as copies_lib
-from diloco_jax.api import states
+from diloco_jax.api import copies
+from diloco_jax.api import states as loop_states
 from diloco_jax.config import run_config
-from diloco_jax.learner import hosts
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.process import own_model
-from diloco_jax.storage import checkpoint, files, folders, tree_digest
+from diloco_jax.storage import checkpoint, folders, tree_digest
+from diloco_jax.storage import files as files_lib
 from diloco_jax.train import flops
 
 
@@ -32,7 +33,7 @@ class OwnArrays:
     self,
     params: dict[str, jax.Array],
     moments: dict[str, jax.Array] | None,
-    form: states.Form | None = None,
+    form: loop_states.Form | None = None,
   ):
     """`form`: of what the loop gives."""
     self.checkpoints: checkpoint.Checkpoints | None = None
@@ -43,7 +44,7 @@ class OwnArrays:
     )
     self.params, self.moments = params, moments
     self._optimizer = form.optimizer if form else set(moments or ())
-    self.copies = copies_lib.Copies(params, moments or {}, form.nodes if form else {})
+    self.copies = copies.Copies(params, moments or {}, form.nodes if form else {})
     self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
     self.tokens_per_step = 0  # in the newest step
@@ -57,8 +58,8 @@ class OwnArrays:
   def take(self, params: dict[str, Any], moments: dict[str, Any] | None) -> None:
     """Holds these arrays from now on, where those of `join` were."""
     at = self.shardings
-    self.params = {name: copies_lib.put(leaf, at.params[name]) for name, leaf in params.items()}
-    put = lambda name, leaf: copies_lib.put(leaf, at.opt_state[name])
+    self.params = {name: copies.put(leaf, at.params[name]) for name, leaf in params.items()}
+    put = lambda name, leaf: copies.put(leaf, at.opt_state[name])
     self.moments = moments and {name: put(name, leaf) for name, leaf in moments.items()}
 
   def follow(self) -> str:
@@ -116,13 +117,13 @@ class OwnArrays:
     tree_digest.require_digests({'opt_state': self.moments})
     place = folders.of_learners(workdir, config.train.store)
     root = str(moments_lib.folder(place, learner))
-    with contextlib.closing(files.Files(str(moments_lib.folder(workdir, learner)))) as locked:
-      if hosts.leads():
+    with contextlib.closing(files_lib.Files(str(moments_lib.folder(workdir, learner)))) as locked:
+      if hosts_lib.leads():
         locked.lock('learner')
       saved = checkpoint.Checkpoints(root, config.sync.keep_every)
       with contextlib.closing(saved) as self.checkpoints:
         found = moments_lib.find(place, learner, self.moments, say, run=run)
-        hosts.require_same('the state', str(found and (found.learner, found.step)))
+        hosts_lib.require_same('the state', str(found and (found.learner, found.step)))
         if found is not None:
           taken = self._taken(found, learner)
           self.take(self.params, self.moments | taken)
@@ -182,10 +183,10 @@ class Watch:
 
 def on_devices(params: Any, opt_state: Any) -> tuple[Any, Any]:
   """The arrays of the user as those of jax, on all hosts of the learner."""
-  own = lambda tree, what: jax.tree.map(copies_lib.own, own_model.as_arrays(tree, what))
+  own = lambda tree, what: jax.tree.map(copies.own, own_model.as_arrays(tree, what))
   params, opt_state = own(params, 'params'), own(opt_state, 'opt_state')
-  if hosts.are_several(params):
-    return hosts.on_all(params, params), hosts.on_all(opt_state, params)
+  if hosts_lib.are_several(params):
+    return hosts_lib.on_all(params, params), hosts_lib.on_all(opt_state, params)
   return jax.device_put(params), jax.device_put(opt_state)
 
 

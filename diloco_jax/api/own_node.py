@@ -11,7 +11,7 @@ import jax
 from diloco_jax.api import admission as admission_lib
 from diloco_jax.api import own_arrays
 from diloco_jax.config import build
-from diloco_jax.learner import hosts
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import node as learner_node
 from diloco_jax.learner import work as learner_work
@@ -69,11 +69,11 @@ def lead(
   records_lib.report_startup(records, 'restored')
   if own:
     records.say(f'{learner} continues with the moments of its checkpoint at step {own.step}')
-  work_class = hosts.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
+  work_class = hosts_lib.LeadWork if jax.process_count() > 1 else learner_work.LearnerWork
   work = work_class(assembled, arrays, event_queue.post, event_queue.fail, payloads, records)
   work.exchange.compile_all()
   records_lib.report_startup(records, 'compiled')
-  hosts.ready()
+  hosts_lib.ready()
   admission = admission_lib.Admission(learner, event_queue, wait_s)
   cleanup.callback(admission.cancel)
   cleanup.enter_context(work.threads())
@@ -102,14 +102,14 @@ def led(
   cleanup: contextlib.ExitStack,
 ) -> Node:
   """As `lead`, on another host, which has no machine."""
-  records = hosts.quiet(learner)
-  work = hosts.LedWork(assembled, arrays, records)
+  records = hosts_lib.quiet(learner)
+  work = hosts_lib.LedWork(assembled, arrays, records)
   work.exchange.compile_all()
-  hosts.ready()
+  hosts_lib.ready()
   cleanup.enter_context(work.threads())
   if found is None or found.learner != learner:
     work.exchange.digests()  # as for the tape of the lead
   ended: futures.Future[actions.Exit] = futures.Future()
-  ended.set_result(hosts.ENDED_BY_LEAD)
+  ended.set_result(hosts_lib.ENDED_BY_LEAD)
   nowhere = lambda event: None
   return Node(work, nowhere, nowhere, records.say, ended)

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.api import admission as admission_lib
-from diloco_jax.api import own_arrays, own_node, states
+from diloco_jax.api import own_arrays, own_node
+from diloco_jax.api import states as loop_states
 from diloco_jax.config import run_config
-from diloco_jax.learner import hosts
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.node import loop
 from diloco_jax.process import dial, exits, lifecycle, own_model, run_folder
 from diloco_jax.process import learner as learner_process
@@ -53,7 +54,7 @@ class Peer:
 
   def __init__(
     self,
-    form: states.Form,
+    form: loop_states.Form,
     params: dict[str, jax.Array],
     moments: dict[str, jax.Array] | None,
     total_steps: int,
@@ -425,12 +426,12 @@ def join(
   """
   if learner and not (isinstance(learner, str) and ids.is_learner(learner)):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
-  form = states.Form(params, opt_state, exchange)
+  form = loop_states.Form(params, opt_state, exchange)
   named, kept = form.split(params, opt_state)
   del params, opt_state
   with jax.set_mesh(None):
     named, kept = own_arrays.on_devices(named, kept)
-  several, lines = hosts.are_several(named), list(form.told())
+  several, lines = hosts_lib.are_several(named), list(form.told())
   model = own_model.describe(named, label or form.label)
   if label is not None:
     lines.append(header.labels(map(label, named)))
@@ -448,9 +449,9 @@ def join(
     with at_once():
       if several:
         sent = {name: leaf for name, leaf in named.items() if name in model.shapes}
-        model = dataclasses.replace(model, values=hosts.gather(sent))
+        model = dataclasses.replace(model, values=hosts_lib.gather(sent))
       folder = pathlib.Path(workdir or '').absolute()
-      if hosts.leads():
+      if hosts_lib.leads():
         folder = run_folder.or_temporary(workdir, cleanup)
       learner, settings, run = admission_lib.meet(
         model, config, address, wait_s, learner, folder, syncer, access, cleanup
@@ -479,7 +480,7 @@ def join(
             f'opt_state: the moments of the checkpoint at step {found.step} are not used, since '
             'the loop has begun with others: begin with `opt_state = peer.opt_state`'
           )
-        if hosts.leads():
+        if hosts_lib.leads():
           peer._node = own_node.lead(
             peer._arrays, assembled, learner, found, cleanup, event_queue, folder, connect, wait_s
           )

@@ -12,8 +12,9 @@ from diloco_jax.api import load_params
 from diloco_jax.config import run_config
 from diloco_jax.protocol import actions
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import live, page, summary
+from diloco_jax.report import live, page
 from diloco_jax.report import records as records_lib
+from diloco_jax.report import summary as summary_lib
 
 if TYPE_CHECKING:
   from matplotlib import figure as figure_lib
@@ -61,7 +62,7 @@ class Run:
     return self._found
 
   def _state(self) -> dict[str, Any]:
-    return summary.state_of(self._read())
+    return summary_lib.state_of(self._read())
 
   def __repr__(self) -> str:
     name = self.config and self.config.name
@@ -83,7 +84,7 @@ class Run:
   def summary(self) -> dict[str, Any]:
     """Losses, tokens, learners, kills, goodput and bytes: what `diloco report` writes as
     summary.json."""
-    return summary.summarize(self._read())
+    return summary_lib.summarize(self._read())
 
   @property
   def evaluations(self) -> Curve:

@@ -28,9 +28,11 @@ from diloco_jax.learner import node as learner_node
 from diloco_jax.node import loop, threads
 from diloco_jax.process import exits, lifecycle, restarts, run_folder
 from diloco_jax.protocol import actions, events, ids
-from diloco_jax.report import facts, header, summary
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.report import summary as summary_lib
+from diloco_jax.syncer import global_model
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
@@ -107,7 +109,7 @@ class SingleController:
     over = functools.partial(self._ask_learners, 'the run is over')
     ended = syncer_node.run(
       self._assembled,
-      global_model_lib.Theta(self._assembled, self.syncer_devices),
+      global_model.Theta(self._assembled, self.syncer_devices),
       self._workdir,
       self._event_queues[ids.SYNCER],
       self._hub.syncer_transport,
@@ -124,7 +126,7 @@ class SingleController:
 
     def note(state: str, text: str) -> None:
       """Writes a new state of the learner to the records and the console."""
-      recorder.report(facts.Process(child=name, state=state, text=text, pid=os.getpid()))
+      recorder.report(report_facts.Process(child=name, state=state, text=text, pid=os.getpid()))
       if text:
         recorder.say(text)
 
@@ -316,7 +318,7 @@ def run(
   try:
     controller.start()
     found = run_lib.Run(folder, controller.join())
-    tell = lambda: (line := summary.merged_line(found.summary)) and print(line)
+    tell = lambda: (line := summary_lib.merged_line(found.summary)) and print(line)
     header.shown(tell, 'the summary', 'diloco_jax.open_run')
     return found
   except BaseException as error:  # else the nodes train on, and the folder stays locked

@@ -14,7 +14,8 @@ import re
 import shutil
 from collections.abc import Callable
 
-from diloco_jax.storage import files, json_files, states
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files, states
 
 INDEX, LATEST = 'index.json', 'latest'
 _VERSIONS, _NEW, _OLD = 'versions', 'new', 'old'
@@ -28,7 +29,7 @@ class Versions:
     """Makes the folder; removes what a killed process has left of a version. Raises DirectoryError:
     another process writes there, or nothing can be written; OtherFormat, OSError."""
     self._folder, self._keep = folder, keep
-    lock = files.Files(folder)
+    lock = files_lib.Files(folder)
     lock.lock('follower')
     self.close = lock.close
     self._remove_parts()

@@ -17,7 +17,8 @@ from cryptography import exceptions, x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from diloco_jax.certs import allowlist, certificates, check, mint, names, private, proofs
+from diloco_jax.certs import allowlist, certificates, mint, names, private, proofs
+from diloco_jax.certs import check as check_lib
 
 AUTHORITY_KEY = 'ca.key'
 REQUEST = 'request.pem'
@@ -73,7 +74,7 @@ class Authority:
   def issued(self) -> list[proofs.Proof]:
     """The newest certificate of each node, in the order of their ids."""
     found = []
-    for path in sorted(self.folder.glob(f'*/{check.CERTIFICATE}')):
+    for path in sorted(self.folder.glob(f'*/{check_lib.CERTIFICATE}')):
       role = names.SYNCER if path.parent.name == names.SYNCER else names.LEARNER
       found.append(certificates.of_pem(private.read(path), role))
     return found
@@ -113,11 +114,11 @@ class Authority:
       if not renew:
         private.make_folder(folder)
       if key_pem:
-        private.replace(folder / check.KEY, key_pem)
-      private.replace(folder / check.AUTHORITY, mint.pem(self.certificate))
+        private.replace(folder / check_lib.KEY, key_pem)
+      private.replace(folder / check_lib.AUTHORITY, mint.pem(self.certificate))
       if listed is not None:  # listed before it is used
         listed.with_certificate(proof, now).write(self.folder / names.SYNCER)
-      private.replace(folder / check.CERTIFICATE, mint.pem(certificate))
+      private.replace(folder / check_lib.CERTIFICATE, mint.pem(certificate))
     return proof
 
 
@@ -133,7 +134,7 @@ def init(folder: pathlib.Path, run: str, now: datetime.datetime) -> Authority:
   key = mint.new_key()
   certificate = mint.authority(run, key, now)
   private.write_new(folder / AUTHORITY_KEY, mint.key_pem(key))
-  private.write_new(folder / check.AUTHORITY, mint.pem(certificate))
+  private.write_new(folder / check_lib.AUTHORITY, mint.pem(certificate))
   made = Authority(folder, run, certificate, key)
   made.issue(names.SYNCER, now)
   allowlist.Allowlist(run, {}).write(folder / names.SYNCER)
@@ -152,9 +153,9 @@ def load(folder: pathlib.Path) -> Authority:
     if objection:
       raise ValueError(objection)
   key = _private_key(folder / AUTHORITY_KEY)
-  certificate = x509.load_pem_x509_certificate(private.read(folder / check.AUTHORITY))
+  certificate = x509.load_pem_x509_certificate(private.read(folder / check_lib.AUTHORITY))
   if key.public_key() != certificate.public_key():
-    raise ValueError(f'{folder}: {AUTHORITY_KEY} is not the key of {check.AUTHORITY}')
+    raise ValueError(f'{folder}: {AUTHORITY_KEY} is not the key of {check_lib.AUTHORITY}')
   (run,) = certificate.subject
   return Authority(folder, str(run.value), certificate, key)
 
@@ -166,9 +167,9 @@ def request(folder: pathlib.Path) -> pathlib.Path:
   """
   if not folder.exists():
     private.make_folder(folder)
-    private.write_new(folder / check.KEY, mint.key_pem(mint.new_key()))
+    private.write_new(folder / check_lib.KEY, mint.key_pem(mint.new_key()))
   path = folder / REQUEST
-  private.replace(path, mint.pem(mint.request(_private_key(folder / check.KEY))))
+  private.replace(path, mint.pem(mint.request(_private_key(folder / check_lib.KEY))))
   return path
 
 

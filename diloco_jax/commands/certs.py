@@ -24,7 +24,8 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.certs import allowlist, authority, check, names, private, proofs
+from diloco_jax.certs import allowlist, authority, names, private, proofs
+from diloco_jax.certs import check as check_lib
 from diloco_jax.process import exits
 
 POSITIONAL = True
@@ -88,11 +89,11 @@ def _sign(words: list[str]) -> None:
   owner = authority.load(_folder())
   request = private.read(pathlib.Path(words[0]))
   proof = owner.sign(request, _LEARNER.value, proofs.utc_now(), _RENEW.value)
-  made = owner.folder / _LEARNER.value
-  print(
-    f'{proof.name.uri}: send {made / check.AUTHORITY} and {made / check.CERTIFICATE} back, until '
-    f'{proofs.date(proof.not_after)}'
+  authority_file, certificate = (
+    owner.folder / _LEARNER.value / name for name in (check_lib.AUTHORITY, check_lib.CERTIFICATE)
   )
+  until = proofs.date(proof.not_after)
+  print(f'{proof.name.uri}: send {authority_file} and {certificate} back, until {until}')
 
 
 def _revoke(words: list[str]) -> None:
@@ -125,11 +126,11 @@ def _check(words: list[str]) -> None:
   _count(words, 1, 'check FOLDER')
   folder, now = pathlib.Path(words[0]), proofs.utc_now()
   role = names.SYNCER if (folder / allowlist.FILE).exists() else names.LEARNER
-  identity = check.read(folder, role, now)
+  identity = check_lib.read(folder, role, now)
   if role == names.SYNCER:
     allowlist.read(folder)
   print(f'{identity.proof.name.uri}: in order until {proofs.date(identity.proof.not_after)}')
-  if warning := check.warning(identity.proof, now):
+  if warning := check_lib.warning(identity.proof, now):
     print(warning)
 
 

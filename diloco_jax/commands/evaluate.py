@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
   with cli.reading_a_model():  # after the flags are checked
     from diloco_jax.api import follow, load_params
     from diloco_jax.config import brought, build, load
-    from diloco_jax.report import facts
+    from diloco_jax.report import facts as report_facts
     from diloco_jax.train import evaluate
 
   with exits.never_retry(*load_params.ERRORS), load_params.local(_WORKDIR.value) as folder:
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     where = f'in {len(held_out.batches)} batches of {data.corpus}'
     for _, told, params in models:
       loss, bits = held_out.evaluate(params)
-      fact = facts.Eval(step=0, loss=loss, bits_per_byte=bits)
+      fact = report_facts.Eval(step=0, loss=loss, bits_per_byte=bits)
       print(f'{told}held-out loss {fact.text} {where}', flush=True)
   return 0
 

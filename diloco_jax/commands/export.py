@@ -28,7 +28,7 @@ from absl import flags
 
 from diloco_jax.launch import cli
 from diloco_jax.process import exits
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 
 _WORKDIR = flags.DEFINE_string('workdir', None, cli.TO_READ)
 _OUT = flags.DEFINE_string('out', None, 'Write this *.safetensors or folder.', required=True)
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.storage import arrays, hugging_face
 
   out, absent, follows = pathlib.Path(_OUT.value), 0, cli.follows()
-  errors = *load_params.ERRORS, OSError, files.DirectoryError
+  errors = *load_params.ERRORS, OSError, files_lib.DirectoryError
   with exits.never_retry(*errors), load_params.local(_WORKDIR.value) as folder:
     assembled = load_params.assemble(folder)
     if out.suffix == '.safetensors' and not follows[0]:

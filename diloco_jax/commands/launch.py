@@ -19,7 +19,8 @@ import types
 
 from absl import flags
 
-from diloco_jax.certs import allowlist, check, names, proofs
+from diloco_jax.certs import allowlist, names, proofs
+from diloco_jax.certs import check as check_lib
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch.engines import gke, local, ray, slurm, systemd
@@ -103,12 +104,12 @@ def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
   tls, wrong, now = pathlib.Path(_TLS.value), [], proofs.utc_now()
   syncer = tls / names.SYNCER
   for one in described.programs if _TLS.value else ():
-    folder = check.folder(tls, one.name)
+    folder = check_lib.folder(tls, one.name)
     try:
-      proof = check.read(folder, one.role, now).proof
+      proof = check_lib.read(folder, one.role, now).proof
       listed = allowlist.read(syncer) if syncer.is_dir() else None  # else it is elsewhere
       if one.role == names.LEARNER:
-        check.require_learner(folder, one.name, now)
+        check_lib.require_learner(folder, one.name, now)
         if listed:
           listed.require(proof)
     except ValueError as error:

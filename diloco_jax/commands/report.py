@@ -17,7 +17,9 @@ import shutil
 from absl import flags
 
 from diloco_jax.process import exits
-from diloco_jax.report import beside, folder, summary
+from diloco_jax.report import beside
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import summary as summary_lib
 
 POSITIONAL = True
 
@@ -29,13 +31,13 @@ _PLOT = flags.DEFINE_bool('plot', True, 'Whether to draw the picture, too.')
 def main(argv: list[str]) -> int:
   workdirs = [pathlib.Path(word) for word in filter(None, [_WORKDIR.value, *argv[1:]])]
   with exits.never_retry(ValueError):
-    workdirs = workdirs or [pathlib.Path(folder.chosen(None))]
-  out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary.REPORT
+    workdirs = workdirs or [pathlib.Path(folder_lib.chosen(None))]
+  out = pathlib.Path(_OUT.value) if _OUT.value else workdirs[0] / summary_lib.REPORT
   width = shutil.get_terminal_size().columns
   with exits.never_retry(ValueError):
     if len(workdirs) == 1:
-      made = summary.write(workdirs[0], plot=_PLOT.value, out=out)
-      text, failed = summary.text(made, workdirs[0], width, out), made.get('missing')
+      made = summary_lib.write(workdirs[0], plot=_PLOT.value, out=out)
+      text, failed = summary_lib.text(made, workdirs[0], width, out), made.get('missing')
     else:
       found = beside.read(workdirs)
       text, failed = beside.text(found), beside.write(found, out)

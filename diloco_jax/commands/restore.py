@@ -21,7 +21,8 @@ from absl import flags, logging
 from diloco_jax.config import run_config
 from diloco_jax.launch import cli
 from diloco_jax.process import exits
-from diloco_jax.storage import files, folders, wal
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, wal
 
 cli.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run.', required=True)
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     from diloco_jax.process import restore
 
   try:
-    with exits.never_retry(ValueError, files.DirectoryError):
+    with exits.never_retry(ValueError, files_lib.DirectoryError):
       restore.restore(config, workdir, _TO.value, lambda text: print(text, flush=True))
   except (OSError, wal.WalFull, wal.WalBroken) as error:
     raise exits.DiskFailed(

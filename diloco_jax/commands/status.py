@@ -17,7 +17,8 @@ import webbrowser
 from absl import flags
 
 from diloco_jax.process import exits
-from diloco_jax.report import folder, header, serve
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import header, serve
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The folder of the run; else the newest in ./runs.')
 _PORT = flags.DEFINE_integer('port', 0, 'The port on 127.0.0.1; 0 is any that is free.', 0, 65535)
@@ -27,7 +28,7 @@ _OPEN = flags.DEFINE_bool('open', False, 'Whether to open the page in the browse
 def main(argv: list[str]) -> int:
   del argv
   with exits.never_retry(ValueError, OSError):
-    workdir = folder.chosen(_WORKDIR.value)
+    workdir = folder_lib.chosen(_WORKDIR.value)
     serve.watch_of(workdir).state()  # refuses what another release has written
     try:
       server, url = serve.make(workdir, _PORT.value)

@@ -18,10 +18,11 @@ import sys
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli, local_run, pathways, supervisor
+from diloco_jax.launch import cli, local_run, pathways
+from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.process import exits, run_folder
 from diloco_jax.protocol import actions, ids
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
@@ -53,13 +54,13 @@ def main(argv: list[str]) -> int:
   config = cli.config()
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   alone, single = _SYNCER.value == 'none', _CONTROLLER.value == 'single'
-  with exits.never_retry(ValueError, files.DirectoryError):
+  with exits.never_retry(ValueError, files_lib.DirectoryError):
     if alone and single:
       raise ValueError('--syncer=none and --controller=single exclude each other: give one of them')
     if (alone or single) and _KILLS.value:
       raise ValueError('--kill needs a syncer, and learners that are processes: leave it out')
     learners = run_config.learner_ids(config.sync.learners)
-    kills = supervisor.parse_kills(_KILLS.value, [ids.SYNCER, *learners])
+    kills = supervisor_lib.parse_kills(_KILLS.value, [ids.SYNCER, *learners])
     if _PATHWAYS.value:
       pathways.require(single)
       pathways.start(config.mesh.num_devices * config.sync.learners)
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
   return code
 
 
-def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
+def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_lib.Outcome:
   """Runs all nodes in this process."""
   if not _PATHWAYS.value:
     local_run.emulate(config)
@@ -106,9 +107,11 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.
     lifecycle.stops(stop, config.train.drain_s, learner_process.LEARNER_SAFE, exits.INTERRUPTED),
     exits.log_failures(),
     lifecycle.checkpoint_failures(),
-    exits.never_retry(ValueError, files.DirectoryError),
+    exits.never_retry(ValueError, files_lib.DirectoryError),
   ):
     ended = controller.outcome()
   if asked:
     ended = actions.Exit(code=exits.INTERRUPTED, text='interrupted')
-  return supervisor.Outcome(code=ended.code, text=ended.text, statuses={}, interrupted=bool(asked))
+  return supervisor_lib.Outcome(
+    code=ended.code, text=ended.text, statuses={}, interrupted=bool(asked)
+  )

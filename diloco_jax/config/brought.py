@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from diloco_jax.config import load, run_config
 from diloco_jax.storage import folders, json_files
-from diloco_jax.train import corpus_files, fingerprint, tokenizer
+from diloco_jax.train import corpus_files, fingerprint
 from diloco_jax.train import task as task_lib
+from diloco_jax.train import tokenizer as tokenizer_lib
 
 SAID = 'library', 'task'
 MODEL = 'initial model'
@@ -37,8 +38,11 @@ def things(config: run_config.Config, task: task_lib.Task) -> Things:
     found['data'] = task.data_digest, listed
   if data.tokenizer:
     where = data.tokenizer, data.corpus, data.field
-    found['tokenizer'] = (lambda: tokenizer.digest(*where)), (lambda: tokenizer.files_of(*where))
-    found['library'] = (lambda: tokenizer.library(data.tokenizer)), tuple
+    found['tokenizer'] = (
+      (lambda: tokenizer_lib.digest(*where)),
+      (lambda: tokenizer_lib.files_of(*where)),
+    )
+    found['library'] = (lambda: tokenizer_lib.library(data.tokenizer)), tuple
   if begun:
     from diloco_jax.storage import hugging_face  # imports jax
 

@@ -23,10 +23,10 @@ import optax
 
 from diloco_jax.config import brought, load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
-from diloco_jax.protocol import agreement
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.storage import arrays
-from diloco_jax.train import optimizer
+from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import task as task_lib
 
 _ARRAYS_CHARS = 1 << 10  # an agreement has room for 3 KiB
@@ -37,7 +37,7 @@ class Assembly:
   """The objects of a config, built once per process."""
 
   config: run_config.Config
-  protocol: protocol_config.ProtocolConfig
+  protocol: config_lib.ProtocolConfig
   init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
   exchanged: Any  # the same, with None instead of those that never leave a learner
@@ -111,7 +111,7 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
     shapes = jax.eval_shape(init)
   except TypeError:  # it computes with values, on the host, or its leaves are drawn when read
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
-  optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
+  optimizer_lib.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   shared = config.agreement()
   if config.train.init_from:
     start = task.start or (lambda path, seed: arrays.start(path, shapes))
@@ -188,7 +188,7 @@ def _assemble(
     codec_down=_make(config, 'codec_down', codecs.get),
     rules=rules,
     transform=_make(config, 'outer', later(outer.make)),
-    agreement=agreement.encode({**shared, 'layout': layout.digest()}),
+    agreement=agreement_lib.encode({**shared, 'layout': layout.digest()}),
     task=task,
   )
 

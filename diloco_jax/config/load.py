@@ -15,11 +15,16 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.protocol import formats
-from diloco_jax.storage import files, json_files
-from diloco_jax.train import tokenizer
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files
+from diloco_jax.train import tokenizer as tokenizer_lib
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
-WRITTEN = (FILE, 'tokenizer.', tokenizer.CONFIG)  # how the names of what `write` has written begin
+WRITTEN = (
+  FILE,
+  'tokenizer.',
+  tokenizer_lib.CONFIG,
+)  # how the names of what `write` has written begin
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
 STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
@@ -42,12 +47,12 @@ def load(name: str) -> run_config.Config:
     return read(pathlib.Path(name))
   file, *variant = name.split(':', 1)
   path = _SHIPPED / f'{file}.py' if file.isidentifier() else pathlib.Path(file)
-  if path.suffix != '.py' or files.kind(path):
+  if path.suffix != '.py' or files_lib.kind(path):
     shipped = ', '.join(sorted(one.stem for one in _SHIPPED.glob('[!_]*.py')))
     raise ValueError(
       f'there is no config {file!r} (seen from {pathlib.Path.cwd()}: it is '
-      f'{files.kind(file) or "no *.py"}); name a FILE.py, which every process reads, the folder '
-      f'of a run, or a config of the package: {shipped}'
+      f'{files_lib.kind(file) or "no *.py"}); name a FILE.py, which every process reads, the '
+      f'folder of a run, or a config of the package: {shipped}'
     )
   try:
     config = module(path).get_config(*variant)
@@ -96,12 +101,12 @@ def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   if config.train.store and '://' not in config.train.store:
     values['train']['store'] = os.path.abspath(config.train.store)
   if config.data.tokenizer:
-    file = tokenizer.file(config.data.tokenizer, corpus, config.data.field)
+    file = tokenizer_lib.file(config.data.tokenizer, corpus, config.data.field)
     kept = values['data']['tokenizer'] = f'tokenizer{file.suffix}'
-    content = lambda path: (path.read_bytes(), tokenizer.said_end(path))
+    content = lambda path: (path.read_bytes(), tokenizer_lib.said_end(path))
     if not (workdir / kept).is_file():
-      if end := tokenizer.said_end(file):
-        json_files.write(workdir / tokenizer.CONFIG, {'eos_token': end})
+      if end := tokenizer_lib.said_end(file):
+        json_files.write(workdir / tokenizer_lib.CONFIG, {'eos_token': end})
       json_files.replace(workdir / kept, file.read_bytes())
     elif content(workdir / kept) != content(file):
       raise ValueError(f'{file} is not the tokenizer of the run in {workdir}: {workdir / kept}')
@@ -136,7 +141,7 @@ def read(workdir: pathlib.Path) -> run_config.Config:
 def module(path: pathlib.Path) -> types.ModuleType:
   """Runs a file as a module. Raises whatever the file raises, and OSError; ValueError if it is no
   regular file, or defines a flag of the program's own."""
-  files.require_file(path)
+  files_lib.require_file(path)
   folder = str(path.resolve().parent)
   if folder not in sys.path:
     sys.path.append(folder)  # a config file may import files beside it, as a script does

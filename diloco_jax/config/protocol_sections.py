@@ -7,16 +7,16 @@ scripts/config_stub.py writes it.
 import dataclasses
 from typing import Annotated, Any
 
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import config as config_lib
 
 OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
 
 
-def settings(section: str) -> dict[str, protocol_config.Setting]:
+def settings(section: str) -> dict[str, config_lib.Setting]:
   """The rows of the table that a section holds, by the names of its fields."""
   rows = {}
-  for one in protocol_config.TABLE.values():
+  for one in config_lib.TABLE.values():
     where, _, name = one.name.partition('.')
     if where == section:
       rows[name] = one
@@ -28,7 +28,7 @@ def _section(section: str) -> type:
   return dataclasses.make_dataclass(f'_{section}', fields, kw_only=True, slots=True)
 
 
-def _type(one: protocol_config.Setting) -> Any:
+def _type(one: config_lib.Setting) -> Any:
   if one.choices:
     return str
   return OptionalInt if one.default is None else int if one.unit == 1 else float

@@ -17,7 +17,7 @@ import typing
 from typing import Any
 
 from diloco_jax.config import protocol_sections
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 
@@ -62,9 +62,7 @@ class SyncConfig(protocol_sections.Sync):
     _within('sync.follow_bytes_per_s', self.follow_bytes_per_s, 0, 10**12, '0 allows no followers')
 
 
-SyncConfig.__doc__ = protocol_config.described(
-  SyncConfig.__doc__, protocol_sections.settings('sync')
-)
+SyncConfig.__doc__ = config_lib.described(SyncConfig.__doc__, protocol_sections.settings('sync'))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -103,9 +101,7 @@ class TrainConfig(protocol_sections.Train):
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
 
 
-TrainConfig.__doc__ = protocol_config.described(
-  TrainConfig.__doc__, protocol_sections.settings('train')
-)
+TrainConfig.__doc__ = config_lib.described(TrainConfig.__doc__, protocol_sections.settings('train'))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -148,14 +144,14 @@ class Config:
     self.sync.validate()
     self.protocol()
 
-  def protocol(self) -> protocol_config.ProtocolConfig:
+  def protocol(self) -> config_lib.ProtocolConfig:
     """The settings of the protocol: integers, times in nanoseconds."""
     values = {}
-    for field, one in protocol_config.TABLE.items():
+    for field, one in config_lib.TABLE.items():
       section, _, name = one.name.partition('.')
       if name:
         values[field] = one.read(getattr(getattr(self, section), name))
-    return protocol_config.ProtocolConfig(**values)
+    return config_lib.ProtocolConfig(**values)
 
   def to_dict(self) -> dict[str, Any]:
     """Nested plain values for JSON."""
@@ -185,7 +181,7 @@ class Config:
     the corpus may differ, too, but batch i of shard v must be the same for all: build.py adds a
     digest of the data. With `data.local` the data may differ, and build.py adds one of the
     tokenizer."""
-    own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
+    own = {one.name for one in config_lib.TABLE.values() if not one.shared}
     own |= {'model.remat', 'model.loss_chunk', 'sync.follow_bytes_per_s'}
     if self.data.local:
       own |= {'data.shards', 'data.seed'}

@@ -114,7 +114,8 @@ class CompiledLearner:
     from diloco_jax.config import build, run_config
     from diloco_jax.learner import on_device
     from diloco_jax.train import mesh as mesh_lib
-    from diloco_jax.train import optimizer, step
+    from diloco_jax.train import optimizer as optimizer_lib
+    from diloco_jax.train import step as step_lib
 
     self.assembled = build.assemble(config, data=False)
     self.devices, task = devices, self.assembled.task
@@ -126,9 +127,9 @@ class CompiledLearner:
         f'for example --config.mesh.data=1 --config.mesh.fsdp={len(devices)}'
       )
     mesh = mesh_lib.make_mesh(config.mesh, devices)
-    tx = optimizer.make_optimizer(config.optimizer, task)
+    tx = optimizer_lib.make_optimizer(config.optimizer, task)
     abstract = jax.eval_shape(
-      lambda tree: step.TrainState(tree, tx.init(task.trained(tree))), self.assembled.shapes
+      lambda tree: step_lib.TrainState(tree, tx.init(task.trained(tree))), self.assembled.shapes
     )
     shardings = mesh_lib.tree_shardings(mesh, abstract, task.partition)
     like = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
@@ -141,7 +142,7 @@ class CompiledLearner:
       batch = task.batches(0)[0]
     rows = mesh_lib.batch_sharding(mesh)
     batch = jax.tree.map(lambda leaf: like(leaf, rows), batch)
-    self._step = step.make_train_step(task, tx, mesh, shardings)
+    self._step = step_lib.make_train_step(task, tx, mesh, shardings)
     self._arguments = state, batch, jax.ShapeDtypeStruct((), np.float32)
     self._exchange = on_device.Exchange(
       self.assembled,

@@ -22,7 +22,8 @@ from absl import app, flags, logging
 
 from diloco_jax.config import fields, load, protocol_sections, run_config
 from diloco_jax.process import exits
-from diloco_jax.storage import files, folders
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders
 from diloco_jax.transport import addresses
 
 # Of --workdir.
@@ -224,7 +225,7 @@ def _with_flag_files(argv: list[str]) -> list[str]:
   --config and its overrides on the command line alone."""
   try:
     if file := _value(argv, 'flagfile'):
-      files.require_file(file)
+      files_lib.require_file(file)
     return argv[:1] + flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
   except (flags.Error, OSError, ValueError) as error:
     sys.exit(exits.refuse(exits.one_line(error)))

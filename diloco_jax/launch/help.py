@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from absl import flags
 
 from diloco_jax.config import fields, load
-from diloco_jax.report import folder
+from diloco_jax.report import folder as folder_lib
 
 COLUMNS = 80
 _OF_ENGINE = re.compile('(gke|ray|slurm): ')  # flags that `--help` leaves out
@@ -68,7 +68,7 @@ def _flag(one: flags.Flag) -> str:
 def words(module: types.ModuleType) -> list[str]:
   """Flags, the configs of the package, and the runs below this folder."""
   own = {one.name: one for one in flags.FLAGS.get_key_flags_for_module(module)}
-  runs = folder.runs()
+  runs = folder_lib.runs()
   found = [f'--{name}' + '=' * (not one.boolean) for name, one in own.items()]
   found += [f'--config={name}' for name in load.shipped()] if 'config' in own else []
   found += [f'--workdir={run}' for run in runs] if 'workdir' in own else []

@@ -13,10 +13,12 @@ from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.process import accelerators, exits, run_folder
 from diloco_jax.protocol import formats
-from diloco_jax.report import folder, header, live, run_facts
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import header, live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import files, folders
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders
 
 SUPERVISOR = 'supervisor'
 
@@ -160,7 +162,7 @@ def run(
   shown, columns = min(str(workdir), os.path.relpath(workdir), key=len), _columns()
   watch = f'watch it: {cli.command("status", f"--workdir={shown}", "--open")}'
   print(f'run {config.name} in {shown}\n{header.shell(watch, columns)}', flush=True)
-  with exits.never_retry(files.DirectoryError, formats.OtherFormat):
+  with exits.never_retry(files_lib.DirectoryError, formats.OtherFormat):
     outcome = carry_out()
   if outcome.code == exits.NEVER_RETRY:
     raise exits.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
@@ -209,7 +211,7 @@ def run_processes(
   supervisor = supervisor_lib.Supervisor(
     make(described),
     workdir,
-    run_facts.RunFacts(names, syncer=syncer, **folder.pace(config)),
+    run_facts.RunFacts(names, syncer=syncer, **folder_lib.pace(config)),
     recorder,
     kills=kills,
     listen=display.listen,

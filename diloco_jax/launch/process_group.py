@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from diloco_jax.launch import children
 from diloco_jax.process import exits
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 
 LAST_WORDS_S = 2.0  # of the other hosts, once one has failed
 TOGETHER_S = 30.0  # for all hosts to end, once one is done
@@ -92,7 +92,7 @@ def _words(hosts: int) -> list[list[str]]:
   """The flags by which each process finds the others; at each start the port may be another."""
   if hosts == 1:
     return [[]]
-  meet = files.loopback()
+  meet = files_lib.loopback()
   return [[f'--hosts={hosts}', f'--host={host}', f'--coordinator={meet}'] for host in range(hosts)]
 
 

@@ -12,10 +12,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.certs import check, names
+from diloco_jax.certs import check as check_lib
+from diloco_jax.certs import names
 from diloco_jax.config import run_config
 from diloco_jax.launch import aot
-from diloco_jax.transport import payloads
+from diloco_jax.transport import payloads as payloads_lib
 
 SYNCER, LEARNER = names.SYNCER, names.LEARNER
 ALONE = 'none'  # instead of the syncer's address
@@ -23,7 +24,7 @@ CPU = 'cpu'  # instead of a topology
 CHIPS_PER_HOST = 4  # of a TPU slice
 
 ENVIRONMENT = {
-  'GLIBC_TUNABLES': payloads.GLIBC_TUNABLES,
+  'GLIBC_TUNABLES': payloads_lib.GLIBC_TUNABLES,
   'GRPC_VERBOSITY': 'NONE',
   'PYTHONUNBUFFERED': '1',
   'TF_CPP_MIN_LOG_LEVEL': '2',
@@ -192,7 +193,7 @@ def loop(request: Request, known: Known, name: str) -> list[str]:
     '{learner}': name,
     '{syncer}': request.syncer or known.syncer,
     '{workdir}': known.workdir,
-    '{tls}': str(check.folder(pathlib.Path(known.tls), name)) if known.tls else '',
+    '{tls}': str(check_lib.folder(pathlib.Path(known.tls), name)) if known.tls else '',
     '{store}': request.config.train.store,
   }
   fill = lambda word: re.sub('|'.join(own), lambda found: own[found[0]], word)
@@ -206,7 +207,7 @@ def command(program: Program, diloco: Sequence[str]) -> list[str]:
 
 
 def _command(command: str, name: str, request: Request, known: Known) -> list[str]:
-  tls = [f'--tls={check.folder(pathlib.Path(known.tls), name)}'] if known.tls else []
+  tls = [f'--tls={check_lib.folder(pathlib.Path(known.tls), name)}'] if known.tls else []
   flags = known.flags or request.config_flags
   return ['diloco', command, *flags, f'--workdir={known.workdir}', *tls]
 

@@ -45,8 +45,9 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco_jax.launch import children, process_group
 from diloco_jax.process import exits, restarts, run_folder
 from diloco_jax.protocol import ids
-from diloco_jax.report import facts, run_facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
 
 FINISH_S = 30.0
 STOP_S = 8.0
@@ -278,7 +279,7 @@ class Supervisor:
       del self._running[name]
     status.last_error = child.last_error or status.last_error
     stopped = self._stopped(name, code)
-    self._recorder.report(facts.Exit(child=name, pid=child.pid, code=code, stopped=stopped))
+    self._recorder.report(report_facts.Exit(child=name, pid=child.pid, code=code, stopped=stopped))
     return code, how, time.monotonic() - child.started_s
 
   def _ending(self, name: str) -> asyncio.Event:
@@ -302,7 +303,7 @@ class Supervisor:
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""
     self.statuses[name].state = state
-    self._recorder.report(facts.Process(child=name, state=state, text=text, pid=pid))
+    self._recorder.report(report_facts.Process(child=name, state=state, text=text, pid=pid))
     if text:
       self._listen('local', f'{name}: {text}')
 

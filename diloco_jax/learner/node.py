@@ -18,8 +18,9 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build
-from diloco_jax.learner import hosts, on_device
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.learner import moments as moments_lib
+from diloco_jax.learner import on_device
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports, threads
 from diloco_jax.protocol import actions, facts
@@ -28,7 +29,8 @@ from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, files, folders, tapes
+from diloco_jax.storage import checkpoint, folders, tapes
+from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
@@ -158,12 +160,12 @@ def run_led(
   """Runs a host that does not lead, as `run` runs the lead, until the lead ends the work."""
   with contextlib.closing(island):
     restored, _ = _restore(assembled, island, workdir, learner_id, records)
-    work = hosts.LedWork(assembled, island, records)
+    work = hosts_lib.LedWork(assembled, island, records)
     _compile(island, work, restored)
     if restored is None:
       work.exchange.digests()  # as for the tape of the lead
     work.run()
-  return hosts.ENDED_BY_LEAD
+  return hosts_lib.ENDED_BY_LEAD
 
 
 def _restore(
@@ -189,7 +191,7 @@ def _restore(
       island.moments, found = found.moments, found._replace(moments=None)
     origin = found, moments_lib.told(found, place, 'fresh moments')
   from_step = origin[1] if restored is None else f'checkpoint {restored.step}'
-  hosts.require_same('the state', from_step)
+  hosts_lib.require_same('the state', from_step)
   records_lib.report_startup(records, 'restored')
   return restored, origin
 
@@ -204,7 +206,7 @@ def _compile(
     # for which others would wait.
     if restored is None or jax.process_count() > 1:
       work.exchange.compile_all()
-  hosts.ready()
+  hosts_lib.ready()
 
 
 @contextlib.contextmanager
@@ -228,7 +230,7 @@ def running_node(
     learner=learner_id,
     nonce=transport.nonce,
     agreement=assembled.agreement,
-    host=files.host_name(),
+    host=files_lib.host_name(),
     pid=os.getpid(),
     seed=secrets.randbits(32),
   )

@@ -23,7 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco_jax.numerics import codecs, digest, exchange, fragments
+from diloco_jax.numerics import codecs, exchange, fragments
+from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -137,7 +138,7 @@ class Kind(NamedTuple):
   def digest(self, values_n: jax.Array) -> jax.Array:
     """The digest of the whole fragment, uint32[2], from the values of this device."""
     if self.parts == 1:
-      return digest.digest(values_n)
+      return digest_lib.digest(values_n)
     zero = total = jnp.zeros(2, jnp.uint32)
     shares, first = collections.defaultdict(lambda: zero), 0  # by the axes that split a piece
     for (local, start, stop), piece, spec in zip(
@@ -145,9 +146,9 @@ class Kind(NamedTuple):
     ):
       if axes := tuple(sorted(sum(map(_axes, spec), ()))):
         shaped = fragments.shaped(local, codecs.part(values_n, start, local.padded_size))
-        shares[axes] += digest.at(shaped, first + _indices(piece, local, spec))
+        shares[axes] += digest_lib.at(shaped, first + _indices(piece, local, spec))
       else:
-        total += digest.digest(values_n[start:stop], first)
+        total += digest_lib.digest(values_n[start:stop], first)
       first += piece.padded_size
     return sum((jax.lax.psum(share, axes) for axes, share in shares.items()), total)
 

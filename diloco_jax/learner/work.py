@@ -27,11 +27,11 @@ from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.report import facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import states
 from diloco_jax.train import island as island_lib
-from diloco_jax.train import optimizer
+from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 _STEP_ENDED = object()  # in the queue of work: the devices have completed a step
@@ -289,7 +289,7 @@ def evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int
   """Records the held-out loss of an island, if its task has batches for it."""
   if (loss := island.evaluate()) is not None:
     bits_per_byte = island.bits_per_byte(loss)
-    records.evaluated(facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte))
+    records.evaluated(report_facts.Eval(step=step, loss=loss, bits_per_byte=bits_per_byte))
 
 
 def introduce(island: island_lib.Island, records: records_lib.Recorder) -> None:
@@ -317,7 +317,7 @@ def record_step(
   step = result.clock + 1
   measured = ({} if result.loss is None else {'loss': result.loss}) | result.metrics
   records.report(
-    facts.Step(
+    report_facts.Step(
       step=step,
       steps=steps,
       tokens=tokens,
@@ -329,14 +329,14 @@ def record_step(
     )
   )
   if result.metrics:
-    records.report(facts.Metrics(step=step, values=result.metrics))
+    records.report(report_facts.Metrics(step=step, values=result.metrics))
   curves = {f'learning/{name}': value for name, value in measured.items()}
   if steps % config.train.log_every:
     records.scalars(step, curves)
     return
   if result.grad_norm is not None:
     curves['learning/grad_norm'] = result.grad_norm
-    rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
+    rate = optimizer_lib.schedule(config.optimizer, config.train.steps)(step - 1)
     curves['learning/learning_rate'] = rate
   cost = island.cost()
   records.report(cost)

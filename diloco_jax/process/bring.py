@@ -16,8 +16,8 @@ import numpy as np
 
 from diloco_jax.config import run_config
 from diloco_jax.process import accelerators, own_model
-from diloco_jax.protocol import agreement, safe_json
-from diloco_jax.protocol import printable as printable_lib
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import printable, safe_json
 from diloco_jax.storage import states
 from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
@@ -48,9 +48,9 @@ def meet(
       own_model.taken(given, settings),
       own_model.from_header(header, dict) if header else model,
     )
-    here = agreement.encode(made.agreement() | mine)
-    there = agreement.encode(safe_json.parse_object(settings) | _arrays(theirs))
-    if found := agreement.refusal(here, there):
+    here = agreement_lib.encode(made.agreement() | mine)
+    there = agreement_lib.encode(safe_json.parse_object(settings) | _arrays(theirs))
+    if found := agreement_lib.refusal(here, there):
       raise ValueError(found)
     if header:
       break
@@ -164,7 +164,7 @@ class Brought:
       self._keep(model)
     except ValueError as error:
       self._busy.release()
-      text = printable_lib.printable(str(error), grpc_session.REASON_CHARS)
+      text = printable.printable(str(error), grpc_session.REASON_CHARS)
       context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     except (OSError, states.StateError) as error:
       self._arrived.set_exception(error)

@@ -7,12 +7,14 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from diloco_jax.certs import check, proofs
+from diloco_jax.certs import check as check_lib
+from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import files, json_files
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files
 from diloco_jax.storage import store as store_lib
 from diloco_jax.transport import addresses, grpc_client, link
 
@@ -65,7 +67,7 @@ def seats(sync: run_config.SyncConfig) -> dict[str, int]:
 def require_own_certificate(access: addresses.Access, learner: str) -> None:
   """Raises ValueError if a learner was given the certificate of another one."""
   if access.tls:
-    check.require_learner(access.tls, learner, proofs.utc_now())
+    check_lib.require_learner(access.tls, learner, proofs.utc_now())
 
 
 def shown(address: str) -> str:
@@ -98,7 +100,7 @@ def resolver(address: str, access: addresses.Access, store: str = '') -> Callabl
     return dialled
   path = pathlib.Path(address.removeprefix(FILE))
   if path.exists():  # else the syncer starts later
-    files.require_file(path)
+    files_lib.require_file(path)
 
   def read() -> str:
     data = json_files.read_bytes(path.resolve(), MAX_ADDRESS_BYTES)

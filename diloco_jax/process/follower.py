@@ -12,7 +12,7 @@ from diloco_jax.config import build
 from diloco_jax.learner import replica as replica_lib
 from diloco_jax.node import threads
 from diloco_jax.protocol import messages
-from diloco_jax.syncer import followers
+from diloco_jax.syncer import followers as followers_lib
 from diloco_jax.transport import (
   addresses,
   chunks,
@@ -59,7 +59,7 @@ class Follower:
     self._changed = threading.Condition()
     self._stopped = threading.Event()
     self._ended: BaseException | None = None
-    self._seen: list[followers.Held] = []
+    self._seen: list[followers_lib.Held] = []
     self._call: grpc.Call | None = None
     self._deadline_s, self._pause_s = 0.0, _FIRST_PAUSE_S
     self._thread = threads.Thread(target=self._run, name='follower')
@@ -113,7 +113,9 @@ class Follower:
     try:
       address = self._address()
       with listen.dial(address, self._access, grpc_client.OPTIONS) as channel:
-        call = channel.unary_stream(_METHOD)(followers.request(self._layout, self._replica.held))
+        call = channel.unary_stream(_METHOD)(
+          followers_lib.request(self._layout, self._replica.held)
+        )
         with self._changed:
           self._call = call
           if self._stopped.is_set():

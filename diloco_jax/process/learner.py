@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax import version
-from diloco_jax.certs import check, names, proofs
+from diloco_jax.certs import check as check_lib
+from diloco_jax.certs import names, proofs
 from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.learner import baseline
 from diloco_jax.learner import hosts as hosts_lib
@@ -28,7 +29,7 @@ from diloco_jax.node import loop, ports
 from diloco_jax.process import dial, exits, lifecycle, run_folder
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
 LEARNER_SAFE = (
@@ -85,7 +86,7 @@ def _run(
     stopped.set()
     event_queue.post(events.Stop(reason=reason))
 
-  with lifecycle.checkpoint_failures(), exits.never_retry(ValueError, files.DirectoryError):
+  with lifecycle.checkpoint_failures(), exits.never_retry(ValueError, files_lib.DirectoryError):
     assembled = build.assemble(config)
     if leads and resolve is None:
       run_folder.write_config(folder, config)
@@ -95,7 +96,7 @@ def _run(
     island = learner_node.make_island(assembled, folder, learner_id, jax.devices())
     records_lib.report_startup(records, 'built')
     if access.tls and leads:  # every dial checks again: files may be renewed meanwhile
-      for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
+      for problem in check_lib.problems(access.tls, names.LEARNER, proofs.utc_now()):
         records.say(f'--tls={access.tls}: {problem}')
     node = assembled, island, folder, learner_id
     with lifecycle.stops(

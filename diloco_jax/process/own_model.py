@@ -22,7 +22,8 @@ import numpy as np
 
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
-from diloco_jax.protocol import agreement, formats, safe_json
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import formats, safe_json
 from diloco_jax.storage import arrays, folders, states
 from diloco_jax.train import task as task_lib
 
@@ -168,7 +169,7 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
 def about(config: run_config.Config, model: Model | None = None) -> bytes:
   """What a syncer answers before its run begins: the settings that all share, and the header of
   the model. Later the name of the run follows (process/syncer.py)."""
-  return f'{agreement.encode(config.agreement())}\n{model.header() if model else ""}'.encode()
+  return f'{agreement_lib.encode(config.agreement())}\n{model.header() if model else ""}'.encode()
 
 
 def told(answer: bytes) -> tuple[str, str, str]:

@@ -26,13 +26,14 @@ from typing import Any
 
 from diloco_jax.config import brought, build, load, run_config
 from diloco_jax.process import own_model, run_folder
-from diloco_jax.protocol import agreement, ids
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import ids
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import folders, json_files, outer_log, states, tapes
 from diloco_jax.storage import lineage as lineage_lib
 
 LATEST = 'latest'
-MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
+MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement_lib.MAY_CHANGE)
 
 Say = Callable[[str], None]
 Places = tuple[json_files.Place, ...]  # the workdir, then the store if there is one
@@ -191,7 +192,7 @@ def _require_same_run(config: run_config.Config, before: dict[str, Any]) -> None
   """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
   ValueError."""
   here = config.agreement()
-  if found := agreement.changed(here, before, {*MAY_DIFFER, *(before.keys() - here.keys())}):
+  if found := agreement_lib.changed(here, before, {*MAY_DIFFER, *(before.keys() - here.keys())}):
     raise ValueError(f'it is of a run with another config: {"; ".join(found)}')
 
 

@@ -26,9 +26,10 @@ import tempfile
 from collections.abc import Collection
 
 from diloco_jax.config import load, run_config
-from diloco_jax.protocol import agreement
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.storage import files, folders
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders
 from diloco_jax.train import corpus_files
 
 ADDRESS = 'syncer/address'
@@ -56,7 +57,7 @@ def open_workdir(
       raise ValueError('--resume needs --workdir=DIR, the run to continue')
     workdir = pathlib.Path(folders.new_run(config.name))
   workdir = workdir.absolute()
-  files.require_name(workdir)
+  files_lib.require_name(workdir)
   folders.require_apart(workdir, config.train.store)
   if resume:
     _check_same_run(config, workdir, changed)
@@ -113,7 +114,7 @@ def _claim_new(workdir: pathlib.Path) -> pathlib.Path:
 def claim(workdir: pathlib.Path) -> None:
   """Makes the folder of a run, for this user alone; warns if other users can write to it. Raises
   OSError, and ValueError for a path that `files.require_name` refuses."""
-  files.require_name(workdir)
+  files_lib.require_name(workdir)
   workdir.mkdir(mode=0o700, parents=True, exist_ok=True)
   found = workdir.stat()
   if found.st_mode & 0o022:
@@ -136,9 +137,9 @@ def or_temporary(workdir: str | os.PathLike | None, cleanup: contextlib.ExitStac
   return made
 
 
-def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files.Files]:
+def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files_lib.Files]:
   """Locks the run for one supervisor. Raises DirectoryError."""
-  folder = files.Files(workdir)
+  folder = files_lib.Files(workdir)
   try:
     folder.lock('train')
   except BaseException:
@@ -151,7 +152,7 @@ def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
   """Refuses a folder with anything but a lock. `but_locked`: not if it has one, since the program
   that holds it may be writing its first files. Raises ValueError."""
   names = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
-  if names <= {files.LOCK} or (but_locked and files.LOCK in names):
+  if names <= {files_lib.LOCK} or (but_locked and files_lib.LOCK in names):
     return
   holds = 'is not empty:'
   if (workdir / load.FILE).is_file():
@@ -204,8 +205,8 @@ def _check_same_run(
     store = config.train.store
     what = f'continue the one in {store}, with the settings that it had' if store else 'start one'
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to {what}')
-  may = {'train.steps', *changed}.intersection(agreement.MAY_CHANGE)
-  if found := agreement.changed(config.agreement(), load.read(workdir).agreement(), may):
+  may = {'train.steps', *changed}.intersection(agreement_lib.MAY_CHANGE)
+  if found := agreement_lib.changed(config.agreement(), load.read(workdir).agreement(), may):
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
       'continue it with its own config (`train --resume` without --config, in Python '

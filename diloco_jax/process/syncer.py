@@ -18,12 +18,14 @@ from diloco_jax.node import loop
 from diloco_jax.process import bring, dial, exits, lifecycle, own_model, run_folder
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, files, json_files, states, wal
+from diloco_jax.storage import arrays, json_files, states, wal
 from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import evaluation, followers, outer_step, stored
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import evaluation as evaluation_lib
+from diloco_jax.syncer import followers as followers_lib
+from diloco_jax.syncer import global_model, outer_step, stored
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_server
@@ -57,10 +59,10 @@ class Syncer:
   access: addresses.Access
   processes: int = 0
   listening: Callable[[str], object] = lambda address: None
-  measure: evaluation.Measure | None = None
+  measure: evaluation_lib.Measure | None = None
   stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
   event_queue: loop.EventQueue = dataclasses.field(default_factory=loop.EventQueue)
-  theta: global_model_lib.Theta = dataclasses.field(init=False)
+  theta: global_model.Theta = dataclasses.field(init=False)
 
   def stop(self, reason: str) -> None:
     """Asks it to end in order, at any moment."""
@@ -86,7 +88,7 @@ class Syncer:
         if not self.stopped.is_set():  # else there may be no model
           # The values are read from the folder when they are asked for, not held for the whole run.
           assembled = own_model.complete(own_model.read(self.folder), self.config)
-          self.theta = global_model_lib.Theta(assembled)
+          self.theta = global_model.Theta(assembled)
       if self.stopped.is_set():  # while the model was awaited, read, written or built
         return actions.Exit(code=0, text='stopped before the run began')
       return self.run(assembled, store, door)
@@ -105,7 +107,7 @@ class Syncer:
     return door
 
   def _listen(self, *brought: bring.Brought) -> grpc_server.Door:
-    seats = sum(dial.seats(self.config.sync).values()) + followers.SEATS
+    seats = sum(dial.seats(self.config.sync).values()) + followers_lib.SEATS
     return grpc_server.Door(self.address, seats, self.records.say, *brought, access=self.access)
 
   def _found(self, address: str) -> None:
@@ -123,7 +125,7 @@ class Syncer:
     NeverRetry: it cannot listen. `door`: through which the model has come."""
     records_lib.report_startup(self.records, 'assembled')
     rate = 0 if self.processes else self.config.sync.follow_bytes_per_s
-    followed = followers.Followers(rate, assembled.layout) if rate else None
+    followed = followers_lib.Followers(rate, assembled.layout) if rate else None
 
     def listen(post, payloads):
       with exits.never_retry(ValueError, OSError):
@@ -224,12 +226,12 @@ def main(
     lifecycle.stops(syncer.stop, config.train.drain_s, _SAFE, exits.DISK_FAILED),
     exits.log_failures(),
     lifecycle.checkpoint_failures(),
-    exits.never_retry(ValueError, files.DirectoryError),
+    exits.never_retry(ValueError, files_lib.DirectoryError),
   ):
     if assembled is None:
       result = syncer.run_loops(brought if init else None)
     else:
-      syncer.theta = global_model_lib.Theta(assembled)
+      syncer.theta = global_model.Theta(assembled)
       result = syncer.run(assembled)
   return lifecycle.end(result, records)
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import header, page, summary
+from diloco_jax.report import header, page
+from diloco_jax.report import summary as summary_lib
 from diloco_jax.report.state import state
 
 _NEAR = 0.02  # evaluations whose tokens differ by less, as a share, are compared
@@ -28,12 +29,12 @@ def write(found: Mapping[str, folder_lib.Read], out: pathlib.Path) -> list[str]:
   views: dict[str, Any] = {'beside.txt': lambda: text(found)}
   views['beside.html'] = lambda: page.inline(states())
   folders = shlex.join(str(one.workdir) for one in found.values())
-  return summary.write_views(out, views, f'diloco report {folders}')
+  return summary_lib.write_views(out, views, f'diloco report {folders}')
 
 
 def text(found: Mapping[str, folder_lib.Read]) -> str:
   """A table with a column for each run."""
-  runs = [summary.summarize(one) for one in found.values()]
+  runs = [summary_lib.summarize(one) for one in found.values()]
   units = sorted({run['loss_unit'] for run in runs} - {''})
   rows = {f'loss in {" and ".join(units)}' if units else '': list(found)}
 

@@ -32,9 +32,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol import ids
-from diloco_jax.report import facts
+from diloco_jax.protocol import facts, ids
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import steps as steps_lib
 
 MERGED, WASTED, SLOW = 'merged_progress', 'wasted_progress', 'slow_step'
@@ -135,7 +134,7 @@ class Book:
   def __init__(self, quorum: int = 1, steps_per_sync: float = 1.0):
     self._quorum, self._steps_per_sync = quorum, steps_per_sync
     self.learners: dict[str, LearnerAccount] = {}
-    self.ledger: protocol_facts.Ledger | None = None
+    self.ledger: facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
     self._syncer_ns: int | None = None  # its last word
@@ -269,50 +268,50 @@ class Book:
 
   # --- The run ------------------------------------------------------------------------------------
 
-  def take(self, name: str, at_ns: int, fact: facts.Fact) -> None:
+  def take(self, name: str, at_ns: int, fact: report_facts.Fact) -> None:
     """A process reports a fact."""
     if name == 'syncer':
-      began = isinstance(fact, facts.Startup) and fact.phase == 'assembled'
+      began = isinstance(fact, report_facts.Startup) and fact.phase == 'assembled'
       if began and self._syncer_ns is not None and not self._syncer_died:
         self.syncer_died(self._syncer_ns)  # no record has the end of its last process
       self._syncer_ns = at_ns
     if learner := self.learners.get(name):
-      if isinstance(fact, facts.Startup) and fact.begins(learner.phase):
+      if isinstance(fact, report_facts.Startup) and fact.begins(learner.phase):
         self.starts(name, at_ns)
       learner.lost_ns = None  # it was the connection
     match fact:
-      case facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
+      case report_facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
         self.starts(child, at_ns)
-      case facts.Exit(child='syncer'):
+      case report_facts.Exit(child='syncer'):
         self.syncer_died(at_ns)
-      case facts.Exit(child=child, code=code, stopped=stopped):
+      case report_facts.Exit(child=child, code=code, stopped=stopped):
         self.died(child, at_ns, killed=code != 0 and not stopped)
-      case facts.Startup(phase=phase) if name not in ids.NO_LEARNERS:
+      case report_facts.Startup(phase=phase) if name not in ids.NO_LEARNERS:
         self.enters(name, at_ns, PHASES.get(phase, _WAITS))
         self.learners[name].phase = phase
-      case facts.Step():
+      case report_facts.Step():
         seconds = fact.seconds, fact.data_s, fact.saving_s, fact.waited_s
         times_ns = (round(one * 1e9) for one in seconds)
         self.stepped(name, at_ns, fact.tokens // fact.steps, *times_ns)
-      case protocol_facts.State(state='joined'):
+      case facts.State(state='joined'):
         self.joined(name, at_ns)
-      case protocol_facts.State(state='trained'):
+      case facts.State(state='trained'):
         self.trained(name, at_ns)
-      case protocol_facts.Member(state='joined', learner=member):
+      case facts.Member(state='joined', learner=member):
         self._members.add(member)
         self._syncer_died = False
         self._await(at_ns)
-      case protocol_facts.Member(state='lost', learner=member):
+      case facts.Member(state='lost', learner=member):
         self._members.discard(member)
         self._await(at_ns)
         one = self.learners.get(member)
         if one and one.doing not in _ENDED:
           one.lost_ns = at_ns
-      case protocol_facts.Synced():
+      case facts.Synced():
         if self._merged_ns is not None:
           self._gaps.add(at_ns - self._merged_ns)
         self._merged_ns = at_ns
-      case protocol_facts.Ledger():
+      case facts.Ledger():
         self.ledger = fact
 
   def syncer_died(self, at_ns: int) -> None:
@@ -426,7 +425,7 @@ class Book:
     return 1 - self._gaps.beyond_ns(LONG_GAP * usual_ns) * _inverse(self._gaps.total_ns)
 
 
-def shares(ledger: protocol_facts.Ledger | None) -> dict[str, Any]:
+def shares(ledger: facts.Ledger | None) -> dict[str, Any]:
   """Of the fragment-tokens trained: those merged, and the others by reason."""
   if ledger is None:
     return {'merged': 0.0, 'discarded': {}}

@@ -7,13 +7,13 @@ import dataclasses
 import typing
 from typing import Any
 
-from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol import facts
 from diloco_jax.train import flops
 
 # --- Of a learner ---------------------------------------------------------------------------------
 
 
-@protocol_facts.fact
+@facts.fact
 class Step:
   """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process; `loss`:
   None if a loop tells none; `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long
@@ -30,7 +30,7 @@ class Step:
   waited_s: float = 0.0
 
 
-@protocol_facts.fact
+@facts.fact
 class Metrics:
   """What a loop, or the loss of a task, has measured in the step before, beside the loss."""
 
@@ -51,7 +51,7 @@ def speed_text(speed: dict[str, float]) -> str:
   return ', '.join(f'{SPEED[name][0]} {SPEED[name][1].format(v)}' for name, v in speed.items())
 
 
-@protocol_facts.fact
+@facts.fact
 class Eval:
   """Held-out loss at a clock: of the global model, or of a learner without a syncer. The bits per
   byte are 0 where there is no text."""
@@ -69,7 +69,7 @@ class Eval:
 # --- Of a learner or the syncer -------------------------------------------------------------------
 
 
-@protocol_facts.fact
+@facts.fact
 class Startup:
   """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
   start. The phases of a syncer: assembled, listens, restored (its checkpoint), recovered (the log),
@@ -90,7 +90,7 @@ _STARTUP = ['', 'imported', 'assembled', 'listens', 'built', 'restored', 'recove
 _STARTUP += ['compiled', 'ready']  # in the order of a learner, and of a syncer
 
 
-@protocol_facts.fact
+@facts.fact
 class Moments:
   """A process without a checkpoint joins a run in progress: it begins with the moments of the
   learner `of`, from its checkpoint of `step`, or ('') with fresh ones."""
@@ -100,7 +100,7 @@ class Moments:
   step: int
 
 
-@protocol_facts.fact
+@facts.fact
 class Missing:
   """So many facts of this process, right before this one, could not be written; `error`: why."""
 
@@ -111,7 +111,7 @@ class Missing:
 # --- Of the syncer --------------------------------------------------------------------------------
 
 
-@protocol_facts.fact
+@facts.fact
 class Layout:
   """What a run trains and exchanges. `tokens`: of an inner step, 0: only the user's loop knows;
   `bytes_up`, `bytes_down`: of the pseudo-gradients and of the deltas of all fragments; `lines`: for
@@ -124,7 +124,7 @@ class Layout:
   lines: list[str]
 
 
-@protocol_facts.fact
+@facts.fact
 class Outer:
   """An outer step was computed and is in the log; `norm`: of the outer gradient; `cosines`: by
   label of the tensors, the mean cosine between the pseudo-gradients of two learners."""
@@ -136,7 +136,7 @@ class Outer:
   cosines: dict[str, float]
 
 
-@protocol_facts.fact
+@facts.fact
 class Traffic:
   """Bytes on the wire in this process of the syncer, and the bytes that data-parallel training of
   the same steps would have moved."""
@@ -146,7 +146,7 @@ class Traffic:
   bytes_data_parallel: int
 
 
-@protocol_facts.fact
+@facts.fact
 class Followers:
   """How many processes follow the run (syncer/followers.py), and how many versions of fragments the
   last one is behind."""
@@ -155,7 +155,7 @@ class Followers:
   behind: int
 
 
-@protocol_facts.fact
+@facts.fact
 class Recovered:
   """The syncer has recovered: outer steps replayed from its log, the clock, the number of the
   newest record, the version of each fragment."""
@@ -169,7 +169,7 @@ class Recovered:
 # --- Of the supervisor ----------------------------------------------------------------------------
 
 
-@protocol_facts.fact
+@facts.fact
 class Process:
   """A program has a new state (launch/supervisor.py). `text`: for people; `pid`: once it starts."""
 
@@ -179,7 +179,7 @@ class Process:
   pid: int | None = None
 
 
-@protocol_facts.fact
+@facts.fact
 class Exit:
   """A process of a program has ended; `code` is negative if a signal killed it. `stopped`: the
   supervisor killed it to end the run, as after a second Ctrl-C, or one while it began."""
@@ -192,9 +192,9 @@ class Exit:
 
 _OfSyncer = Layout | Outer | Traffic | Followers | Recovered
 _OfLearner = Step | Metrics | Cost | Eval | Moments
-Fact = protocol_facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
+Fact = facts.Fact | _OfLearner | _OfSyncer | Startup | Missing | Process | Exit
 
-name = protocol_facts.name
+name = facts.name
 _KINDS = {
   kind.__name__.lower(): (kind, {field.name for field in dataclasses.fields(kind)})
   for kind in typing.get_args(Fact)

@@ -16,7 +16,8 @@ from matplotlib import axes as axes_lib
 from matplotlib import colors, lines, patches, patheffects, ticker
 from matplotlib import figure as figure_lib
 
-from diloco_jax.report import header, state
+from diloco_jax.report import header
+from diloco_jax.report import state as state_lib
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#B8A800', '#999999')
 _SYNCER = '#444444'
@@ -127,9 +128,9 @@ def _draw_processes(
 ) -> None:
   lanes = {'syncer': run['syncer_lives']} if run['syncer_lives'] else {}
   lanes |= {name: run['learners'][name]['lives'] for name in colours}
-  long_s = state.shortened(run['pauses'], run['end_s'])
+  long_s = state_lib.shortened(run['pauses'], run['end_s'])
   unit, unit_s = next(one for one in _UNITS if long_s >= 5 * one[1] or one[1] == 1)
-  short = lambda at_s: state.shortened(run['pauses'], at_s) / unit_s
+  short = lambda at_s: state_lib.shortened(run['pauses'], at_s) / unit_s
   for row, (name, lives) in enumerate(lanes.items()):
     for number, (*times, ended) in enumerate(lives):
       moments = [None if at_s is None else short(at_s) for at_s in times]

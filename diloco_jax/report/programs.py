@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import statistics
 
-from diloco_jax.report import facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import steps as steps_lib
 
 LAST_STEPS = 10  # whose mean is the training loss of a learner
@@ -94,7 +94,7 @@ class LearnerFacts(Program):
   staleness: int = 0
   incarnation: int = 0
   fresh: int = 0
-  cost: facts.Cost | None = None
+  cost: report_facts.Cost | None = None
   merged_s: array.array = dataclasses.field(default_factory=times)
   steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
@@ -152,7 +152,7 @@ class Wire:
   bytes_data_parallel: int = 0
   _last: tuple[int, int] = (0, 0)
 
-  def take(self, traffic: facts.Traffic) -> None:
+  def take(self, traffic: report_facts.Traffic) -> None:
     now = traffic.bytes_up, traffic.bytes_down
     before = self._last if all(a >= b for a, b in zip(now, self._last)) else (0, 0)
     self.bytes_up += now[0] - before[0]

@@ -26,7 +26,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_jax.protocol import formats, safe_json
-from diloco_jax.report import facts, header
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import header
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
@@ -77,7 +78,7 @@ class Recorder:
       folder = pathlib.Path(workdir) / TENSORBOARD / process
       self._guard(lambda: setattr(self, '_curves', Curves(folder)))
 
-  def report(self, fact: facts.Fact) -> None:
+  def report(self, fact: report_facts.Fact) -> None:
     """Appends one fact."""
     line = _line(fact)
     with self._lock:
@@ -104,16 +105,16 @@ class Recorder:
     step: int,
     seconds: float,
     measured: dict[str, float],
-    cost: facts.Cost,
+    cost: report_facts.Cost,
   ) -> None:
     """Prints a line about a step like MaxText's; what follows the metrics is of one device."""
     rate = cost.tokens / seconds if seconds > 0 else math.nan
     line = f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}'
     found = [f'{name}: {v:{".3f" if name == "loss" else ".4g"}}' for name, v in measured.items()]
-    told = [line, *found, facts.speed_text(cost.speed(seconds))]
+    told = [line, *found, report_facts.speed_text(cost.speed(seconds))]
     self.say(', '.join(filter(None, told)))
 
-  def evaluated(self, fact: facts.Eval) -> None:
+  def evaluated(self, fact: report_facts.Eval) -> None:
     """Reports a held-out loss, as a fact, a line and a point of a curve."""
     self.report(fact)
     self.say(f'held-out loss at clock {fact.step}: {fact.text}')
@@ -123,16 +124,16 @@ class Recorder:
     """Reports what a program of the user's own has measured of the model."""
     values = {name: float(value) for name, value in figures.items()}
     if 'loss' in values:
-      self.evaluated(facts.Eval(step=step, loss=values.pop('loss')))
+      self.evaluated(report_facts.Eval(step=step, loss=values.pop('loss')))
     if values:
-      self.report(facts.Metrics(step=step, values=values))
+      self.report(report_facts.Metrics(step=step, values=values))
       told = ', '.join(f'{name}: {value:.4g}' for name, value in values.items())
       self.say(f'held-out at clock {step}: {told}')
       self.scalars(step, {f'evaluation/{name}': value for name, value in values.items()})
 
   def ended(self, code: int) -> None:
     """Reports the end of the node: there may be no supervisor that does."""
-    self.report(facts.Exit(child=self._process, pid=os.getpid(), code=code))
+    self.report(report_facts.Exit(child=self._process, pid=os.getpid(), code=code))
 
   def close(self) -> None:
     """Flushes everything to disk."""
@@ -159,7 +160,7 @@ class Recorder:
     self._write(self._opening)
     self._opening = b''
     if self._missing:
-      self._write(_line(facts.Missing(facts=self._missing, error=self._why)))
+      self._write(_line(report_facts.Missing(facts=self._missing, error=self._why)))
       self._missing = 0
 
   def _write(self, line: bytes) -> None:
@@ -235,9 +236,9 @@ class Curves:
     self._writer.close()
 
 
-def _line(fact: facts.Fact) -> bytes:
+def _line(fact: report_facts.Fact) -> bytes:
   values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
-  return _row(facts.name(fact), values)
+  return _row(report_facts.name(fact), values)
 
 
 def _row(name: str, values: dict[str, Any]) -> bytes:
@@ -246,7 +247,7 @@ def _row(name: str, values: dict[str, Any]) -> bytes:
 
 
 def report_startup(records: Recorder, phase: str) -> None:
-  records.report(facts.Startup(phase=phase, cpu_s=round(time.process_time(), 3)))
+  records.report(report_facts.Startup(phase=phase, cpu_s=round(time.process_time(), 3)))
 
 
 class Tail:

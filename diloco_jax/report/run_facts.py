@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol import ids
+from diloco_jax.protocol import facts, ids
 from diloco_jax.report import book as book_lib
-from diloco_jax.report import condition, facts, programs
+from diloco_jax.report import condition, programs
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import steps as steps_lib
 
 SET_BACK_S = 600  # facts of several machines may be out of order by less
@@ -72,23 +72,23 @@ class RunFacts:
     self.looked_at: float | None = None
     self.closing: tuple[float, tuple[str, ...], float] | None = None
     self.total_steps, self.period = total_steps, 0
-    self.layout: facts.Layout | None = None
-    self.synced: protocol_facts.Synced | None = None
+    self.layout: report_facts.Layout | None = None
+    self.synced: facts.Synced | None = None
     self.merges_s = programs.times()
     self._clocks, self._steps_per_sync = array.array('q'), steps_per_sync  # of each merge
     self._passed = 0  # the newest sync, merged or cancelled
     self.participants, self.live, self.waited_ns, self.staleness = (
       array.array('q') for _ in range(4)
     )
-    self.evaluations: list[facts.Eval] = []
+    self.evaluations: list[report_facts.Eval] = []
     self.evaluated_s: list[float] = []
     self.evaluated_tokens: list[int] = []
     self.of_text = False
     self.cosines: dict[str, list[float]] = {}
-    self.ledger: protocol_facts.Ledger | None = None
+    self.ledger: facts.Ledger | None = None
     self.book = book_lib.Book(quorum, steps_per_sync)
     self.wire = programs.Wire()
-    self.followers = facts.Followers(count=0, behind=0)
+    self.followers = report_facts.Followers(count=0, behind=0)
     self.tokens = 0
     self.said: dict[str, str] = {}
     self.missing: list[tuple[float, str, int, str]] = []
@@ -223,7 +223,7 @@ class RunFacts:
   def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
     """Takes lines of the records, in the order of time; skips lines without a known fact."""
     for process, row in rows:
-      if (fact := facts.parse(row)) is not None:
+      if (fact := report_facts.parse(row)) is not None:
         if self.began_s is None:
           self.began_s = row['time']
         at_s = row['time'] - self.began_s
@@ -232,7 +232,7 @@ class RunFacts:
         self._take(process, at_s, fact)
     return self
 
-  def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
+  def _take(self, process: str, at_s: float, fact: report_facts.Fact) -> None:
     self.book.take(process, round(at_s * 1e9), fact)
     self._lives(process, at_s, fact)
     if process in self.learners:
@@ -241,13 +241,13 @@ class RunFacts:
     self._hears(process, at_s, 'its own records')
     if processes := self._processes(process):
       processes[-1].last_s = at_s
-    self.of_text |= isinstance(fact, facts.Eval) and fact.bits_per_byte > 0
+    self.of_text |= isinstance(fact, report_facts.Eval) and fact.bits_per_byte > 0
     match fact:
-      case facts.Eval() if self.syncer and process in self.learners:
+      case report_facts.Eval() if self.syncer and process in self.learners:
         self.learners[process].held_out.append((self.tokens, fact.loss))
-      case facts.Eval():
+      case report_facts.Eval():
         self._evaluated(at_s, fact)
-      case facts.Recovered(sync=sync):  # after a restore the clocks go back
+      case report_facts.Recovered(sync=sync):  # after a restore the clocks go back
         index = bisect.bisect_right(self._reached[0], sync)
         for column in self._reached:
           del column[index:]
@@ -255,40 +255,40 @@ class RunFacts:
           self.went_back.append((at_s, sync))
           for learner in self.learners.values():  # what the syncer counts went back, too
             learner.told, learner.incarnation = None, 0
-      case facts.Layout():
+      case report_facts.Layout():
         self.layout = fact
-      case protocol_facts.State(state='ending', reason=reason) if process == ids.SYNCER:
+      case facts.State(state='ending', reason=reason) if process == ids.SYNCER:
         self._becomes(ids.SYNCER, 'draining', at_s, why=reason)
-      case facts.Outer(cosines=cosines):
+      case report_facts.Outer(cosines=cosines):
         for label, cosine in cosines.items():
           self.cosines.setdefault(label, []).append(cosine)
-      case facts.Traffic():
+      case report_facts.Traffic():
         self.wire.take(fact)
-      case facts.Followers():
+      case report_facts.Followers():
         self.followers = fact
-      case facts.Missing(facts=count, error=error):
+      case report_facts.Missing(facts=count, error=error):
         self.missing.append((at_s, process, count, error))
         self._gaps.add(process)
-      case protocol_facts.Ledger():
+      case facts.Ledger():
         self.ledger = fact
-      case protocol_facts.Synced():
+      case facts.Synced():
         self._synced(at_s, fact)
-      case protocol_facts.Tempo(period=period):
+      case facts.Tempo(period=period):
         self.period = period
-      case protocol_facts.Cancelled(sync=sync):
+      case facts.Cancelled(sync=sync):
         self._passed = sync
-      case protocol_facts.Member():
+      case facts.Member():
         self._member(at_s, fact)
-      case protocol_facts.Progress(learner=name) if name in self.learners:
+      case facts.Progress(learner=name) if name in self.learners:
         self.learners[name].no_step = None
         self._progressed(self.learners[name], at_s, fact)
-      case protocol_facts.NoStep(learner=name, doing=doing) if name in self.learners:
+      case facts.NoStep(learner=name, doing=doing) if name in self.learners:
         self.learners[name].no_step = at_s, doing, fact.idle_ns / 1e9
-      case protocol_facts.Closing(learners=names):
+      case facts.Closing(learners=names):
         self.closing = at_s, tuple(names), fact.at_most_ns / 1e9
-      case facts.Process():
+      case report_facts.Process():
         self._process(at_s, fact)
-      case facts.Exit(child=name, code=code, stopped=stopped):
+      case report_facts.Exit(child=name, code=code, stopped=stopped):
         if self._program(name) is not None:
           if not (processes := self._processes(name)):  # it had not even begun
             self._begin(name, at_s)
@@ -311,14 +311,14 @@ class RunFacts:
   def _program(self, name: str) -> programs.Program | None:
     return self.syncer_told if name == ids.SYNCER else self.learners.get(name)
 
-  def _lives(self, name: str, at_s: float, fact: facts.Fact) -> None:
+  def _lives(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
     """A process speaks: a new one, of which no supervisor has told, or one that was not lost."""
     if name != 'syncer' and name not in self.learners:
       return  # a supervisor, or a learner that the config has no longer
     if name == ids.SYNCER and self.syncer_told is None:
       self.syncer_told = programs.Program()  # its records have begun after those of a learner
     processes = self._processes(name)
-    if isinstance(fact, facts.Startup):
+    if isinstance(fact, report_facts.Startup):
       ended = processes and processes[-1].ended not in ('', 'lost')
       if not processes or ended or fact.begins(processes[-1].phase):
         self._begin(name, at_s)
@@ -327,7 +327,7 @@ class RunFacts:
       processes[-1].ended_s, processes[-1].ended = None, ''
       self._becomes(name, 'alone', at_s)
 
-  def _evaluated(self, at_s: float, fact: facts.Eval) -> None:
+  def _evaluated(self, at_s: float, fact: report_facts.Eval) -> None:
     clocks, _ = self._reached
     ended = bool(clocks) and fact.step > clocks[-1]  # closing syncs have merged all that is left
     tokens = self.tokens if ended else self.tokens_at(fact.step)
@@ -361,7 +361,7 @@ class RunFacts:
     program = self._program(name)
     return program.processes if program else []
 
-  def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
+  def _member(self, at_s: float, fact: facts.Member) -> None:
     """Takes what the syncer says of a learner, also of one that was started by hand."""
     if fact.state == 'joined':
       learner = self.learners.setdefault(fact.learner, programs.LearnerFacts(told=self._told))
@@ -385,7 +385,7 @@ class RunFacts:
     learner.incarnation = max(learner.incarnation, fact.incarnation)
 
   def _unsupervised(
-    self, learner: programs.LearnerFacts, at_s: float, fact: protocol_facts.Member, left: bool
+    self, learner: programs.LearnerFacts, at_s: float, fact: facts.Member, left: bool
   ) -> None:
     """Follows a process of whose beginning, on another machine, or end only the syncer tells."""
     processes = learner.processes
@@ -398,9 +398,7 @@ class RunFacts:
     else:  # it was the connection
       processes[-1].ended_s, processes[-1].ended = None, ''
 
-  def _progressed(
-    self, learner: programs.LearnerFacts, at_s: float, fact: protocol_facts.Progress
-  ) -> None:
+  def _progressed(self, learner: programs.LearnerFacts, at_s: float, fact: facts.Progress) -> None:
     before = learner.told or (fact.steps, fact.tokens)
     steps, tokens = fact.steps - before[0], fact.tokens - before[1]
     learner.told = before if steps <= 0 else (fact.steps, fact.tokens)
@@ -415,24 +413,24 @@ class RunFacts:
       if process.first_step_s is None:
         process.first_step_s = at_s
 
-  def _of_learner(self, name: str, at_s: float, fact: facts.Fact) -> None:
+  def _of_learner(self, name: str, at_s: float, fact: report_facts.Fact) -> None:
     learner = self.learners[name]
     match fact:
-      case facts.Step():
+      case report_facts.Step():
         self._step(name, at_s, fact)
-      case protocol_facts.Adopted():
+      case facts.Adopted():
         learner.staleness = fact.staleness
         if not fact.whole:
           learner.steps_between.append(fact.steps_between)
-      case facts.Cost():
+      case report_facts.Cost():
         learner.cost = fact
-      case facts.Moments(of=''):
+      case report_facts.Moments(of=''):
         learner.fresh += 1
-      case facts.Startup(phase=done) if done in _PHASES:
+      case report_facts.Startup(phase=done) if done in _PHASES:
         again = learner.state in programs.ENDED
         self._becomes(name, 'starting' if again else learner.state, at_s)
         learner.phase, learner.since_s = _PHASES[done], at_s
-      case protocol_facts.State():
+      case facts.State():
         phase, state = learner.phase, _SAID.get(fact.state, fact.state)
         if (learner.state, fact.reason) != ('trained', 'done'):  # it ends as all do
           self._becomes(name, state, at_s, why=fact.reason)
@@ -441,7 +439,7 @@ class RunFacts:
         if learner.phase and fact.state == 'joined':
           learner.phase, learner.since_s = 'waiting', at_s
 
-  def _step(self, name: str, at_s: float, fact: facts.Step) -> None:
+  def _step(self, name: str, at_s: float, fact: report_facts.Step) -> None:
     learner = self.learners[name]
     learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
@@ -478,7 +476,7 @@ class RunFacts:
       clocks.append(clock)
       reached.append(self.tokens)
 
-  def _synced(self, at_s: float, fact: protocol_facts.Synced) -> None:
+  def _synced(self, at_s: float, fact: facts.Synced) -> None:
     if self.syncer not in (None, 'merging'):
       self._becomes(ids.SYNCER, 'merging', at_s)
     self.synced = fact
@@ -495,7 +493,7 @@ class RunFacts:
       if name in self.learners:
         self.learners[name].merged_s.append(at_s)
 
-  def _process(self, at_s: float, fact: facts.Process) -> None:
+  def _process(self, at_s: float, fact: report_facts.Process) -> None:
     """Takes the new state of a program; a learner's new process is kept in its history."""
     self.said[fact.child] = fact.text
     if (program := self._program(fact.child)) is None:

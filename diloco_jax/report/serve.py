@@ -18,8 +18,11 @@ from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.protocol import ids
-from diloco_jax.report import folder, page, programs, records, run_facts, state
-from diloco_jax.storage import files
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import page, programs, run_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import state as state_lib
+from diloco_jax.storage import files as files_lib
 
 _READ_S = 0.5  # the longest that an answer reads records: all those of a long run take minutes
 _EVERY_S = 1.0  # one state is sent
@@ -53,7 +56,7 @@ class Watch:
 
   def _begin(self) -> None:
     self._config = self._config_of()
-    how = {'syncer': bool(self._config), **folder.pace(self._config), **self._how}
+    how = {'syncer': bool(self._config), **folder_lib.pace(self._config), **self._how}
     self._run = run_facts.RunFacts((), **how)
     self._stream, self._rows = self._stream_of(), iter(())
     self._behind, self._grew_s = True, dict[str, float]()  # when new records came, of each process
@@ -72,7 +75,7 @@ class Watch:
         silent_s = time.monotonic() - self._run.silent_s
         looked_at = None if self._behind else time.time()  # nobody is silent whom nobody has read
         self._run.look(looked_at, [who for who, at_s in self._grew_s.items() if at_s > silent_s])
-        now = state.state(self._run, self._config, self._name)
+        now = state_lib.state(self._run, self._config, self._name)
         notices = [_READS] if self._behind else now['notices']
         self._state = now | {'behind': self._behind, 'notices': notices}
         self._made_s = time.monotonic()
@@ -173,13 +176,13 @@ def watch_of(workdir: str | os.PathLike) -> Watch:
   """Of the run in a folder. Raises ValueError: there is none."""
   run = pathlib.Path(workdir)
   name = run.absolute().name
-  return Watch(lambda: folder.config_of(run), lambda: records.TailAll(run).stream, name)
+  return Watch(lambda: folder_lib.config_of(run), lambda: records_lib.TailAll(run).stream, name)
 
 
 def make(workdir: str | os.PathLike, port: int = 0) -> tuple[http.server.HTTPServer, str]:
   """A server and its URL. Raises ValueError: there is no run; OSError: the port is in use."""
   handler = type('Handler', (_Handler,), {'watch': watch_of(workdir)})
-  host = files.loopback().rpartition(':')[0]
+  host = files_lib.loopback().rpartition(':')[0]
   kind = _of_ipv6(_Server) if ':' in host else _Server
   server = kind((host.strip('[]'), port), handler)
   return server, f'http://{host}:{server.server_port}/'
@@ -192,8 +195,8 @@ def _of_ipv6(kind: type[_Server]) -> type[_Server]:
 def serve_metrics(config: run_config.Config, workdir: str, process: str, port: int) -> int:
   """Serves /metrics of this process, from now on, at every address of its machine; returns the
   port. Raises OSError."""
-  path = pathlib.Path(workdir, records.RECORDS, f'{process}.jsonl')
-  tail = records.Tail(path, path.stat().st_size if path.exists() else 0)
+  path = pathlib.Path(workdir, records_lib.RECORDS, f'{process}.jsonl')
+  tail = records_lib.Tail(path, path.stat().st_size if path.exists() else 0)
   stream = lambda: zip(itertools.repeat(process), tail.stream())
   watch = Watch(lambda: config, lambda: stream, told=None)
   kind = _of_ipv6(_OneReader) if socket.has_dualstack_ipv6() else _OneReader

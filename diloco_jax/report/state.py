@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_jax.config import run_config
-from diloco_jax.report import condition, folder, programs, run_facts
+from diloco_jax.report import condition, programs, run_facts
+from diloco_jax.report import folder as folder_lib
 
 POINTS = 400  # of a curve
 PAUSE_S = 30.0  # a longer time without a process is drawn as so much
@@ -42,8 +43,8 @@ def state(
     'rate_s': run.looked_s - max((one.steps[-1].at_s for one in working), default=run.looked_s),
     'condition': _so(condition.of_run(run)),
     'notices': condition.notices(run),
-    'about': '; '.join(told if config else [*told, f'config {folder.UNKNOWN}']),
-    'loss_unit': folder.loss_unit(config, run),
+    'about': '; '.join(told if config else [*told, f'config {folder_lib.UNKNOWN}']),
+    'loss_unit': folder_lib.loss_unit(config, run),
     'outer_steps': len(run.merges_s),
     'learners_connected': sum(filter(None, connected)) if {*connected} - {None} else None,
     'held_out': _held_out(run),

@@ -21,7 +21,8 @@ from typing import Any
 
 from diloco_jax.config import load, run_config
 from diloco_jax.report import book as book_lib
-from diloco_jax.report import condition, facts, header, page, programs, run_facts
+from diloco_jax.report import condition, header, page, programs, run_facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import folder as folder_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import state as state_lib
@@ -381,7 +382,10 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     if row['loss'] is not None:
       line += f', loss {row["loss"]:.3f}'
     if row['cost']:
-      told = f'{row["cost"]["devices"]} x {row["cost"]["kind"]}', facts.speed_text(row['speed'])
+      told = (
+        f'{row["cost"]["devices"]} x {row["cost"]["kind"]}',
+        report_facts.speed_text(row['speed']),
+      )
       line += ', '.join(['', *filter(None, told)])
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'

@@ -13,7 +13,8 @@ import numpy as np
 
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import safe_json
-from diloco_jax.storage import files, json_files, orbax_context, states
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files, orbax_context, states
 
 by_name = fragments.by_path  # the names in a file are the paths of the tree
 _DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': jnp.bfloat16}
@@ -23,13 +24,13 @@ _ENTRY = {'dtype': str, 'shape': list[int], 'data_offsets': tuple[int, int]}
 def load(path: pathlib.Path) -> Any:
   """Reads a folder that Orbax wrote: nested dicts of arrays, compared with its manifest if it has
   one, as RUN/model. Raises StateError; ValueError for a path that `files.require_name` refuses."""
-  files.require_name(path)
+  files_lib.require_name(path)
   if (path / states.MANIFEST).exists():
     return states.load_on_host(path.absolute())[1]
   try:
     for part in path.rglob('*'):
       if not part.is_dir():
-        files.require_file(part)
+        files_lib.require_file(part)
     with orbax_context.operation(alone=True):
       return orbax_context.ocp.load(path.absolute())
   except Exception as error:  # Orbax raises many kinds
@@ -41,7 +42,7 @@ def start(path: str, shapes: Any) -> Any:
   tree and the types of `shapes`. Raises ValueError: it is not readable, or of another model."""
   try:
     if path.endswith('.safetensors'):
-      files.require_file(path)
+      files_lib.require_file(path)
       found = _safetensors().load_file(path)
     else:
       found = by_name(load(pathlib.Path(path)))
@@ -83,7 +84,7 @@ class Tensor(NamedTuple):
 def stored(path: pathlib.Path) -> dict[str, Tensor]:
   """The tensors in a *.safetensors file by name. Their bytes are side by side, from the end of the
   header to that of the file. Raises ValueError, OSError."""
-  files.require_file(path)
+  files_lib.require_file(path)
   with path.open('rb') as file:
     size = int.from_bytes(file.read(8), 'little')
     header = json_files.require_keys(path, file.read(min(size, safe_json.MAX_BYTES + 1)), {})
@@ -115,7 +116,7 @@ def export(path: pathlib.Path, tree: Any, metadata: dict[str, str]) -> None:
   missing, or the path is of no regular file; OSError."""
   numpy = _safetensors()
   if path.exists():
-    files.require_file(path)
+    files_lib.require_file(path)
 
   named = {name: np.asarray(leaf, order='C') for name, leaf in by_name(tree).items()}
   json_files.replace(path, numpy.save(named, metadata))

@@ -40,7 +40,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from diloco_jax.protocol import rate_limited_log
-from diloco_jax.storage import files, folders, json_files, orbax_context, states, tree_digest
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files, orbax_context, states, tree_digest
 
 CHECKPOINTS_KEPT = 2  # the newest
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
@@ -85,7 +86,7 @@ class Checkpoints:
     self._remedy, self._store = remedy, store
     self._root = folders.place(root)
     if isinstance(self._root, pathlib.Path):
-      files.require_name(self._root)
+      files_lib.require_name(self._root)
       self._root = self._root.resolve()
     # A save of this process has been read. Of several hosts none could read it alone: Orbax counts
     # the loads of each, and they would wait for each other.

@@ -27,7 +27,8 @@ from typing import Any
 
 from diloco_jax.protocol import formats, rate_limited_log, safe_json
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import files, json_files
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files
 from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 
@@ -116,7 +117,7 @@ def take(
     Denied: another process continues the run, or the store has another run; nothing was changed.
     StoreError: the store cannot be read or written.
   """
-  host = files.host_name()
+  host = files_lib.host_name()
   before, generation = read(store)
   if before and here.run not in ('', before.lineage.run):
     raise Denied(

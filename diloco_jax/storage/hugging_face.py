@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco_jax.storage import arrays, files, json_files, tree_digest
+from diloco_jax.storage import arrays, json_files, tree_digest
+from diloco_jax.storage import files as files_lib
 
 FILE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _COPIED = re.compile(  # these are as true of other weights
@@ -131,7 +132,7 @@ def _shape(name: str, leaf: Any) -> tuple[int, ...]:
 def read_object(path: pathlib.Path, keys: Mapping[str, Any]) -> dict[str, Any]:
   """The JSON object in a file, or behind a link to one as in the cache of Hugging Face, with these
   keys (json_files.require_keys). Raises ValueError, OSError."""
-  files.require_file(path)
+  files_lib.require_file(path)
   return json_files.require_keys(path, path.read_bytes(), keys)
 
 

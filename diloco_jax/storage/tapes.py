@@ -38,7 +38,7 @@ from typing import Any
 
 from diloco_jax import version
 from diloco_jax.protocol import actions, events
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import files_port, json_files
 
 TAPES = 'tapes'
@@ -62,7 +62,7 @@ class Tape:
   def __init__(
     self,
     workdir: str | os.PathLike,
-    start: tape.Start,
+    start: tape_lib.Start,
     say: Callable[[str], None],
     config: dict[str, Any] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
@@ -83,7 +83,7 @@ class Tape:
     self._say = say
     self._segment_bytes = min(segment_bytes, limit_bytes // _SEGMENTS)
     self._half_bytes = limit_bytes // 2
-    self._writer = tape.Writer(start, _digest(config), commit(), versions())
+    self._writer = tape_lib.Writer(start, _digest(config), commit(), versions())
     self._life, self._segment = 0, -1
     self._written = 0  # bytes of the segment
     self._backlog: collections.deque[bytes] = collections.deque()  # lines for a disk that is full
@@ -137,7 +137,9 @@ class Tape:
   def _rotate(self) -> None:
     size = sum(self._sizes(self._life).values())
     if size + self._segment_bytes > self._half_bytes:
-      raise tape.TapeError(f'it has {size >> 20} MiB, half of what the tapes of a node may take')
+      raise tape_lib.TapeError(
+        f'it has {size >> 20} MiB, half of what the tapes of a node may take'
+      )
     self._close()
     thread = threading.Thread(target=_compress, args=(self.path,), name='tape', daemon=True)
     self._compressing = [*(t for t in self._compressing if t.is_alive()), thread]
@@ -179,7 +181,7 @@ class Tape:
       return
     try:
       write()
-    except (OSError, tape.TapeError) as error:
+    except (OSError, tape_lib.TapeError) as error:
       self.ended = str(error)
       self._say(f'[{self._node}] the tape ends here, the run continues: {error}')
       self._cut()
@@ -222,7 +224,7 @@ def _digest(config: dict[str, Any] | None) -> str:
 
 def versions() -> dict[str, str]:
   """The versions that decide the results of a run: Python, this package, jax and numpy."""
-  found = {'python': platform.python_version(), tape.PROGRAM: version.__version__}
+  found = {'python': platform.python_version(), tape_lib.PROGRAM: version.__version__}
   for name in ('jax', 'numpy'):
     try:
       found[name] = importlib.metadata.version(name)

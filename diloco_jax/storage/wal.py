@@ -48,7 +48,7 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol import formats
-from diloco_jax.storage import files_port as files_port_lib
+from diloco_jax.storage import files_port
 
 VERSION = formats.NUMBERS['log']
 BASE = 0
@@ -107,7 +107,7 @@ def name_of(number: int) -> str:
   return f'{number:020}.rec'
 
 
-def numbers(files: files_port_lib.Files) -> list[int]:
+def numbers(files: files_port.Files) -> list[int]:
   """The numbers that have a file, ascending."""
   return [int(match[1]) for match in map(_NAME.fullmatch, files.names()) if match]
 
@@ -178,7 +178,7 @@ def _threads() -> futures.ThreadPoolExecutor:
 # --- Reading --------------------------------------------------------------------------------------
 
 
-def _header(files: files_port_lib.Files, run: str, number: int, first: int) -> tuple:
+def _header(files: files_port.Files, run: str, number: int, first: int) -> tuple:
   """Kind, payload size and chain hash of a file. Raises WalDamaged, WalUnsupported, OSError."""
   name = name_of(number)
   header = files.read(name, 0, HEADER_BYTES)
@@ -201,7 +201,7 @@ def _header(files: files_port_lib.Files, run: str, number: int, first: int) -> t
   return kind, size, chain
 
 
-def _records(files: files_port_lib.Files, run: str, base: int, last: int) -> Iterator[Record]:
+def _records(files: files_port.Files, run: str, base: int, last: int) -> Iterator[Record]:
   """Yields the records behind `base`, verified. Raises WalDamaged, WalUnsupported, OSError."""
   *_, before = _header(files, run, base, base)
   for number in range(base + 1, last + 1):
@@ -213,7 +213,7 @@ def _records(files: files_port_lib.Files, run: str, base: int, last: int) -> Ite
     before = chain
 
 
-def _verify(files: files_port_lib.Files, run: str, after: int, chain: bytes | None) -> 'Wal':
+def _verify(files: files_port.Files, run: str, after: int, chain: bytes | None) -> 'Wal':
   """The log of a directory that has one. Every record behind the checkpoint is whole; damage of
   those that it holds is said. `after`, `chain`: as for open_log."""
   present = set(numbers(files))
@@ -246,13 +246,13 @@ def _verify(files: files_port_lib.Files, run: str, after: int, chain: bytes | No
   return Wal(files, run, first, last, end, words)
 
 
-def check(files: files_port_lib.Files, run: str, after: int, last: int) -> None:
+def check(files: files_port.Files, run: str, after: int, last: int) -> None:
   """Verifies the records behind `after`, up to `last`. Raises WalDamaged, WalUnsupported,
   OSError."""
   collections.deque(_records(files, run, after, last), maxlen=0)
 
 
-def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> WalDamaged:
+def _damaged(files: files_port.Files, number: int, base: int, why: str) -> WalDamaged:
   some = number > base + 1
   whole = f'records {base + 1} to {number - 1} are whole' if some else 'no record is whole'
   return WalDamaged(
@@ -263,7 +263,7 @@ def _damaged(files: files_port_lib.Files, number: int, base: int, why: str) -> W
   )
 
 
-def _misfit(files: files_port_lib.Files, after: int, why: str) -> WalDamaged:
+def _misfit(files: files_port.Files, after: int, why: str) -> WalDamaged:
   """The error for a whole log that does not fit the checkpoint."""
   return WalDamaged(
     f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not '
@@ -276,7 +276,7 @@ def _misfit(files: files_port_lib.Files, after: int, why: str) -> WalDamaged:
 
 
 def open_log(
-  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
+  files: files_port.Files, run: str, after: int = 0, chain: bytes | None = None
 ) -> 'Wal':
   """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
@@ -313,9 +313,7 @@ def open_log(
   return log
 
 
-def begin(
-  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None
-) -> 'Wal':
+def begin(files: files_port.Files, run: str, after: int = 0, chain: bytes | None = None) -> 'Wal':
   """Begins a log behind a checkpoint, in a directory without a log.
 
   Call it on purpose only: it abandons committed records that another log has behind the checkpoint.
@@ -340,7 +338,7 @@ class Wal:
 
   def __init__(
     self,
-    files: files_port_lib.Files,
+    files: files_port.Files,
     run: str,
     first: int,
     committed: int,
@@ -442,7 +440,7 @@ class Wal:
     try:
       result = call(*args)
     except OSError as error:
-      if not needed or error.errno not in files_port_lib.FULL:
+      if not needed or error.errno not in files_port.FULL:
         raise self._fail(doing, error) from error
       self._discard()
       raise WalFull(

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_jax.report import facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import global_model
 from diloco_jax.train import evaluate
 from diloco_jax.train import task as task_lib
 
@@ -23,7 +23,7 @@ class Evaluation:
   def __init__(
     self,
     task: task_lib.Task | None,
-    theta: global_model_lib.Theta,
+    theta: global_model.Theta,
     records: records_lib.Recorder,
     measure: Measure | None = None,
   ):
@@ -84,7 +84,7 @@ class Evaluation:
         found = held_out.evaluate(params, lambda: self._stopped)
         if found is None:
           return
-        self._records.evaluated(facts.Eval(step=step, loss=found[0], bits_per_byte=found[1]))
+        self._records.evaluated(report_facts.Eval(step=step, loss=found[0], bits_per_byte=found[1]))
       asked = self._next()
 
   def _next(self) -> tuple[int, Any] | None:

@@ -31,7 +31,7 @@ from typing import Any
 import grpc
 
 from diloco_jax.certs import proofs
-from diloco_jax.numerics import fragments as fragments_lib
+from diloco_jax.numerics import fragments
 from diloco_jax.protocol import formats, messages, safe_json
 from diloco_jax.transport import (
   addresses,
@@ -137,7 +137,7 @@ class Followers:
     layout: of the run.
   """
 
-  def __init__(self, bytes_per_s: int, layout: fragments_lib.Layout):
+  def __init__(self, bytes_per_s: int, layout: fragments.Layout):
     sizes = map(layout.size, range(layout.num_fragments))
     self._fragments, self._layout = [_Fragment(4 * size) for size in sizes], layout.digest()
     self._sends = peer_limits.Rate(bytes_per_s, 0.0)
@@ -201,8 +201,8 @@ class Followers:
     """How many followers there are, and how many versions of all fragments the last one is
     behind."""
     with self._changed:
-      fragments = range(len(self._fragments))
-      behind = [sum(self._behind(one, p) for p in fragments) for one in self._live]
+      ps = range(len(self._fragments))
+      behind = [sum(self._behind(follower, p) for p in ps) for follower in self._live]
       return len(behind), max(behind, default=0)
 
   def live(self) -> list[tuple[Callable[..., None], proofs.Proof]]:

@@ -20,12 +20,10 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.node import payload as payload_lib
-from diloco_jax.numerics import exchange, fragments
-from diloco_jax.numerics import merge as merge_lib
-from diloco_jax.numerics import outer as outer_lib
+from diloco_jax.numerics import exchange, fragments, merge, outer
 from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import screening
-from diloco_jax.syncer import outer_step as outer_step_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.syncer import outer_step
 from diloco_jax.transport import payloads as payloads_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
@@ -63,14 +61,14 @@ class Theta:
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
     self._labels = labels
     own = lambda make, one: make(one) if isinstance(one, str) else one
-    rules = {label: own(merge_lib.make, rule) for label, rule in assembled.rules.items()}
-    self._rules = [merge_lib.by_label(rules, one) for one in labels]
-    self._tiles = outer_step_lib.Tiles(
+    rules = {label: own(merge.make, rule) for label, rule in assembled.rules.items()}
+    self._rules = [merge.by_label(rules, one) for one in labels]
+    self._tiles = outer_step.Tiles(
       layout,
       assembled.codec_up,
       assembled.codec_down,
       assembled.codec_log,
-      own(outer_lib.make, assembled.transform),
+      own(outer.make, assembled.transform),
       devices or jax.local_devices(backend='cpu')[:1],
       None if devices else 0,
     )
@@ -166,7 +164,7 @@ class Theta:
     learners."""
     norms = tuple(map(norm, lengths_MxT))
     factor = self._assembled.protocol.norm_factor
-    return Screened(norms, screening.left_out(participants, norms, live, factor))
+    return Screened(norms, screening_lib.left_out(participants, norms, live, factor))
 
   def merge(
     self,
@@ -194,7 +192,7 @@ class Theta:
     else:
       lengths_MxT = lengths_MxT[counts]
     rule, merged = self._rules[p], [participants[m] for m in counts]
-    weighed = merge_lib.weigh(
+    weighed = merge.weigh(
       rule,
       [one.tokens for one in merged],
       [one.steps for one in merged],
@@ -206,17 +204,17 @@ class Theta:
     totals, sums_T = self._tiles.sums(p, list(zip(given, weighed.factors_MxT, strict=True)))
     stretch_T = rule.stretch(weighed.rows, sums_T)
     periods = self._periods(participants, refused)
-    alone = screening.goes_on(participants)
+    alone = screening_lib.goes_on(participants)
     made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
     if not made:
       return self._failed(p, NOT_FINITE)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    by_label = merge_lib.mean_cosines(weighed.factors_MxT * lengths_MxT, sums_T, self._labels[p])
+    by_label = merge.mean_cosines(weighed.factors_MxT * lengths_MxT, sums_T, self._labels[p])
     return self._next(p, *made, length)._replace(cosines=by_label)
 
   def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
     steps = [one.steps for one in participants if one.learner not in refused]
-    return outer_lib.periods(steps, self._assembled.config.sync.period)
+    return outer.periods(steps, self._assembled.config.sync.period)
 
   def redo(
     self,
@@ -230,12 +228,12 @@ class Theta:
       return self._failed(p, ALL_REJECTED)
     data = self.near(p, gradient)
     periods = self._periods(participants, refused)
-    alone = screening.goes_on(participants)
+    alone = screening_lib.goes_on(participants)
     stepped = self._tiles.redo(p, self._whole()[p], data, periods, alone)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
   def _next(
-    self, p: int, data: payload_lib.Payload, stepped: outer_step_lib.Stepped, length: float
+    self, p: int, data: payload_lib.Payload, stepped: outer_step.Stepped, length: float
   ) -> Merged:
     """Makes the result of an outer step the next version. The encoded outer gradient is copied to
     the host: it is what the log records."""
@@ -253,7 +251,7 @@ class Theta:
     if not self._warm:
       values = self._whole()
       for p in self._tiles.unlike:
-        zeros = [np.zeros(self._assembled.payload_bytes[p], np.uint8)] * sum(outer_step_lib.AT_ONCE)
+        zeros = [np.zeros(self._assembled.payload_bytes[p], np.uint8)] * sum(outer_step.AT_ONCE)
         lengths = [self.lengths(p, zeros[0])] * len(zeros)
         if self._rules[p].cosines:
           self._tiles.cosines(p, zeros[:2], np.stack(lengths[:2]))
@@ -294,8 +292,7 @@ class Theta:
 
 def _tree(whole: Iterable[exchange.Values]) -> dict[str, Any]:
   """The arrays of a checkpoint."""
-  masters, published, outer = zip(*whole)
-  return {'masters': list(masters), 'published': list(published), 'outer': list(outer)}
+  return dict(zip(('masters', 'published', 'outer'), map(list, zip(*whole)), strict=True))
 
 
 def norm(lengths_T: np.ndarray) -> int:
@@ -303,5 +300,5 @@ def norm(lengths_T: np.ndarray) -> int:
   large for a float32."""
   square = float(np.sum(np.square(lengths_T)))
   if not square <= LARGEST:
-    return screening.NOT_FINITE
-  return int(math.sqrt(square) * screening.UNIT)
+    return screening_lib.NOT_FINITE
+  return int(math.sqrt(square) * screening_lib.UNIT)

@@ -19,20 +19,20 @@ import jax
 
 from diloco_jax.config import brought, build
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events, rate_limited_log, tempo
-from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol import actions, events, facts, rate_limited_log
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
-from diloco_jax.report import facts, header
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import header
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, folders, outer_log, states, tapes, wal
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import lineage as lineage_lib
-from diloco_jax.syncer import commit, stored
+from diloco_jax.syncer import commit, global_model, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import followers as followers_lib
-from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
@@ -63,22 +63,22 @@ class SyncerRecords:
       int(_SAY_S * 1e9), records.say
     )  # who comes again and again
 
-  def report(self, fact: protocol_facts.Fact) -> None:
+  def report(self, fact: facts.Fact) -> None:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
     self._records.report(fact)
     match fact:
-      case protocol_facts.Ledger():
+      case facts.Ledger():
         parallel = self._data_parallel_bytes(fact)
         self._records.report(
-          facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
+          report_facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
         )
         self.report_followers()
         self._say(fact)
-      case protocol_facts.Member(state='joined' | 'lost'):
+      case facts.Member(state='joined' | 'lost'):
         why = fact.reason if fact.reason.startswith('left') else f'is lost: {fact.reason}'
         line = f'{fact.learner} {"joined" if fact.state == "joined" else why}'
         self._notices.say(time.monotonic_ns(), f'{fact.learner} {fact.state}', line)
-      case protocol_facts.Synced():
+      case facts.Synced():
         self._records.scalars(
           fact.sync,
           {
@@ -94,10 +94,10 @@ class SyncerRecords:
   def report_followers(self, ended: bool = False) -> None:
     count, behind = self._followers.state() if self._followers and not ended else (0, 0)
     if count or self._followed:
-      self._records.report(facts.Followers(count=count, behind=behind))
+      self._records.report(report_facts.Followers(count=count, behind=behind))
     self._followed = bool(count)
 
-  def _say(self, ledger: protocol_facts.Ledger) -> None:
+  def _say(self, ledger: facts.Ledger) -> None:
     """Says a line about the whole run, every now and then."""
     if 0 < ledger.sync < self._steps and time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _SAY_S
@@ -106,7 +106,7 @@ class SyncerRecords:
         f'outer steps, {ledger.trained:,} tokens'
       )
 
-  def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:
+  def _data_parallel_bytes(self, ledger: facts.Ledger) -> int:
     """The bytes that data-parallel training of the same steps would have moved: in every inner step
     a ring all-reduce of bfloat16 gradients, in which each of M learners sends 2 (M - 1) / M of
     them."""
@@ -116,7 +116,7 @@ class SyncerRecords:
 
 def run(
   assembled: build.Assembly,
-  theta: global_model_lib.Theta,
+  theta: global_model.Theta,
   workdir: pathlib.Path,
   event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
@@ -266,7 +266,7 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
     f'for each learner in {sync.period} steps',
   ]
   records.report(
-    facts.Layout(
+    report_facts.Layout(
       parameters=assembled.parameters, tokens=tokens, bytes_up=up, bytes_down=down, lines=lines
     )
   )
@@ -285,7 +285,7 @@ def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.Event
 
 
 def _export(
-  theta: global_model_lib.Theta,
+  theta: global_model.Theta,
   workdir: pathlib.Path,
   record: dict[str, Any],
   records: records_lib.Recorder,
@@ -316,7 +316,7 @@ def _forget_export(workdir: pathlib.Path, store: stored.Stored | None) -> None:
 
 def recover(
   assembled: build.Assembly,
-  theta: global_model_lib.Theta,
+  theta: global_model.Theta,
   checkpoints: checkpoint.Checkpoints,
   log: commit.CommitLog,
   records: records_lib.Recorder,
@@ -335,7 +335,7 @@ def recover(
     agreement=assembled.agreement,
     run=lineage.run,
     payload_bytes=sizes,
-    links_measured=tempo.are_measured(sizes),
+    links_measured=tempo_lib.are_measured(sizes),
   )
   load = functools.partial(_load, start)
   if restored is None:
@@ -368,7 +368,7 @@ def recover(
     f'{machine_state["opened"]}'
   )
   records.report(
-    facts.Recovered(
+    report_facts.Recovered(
       replayed=len(replayed),
       sync=machine_state['opened'],
       log=log.position[outer_log.POSITION],

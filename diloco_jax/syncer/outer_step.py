@@ -36,10 +36,9 @@ import numpy as np
 import optax
 
 from diloco_jax.node import payload as payload_lib
-from diloco_jax.numerics import codecs, exchange, fragments
+from diloco_jax.numerics import codecs, exchange, fragments, outer
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.numerics import outer as outer_lib
-from diloco_jax.transport import payloads
+from diloco_jax.transport import payloads as payloads_lib
 
 TILE = 1 << 19
 LARGE = 32 * TILE  # from here on the last tile of a fragment and idle cores cost less than calls
@@ -89,7 +88,7 @@ class _Encoded:
   def __init__(self, codec: codecs.Codec, size: int, on_host: bool):
     """`size`: in values."""
     self._codec, self._size = codec, size
-    self.payload = payloads.MEMORY.take(codec.encoded_size(size)) if on_host else None
+    self.payload = payloads_lib.MEMORY.take(codec.encoded_size(size)) if on_host else None
 
   def write(self, start: int, n: int, sections: Sequence[jax.Array]) -> None:
     """Writes an encoded tile of n values into the payload of its fragment."""
@@ -125,13 +124,13 @@ class Tiles:
     self._sizes = [layout.size(p) for p in range(count)]
     usual = 2 * TILE if max(self._sizes) >= LARGE else TILE
     widest = min(tile or usual, max(self._sizes))
-    by_value = outer_lib.elementwise(tx)
+    by_value = outer.elementwise(tx)
     self._whole = not (self._on_host and by_value)
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a tile has.
     measured = round(4 * widest / codec_up.encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
-    self._tx = [tx if by_value else outer_lib.by_tensor(tx, layout, p) for p in range(count)]
+    self._tx = [tx if by_value else outer.by_tensor(tx, layout, p) for p in range(count)]
     # By fragment: how many blocks each tensor has, how many values each block has.
     self._blocks = blocks = [
       np.array([one.padded_size // codecs.BLOCK for one in layout.fragments[p]])

@@ -21,13 +21,12 @@ from diloco_jax.config import build
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.report import facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log, states
-from diloco_jax.syncer import commit, outer_step, stored
+from diloco_jax.syncer import commit, global_model, outer_step, stored
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import followers as followers_lib
-from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 
@@ -45,7 +44,7 @@ class SyncerWork:
   def __init__(
     self,
     assembled: build.Assembly,
-    theta: global_model_lib.Theta,
+    theta: global_model.Theta,
     post: ports.Post,
     fail: Callable[[BaseException], None],
     payloads: ports.Payloads,
@@ -148,7 +147,7 @@ class SyncerWork:
       self._followers.take_delta(publish, self._payloads.get(payload_id))
     self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
-      facts.Outer(
+      report_facts.Outer(
         sync=merge.sync,
         fragment=p,
         version=merge.version,

@@ -38,7 +38,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax import version
-from diloco_jax.storage import files, folders, json_files
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files
 from diloco_jax.train import fingerprint
 
 HELD_OUT_OF_1000 = 30
@@ -110,7 +111,9 @@ def _text_of(root: str, paths: Sequence[str]) -> tuple[list[str], str]:
     parts = os.path.relpath(path, root or '.').split(os.sep)
     is_hidden = any(part.startswith('.') and part != '..' for part in parts)
     is_copy = path.lower().endswith(_COPIES)
-    what = files.kind(path) or ('hidden' if is_hidden else 'a copy' if is_copy else _no_text(path))
+    what = files_lib.kind(path) or (
+      'hidden' if is_hidden else 'a copy' if is_copy else _no_text(path)
+    )
     (left_out[what] if what else kept).append(path)
   told = (f'{len(some)} {what} ({os.path.basename(some[0])})' for what, some in left_out.items())
   if counted := ', '.join(told):

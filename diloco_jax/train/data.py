@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 import numpy as np
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import corpus_files, fingerprint
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
@@ -182,7 +182,7 @@ class Shard:
   """The endless batches of a shard, by index from 0: the first `config.rows` examples of each, with
   a leading axis; of a corpus ids[rows, seq_len + 1]. Raises ValueError: too few examples."""
 
-  def __init__(self, examples: Examples, config: config_lib.DataConfig, shard: int):
+  def __init__(self, examples: Examples, config: train_config.DataConfig, shard: int):
     import grain  # here: the syncer reads no shard, and it takes half a second
 
     self._shuffled = grain.MapDataset.source(examples).seed(config.seed).shuffle()
@@ -224,7 +224,7 @@ def first_slice(shard: int, shards: int) -> int:
   return sorted(backwards).index(backwards[shard])
 
 
-def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Shard:
+def make_shard(source: Source, config: train_config.DataConfig, shard: int) -> Shard:
   """Returns a shard of a source; with `local` all of it, in an order drawn for this number. Raises
   ValueError: no such shard, or too little data."""
   if config.local:
@@ -246,7 +246,7 @@ def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Sha
   return Shard(examples, config, shard)
 
 
-def found(config: config_lib.DataConfig) -> bool:
+def found(config: train_config.DataConfig) -> bool:
   """False on a node without files where learners have theirs: the syncer, which evaluates then
   nothing."""
   with contextlib.suppress(ValueError):
@@ -254,14 +254,14 @@ def found(config: config_lib.DataConfig) -> bool:
   return False
 
 
-def digest(source: Source, config: config_lib.DataConfig) -> str:
+def digest(source: Source, config: train_config.DataConfig) -> str:
   """For `Task.data_digest`. Raises ValueError if there is too little to evaluate: at the start of a
   run, not after its training."""
   _held_out_examples(source, config)
   return source.digest
 
 
-def _held_out_examples(source: Source, config: config_lib.DataConfig) -> Examples:
+def _held_out_examples(source: Source, config: train_config.DataConfig) -> Examples:
   examples = source.held_out(config.seq_len)
   need = config.eval_batches * config.eval_batch_size
   if len(examples) < need:
@@ -274,7 +274,7 @@ def _held_out_examples(source: Source, config: config_lib.DataConfig) -> Example
   return examples
 
 
-def eval_batches(source: Source, config: config_lib.DataConfig) -> list[task_lib.Batch]:
+def eval_batches(source: Source, config: train_config.DataConfig) -> list[task_lib.Batch]:
   """Returns the same evenly spread batches of eval_batch_size examples at every call."""
   examples, need = _held_out_examples(source, config), config.eval_batches * config.eval_batch_size
   picked = np.linspace(0, len(examples) - 1, need).astype(np.int64)

@@ -34,12 +34,9 @@ from jax.sharding import PartitionSpec as P
 
 from diloco_jax.numerics import fragments
 from diloco_jax.storage import arrays, hugging_face
-from diloco_jax.train import attention as attention_lib
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import attention, evaluate, experts, flops, initial
+from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
-from diloco_jax.train import evaluate, initial
-from diloco_jax.train import experts as experts_lib
-from diloco_jax.train import flops as flops_lib
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
 
@@ -56,7 +53,7 @@ PARTITION = (
   (r'head', P('fsdp', 'tensor')),  # D V
   *((rf'layers/\d+/{name}', spec) for name, spec in _SPLIT),
   *((rf'layers/{name}', P(None, *spec)) for name, spec in _SPLIT),
-  *experts_lib.PARTITION,
+  *experts.PARTITION,
 )
 MATRICES = (
   (r'layers/\d+/(query|key|value)', ((0,), (1, 2))),  # D -> N H
@@ -65,7 +62,7 @@ MATRICES = (
   (r'layers/out', ((1, 2), (3,))),
   (r'layers/(gate|up|down)', ((1,), (2,))),
   (r'layers/\w+_norm', None),
-  *experts_lib.MATRICES,
+  *experts.MATRICES,
 )
 _SAVED = {  # by config.remat: what a layer keeps for the backward pass
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -77,7 +74,7 @@ _LLAMA3_TURNS = (1.0, 4.0)  # in _LLAMA3_LENGTH positions: wavelengths with fewe
 _LLAMA3_LENGTH = 8192  # more they stay
 
 
-def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib.Task:
+def task(model: train_config.ModelConfig, data: train_config.DataConfig) -> task_lib.Task:
   """The decoder on the corpus of `data`, which is read on first use."""
   tokenizer = functools.cache(lambda: tokenizer_lib.load(data.tokenizer, data.corpus, data.field))
 
@@ -105,14 +102,14 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     tokenizer=tokenizer,
     logits=functools.partial(apply, model),
     suite=lambda most: evaluate.text_suite(corpus().held_out(data.seq_len), tokenizer(), most),
-    flops_per_token=flops_lib.decoder(model, data.seq_len),
+    flops_per_token=flops.decoder(model, data.seq_len),
   )
 
 
 class Block(nnx.Module):
   """One layer: attention, then the gated feed-forward block."""
 
-  def __init__(self, config: config_lib.ModelConfig):
+  def __init__(self, config: train_config.ModelConfig):
     """Draws projections with standard deviation 1/sqrt(fan in); those whose output is added to the
     residual sum are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with
     depth."""
@@ -132,7 +129,7 @@ class Block(nnx.Module):
     self.out = normal((N, H, D), (N * H) ** -0.5 * residual)
     self.mlp_norm = scale(D)
     if config.num_experts:
-      self.experts = experts_lib.Experts(config, normal, residual)
+      self.experts = experts.Experts(config, normal, residual)
     else:
       self.gate = normal((D, F), D**-0.5)
       self.up = normal((D, F), D**-0.5)
@@ -177,7 +174,7 @@ class Block(nnx.Module):
     query_BxLxNxH = _rope(self._normed(query_BxLxNxH, 'query_norm'), sin_LxH, cos_LxH)
     key_BxLxKxH = _rope(self._normed(key_BxLxKxH, 'key_norm'), sin_LxH, cos_LxH)
     of_all, of_window = (
-      functools.partial(attention_lib.attention, window=window, sharding=sharding)
+      functools.partial(attention.attention, window=window, sharding=sharding)
       for window in (0, self.window)
     )
     arrays = query_BxLxNxH, key_BxLxKxH, value_BxLxKxH
@@ -195,7 +192,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
   """The whole model; the initial loss is close to ln V."""
 
-  def __init__(self, config: config_lib.ModelConfig):
+  def __init__(self, config: train_config.ModelConfig):
     self.config = config
     self.embedding = normal((config.vocab_size, config.embed_dim), _EMBED_STD)
     ones = config.style == 'llama'
@@ -288,7 +285,7 @@ def normal(shape: tuple[int, ...], std: float) -> nnx.Param:
 
 
 def initial_params(
-  config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder
+  config: train_config.ModelConfig, seed: int, kind: type[Decoder] = Decoder
 ) -> Params:
   """The initial parameters of a model, drawn when they are read (initial.py)."""
   module = kind(dataclasses.replace(config, scan=False))
@@ -296,14 +293,14 @@ def initial_params(
   return _stacked(config, params)
 
 
-def _stacked(config: config_lib.ModelConfig, params: Params) -> Params:
+def _stacked(config: train_config.ModelConfig, params: Params) -> Params:
   if config.scan:
     layers = [params['layers'][number] for number in range(config.num_layers)]
     params['layers'] = jax.tree.map(lambda *leaves: initial.Stacked(leaves), *layers)
   return params
 
 
-def start(config: config_lib.ModelConfig, path: str, seed: int) -> Params:
+def start(config: train_config.ModelConfig, path: str, seed: int) -> Params:
   """The parameters in a Hugging Face folder, or in what `arrays.start` reads. Raises ValueError."""
   if not hugging_face.is_model(path):
     return arrays.start(path, initial_params(config, seed))
@@ -311,7 +308,7 @@ def start(config: config_lib.ModelConfig, path: str, seed: int) -> Params:
   return _stacked(config, hugging_face.read(path, like))
 
 
-def export(config: config_lib.ModelConfig, params: Params) -> dict[str, np.ndarray]:
+def export(config: train_config.ModelConfig, params: Params) -> dict[str, np.ndarray]:
   """The tensors of a Hugging Face folder. Raises ValueError: such a model is in none."""
   if config.scan:
     rows = [jax.tree.map(lambda leaf: leaf[n], params['layers']) for n in range(config.num_layers)]
@@ -319,25 +316,27 @@ def export(config: config_lib.ModelConfig, params: Params) -> dict[str, np.ndarr
   return hugging_face.tensors_of(params)
 
 
-def init_params(config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder) -> Params:
+def init_params(
+  config: train_config.ModelConfig, seed: int, kind: type[Decoder] = Decoder
+) -> Params:
   """The same as numpy arrays."""
   return jax.tree.map(np.asarray, initial_params(config, seed, kind))
 
 
-def bind(config: config_lib.ModelConfig, params: Params, kind: type[Decoder] = Decoder) -> Any:
+def bind(config: train_config.ModelConfig, params: Params, kind: type[Decoder] = Decoder) -> Any:
   """The model with the parameters of a tree, which computes in `config.dtype`."""
   module = kind(config)
   nnx.update(module, jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(config.dtype)), params))
   return module
 
 
-def apply(config: config_lib.ModelConfig, params: Params, tokens_BxL: jax.Array) -> jax.Array:
+def apply(config: train_config.ModelConfig, params: Params, tokens_BxL: jax.Array) -> jax.Array:
   """Logits (Decoder.__call__) of a tree of parameters."""
   return bind(config, params)(tokens_BxL)[0]
 
 
 def loss(
-  config: config_lib.ModelConfig,
+  config: train_config.ModelConfig,
   params: Params,
   tokens_BxL1: jax.Array,
   sharding: jax.sharding.NamedSharding | None = None,
@@ -364,7 +363,7 @@ def loss(
 
 
 def text_loss(
-  config: config_lib.ModelConfig,
+  config: train_config.ModelConfig,
   logits_BxLxV: jax.Array,
   targets_BxL: jax.Array,
   routing_3: jax.Array,
@@ -377,7 +376,7 @@ def text_loss(
 
 
 def _with_routing(
-  config: config_lib.ModelConfig, loss: jax.Array, routing_3: jax.Array
+  config: train_config.ModelConfig, loss: jax.Array, routing_3: jax.Array
 ) -> jax.Array | task_lib.Measured:
   if not config.num_experts:
     return loss
@@ -422,7 +421,7 @@ def rms_norm(x_xD: jax.Array, scale_D: jax.Array, eps: float, is_llama: bool) ->
 
 
 def _rope_table(
-  config: config_lib.ModelConfig, length: int, theta: float, factor: float = 1.0
+  config: train_config.ModelConfig, length: int, theta: float, factor: float = 1.0
 ) -> jax.Array:
   """Sines and cosines of position * theta^(-2i/H), i < H/2, float32 [2, L, H/2]. `factor`: of
   Llama 3.1, wavelengths that hardly fit into the texts of its first training are so much longer."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
@@ -59,7 +59,7 @@ class HeldOut:
   def __init__(
     self, task: task_lib.Task, shapes: task_lib.Params, device: jax.Device | None = None
   ):
-    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), [device or jax.local_devices()[0]])
+    mesh = mesh_lib.make_mesh(train_config.MeshConfig(), [device or jax.local_devices()[0]])
     self._shardings = mesh_lib.tree_shardings(mesh, shapes, task.partition)
     self._step = make_eval_step(task, mesh, self._shardings)
     batches = task.eval_batches()

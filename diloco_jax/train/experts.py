@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 
 PARTITION = (
   (r'experts/(gate|up)', P(None, 'fsdp', 'tensor')),  # E D F
@@ -42,7 +42,7 @@ class Experts(nnx.Module):
 
   def __init__(
     self,
-    config: config_lib.ModelConfig,
+    config: train_config.ModelConfig,
     normal: Callable[[tuple[int, ...], float], nnx.Param],
     residual: float,
   ):

@@ -22,7 +22,8 @@ import pathlib
 import time
 from collections.abc import Iterable, Sequence
 
-from diloco_jax.storage import files, folders, json_files
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files
 
 Files = Sequence[tuple[str, str]]  # name, path
 Key = tuple[int, int, int, int]
@@ -87,6 +88,6 @@ def newest(listed: Files) -> str:
 
 
 def _sha256(path: str) -> str:
-  files.require_file(path)
+  files_lib.require_file(path)
   with open(path, 'rb', buffering=0) as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()

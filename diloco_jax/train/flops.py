@@ -8,7 +8,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 
 if TYPE_CHECKING:
   import jax
@@ -56,7 +56,7 @@ class Cost:
     return {name: value for name, value in found.items() if value}
 
 
-def decoder(model: config_lib.ModelConfig, seq_len: int) -> float:
+def decoder(model: train_config.ModelConfig, seq_len: int) -> float:
   """FLOPs of training on one token, forward and backward: 6 for each weight that it is multiplied
   with, and 12 H N L for the attention of a layer with L keys (PaLM, arXiv 2204.02311, appendix B).
 

@@ -30,9 +30,8 @@ import numpy as np
 
 from diloco_jax.storage import checkpoint
 from diloco_jax.storage import files as files_lib
-from diloco_jax.train import config as config_lib
-from diloco_jax.train import evaluate as evaluate_lib
-from diloco_jax.train import flops as flops_lib
+from diloco_jax.train import config as train_config
+from diloco_jax.train import evaluate, flops
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
@@ -90,8 +89,8 @@ class Island:
     self,
     *,
     task: task_lib.Task,
-    optimizer: config_lib.OptimizerConfig,
-    mesh: config_lib.MeshConfig,
+    optimizer: train_config.OptimizerConfig,
+    mesh: train_config.MeshConfig,
     total_steps: int,
     devices: Sequence[jax.Device] | None = None,
     seed: int = 0,
@@ -112,7 +111,7 @@ class Island:
     self._init = lambda: step_lib.init_state(task, tx, self.mesh, seed)
     self._state, self.shardings = self._init()
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
-    self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
+    self._eval_step = evaluate.make_eval_step(task, self.mesh, self.shardings.params)
     self._eval_batches = None
     self._damaged: set[tuple[int, int]] = set()  # batches that were said to be
     self._folder = self._checkpoints = None
@@ -162,18 +161,18 @@ class Island:
     if self._checkpoints is not None:
       self._checkpoints.warm_up(self._state)
 
-  def cost(self) -> flops_lib.Cost:
+  def cost(self) -> flops.Cost:
     """What the steps of this island cost; the memory is that held until now."""
     devices, leaves = self.mesh.devices.size, jax.tree.leaves(self.params)
     kind = self.mesh.devices.flat[0].device_kind
-    used, limit = flops_lib.memory(self.mesh.local_devices)
-    return flops_lib.Cost(
+    used, limit = flops.memory(self.mesh.local_devices)
+    return flops.Cost(
       parameters=sum(leaf.size for leaf in leaves),
       tokens=self.tokens_per_step,
       devices=devices,
       kind=kind,
       flops=self._task.flops_per_token * self.tokens_per_step / devices,
-      peak_flops=flops_lib.peak(kind),
+      peak_flops=flops.peak(kind),
       memory_bytes=used,
       memory_limit_bytes=limit,
     )
@@ -272,10 +271,10 @@ class Island:
     it."""
     if self._eval_batches is None:  # most islands of a run never evaluate
       batches = self._task.eval_batches()
-      self.bits_per_byte = evaluate_lib.bits_per_byte(self._task, batches)  # of a loss
+      self.bits_per_byte = evaluate.bits_per_byte(self._task, batches)  # of a loss
       self._eval_batches = [mesh_lib.put_batch(self.mesh, batch) for batch in batches]
     params = self.params if params is None else self._put_params(params)
-    return evaluate_lib.evaluate(self._eval_step, params, self._eval_batches)
+    return evaluate.evaluate(self._eval_step, params, self._eval_batches)
 
   # State, between steps.
 

@@ -23,7 +23,7 @@ from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import task as task_lib
 
 AXES = ('data', 'fsdp', 'tensor')
@@ -31,7 +31,7 @@ BATCH = P(('data', 'fsdp'))
 
 
 def make_mesh(
-  config: config_lib.MeshConfig, devices: Sequence[jax.Device] | None = None
+  config: train_config.MeshConfig, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
   """Returns the mesh of one island over exactly `devices` (default: all local devices)."""
   devices = list(jax.local_devices() if devices is None else devices)

@@ -39,14 +39,14 @@ import jax.numpy as jnp
 import optax
 
 from diloco_jax.numerics import fragments, spec
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import task as task_lib
 
 _EPS = 1e-8  # of Adam
 _RMS_OF_ADAM = 0.2  # of an update before the rate (arXiv 2502.16982, section 2.2)
 
 
-def schedule(config: config_lib.OptimizerConfig, total_steps: int) -> Callable[[int], float]:
+def schedule(config: train_config.OptimizerConfig, total_steps: int) -> Callable[[int], float]:
   """The rate by clock (0 for the first inner step).
 
   Args:
@@ -73,7 +73,7 @@ def schedule(config: config_lib.OptimizerConfig, total_steps: int) -> Callable[[
 
 
 def make_optimizer(
-  config: config_lib.OptimizerConfig, task: task_lib.Task
+  config: train_config.OptimizerConfig, task: task_lib.Task
 ) -> optax.GradientTransformationExtraArgs:
   """Clipping by global norm, Adam or Muon or one of the user's own, decoupled weight decay, the
   given rate.
@@ -118,7 +118,7 @@ def quasi_hyperbolic(decay: float, weight: float) -> optax.GradientTransformatio
   return optax.GradientTransformation(mean.init, update)
 
 
-def _adam(config: config_lib.OptimizerConfig) -> optax.GradientTransformation:
+def _adam(config: train_config.OptimizerConfig) -> optax.GradientTransformation:
   """Adam, or QHAdam with a weight."""
   adam, weight = optax.scale_by_adam(b2=config.b2, eps=_EPS), config.momentum_weight
   if not weight:
@@ -146,7 +146,7 @@ def _in_float32(
 
 
 def _muon(
-  config: config_lib.OptimizerConfig, task: task_lib.Task, rest: optax.GradientTransformation
+  config: train_config.OptimizerConfig, task: task_lib.Task, rest: optax.GradientTransformation
 ) -> optax.GradientTransformation:
   """Muon for the matrices of the task's body and `rest` for its other tensors."""
   by_path, axes = jax.tree_util.tree_map_with_path, functools.partial(_matrix_axes, task)

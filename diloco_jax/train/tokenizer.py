@@ -14,7 +14,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 
 from diloco_jax.numerics import spec
-from diloco_jax.storage import files, json_files
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files
 from diloco_jax.train import corpus_files, fingerprint
 
 _ENDS = ('<|endoftext|>', '</s>', '<eos>', '<|end_of_text|>', '[SEP]', '[EOS]', '<|eos|>')
@@ -99,7 +100,7 @@ def _import(name: str) -> types.ModuleType:
 def file(name: str, corpus: str, field: str = 'text') -> pathlib.Path:
   """Its file; one that is to be trained is, once on this machine. Raises ValueError."""
   if name.endswith(('.json', '.model')):
-    if what := files.kind(name):
+    if what := files_lib.kind(name):
       raise ValueError(f'tokenizer {name!r} is {what} (seen from {pathlib.Path.cwd()})')
     return pathlib.Path(name)
   try:

@@ -44,9 +44,10 @@ import numpy as np
 from isal import isal_zlib
 
 from diloco_jax.protocol import formats
-from diloco_jax.transport import control_crc, payloads
+from diloco_jax.transport import control_crc
+from diloco_jax.transport import payloads as payloads_lib
 
-CHUNK_BYTES = payloads.STEP_BYTES
+CHUNK_BYTES = payloads_lib.STEP_BYTES
 LARGE_CHUNK_BYTES = 1 << 20
 MAGIC = b'DLCB'
 VERSION = formats.NUMBERS['frame']
@@ -105,7 +106,7 @@ def split(
     def make(index: int = index, crc32: int = crc32) -> bytes:
       stop = min((index + 1) * chunk_bytes, data.nbytes)
       chunk = data[index * chunk_bytes : stop]
-      known = payloads.checksum(payload, stop)
+      known = payloads_lib.checksum(payload, stop)
       crc32 = isal_zlib.crc32(chunk, crc32) if known is None else known
       return b''.join((_header(data.nbytes, index, count, crc32), chunk))
 
@@ -156,7 +157,7 @@ class _Partial:
   """An incomplete transfer."""
 
   def __init__(self, total: int, count: int):
-    self.buffer_S = payloads.MEMORY.take(total)
+    self.buffer_S = payloads_lib.MEMORY.take(total)
     self.count = count
     self.next_index = 0
     self.crc32 = 0

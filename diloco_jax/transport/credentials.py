@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import grpc
 
-from diloco_jax.certs import allowlist, check, names, proofs
+from diloco_jax.certs import allowlist, names, proofs
+from diloco_jax.certs import check as check_lib
 
 WATCH_S = 1.0  # between two looks at files and dates
 _WARN_AGAIN = datetime.timedelta(days=1)
@@ -101,8 +102,8 @@ class SyncerCredentials:
     self._date = _Date(say, now, monotonic)
     self._lock = threading.Lock()
     # Before the files are read: one that changes meanwhile is read again.
-    self._seen = {names: self._stamp(names) for names in (check.FILES, (allowlist.FILE,))}
-    self._own = check.read(folder, names.SYNCER, self._date.now())
+    self._seen = {names: self._stamp(names) for names in (check_lib.FILES, (allowlist.FILE,))}
+    self._own = check_lib.read(folder, names.SYNCER, self._date.now())
     self._listed = allowlist.read(folder)
     self._unread: dict[tuple[str, ...], str] = {}  # why changed files cannot be read
     self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
@@ -151,10 +152,10 @@ class SyncerCredentials:
       now = self._date.now()
       warn = [proof for proof in (self._own.proof, *live) if self._warns(proof, now)]
     for proof in warn:
-      self._say(check.warning(proof, now))
+      self._say(check_lib.warning(proof, now))
 
   def _warns(self, proof: proofs.Proof, now: datetime.datetime) -> bool:
-    if not check.warning(proof, now):
+    if not check_lib.warning(proof, now):
       return False
     last = self._warned.get(proof.sha256)
     if last is not None and now < last + _WARN_AGAIN:
@@ -165,7 +166,7 @@ class SyncerCredentials:
   def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
     """The syncer's certificate if its files have changed, else None. Never raises."""
     with self._lock:
-      own = self._reread(check.FILES, self._read_own, "the syncer's certificate")
+      own = self._reread(check_lib.FILES, self._read_own, "the syncer's certificate")
       if own is None:
         return None
       self._own = own
@@ -178,8 +179,8 @@ class SyncerCredentials:
       raise ValueError(f'the allowlist is of run {listed.run}')
     return listed
 
-  def _read_own(self) -> check.Identity:
-    own = check.read(self._folder, names.SYNCER, self._date.now())
+  def _read_own(self) -> check_lib.Identity:
+    own = check_lib.read(self._folder, names.SYNCER, self._date.now())
     if own.proof.name.run != self.run:
       raise ValueError(f'the certificate is of run {own.proof.name.run}')
     return own
@@ -213,7 +214,7 @@ class SyncerCredentials:
     return tuple(found)
 
 
-def _configuration(own: check.Identity) -> grpc.ServerCertificateConfiguration:
+def _configuration(own: check_lib.Identity) -> grpc.ServerCertificateConfiguration:
   return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authority)
 
 
@@ -222,7 +223,7 @@ def dial(
 ) -> grpc.Channel:
   """A channel to the syncer of the run that the learner's certificate names, and to no other
   server. Raises ValueError that names everything that is wrong in the folder."""
-  own = check.read(folder, names.LEARNER, proofs.utc_now())
+  own = check_lib.read(folder, names.LEARNER, proofs.utc_now())
   expected = ('grpc.ssl_target_name_override', names.host(own.proof.name.run))
   credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
   return grpc.secure_channel(address, credentials, options=(*options, expected))

@@ -31,8 +31,7 @@ import grpc
 
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
-from diloco_jax.protocol import events, messages
-from diloco_jax.protocol import printable as printable_lib
+from diloco_jax.protocol import events, messages, printable
 from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_limits, translate
 
 SERVICE = 'diloco.v1.SyncerService'
@@ -189,7 +188,7 @@ class Session:
       refused = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED
       if refused and self._dialed and self._state is not _State.OVER:
         self._unhandled += 1
-        told = messages.unproved(printable_lib.printable(error.details() or '', REASON_CHARS))
+        told = messages.unproved(printable.printable(error.details() or '', REASON_CHARS))
         self._post(events.Received(session=self.number, message=told))
       self.fail(reason)
 
@@ -362,7 +361,7 @@ class Session:
     """Counts a stream that the peer ended in order; after both, the peer has closed the session."""
     trailer = dict(stream.trailing_metadata() or ()) if isinstance(stream, grpc.Call) else {}
     told = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
-    reason = printable_lib.printable(told, REASON_CHARS)
+    reason = printable.printable(told, REASON_CHARS)
     with self._changed:
       self._streams_read += 1
       if self._streams_read == 2:
@@ -470,7 +469,7 @@ def describe(error: grpc.RpcError) -> str:
   if not isinstance(error, grpc.Call):
     return LOST
   code = error.code().name.lower().replace('_', ' ')
-  details = printable_lib.printable(error.details() or '', REASON_CHARS)
+  details = printable.printable(error.details() or '', REASON_CHARS)
   return f'{code}: {details}' if details else code
 
 

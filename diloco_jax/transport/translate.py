@@ -27,8 +27,7 @@ from typing import Any
 
 from google.protobuf import message as protobuf
 
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import printable as printable_lib
+from diloco_jax.protocol import messages, printable
 from diloco_jax.transport import control_crc, sync_pb2
 
 MAX_ITEMS = 4096  # more than the fragments of any model
@@ -176,9 +175,7 @@ def _read_field(
     return _read(kind, value, max_items)
   value = _checked(cls, name, value)
   if kind is str and name not in _COMPARED:
-    return printable_lib.printable(
-      value, _TEXT_CHARS if name == 'text' else printable_lib.MOST_CHARS
-    )
+    return printable.printable(value, _TEXT_CHARS if name == 'text' else printable.MOST_CHARS)
   return value
 
 

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
 
 M, T, H, TAU = 4, 240, 4, 2  # learners, inner steps, steps between two syncs of a fragment, overlap
 RATE, WARM_UP = 3e-3, 20
 FRAGMENTS = ('embedding', 'head', 'layer_1', 'layer_2')  # p is due after steps p + 1, p + 1 + H ...
-DATA = config_lib.DataConfig(seq_len=32, batch_size=8, shards=M, eval_batches=2)
+DATA = train_config.DataConfig(seq_len=32, batch_size=8, shards=M, eval_batches=2)
 CLIP, ADAM, WEIGHT_DECAY = optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95), 0.1
 INNER = optax.chain(CLIP, ADAM, optax.add_decayed_weights(WEIGHT_DECAY))
 OUTER = optax.sgd(0.7, momentum=0.5, nesterov=True)

@@ -13,7 +13,8 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import hardware, no_arrays, world
+from diloco_jax.verification.sim import hardware, no_arrays
+from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions, links
 from experiments.goodput import islands
 
@@ -114,7 +115,7 @@ def run(
   counts, checkers = _Counts(), checkers_lib.Checkers(config)
   model = no_arrays.equal(config.fragments)  # the time of a payload is a condition
   watchers = (counts, checkers) if checked else (counts,)
-  run_world = world.World(
+  run_world = world_lib.World(
     config, seed, watchers, model, dict.fromkeys(names, slices) if slices else {}
   )
   where = conditions.delays(delays, step_s=STEP_S, slowness=slowness, gaussian=noise)

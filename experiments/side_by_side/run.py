@@ -16,10 +16,10 @@ from orbax.checkpoint import v1 as ocp
 from diloco_jax.api import load_params
 from diloco_jax.config import build, run_config
 from diloco_jax.process import run_folder
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 from diloco_jax.verification import plans
-from diloco_jax.verification.faults import conductor
+from diloco_jax.verification.faults import conductor as conductor_lib
 from experiments.side_by_side import accounts, data_parallel, systems
 
 READY_STEPS = 10  # of every learner before the measurement begins
@@ -58,14 +58,14 @@ class Cell:
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Side(conductor.Conductor):
+class Side(conductor_lib.Conductor):
   """A run of a cell. `window` is there once all has been measured. `rehearse`: a learner is killed
   before, so that the functions of a restart are in the compilation cache."""
 
   def __init__(
     self,
     workdir: pathlib.Path,
-    recorder: records.Recorder,
+    recorder: records_lib.Recorder,
     cell: Cell,
     rehearse: bool,
     shown: Callable[[float], None],
@@ -154,7 +154,7 @@ def measure(
   workdir = run_folder.open_workdir(config, workdir, resume=False)
   longest_s = READY_S + cell.clean_s + cell.kills_s + 2 * END_S
   make = functools.partial(Side, cell=cell, rehearse=rehearse, shown=shown)
-  side, run = conductor.play(workdir, make, longest_s)
+  side, run = conductor_lib.play(workdir, make, longest_s)
   window = side.window
   account = accounts.account(run.facts, cell.names, window)
   tokens_per_step = config.data.batch_size * config.data.seq_len

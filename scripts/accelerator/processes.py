@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.numerics import codecs, exchange
-from diloco_jax.report import folder, summary
-from diloco_jax.verification.faults import chaos_report, conductor
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import summary as summary_lib
+from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.faults import conductor as conductor_lib
 from scripts.accelerator import figures, warm
 
 LEARNERS, VICTIM = 3, 'l2'
@@ -72,11 +74,11 @@ def train(
     f'--kill={victim}@{at}',
   ]
   subprocess.run(command, check=True)
-  return json.loads((workdir / summary.REPORT / summary.SUMMARY).read_text('utf-8'))
+  return json.loads((workdir / summary_lib.REPORT / summary_lib.SUMMARY).read_text('utf-8'))
 
 
 def described(workdir: pathlib.Path, found: dict[str, Any], alone_s: float) -> dict[str, Any]:
-  verdict = conductor.judge(workdir)
+  verdict = conductor_lib.judge(workdir)
   names = ('eval_loss_start', 'eval_loss_end', 'outer_steps', 'tokens_trained', 'tokens_merged')
   steps = {name: row['step_seconds_median'] for name, row in found['learners'].items()}
   return {
@@ -88,7 +90,7 @@ def described(workdir: pathlib.Path, found: dict[str, Any], alone_s: float) -> d
     'kills': found['kills'],
     'incarnations_of_the_victim': found['learners'][VICTIM]['incarnations'],
     'merged_of_the_victim': found['learners'][VICTIM]['contributions_merged'],
-    'ledger_off_by': chaos_report.balance(dataclasses.asdict(folder.read(workdir).run.ledger)),
+    'ledger_off_by': chaos_report.balance(dataclasses.asdict(folder_lib.read(workdir).run.ledger)),
     'violation': verdict.broken and f'{verdict.broken.id}: {verdict.broken.detail}',
   }
 

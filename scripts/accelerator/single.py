@@ -15,9 +15,11 @@ from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import split
 from diloco_jax.protocol import actions
-from diloco_jax.report import folder, summary
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import summary as summary_lib
 from diloco_jax.transport import payloads as payloads_lib
-from diloco_jax.verification.faults import chaos_report, conductor
+from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.faults import conductor as conductor_lib
 from scripts.accelerator import figures
 
 # What brings a payload to the host or back, and its checksum there.
@@ -42,8 +44,8 @@ def run(out: pathlib.Path, rehearse: bool, until: float) -> None:
     began_s = time.monotonic()
     controller, exits = trained(config, workdir, 2, 60 if rehearse else 400)
     seconds = time.monotonic() - began_s
-    read, verdict = folder.read(workdir), conductor.judge(workdir)
-  found = summary.summarize(read)
+    read, verdict = folder_lib.read(workdir), conductor_lib.judge(workdir)
+  found = summary_lib.summarize(read)
   figures.add(
     out,
     'single',

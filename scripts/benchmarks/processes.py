@@ -25,14 +25,14 @@ sys.path.insert(0, os.environ.get('BENCHMARKED') or str(ROOT))
 from diloco_jax.launch import local_run
 from diloco_jax.learner import on_device
 from diloco_jax.report import records as records_lib
-from diloco_jax.train import island
+from diloco_jax.train import island as island_lib
 
 DEADLINE_S = 1200
 POLL_S = 0.25
 TIMED = (
   (on_device.Exchange, 'encode'),
   (on_device.Exchange, 'adopt'),
-  (island.Island, 'dispatch'),
+  (island_lib.Island, 'dispatch'),
 )
 STEP, XLA = 'step thread', 'tf_XLAEigen'  # the threads of an inner step
 
@@ -151,9 +151,9 @@ def main() -> None:
   if times:
     _time_calls(times)
   sys.argv = ['diloco', *words]
-  from diloco_jax import __main__ as program
+  from diloco_jax import __main__
 
-  program.main()
+  __main__.main()
 
 
 if __name__ == '__main__':

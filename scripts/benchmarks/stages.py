@@ -168,9 +168,9 @@ def learner(index: int) -> Callable:
 
 
 def _syncer() -> None:
-  from diloco_jax.syncer import work
+  from diloco_jax.syncer import work as syncer_work
 
-  clock, merge = Clock(), work.SyncerWork._merge
+  clock, merge = Clock(), syncer_work.SyncerWork._merge
   path = f'{os.environ[FOLDER]}/syncer.json'
   install(clock)
 
@@ -178,10 +178,10 @@ def _syncer() -> None:
     clock.round(path)
     merge(*args)
 
-  work.SyncerWork._merge = counted
-  from diloco_jax import __main__ as program
+  syncer_work.SyncerWork._merge = counted
+  from diloco_jax import __main__
 
-  program.main()
+  __main__.main()
 
 
 def _figures(path: pathlib.Path) -> dict[str, list[float]]:

@@ -34,10 +34,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import restarts
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders
 from diloco_jax.train import fingerprint
-from diloco_jax.verification.faults import conductor
+from diloco_jax.verification.faults import conductor as conductor_lib
 from scripts.benchmarks import measured
 
 VARIANT = 'decoupled'  # the demo, without its kill
@@ -58,14 +58,16 @@ class At(NamedTuple):
 Life = dict[str, At]  # by phase
 
 
-class Bench(conductor.Conductor):
+class Bench(conductor_lib.Conductor):
   """Starts a run, then kills one process of it again and again.
 
   Attributes:
     begun: the phases of learner l0 at the start; lives: those of each new process after a kill.
   """
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, victim: str, kills: int):
+  def __init__(
+    self, workdir: pathlib.Path, recorder: records_lib.Recorder, victim: str, kills: int
+  ):
     flags = (f'--config=stdlib_lm:{VARIANT}', *ENDLESS)
     super().__init__(workdir, recorder, stdlib_lm.get_config(VARIANT), flags)
     self._victim, self._kills = victim, kills
@@ -124,7 +126,7 @@ def play(cache: str, victim: str = '', kills: int = 0) -> Bench:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = cache
   with tempfile.TemporaryDirectory() as folder:
     make = lambda *where: Bench(*where, victim, kills)
-    bench, _ = conductor.play(pathlib.Path(folder), make, PATIENCE_S * (kills + 2))
+    bench, _ = conductor_lib.play(pathlib.Path(folder), make, PATIENCE_S * (kills + 2))
   return bench
 
 

@@ -34,7 +34,7 @@ from diloco_jax.configs import own_loop
 from diloco_jax.process import syncer as syncer_process
 from diloco_jax.storage import checkpoint, json_files, states
 from diloco_jax.storage import store as store_lib
-from diloco_jax.syncer import stored as stored_lib
+from diloco_jax.syncer import stored
 from scripts.benchmarks import measured, processes, scale
 
 BUCKET = 'bucket'
@@ -157,7 +157,7 @@ def saves(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[str
 def open_store(url: str, workdir: pathlib.Path) -> contextlib.AbstractContextManager:
   config = own_loop.get_config()
   config.train.store, config.train.store_log = url, bool(url)
-  return stored_lib.opened(config, workdir, lambda text: None)
+  return stored.opened(config, workdir, lambda text: None)
 
 
 def timed(call: Callable, times: list[float]) -> Callable:

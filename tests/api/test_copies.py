@@ -18,7 +18,8 @@ from flax import nnx
 from flax.training import train_state
 
 import diloco_jax
-from diloco_jax.api import copies, states
+from diloco_jax.api import copies
+from diloco_jax.api import states as loop_states
 from diloco_jax.storage import arrays
 from tests.api import drawn_loops
 
@@ -367,6 +368,6 @@ def test_copies_of_parameters_are_found_in_an_optimizer_of_nnx():
 
 
 def _moving(*given: Any) -> tuple[dict[str, Any], dict[str, Any], copies.Copies]:
-  form = states.Form(*given)
+  form = loop_states.Form(*given)
   params, kept = form.split(*given)
   return params, kept, copies.Copies(params, kept, form.nodes)

@@ -17,9 +17,10 @@ from diloco_jax.api import follow
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import follower as follower_process
 from diloco_jax.process import own_model
-from diloco_jax.protocol import agreement
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.storage import store as store_lib
-from diloco_jax.transport import addresses, grpc_server, grpc_session, link, payloads
+from diloco_jax.transport import addresses, grpc_server, grpc_session, link
+from diloco_jax.transport import payloads as payloads_lib
 from tests.certs import mint
 from tests.launch.lib import command_line
 from tests.syncer import test_followers
@@ -139,11 +140,11 @@ def test_a_run_that_nobody_may_follow_says_so():
 
 
 def test_a_run_with_a_task_needs_its_folder():
-  about = agreement.encode({'layout': 'abc'}).encode()
+  about = agreement_lib.encode({'layout': 'abc'}).encode()
   limits = test_followers.LIMITS
   door = grpc_server.Door('127.0.0.1:0', limits.seats, access=ends.PLAIN)
   make = lambda *ports: grpc_server.GrpcSyncerTransport(door, *ports, limits, about=about)
-  transport = make(print, payloads.PayloadStore())
+  transport = make(print, payloads_lib.PayloadStore())
   try:
     with pytest.raises(ValueError, match='this run has a task: give `workdir`'):
       diloco_jax.follow(transport.address, plaintext_loopback=True)

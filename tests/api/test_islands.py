@@ -20,7 +20,8 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import work as learner_work
 from diloco_jax.process import restarts
 from diloco_jax.syncer import work as syncer_work
-from diloco_jax.verification.faults import chaos_report, conductor
+from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.faults import conductor as conductor_lib
 from tests.runs.lib import slow_data
 
 PATIENCE_S = 240
@@ -99,7 +100,7 @@ class _Run:
     ledger = self.facts('syncer', 'ledger')[-1]
     assert chaos_report.balance(ledger) == 0, ledger
     assert ledger['merged'] > 0
-    verdict = conductor.judge(self.folder)
+    verdict = conductor_lib.judge(self.folder)
     assert verdict.broken is None, verdict.text()
     assert not {one.name for one in threading.enumerate()} & {'syncer', *exits}
 

@@ -12,10 +12,11 @@ from flax import nnx
 from flax.training import train_state
 
 import diloco_jax
-from diloco_jax.api import admission
+from diloco_jax.api import admission as admission_lib
 from diloco_jax.node import loop
 from diloco_jax.protocol import events, ids, messages
-from diloco_jax.storage import arrays, files
+from diloco_jax.storage import arrays
+from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 from tests.certs import mint
 
@@ -43,7 +44,7 @@ def _batch(shard: int, index: int) -> np.ndarray:
 def _choose(tmp_path):
   """Chooses an id in a folder, for a process that lives to the end of the test or of `live`."""
   with contextlib.ExitStack() as test:
-    yield lambda live=test, access=addresses.LOCAL: admission.choose(tmp_path, access, live)
+    yield lambda live=test, access=addresses.LOCAL: admission_lib.choose(tmp_path, access, live)
 
 
 def test_a_process_that_returns_is_the_same_learner_and_live_ones_are_others(choose):
@@ -58,13 +59,13 @@ def test_a_process_that_returns_is_the_same_learner_and_live_ones_are_others(cho
 
 @pytest.mark.parametrize('host', ['Alpha.example.org', '_', 'syncer', 'x' * 300, 'Rechner-Ä'])
 def test_an_id_is_one_whatever_the_host_is_called(choose, monkeypatch, host: str):
-  monkeypatch.setattr(files, 'host_name', lambda: host)
+  monkeypatch.setattr(files_lib, 'host_name', lambda: host)
   assert ids.is_learner(choose())
 
 
 def test_other_files_beside_the_names_are_no_learners(choose, tmp_path):
-  (tmp_path / admission.NAMES).mkdir()
-  (tmp_path / admission.NAMES / 'Notes.txt').write_text('x')
+  (tmp_path / admission_lib.NAMES).mkdir()
+  (tmp_path / admission_lib.NAMES / 'Notes.txt').write_text('x')
   assert choose() != 'Notes.txt' and ids.is_learner(choose())
 
 
@@ -77,7 +78,7 @@ def test_a_certificate_says_which_learner_it_is(choose, tmp_path):
 
 def test_a_wait_in_vain_ends_with_the_refusal_and_not_with_the_end_of_its_session():
   event_queue = loop.EventQueue()
-  waits = admission.Admission('l0', event_queue, 3600.0)
+  waits = admission_lib.Admission('l0', event_queue, 3600.0)
   post = waits.begin(event_queue.post)
   refused = messages.Refused(code='ID_IN_USE', text='l0 is in use by pod-7 pid 1', retry_ns=1)
   post(events.Received(session=2, message=refused))

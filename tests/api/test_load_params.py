@@ -20,8 +20,10 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.process import run_folder
-from diloco_jax.report import facts, records
-from diloco_jax.storage import checkpoint, lineage, states
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint, states
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import global_model
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.train import evaluate
@@ -67,8 +69,10 @@ def test_an_opened_run_tells_what_it_has_recorded(run):
 def test_a_run_that_goes_on_is_read_again(run, tmp_path):
   opened = diloco_jax.open_run(shutil.copytree(run, tmp_path / 'run'))
   before = opened.losses('l0').loss.size
-  with contextlib.closing(records.Recorder(opened.workdir, 'l0', tensorboard=False)) as recorder:
-    recorder.report(facts.Step(step=13, steps=13, tokens=13, loss=1.0, seconds=1.0))
+  with contextlib.closing(
+    records_lib.Recorder(opened.workdir, 'l0', tensorboard=False)
+  ) as recorder:
+    recorder.report(report_facts.Step(step=13, steps=13, tokens=13, loss=1.0, seconds=1.0))
   assert opened.losses('l0').loss.size == before + 1
 
 
@@ -113,7 +117,7 @@ def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
   if door == 'model':
     states.save(folder / 'model', 'model', zeros, json.loads(record))
   else:
-    run_of = {'run': lineage.read(folder).run}
+    run_of = {'run': lineage_lib.read(folder).run}
     with contextlib.closing(checkpoint.Checkpoints(str(folder / 'syncer' / 'ckpt'))) as bomb:
       bomb.save(1, jax.tree.map(jax.numpy.asarray, zeros), 0, run_of)()
   refused = 'nothing was read' if door == 'model' else 'was saved as'
@@ -194,7 +198,7 @@ def test_the_model_of_an_end_is_gone_once_the_run_goes_on(run, tmp_path, monkeyp
   monkeypatch.setattr(syncer_node.syncer_work, 'SyncerWork', refuse)  # once it has recovered
   assembled = build.assemble(config)
   with pytest.raises(Refused):
-    with contextlib.closing(records.Recorder(folder, 'syncer')) as recorder:
+    with contextlib.closing(records_lib.Recorder(folder, 'syncer')) as recorder:
       syncer_node.run(
         assembled,
         global_model.Theta(assembled),

@@ -23,9 +23,12 @@ from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import on_device
 from diloco_jax.process import bring, own_model, run_folder
-from diloco_jax.report import records, run_facts
-from diloco_jax.storage import files, states
-from diloco_jax.transport import addresses, payloads
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import states
+from diloco_jax.transport import addresses
+from diloco_jax.transport import payloads as payloads_lib
 from tests.certs import mint
 from tests.launch.lib import command_line
 
@@ -130,7 +133,7 @@ def test_two_loops_learn_together_and_the_first_brings_the_model(tmp_path, capfd
   assert others == [{'two': 2.0}] * len(losses['l0'])
   said = capfd.readouterr().out
   assert re.search(r'\[l0\] .*completed step: \d+, .* loss: \d.*, two: 2\n', said)
-  seen = run_facts.RunFacts((), 120).take(records.TailAll(tmp_path / 'run').read())
+  seen = run_facts.RunFacts((), 120).take(records_lib.TailAll(tmp_path / 'run').read())
   for name, learner in seen.learners.items():
     steps = len(losses[name])
     assert learner.step >= 120, 'a closing sync may move the clock beyond T'
@@ -663,7 +666,7 @@ def test_a_syncer_that_is_refused_leaves_the_folder_as_it_is(tmp_path):
   """Another one has it, or the run in it is not one of own loops."""
   init, folder = {'w': jnp.ones((8, 8))}, tmp_path / 'loops'
   with diloco_jax.run_syncer(init, total_steps=20, sync=_ONE, workdir=folder):
-    with pytest.raises(files.DirectoryError, match='already used by syncer'):
+    with pytest.raises(files_lib.DirectoryError, match='already used by syncer'):
       with diloco_jax.run_syncer(init, total_steps=30, sync=_ONE, workdir=folder):
         pass
   assert load.read(folder).train.steps == 20
@@ -758,14 +761,14 @@ def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monk
 
 def test_a_loop_ends_with_its_egress_thread(monkeypatch):
   """Or it would train on, and none of its work would reach the model."""
-  keep = payloads.keep
+  keep = payloads_lib.keep
 
   def keep_unless_it_leaves_a_learner(store, data):
     if threading.current_thread().name == 'egress':
       raise MemoryError('no room for the contribution')
     return keep(store, data)
 
-  monkeypatch.setattr(payloads, 'keep', keep_unless_it_leaves_a_learner)
+  monkeypatch.setattr(payloads_lib, 'keep', keep_unless_it_leaves_a_learner)
   kwargs = {'total_steps': 1_000_000, 'sync': _ONE}
   with diloco_jax.run_syncer(**kwargs) as server:
     with pytest.raises(MemoryError, match='no room for the contribution'):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import diloco_jax
-from diloco_jax.api import states
+from diloco_jax.api import states as loop_states
 
 _MODEL = {'layers': [{'w': jnp.arange(12.0).reshape(4, 3)}, {'w': jnp.ones((3, 2))}]}
 _COPY = jax.tree.map(jnp.copy, _MODEL)
@@ -40,13 +40,13 @@ class _State(NamedTuple):
 def test_a_state_is_not_taken_for_a_model_and_the_line_that_joins_it_is_named(more, why):
   remedy = re.escape('`diloco_jax.join(state, exchange=lambda state: state.model, ...)`')
   with pytest.raises(ValueError, match=f'^{why}, and no parameter. Nothing was sent.*{remedy}'):
-    states.Form(_State(_MODEL, more))
+    loop_states.Form(_State(_MODEL, more))
 
 
 @pytest.mark.parametrize('copy', [_COPY, _ZEROS], ids=['values', 'zeros'])
 def test_a_copy_of_a_part_or_its_moments_are_no_parameters(copy):
   with pytest.raises(ValueError, match='average has the shapes of model, and its values or zeros'):
-    states.Form(_State(_MODEL, (), copy))
+    loop_states.Form(_State(_MODEL, (), copy))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_copy_of_a_part_or_its_moments_are_no_parameters(copy):
   ids=['a model', 'twins', 'a name', 'lookahead', 'a function', 'a bare array'],
 )
 def test_models_are_taken_as_they_are(params):
-  form = states.Form(params)
+  form = loop_states.Form(params)
   named, kept = form.split(params)
   assert kept is None and all(isinstance(leaf, jax.Array) for leaf in named.values())
   back, _ = form.rebuild({name: leaf + 1 for name, leaf in named.items()}, None)
@@ -74,7 +74,7 @@ def test_models_are_taken_as_they_are(params):
 def test_what_exchange_returns_is_exchanged_and_all_else_is_kept():
   """Also where two leaves are one array."""
   state = _State(_MODEL, {'opt_state': _ADAM, 'key': jax.random.key(3), 'n': 1}, average=_MODEL)
-  form = states.Form(state, exchange=lambda state: state.model)
+  form = loop_states.Form(state, exchange=lambda state: state.model)
   named, kept = form.split(state)
   assert list(named) == ['layers/0/w', 'layers/1/w']
   assert {'average/layers/0/w', 'more/key', 'more/n', 'more/opt_state/0/count'} < kept.keys()
@@ -98,7 +98,7 @@ def test_what_exchange_returns_is_exchanged_and_all_else_is_kept():
 )
 def test_exchange_returns_parts_of_the_state(exchange, why):
   with pytest.raises(ValueError, match=f'exchange: it must return parts .*{why}'):
-    states.Form(_State(_MODEL, ()), exchange=exchange)
+    loop_states.Form(_State(_MODEL, ()), exchange=exchange)
 
 
 def test_a_learner_draws_with_its_own_random_keys_and_takes_the_moments_of_another(tmp_path):

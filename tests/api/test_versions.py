@@ -16,7 +16,8 @@ import pytest
 from safetensors import numpy as safetensors
 
 from diloco_jax.api import versions
-from diloco_jax.storage import arrays, files, json_files, states
+from diloco_jax.storage import arrays, json_files, states
+from diloco_jax.storage import files as files_lib
 
 CALLS = 'open fsync rename replace symlink mkdir unlink rmdir'.split()
 
@@ -213,7 +214,7 @@ def test_a_full_disk_and_a_model_that_cannot_be_written_leave_the_newest(tmp_pat
     assert _read(tmp_path) == 1 and len(list((tmp_path / 'versions').iterdir())) == 1
   kept.add(3, _model(3))
   assert _read(tmp_path) == 3
-  with pytest.raises(files.DirectoryError, match='is already used by follower'):
+  with pytest.raises(files_lib.DirectoryError, match='is already used by follower'):
     versions.Versions(tmp_path, 2)
   kept.close()
 

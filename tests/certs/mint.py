@@ -7,7 +7,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from diloco_jax.certs import allowlist, authority, certificates, check, mint, names, private, proofs
+from diloco_jax.certs import allowlist, authority, certificates, mint, names, private, proofs
+from diloco_jax.certs import check as check_lib
 
 RUN = 'run-x'
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
@@ -55,9 +56,9 @@ def node(
     .sign(owner.key, hashes.SHA256())
   )
   private.make_folder(folder)
-  private.write_new(folder / check.KEY, mint.key_pem(key))
-  private.write_new(folder / check.CERTIFICATE, mint.pem(certificate))
-  private.write_new(folder / check.AUTHORITY, mint.pem(owner.certificate))
+  private.write_new(folder / check_lib.KEY, mint.key_pem(key))
+  private.write_new(folder / check_lib.CERTIFICATE, mint.pem(certificate))
+  private.write_new(folder / check_lib.AUTHORITY, mint.pem(owner.certificate))
   if listed:
     entries = owner.allowlist().listed
     entries.setdefault(listed, {})[certificates.sha256(certificate)] = now + seconds(ends_s)

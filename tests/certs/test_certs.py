@@ -7,7 +7,8 @@ from concurrent import futures
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from diloco_jax.certs import allowlist, authority, check, names, private, proofs
+from diloco_jax.certs import allowlist, authority, names, private, proofs
+from diloco_jax.certs import check as check_lib
 from tests.certs import mint
 from tests.launch.lib import command_line
 
@@ -31,10 +32,10 @@ def test_the_commands_from_the_authority_to_the_revocation(tmp_path):
   assert run('issue', 'l0', 'l1')[0] == 0
   assert run('csr', 'far')[0] == 0
   assert run('sign', 'far/request.pem', '--learner=l3')[0] == 0
-  for name in (check.AUTHORITY, check.CERTIFICATE):
+  for name in (check_lib.AUTHORITY, check_lib.CERTIFICATE):
     (tmp_path / 'far' / name).write_bytes((tmp_path / 'certs' / 'l3' / name).read_bytes())
   assert 'diloco://r/learner/l3: in order' in run('check', 'far')[1]
-  assert not (tmp_path / 'certs' / 'l3' / check.KEY).exists()  # the key never left its machine
+  assert not (tmp_path / 'certs' / 'l3' / check_lib.KEY).exists()  # the key never left its machine
   assert run('revoke', 'l1')[0] == 0
   rows = {line.split()[0]: line.split()[2] for line in run('list')[1].splitlines()[1:]}
   assert rows == {'l0': 'accepted', 'l1': 'revoked', 'l3': 'accepted', 'syncer': 'accepted'}
@@ -140,23 +141,29 @@ def _other(name):
 
 
 WRONG_FILES = {
-  'mode 0644': (lambda folder: (folder / check.KEY).chmod(0o644), 'chmod 600'),
-  'no key': (lambda folder: (folder / check.KEY).unlink(), 'key.pem cannot be read'),
-  'no certificate': (lambda folder: (folder / check.CERTIFICATE).unlink(), 'cert.pem cannot be'),
-  'no authority': (lambda folder: (folder / check.AUTHORITY).unlink(), 'ca.pem cannot be read'),
-  'half a certificate': (_rewrite(check.CERTIFICATE, lambda data: data[:200]), 'cert.pem is not a'),
-  'half a key': (_rewrite(check.KEY, lambda data: data[:100]), 'key.pem is not a private key'),
-  'half an authority': (_rewrite(check.AUTHORITY, lambda data: data[:200]), 'ca.pem is not a'),
-  'the key of another': (_other(check.KEY), 'key.pem is not the key of cert.pem'),
+  'mode 0644': (lambda folder: (folder / check_lib.KEY).chmod(0o644), 'chmod 600'),
+  'no key': (lambda folder: (folder / check_lib.KEY).unlink(), 'key.pem cannot be read'),
+  'no certificate': (
+    lambda folder: (folder / check_lib.CERTIFICATE).unlink(),
+    'cert.pem cannot be',
+  ),
+  'no authority': (lambda folder: (folder / check_lib.AUTHORITY).unlink(), 'ca.pem cannot be read'),
+  'half a certificate': (
+    _rewrite(check_lib.CERTIFICATE, lambda data: data[:200]),
+    'cert.pem is not a',
+  ),
+  'half a key': (_rewrite(check_lib.KEY, lambda data: data[:100]), 'key.pem is not a private key'),
+  'half an authority': (_rewrite(check_lib.AUTHORITY, lambda data: data[:200]), 'ca.pem is not a'),
+  'the key of another': (_other(check_lib.KEY), 'key.pem is not the key of cert.pem'),
 }
 
 
 @pytest.mark.parametrize('case', WRONG_FILES)
 def test_check_says_what_is_wrong_with_files(owner, case):
   spoil, said = WRONG_FILES[case]
-  assert check.problems(owner.folder / 'l0', names.LEARNER, NOW) == []
+  assert check_lib.problems(owner.folder / 'l0', names.LEARNER, NOW) == []
   spoil(owner.folder / 'l0')
-  problems = check.problems(owner.folder / 'l0', names.LEARNER, NOW)
+  problems = check_lib.problems(owner.folder / 'l0', names.LEARNER, NOW)
   assert any(said in problem for problem in problems), problems
 
 
@@ -180,21 +187,23 @@ WRONG_CERTIFICATES = {
 def test_check_says_what_is_wrong_with_a_certificate(owner, tmp_path, case):
   changes, said = WRONG_CERTIFICATES[case]
   folder = mint.node(owner, tmp_path / 'node', **changes)
-  (problem,) = check.problems(folder, names.LEARNER, proofs.utc_now())
+  (problem,) = check_lib.problems(folder, names.LEARNER, proofs.utc_now())
   assert said in problem
 
 
 def test_check_notices_a_certificate_of_another_authority(owner, tmp_path):
   other = mint.owner(tmp_path / 'other')
-  (owner.folder / 'l0' / check.AUTHORITY).write_bytes((other.folder / check.AUTHORITY).read_bytes())
-  (problem,) = check.problems(owner.folder / 'l0', names.LEARNER, NOW)
+  (owner.folder / 'l0' / check_lib.AUTHORITY).write_bytes(
+    (other.folder / check_lib.AUTHORITY).read_bytes()
+  )
+  (problem,) = check_lib.problems(owner.folder / 'l0', names.LEARNER, NOW)
   assert 'is not signed by ca.pem' in problem
 
 
 def test_a_certificate_is_warned_of_a_week_before_its_end(owner):
-  proof = check.read(owner.folder / 'l0', names.LEARNER, NOW).proof
-  assert not check.warning(proof, NOW)
-  said = check.warning(proof, proof.not_after - mint.seconds(6 * 86400))
+  proof = check_lib.read(owner.folder / 'l0', names.LEARNER, NOW).proof
+  assert not check_lib.warning(proof, NOW)
+  said = check_lib.warning(proof, proof.not_after - mint.seconds(6 * 86400))
   assert 'in 6.0 days' in said and 'issue l0 --renew' in said
 
 
@@ -207,13 +216,13 @@ def test_no_certificate_outlives_its_authority(owner):
 
 
 def test_a_renewal_that_cannot_be_listed_changes_nothing(owner):
-  key = (owner.folder / 'l0' / check.KEY).read_bytes()
+  key = (owner.folder / 'l0' / check_lib.KEY).read_bytes()
   (owner.folder / names.SYNCER / allowlist.FILE).chmod(0o664)
   with pytest.raises(ValueError, match='other users may write it'):
     owner.issue('l0', NOW, renew=True)
   with pytest.raises(ValueError, match='other users may write it'):
     owner.issue('l9', NOW)
-  assert (owner.folder / 'l0' / check.KEY).read_bytes() == key
+  assert (owner.folder / 'l0' / check_lib.KEY).read_bytes() == key
   assert not (owner.folder / 'l9').exists()
 
 
@@ -259,5 +268,5 @@ def test_a_file_that_is_far_too_large_is_no_certificate(owner, tmp_path):
   with pytest.raises(ValueError, match='request.pem has more than 1048576 bytes'):
     private.read(large)
   folder = owner.folder / 'l0'
-  (folder / check.CERTIFICATE).write_bytes(large.read_bytes())
-  assert any('more than' in one for one in check.problems(folder, names.LEARNER, NOW))
+  (folder / check_lib.CERTIFICATE).write_bytes(large.read_bytes())
+  assert any('more than' in one for one in check_lib.problems(folder, names.LEARNER, NOW))

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax import __main__
 from diloco_jax.launch import cli
-from diloco_jax.report import folder
+from diloco_jax.report import folder as folder_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 280
@@ -106,11 +106,11 @@ def test_without_a_folder_it_is_the_run_with_the_newest_record(tmp_path, monkeyp
   _record(tmp_path / 'runs/a/records/syncer.jsonl', 200)
   _record(tmp_path / 'runs/l0/records/l0.jsonl', 300)  # the folder of a learner of one of them
   (tmp_path / 'runs/empty').mkdir()
-  assert folder.chosen(None) == 'runs/a'
+  assert folder_lib.chosen(None) == 'runs/a'
   assert capsys.readouterr() == ('', 'runs/a, the newest of 2 in runs/\n')
   (tmp_path / 'runs/l0/config.json').touch()  # it has trained alone
-  assert folder.chosen(None) == 'runs/l0'
-  assert folder.chosen('runs/z') == 'runs/z'
+  assert folder_lib.chosen(None) == 'runs/l0'
+  assert folder_lib.chosen('runs/z') == 'runs/z'
 
 
 @pytest.mark.parametrize('command', ['status', 'report', 'evaluate', 'sample'])

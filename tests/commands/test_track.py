@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from diloco_jax.report import facts, records
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 _READ = """
@@ -46,11 +47,11 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob('wandb/offline-run-*/run-*.wan
 
 def _train(workdir: pathlib.Path, first: int) -> None:
   """What a process of a learner and one of the syncer record."""
-  with contextlib.closing(records.Recorder(workdir, 'l0', tensorboard=False)) as l0:
+  with contextlib.closing(records_lib.Recorder(workdir, 'l0', tensorboard=False)) as l0:
     for step in range(first, first + 3):
-      l0.report(facts.Step(step=step, steps=1, tokens=8, loss=5.0 - step, seconds=0.1))
-  with contextlib.closing(records.Recorder(workdir, 'syncer', tensorboard=False)) as syncer:
-    syncer.report(facts.Eval(step=first, loss=6.0))
+      l0.report(report_facts.Step(step=step, steps=1, tokens=8, loss=5.0 - step, seconds=0.1))
+  with contextlib.closing(records_lib.Recorder(workdir, 'syncer', tensorboard=False)) as syncer:
+    syncer.report(report_facts.Eval(step=first, loss=6.0))
 
 
 def _track(workdir: pathlib.Path, *words: str) -> subprocess.Popen[str]:

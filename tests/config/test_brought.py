@@ -14,9 +14,10 @@ import pytest
 from diloco_jax.api import load_params
 from diloco_jax.config import brought, build, load
 from diloco_jax.numerics import fragments
-from diloco_jax.protocol import agreement
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.storage import hugging_face, states
-from diloco_jax.train import corpus_files, tokenizer
+from diloco_jax.train import corpus_files
+from diloco_jax.train import tokenizer as tokenizer_lib
 from experiments.examples import lora_decoder, pretrained
 from tests.launch.lib.command_line import diloco
 
@@ -83,7 +84,7 @@ def test_what_has_changed_is_refused_or_said_with_its_file_and_time(name, run, c
   brought.require(load.brought(run), after.things, after.things, says=CHANGED)
   assert f'the {name} is not what' in capfd.readouterr().err or name == 'task', 'once'
   if name in ('data', 'initial model'):
-    found = agreement.refusal(_assembled(run).agreement, before.agreement)
+    found = agreement_lib.refusal(_assembled(run).agreement, before.agreement)
     assert f': 1 difference: {name} is ' in found, 'a learner elsewhere is refused, too'
   if name == 'initial model':  # its frozen parameters are in what is read
     with pytest.raises(ValueError, match='the initial model is not what'):
@@ -93,7 +94,7 @@ def test_what_has_changed_is_refused_or_said_with_its_file_and_time(name, run, c
 
 
 def test_another_library_is_said(run, monkeypatch, capfd):
-  monkeypatch.setattr(tokenizer.importlib.metadata, 'version', lambda package: '99')
+  monkeypatch.setattr(tokenizer_lib.importlib.metadata, 'version', lambda package: '99')
   brought.require(load.brought(run), _assembled(run).things, brought.OF_TEXT)
   assert (
     'the library is not what the run has begun with: tokenizers 99 now' in capfd.readouterr().err

@@ -13,7 +13,8 @@ import pytest
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.numerics import codecs, fragments, merge, outer
-from diloco_jax.protocol import actions, agreement
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.syncer import global_model
 from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
@@ -296,7 +297,7 @@ def test_learners_with_other_data_do_not_agree(config, tmp_path):
     config.data.corpus = str(tmp_path / name)
     agreements[name] = build.assemble(config).agreement
   assert agreements['here'] == agreements['there']
-  found = agreement.differences(agreements['here'], agreements['other'])
+  found = agreement_lib.differences(agreements['here'], agreements['other'])
   assert len(found) == 1 and found[0].startswith('data ')
 
 
@@ -319,7 +320,7 @@ def test_learners_with_files_of_their_own_agree_on_the_tokenizer_only(config, tm
   assert build.assemble(config.of('l1')).agreement == l1.agreement
   config.data.tokenizer = str(tmp_path / 'a.json')
   (tmp_path / 'a.json').write_text('{}')  # only a learner that reads a text loads it
-  (found,) = agreement.differences(build.assemble(config.of('l1')).agreement, l1.agreement)
+  (found,) = agreement_lib.differences(build.assemble(config.of('l1')).agreement, l1.agreement)
   assert found.startswith('tokenizer ')
   config.data.tokenizer = 'bpe(size=300)'
   with pytest.raises(ValueError, match='each learner would train its own'):

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_jax.config import fields
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import config as config_lib
 from tests.launch.lib import command_line
 
 FIELDS = {field.name: field for field in fields.walk()}
@@ -11,7 +11,7 @@ FIELDS = {field.name: field for field in fields.walk()}
 
 def test_every_field_has_a_doc():
   assert not [name for name, field in FIELDS.items() if not field.doc]
-  assert FIELDS.keys() > {one.name for one in protocol_config.TABLE.values() if '.' in one.name}
+  assert FIELDS.keys() > {one.name for one in config_lib.TABLE.values() if '.' in one.name}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.process import exits
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import codec
 from tests.launch.lib import command_line
 
@@ -46,15 +46,13 @@ def test_every_config_of_an_experiment_is_valid(path):
   assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-  'field', [f for f, one in protocol_config.TABLE.items() if '.' in one.name]
-)
+@pytest.mark.parametrize('field', [f for f, one in config_lib.TABLE.items() if '.' in one.name])
 def test_every_setting_has_a_doc_bounds_that_hold_and_a_place_in_the_config(field):
-  one, default = protocol_config.TABLE[field], protocol_config.ProtocolConfig()
-  assert one.doc and field in protocol_config.ProtocolConfig.__doc__
+  one, default = config_lib.TABLE[field], config_lib.ProtocolConfig()
+  assert one.doc and field in config_lib.ProtocolConfig.__doc__
   assert getattr(default, field) == one.default
   text = codec.encode(dataclasses.replace(default, **{field: one.default}))
-  assert codec.decode(protocol_config.ProtocolConfig, json.loads(text)) == default
+  assert codec.decode(config_lib.ProtocolConfig, json.loads(text)) == default
   config = stdlib_lm.get_config('decoupled')
   config.validate()
   low, high = one.bounds(config.protocol())

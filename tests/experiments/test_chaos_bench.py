@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from diloco_jax.launch import supervisor
+from diloco_jax.launch import supervisor as supervisor_lib
 from experiments import chaos_bench
 from experiments.side_by_side import accounts, run, systems
 
@@ -44,7 +44,7 @@ def test_restart_all_runs_its_own_programs_and_no_syncer_and_elastic_one_that_wa
   syncer = ['python', '-m', 'diloco_jax', 'syncer', '--workdir=w']
 
   def command(system: str, words: list[str]) -> list[str] | None:
-    one = supervisor.LocalProgram(name='one', command=words, environment={})
+    one = supervisor_lib.LocalProgram(name='one', command=words, environment={})
     changed = systems.program(system, 0.2, one)
     return changed and list(changed.command)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build, load, run_config
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import decoder, evaluate
 from diloco_jax.train import island as island_lib
@@ -20,15 +20,15 @@ L = 26
 
 
 @pytest.fixture(name='model')
-def _model() -> config_lib.ModelConfig:
-  return config_lib.ModelConfig(
+def _model() -> train_config.ModelConfig:
+  return train_config.ModelConfig(
     num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
   )
 
 
 @pytest.fixture(name='optimizer')
-def _optimizer() -> config_lib.OptimizerConfig:
-  return config_lib.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+def _optimizer() -> train_config.OptimizerConfig:
+  return train_config.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 
 
 def _task(model, data):
@@ -36,8 +36,8 @@ def _task(model, data):
 
 
 @pytest.fixture(name='data')
-def _data() -> config_lib.DataConfig:
-  return config_lib.DataConfig(
+def _data() -> train_config.DataConfig:
+  return train_config.DataConfig(
     seq_len=L, batch_size=16, shards=2, eval_batches=2, eval_batch_size=64
   )
 
@@ -83,7 +83,7 @@ def test_a_small_one_learns_to_read_images(model, data, optimizer):
   island = island_lib.Island(
     task=_task(model, data),
     optimizer=optimizer,
-    mesh=config_lib.MeshConfig(data=2),
+    mesh=train_config.MeshConfig(data=2),
     total_steps=200,
     devices=jax.devices()[:2],
   )
@@ -114,7 +114,7 @@ def test_an_example_is_an_image_and_its_caption():
 
 
 def test_shards_share_no_image():
-  config = config_lib.DataConfig(seq_len=26, batch_size=8, shards=4, eval_batches=2)
+  config = train_config.DataConfig(seq_len=26, batch_size=8, shards=4, eval_batches=2)
   loaded = digits_vlm.load()
   batches = 1437 // 4 // 8
   shards = [data_lib.make_shard(loaded, config, v) for v in range(4)]

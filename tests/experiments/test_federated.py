@@ -5,7 +5,7 @@ import pytest
 
 from diloco_jax.api import single_controller
 from diloco_jax.config import build
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 from experiments.examples import federated
 
@@ -39,7 +39,7 @@ def test_sites_together_read_digits_that_no_site_alone_has_seen_enough_of(tmp_pa
 
   exits = single_controller.run(config, tmp_path / 'run').exits
   assert {one.code for one in exits.values()} == {0}, exits
-  facts = list(records.records(tmp_path / 'run'))
+  facts = list(records_lib.records(tmp_path / 'run'))
   ledger = [one for one in facts if one['name'] == 'ledger'][-1]
   assert 'duplicate' not in ledger['discarded']
   together = [one['loss'] for one in facts if one['name'] == 'eval'][-1]

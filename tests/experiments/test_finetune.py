@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.report import folder as folder_lib
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, hugging_face
 from diloco_jax.train import decoder
 from experiments.examples import lora_decoder, pretrained
@@ -112,7 +112,7 @@ def test_lora_has_at_most_3_percent_of_the_bytes_of_a_full_run_on_the_wire(run):
 
 
 def _synced(folder: pathlib.Path) -> list[dict]:
-  return [row for row in records.records(folder) if row['name'] == 'synced']
+  return [row for row in records_lib.records(folder) if row['name'] == 'synced']
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification.sim import hardware
 from experiments.goodput import failures, islands, machines
 
@@ -42,7 +42,7 @@ def test_the_table_has_the_published_figures_beside_ours(capsys):
 def test_tokens_that_are_overwritten_follow_a_formula(delays, overlap, flight):
   """Learners that give a fragment when it is due, and overwrite what they trained since, lose
   `flight` steps of every H; and of a pause all steps since the fragments were given before it."""
-  adopt = protocol_config.ADOPT.index('overwrite')
+  adopt = config_lib.ADOPT.index('overwrite')
   config = machines.settings(4, adopt=adopt, ahead=0, overlap=overlap)
   slices = hardware.of_chips(150_000)
   result = machines.run(config, slices=slices, delays=delays, warm_up_s=60, measured_s=600)

@@ -6,7 +6,9 @@ import pytest
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.sim import engine, no_arrays, world
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import no_arrays
+from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions
 from experiments.goodput import machines
 
@@ -36,13 +38,13 @@ class Uplinks(observers.Observer):
 
 def test_equal_learners_send_one_fragment_in_every_inner_step():
   uplinks = Uplinks()
-  run = world.World(CONFIG, 0, (uplinks,), no_arrays.equal(CONFIG.fragments))
+  run = world_lib.World(CONFIG, 0, (uplinks,), no_arrays.equal(CONFIG.fragments))
   names = [f'l{which}' for which in range(LEARNERS)]
   where = conditions.delays('lan', step_s=1.0, gaussian=0.02)
   conditions.furnish(run, names, where['hardware'], where['network'], tokens=1_000)
   for name in names:
     run.start(name)
-  run.run((WARM_UP + 60) * engine.SECOND)
+  run.run((WARM_UP + 60) * engine_lib.SECOND)
   for counts in uplinks.payloads.values():
     assert set(counts[WARM_UP:-1]) == {1}
 

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from diloco_jax.certs import check, names, proofs
+from diloco_jax.certs import check as check_lib
+from diloco_jax.certs import names, proofs
 from diloco_jax.launch.engines import gke
 from diloco_jax.process import exits
 from tests.certs import mint
@@ -203,7 +204,7 @@ def test_a_mounted_secret_is_a_folder_of_certificates(tmp_path):
   """Kubernetes mounts links to links, in folders that all may read."""
   source = mint.owner(tmp_path / 'certs').folder / 'l0'
   mounted = mount_secret(source, tmp_path / 'mounted')
-  assert check.problems(mounted, names.LEARNER, proofs.utc_now()) == []
+  assert check_lib.problems(mounted, names.LEARNER, proofs.utc_now()) == []
 
 
 def test_the_script_makes_the_secrets_and_then_starts_the_programs(tmp_path):

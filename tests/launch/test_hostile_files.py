@@ -16,12 +16,12 @@ import pytest
 
 from diloco_jax.config import load
 from diloco_jax.process import own_model, restore, run_folder
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, json_files, lineage, outer_log, states, tapes, wal
+from diloco_jax.storage import checkpoint, json_files, outer_log, states, tapes, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.storage import lineage as lineage_lib
+from diloco_jax.syncer import commit, global_model
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.verification.replay import tape_files
 from tests.launch import test_restore as restores
@@ -110,11 +110,11 @@ def test_a_checkpoint_with_a_name_or_a_number_that_is_none_is_passed_over(whole,
 
 def test_a_lineage_with_a_name_that_is_none_is_refused(tmp_path):
   assert len(NAMES) >= 60
-  lineage.write(tmp_path, lineage.Lineage(gone=('l0',)))
+  lineage_lib.write(tmp_path, lineage_lib.Lineage(gone=('l0',)))
   for name in NAMES:
-    _resaved(tmp_path / lineage.FILE, _set('gone', to=[name]))
+    _resaved(tmp_path / lineage_lib.FILE, _set('gone', to=[name]))
     with pytest.raises(ValueError, match='does not read back'):
-      lineage.read(tmp_path)
+      lineage_lib.read(tmp_path)
 
 
 def test_the_operators_words_are_typed_too(config, whole):
@@ -170,10 +170,10 @@ def test_neither_are_pipes_and_folders(tmp_path, whole):
     path.unlink()
     make(path)
     assert restores._choose(workdir).clock == 105
-    path = workdir / lineage.FILE
+    path = workdir / lineage_lib.FILE
     make(path)
     with pytest.raises(ValueError, match='does not read back'):
-      lineage.read(workdir)
+      lineage_lib.read(workdir)
     path.rmdir() if path.is_dir() else path.unlink()
     path = workdir / 'islands' / 'l0' / 'ckpt' / '200' / states.MANIFEST
 
@@ -234,7 +234,7 @@ def _read_tape(workdir: pathlib.Path) -> None:
 READERS = {
   load.FILE: load.read,
   f'syncer/model/{states.MANIFEST}': own_model.read,
-  lineage.FILE: lineage.read,
+  lineage_lib.FILE: lineage_lib.read,
   'tapes/l0.1.0.jsonl': _read_tape,
 }
 
@@ -245,7 +245,7 @@ def test_no_reader_of_json_is_broken_by_a_file(tmp_path, name):
   path.parent.mkdir(parents=True, exist_ok=True)
   for what, text in TEXTS.items():
     path.write_bytes(text)
-    with pytest.raises((ValueError, tape.TapeError)) as refused:
+    with pytest.raises((ValueError, tape_lib.TapeError)) as refused:
       READERS[name](tmp_path)
     assert len(str(refused.value)) < 1000 and str(refused.value).isprintable(), what
 
@@ -333,7 +333,7 @@ def _written(
 
 def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, records, tmp_path):
   assert len(REWRITES) >= 20
-  theta, accepted = global_model_lib.Theta(assembled), []
+  theta, accepted = global_model.Theta(assembled), []
   for name, change in {'as it was': None, **REWRITES}.items():
     folder = tmp_path / name
     _written(folder / 'wal', assembled, records, change).close()
@@ -342,7 +342,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     log = commit.CommitLog(files_lib.Files(folder / 'wal'), assembled.agreement, print)
     checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
     try:
-      origin = lineage.Lineage(run='0' * 16)
+      origin = lineage_lib.Lineage(run='0' * 16)
       syncer_node.recover(assembled, theta, checkpoints, log, durability.Records(), origin)
       accepted.append(name)
     except wal.WalError as error:

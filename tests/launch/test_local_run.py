@@ -14,10 +14,13 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import local_run, spec
+from diloco_jax.launch import local_run
+from diloco_jax.launch import spec as spec_lib
 from diloco_jax.process import accelerators, exits, lifecycle, restore, run_folder
-from diloco_jax.report import facts, records
-from diloco_jax.storage import files, folders
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders
 from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
 from tests.report import rows
@@ -45,7 +48,7 @@ def _open_at_once(
     together.wait()
     try:
       return run_folder.open_workdir(own, workdir, resume=False)
-    except (ValueError, files.DirectoryError) as error:
+    except (ValueError, files_lib.DirectoryError) as error:
       return error
 
   with futures.ThreadPoolExecutor(count) as pool:
@@ -129,13 +132,13 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   before = (workdir / 'config.json').read_bytes()
   config.train.steps += 1
-  with contextlib.closing(files.Files(workdir / 'syncer' / 'wal')) as log:
+  with contextlib.closing(files_lib.Files(workdir / 'syncer' / 'wal')) as log:
     log.lock()
     (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
     ended = diloco('train', '--resume', f'--workdir={workdir}')
     assert ended.returncode == exits.NEVER_RETRY
     assert f'already used by syncer pid {os.getpid()}' in ended.stderr
-    with pytest.raises(files.DirectoryError, match='already used by syncer'):
+    with pytest.raises(files_lib.DirectoryError, match='already used by syncer'):
       run_folder.open_workdir(config, workdir, resume=True)
   assert (workdir / 'syncer' / 'address').exists()
   assert (workdir / 'config.json').read_bytes() == before
@@ -143,9 +146,9 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
 
 
 def test_a_run_that_was_refused_before_its_first_step_says_what_to_do_with_its_folder(tmp_path):
-  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     assert f'{tmp_path} holds nothing of worth: remove it' in local_run._never_began(tmp_path)
-    recorder.report(facts.Step(step=1, steps=1, tokens=1, loss=1.0, seconds=1.0))
+    recorder.report(report_facts.Step(step=1, steps=1, tokens=1, loss=1.0, seconds=1.0))
     assert local_run._never_began(tmp_path) == ''
 
 
@@ -156,7 +159,7 @@ def test_a_run_whose_supervisor_is_live_is_not_continued(config, tmp_path):
   address.parent.mkdir()
   address.touch()
   with run_folder.held(workdir):
-    with pytest.raises(files.DirectoryError, match='already used by train pid'):
+    with pytest.raises(files_lib.DirectoryError, match='already used by train pid'):
       run_folder.open_workdir(config, workdir, resume=True)
   assert address.exists()
 
@@ -196,10 +199,12 @@ def _ended(config, workdir: pathlib.Path, alone: bool = False, left: str = '') -
   """A run that was trained to its last step; `left`: what was not done then."""
   run_folder.open_workdir(config, workdir, resume=False, alone=alone)
   steps, last = config.train.steps, 'l0' if alone else 'syncer'
-  closing = [] if left == 'evaluation' else [(last, rows.row(4, facts.Eval(step=steps, loss=1.0)))]
+  closing = (
+    [] if left == 'evaluation' else [(last, rows.row(4, report_facts.Eval(step=steps, loss=1.0)))]
+  )
   rows.add(
     workdir,
-    (last, rows.row(1, facts.Eval(step=0, loss=2.0))),
+    (last, rows.row(1, report_facts.Eval(step=0, loss=2.0))),
     ('l0', rows.step(2, steps - (left == 'step'), 1)),
     *closing,
     rows.child(5, last, 'down' if left == 'save' else 'done'),
@@ -377,8 +382,8 @@ def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, m
   monkeypatch.delenv('JAX_PLATFORMS')
   tpu = accelerators.Accelerators('tpu', ('0', '1', '2', '3'))
   monkeypatch.setattr(accelerators, 'find', lambda: tpu)
-  asked = spec.Request(config=config, config_flags=[], only=['syncer'])
-  described = spec.make(asked, local_run.known(pathlib.Path('/run')))
+  asked = spec_lib.Request(config=config, config_flags=[], only=['syncer'])
+  described = spec_lib.make(asked, local_run.known(pathlib.Path('/run')))
   assert [one.name for one in local_run.programs(described)] == ['syncer']
   assert capsys.readouterr().out == ''
 

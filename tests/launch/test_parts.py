@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from diloco_jax.certs import authority, proofs
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from tests.launch.lib import command_line
 
 _CONFIG = [
@@ -57,7 +57,7 @@ def test_a_learner_elsewhere_trains_with_the_syncer_and_a_learner_here(tmp_path)
   second = Launch(there, *_CONFIG, tls, '--only=l1', f'--syncer={address}')
   assert second.end() == 0, second.said
   assert first.end() == 0, first.said
-  merged = [fact for fact in records.records(here) if fact['name'] == 'synced']
+  merged = [fact for fact in records_lib.records(here) if fact['name'] == 'synced']
   assert {name for fact in merged for name in fact['participants']} == {'l0', 'l1'}
   assert (here / 'model').is_dir() and not (there / 'syncer').exists()
   islands = [[path.name for path in (one / 'islands').iterdir()] for one in (here, there)]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from diloco_jax.process import run_folder
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from tests.launch.lib import command_line
 from tests.runs.lib import ray_cluster, slow_data, slurm_cluster
 
@@ -61,9 +61,9 @@ class Run:
     return f'{self.learners}_{learner[1:]}'
 
   def facts(self, process: str, name: str) -> list[dict]:
-    if not (self.workdir / records.RECORDS).is_dir():
+    if not (self.workdir / records_lib.RECORDS).is_dir():
       return []
-    found = records.records(self.workdir)
+    found = records_lib.records(self.workdir)
     return [one for one in found if one['process'] == process and one['name'] == name]
 
   def merges(self, learner: str) -> int:

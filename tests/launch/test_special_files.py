@@ -11,12 +11,15 @@ import sys
 import numpy as np
 import pytest
 
-from diloco_jax.certs import check, names, proofs
+from diloco_jax.certs import check as check_lib
+from diloco_jax.certs import names, proofs
 from diloco_jax.config import load
 from diloco_jax.process import dial
-from diloco_jax.report import records
-from diloco_jax.storage import arrays, files, states, tapes
-from diloco_jax.train import corpus_files, tokenizer
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import arrays, states, tapes
+from diloco_jax.storage import files as files_lib
+from diloco_jax.train import corpus_files
+from diloco_jax.train import tokenizer as tokenizer_lib
 from diloco_jax.transport import addresses
 from tests.certs import mint
 from tests.launch.lib import command_line
@@ -42,8 +45,8 @@ KINDS = {
 READERS = {
   'config.py': lambda path: load.load(str(path)),
   'task.py': load.module,
-  'own.json': lambda path: tokenizer.load(str(path), 'stdlib'),
-  'own.model': lambda path: tokenizer.digest(str(path), 'stdlib'),
+  'own.json': lambda path: tokenizer_lib.load(str(path), 'stdlib'),
+  'own.model': lambda path: tokenizer_lib.digest(str(path), 'stdlib'),
   'start.safetensors': lambda path: arrays.start(str(path), {}),
 }
 
@@ -65,9 +68,9 @@ def test_what_a_user_names_is_a_regular_file(name: str, what: str, tmp_path):
 def test_a_link_to_a_regular_file_is_one(tmp_path):
   (tmp_path / 'there').write_text('text')
   (tmp_path / 'link').symlink_to('there')
-  assert files.kind(tmp_path / 'there') == files.kind(tmp_path / 'link') == ''
-  assert files.kind(tmp_path / 'nowhere') == 'not there (No such file or directory)'
-  assert files.kind(tmp_path / 'there' / 'below') == 'not there (Not a directory)'
+  assert files_lib.kind(tmp_path / 'there') == files_lib.kind(tmp_path / 'link') == ''
+  assert files_lib.kind(tmp_path / 'nowhere') == 'not there (No such file or directory)'
+  assert files_lib.kind(tmp_path / 'there' / 'below') == 'not there (Not a directory)'
 
 
 @pytest.mark.parametrize('source', ['corpus', 'corpus/*', 'corpus/**'])
@@ -115,15 +118,15 @@ def test_an_export_replaces_no_device(tmp_path):
   assert (tmp_path / 'out').is_fifo() and (tmp_path / 'null').is_symlink()
 
 
-@pytest.mark.parametrize('file', [*check.FILES, 'allowlist.json'])
+@pytest.mark.parametrize('file', [*check_lib.FILES, 'allowlist.json'])
 def test_certificates_and_lists_are_regular_files(file: str, tmp_path):
   folder = mint.owner(tmp_path / 'certs').folder / names.SYNCER
   (folder / file).unlink()
   os.mkfifo(folder / file, 0o600)
   done = command_line.diloco('certs', 'check', str(folder))
   assert done.returncode == 42 and f'{file} is no regular file' in done.stderr
-  if file in check.FILES:
-    assert check.problems(folder, names.SYNCER, proofs.utc_now()) == [
+  if file in check_lib.FILES:
+    assert check_lib.problems(folder, names.SYNCER, proofs.utc_now()) == [
       f'{folder / file} is no regular file'
     ]
 
@@ -148,7 +151,7 @@ def test_pipes_beside_records_and_tapes_are_no_records_and_tapes(tmp_path):
   for name, file in (('records', 'l0.jsonl'), ('tapes', 'l0.1.0.jsonl')):
     (tmp_path / name).mkdir()
     os.mkfifo(tmp_path / name / file)
-  assert records.TailAll(tmp_path).read() == []
+  assert records_lib.TailAll(tmp_path).read() == []
   assert tapes.process_tapes(tmp_path / 'tapes') == []
 
 

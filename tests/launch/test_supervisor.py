@@ -18,8 +18,9 @@ import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.process import restarts, run_folder
-from diloco_jax.report import records, run_facts
-from diloco_jax.storage import files
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
+from diloco_jax.storage import files as files_lib
 from tests.report import rows
 
 _DEADLINE_S = 120.0
@@ -53,7 +54,7 @@ class Run:
 
   def run(self, tick=lambda run: None, deadline_s: float = _DEADLINE_S) -> supervisor_lib.Outcome:
     """Runs to the end; `tick(self)` is called a few times a second."""
-    recorder = records.Recorder(self.workdir, 'supervisor', tensorboard=False)
+    recorder = records_lib.Recorder(self.workdir, 'supervisor', tensorboard=False)
 
     async def main():
       self.supervisor = supervisor_lib.Supervisor(
@@ -140,7 +141,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
 
 def test_a_run_has_one_supervisor(tmp_path):
   with run_folder.held(tmp_path):
-    with pytest.raises(files.DirectoryError, match='already used by train pid'):
+    with pytest.raises(files_lib.DirectoryError, match='already used by train pid'):
       Run(tmp_path, [program('l0', '')]).run()
   assert Run(tmp_path, [program('l0', '')]).run().code == 0
 
@@ -190,7 +191,7 @@ def test_only_short_lives_in_a_row_are_a_failure(tmp_path, lives, state):
       pass
 
   learner = program('l0', '')
-  recorder = records.Recorder(tmp_path, 'supervisor', tensorboard=False)
+  recorder = records_lib.Recorder(tmp_path, 'supervisor', tensorboard=False)
 
   async def main():
     view = run_facts.RunFacts(['l0'], 100)
@@ -325,7 +326,7 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
   run = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills)
   outcome = run.run()
   assert outcome.statuses['l0'] == supervisor_lib.Status(state='done', starts=2)
-  facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
+  facts = [fact for name, fact in records_lib.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0] and run.ends('l0').count('killed') == 1
 
@@ -358,7 +359,7 @@ def test_a_kill_that_is_due_waits_until_its_victim_has_a_process(tmp_path):
       run.supervisor.retire()
 
   Run(tmp_path, [program('l0', _FOREVER)], kills=kills).run(tick)
-  facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
+  facts = [fact for name, fact in records_lib.TailAll(tmp_path).read() if name == 'supervisor']
   assert [fact['code'] for fact in facts if fact['name'] == 'exit'][0] == -signal.SIGKILL
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import baseline
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import states
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
@@ -48,7 +48,7 @@ def _train(tmp_path, config):
     )
     change(island)
     said = []
-    with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
       recorder.say = said.append
       ended = baseline.run(config, island, recorder, stopping)
     lines = (tmp_path / 'records' / 'l0.jsonl').read_text().splitlines()

@@ -13,7 +13,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import baseline
 from diloco_jax.learner import node as learner_node
 from diloco_jax.node import loop
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.transport import in_process
 
 
@@ -63,7 +63,7 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
   island = learner_node.make_island(
     assembled, by_itself, 'l0', jax.devices()[: config.mesh.num_devices]
   )
-  with contextlib.closing(records.Recorder(by_itself, 'l0', tensorboard=False)) as recorder:
+  with contextlib.closing(records_lib.Recorder(by_itself, 'l0', tensorboard=False)) as recorder:
     baseline.run(config, island, recorder)
     _require_own_kind(assembled, config, by_itself, together, recorder)
 

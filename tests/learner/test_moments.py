@@ -11,10 +11,10 @@ import pytest
 
 from diloco_jax.api import single_controller
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.learner import moments
+from diloco_jax.learner import moments as moments_lib
 from diloco_jax.learner import node as learner_node
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts
+from diloco_jax.protocol import facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.storage import checkpoint, json_files, states
 
 
@@ -23,7 +23,7 @@ def _moments(value: float):
 
 
 def _save(workdir, learner: str, *steps: int) -> None:
-  checkpoints = checkpoint.Checkpoints(str(moments.folder(workdir, learner)))
+  checkpoints = checkpoint.Checkpoints(str(moments_lib.folder(workdir, learner)))
   for step in steps:
     state = {'params': jnp.ones((2, 8, 8)), 'opt_state': _moments(step)}
     checkpoints.save(step, state, 0, {'protocol': {'learner': learner}})
@@ -32,23 +32,23 @@ def _save(workdir, learner: str, *steps: int) -> None:
 
 def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
   like = _moments(0)
-  assert moments.find(tmp_path, 'l2', like, print) is None
-  none = moments.told(None, tmp_path, 'fresh moments')
+  assert moments_lib.find(tmp_path, 'l2', like, print) is None
+  none = moments_lib.told(None, tmp_path, 'fresh moments')
   assert 'so the inner optimizer begins with fresh moments' in none
   _save(tmp_path, 'l0', 4, 9)
   _save(tmp_path, 'l1', 5, 7)
-  found = moments.find(tmp_path, 'l2', like, print)
+  found = moments_lib.find(tmp_path, 'l2', like, print)
   assert (found.learner, found.step, found.protocol) == ('l0', 9, {'learner': 'l0'})
   jax.tree.map(np.testing.assert_array_equal, found.moments, _moments(9))
-  assert moments.find(tmp_path, 'l1', like, print).step == 7, 'its own first'
+  assert moments_lib.find(tmp_path, 'l1', like, print).step == 7, 'its own first'
 
-  path = moments.folder(tmp_path, 'l0') / '9' / states.MANIFEST
+  path = moments_lib.folder(tmp_path, 'l0') / '9' / states.MANIFEST
   values = json_files.opened(json.loads(path.read_text()))
   for row in values['manifest']['arrays']:
     row[-1] ^= row[0] == 'opt_state/mu'
   path.write_text(json.dumps(json_files.sealed(values)))
   said = []
-  assert moments.find(tmp_path, 'l2', like, said.append)[:2] == ('l1', 7)
+  assert moments_lib.find(tmp_path, 'l2', like, said.append)[:2] == ('l1', 7)
   assert 'l0/ckpt/9 does not read back: opt_state/mu has digest' in said[0] and len(said) == 1
 
 
@@ -57,8 +57,8 @@ def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
 )
 def test_moments_of_another_optimizer_or_model_are_none(tmp_path, like):
   _save(tmp_path, 'l0', 4)
-  assert moments.find(tmp_path, 'l1', _moments(0), print).step == 4
-  assert moments.find(tmp_path, 'l1', like, print) is None
+  assert moments_lib.find(tmp_path, 'l1', _moments(0), print).step == 4
+  assert moments_lib.find(tmp_path, 'l1', like, print) is None
 
 
 def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):
@@ -74,11 +74,11 @@ def test_a_learner_without_a_checkpoint_takes_anothers_moments(tmp_path, capfd):
     capfd.readouterr()
     single_controller.run(config, tmp_path)
     lines = (tmp_path / 'records' / 'l1.jsonl').read_text().splitlines()
-    facts = [json.loads(line) for line in lines]
-    return [(one['of'], one['step'] > 0) for one in facts if one['name'] == 'moments']
+    rows = [json.loads(line) for line in lines]
+    return [(row['of'], row['step'] > 0) for row in rows if row['name'] == 'moments']
 
   assert go_on(12) == []
-  shutil.rmtree(moments.folder(tmp_path, 'l1'))
+  shutil.rmtree(moments_lib.folder(tmp_path, 'l1'))
   assert go_on(18) == [('l0', True)]
   assert 'the inner optimizer begins with the moments of l0 at step' in capfd.readouterr().out
 
@@ -88,8 +88,10 @@ def test_fresh_moments_are_told_once_they_cost_something(clock, found):
   """A learner that joins a new run seconds after the others has missed nothing."""
   told, said = [], []
   recorder = types.SimpleNamespace(say=said.append, report=told.append)
-  of = moments.Found('l1', 9, None, {}) if found else None
+  of = moments_lib.Found('l1', 9, None, {}) if found else None
   records = learner_node.LearnerRecords(recorder, (of, 'text'), late=30)
-  records.report(protocol_facts.State(state='joined', incarnation=1, clock=clock))
-  assert [one.of for one in told if isinstance(one, facts.Moments)] == [found] * (found is not None)
+  records.report(facts.State(state='joined', incarnation=1, clock=clock))
+  assert [one.of for one in told if isinstance(one, report_facts.Moments)] == [found] * (
+    found is not None
+  )
   assert said[1:] == ['text'] * (found is not None)

@@ -17,10 +17,10 @@ from diloco_jax.configs import gemma, stdlib_lm
 from diloco_jax.learner import node as learner_node
 from diloco_jax.numerics import codecs
 from diloco_jax.process import own_model
-from diloco_jax.protocol import agreement
-from diloco_jax.report import summary
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.report import summary as summary_lib
 from diloco_jax.syncer import global_model
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
 from experiments.examples import lora_decoder
@@ -118,7 +118,7 @@ def test_a_rule_of_the_config_keeps_its_tensors_local_and_all_processes_must_agr
   assert assembled.never_sent == ('embedding',)
   size = config.model.vocab_size * config.model.embed_dim
   assert assembled.parameters == everything.parameters - size
-  refused = agreement.refusal(everything.agreement, assembled.agreement)
+  refused = agreement_lib.refusal(everything.agreement, assembled.agreement)
   assert "never_sent is 'absent' here, 'embedding' there" in refused
 
   config.sync.merge = 'local'
@@ -157,7 +157,7 @@ def test_a_checkpoint_has_them_and_is_restored_on_another_mesh(tmp_path):
       checkpoint_dir=str(tmp_path),
     )
 
-  begun, island = made.init(0), make(config_lib.MeshConfig(fsdp=2))
+  begun, island = made.init(0), make(train_config.MeshConfig(fsdp=2))
   for clock in range(3):
     island.step(clock)
   island.save(3)()
@@ -168,7 +168,7 @@ def test_a_checkpoint_has_them_and_is_restored_on_another_mesh(tmp_path):
     assert same == (LABELS.get(name) == 'frozen'), name
   assert {leaf.shape for leaf in jax.tree.leaves(island.moments)} == {(), (32, 32), (32, 1)}
 
-  other = make(config_lib.MeshConfig(data=1, fsdp=4), seed=1)
+  other = make(train_config.MeshConfig(data=1, fsdp=4), seed=1)
   assert not np.array_equal(other.params['head'], saved.params['head'])
   assert other.restore().step == 3
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.state), saved)
@@ -220,7 +220,7 @@ def test_a_personal_head(tmp_path):
   starts = {row['eval_loss_start'] for row in run.summary['learners'].values()}
   assert len(starts) == 1 and min(ends.values()) < min(starts) < max(ends.values())
   assert run.summary['eval_loss_end'] is None and not run.evaluations.loss.size
-  text = summary.text(run.summary, tmp_path)
+  text = summary_lib.text(run.summary, tmp_path)
   assert all(f'{name}  {starts.copy().pop():.3f} before, {loss:.3f} after' in text
              for name, loss in ends.items())  # fmt: skip
 

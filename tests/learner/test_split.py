@@ -10,8 +10,9 @@ import pytest
 
 from diloco_jax.learner import on_device, split
 from diloco_jax.node import payload as payload_lib
-from diloco_jax.numerics import codecs, digest, fragments
-from diloco_jax.train import config as config_lib
+from diloco_jax.numerics import codecs, fragments
+from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import payloads as payloads_lib
@@ -25,7 +26,8 @@ P = jax.sharding.PartitionSpec
 def _params() -> decoder.Params:
   """A decoder of one layer, without those of its tensors that are like others."""
   params = decoder.init_params(
-    config_lib.ModelConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=24, hidden_dim=256), 0
+    train_config.ModelConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=24, hidden_dim=256),
+    0,
   )
   kept = ('query', 'query_norm', 'out', 'gate', 'down', 'mlp_norm')
   return params | {'layers': [{name: params['layers'][0][name] for name in kept}]}
@@ -93,7 +95,7 @@ def _is_equal(one, other, params) -> None:
       assert ok
       sent.append(_sent(exchange, p, data))
       given = _given(exchange, sent[0], np.uint8)
-      held.append(digest.as_int(exchange.adopt(p, given, False, p != 1, p % 2 == 0)))
+      held.append(digest_lib.as_int(exchange.adopt(p, given, False, p != 1, p % 2 == 0)))
     assert sent[0] == sent[1] and held[0] == held[1], p
   _same(one[1].params, other[1].params)
   whole = np.random.default_rng(2).standard_normal(layout.size(0), np.float32)
@@ -102,9 +104,9 @@ def _is_equal(one, other, params) -> None:
       exchange.adopt(0, _given(exchange, whole.tobytes(), np.float32), True, keep, False)
       for exchange, _ in pair
     )
-    assert digest.as_int(a) == digest.as_int(b)
+    assert digest_lib.as_int(a) == digest_lib.as_int(b)
   assert one[0].digests() == other[0].digests()
-  assert digest.as_int(a) == one[0].digests()[0]
+  assert digest_lib.as_int(a) == one[0].digests()[0]
   _same(one[1].params, other[1].params)
   for exchange, _ in pair:
     exchange.rewind()
@@ -138,8 +140,10 @@ def test_small_neighbours_are_one_piece_of_the_programs_and_no_bit_changes(devic
 def test_of_eight_devices_as_of_one(shape, codec):
   params = _params()
   layout = fragments.make_layout(params, 2, decoder.label)
-  ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape))), jax.devices())
+  ones = mesh_lib.make_mesh(train_config.MeshConfig(), jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(
+    train_config.MeshConfig(**dict(zip(mesh_lib.AXES, shape))), jax.devices()
+  )
   one, many = (_on(at, params, codec, layout) for at in (ones, mesh))
   _is_equal(one, many, params)
   held = [
@@ -156,8 +160,8 @@ def test_of_eight_devices_as_of_one(shape, codec):
 def test_within_a_process_payloads_of_several_devices_have_the_order_of_the_wire(shape, codec):
   params = _params()
   layout = fragments.make_layout(params, 2, decoder.label)
-  config = config_lib.MeshConfig(**dict(zip(mesh_lib.AXES, shape)))
-  ones = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
+  config = train_config.MeshConfig(**dict(zip(mesh_lib.AXES, shape)))
+  ones = mesh_lib.make_mesh(train_config.MeshConfig(), jax.devices()[:1])
   mesh = mesh_lib.make_mesh(config, jax.devices())
   one, many = _on(ones, params, codec, layout), _on(mesh, params, codec, layout, in_process=True)
   _is_equal(one, many, params)

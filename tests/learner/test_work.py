@@ -13,8 +13,8 @@ from diloco_jax.learner import on_device
 from diloco_jax.learner import work as learner_work
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import actions, events
-from diloco_jax.report import records
-from diloco_jax.transport import payloads
+from diloco_jax.report import records as records_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 
 def _host(tree):
@@ -49,9 +49,9 @@ def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
 
 def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   (_, assembled, island), posted = _made(tmp_path), []
-  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(
-      assembled, island, posted.append, None, payloads.PayloadStore(), recorder
+      assembled, island, posted.append, None, payloads_lib.PayloadStore(), recorder
     )
     initial = _host(island.params)
     for action in (
@@ -81,10 +81,10 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
   also while the learner has no other one to make."""
   _, assembled, island = _made(tmp_path, overlap=0)
   assert assembled.protocol.lag == 0
-  with contextlib.closing(records.Recorder(tmp_path, 'l0')) as recorder:
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0')) as recorder:
     posted = []
     work = learner_work.LearnerWork(
-      assembled, island, posted.append, None, payloads.PayloadStore(), recorder
+      assembled, island, posted.append, None, payloads_lib.PayloadStore(), recorder
     )
 
     def ask() -> None:
@@ -99,7 +99,7 @@ def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path, caps
     work.run()
     asking.join()
   assert [type(event) for event in posted] == [events.StepDone] * 2
-  facts = [fact for _, fact in records.TailAll(tmp_path).read()]
+  facts = [fact for _, fact in records_lib.TailAll(tmp_path).read()]
   waited_s = [fact['waited_s'] for fact in facts if 'waited_s' in fact]
   assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
   island.close()
@@ -151,11 +151,11 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
   """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
   needs later is compiled from its first step on."""
   config, assembled, island = _made(tmp_path, fragments=5, period=5)  # the embedding is cut
-  posted, store = [], payloads.PayloadStore()
+  posted, store = [], payloads_lib.PayloadStore()
   functions = _Functions()
   exchange = on_device.Exchange(assembled, island, functions).begin()
   post = lambda event: posted.append((event, len(functions)))
-  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(assembled, island, post, None, store, recorder, exchange)
     before = len(functions)
     draw = np.random.default_rng(0)

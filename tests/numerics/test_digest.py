@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.numerics import digest
+from diloco_jax.numerics import digest as digest_lib
 from tests.numerics import codecs_numpy
 
 
@@ -15,16 +15,16 @@ def _values(n=1000):
 def test_numpy_and_xla_agree():
   rng = np.random.default_rng(1)
   for values in (_values(), _values(0), rng.integers(0, 2**32, 4096, np.uint32).view(np.float32)):
-    got = jax.jit(digest.digest)(values)
+    got = jax.jit(digest_lib.digest)(values)
     assert got.shape == (2,) and got.dtype == jnp.uint32
     np.testing.assert_array_equal(got, codecs_numpy.digest(values))
 
 
 def test_the_checked_digest_finds_each_value_that_is_not_finite():
-  checked = jax.jit(digest.checked)
+  checked = jax.jit(digest_lib.checked)
   values, others = _values(96), [_values(96), _values(96)]
   got, finite = checked(values, 5, 90, others)
-  np.testing.assert_array_equal(got, jax.jit(digest.digest)(values, 5, 90))
+  np.testing.assert_array_equal(got, jax.jit(digest_lib.digest)(values, 5, 90))
   assert finite
   for which, place in ((0, 0), (1, 95), (2, 40)):
     for wrong in (np.inf, -np.inf, np.nan, -np.float32(np.nan)):
@@ -56,4 +56,4 @@ def test_the_sharding_does_not_matter():
   values = _values(64 * len(jax.devices()))
   mesh = jax.make_mesh((len(jax.devices()),), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
   sharded = jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.P('x')))
-  np.testing.assert_array_equal(jax.jit(digest.digest)(sharded), codecs_numpy.digest(values))
+  np.testing.assert_array_equal(jax.jit(digest_lib.digest)(sharded), codecs_numpy.digest(values))

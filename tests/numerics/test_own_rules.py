@@ -15,7 +15,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.numerics import merge
 from diloco_jax.process import own_model
-from diloco_jax.train import optimizer
+from diloco_jax.train import optimizer as optimizer_lib
 
 _DEADLINE_S = 240.0
 _CODE = """
@@ -134,7 +134,7 @@ def test_an_inner_optimizer_of_ones_own_takes_the_place_of_adam(own):
   for name in ('adamw', 'my_rules:inner', 'optax:scale_by_lion(b1=0.5)'):
     config.optimizer.name = name
     config.validate()
-    tx = optimizer.make_optimizer(config.optimizer, task)
+    tx = optimizer_lib.make_optimizer(config.optimizer, task)
     update, _ = tx.update({'w': 2 * params['w']}, tx.init(params), params, rate=jnp.float32(0.1))
     updates.append(update['w'])
   np.testing.assert_array_equal(updates[1], updates[2])

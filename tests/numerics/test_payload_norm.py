@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from diloco_jax.numerics import codecs, fragments
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.syncer import global_model, outer_step
 from tests.numerics import codecs_numpy
 
@@ -32,7 +32,7 @@ def _norm(name: str, data: np.ndarray, n: int = N) -> float:
   codec = codecs.get(name)
   lib = _tiles(layout, codec)
   norm = global_model.norm(lib.lengths(0, np.frombuffer(data, np.uint8)))
-  return math.nan if norm == screening.NOT_FINITE else norm / screening.UNIT
+  return math.nan if norm == screening_lib.NOT_FINITE else norm / screening_lib.UNIT
 
 
 @functools.cache

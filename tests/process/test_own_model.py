@@ -19,9 +19,10 @@ from flax import nnx
 from diloco_jax.config import run_config
 from diloco_jax.process import accelerators, bring, exits, own_model
 from diloco_jax.process import syncer as syncer_process
-from diloco_jax.protocol import agreement
-from diloco_jax.report import records
-from diloco_jax.storage import arrays, folders, lineage, states
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import arrays, folders, states
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.transport import addresses, grpc_server, grpc_session, listen
 
 _DEADLINE_S = 60
@@ -153,7 +154,7 @@ def test_a_learner_that_calls_for_a_session_before_there_is_a_model_is_told_to_d
 def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes):
   """Also where transport processes serve the loops from then on."""
   access, listening = addresses.Access(plaintext_loopback=True), queue.Queue()
-  recorder = records.Recorder(tmp_path, 'syncer')
+  recorder = records_lib.Recorder(tmp_path, 'syncer')
   syncer = syncer_process.Syncer(
     config=_CONFIG,
     folder=tmp_path,
@@ -172,7 +173,7 @@ def test_the_address_stays_the_same_once_the_model_is_there(tmp_path, processes)
       assert listening.get(timeout=_DEADLINE_S) == address
       *told, run = own_model.told(call(own_model.Model({}, {}, dict)))
       assert told == own_model.about(_CONFIG, _MODEL).decode().split('\n')
-      assert run == lineage.read(tmp_path).run
+      assert run == lineage_lib.read(tmp_path).run
     finally:
       syncer.stop('the test ends')
     assert ended.result(_DEADLINE_S).code == 0
@@ -354,7 +355,9 @@ def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
   shared, own = (
     own_model.complete(_MODEL, own_model.config(9, _CONFIG.sync, n)) for n in (1, None)
   )
-  assert len(agreement.differences(shared.agreement, own.agreement)) == 2, 'local, and no shards'
+  assert len(agreement_lib.differences(shared.agreement, own.agreement)) == 2, (
+    'local, and no shards'
+  )
   with pytest.raises(ValueError, match='train.steps is 10.0, a float; it must be int'):
     own_model.config(10.0, None, 4).validate()
 

@@ -17,8 +17,9 @@ from diloco_jax.process import dial, exits, lifecycle, own_model, restore, run_f
 from diloco_jax.process import learner as learner_process
 from diloco_jax.process import syncer as syncer_process
 from diloco_jax.protocol import actions, messages
-from diloco_jax.report import records as recording
-from diloco_jax.storage import arrays, files, states
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import arrays, states
+from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses, link
 from tests.certs import mint
@@ -109,7 +110,7 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   tmp_path, capfd, monkeypatch
 ):
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
-  records = recording.Recorder(tmp_path, 'l0')
+  records = records_lib.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
   assert cli._guarded(lambda argv: lifecycle.end(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
@@ -160,7 +161,7 @@ cli.run_main(lambda argv: syncer_process.main(
 
 
 def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
-  with contextlib.closing(files.Files(tmp_path / 'islands' / 'l0' / 'ckpt')) as folder:
+  with contextlib.closing(files_lib.Files(tmp_path / 'islands' / 'l0' / 'ckpt')) as folder:
     folder.lock('learner')
     ended = command_line.python('-c', _LEARNER, tmp_path, JAX_NUM_CPU_DEVICES='2')
   assert ended.returncode == exits.NEVER_RETRY

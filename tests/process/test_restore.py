@@ -21,8 +21,9 @@ import pytest
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.process import exits, own_model, restore, run_folder
-from diloco_jax.storage import checkpoint, folders, json_files, lineage, outer_log, states, wal
+from diloco_jax.storage import checkpoint, folders, json_files, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.transport import addresses
 from tests.launch.lib import command_line
 from tests.syncer import test_durability as durability
@@ -238,25 +239,25 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = 1
   said = _restore(config, workdir)
-  assert lineage.read(workdir).gone == ('l1', 'l2')
+  assert lineage_lib.read(workdir).gone == ('l1', 'l2')
   assert any('l1 is not in this config' in line for line in said)
   config.sync.learners = 4
   said = _restore(config, workdir)
-  assert lineage.read(workdir).gone == ()
+  assert lineage_lib.read(workdir).gone == ()
   assert any(re.search('l3 starts from the fragments', line) for line in said)
 
 
 def test_a_damaged_lineage_is_written_again_by_the_way_that_its_refusal_names(config, workdir):
-  lineage.write(workdir, lineage.Lineage(run='0' * 16))
-  _flip(workdir / lineage.FILE, 30, 0)
+  lineage_lib.write(workdir, lineage_lib.Lineage(run='0' * 16))
+  _flip(workdir / lineage_lib.FILE, 30, 0)
   with pytest.raises(ValueError, match='does not read back.*Remove it, then run') as refused:
     _restore(config, workdir)
   (pasted,) = re.findall('diloco restore.*latest', str(refused.value))
   (read,) = command_line.read([shlex.split(pasted)])
   assert read['workdir'] == str(workdir)
-  (workdir / lineage.FILE).unlink()
+  (workdir / lineage_lib.FILE).unlink()
   _restore(config, workdir, read['to'])
-  assert lineage.read(workdir).log == 20
+  assert lineage_lib.read(workdir).log == 20
 
 
 def test_a_folder_without_a_run_is_refused(config, tmp_path):
@@ -279,7 +280,7 @@ def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_
 
   def state(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
     found = _contents(workdir)
-    del found[pathlib.Path(lineage.FILE)]  # each restore has another id
+    del found[pathlib.Path(lineage_lib.FILE)]  # each restore has another id
     return {path: data for path, data in found.items() if not str(path).startswith('aside-')}
 
   done = shutil.copytree(whole, tmp_path / 'done')
@@ -303,11 +304,11 @@ def test_a_restore_that_was_cut_short_anywhere_is_done_again(config, whole, tmp_
           cuts += 1
         else:
           break
-      if (workdir / lineage.FILE).exists():
+      if (workdir / lineage_lib.FILE).exists():
         with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
-          lineage.read(workdir)
+          lineage_lib.read(workdir)
       _restore(config, workdir, '299')
-      lineage.read(workdir)
+      lineage_lib.read(workdir)
       assert state(workdir) == state(done), (name, nth)
   assert cuts >= 8
 
@@ -340,7 +341,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   assert 'the run continues from the checkpoint of clock 105' in done.stdout
   again = f' train --resume --workdir={workdir}'
   assert done.stdout.splitlines()[-1].endswith(again)
-  assert lineage.read(workdir).log == 10
+  assert lineage_lib.read(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
   shutil.rmtree(workdir / 'islands')  # learners on other machines
   done = restored(f'--workdir={workdir}', '--to=latest')
@@ -367,9 +368,9 @@ __main__.main()
   assert ended.returncode == exits.DISK_FAILED, ended.stderr
   assert ended.stderr.count('\n') == 1 and 'restore again, with this --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
-    lineage.read(workdir)
+    lineage_lib.read(workdir)
   _restore(config, workdir, '299')
-  lineage.read(workdir)
+  lineage_lib.read(workdir)
 
 
 def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
@@ -390,7 +391,7 @@ def test_a_run_of_own_loops_goes_back_too(tmp_path):
   _save(workdir / 'syncer', 100, 1, _books(1))
   with pytest.raises(ValueError, match='loops of one'):
     _restore(config, workdir)
-  assert lineage.read(workdir) is None
+  assert lineage_lib.read(workdir) is None
   model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
   own_model.write(workdir, model, config)
   agreement = own_model.complete(model, config).agreement

@@ -4,11 +4,11 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 class Recording(observers.Observer):
@@ -16,7 +16,7 @@ class Recording(observers.Observer):
 
   def __init__(self, **settings: Any):
     self.entries: list[tuple[int, str, Any]] = []
-    self.world = world_lib.World(transcript.protocol_config(**settings), watchers=[self])
+    self.world = world_lib.World(transcript.make_config(**settings), watchers=[self])
 
   def saw(
     self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions

@@ -5,18 +5,19 @@ from typing import Any
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.verification.sim import engine, network
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 # --- A syncer and the messages of its learners ----------------------------------------------------
 
 
 def new_machine(**settings: Any) -> Any:
-  config = transcript.protocol_config(
+  config = transcript.make_config(
     **{
       'learners': 1,
       'fragments': 1,
@@ -33,7 +34,7 @@ def new_machine(**settings: Any) -> Any:
     world_lib.AGREEMENT,
     world_lib.RUN,
     (77,) * count,
-    (network.PAYLOAD_BYTES,) * count,
+    (network_lib.PAYLOAD_BYTES,) * count,
     links_measured=True,
   )
 
@@ -115,7 +116,7 @@ def contribution(
     tokens_to=tokens_to,
     shard=shard,
     cursor=tokens_to // 10,
-    payload=messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0),
+    payload=messages.Payload(size_bytes=network_lib.PAYLOAD_BYTES, crc32=0),
   )
 
 
@@ -141,7 +142,7 @@ def merge_done(sync: int) -> events.MergeDone:
 
 
 def new_learner(**settings: Any) -> Any:
-  config = transcript.protocol_config(
+  config = transcript.make_config(
     **{
       'learners': 2,
       'fragments': 2,

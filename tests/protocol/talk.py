@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single
 
@@ -98,7 +98,7 @@ class Talk:
     """The next syncer, which goes on from a machine state (by default this one), perhaps with other
     settings."""
     config = dataclasses.replace(self.machine._config, **settings)
-    sizes = (network.PAYLOAD_BYTES,) * config.fragments
+    sizes = (network_lib.PAYLOAD_BYTES,) * config.fragments
     state = self.machine.state() if state is None else state
     return Talk(
       machine=syncer_machine.SyncerMachine.restore(config, world_lib.AGREEMENT, sizes, state)

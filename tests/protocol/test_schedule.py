@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import schedule
+from diloco_jax.protocol import schedule as schedule_lib
 from tests.protocol import transcript
 
 
@@ -11,8 +11,8 @@ def test_schedule_handles_each_fragment_once_per_period():
   # Paper section 4: p is the fragment with (t - t_p) mod H == 0; P = H: p = (t - 1) mod P.
   for period in range(1, 9):
     for fragments in range(1, period + 1):
-      plan = schedule.Schedule(
-        transcript.protocol_config(
+      plan = schedule_lib.Schedule(
+        transcript.make_config(
           learners=1, fragments=fragments, period=period, overlap=0, quorum=1, total_steps=30
         )
       )

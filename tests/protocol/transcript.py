@@ -22,16 +22,18 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.verification.sim import engine, narrate, processes
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import narrate
+from diloco_jax.verification.sim import processes as sim_processes
 from diloco_jax.verification.sim import world as world_lib
 
-MS = engine.MS
+MS = engine_lib.MS
 LINK = ('up', 'down', 'bulk_up', 'bulk_down')
 ISLAND = ('step', 'encode', 'adopt')
 RATES = ('loss', 'duplicate')
 
 
-def protocol_config(**changes: Any) -> config_lib.ProtocolConfig:
+def make_config(**changes: Any) -> config_lib.ProtocolConfig:
   """A config with short times and no saves; `*_ms` may be given instead of `*_ns`."""
   settings = {
     'lease_ms': 1000,
@@ -70,7 +72,7 @@ class Script:
     plain = [word for word in words_ if '=' not in word]
     match verb, plain:
       case 'run', []:
-        config = protocol_config(**{k: int(v) for k, v in options.items()})
+        config = make_config(**{k: int(v) for k, v in options.items()})
         self._world = world_lib.World(config, watchers=[narrate.Story(self._tell)])
       case 'start', [name, *how]:
         self._start(name, how, options)
@@ -114,7 +116,7 @@ class Script:
     process = self._world.start(name, agreement, restored='restored' in how, second='second' in how)
     self._set(process, options)
 
-  def _set(self, process: processes.Process, options: dict[str, str]) -> None:
+  def _set(self, process: sim_processes.Process, options: dict[str, str]) -> None:
     for name, value in options.items():
       if name in RATES:
         setattr(self._world.link(process.name), name, int(value))
@@ -127,7 +129,7 @@ class Script:
       assert hasattr(owner, f'{name}_ns'), name
       setattr(owner, f'{name}_ns', int(value) * MS)
 
-  def _process(self, name: str) -> processes.Process:
+  def _process(self, name: str) -> sim_processes.Process:
     return self._world.syncer if name == 'syncer' else self._world.learners[name]
 
   def _pass(self, duration_ms: int, quiet: bool) -> None:

@@ -15,7 +15,7 @@ import tomllib
 import pytest
 import yaml
 
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from tests import interpreters
 from tests.launch.lib import command_line
 from tests.release import releases
@@ -108,7 +108,7 @@ def test_it_trains_in_the_environment(resolution, python, tmp_path):
   command[0] = str(_environment(resolution, python))
   done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
-  assert sum(fact['name'] == 'synced' for fact in records.records(tmp_path / 'run')) > 4
+  assert sum(fact['name'] == 'synced' for fact in records_lib.records(tmp_path / 'run')) > 4
 
 
 def test_the_workflow_tests_both_ends_on_two_pythons():

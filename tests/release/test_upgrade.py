@@ -9,8 +9,8 @@ import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import formats
-from diloco_jax.protocol.tape import tape
-from diloco_jax.report import records
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import records as records_lib
 from diloco_jax.verification.faults import conductor as conductor_lib
 from diloco_jax.verification.replay import tape_files
 from tests.release import releases
@@ -37,7 +37,7 @@ class Drill(conductor.Conductor):
   """Restarts each program with the other release, and waits for facts only."""
 
   def __init__(
-    self, workdir: pathlib.Path, recorder: records.Recorder, homes: tuple[pathlib.Path, ...]
+    self, workdir: pathlib.Path, recorder: records_lib.Recorder, homes: tuple[pathlib.Path, ...]
   ):
     self._homes, self._releases = homes, workdir.parent / 'releases'
     self._releases.mkdir()
@@ -84,7 +84,7 @@ def _wrote(workdir: pathlib.Path) -> dict[str, list[str]]:
   """The releases of the processes of each node, by their tapes, in the order of their lives."""
   found: dict[str, list[str]] = {}
   for life in tape_files.find(workdir):
-    found.setdefault(life.node, []).append(tape_files.read(life).header.versions[tape.PROGRAM])
+    found.setdefault(life.node, []).append(tape_files.read(life).header.versions[tape_lib.PROGRAM])
   return found
 
 

@@ -20,12 +20,17 @@ import pytest
 from diloco_jax import version
 from diloco_jax.certs import allowlist, private
 from diloco_jax.config import load
-from diloco_jax.learner import moments
+from diloco_jax.learner import moments as moments_lib
 from diloco_jax.process import own_model, restore
 from diloco_jax.protocol import actions, formats, messages
-from diloco_jax.protocol.tape import tape
-from diloco_jax.report import facts, folder, records
-from diloco_jax.storage import checkpoint, claim, files, json_files, lineage, states, tapes, wal
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint, json_files, states, tapes, wal
+from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import chunks, control_crc
 from diloco_jax.verification.replay import tape_files
@@ -121,9 +126,9 @@ def _change_header(here: pathlib.Path, number: int | None) -> None:
   path.write_text(json.dumps(json_files.sealed(values)), 'utf-8')
 
 
-def _log_files(here: pathlib.Path) -> files.Files:
+def _log_files(here: pathlib.Path) -> files_lib.Files:
   here.mkdir(exist_ok=True)
-  return files.Files(here)
+  return files_lib.Files(here)
 
 
 def _write_log(here: pathlib.Path) -> None:
@@ -176,7 +181,7 @@ def _open_claim(here: pathlib.Path) -> None:
 
 def _write_tape(here: pathlib.Path) -> None:
   config = single.new_machine()._config
-  start = tape.Start(role='learner', node='l0', config=config, digests=(77,))
+  start = tape_lib.Start(role='learner', node='l0', config=config, digests=(77,))
   tapes.Tape(here, start, print).close()
 
 
@@ -184,9 +189,9 @@ def _change_tape(here: pathlib.Path, number: int | None) -> None:
   (path,) = here.glob('tapes/*.jsonl')
   values = json.loads(path.read_text('utf-8'))
   del values['hash']
-  values |= {'schema': number, 'versions': values['versions'] | {tape.PROGRAM: PROGRAM}}
+  values |= {'schema': number, 'versions': values['versions'] | {tape_lib.PROGRAM: PROGRAM}}
   body = json.dumps(values, separators=(',', ':'))[:-1]
-  found = hashlib.sha256((tape.GENESIS + body).encode()).hexdigest()
+  found = hashlib.sha256((tape_lib.GENESIS + body).encode()).hexdigest()
   path.write_text(f'{body},"hash":"{found}"}}\n', 'utf-8')
 
 
@@ -196,8 +201,8 @@ def _open_tape(here: pathlib.Path) -> None:
 
 
 def _write_records(here: pathlib.Path) -> None:
-  with contextlib.closing(records.Recorder(here, 'l0', tensorboard=False)) as recorder:
-    recorder.report(facts.Eval(step=1, loss=2.0))
+  with contextlib.closing(records_lib.Recorder(here, 'l0', tensorboard=False)) as recorder:
+    recorder.report(report_facts.Eval(step=1, loss=2.0))
 
 
 def _change_records(here: pathlib.Path, number: int | None) -> None:
@@ -233,7 +238,7 @@ def _settings(here: pathlib.Path) -> None:
 
 
 def _lineage(here: pathlib.Path) -> None:
-  lineage.write(here, lineage.Lineage())
+  lineage_lib.write(here, lineage_lib.Lineage())
 
 
 _MANIFEST = 'islands/l0/ckpt/2/manifest.json'
@@ -256,10 +261,12 @@ DOORS = {
   ),
   'state': Door(_write_checkpoints, _in_json(_MANIFEST, 'sha256'), _restore),
   'config': Door(_settings, _in_json(load.FILE), load.read),
-  'lineage': Door(_lineage, _in_json(lineage.FILE, 'sha256'), lineage.read),
-  'claim': Door(_write_claim, _in_json(f'store/{claim.NAME}', 'sha256'), _open_claim, claim.Denied),
-  'tape': Door(_write_tape, _change_tape, _open_tape, tape.OtherTape),
-  'records': Door(_write_records, _change_records, lambda here: list(records.records(here))),
+  'lineage': Door(_lineage, _in_json(lineage_lib.FILE, 'sha256'), lineage_lib.read),
+  'claim': Door(
+    _write_claim, _in_json(f'store/{claim_lib.NAME}', 'sha256'), _open_claim, claim_lib.Denied
+  ),
+  'tape': Door(_write_tape, _change_tape, _open_tape, tape_lib.OtherTape),
+  'records': Door(_write_records, _change_records, lambda here: list(records_lib.records(here))),
   'allowlist': Door(
     _write_allowlist,
     _in_json(f'certs/{allowlist.FILE}'),
@@ -270,7 +277,7 @@ DOORS = {
 
 
 def _bytes(here: pathlib.Path) -> dict[str, bytes]:
-  locks = files.LOCK, '.writable'
+  locks = files_lib.LOCK, '.writable'
   found = (path for path in here.rglob('*') if path.is_file() and path.name not in locks)
   return {str(path.relative_to(here)): path.read_bytes() for path in found}
 
@@ -318,7 +325,7 @@ def test_what_another_release_wrote_is_refused_and_stays_as_it_is(name, other, h
 CHECKPOINT_DOORS = {
   'restore': lambda here: restore._newest(here, here / 'islands' / 'l0', None, '', print),
   'read': lambda here: states.read(here / 'islands' / 'l0' / 'ckpt' / '2'),
-  'moments': lambda here: moments.find(here, 'l0', STATE['opt_state'], print),
+  'moments': lambda here: moments_lib.find(here, 'l0', STATE['opt_state'], print),
 }
 
 
@@ -344,7 +351,7 @@ def test_a_flipped_number_is_damage_and_the_checkpoint_before_is_used(here):
 def test_moments_of_another_learner_may_be_of_another_release(here):
   _write_checkpoints(here)
   _in_json(_MANIFEST, 'sha256')(here, 9)
-  assert moments.find(here, 'l1', STATE['opt_state'], print).step == 1
+  assert moments_lib.find(here, 'l1', STATE['opt_state'], print).step == 1
 
 
 @pytest.mark.parametrize('command', ['report', 'status', 'replay'])
@@ -360,13 +367,13 @@ def test_a_command_refuses_a_run_of_another_release_in_one_line(command, here):
 
 def test_records_of_another_release_are_refused_at_each_call(here):
   _write_records(here)
-  tail = records.Tail(here / 'records' / 'l0.jsonl')
+  tail = records_lib.Tail(here / 'records' / 'l0.jsonl')
   _change_records(here, 9)
   for _ in range(2):
     with pytest.raises(formats.OtherFormat):
       tail.read()
   with pytest.raises(formats.OtherFormat):
-    folder.read(here)
+    folder_lib.read(here)
 
 
 def test_a_word_of_another_release_is_printable_and_short():

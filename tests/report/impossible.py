@@ -7,7 +7,11 @@ import re
 import statistics
 from collections.abc import Iterator
 
-from diloco_jax.report import folder, records, serve, state, summary
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import serve
+from diloco_jax.report import state as state_lib
+from diloco_jax.report import summary as summary_lib
 
 SLACK_S = 1.0  # between a step and its record, on a busy machine
 FEW = 8  # steps
@@ -16,7 +20,7 @@ FASTEST = 50  # no step is so many times faster than the median of its process
 
 def runs(under: pathlib.Path) -> Iterator[pathlib.Path]:
   """The folders of runs below a folder."""
-  for path in sorted(under.glob('**/' + records.RECORDS)):
+  for path in sorted(under.glob('**/' + records_lib.RECORDS)):
     if any(path.glob('*.jsonl')):
       yield path.parent
 
@@ -28,9 +32,9 @@ def figures(workdir: pathlib.Path) -> list[str]:
 
 def _steps(workdir: pathlib.Path) -> Iterator[str]:
   """A process makes one step after the other, and reads no batch in no time."""
-  for path in filter(pathlib.Path.is_file, sorted((workdir / records.RECORDS).glob('*.jsonl'))):
+  for path in filter(pathlib.Path.is_file, sorted((workdir / records_lib.RECORDS).glob('*.jsonl'))):
     processes: list[list[dict]] = []
-    for row in records.Tail(path).stream():
+    for row in records_lib.Tail(path).stream():
       if row['name'] == 'step' and {'steps', 'seconds', 't_ns'} <= row.keys():
         if not processes or row['steps'] <= processes[-1][-1]['steps']:
           processes.append([])
@@ -48,8 +52,8 @@ def _steps(workdir: pathlib.Path) -> Iterator[str]:
 
 
 def _surfaces(workdir: pathlib.Path) -> Iterator[str]:
-  found = folder.read(workdir)
-  shown, told = state.state(found.run, found.config), summary.summarize(found)
+  found = folder_lib.read(workdir)
+  shown, told = state_lib.state(found.run, found.config), summary_lib.summarize(found)
   shares = {
     'progress': shown['progress'],
     **shown['figures'].pop('discarded', {}),
@@ -67,7 +71,7 @@ def _surfaces(workdir: pathlib.Path) -> Iterator[str]:
     yield f'tokens are {tokens}'
   if told['tokens_merged'] + sum(told['tokens_discarded'].values()) > told['tokens_trained'] + 1:
     yield f'{told["tokens_merged"]} merged, {told["tokens_discarded"]} of {told["tokens_trained"]}'
-  lines = summary.text(told, workdir)
+  lines = summary_lib.text(told, workdir)
   for share in re.findall(r'(-?[\d.]+)\s?%', lines):
     if not 0 <= float(share) <= 100:
       yield f'{share} % in the report'

@@ -5,44 +5,45 @@ import json
 import pathlib
 from typing import Any
 
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, records
+from diloco_jax.protocol import facts
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
 
 
-def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:
+def row(at_s: float, fact: report_facts.Fact) -> dict[str, Any]:
   """A line of the records."""
-  return {'t_ns': 0, 'time': at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}
+  return {'t_ns': 0, 'time': at_s, 'name': report_facts.name(fact), **dataclasses.asdict(fact)}
 
 
 def step(at_s: float, clock: int, steps: int, loss: float = 4.0) -> dict[str, Any]:
   """Each step has 50 tokens and takes half a second."""
-  fact = facts.Step(step=clock, steps=steps, tokens=50 * steps, loss=loss, seconds=0.5)
+  fact = report_facts.Step(step=clock, steps=steps, tokens=50 * steps, loss=loss, seconds=0.5)
   return row(at_s, fact)
 
 
 def child(at_s: float, name: str, state: str, text: str = '') -> tuple[str, dict[str, Any]]:
   """Of the supervisor."""
-  return 'supervisor', row(at_s, facts.Process(child=name, state=state, text=text))
+  return 'supervisor', row(at_s, report_facts.Process(child=name, state=state, text=text))
 
 
 def exited(at_s: float, name: str, code: int, stopped: bool = False) -> tuple[str, dict[str, Any]]:
-  return 'supervisor', row(at_s, facts.Exit(child=name, pid=1, code=code, stopped=stopped))
+  return 'supervisor', row(at_s, report_facts.Exit(child=name, pid=1, code=code, stopped=stopped))
 
 
-def synced(sync: int = 1, *learners: str, **more: Any) -> protocol_facts.Synced:
+def synced(sync: int = 1, *learners: str, **more: Any) -> facts.Synced:
   zero = dict.fromkeys(('fragment', 'waited_ns', 'grace_ns', 'tokens', 'staleness'), 0)
   told = {'sync': sync, 'version': sync, 'participants': learners or ('l0', 'l1'), 'late': ()}
-  return protocol_facts.Synced(**{**zero, **told, 'why': 'all', **more})
+  return facts.Synced(**{**zero, **told, 'why': 'all', **more})
 
 
 def member(learner: str, state: str, incarnation: int = 1, reason: str = ''):
-  return protocol_facts.Member(learner=learner, state=state, incarnation=incarnation, reason=reason)
+  return facts.Member(learner=learner, state=state, incarnation=incarnation, reason=reason)
 
 
 def add(workdir: pathlib.Path, *rows: tuple[str, dict[str, Any]]) -> None:
   """Appends the rows of processes to the records in a folder."""
   for process in {name for name, _ in rows}:
-    path = workdir / records.RECORDS / f'{process}.jsonl'
+    path = workdir / records_lib.RECORDS / f'{process}.jsonl'
     path.parent.mkdir(exist_ok=True)
     with open(path, 'a', encoding='utf-8') as file:
       file.writelines(json.dumps(line) + '\n' for name, line in rows if name == process)

@@ -8,12 +8,13 @@ from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
 from diloco_jax.report import book as book_lib
 from diloco_jax.verification import plans
-from diloco_jax.verification.sim import engine, faults
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import faults as faults_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 from tests.report import rows
 
-MS, SECOND = engine.MS, engine.SECOND
+MS, SECOND = engine_lib.MS, engine_lib.SECOND
 
 
 class Turns(observers.Observer):
@@ -48,10 +49,10 @@ class Turns(observers.Observer):
 
 def simulate(plan=(), until_s=20, **settings):
   """A world with three learners; returns its book, and the world."""
-  config = transcript.protocol_config(total_steps=10_000, **settings)
+  config = transcript.make_config(total_steps=10_000, **settings)
   book = book_lib.Book(config.quorum, config.period / config.fragments)
   world = world_lib.World(config, watchers=[Turns(book)])
-  faults.Nemesis(world, plan, odds=faults.Odds(0, 0, 0))
+  faults_lib.Nemesis(world, plan, odds=faults_lib.Odds(0, 0, 0))
   for name in ('l0', 'l1', 'l2'):
     world.start(name)
   world.run(until_s * SECOND)

@@ -4,8 +4,8 @@ import pytest
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts
+from diloco_jax.protocol import facts
+from diloco_jax.report import facts as report_facts
 from tests.report import impossible
 from tests.report.rows import add, member, row
 
@@ -13,7 +13,7 @@ ZERO = dict.fromkeys(('unsettled', 'cancelled', 'repaired', 'skipped'), 0)
 
 
 def step(at_s: float, steps: int, seconds: float, data_s: float = 0.0) -> dict:
-  fact = facts.Step(
+  fact = report_facts.Step(
     step=steps, steps=steps, tokens=50 * steps, loss=4.0, seconds=seconds, data_s=data_s
   )
   return row(at_s, fact) | {'t_ns': int(at_s * 1e9)}
@@ -23,7 +23,7 @@ def ledger(trained: int, merged: int) -> dict:
   told = {'l0': {'tokens': trained, 'merged': merged}}
   return row(
     40.0,
-    protocol_facts.Ledger(
+    facts.Ledger(
       **ZERO, fragments=1, trained=trained, merged=merged, discarded={}, learners=told, synced=1,
       sync=1,
     ),

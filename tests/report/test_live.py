@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, live, run_facts
+from diloco_jax.protocol import facts
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import live, run_facts
 from tests.report.rows import child, member, row, step, synced
 
 
@@ -18,10 +19,10 @@ def test_a_starting_process_tells_its_phase_and_trains_no_token_before_its_first
     for rows in [
       [child(start_s, 'l0', 'starting')],
       *(
-        [('l0', row(start_s + at_s, facts.Startup(phase=phase, cpu_s=1.0)))]
+        [('l0', row(start_s + at_s, report_facts.Startup(phase=phase, cpu_s=1.0)))]
         for at_s, phase in enumerate(('imported', 'built', 'restored', 'compiled'), 1)
       ),
-      [('l0', row(start_s + 5, protocol_facts.State(state='joined', incarnation=1, clock=0)))],
+      [('l0', row(start_s + 5, facts.State(state='joined', incarnation=1, clock=0)))],
     ]:
       run.take(rows)
       seen.append(learner.phase)
@@ -53,7 +54,7 @@ def test_the_time_left_is_that_of_the_steps_since_a_restart():
 
 
 def _joined(at_s: float, name: str) -> list[tuple[str, dict]]:
-  state = protocol_facts.State(state='joined', incarnation=1, clock=0)
+  state = facts.State(state='joined', incarnation=1, clock=0)
   return [(name, row(at_s, state)), ('syncer', row(at_s, member(name, 'joined')))]
 
 
@@ -61,7 +62,7 @@ def test_the_state_tells_what_is_waited_for_and_what_is_left():
   run = run_facts.RunFacts(['l0', 'l1'], 100)
   run.take([child(0, 'l0', 'starting'), child(0, 'l1', 'starting')])
   run.take(_joined(2, 'l0'))
-  run.take([('l1', row(2, facts.Startup(phase='restored', cpu_s=1.0)))])
+  run.take([('l1', row(2, report_facts.Startup(phase='restored', cpu_s=1.0)))])
   assert live.status_line(run) == '0%: l0 waiting for l1, l1 compiling'
 
   run.take(_joined(14, 'l1'))
@@ -77,7 +78,7 @@ def test_the_line_says_of_what_time_its_goodput_is():
   run = run_facts.RunFacts(['l0'], 100)
   run.take([child(0, 'l0', 'starting'), *_joined(30, 'l0'), ('l0', step(31, 1, 1))])
   zero = dict.fromkeys(('merged', 'unsettled', 'cancelled', 'repaired', 'skipped'), 0)
-  ledger = protocol_facts.Ledger(
+  ledger = facts.Ledger(
     **zero, fragments=1, trained=50, synced=1, sync=1, discarded={}, learners={}
   )
   run.take([('syncer', row(31, synced())), ('syncer', row(31, ledger))])
@@ -122,15 +123,15 @@ def test_a_run_that_is_over_shows_no_rate_and_trains_again_once_it_continues(
   run = run_facts.RunFacts(['l0'], 100, syncer=syncer)
   run.take([('l0', step(2 * count, clock - 30 + count, count)) for count in range(1, 31)])
   assert 'training' in live.status_line(run) and 'tokens/s' in live.status_line(run)
-  run.take([('syncer', row(60, facts.Startup(phase='listens', cpu_s=1.0)))] * syncer)
-  alone = protocol_facts.State(state='disconnected', incarnation=1, clock=clock)
+  run.take([('syncer', row(60, report_facts.Startup(phase='listens', cpu_s=1.0)))] * syncer)
+  alone = facts.State(state='disconnected', incarnation=1, clock=clock)
   run.take([('l0', row(61, alone))] * syncer)
   for name in ('syncer',) * syncer + ('l0',):
-    run.take([(name, row(62, facts.Exit(child=name, pid=1, code=code)))])
+    run.take([(name, row(62, report_facts.Exit(child=name, pid=1, code=code)))])
   dead = ', the run is dead (the syncer failed (exit code 1))' if syncer and code else ''
   assert live.status_line(run) == f'{clock}%: l0 {shown} {clock}; 1,500 tokens{dead}'
   assert run.seconds_left is None and run.syncer in (None, shown.partition(' (')[0])
-  run.take([('l0', row(70, facts.Startup(phase='restored', cpu_s=1.0)))])
+  run.take([('l0', row(70, report_facts.Startup(phase='restored', cpu_s=1.0)))])
   assert 'l0 compiling' in live.status_line(run)
   run.take([('l0', step(80, clock, 1))])
   assert 'l0 training' in live.status_line(run)
@@ -183,7 +184,7 @@ def test_the_line_of_a_run_that_closes_tells_for_whom_it_waits():
   run = run_facts.RunFacts(['l0'], 100)
   run.take([child(0, 'syncer', 'starting'), child(0, 'l0', 'starting'), *_joined(1, 'l0')])
   run.take([('l0', step(2, 1, 1)), ('syncer', row(3, synced(1, 'l0')))])
-  closing = protocol_facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
+  closing = facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
   run.take([('syncer', row(4, closing))])
   said = 'the run is closing (it waits for l0 (training), at most 9 s more)'
   assert live.status_line(run).endswith(said)

@@ -17,8 +17,12 @@ import pytest
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import condition, facts, folder, live, page, serve, state, summary
+from diloco_jax.protocol import facts
+from diloco_jax.report import condition, live, page, serve
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import state as state_lib
+from diloco_jax.report import summary as summary_lib
 from tests.report.rows import add, child, exited, member, row, step, synced
 
 ROOT = pathlib.Path(__file__).resolve().parents[2] / 'diloco_jax'
@@ -33,9 +37,9 @@ def names(count: int) -> list[str]:
 def begun(count: int, until: int = 20) -> Rows:
   """Everybody trains: a step each second from 10 s on, an outer step every two."""
   rows = [child(BEGAN, name, 'starting') for name in ('syncer', *names(count))]
-  rows.append(('syncer', row(BEGAN + 1, facts.Startup(phase='ready', cpu_s=1.0))))
+  rows.append(('syncer', row(BEGAN + 1, report_facts.Startup(phase='ready', cpu_s=1.0))))
   for name in names(count):
-    joined = protocol_facts.State(state='joined', incarnation=1, clock=0)
+    joined = facts.State(state='joined', incarnation=1, clock=0)
     rows += [(name, row(BEGAN + 9, joined)), ('syncer', row(BEGAN + 9, member(name, 'joined')))]
     rows += [(name, step(BEGAN + 9 + n, n, n)) for n in range(1, until + 1)]
   for n in range(2, until + 1, 2):
@@ -52,7 +56,7 @@ def alive(count: int, since: float, until: float, *but: str) -> Rows:
       tokens = 50 * (at - 9)
       told = {name: {'tokens': tokens, 'merged': tokens} for name in names(count)}
       zero = dict.fromkeys(('unsettled', 'cancelled', 'repaired', 'skipped'), 0)
-      ledger = protocol_facts.Ledger(
+      ledger = facts.Ledger(
         **zero,
         fragments=1,
         trained=tokens * count,
@@ -84,7 +88,8 @@ class Situation:
 def phase(name: str, *phases: str) -> Callable[[int], Rows]:
   starts = lambda n: [child(BEGAN, one, 'starting') for one in ('syncer', *names(n))]
   return lambda n: (
-    starts(n) + [(name, row(BEGAN + 1, facts.Startup(phase=one, cpu_s=1.0))) for one in phases]
+    starts(n)
+    + [(name, row(BEGAN + 1, report_facts.Startup(phase=one, cpu_s=1.0))) for one in phases]
   )
 
 
@@ -94,14 +99,12 @@ def then(*rows: tuple[str, dict[str, Any]], quiet: tuple[str, ...] = (), until: 
 
 
 def no_step(at: float, doing: str, idle_s: float, by: str = 'l0') -> tuple[str, dict[str, Any]]:
-  fact = protocol_facts.NoStep(learner='l0', doing=doing, idle_ns=int(idle_s * 1e9))
+  fact = facts.NoStep(learner='l0', doing=doing, idle_ns=int(idle_s * 1e9))
   return by, row(BEGAN + at, fact)
 
 
 def told(at: float, state_: str, reason: str = '', by: str = 'l0') -> tuple[str, dict[str, Any]]:
-  return by, row(
-    BEGAN + at, protocol_facts.State(state=state_, incarnation=1, clock=20, reason=reason)
-  )
+  return by, row(BEGAN + at, facts.State(state=state_, incarnation=1, clock=20, reason=reason))
 
 
 def ended(n: int, code: int = 0) -> Rows:
@@ -125,7 +128,7 @@ def ended_down(n: int) -> Rows:
 
 
 QUARANTINE = 'quarantined: NaN or Inf'
-CLOSING = protocol_facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
+CLOSING = facts.Closing(learners=('l0',), merged=False, at_most_ns=9 * 10**9)
 SITUATIONS = {
   'nothing is recorded': Situation(lambda n: [], 0, '', '', 'not begun', 'first record', '1970'),
   'it imports': Situation(phase('l0'), 5, 'l0', 'importing', 'starting', 'importing'),
@@ -146,7 +149,10 @@ SITUATIONS = {
   'it waits for others': Situation(
     lambda n: (
       [*phase('l0', 'compiled')(n), told(2, 'joined')]
-      + [(name, row(BEGAN + 3, facts.Startup(phase='built', cpu_s=1.0))) for name in names(n)[1:]]
+      + [
+        (name, row(BEGAN + 3, report_facts.Startup(phase='built', cpu_s=1.0)))
+        for name in names(n)[1:]
+      ]
     ),
     5,
     'l0',
@@ -156,12 +162,12 @@ SITUATIONS = {
   ),
   'it was only started': Situation(
     lambda n: [
-      ('syncer', row(BEGAN, facts.Startup(phase='listens', cpu_s=1.0))),
-      ('l0', row(BEGAN, facts.Startup(phase='compiled', cpu_s=1.0))),
+      ('syncer', row(BEGAN, report_facts.Startup(phase='listens', cpu_s=1.0))),
+      ('l0', row(BEGAN, report_facts.Startup(phase='compiled', cpu_s=1.0))),
       exited(BEGAN, 'l0', 1),
-      ('l0', row(BEGAN + 1, facts.Startup(phase='compiled', cpu_s=1.0))),
+      ('l0', row(BEGAN + 1, report_facts.Startup(phase='compiled', cpu_s=1.0))),
       *[
-        (name, row(BEGAN, protocol_facts.State(state='waiting', incarnation=0, clock=0)))
+        (name, row(BEGAN, facts.State(state='waiting', incarnation=0, clock=0)))
         for name in names(n)[1:]
       ],
     ],
@@ -398,14 +404,14 @@ def written(workdir: pathlib.Path, what: str, count: int) -> pathlib.Path:
   return workdir
 
 
-def read(workdir: pathlib.Path, now: float) -> folder.Read:
-  found = folder.read(workdir)
+def read(workdir: pathlib.Path, now: float) -> folder_lib.Read:
+  found = folder_lib.read(workdir)
   found.run.look(BEGAN + now)
   return found
 
 
-def shown(found: folder.Read) -> dict[str, Any]:
-  return state.state(found.run, found.config, 'run')
+def shown(found: folder_lib.Read) -> dict[str, Any]:
+  return state_lib.state(found.run, found.config, 'run')
 
 
 def people(what: dict[str, Any], program: str) -> str:
@@ -415,7 +421,7 @@ def people(what: dict[str, Any], program: str) -> str:
 
 
 # The surfaces, and the modules that tell of a state. Each is a text, and what it shows as rate.
-SURFACES: dict[str, tuple[str, Callable[[folder.Read, str], str]]] = {
+SURFACES: dict[str, tuple[str, Callable[[folder_lib.Read, str], str]]] = {
   'line': ('report/live.py', lambda found, who: live.status_line(found.run)),
   'page': ('report/state.py', lambda found, who: people(shown(found), who)),
   'file': (
@@ -425,7 +431,7 @@ SURFACES: dict[str, tuple[str, Callable[[folder.Read, str], str]]] = {
   'report': (
     'report/summary.py',
     lambda found, who: ' '.join(
-      summary.text(summary.summarize(found), found.workdir, 200).split('\n')
+      summary_lib.text(summary_lib.summarize(found), found.workdir, 200).split('\n')
     ),
   ),
   'metrics': ('report/serve.py', lambda found, who: serve.metrics(shown(found))),

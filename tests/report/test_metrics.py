@@ -17,8 +17,10 @@ import pytest
 from prometheus_client import parser
 
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import facts, records, serve
+from diloco_jax.protocol import facts
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import serve
 from tests.launch.lib import command_line
 
 DEADLINE_S = 240
@@ -49,27 +51,27 @@ def until(port: int, name: str, learner: str = '', above: float = 0.0) -> float:
   return value
 
 
-def add(workdir: pathlib.Path, *told: facts.Fact) -> None:
-  path = workdir / records.RECORDS / 'syncer.jsonl'
+def add(workdir: pathlib.Path, *told: report_facts.Fact) -> None:
+  path = workdir / records_lib.RECORDS / 'syncer.jsonl'
   path.parent.mkdir(exist_ok=True)
   with open(path, 'a', encoding='utf-8') as file:
     for fact in told:
-      line = {'t_ns': 0, 'time': time.time(), 'name': facts.name(fact)}
+      line = {'t_ns': 0, 'time': time.time(), 'name': report_facts.name(fact)}
       file.write(json.dumps({**line, **dataclasses.asdict(fact)}) + '\n')
 
 
-def progress(steps: int) -> protocol_facts.Progress:
-  fields = {field.name: 0 for field in dataclasses.fields(protocol_facts.Progress)}
+def progress(steps: int) -> facts.Progress:
+  fields = {field.name: 0 for field in dataclasses.fields(facts.Progress)}
   told = {'learner': 'l0', 'clock': steps, 'steps': steps, 'tokens': 5 * steps, 'loss': 2.5}
-  return protocol_facts.Progress(**{**fields, **told})
+  return facts.Progress(**{**fields, **told})
 
 
 def test_a_program_that_starts_again_tells_of_itself_alone(tmp_path):
-  joined = protocol_facts.Member(learner='l0', state='joined', incarnation=1)
-  add(tmp_path, joined, progress(100), facts.Eval(step=1, loss=9.0))
+  joined = facts.Member(learner='l0', state='joined', incarnation=1)
+  add(tmp_path, joined, progress(100), report_facts.Eval(step=1, loss=9.0))
   port = serve.serve_metrics(stdlib_lm.get_config('tiny'), str(tmp_path), 'syncer', 0)
   assert figures(port) == {}
-  add(tmp_path, joined, progress(100), progress(120), facts.Eval(step=2, loss=3.0))
+  add(tmp_path, joined, progress(100), progress(120), report_facts.Eval(step=2, loss=3.0))
   assert until(port, 'diloco_tokens') == 100
   found = figures(port)
   assert found['diloco_held_out_loss', ''] == 3.0

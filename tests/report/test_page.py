@@ -21,8 +21,13 @@ from prometheus_client import parser
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import book, facts, folder, page, picture, serve, state, summary
+from diloco_jax.protocol import facts
+from diloco_jax.report import book as book_lib
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import page, picture, serve
+from diloco_jax.report import state as state_lib
+from diloco_jax.report import summary as summary_lib
 from tests.launch.lib import command_line
 from tests.report.rows import add, child, exited, member, row, step
 
@@ -43,23 +48,23 @@ def _workdir(tmp_path) -> pathlib.Path:
   own = step(11, 1, 1, math.nan), step(12, 2, 2, 4.5), step(65, 3, 3, 4.5)
   add(tmp_path, *[('l1', one) for one in own])
   joined, left = member('l1', 'joined'), member('l1', 'lost', 1, 'left: done')
-  told = row(9, joined), row(85, facts.Eval(step=2, loss=3.25)), row(90, left)
+  told = row(9, joined), row(85, report_facts.Eval(step=2, loss=3.25)), row(90, left)
   add(tmp_path, *[('syncer', one) for one in told])
   return tmp_path
 
 
 def read(workdir: pathlib.Path) -> dict:
-  found = folder.read(workdir)
-  return state.state(found.run, found.config, workdir.name)
+  found = folder_lib.read(workdir)
+  return state_lib.state(found.run, found.config, workdir.name)
 
 
 def test_page_and_report_name_the_period_that_the_syncer_has_chosen(workdir):
   sentence = 'a period of 24 inner steps'
   assert sentence not in read(workdir)['about']
-  tempo = protocol_facts.Tempo(factor=2, delay=3, period=24, sync=30)
+  tempo = facts.Tempo(factor=2, delay=3, period=24, sync=30)
   add(workdir, ('syncer', row(91, tempo)))
   assert sentence in read(workdir)['about']
-  text = summary.text(summary.summarize(folder.read(workdir)), workdir, 200)
+  text = summary_lib.text(summary_lib.summarize(folder_lib.read(workdir)), workdir, 200)
   assert f'the syncer chose {sentence}' in text
 
 
@@ -74,7 +79,7 @@ def test_no_line_bridges_an_absence_and_the_kill_is_marked(workdir):
 
 def test_a_curve_has_few_points_however_long_the_run_is(workdir):
   tokens, *_ = read(workdir)['learners']['l0']['curve']
-  assert state.POINTS / 2 < len(tokens) < state.POINTS + 20
+  assert state_lib.POINTS / 2 < len(tokens) < state_lib.POINTS + 20
 
 
 def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
@@ -85,14 +90,16 @@ def test_it_is_strict_json_also_with_a_loss_that_is_none(workdir):
 
 def test_no_line_joins_held_out_points_that_are_far_apart(workdir):
   assert read(workdir)['held_out'][1] == [3.25]
-  told = [row(91 + i, facts.Eval(step=10 * i, loss=5 - i / 10)) for i in range(1, 5)]
-  add(workdir, *[('syncer', one) for one in (*told, row(99, facts.Eval(step=STEPS, loss=3.0)))])
+  told = [row(91 + i, report_facts.Eval(step=10 * i, loss=5 - i / 10)) for i in range(1, 5)]
+  add(
+    workdir, *[('syncer', one) for one in (*told, row(99, report_facts.Eval(step=STEPS, loss=3.0)))]
+  )
   tokens, losses = read(workdir)['held_out']
   assert losses == [3.25, 4.9, 4.8, 4.7, 4.6, None, 3.0] and tokens == sorted(tokens)
 
 
 def test_a_line_joins_the_few_held_out_points_of_a_short_run(workdir):
-  told = [row(91 + i, facts.Eval(step=i * STEPS // 3, loss=5 - i)) for i in range(1, 4)]
+  told = [row(91 + i, report_facts.Eval(step=i * STEPS // 3, loss=5 - i)) for i in range(1, 4)]
   add(workdir, *[('syncer', one) for one in told])
   assert read(workdir)['held_out'][1] == [3.25, 4, 3, 2]
 
@@ -102,12 +109,12 @@ def test_learners_with_models_of_their_own_have_losses_with_a_unit_and_a_curve(w
   config = stdlib_lm.get_config('tiny')
   config.task = 'lora_decoder.py:task'
   load.write(workdir, config)
-  own = [facts.Eval(step=i, loss=3 - i / 10, bits_per_byte=4.0) for i in range(3)]
+  own = [report_facts.Eval(step=i, loss=3 - i / 10, bits_per_byte=4.0) for i in range(3)]
   add(workdir, *[('l0', row(91 + i, one)) for i, one in enumerate(own)])
   found = read(workdir)
   tokens, losses = found['learners']['l0']['held_out']
   assert losses == [3.0, 2.9, 2.8] and tokens == sorted(tokens) and tokens[0] > 0
-  told = summary.text(summary.write(workdir), workdir, 200)
+  told = summary_lib.text(summary_lib.write(workdir), workdir, 200)
   assert 'own (nats per byte, on unseen data)\n           l0  3.000 before, 2.800 after' in told
   figure = picture.draw(found)
   lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
@@ -155,7 +162,7 @@ def test_every_category_of_time_has_words_and_a_colour_of_its_own():
   script = page.text('page.js')
   spent = dict(re.findall(r"^  (\w+): \['(#\w{6})', '", script, re.M))
   learners = re.search("COLOURS = '(.*?)'", script)[1].split()
-  assert set(spent) == set(book.CATEGORIES)
+  assert set(spent) == set(book_lib.CATEGORIES)
   assert len({*spent.values(), *learners}) == len(spent) + len(learners)
 
 
@@ -277,7 +284,7 @@ def test_events_are_sent_as_they_come(port, workdir):
 def test_the_page_tells_how_many_follow_the_run_and_how_far_behind_they_are(workdir):
   found = read(workdir)
   assert (found['followers'], found['versions_behind']) == (0, 0)
-  add(workdir, ('syncer', row(100, facts.Followers(count=3, behind=7))))
+  add(workdir, ('syncer', row(100, report_facts.Followers(count=3, behind=7))))
   found = read(workdir)
   assert (found['followers'], found['versions_behind']) == (3, 7)
 

@@ -13,25 +13,27 @@ import pytest
 
 import diloco_jax
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.protocol import formats, safe_json
+from diloco_jax.protocol import facts, formats, safe_json
 from diloco_jax.report import book as book_lib
-from diloco_jax.report import facts, records, run_facts, state
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
+from diloco_jax.report import state as state_lib
 from tests.launch.lib import command_line
 from tests.report.rows import member, row, synced
 
 
-def step(number: int) -> facts.Step:
-  return facts.Step(step=number, steps=number, tokens=8 * number, loss=2.5, seconds=0.5)
+def step(number: int) -> report_facts.Step:
+  return report_facts.Step(step=number, steps=number, tokens=8 * number, loss=2.5, seconds=0.5)
 
 
 def test_facts_are_read_in_order_while_they_are_written(tmp_path):
-  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  tail = records.Tail(tmp_path / 'records' / 'l0.jsonl')
+  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
+  tail = records_lib.Tail(tmp_path / 'records' / 'l0.jsonl')
   assert tail.read() == []
   recorder.report(dataclasses.replace(step(1), loss=np.float32(2.5)))
   (first,) = tail.read()
-  assert first['name'] == 'step' and facts.parse(first) == step(1)
+  assert first['name'] == 'step' and report_facts.parse(first) == step(1)
   assert first['t_ns'] > 0 and first['time'] > 0
   recorder.report(step(2))
   assert [fact['step'] for fact in tail.read()] == [2]
@@ -39,27 +41,27 @@ def test_facts_are_read_in_order_while_they_are_written(tmp_path):
 
 
 def test_a_file_of_facts_ends_at_its_limit_and_says_so_once(tmp_path, capsys):
-  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False, limit_bytes=1 << 20)
+  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False, limit_bytes=1 << 20)
   for number in range(20_000):
     recorder.report(step(number))
   path = tmp_path / 'records' / 'l0.jsonl'
   assert 0.99 < path.stat().st_size / (1 << 20) <= 1
-  assert records.Tail(path).read()[-1]['name'] == 'step'  # no torn line
+  assert records_lib.Tail(path).read()[-1]['name'] == 'step'  # no torn line
   said = capsys.readouterr().err
   assert said.count('records are incomplete from here on') == 1 and 'has 1 MiB' in said
   recorder.close()
 
 
 def test_a_torn_line_of_a_killed_process_is_skipped_and_then_cut_off(tmp_path):
-  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
   recorder.report(step(1))
   recorder.close()
   path = tmp_path / 'records' / 'l0.jsonl'
   with open(path, 'ab') as file:
     file.write(b'{"name": "step", "st' + b' ' * (1 << 13))
-  tail = records.Tail(path)
+  tail = records_lib.Tail(path)
   assert [fact['step'] for fact in tail.read()] == [1]
-  again = records.Recorder(tmp_path, 'l0', tensorboard=False)
+  again = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
   again.report(step(2))
   again.close()
   assert [fact['step'] for fact in tail.read()] == [2]
@@ -68,10 +70,10 @@ def test_a_torn_line_of_a_killed_process_is_skipped_and_then_cut_off(tmp_path):
 
 
 def test_a_line_that_is_far_too_long_is_skipped_in_parts(tmp_path, monkeypatch):
-  monkeypatch.setattr(records, 'MAX_LINE_BYTES', 1 << 12)
+  monkeypatch.setattr(records_lib, 'MAX_LINE_BYTES', 1 << 12)
   path = tmp_path / 'l0.jsonl'
   path.write_bytes(b'{"name": "' + b'x' * (1 << 14) + b'"}\n{"name": "y", "time": 0}\n{"torn')
-  tail = records.Tail(path)
+  tail = records_lib.Tail(path)
   assert [fact['name'] for fact in tail.read()] == ['y']
   assert tail.read() == []
 
@@ -79,13 +81,13 @@ def test_a_line_that_is_far_too_long_is_skipped_in_parts(tmp_path, monkeypatch):
 def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
   folder = tmp_path / 'records'
   folder.mkdir()
-  tails = records.TailAll(tmp_path)
+  tails = records_lib.TailAll(tmp_path)
   assert tails.read() == []
   for name, times in (('a', (1, 3)), ('b', (2, 4))):
     (folder / f'{name}.jsonl').write_text(
       ''.join(json.dumps({'name': 'x', 'time': t}) + '\n' for t in times)
     )
-  streamed = list(records.TailAll(tmp_path).stream())
+  streamed = list(records_lib.TailAll(tmp_path).stream())
   assert [(name, fact['time']) for name, fact in streamed] == [
     ('a', 1),
     ('b', 2),
@@ -111,11 +113,11 @@ def test_the_times_of_a_program_never_go_back_and_nothing_is_left_out(jump_s, tm
   for name in ('l0', 'l1'):
     text = ''.join(json.dumps(line) + '\n' for line in lines[: 60 if name == 'l1' else None])
     (tmp_path / 'records' / f'{name}.jsonl').write_text(text)
-  found = records.TailAll(tmp_path).read()
+  found = records_lib.TailAll(tmp_path).read()
   times = {name: [fact['time'] for who, fact in found if who == name] for name in ('l0', 'l1')}
   assert times['l0'] == pytest.approx([*range(90), *range(89, 98)], abs=2)
   assert times['l1'] == times['l0'][:59]
-  assert found == list(records.TailAll(tmp_path).stream())
+  assert found == list(records_lib.TailAll(tmp_path).stream())
 
 
 @pytest.mark.parametrize('again', [False, True])
@@ -137,7 +139,7 @@ def test_a_learner_of_another_clock_is_on_that_of_the_syncer_and_no_line_is_pars
     (tmp_path / 'records' / f'{name}.jsonl').write_text(text)
   parsed, parse = [], safe_json.parse
   monkeypatch.setattr(safe_json, 'parse', lambda *of, **how: parsed.append(of) or parse(*of, **how))
-  found = list(records.TailAll(tmp_path).stream())
+  found = list(records_lib.TailAll(tmp_path).stream())
   at_s = {row['name']: row['time'] for _, row in found}
   assert at_s['step'] == pytest.approx(at_s['member'], abs=3)
   assert at_s['member'] == pytest.approx(299 + 298 * again, abs=3)
@@ -152,7 +154,7 @@ def test_a_folder_without_records_is_named(tmp_path):
 def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
   (tmp_path / 'records').mkdir()
   (tmp_path / 'records' / 'l0.jsonl').symlink_to('/dev/full')
-  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
   for number in range(3):
     recorder.report(step(number))
   recorder.close()
@@ -165,7 +167,7 @@ def test_what_a_full_disk_has_cost_is_a_fact_once_there_is_space(tmp_path, capsy
   path = tmp_path / 'records' / 'l0.jsonl'
   try:  # as a full disk does, it takes a part of the line first
     resource.setrlimit(resource.RLIMIT_FSIZE, (9, hard))
-    recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+    recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
     recorder.report(step(0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     recorder.report(step(1))
@@ -176,9 +178,9 @@ def test_what_a_full_disk_has_cost_is_a_fact_once_there_is_space(tmp_path, capsy
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   recorder.report(step(4))
   recorder.close()
-  tail = records.Tail(path)
-  found = [facts.parse(row) for row in tail.read()]
-  missing = [facts.Missing(facts=count, error='File too large') for count in (1, 2)]
+  tail = records_lib.Tail(path)
+  found = [report_facts.parse(row) for row in tail.read()]
+  missing = [report_facts.Missing(facts=count, error='File too large') for count in (1, 2)]
   assert found == [missing[0], step(1), missing[1], step(4)]
   assert path.read_text().count('"name": "records"') == 1, 'what a process writes first'
   assert capsys.readouterr().err.count('records are incomplete') == 1
@@ -208,10 +210,10 @@ def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
 
 
 def test_curves_and_log_lines(tmp_path, capsys):
-  recorder = records.Recorder(tmp_path, 'l0')
+  recorder = records_lib.Recorder(tmp_path, 'l0')
   recorder.config({'train': {'steps': 24}})
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
-  cost = facts.Cost(
+  cost = report_facts.Cost(
     parameters=10**9,
     tokens=65_536,
     devices=16,
@@ -245,16 +247,16 @@ def test_curves_and_log_lines(tmp_path, capsys):
 
 
 def test_every_fact_is_read_from_its_line(tmp_path):
-  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+  recorder = records_lib.Recorder(tmp_path, 'l0', tensorboard=False)
   values = {str: 'x', int: 1, float: 0.5, bool: True, int | None: None, float | None: 0.5}
   reported = []
-  for kind in typing.get_args(facts.Fact):
+  for kind in typing.get_args(report_facts.Fact):
     hints = typing.get_type_hints(kind)
     reported.append(kind(**{name: values.get(hint, []) for name, hint in hints.items()}))
     recorder.report(reported[-1])
   recorder.close()
-  rows = records.Tail(tmp_path / 'records' / 'l0.jsonl').read()
-  assert [facts.parse(row) for row in rows] == reported
+  rows = records_lib.Tail(tmp_path / 'records' / 'l0.jsonl').read()
+  assert [report_facts.parse(row) for row in rows] == reported
   assert len({row['name'] for row in rows}) == len(reported)
 
 
@@ -262,13 +264,13 @@ def test_rows_that_are_no_facts_are_skipped():
   fields = {'name': 'eval', 'step': 1, 'loss': 2.0, 'bits_per_byte': 0.0}
   row = {'t_ns': 1, 'time': 1.0, **fields}
   for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, fields):
-    assert facts.parse(other) is None
-  assert facts.parse(row) == facts.Eval(step=1, loss=2.0)
+    assert report_facts.parse(other) is None
+  assert report_facts.parse(row) == report_facts.Eval(step=1, loss=2.0)
 
 
 def test_the_fold_follows_a_process():
   run = run_facts.RunFacts(['l0', 'l1'], total_steps=100)
-  adopted = protocol_facts.Adopted(
+  adopted = facts.Adopted(
     fragment=0,
     version=1,
     sync=7,
@@ -278,14 +280,14 @@ def test_the_fold_follows_a_process():
     staleness=1,
     reason='',
   )
-  last = facts.Step(step=41, steps=2, tokens=200, loss=3.0, seconds=0.5)
+  last = report_facts.Step(step=41, steps=2, tokens=200, loss=3.0, seconds=0.5)
   for process, fact in (
-    ('supervisor', facts.Process(child='l0', state='starting', text='')),
-    ('l0', protocol_facts.State(state='joined', incarnation=2, clock=40)),
+    ('supervisor', report_facts.Process(child='l0', state='starting', text='')),
+    ('l0', facts.State(state='joined', incarnation=2, clock=40)),
     ('l0', last),
     ('l0', adopted),
     ('syncer', synced(7, 'l0', waited_ns=15_000_000)),
-    ('syncer', facts.Eval(step=40, loss=2.5)),
+    ('syncer', report_facts.Eval(step=40, loss=2.5)),
     ('unknown', dataclasses.replace(last, step=99)),
   ):
     run.take([(process, row(1.0, fact))])
@@ -299,7 +301,9 @@ def test_the_fold_follows_a_process():
   assert learner.tokens_per_second == 200 and len(learner.merged_s) == 1
   assert run.progress == 0.08  # the next outer step is the one of clock 8
   assert (run.synced.sync, run.syncer, run.evaluations[-1].loss) == (7, 'merging', 2.5)
-  run.take([('supervisor', row(2.0, facts.Process(child='l0', state='down', text='killed')))])
+  run.take(
+    [('supervisor', row(2.0, report_facts.Process(child='l0', state='down', text='killed')))]
+  )
   assert (learner.state, run.tokens_per_second) == ('down', 0)
 
 
@@ -326,7 +330,7 @@ def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
   run = run_facts.RunFacts(['own'], total_steps=40)
 
   def told(at_s: float, learner: str, clock: int, steps: int, loss: float | None = 2.5):
-    fact = protocol_facts.Progress(
+    fact = facts.Progress(
       learner=learner, clock=clock, steps=steps, tokens=8 * steps, loss=loss, step_ns=10**8
     )
     return 'syncer', row(at_s, fact)
@@ -334,7 +338,7 @@ def test_a_learner_on_another_machine_is_followed_by_what_the_syncer_records():
   def of(at_s: float, *about: Any):
     return 'syncer', row(at_s, member(*about))
 
-  joined = protocol_facts.State(state='joined', incarnation=1, clock=0)
+  joined = facts.State(state='joined', incarnation=1, clock=0)
   run.take([of(1, 'own', 'joined'), ('own', row(1, joined)), of(1, 'far', 'joined')])
   run.take([('own', row(2, step(5))), told(3, 'own', 5, 5), told(3, 'far', 10, 10)])
   far = run.learners['far']
@@ -355,13 +359,13 @@ def test_a_learner_on_another_machine_trains_again_after_a_restore():
   """The syncer counts its steps from those of the checkpoint on, and its incarnations."""
   run = run_facts.RunFacts([], total_steps=40)
 
-  def told(at_s: float, fact: facts.Fact) -> None:
+  def told(at_s: float, fact: report_facts.Fact) -> None:
     run.take([('syncer', row(at_s, fact))])
 
   def stepped(at_s: float, steps: int) -> None:
     told(
       at_s,
-      protocol_facts.Progress(
+      facts.Progress(
         learner='l0', clock=steps, steps=steps, tokens=8 * steps, loss=2.5, step_ns=10**8
       ),
     )
@@ -373,7 +377,7 @@ def test_a_learner_on_another_machine_trains_again_after_a_restore():
   stepped(4, 40)
   told(4, synced(40, 'l0'))
   told(4, member('l0', 'lost', 2, 'left: done'))
-  told(9, facts.Recovered(replayed=0, sync=20, log=1, versions=[1]))
+  told(9, report_facts.Recovered(replayed=0, sync=20, log=1, versions=[1]))
   told(10, member('l0', 'joined', 2))  # the checkpoint knows its first incarnation alone
   for at_s in range(11, 20):
     stepped(at_s, 20 + 2 * (at_s - 10))
@@ -381,12 +385,12 @@ def test_a_learner_on_another_machine_trains_again_after_a_restore():
   assert (far.state, far.step, far.incarnation) == ('training', 38, 2)
   assert [one.ended for one in far.processes] == ['lost', 'done', '']
   config = stdlib_lm.get_config('tiny')
-  events = state.state(run, config)['events']
+  events = state_lib.state(run, config)['events']
   assert [9.0, 'syncer', 'continues from clock 20 after a restore'] in events
 
 
 def test_records_that_cannot_be_read_now_are_read_later(tmp_path):
-  tail = records.Tail(tmp_path / 'l0.jsonl')
+  tail = records_lib.Tail(tmp_path / 'l0.jsonl')
   (tmp_path / 'l0.jsonl').mkdir()  # stands for a disk error, or too many open files
   assert tail.read() == []
   (tmp_path / 'l0.jsonl').rmdir()
@@ -396,17 +400,17 @@ def test_records_that_cannot_be_read_now_are_read_later(tmp_path):
 
 def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
   book = book_lib.Book()
-  book.take('supervisor', 0, facts.Process(child='l0', state='starting', text=''))
-  book.take('supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
+  book.take('supervisor', 0, report_facts.Process(child='l0', state='starting', text=''))
+  book.take('supervisor', 10, report_facts.Exit(child='l0', pid=1, code=1))
   found = book.partition('l0', 100)
   assert (found[book_lib.INIT], found[book_lib.DOWN], found[book_lib.AFTER_END]) == (10, 90, 0)
 
 
 def test_without_tensorboard_there_are_facts(tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, 'tensorboardX', None)
-  recorder = records.Recorder(tmp_path, 'l0')
+  recorder = records_lib.Recorder(tmp_path, 'l0')
   recorder.report(step(1))
   recorder.scalars(1, {'learning/loss': 2.5})
   recorder.close()
-  assert len(records.Tail(tmp_path / 'records' / 'l0.jsonl').read()) == 1
+  assert len(records_lib.Tail(tmp_path / 'records' / 'l0.jsonl').read()) == 1
   assert 'tensorboardX' in capsys.readouterr().err

@@ -9,9 +9,12 @@ import pytest
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import beside, facts, page, serve, state, summary
+from diloco_jax.protocol import facts
+from diloco_jax.report import beside, page, serve
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import state as state_lib
+from diloco_jax.report import summary as summary_lib
 from tests.report import browsers, test_matrix
 from tests.report.rows import add, child, exited, row, step, synced
 
@@ -47,10 +50,10 @@ def written(workdir: pathlib.Path, first: float, last: float, steps: int = 60) -
     add(workdir, *[(name, step(10 + i, i + 1, i + 1, loss)) for i, loss in enumerate(losses)])
   merges = [11 + i + 60 * (i > 10) for i in range(40)]
   add(workdir, *[('syncer', row(s, synced(i + 1, 'l0', 'l1'))) for i, s in enumerate(merges)])
-  add(workdir, *[('syncer', row(12 + i, facts.Eval(step=i, loss=first))) for i in range(3)])
+  add(workdir, *[('syncer', row(12 + i, report_facts.Eval(step=i, loss=first))) for i in range(3)])
   zero = dict.fromkeys(('fragments', 'trained', 'merged', 'unsettled', 'synced', 'sync'), 1)
   rest = dict.fromkeys(('cancelled', 'repaired', 'skipped'), 0)
-  ledger = protocol_facts.Ledger(**zero, **rest, discarded={}, learners={})
+  ledger = facts.Ledger(**zero, **rest, discarded={}, learners={})
   add(workdir, ('syncer', row(111, ledger)))
   add(workdir, child(115, 'l1', 'down', 'killed'), exited(115, 'l1', -9))
   return workdir
@@ -58,7 +61,7 @@ def written(workdir: pathlib.Path, first: float, last: float, steps: int = 60) -
 
 def opened(browser, workdir: pathlib.Path, said: list[str], **how):
   file = workdir / 'seen.html'
-  file.write_text(page.inline([summary.state_of(folder_lib.read(workdir))]))
+  file.write_text(page.inline([summary_lib.state_of(folder_lib.read(workdir))]))
   shown = browsers.opened(browser, file.as_uri(), said, **how)
   shown.wait_for_selector('#runs td')
   return shown
@@ -135,7 +138,7 @@ def test_the_page_says_what_is_so(browser, tmp_path, what, view, scheme):
   so, said = test_matrix.SITUATIONS[what], []
   count = 64 if scheme == 'dark' and what in ('all train', 'its loader blocks') else 3
   found = test_matrix.read(test_matrix.written(tmp_path, what, count), so.now)
-  file, told = tmp_path / 'seen.html', state.state(found.run, found.config, 'run')
+  file, told = tmp_path / 'seen.html', state_lib.state(found.run, found.config, 'run')
   file.write_text(page.inline([told]))
   how = {'viewport': view, 'color_scheme': scheme}
   shown = browsers.opened(browser, file.as_uri(), said, **how)

@@ -16,15 +16,19 @@ import pytest
 
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import beside, facts, folder, live, programs, records, run_facts, state
+from diloco_jax.protocol import facts
+from diloco_jax.report import beside, live, programs, run_facts
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import state as state_lib
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import json_files
 from tests.launch.lib import command_line
 from tests.launch.lib.command_line import diloco
 from tests.report.rows import add, child, exited, member, row, step, synced
 
-_LEDGER = protocol_facts.Ledger(
+_LEDGER = facts.Ledger(
   fragments=4,
   trained=250,
   merged=601,
@@ -45,7 +49,7 @@ _LEDGER = protocol_facts.Ledger(
 def adopted(at_s: float, steps_between: int, whole: bool) -> dict[str, Any]:
   return row(
     at_s,
-    protocol_facts.Adopted(
+    facts.Adopted(
       fragment=0,
       version=1,
       sync=1,
@@ -60,12 +64,12 @@ def adopted(at_s: float, steps_between: int, whole: bool) -> dict[str, Any]:
 
 _SYNCED = synced(1, tokens=100)
 _COSINES = {'body': 0.25, 'router': -0.125}
-_OUTER = facts.Outer(sync=1, fragment=0, version=1, norm=2.0, cosines=_COSINES)
+_OUTER = report_facts.Outer(sync=1, fragment=0, version=1, norm=2.0, cosines=_COSINES)
 # Two learners; l0 is killed at 13 s and trains again from 22 s on.
 _ROWS = [
   child(10, 'l0', 'starting'),
   child(10, 'l1', 'starting'),
-  ('syncer', row(10.5, facts.Eval(step=0, loss=5.5))),
+  ('syncer', row(10.5, report_facts.Eval(step=0, loss=5.5))),
   ('l0', step(11, 1, 1, 5.0)),
   ('l1', step(11.5, 1, 1, 5.2)),
   ('syncer', row(12, _OUTER)),
@@ -77,11 +81,14 @@ _ROWS = [
   exited(13, 'l0', -9),
   ('l1', step(14, 5, 2, 4.0)),
   child(21, 'l0', 'starting', 'restarted (process 2)'),
-  ('l0', row(21.5, protocol_facts.State(state='joined', incarnation=2, clock=5))),
+  ('l0', row(21.5, facts.State(state='joined', incarnation=2, clock=5))),
   ('l0', step(22, 6, 1, 3.9)),
-  ('syncer', row(23, facts.Eval(step=6, loss=3.5, bits_per_byte=5.049))),
+  ('syncer', row(23, report_facts.Eval(step=6, loss=3.5, bits_per_byte=5.049))),
   ('syncer', row(24, _LEDGER)),
-  ('syncer', row(24, facts.Traffic(bytes_up=1_000, bytes_down=3_000, bytes_data_parallel=80_000))),
+  (
+    'syncer',
+    row(24, report_facts.Traffic(bytes_up=1_000, bytes_down=3_000, bytes_data_parallel=80_000)),
+  ),
   exited(25, 'l0', 0),
   exited(25, 'l1', 0),
 ]
@@ -91,7 +98,7 @@ _FATES = {'l0': ('done', ''), 'l1': ('refused', 'another model')}
 def summarized(config, run: run_facts.RunFacts, fates: dict) -> dict[str, Any]:
   for name, (state_, said) in fates.items():
     run.learners[name].state, run.learners[name].why = state_, said
-  return summary_lib.summarize(folder.Read(pathlib.Path('x'), config, run))
+  return summary_lib.summarize(folder_lib.Read(pathlib.Path('x'), config, run))
 
 
 @pytest.fixture(name='config')
@@ -135,7 +142,7 @@ def test_tokens_of_which_the_syncer_has_not_heard_are_accounted_for(config):
 
 def _own_loop(began_s, *stepped_s):
   """A process that no supervisor has started; nobody records its end."""
-  phases = [facts.Startup(phase=phase, cpu_s=1.0) for phase in ('restored', 'compiled')]
+  phases = [report_facts.Startup(phase=phase, cpu_s=1.0) for phase in ('restored', 'compiled')]
   steps = [step(at_s, at_s, number) for number, at_s in enumerate(stepped_s, 1)]
   return [row(began_s, phase) for phase in phases] + steps
 
@@ -148,14 +155,14 @@ def test_who_was_alive_is_the_same_whoever_started_it():
     'l1': _own_loop(0, *range(2, 61, 2)),
     'l2': _own_loop(25, *range(30, 61, 2)),
     'syncer': [
-      row(0, facts.Startup(phase='assembled', cpu_s=1.0)),
+      row(0, report_facts.Startup(phase='assembled', cpu_s=1.0)),
       *[row(1, member(name, 'joined')) for name in ('l0', 'l1')],
       row(21, member('l0', 'lost', 1, 'connection closed')),
       row(31, member('l1', 'lost', 1, 'silent')),
       row(35, member('l1', 'joined')),
       row(51, member('l0', 'joined', 2)),
       *[row(61, member(name, 'lost', 1, 'connection closed')) for name in ('l0', 'l1', 'l2')],
-      row(120, protocol_facts.Cancelled(sync=1, fragment=0, why='no learner')),
+      row(120, facts.Cancelled(sync=1, fragment=0, why='no learner')),
     ],
   }
   rows = sorted(((n, r) for n, rs in facts_of.items() for r in rs), key=lambda one: one[1]['time'])
@@ -175,7 +182,7 @@ def test_who_was_alive_is_the_same_whoever_started_it():
 
 
 def test_a_syncer_that_nobody_saw_end_was_down_since_its_last_word():
-  begins = facts.Startup(phase='assembled', cpu_s=1.0)
+  begins = report_facts.Startup(phase='assembled', cpu_s=1.0)
   run = run_facts.RunFacts([], 100).take(
     [
       ('syncer', row(0, begins)),
@@ -268,10 +275,10 @@ def test_a_process_that_was_not_seen_to_end_ends_with_its_last_fact():
       *[child(1_804, name, 'starting') for name in ('syncer', 'l0')],
       ('l0', step(1_805, 2, 1, 4.0)),
       exited(1_806, 'syncer', -9),
-      ('l2', row(1_807, facts.Eval(step=1, loss=5.0))),
+      ('l2', row(1_807, report_facts.Eval(step=1, loss=5.0))),
     ]
   )
-  assert state.state(run, None)['pauses'] == [[3, 1_800]] and run.end_s == 1_806
+  assert state_lib.state(run, None)['pauses'] == [[3, 1_800]] and run.end_s == 1_806
   assert [process.last_s for process in run.learners['l1'].processes] == [2]
   assert [(one.first_step_s, one.ended_s, one.ended) for one in run.syncer_processes] == [
     (3, 3, 'stopped'),
@@ -297,11 +304,11 @@ def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
   for at in (0, 100):
     run.take(
       [
-        ('syncer', row(at, facts.Startup(phase='assembled', cpu_s=1.0))),
-        ('l0', row(at + 1, facts.Startup(phase='built', cpu_s=1.0))),
-        ('l0', row(at + 2, facts.Startup(phase='compiled', cpu_s=1.0))),
+        ('syncer', row(at, report_facts.Startup(phase='assembled', cpu_s=1.0))),
+        ('l0', row(at + 1, report_facts.Startup(phase='built', cpu_s=1.0))),
+        ('l0', row(at + 2, report_facts.Startup(phase='compiled', cpu_s=1.0))),
         ('l0', step(at + 3, at + 1, 1, 5.0)),
-        ('l0', row(at + 3, facts.Startup(phase='compiled', cpu_s=1.0))),
+        ('l0', row(at + 3, report_facts.Startup(phase='compiled', cpu_s=1.0))),
         ('syncer', row(at + 4, _SYNCED)),
       ]
     )
@@ -315,22 +322,22 @@ def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
 
 def test_a_learner_that_the_config_has_no_longer_is_passed_over():
   """Of a run that was restored with fewer learners."""
-  startup = facts.Startup(phase='built', cpu_s=1.0)
+  startup = report_facts.Startup(phase='built', cpu_s=1.0)
   run = run_facts.RunFacts(['l0'], 10).take([('l1', row(1, startup)), ('l0', step(2, 1, 1, 5.0))])
   assert run.learners.keys() == {'l0'} and run.learners['l0'].step == 1
 
 
 def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
   """The clocks went back from 8 to 4."""
-  recovered = facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
+  recovered = report_facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
   run = run_facts.RunFacts(['l0'], 10).take(
     [
       ('l0', step(1, 4, 1, 5.0)),
       ('l0', step(2, 8, 2, 5.0)),
-      ('syncer', row(3, facts.Eval(step=8, loss=3.0))),
+      ('syncer', row(3, report_facts.Eval(step=8, loss=3.0))),
       ('syncer', row(4, recovered)),
       ('l0', step(5, 8, 1, 5.0)),
-      ('syncer', row(6, facts.Eval(step=8, loss=2.9))),
+      ('syncer', row(6, report_facts.Eval(step=8, loss=2.9))),
     ]
   )
   assert run.evaluated_tokens == [100, 150]
@@ -338,7 +345,7 @@ def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
 
 def test_the_loss_before_training_stays_although_nobody_has_told_of_a_step_yet():
   """Learners on other machines tell their steps at heartbeats."""
-  evaluations = [facts.Eval(step=at, loss=5.5 - at) for at in (0, 1, 2)]
+  evaluations = [report_facts.Eval(step=at, loss=5.5 - at) for at in (0, 1, 2)]
   run = run_facts.RunFacts([], 10).take([('syncer', row(1, fact)) for fact in evaluations])
   assert [fact.step for fact in run.evaluations] == [0, 2] and run.evaluated_tokens == [0, 1]
 
@@ -352,7 +359,7 @@ def test_curves_are_over_the_tokens_of_all_learners(run):
 def test_bytes_add_up_over_the_processes_of_a_syncer():
   wire = programs.Wire()
   for up, down in ((5, 9), (7, 9), (1, 2), (3, 2)):
-    wire.take(facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=0))
+    wire.take(report_facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=0))
   assert (wire.bytes_up, wire.bytes_down) == (10, 11)
 
 
@@ -489,11 +496,11 @@ def test_a_path_that_is_not_utf8_is_no_fault_of_the_report(config, workdir):
 def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
   assert 'disk  ' not in summary_lib.text(summarized(config, run, _FATES), tmp_path)
   for count in (3, 4):
-    run.take([('l0', row(30, facts.Missing(facts=count, error='No space left on device')))])
+    run.take([('l0', row(30, report_facts.Missing(facts=count, error='No space left on device')))])
   text = summary_lib.text(summarized(config, run, _FATES), tmp_path)
   assert '7 facts of l0 could not be written (No space left on device)' in text
   assert [20, 'l0', '4 facts could not be written: No space left on device'] in (
-    state.state(run, config)['events']
+    state_lib.state(run, config)['events']
   )
   before, last = run.tokens, run.learners['l0'].steps[-1]
   run.take([('l0', step(31, last.step + 8, run.learners['l0'].processes[-1].steps + 8))])
@@ -517,7 +524,7 @@ def test_a_run_without_a_step_has_a_report(config, tmp_path):
 def test_a_learner_alone_has_no_ledger(config):
   run = run_facts.RunFacts(['l0', 'l1'], 10).take(
     [
-      ('l0', row(1, facts.Eval(step=0, loss=5.0))),
+      ('l0', row(1, report_facts.Eval(step=0, loss=5.0))),
       ('l0', step(2, 1, 1, 4.0)),
     ]
   )
@@ -531,7 +538,7 @@ def _costs():
   cpu = {'kind': 'cpu', 'peak_flops': 0.0, 'memory_limit_bytes': 0}
   for name, flops, memory, kind in (('l0', 150e12, 24 << 30, tpu), ('l1', 5e9, 0, cpu)):
     given = {'parameters': 2_500_000, 'tokens': 1024, 'devices': 4, **kind}
-    yield name, row(12.5, facts.Cost(flops=flops, memory_bytes=memory, **given))
+    yield name, row(12.5, report_facts.Cost(flops=flops, memory_bytes=memory, **given))
 
 
 def test_what_devices_do_is_in_the_summary_where_it_is_known(config, tmp_path):
@@ -561,21 +568,21 @@ def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_p
 
 def test_a_run_is_read_from_its_folder_alone(config, workdir):
   """Also when no supervisor is left to say how it ended."""
-  found = folder.read(workdir)
+  found = folder_lib.read(workdir)
   assert found.config.to_dict() == config.to_dict() and found.wall_seconds == 15
   assert [found.run.fate(name) for name in found.run.learners] == ['stopped', 'stopped']
   assert found.run.syncer == 'merging'
   add(workdir, child(26, 'l1', 'refused', 'another model'))
-  again = folder.read(workdir).run
+  again = folder_lib.read(workdir).run
   assert (again.fate('l1'), again.said['l1']) == ('refused', 'another model')
   with pytest.raises(ValueError, match='there is no run in'):
-    folder.read(workdir / 'records')
+    folder_lib.read(workdir / 'records')
 
 
 def test_of_learners_whose_syncer_is_elsewhere_there_is_no_config(workdir):
   for name in ('config.json', 'records/syncer.jsonl', 'records/supervisor.jsonl'):
     (workdir / name).unlink()
-  found = folder.read(workdir)
+  found = folder_lib.read(workdir)
   assert list(found.run.learners) == ['l0', 'l1'] and found.run.syncer is None
   assert found.run.tokens == 250
   (workdir / 'islands').mkdir()
@@ -585,10 +592,12 @@ def test_of_learners_whose_syncer_is_elsewhere_there_is_no_config(workdir):
 
 def test_the_closing_evaluation_stands_at_all_tokens_and_none_twice(run):
   """Sync 12 of 10 steps has merged what was left; the last one came to no new token."""
-  later = [('syncer', row(26, facts.Eval(step=step, loss=loss))) for step, loss in [(12, 3.1)]]
+  later = [
+    ('syncer', row(26, report_facts.Eval(step=step, loss=loss))) for step, loss in [(12, 3.1)]
+  ]
   run.take([('l1', step(25.5, 6, 3, 3.6)), *later])
   assert run.evaluated_tokens == [0, 250, 300]
-  run.take([('syncer', row(27, facts.Eval(step=13, loss=3.0)))])
+  run.take([('syncer', row(27, report_facts.Eval(step=13, loss=3.0)))])
   assert run.evaluated_tokens == [0, 250, 300]
   assert [one.loss for one in run.evaluations] == [5.5, 3.5, 3.0]
 
@@ -619,11 +628,11 @@ def test_runs_are_set_beside_each_other_after_equal_tokens_and_at_equal_clocks(c
   both have measured is compared."""
   alone = workdir / 'alone'
   load.write(alone, config)
-  recorder = records.Recorder(alone, 'l0', tensorboard=False)
+  recorder = records_lib.Recorder(alone, 'l0', tensorboard=False)
   for clock, loss, following in ((0, 5.0, 5), (5, 4.0, 1), (6, 3.0, 0)):
-    recorder.report(facts.Eval(step=clock, loss=loss))
+    recorder.report(report_facts.Eval(step=clock, loss=loss))
     for number in range(1, following + 1):
-      recorder.report(facts.parse(step(0, clock + number, clock + number, 4.5)))
+      recorder.report(report_facts.parse(step(0, clock + number, clock + number, 4.5)))
   recorder.close()
   done = diloco('report', str(workdir), str(alone))
   assert done.returncode == 0, done.stderr
@@ -642,11 +651,11 @@ def test_runs_with_other_tokenizers_are_compared_in_bits_per_byte(config, workdi
   other.data.tokenizer = str(workdir / 'words.json')
   (workdir / 'words.json').write_text('{}')
   load.write(workdir / 'other', other)
-  recorder = records.Recorder(workdir / 'other', 'l0', tensorboard=False)
+  recorder = records_lib.Recorder(workdir / 'other', 'l0', tensorboard=False)
   for clock, loss in ((0, 9.0), (6, 5.0)):
     for number in range(clock):
-      recorder.report(facts.parse(step(0, number + 1, number + 1, 4.5)))
-    recorder.report(facts.Eval(step=clock, loss=loss, bits_per_byte=loss / 2))
+      recorder.report(report_facts.parse(step(0, number + 1, number + 1, 4.5)))
+    recorder.report(report_facts.Eval(step=clock, loss=loss, bits_per_byte=loss / 2))
   recorder.close()
   rows = beside.text(beside.read([workdir, workdir / 'other'])).splitlines()
   assert rows[0].startswith('loss in nats per byte and nats per token')

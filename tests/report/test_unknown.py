@@ -11,15 +11,20 @@ import diloco_jax
 from diloco_jax.config import load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import cli
-from diloco_jax.protocol import facts as protocol_facts
-from diloco_jax.report import beside, facts, folder, page, records, serve, state, summary
+from diloco_jax.protocol import facts
+from diloco_jax.report import beside, page, serve
+from diloco_jax.report import facts as report_facts
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import state as state_lib
+from diloco_jax.report import summary as summary_lib
 
 NOT_RECORDED = 'not recorded: there is no config.json'
 INVENTED = ('own_loop', 'of 300', 'M=2', f' {math.inf}')
 
 
 def write(workdir: pathlib.Path, process: str, *told: object) -> None:
-  recorder = records.Recorder(workdir, process, tensorboard=False)
+  recorder = records_lib.Recorder(workdir, process, tensorboard=False)
   for fact in told:
     recorder.report(fact)
   recorder.close()
@@ -30,15 +35,15 @@ def _workdir(tmp_path) -> pathlib.Path:
   """As learners leave it whose syncer refused its flags."""
   for learner in ('l0', 'l1'):
     steps = [
-      facts.Step(step=n, steps=n, tokens=128 * n, loss=2.0, seconds=0.1) for n in range(1, 5)
+      report_facts.Step(step=n, steps=n, tokens=128 * n, loss=2.0, seconds=0.1) for n in range(1, 5)
     ]
     write(tmp_path / 'run', learner, *steps)
   return tmp_path / 'run'
 
 
 def texts_of(workdir: pathlib.Path) -> list[str]:
-  made = summary.write(workdir)
-  return [summary.text(made, workdir), (workdir / 'report' / 'report.txt').read_text()]
+  made = summary_lib.write(workdir)
+  return [summary_lib.text(made, workdir), (workdir / 'report' / 'report.txt').read_text()]
 
 
 def test_a_report_without_a_config_invents_none(workdir):
@@ -55,7 +60,7 @@ def test_a_report_without_a_config_invents_none(workdir):
 def test_neither_do_the_page_and_the_metrics(workdir):
   watch = serve.watch_of(workdir)
   shown = watch.state()
-  assert shown['about'] == f'config {folder.UNKNOWN}' and shown['name'] == 'run'
+  assert shown['about'] == f'config {folder_lib.UNKNOWN}' and shown['name'] == 'run'
   assert shown['progress'] is shown['total_steps'] is shown['seconds_left'] is None
   assert shown['learners']['l0']['step'] == 4
   told = serve.metrics(shown)
@@ -80,25 +85,25 @@ def test_a_run_of_a_notebook_does_not_either(workdir):
   run = diloco_jax.open_run(workdir)
   assert run.config is None and run.summary['steps'] is None
   assert 'length not recorded: l0' in repr(run)
-  assert folder.UNKNOWN in run._repr_html_()
+  assert folder_lib.UNKNOWN in run._repr_html_()
 
 
 @pytest.mark.parametrize('by', ['itself', 'the syncer', 'nobody'])
 def test_who_was_done_is_said_by_those_who_know(by: str, workdir):
   """The supervisor only sees exit code 0, which a learner that was stopped has, too."""
   if by == 'itself':
-    write(workdir, 'l0', protocol_facts.State(state='trained', incarnation=1, clock=4))
+    write(workdir, 'l0', facts.State(state='trained', incarnation=1, clock=4))
   if by == 'the syncer':
     lost = {'learner': 'l0', 'state': 'lost', 'incarnation': 1, 'reason': 'left: done'}
-    write(workdir, 'syncer', protocol_facts.Member(**lost))
+    write(workdir, 'syncer', facts.Member(**lost))
   write(
     workdir,
     'supervisor',
-    facts.Exit(child='l0', pid=1, code=0),
-    facts.Process(child='l0', state='done', text=''),
+    report_facts.Exit(child='l0', pid=1, code=0),
+    report_facts.Process(child='l0', state='done', text=''),
   )
   expected = 'stopped' if by == 'nobody' else 'done'
-  assert folder.read(workdir).run.fate('l0') == expected
+  assert folder_lib.read(workdir).run.fate('l0') == expected
 
 
 @pytest.mark.parametrize(
@@ -118,5 +123,5 @@ def test_the_config_of_the_run_is_the_one_that_is_told(workdir):
   load.write(workdir, config)
   text = texts_of(workdir)[0]
   assert 'not recorded' not in text and f'at clock 4 of {config.train.steps}' in text
-  shown = state.state(folder.read(workdir).run, config)
+  shown = state_lib.state(folder_lib.read(workdir).run, config)
   assert shown['total_steps'] == config.train.steps and shown['progress'] > 0

@@ -15,9 +15,10 @@ import sys
 import pytest
 
 from diloco_jax.protocol import actions
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import book as book_lib
-from diloco_jax.report import records, run_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
 from diloco_jax.storage import tapes
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.faults import chaos_report
@@ -79,7 +80,7 @@ def _run(tmp_path_factory) -> Run:
       'PYTHONWARNINGS': '',
     },
   )
-  rows, fault_runs = records.TailAll(workdir).read(), {}
+  rows, fault_runs = records_lib.TailAll(workdir).read(), {}
   run = run_facts.RunFacts(LEARNERS, total_steps=1_000_000).take(rows)
   for _, row in rows:
     if row['name'] == 'faultrun':
@@ -194,11 +195,11 @@ def test_every_tape_replays(run):
 # --- The judge can fail ---------------------------------------------------------------------------
 
 
-def _records(life: tapes.ProcessTape) -> list[tape.Record]:
+def _records(life: tapes.ProcessTape) -> list[tape_lib.Record]:
   return list(tape_files.read(life))
 
 
-def _read(run: Run, disk: str, node: str) -> list[tape.Record]:
+def _read(run: Run, disk: str, node: str) -> list[tape_lib.Record]:
   return [
     record
     for where, life in run.lives()
@@ -221,7 +222,7 @@ def _node_tapes(run: Run, edit=lambda record: record) -> list[judge_tapes.Tape]:
 def _merge(change):
   """Edits every Merge."""
 
-  def edit(record: tape.Record) -> tape.Record:
+  def edit(record: tape_lib.Record) -> tape_lib.Record:
     asked = (change(one) if isinstance(one, actions.Merge) else one for one in record.actions)
     return dataclasses.replace(record, actions=tuple(asked))
 

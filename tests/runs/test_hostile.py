@@ -22,7 +22,7 @@ from concurrent import futures
 import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from tests.runs.lib import conductor, hostile, hostile_attacks
 
 DEADLINE_S = 900
@@ -115,7 +115,7 @@ def _with_small_pages(program: supervisor_lib.LocalProgram) -> supervisor_lib.Lo
 class Conductor(conductor.Conductor):
   """Attacks the run, one attack after the other; `seconds` for each."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, seconds: float):
+  def __init__(self, workdir: pathlib.Path, recorder: records_lib.Recorder, seconds: float):
     super().__init__(workdir, recorder, OVERRIDES, change=_with_small_pages)
     self._seconds = seconds
     self.shares = {name: Shares() for name in LEARNERS}

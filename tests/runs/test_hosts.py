@@ -21,10 +21,10 @@ import pytest
 import diloco_jax
 from diloco_jax.certs import authority, proofs
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.learner import hosts
+from diloco_jax.learner import hosts as hosts_lib
 from diloco_jax.process import exits
 from diloco_jax.protocol import ids
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.verification.faults import conductor as conductor_lib
 from tests.runs.lib import conductor, gated_loop, hosts_bits, hosts_loop, promises, slow_data
 
@@ -45,7 +45,12 @@ class Conductor(conductor.Conductor):
   """Starts a run over mutual TLS; its last learner has one process, the others have two."""
 
   def __init__(
-    self, workdir: pathlib.Path, recorder: records.Recorder, learners: int, steps: int, quorum: int
+    self,
+    workdir: pathlib.Path,
+    recorder: records_lib.Recorder,
+    learners: int,
+    steps: int,
+    quorum: int,
   ):
     self._certs = workdir / 'certs'
     self._names = [f'l{index}' for index in range(learners)]
@@ -110,7 +115,7 @@ def test_two_hosts_and_a_single_process_train_one_run(tmp_path):
 class Faults(Conductor):
   """Ends each host of l0 and l1 in each way, one after the other."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+  def __init__(self, workdir: pathlib.Path, recorder: records_lib.Recorder):
     super().__init__(workdir, recorder, learners=3, steps=1_000_000, quorum=1)
     self.times_ns: list[tuple[str, int, int]] = []  # of each: what, when, when it trained again
 
@@ -236,4 +241,4 @@ def test_two_hosts_exchange_the_bytes_and_digests_of_one():
 
 def test_the_heartbeat_is_that_of_the_documents():
   page = pathlib.Path(__file__).resolve().parents[2] / 'docs' / 'operating.md'
-  assert f'{hosts.HEARTBEAT_S} s' in page.read_text()
+  assert f'{hosts_lib.HEARTBEAT_S} s' in page.read_text()

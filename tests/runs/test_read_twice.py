@@ -22,15 +22,17 @@ import numpy as np
 import pytest
 
 import diloco_jax
-from diloco_jax import __main__ as commands
+from diloco_jax import __main__
 from diloco_jax.config import brought, build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.learner import moments
+from diloco_jax.learner import moments as moments_lib
 from diloco_jax.process import exits, restore
-from diloco_jax.protocol import agreement
-from diloco_jax.report import folder, summary
-from diloco_jax.storage import arrays, folders, lineage, states
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.report import folder as folder_lib
+from diloco_jax.report import summary as summary_lib
+from diloco_jax.storage import arrays, folders, states
 from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.train import corpus_files
 from diloco_jax.verification.replay import tape_files
 from tests.launch.lib.command_line import diloco
@@ -82,13 +84,13 @@ def _restore(site: pathlib.Path, say: Say) -> str:
 
 def _learner(site: pathlib.Path, say: Say, learner: str) -> Any:
   """The moments with which a learner begins, and whether the syncer lets it join."""
-  assembled, run = _assembled(site), lineage.read(site / 'run').run
+  assembled, run = _assembled(site), lineage_lib.read(site / 'run').run
   claimed, _ = claim_lib.read(claim_lib.store_lib.Store(str(site / 'store')))
-  if refused := agreement.refusal(assembled.agreement, claimed.agreement):
+  if refused := agreement_lib.refusal(assembled.agreement, claimed.agreement):
     raise ValueError(refused)
   whole = site.with_name('whole') / 'store' / folders.ISLANDS / 'l0' / folders.CHECKPOINTS
   like = states.load_on_host(max(whole.iterdir(), key=_number))[1]['opt_state']
-  found = moments.find(site / 'store', learner, like, say, run=run)
+  found = moments_lib.find(site / 'store', learner, like, say, run=run)
   if found and found.protocol.get('run', run) != run:  # protocol/learner/connection.py
     raise ValueError(f'a checkpoint of run {found.protocol["run"]}, not {run}')
   return found and (found.learner, found.step, _digest(found.moments))
@@ -121,9 +123,9 @@ def _train(site: pathlib.Path, say: Say) -> bool:
 
 
 def _report(site: pathlib.Path, say: Say) -> Any:
-  read = folder.read(site / 'run')
+  read = folder_lib.read(site / 'run')
   read.run.look(None)
-  return summary.summarize(read)['learners']
+  return summary_lib.summarize(read)['learners']
 
 
 def _follow(site: pathlib.Path, say: Say) -> Any:
@@ -450,7 +452,7 @@ def test_no_file_setting_command_or_function_is_without_a_row(bench):
   used = {_row(path) for path in files}
   assert used == set(THINGS), 'rows without a file'
   readers = {re.split(r'[ ,]', name)[0] for name in {**READERS, **OF_PROCESSES}} | ALIKE.keys()
-  assert readers == {*commands.COMMANDS, *diloco_jax.__all__}
+  assert readers == {*__main__.COMMANDS, *diloco_jax.__all__}
 
   def words(config: Any, at: str = '') -> Iterator[str]:
     for field in dataclasses.fields(config):

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from experiments.side_by_side import run, systems
 
 
@@ -15,7 +15,7 @@ def test_a_system_trains_on_after_a_kill(system: str, starts: int, tmp_path: pat
   (kill,) = cell.plan
   row = run.measure(cell, tmp_path / 'run', rehearse=False)
   assert row['kills'] == 1 and all(one > systems.DOWN_S for one in row['restarts_s']), row
-  facts = records.TailAll(tmp_path / 'run').read()
+  facts = records_lib.TailAll(tmp_path / 'run').read()
   told = [fact for _, fact in facts if fact['name'] == 'process']
   began = {
     name: [one['t_ns'] for one in told if (one['child'], one['state']) == (name, 'starting')]

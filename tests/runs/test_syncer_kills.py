@@ -26,7 +26,7 @@ import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import events, messages
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.replay import tape_files
 from tests import visits
@@ -154,7 +154,7 @@ class Conductor(conductor.Conductor):
   def __init__(
     self,
     workdir: pathlib.Path,
-    recorder: records.Recorder,
+    recorder: records_lib.Recorder,
     plan: tuple[str, ...],
     learner_kills: int,
     site_kills: int,

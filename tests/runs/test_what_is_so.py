@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from diloco_jax.report import serve, summary
+from diloco_jax.report import serve
+from diloco_jax.report import summary as summary_lib
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -118,7 +119,7 @@ def test_the_surfaces_say_what_ps_says(world):
   metrics = serve.metrics(now)
   for learner, state in (('l0', 'training'), ('l1', 'no step'), ('l4', 'in quarantine')):
     assert f'diloco_learner_state{{learner="{learner}",state="{state}"}} 1' in metrics
-  told = summary.text(summary.write(world.run, plot=False), world.run, 400)
+  told = summary_lib.text(summary_lib.write(world.run, plot=False), world.run, 400)
   assert re.search(r'learner l1 .*; no step for \d+ s: reads its next batch', told)
   assert re.search(r'learner l4 .*in quarantine: NaN or Inf', told)
 

@@ -21,7 +21,7 @@ import pytest
 from orbax.checkpoint._src.serialization import ocdbt_utils
 
 from diloco_jax.storage import arrays, checkpoint, orbax_context, states, tree_digest
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from tests.launch.lib import command_line
@@ -31,7 +31,7 @@ def _state(value: float):
   return {'count': jnp.int32(value), 'w': value + jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
 
 
-def _shardings(mesh_config: config_lib.MeshConfig, like):
+def _shardings(mesh_config: train_config.MeshConfig, like):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
   return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION)
 
@@ -40,7 +40,7 @@ def _restore(root: pathlib.Path, like=None):
   like = _state(0) if like is None else like
   checkpoints = checkpoint.Checkpoints(str(root))
   try:
-    return checkpoints.restore(_shardings(config_lib.MeshConfig(), like), like)
+    return checkpoints.restore(_shardings(train_config.MeshConfig(), like), like)
   finally:
     checkpoints.close()
 
@@ -60,7 +60,7 @@ def _assert_holds(restored: checkpoint.Restored, step: int) -> None:
 def test_reads_back_the_saved_state(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   checkpoints.save(7, _state(7), 70, {'versions': [3, 4], 'steps': {'0': 1}})
-  restored = checkpoints.restore(_shardings(config_lib.MeshConfig(), _state(0)), _state(0))
+  restored = checkpoints.restore(_shardings(train_config.MeshConfig(), _state(0)), _state(0))
   _assert_holds(restored, 7)
   assert restored.protocol == {'versions': [3, 4], 'steps': {'0': 1}}
   checkpoints.close()

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from diloco_jax.storage import checkpoint, folders, states
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from tests.storage import fake_gcs
 from tests.storage import test_checkpoint as on_disk
 
@@ -22,7 +22,7 @@ def _restore(url: str, devices: int = 4) -> tuple[checkpoint.Restored, list[int]
   like = on_disk._state(0)
   checkpoints = checkpoint.Checkpoints(url)
   try:
-    shardings = on_disk._shardings(config_lib.MeshConfig(fsdp=devices), like)
+    shardings = on_disk._shardings(train_config.MeshConfig(fsdp=devices), like)
     return checkpoints.restore(shardings, like), checkpoints.numbers
   finally:
     checkpoints.close()
@@ -30,7 +30,7 @@ def _restore(url: str, devices: int = 4) -> tuple[checkpoint.Restored, list[int]
 
 def test_a_process_on_another_machine_reads_what_was_saved_with_its_own_mesh(bucket):
   url = f'{bucket.url}/run/islands/l0/ckpt'
-  shardings = on_disk._shardings(config_lib.MeshConfig(fsdp=2), on_disk._state(0))
+  shardings = on_disk._shardings(train_config.MeshConfig(fsdp=2), on_disk._state(0))
   checkpoints = checkpoint.Checkpoints(url)
   for step in (1, 2, 3):
     checkpoints.save(step, jax.device_put(on_disk._state(step), shardings), 10 * step)

@@ -21,7 +21,7 @@ import pytest
 import safetensors.numpy
 
 from diloco_jax.storage import arrays, hugging_face
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import task as task_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
@@ -90,13 +90,13 @@ def _golden(name: str) -> dict:
   return json.loads((MODELS / name / 'golden' / 'ids.json').read_text('utf-8'))
 
 
-def _logits(model: config_lib.ModelConfig, params, ids) -> np.ndarray:
+def _logits(model: train_config.ModelConfig, params, ids) -> np.ndarray:
   found = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), params)
   ids_BxL = np.asarray(ids[:32], np.int32).reshape(2, 16)
   return np.asarray(jax.jit(functools.partial(decoder.apply, model))(found, ids_BxL))
 
 
-def _model(told: dict, folder: pathlib.Path) -> config_lib.ModelConfig:
+def _model(told: dict, folder: pathlib.Path) -> train_config.ModelConfig:
   (folder / 'config.json').write_text(json.dumps(told), 'utf-8')
   return pretrained.model_config(folder)
 
@@ -374,13 +374,13 @@ def test_another_model_is_refused_by_the_name_of_the_tensor(tmp_path):
   (tmp_path / 'llama' / 'model-00002-of-00003.safetensors').unlink()
   with pytest.raises(ValueError, match='cannot read the model in .*llama: .*00002-of'):
     decoder.start(pretrained.model_config(MODELS / 'llama'), str(tmp_path / 'llama'), 0)
-  experts = decoder.init_params(config_lib.ModelConfig(num_experts=2), 0)
+  experts = decoder.init_params(train_config.ModelConfig(num_experts=2), 0)
   with pytest.raises(ValueError, match='no Hugging Face folder .* has layers/0/experts'):
-    decoder.export(config_lib.ModelConfig(num_experts=2), experts)
+    decoder.export(train_config.ModelConfig(num_experts=2), experts)
 
 
 def test_configs_of_the_hub_are_understood(tmp_path):
-  assert _model(LLAMA_3_2_1B, tmp_path) == config_lib.ModelConfig(
+  assert _model(LLAMA_3_2_1B, tmp_path) == train_config.ModelConfig(
     vocab_size=128256,
     num_layers=16,
     embed_dim=2048,
@@ -397,7 +397,7 @@ def test_configs_of_the_hub_are_understood(tmp_path):
     param_dtype='bfloat16',
   )
   gemma = _model(GEMMA_3_1B, tmp_path)
-  assert gemma == config_lib.ModelConfig(
+  assert gemma == train_config.ModelConfig(
     vocab_size=262144,
     num_layers=26,
     embed_dim=1152,

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
 from tests.launch.lib import command_line
@@ -21,14 +21,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / 'tests' / 'protocol' / 'tape' / 'golden'
 
 
-def golden() -> tuple[tape.Start, list[tape.Record]]:
+def golden() -> tuple[tape_lib.Start, list[tape_lib.Record]]:
   """A real learner's start and turns, for writing again."""
   with open(GOLDEN / 'learner.jsonl', 'rb') as file:
-    reader = tape.Reader(file)
+    reader = tape_lib.Reader(file)
     return reader.header.start, list(reader)
 
 
-def write(workdir: pathlib.Path, segment_bytes: int = tapes.SEGMENT_BYTES) -> tape.Record:
+def write(workdir: pathlib.Path, segment_bytes: int = tapes.SEGMENT_BYTES) -> tape_lib.Record:
   """Writes the whole tape of one process; returns its last turn."""
   start, turns = golden()
   said: list[str] = []
@@ -50,7 +50,9 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path, m
   with gzip.open(path, 'wb') as file:
     file.write(b' ' * (1 << 20))
   for read in (tape_files.replay, tape_files.read):
-    with pytest.raises(tape.TapeError, match='l1.1.0.jsonl.gz, line 1: it is longer than 65536'):
+    with pytest.raises(
+      tape_lib.TapeError, match='l1.1.0.jsonl.gz, line 1: it is longer than 65536'
+    ):
       read(tape_files.find(tmp_path)[0])
 
 
@@ -147,7 +149,9 @@ def test_damage_is_reported_with_file_and_line(tmp_path, packed):
     path.unlink()
     path = path.with_suffix('')
     path.write_bytes(b''.join(lines))
-  with pytest.raises(tape.TapeError, match=f'{re.escape(str(path))}, line 3: the hash of the line'):
+  with pytest.raises(
+    tape_lib.TapeError, match=f'{re.escape(str(path))}, line 3: the hash of the line'
+  ):
     tape_files.replay(tape_files.find(path)[0])
 
 
@@ -158,7 +162,7 @@ def test_a_packed_segment_that_cannot_be_unpacked(tmp_path):
   whole = path.read_bytes()
   for broken in (whole[:-100], b'no gzip', whole[:300] + bytes(80) + whole[380:]):
     path.write_bytes(broken)
-    with pytest.raises(tape.TapeError, match='l1.1.0.jsonl.gz, line [0-9]+: '):
+    with pytest.raises(tape_lib.TapeError, match='l1.1.0.jsonl.gz, line [0-9]+: '):
       tape_files.replay(life)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from diloco_jax.numerics import codecs, fragments, merge
-from diloco_jax.syncer import outer_step as outer_step_lib
+from diloco_jax.syncer import outer_step
 
 _encoder = functools.cache(lambda codec: jax.jit(codec.encode))
 
@@ -40,7 +40,7 @@ class Fragment:
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
     made = layout, self.codec, codecs.get(down), self.codec, tx
     places = devices or jax.local_devices(backend='cpu')[:1]
-    self._lib = outer_step_lib.Tiles(*made, places, None if devices else tile)
+    self._lib = outer_step.Tiles(*made, places, None if devices else tile)
     self._tiles = self._lib.begin(p, values_N)
 
   def lengths(self, payload: np.ndarray) -> np.ndarray:
@@ -51,7 +51,7 @@ class Fragment:
     near = [self._lib.near(self._p, one) for one in payloads]
     return self._lib.cosines(self._p, near, lengths_MxT)
 
-  def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step_lib.Stepped | None:
+  def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
     asked = self._rule.cosines
@@ -67,17 +67,17 @@ class Fragment:
     self.gradient, stepped = made
     return self._take(stepped)
 
-  def redo(self, payload: np.ndarray) -> outer_step_lib.Stepped | None:
+  def redo(self, payload: np.ndarray) -> outer_step.Stepped | None:
     """The outer step of an encoded outer gradient."""
     return self._take(self._lib.redo(self._p, self._tiles, self._lib.near(self._p, payload)))
 
-  def _take(self, stepped: outer_step_lib.Stepped | None) -> outer_step_lib.Stepped | None:
+  def _take(self, stepped: outer_step.Stepped | None) -> outer_step.Stepped | None:
     if stepped is not None:
       self._lib.recycle(self._p, self._tiles)
       self._tiles = stepped.tiles
     return stepped
 
-  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step_lib.Stepped | None:
+  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step.Stepped | None:
     """An outer step of these pseudo-gradients."""
     encode = _encoder(self.codec)
     return self.step([np.asarray(encode(row)[0]) for row in deltas_MxN], weights)

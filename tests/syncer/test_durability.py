@@ -30,13 +30,13 @@ from diloco_jax.numerics import codecs
 from diloco_jax.process import exits
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import ledger as ledger_lib
-from diloco_jax.protocol.tape import tape
-from diloco_jax.report import facts
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, lineage, outer_log, states, wal
+from diloco_jax.storage import checkpoint, outer_log, states, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit, stored
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.storage import lineage as lineage_lib
+from diloco_jax.syncer import commit, global_model, stored
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import in_process
@@ -115,10 +115,10 @@ class Rig:
       self.disk, assembled.agreement, self.records.say, retry_s=0.01, full_s=full_s, store=store
     )
     try:
-      self.theta = global_model_lib.Theta(assembled)
+      self.theta = global_model.Theta(assembled)
       remedy = syncer_node.if_all_are_damaged(folder, self.disk, store)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'), remedy=remedy)
-      origin = lineage.read(folder.parent) or lineage.Lineage(run='0' * 16)
+      origin = lineage_lib.read(folder.parent) or lineage_lib.Lineage(run='0' * 16)
       self.start = syncer_node.recover(
         assembled, self.theta, self.checkpoints, self.log, self.records, origin
       )
@@ -226,7 +226,7 @@ def payload(size: int, seed: int, finite: bool = True) -> bytes:
 
 def books(assembled: build.Assembly, sync: int) -> dict:
   """A machine state of a sync: every learner has an account."""
-  start = tape.Start(
+  start = tape_lib.Start(
     role='syncer',
     node='syncer',
     config=assembled.protocol,
@@ -253,7 +253,7 @@ def books(assembled: build.Assembly, sync: int) -> dict:
   return machine_state
 
 
-def bits(theta: global_model_lib.Theta) -> list:
+def bits(theta: global_model.Theta) -> list:
   """All of Theta, exactly."""
   leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(theta.arrays())]
   return [*leaves, list(theta.versions), [theta.digest(p) for p in range(2)]]
@@ -262,7 +262,7 @@ def bits(theta: global_model_lib.Theta) -> list:
 @pytest.fixture(scope='module', name='expected')
 def _expected(assembled) -> list[list]:
   """Theta after 0, 1, ... outer steps of a syncer that never crashed."""
-  theta, store = global_model_lib.Theta(assembled), payloads_lib.PayloadStore()
+  theta, store = global_model.Theta(assembled), payloads_lib.PayloadStore()
   after = [bits(theta)]
   for sync in range(1, SYNCS + 1):
     merge = merge_of(assembled, sync, store)
@@ -375,7 +375,7 @@ def test_recovery_holds_one_machine_state(rig, assembled, tmp_path):
   with contextlib.closing(
     commit.CommitLog(Disk(tmp_path / 'wal'), assembled.agreement, print)
   ) as log:
-    ended = log.recover(global_model_lib.Theta(assembled), {})
+    ended = log.recover(global_model.Theta(assembled), {})
   assert [bool(merge.machine_state) for merge, _ in ended] == [False, False, True]
 
 
@@ -494,7 +494,7 @@ def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
   for _ in range(3):  # it is tried again, and not talked about again
     life.disk.refused.get(timeout=DEADLINE_S)
   assert life.posted.empty() and life.records.lines.empty() and life.failed.empty()
-  outer = [fact.sync for fact in life.records.reported if isinstance(fact, facts.Outer)]
+  outer = [fact.sync for fact in life.records.reported if isinstance(fact, report_facts.Outer)]
   assert outer == [1], 'no metric before the fsync'
   life.disk.full = False
   assert [life.posted.get(timeout=DEADLINE_S).sync for _ in range(2)] == [2, 3]
@@ -561,7 +561,7 @@ def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
     with pytest.raises(RuntimeError, match='the node fails'):
       syncer_node.run(
         dataclasses.replace(assembled, task=None),
-        global_model_lib.Theta(assembled),
+        global_model.Theta(assembled),
         tmp_path,
         event_queue,
         in_process.InProcessHub().syncer_transport,
@@ -576,7 +576,7 @@ def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
 
 def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_path):
   """A restore holds the lock: none can begin after the question."""
-  lineage.write(tmp_path, lineage.Lineage(changing=lineage.RESTORE))
+  lineage_lib.write(tmp_path, lineage_lib.Lineage(changing=lineage_lib.RESTORE))
   records = types.SimpleNamespace(say=print)
   start = lambda: syncer_node.run(assembled, None, tmp_path, None, None, records)
   with contextlib.closing(files_lib.Files(tmp_path / 'syncer' / 'wal')) as files:

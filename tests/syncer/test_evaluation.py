@@ -10,9 +10,10 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
-from diloco_jax.report import facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import evaluation, global_model
+from diloco_jax.syncer import evaluation as evaluation_lib
+from diloco_jax.syncer import global_model
 from diloco_jax.syncer import node as syncer_node
 from diloco_jax.transport import in_process
 from diloco_jax.verification.virtual import arrays
@@ -43,7 +44,7 @@ class Records(records_lib.Recorder):
 
   def report(self, fact):
     super().report(fact)
-    if isinstance(fact, facts.Eval):
+    if isinstance(fact, report_facts.Eval):
       self.steps.append(fact.step)
 
 
@@ -70,7 +71,7 @@ def _gate(assembled):
 
 def test_at_most_one_model_waits_and_it_is_the_newest(assembled, gate, records):
   theta = global_model.Theta(assembled)
-  evaluations = evaluation.Evaluation(gate.task, theta, records)
+  evaluations = evaluation_lib.Evaluation(gate.task, theta, records)
   evaluations.submit(0)
   assert gate.began.wait(DEADLINE_S)
   for step in range(1, 50):
@@ -107,7 +108,7 @@ def test_a_stopped_syncer_ends_during_an_evaluation(assembled, gate, records, tm
 
 def test_a_stop_ends_the_wait_for_the_last_evaluation(assembled, gate, records):
   event_queue = loop.EventQueue()
-  last = evaluation.Evaluation(gate.task, global_model.Theta(assembled), records)
+  last = evaluation_lib.Evaluation(gate.task, global_model.Theta(assembled), records)
   last.submit(7)
   assert gate.began.wait(DEADLINE_S)
   event_queue.post(events.Stop(reason='preempted'))
@@ -124,7 +125,7 @@ def test_a_failed_evaluation_is_said_and_fails_nothing_else(assembled, tmp_path,
 
   task = dataclasses.replace(assembled.task, eval_batches=unread)
   with contextlib.closing(Records(tmp_path)) as records:
-    evaluations = evaluation.Evaluation(task, global_model.Theta(assembled), records)
+    evaluations = evaluation_lib.Evaluation(task, global_model.Theta(assembled), records)
     for step in (1, 2):
       evaluations.submit(step)
       assert evaluations.wait(DEADLINE_S)

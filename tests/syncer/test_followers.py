@@ -15,7 +15,7 @@ import pytest
 
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import events, messages
-from diloco_jax.syncer import followers
+from diloco_jax.syncer import followers as followers_lib
 from diloco_jax.transport import (
   chunks,
   control_crc,
@@ -24,8 +24,10 @@ from diloco_jax.transport import (
   grpc_session,
   link,
   listen,
-  payloads,
   translate,
+)
+from diloco_jax.transport import (
+  payloads as payloads_lib,
 )
 from tests.transport import ends
 
@@ -39,13 +41,13 @@ def layout_of(values, count=2):
 
 LAYOUT = layout_of(VALUES)
 LIMITS = link.Limits(contribution_bytes=(8,), publish_bytes=(8,))
-NOTHING = [followers.NOTHING] * 2
+NOTHING = [followers_lib.NOTHING] * 2
 FAST = 1 << 40  # bytes a second
 MOST = 4 << 20  # bytes of a payload
 NARROW = ('grpc.http2.bdp_probe', 0), ('grpc.http2.lookahead_bytes', 1 << 16)
 
 
-class Counted(followers.Followers):
+class Counted(followers_lib.Followers):
   """Counts what it sends to each call and takes from it, in the order of the calls."""
 
   def __init__(self, *args):
@@ -79,9 +81,9 @@ class Rig:
     self._layout, self._whole_bytes = layout, 4 * layout.size(0)
     self.followers, self.inbox = Counted(bytes_per_s, layout), queue.Queue()
     self.versions, self.reads, self._cleanup = [0] * layout.num_fragments, [], cleanup
-    door = grpc_server.Door('127.0.0.1:0', LIMITS.seats + followers.SEATS, access=ends.PLAIN)
+    door = grpc_server.Door('127.0.0.1:0', LIMITS.seats + followers_lib.SEATS, access=ends.PLAIN)
     self.transport = grpc_server.GrpcSyncerTransport(
-      door, self.inbox.put, payloads.PayloadStore(), LIMITS, followers=self.followers
+      door, self.inbox.put, payloads_lib.PayloadStore(), LIMITS, followers=self.followers
     )
     cleanup.callback(self.transport.shutdown, 0.0)
     self._work = cleanup.enter_context(futures.ThreadPoolExecutor(1))
@@ -103,7 +105,7 @@ class Rig:
 
   def _made(self, p, base, size):
     data = memoryview(np.full(size, self.versions[p] % 256, np.uint8))
-    _, payload = payloads.keep(payloads.PayloadStore(), data)
+    _, payload = payloads_lib.keep(payloads_lib.PayloadStore(), data)
     version, digest = self.held(p)
     publish = messages.Publish(
       sync=1,
@@ -124,8 +126,8 @@ class Rig:
     return channel.stream_stream(f'/{grpc_session.SERVICE}/{grpc_session.FOLLOW}')
 
   def calls(self, held=None, requests=(), layout=None, options=()):
-    held = [followers.NOTHING] * self._layout.num_fragments if held is None else held
-    first = followers.request((layout or self._layout).digest(), held)
+    held = [followers_lib.NOTHING] * self._layout.num_fragments if held is None else held
+    first = followers_lib.request((layout or self._layout).digest(), held)
     return self.follow(*options)(itertools.chain([first], requests), timeout=ends.DEADLINE_S)
 
 
@@ -274,8 +276,8 @@ def test_of_one_that_never_reads_little_is_queued_and_it_is_cut_off(cleanup, mon
   assert len([next(follower), next(follower)]) == 2  # all of the 8 MiB have come to this one
   assert rig.followers.sent[0] <= MOST // 4
   assert rig.followers.state()[0] == 2
-  monkeypatch.setattr(followers, 'STALL_S', 0.0)
-  monkeypatch.setattr(followers, 'LEAST_BYTES_PER_S', FAST)
+  monkeypatch.setattr(followers_lib, 'STALL_S', 0.0)
+  monkeypatch.setattr(followers_lib, 'LEAST_BYTES_PER_S', FAST)
   rig.publish(0)
   assert next(follower).version == 1
   assert ends_with(stuck)[0] is grpc.StatusCode.CANCELLED
@@ -285,14 +287,14 @@ def test_of_one_that_never_reads_little_is_queued_and_it_is_cut_off(cleanup, mon
 
 def test_two_that_never_read_do_not_keep_the_memory_for_whole_fragments(cleanup, monkeypatch):
   rig = Rig(cleanup, layout=layout_of(MOST // 4, 3))
-  stuck = [rig.calls([followers.NOTHING] * 3, options=NARROW)]
+  stuck = [rig.calls([followers_lib.NOTHING] * 3, options=NARROW)]
   until(lambda: rig.followers.sent and rig.followers.sent[0])
   stuck.append(rig.calls([rig.held(0), *NOTHING], options=NARROW))
   until(lambda: len(rig.followers.sent) == 2 and rig.followers.sent[1])
   assert rig.reads == [0, 1]
   follower = received(rig.calls([rig.held(0), rig.held(1), NOTHING[0]]))
-  monkeypatch.setattr(followers, 'STALL_S', 0.0)
-  monkeypatch.setattr(followers, 'LEAST_BYTES_PER_S', FAST)
+  monkeypatch.setattr(followers_lib, 'STALL_S', 0.0)
+  monkeypatch.setattr(followers_lib, 'LEAST_BYTES_PER_S', FAST)
   rig.publish(0)
   assert {next(follower).fragment, next(follower).fragment} == {0, 2}
   until(lambda: rig.followers.state()[0] == 1)  # both are cut off
@@ -305,7 +307,7 @@ def test_no_more_whole_fragments_are_in_memory_than_two(rig):
     next(follower)
     rig.publish(0, 3 * VALUES)  # too long to be kept: the next one is whole, too
     rig.publish(1, 3 * VALUES)
-  assert rig.followers.most_wholes <= followers.WHOLES
+  assert rig.followers.most_wholes <= followers_lib.WHOLES
   for one in stuck:
     one.cancel()
 
@@ -316,7 +318,7 @@ def test_one_that_never_reads_keeps_no_fragment_from_others(cleanup):
   until(lambda: rig.followers.sent and rig.followers.sent[0])
   follower = received(rig.calls())
   assert {next(follower).fragment for _ in range(4)} == {0, 1, 2, 3}
-  assert rig.followers.most_wholes <= followers.WHOLES
+  assert rig.followers.most_wholes <= followers_lib.WHOLES
   stuck.cancel()
 
 
@@ -365,7 +367,7 @@ def test_one_that_dials_a_thousand_times_keeps_no_learner_out(rig):
     for _ in range(1000):
       call(iter(())).cancel()
       most = max(most, rig.followers.state()[0])
-  assert most <= followers.SEATS
+  assert most <= followers_lib.SEATS
   learner = ends.learner(rig.transport.address, LIMITS)
   assert isinstance(learner.hears(), events.Connected)
   assert isinstance(rig.inbox.get(timeout=ends.DEADLINE_S), events.Connected)  # and nothing before
@@ -374,7 +376,7 @@ def test_one_that_dials_a_thousand_times_keeps_no_learner_out(rig):
 
 
 def test_one_beyond_the_seats_is_told_to_dial_again(rig, monkeypatch):
-  monkeypatch.setattr(followers, 'SEATS', 1)
+  monkeypatch.setattr(followers_lib, 'SEATS', 1)
   follower = received(rig.calls())
   next(follower)
   code, details = ends_with(rig.calls())

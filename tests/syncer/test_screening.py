@@ -10,8 +10,8 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.numerics import merge
 from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import screening
-from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.syncer import global_model
 
 
 @pytest.fixture(scope='module', name='assembled')
@@ -40,23 +40,23 @@ def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
     encoded(2),
     spoiled(150, encoded(3)),
   ]
-  limit = 10 * 10**-2 * math.sqrt(size) * screening.UNIT
+  limit = 10 * 10**-2 * math.sqrt(size) * screening_lib.UNIT
   participants = [
     actions.Participant(
       learner=f'l{m}', incarnation=1, payload_id=m, tokens=64, steps=4, limit=int(limit)
     )
     for m in range(4)
   ]
-  theta, without = global_model_lib.Theta(assembled), global_model_lib.Theta(assembled)
+  theta, without = global_model.Theta(assembled), global_model.Theta(assembled)
   screened = theta.screen(participants, np.stack([theta.lengths(0, one) for one in payloads]))
   assert screened.refused == ('l1', 'l3')
-  assert screened.norms[1] == screening.NOT_FINITE and screened.norms[3] > 1000 * limit
-  honest = 1e-2 * math.sqrt(size) * screening.UNIT
+  assert screened.norms[1] == screening_lib.NOT_FINITE and screened.norms[3] > 1000 * limit
+  honest = 1e-2 * math.sqrt(size) * screening_lib.UNIT
   assert all(math.isclose(screened.norms[m], honest, rel_tol=0.1) for m in (0, 2))
   merged = theta.merge(0, participants, payloads, ('l1', 'l3'))
   assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',)).digest
   all_refused = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'))
-  assert all_refused.failed == global_model_lib.ALL_REJECTED
+  assert all_refused.failed == global_model.ALL_REJECTED
   assert all_refused.digest == theta.digest(0)
 
 
@@ -73,8 +73,7 @@ def test_a_learner_that_claims_all_steps_moves_the_model_at_most_twice_as_far(as
     for m, claims in enumerate((1, 1, 1, 1000))
   ]
   honest, lied = (
-    global_model_lib.Theta(assembled).merge(0, participants[:n], payloads[:n], ()).norm
-    for n in (3, 4)
+    global_model.Theta(assembled).merge(0, participants[:n], payloads[:n], ()).norm for n in (3, 4)
   )
   assert 0 < lied < 2 * honest
 
@@ -93,7 +92,7 @@ def test_a_payload_is_compared_with_those_of_about_as_many_steps(
     )
     for m, count in enumerate(steps)
   ]
-  merged = lambda: global_model_lib.Theta(assembled).merge(0, participants, payloads, ()).norm
+  merged = lambda: global_model.Theta(assembled).merge(0, participants, payloads, ()).norm
   found = merged()
   monkeypatch.setattr(merge, 'LONGEST', 1e9)
   assert (found == merged()) == counts_in_full

@@ -19,8 +19,9 @@ import pytest
 from diloco_jax.node import loop
 from diloco_jax.process import dial, own_model, restore, run_folder
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, folders, lineage, states, wal
+from diloco_jax.storage import checkpoint, folders, states, wal
 from diloco_jax.storage import claim as claim_lib
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import stored
 from diloco_jax.transport import addresses
@@ -306,7 +307,9 @@ def test_a_second_syncer_is_refused_before_it_changes_anything(site, monkeypatch
   with pytest.raises(claim_lib.Denied, match='holds the run .*, this folder the run'):
     site.live('b', store_log=True)
   shutil.copytree(site.folder / 'a', site.folder / 'c')
-  lineage.write(site.folder / 'c', lineage.Lineage(run=lineage.read(site.folder / 'c').run))
+  lineage_lib.write(
+    site.folder / 'c', lineage_lib.Lineage(run=lineage_lib.read(site.folder / 'c').run)
+  )
   copied = contents(site.folder / 'c')
   with pytest.raises(claim_lib.Denied, match=r'is in use: the syncer pid \d+ on .* Nothing was'):
     site.live('c', store_log=True)
@@ -579,6 +582,8 @@ def test_a_restore_is_not_undone_by_the_store(site, expected):
   site.kill()
   again = site.live('a', store_log=True)  # the restore was followed: it is not followed twice
   assert bits(again.theta) == expected[3]
-  assert len(lineage.read(site.folder / 'a').restored) == 1
-  assert lineage.read(site.folder / 'a').restored == lineage.read(site.folder / 'b').restored
+  assert len(lineage_lib.read(site.folder / 'a').restored) == 1
+  assert (
+    lineage_lib.read(site.folder / 'a').restored == lineage_lib.read(site.folder / 'b').restored
+  )
   assert checkpoint.CHECKPOINTS_KEPT == 2

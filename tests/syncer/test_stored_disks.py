@@ -19,7 +19,9 @@ from diloco_jax.node import loop
 from diloco_jax.process import own_model, restore
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import claim as claim_lib
-from diloco_jax.storage import files, folders, json_files, lineage, outer_log, states, wal
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders, json_files, outer_log, states, wal
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.storage import store as store_lib
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored
@@ -232,10 +234,12 @@ def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_befor
     patch.setattr(outer_log, 'begin', fails)
     with pytest.raises(OSError, match='no space'):
       here.live('b', True)
-  with pytest.raises(files.DirectoryError, match=r'middle of a take-over.*the same train\.store'):
-    lineage.begun(here.folder / 'b')
+  with pytest.raises(
+    files_lib.DirectoryError, match=r'middle of a take-over.*the same train\.store'
+  ):
+    lineage_lib.begun(here.folder / 'b')
   assert bits(here.live('b', True).theta) == expected[4]
-  assert not lineage.begun(here.folder / 'b').changing
+  assert not lineage_lib.begun(here.folder / 'b').changing
 
 
 def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):

@@ -5,29 +5,29 @@ import pathlib
 import jax
 import pytest
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import island as island_lib
 
 
 @pytest.fixture(name='model')
-def _model() -> config_lib.ModelConfig:
-  return config_lib.ModelConfig(
+def _model() -> train_config.ModelConfig:
+  return train_config.ModelConfig(
     num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
   )
 
 
 @pytest.fixture(name='data')
-def _data() -> config_lib.DataConfig:
-  return config_lib.DataConfig(
+def _data() -> train_config.DataConfig:
+  return train_config.DataConfig(
     seq_len=16, batch_size=4, shards=4, eval_batches=2, eval_batch_size=4
   )
 
 
 @pytest.fixture(name='optimizer')
-def _optimizer() -> config_lib.OptimizerConfig:
-  return config_lib.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+def _optimizer() -> train_config.OptimizerConfig:
+  return train_config.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 
 
 @pytest.fixture(scope='session', name='text')
@@ -56,9 +56,9 @@ def _make_island(model, optimizer, data, text):
   task = decoder.task(model, data)
 
   def make(
-    mesh: config_lib.MeshConfig | None = None, first_device: int = 0, **kwargs
+    mesh: train_config.MeshConfig | None = None, first_device: int = 0, **kwargs
   ) -> island_lib.Island:
-    mesh = mesh or config_lib.MeshConfig()
+    mesh = mesh or train_config.MeshConfig()
     devices = jax.devices()[first_device : first_device + mesh.num_devices]
     settings = {
       'task': task,

@@ -10,7 +10,7 @@ import sys
 import pytest
 from array_record.python import array_record_module
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import corpus_files
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import tokenizer as tokenizer_lib
@@ -320,7 +320,7 @@ def test_the_field_is_read_that_the_config_names(name, tokenizer, tmp_path, monk
 
 def test_an_empty_field_is_refused():
   with pytest.raises(ValueError, match='data.field is empty: name the field of the text'):
-    config_lib.DataConfig(field='').validate()
+    train_config.DataConfig(field='').validate()
 
 
 # --- Every reader ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
 
 
@@ -28,7 +28,7 @@ def _pass(numbered, config, shard: int, number: int) -> list[bytes]:
 
 def _epoch(numbered, shards: int, learners: int) -> tuple[list[bytes], set[bytes]]:
   """The windows that are read in the passes of one epoch, and all windows."""
-  config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
+  config = train_config.DataConfig(seq_len=16, batch_size=1, shards=shards)
   rows = [
     row
     for number in range(shards // learners)
@@ -64,7 +64,7 @@ def test_every_byte_but_the_first_is_a_target_once(numbered):
 
 
 def test_a_batch_is_a_function_of_its_index(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=4, shards=4, seed=5)
+  config = train_config.DataConfig(seq_len=16, batch_size=4, shards=4, seed=5)
   shard = data_lib.make_shard(numbered, config, 2)
   forward = [shard[i] for i in range(6)]
   again = data_lib.make_shard(numbered, config, 2)
@@ -76,14 +76,14 @@ def test_a_batch_is_a_function_of_its_index(numbered):
 
 
 def test_a_slice_is_read_in_another_order_each_time(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=4, shards=4)
+  config = train_config.DataConfig(seq_len=16, batch_size=4, shards=4)
   first, again = (_pass(numbered, config, 0, number) for number in (0, 4))
   assert first != again
   assert len(set(first) & set(again)) >= len(first) - 4
 
 
 def test_one_shard_read_to_its_second_pass_goes_on_to_the_next_slice(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=4, shards=4)
+  config = train_config.DataConfig(seq_len=16, batch_size=4, shards=4)
   shard = data_lib.make_shard(numbered, config, 0)
   of_a_pass = len(numbered.train(16)) // 4 // 4
   first, second = (
@@ -94,7 +94,7 @@ def test_one_shard_read_to_its_second_pass_goes_on_to_the_next_slice(numbered):
 
 
 def test_two_learners_with_files_of_their_own_read_all_of_them_in_orders_of_their_own(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=4, local=True)
+  config = train_config.DataConfig(seq_len=16, batch_size=4, local=True)
   of_a_pass = len(numbered.train(16)) // 4
   passes = []
   for number in (0, 1):
@@ -127,7 +127,7 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path):
 
 
 def test_too_little_to_evaluate_is_said_before_the_training(numbered):
-  config = config_lib.DataConfig(seq_len=16, eval_batches=100, eval_batch_size=4)
+  config = train_config.DataConfig(seq_len=16, eval_batches=100, eval_batch_size=4)
   with pytest.raises(ValueError, match='has 127 held-out examples of 16 ids, fewer than 100 x 4'):
     data_lib.digest(numbered, config)
 
@@ -148,12 +148,12 @@ def test_the_standard_library_is_enough_text():
   corpus = data_lib.load_corpus('stdlib')
   assert len(corpus.train_ids) > 10_000_000
   assert 0.01 < len(corpus.eval_ids) / len(corpus.train_ids) < 0.1
-  config = config_lib.DataConfig()
+  config = train_config.DataConfig()
   assert len(data_lib.eval_batches(corpus, config)) == config.eval_batches
 
 
 def test_evaluation_batches_are_always_the_same(numbered):
-  config = config_lib.DataConfig(seq_len=16, eval_batches=3, eval_batch_size=4)
+  config = train_config.DataConfig(seq_len=16, eval_batches=3, eval_batch_size=4)
   first, second = (data_lib.eval_batches(numbered, config) for _ in range(2))
   np.testing.assert_array_equal(first, second)
   assert np.shape(first) == (3, 4, 17)
@@ -164,7 +164,7 @@ def test_evaluation_batches_are_always_the_same(numbered):
 
 
 def test_too_little_text_says_how_much_is_needed(numbered):
-  config = config_lib.DataConfig(seq_len=128, batch_size=32, shards=16)
+  config = train_config.DataConfig(seq_len=128, batch_size=32, shards=16)
   with pytest.raises(ValueError, match=r'has 63 training windows .* \(512\)'):
     data_lib.make_shard(numbered, config, 0)
   with pytest.raises(ValueError, match='has 15 held-out examples .* 8 x 32 = 256'):
@@ -186,7 +186,7 @@ def test_the_batches_of_the_page_lead_two_learners_through_all_records():
   page = pathlib.Path(__file__).parents[2] / 'docs' / 'howto' / 'tokenizer.md'
   (code,) = re.findall(r'```python\n(.*?)\n```', page.read_text(), re.S)
   exec(compile(code, str(page), 'exec'), made := {})
-  config = types.SimpleNamespace(data=config_lib.DataConfig(batch_size=4))
+  config = types.SimpleNamespace(data=train_config.DataConfig(batch_size=4))
   make = made['batches'](config, np.arange(1600))
   read = np.concatenate([make(shard)[index] for shard in (0, 1) for index in range(200)])
   assert sorted(read) == list(range(1600))

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from diloco_jax.numerics import fragments
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 
 
-def _draw(model: config_lib.ModelConfig, batch: int = 2, length: int = 12):
+def _draw(model: train_config.ModelConfig, batch: int = 2, length: int = 12):
   params = jax.tree.map(jnp.asarray, decoder.init_params(model, seed=0))
   tokens = np.random.default_rng(0).integers(0, 256, (batch, length)).astype(np.int32)
   return params, jnp.asarray(tokens)
 
 
-def _apply(model: config_lib.ModelConfig, params, tokens):
+def _apply(model: train_config.ModelConfig, params, tokens):
   return jax.jit(lambda p, t: decoder.apply(model, p, t))(params, tokens)
 
 

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder, flops
 
 
 def test_the_formula_counts_what_the_compiler_counts_without_scan_and_kernels():
-  model = config_lib.ModelConfig(
+  model = train_config.ModelConfig(
     num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, tied_head=False
   )
   batch, length = 2, 128
@@ -21,15 +21,15 @@ def test_the_formula_counts_what_the_compiler_counts_without_scan_and_kernels():
 
 
 def test_of_experts_those_count_that_a_token_is_given_to():
-  dense, mixed = config_lib.ModelConfig(), config_lib.ModelConfig(num_experts=8)
+  dense, mixed = train_config.ModelConfig(), train_config.ModelConfig(num_experts=8)
   each = 6 * 3 * dense.embed_dim * dense.hidden_dim * dense.num_layers
   router = 6 * dense.embed_dim * 8 * dense.num_layers
   assert flops.decoder(mixed, 128) - flops.decoder(dense, 128) == each + router
 
 
 def test_a_window_limits_the_keys_that_count():
-  model = config_lib.ModelConfig(num_layers=3)
-  local = config_lib.ModelConfig(num_layers=3, window=8, global_every=2)
+  model = train_config.ModelConfig(num_layers=3)
+  local = train_config.ModelConfig(num_layers=3, window=8, global_every=2)
   keys = 12 * model.head_dim * model.num_heads
   assert flops.decoder(model, 128) - flops.decoder(local, 128) == 2 * keys * (128 - 8)
   assert flops.decoder(model, 4) == flops.decoder(local, 4)

@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.syncer import global_model
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder, initial
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
@@ -54,16 +54,16 @@ def test_a_device_draws_its_own_rows(monkeypatch):
 def test_the_bits_depend_on_no_mesh_and_on_no_scan(model):
   """Learners of one device and of eight, and the syncer, start from the same values."""
 
-  def params(mesh: config_lib.MeshConfig, scan: bool):
-    task = decoder.task(dataclasses.replace(model, scan=scan), config_lib.DataConfig())
-    tx = optimizer_lib.make_optimizer(config_lib.OptimizerConfig(), task)
+  def params(mesh: train_config.MeshConfig, scan: bool):
+    task = decoder.task(dataclasses.replace(model, scan=scan), train_config.DataConfig())
+    tx = optimizer_lib.make_optimizer(train_config.OptimizerConfig(), task)
     devices = mesh_lib.make_mesh(mesh, jax.devices()[: mesh.num_devices])
     return step_lib.init_state(task, tx, devices, seed=3)[0].params
 
-  split = params(config_lib.MeshConfig(fsdp=4, tensor=2), scan=False)
+  split = params(train_config.MeshConfig(fsdp=4, tensor=2), scan=False)
   assert {shard.data.shape for shard in split['embedding'].addressable_shards} == {(128, 4)}
-  jax.tree.map(np.testing.assert_array_equal, split, params(config_lib.MeshConfig(), scan=False))
-  stacked = params(config_lib.MeshConfig(fsdp=4, tensor=2), scan=True)
+  jax.tree.map(np.testing.assert_array_equal, split, params(train_config.MeshConfig(), scan=False))
+  stacked = params(train_config.MeshConfig(fsdp=4, tensor=2), scan=True)
   for name, leaf in stacked['layers'].items():
     for number in range(model.num_layers):
       np.testing.assert_array_equal(leaf[number], split['layers'][number][name])

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.storage import checkpoint, files
-from diloco_jax.train import config as config_lib
+from diloco_jax.storage import checkpoint
+from diloco_jax.storage import files as files_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import island as island_lib
 
 
@@ -120,7 +121,7 @@ def test_a_learner_that_comes_back_holds_its_state_once(make_island, tmp_path, m
 def test_a_second_island_in_the_same_folder_is_refused(make_island, tmp_path):
   """It would remove the unfinished saves of the first."""
   island = make_island(checkpoint_dir=str(tmp_path))
-  with pytest.raises(files.DirectoryError, match='already used by learner pid'):
+  with pytest.raises(files_lib.DirectoryError, match='already used by learner pid'):
     make_island(checkpoint_dir=str(tmp_path))
   island.close()
   make_island(checkpoint_dir=str(tmp_path)).close()
@@ -135,7 +136,7 @@ def test_without_a_checkpoint_restore_changes_nothing(make_island, tmp_path):
 
 def test_adopt_replaces_parameters_and_keeps_moments(make_island):
   """Adopt: the fragment is overwritten, the inner moments stay (paper section 3)."""
-  island = make_island(config_lib.MeshConfig(fsdp=2))
+  island = make_island(train_config.MeshConfig(fsdp=2))
   island.step(0)
   moments = _host(island.state.opt_state)
   adopted = jax.tree.map(lambda leaf: leaf + np.float32(1), _host(island.params))
@@ -196,7 +197,7 @@ def test_read_from_moves_the_shard(make_island):
 
 
 def test_the_same_steps_give_the_same_bits(make_island):
-  island = make_island(config_lib.MeshConfig(fsdp=2))
+  island = make_island(train_config.MeshConfig(fsdp=2))
   initial, ends = _host(island.state), []
   for _ in range(2):
     island.state, island.data_state = initial, 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
@@ -33,8 +33,8 @@ def _one_step(task, optimizer, mesh_config, batch):
 def _sharded_step(task, optimizer, batch):
   """The states after a step on one device and on a mesh of eight. Adam divides by sqrt(v), which
   turns the rounding of an almost zero gradient into a full update; so moments are compared."""
-  state, metrics = _one_step(task, optimizer, config_lib.MeshConfig(), batch)
-  sharded_mesh = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
+  state, metrics = _one_step(task, optimizer, train_config.MeshConfig(), batch)
+  sharded_mesh = train_config.MeshConfig(data=2, fsdp=2, tensor=2)
   sharded_state, sharded_metrics = _one_step(task, optimizer, sharded_mesh, batch)
   for name in metrics:
     np.testing.assert_allclose(metrics[name], sharded_metrics[name], rtol=1e-4)
@@ -52,7 +52,7 @@ def _parts(leaf: jax.Array) -> set[tuple[int, ...]]:
 def test_sharded_step_equals_the_unsharded_one(model, optimizer):
   """Muon multiplies whole matrices, of which each device has a part; AdamW has the embedding."""
   model.num_layers, optimizer.name = 1, 'muon'
-  task = decoder.task(model, config_lib.DataConfig())
+  task = decoder.task(model, train_config.DataConfig())
   state, sharded_state = _sharded_step(task, optimizer, _text(4, 17))
   layer, sharded_layer = state.params['layers'][0], sharded_state.params['layers'][0]
   for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down'):
@@ -73,7 +73,7 @@ def test_sharded_step_equals_the_unsharded_one(model, optimizer):
 def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
   """Muon, too: a matrix of an expert is one matrix of its tensor."""
   model.num_layers, model.num_experts, optimizer.name = 1, 4, 'muon'
-  task = decoder.task(model, config_lib.DataConfig())
+  task = decoder.task(model, train_config.DataConfig())
   states = _sharded_step(task, optimizer, _text(4, 17))
   layer, sharded_layer = (state.params['layers'][0]['experts'] for state in states)
   for name in ('gate', 'up', 'down'):
@@ -89,7 +89,7 @@ def _text(*shape: int) -> np.ndarray:
 
 
 def test_mesh_takes_exactly_its_devices():
-  config = config_lib.MeshConfig(data=2, tensor=2)
+  config = train_config.MeshConfig(data=2, tensor=2)
   mesh = mesh_lib.make_mesh(config, jax.devices()[4:8])
   assert mesh.shape == {'data': 2, 'fsdp': 1, 'tensor': 2}
   assert set(mesh.devices.flat) == set(jax.devices()[4:8])
@@ -99,7 +99,7 @@ def test_mesh_takes_exactly_its_devices():
 
 @pytest.mark.parametrize('shape, said', [((), r'shape \(\)'), ((3, 2), r'shape \(3, 2\)')])
 def test_a_batch_without_rows_is_refused(shape, said):
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2), jax.devices()[:2])
+  mesh = mesh_lib.make_mesh(train_config.MeshConfig(data=2), jax.devices()[:2])
   batch = {'x': np.zeros((4, 2)), 'scale': np.zeros(shape)}
   with pytest.raises(ValueError, match=rf"\['scale'\] of a batch has {said}: each leaf of a batch"):
     mesh_lib.put_batch(mesh, batch)
@@ -108,7 +108,7 @@ def test_a_batch_without_rows_is_refused(shape, said):
 @pytest.mark.parametrize('devices', [1, 2])
 def test_a_batch_may_be_a_view_of_a_buffer_that_is_reused(devices):
   """A dispatched step reads it later, and jax would share aligned memory."""
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=devices), jax.devices()[:devices])
+  mesh = mesh_lib.make_mesh(train_config.MeshConfig(data=devices), jax.devices()[:devices])
   raw = np.zeros(64 + 32, np.float32)
   buffer = raw[-raw.ctypes.data // 4 % 16 :][:64]
   placed = mesh_lib.put_batch(mesh, {'x': buffer})
@@ -117,14 +117,14 @@ def test_a_batch_may_be_a_view_of_a_buffer_that_is_reused(devices):
 
 
 def test_the_error_names_the_tensor_that_does_not_split():
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(tensor=4), jax.devices()[:4])
+  mesh = mesh_lib.make_mesh(train_config.MeshConfig(tensor=4), jax.devices()[:4])
   tree = {'layers': [{'key': jax.ShapeDtypeStruct((16, 2, 8), np.float32)}]}
   with pytest.raises(ValueError, match=r"layers/0/key .*: 2 does not split 4 ways .*'tensor'"):
     mesh_lib.tree_shardings(mesh, tree, decoder.PARTITION)
 
 
 def test_a_partition_may_name_some_axes_or_several_for_one():
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2), jax.devices())
+  mesh = mesh_lib.make_mesh(train_config.MeshConfig(data=2, fsdp=2, tensor=2), jax.devices())
   tree = {'a': jax.ShapeDtypeStruct((8, 3), np.float32)}
 
   def sharding(spec: P) -> jax.sharding.NamedSharding:
@@ -139,7 +139,7 @@ def test_a_partition_may_name_some_axes_or_several_for_one():
 
 
 def test_leaves_without_a_rule_are_replicated():
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2), jax.devices()[:2])
+  mesh = mesh_lib.make_mesh(train_config.MeshConfig(fsdp=2), jax.devices()[:2])
   tree = {'count': jax.ShapeDtypeStruct((), np.int32), 'norm': jax.ShapeDtypeStruct((3,), np.int32)}
   assert {
     s.spec for s in jax.tree.leaves(mesh_lib.tree_shardings(mesh, tree, decoder.PARTITION))

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import task as task_lib
 
-_CONFIG = config_lib.OptimizerConfig(learning_rate=0.5, warmup_steps=10, end_lr_ratio=0.1)
+_CONFIG = train_config.OptimizerConfig(learning_rate=0.5, warmup_steps=10, end_lr_ratio=0.1)
 _MUON = dataclasses.replace(_CONFIG, name='muon')
 _TASK = task_lib.Task(
   init=lambda seed: {},
@@ -43,7 +43,7 @@ def test_rate_warms_up_and_decays(clock, rate):
 
 
 def test_without_warm_up_it_starts_at_the_peak():
-  config = config_lib.OptimizerConfig(learning_rate=0.5, warmup_steps=0)
+  config = train_config.OptimizerConfig(learning_rate=0.5, warmup_steps=0)
   np.testing.assert_allclose(optimizer_lib.schedule(config, 100)(0), 0.5)
 
 
@@ -138,8 +138,8 @@ def test_an_update_of_muon_is_as_large_as_one_of_adam():
 
 
 def test_muon_keeps_one_average_of_each_matrix_and_adamw_two():
-  model = config_lib.ModelConfig()
-  task = decoder.task(model, config_lib.DataConfig())
+  model = train_config.ModelConfig()
+  task = decoder.task(model, train_config.DataConfig())
   params = task.init(0)
   matrices = sum(leaf.size for leaf in jax.tree.leaves(params['layers']) if leaf.ndim > 1)
   total = sum(leaf.size for leaf in jax.tree.leaves(params))

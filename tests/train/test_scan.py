@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.config import build
 from diloco_jax.configs import gemma, stdlib_lm
 from diloco_jax.numerics import fragments
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import optimizer as optimizer_lib
 
@@ -20,7 +20,7 @@ LAYERS = 3
 @pytest.fixture(name='model', scope='module')
 def _model():
   """Layer 2 of three sees everything, the others three tokens."""
-  return config_lib.ModelConfig(
+  return train_config.ModelConfig(
     num_layers=LAYERS,
     embed_dim=16,
     num_heads=4,
@@ -107,8 +107,8 @@ def test_an_update_of_stacked_layers_is_that_of_each(model):
   though they have two axes now."""
 
   def update(model):
-    task = decoder.task(model, config_lib.DataConfig())
-    tx = optimizer_lib.make_optimizer(config_lib.OptimizerConfig(name='muon'), task)
+    task = decoder.task(model, train_config.DataConfig())
+    tx = optimizer_lib.make_optimizer(train_config.OptimizerConfig(name='muon'), task)
     params = jax.tree.map(lambda leaf: leaf + 1, decoder.init_params(model, seed=0))
     grads = decoder.init_params(model, seed=1)
     one = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params, rate=1.0)[0])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
@@ -14,12 +14,12 @@ from diloco_jax.train import step as step_lib
 
 @pytest.fixture(name='stepped', scope='module')
 def _stepped():
-  model = config_lib.ModelConfig(
+  model = train_config.ModelConfig(
     num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
   )
-  optimizer = config_lib.OptimizerConfig()
-  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
-  task = decoder.task(model, config_lib.DataConfig())
+  optimizer = train_config.OptimizerConfig()
+  mesh = mesh_lib.make_mesh(train_config.MeshConfig(), jax.devices()[:1])
+  task = decoder.task(model, train_config.DataConfig())
   tx = optimizer_lib.make_optimizer(optimizer, task)
   state, shardings = step_lib.init_state(task, tx, mesh, seed=0)
   initial = jax.tree.map(lambda leaf: np.array(leaf, copy=True), state)

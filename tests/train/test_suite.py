@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import decoder, evaluate
 from diloco_jax.train import tokenizer as tokenizer_lib
@@ -32,7 +32,7 @@ def _windows() -> np.ndarray:
 
 @pytest.fixture(scope='module', name='task')
 def _task():
-  return decoder.task(config_lib.ModelConfig(num_layers=1), config_lib.DataConfig(seq_len=L))
+  return decoder.task(train_config.ModelConfig(num_layers=1), train_config.DataConfig(seq_len=L))
 
 
 def _knows(truth_NxL1: jax.Array, ids_BxL: jax.Array) -> jax.Array:
@@ -109,8 +109,8 @@ def test_the_suite_is_the_same_again_and_of_held_out_documents_alone(tmp_path):
   names = lambda ids: set(re.findall(rb'q\d{3}z', bytes(ids)))
   trained, held_out = names(corpus.train_ids), names(corpus.eval_ids)
   assert trained and held_out and not trained & held_out
-  data = config_lib.DataConfig(seq_len=L, corpus=str(tmp_path))
-  task = decoder.task(config_lib.ModelConfig(num_layers=1), data)
+  data = train_config.DataConfig(seq_len=L, corpus=str(tmp_path))
+  task = decoder.task(train_config.ModelConfig(num_layers=1), data)
   suite, again = task.suite(50), task.suite(50)
   assert list(suite) == ['next_token', 'continuation', 'brackets', 'indentation']
   for name, one in suite.items():

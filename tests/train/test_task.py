@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build, load
-from diloco_jax.train import config as config_lib
+from diloco_jax.train import config as train_config
 from diloco_jax.train import island as island_lib
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'experiments' / 'examples'
@@ -16,7 +16,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / 'experiments' / 'examples'
 @pytest.mark.parametrize('name', ['digits_linen', 'text_plain'])
 def test_a_task_of_one_file_trains_on_a_mesh(name):
   config = load.load(str(EXAMPLES / f'{name}.py'))
-  config.mesh = config_lib.MeshConfig(data=2)
+  config.mesh = train_config.MeshConfig(data=2)
   config.validate()
   assembled = build.assemble(config)
   island = island_lib.Island(

@@ -3,7 +3,8 @@
 import queue
 
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link
+from diloco_jax.transport import payloads as payloads_lib
 
 DEADLINE_S = 60
 PLAIN = addresses.Access(plaintext_loopback=True)
@@ -14,7 +15,7 @@ class End:
 
   def __init__(self, make):
     self.inbox = queue.Queue()
-    self.payloads = payloads.PayloadStore()
+    self.payloads = payloads_lib.PayloadStore()
     self.history = []
     self.transport = make(self.inbox.put, self.payloads)
 

@@ -24,9 +24,10 @@ from typing import Any
 from diloco_jax.certs import allowlist
 from diloco_jax.protocol import actions, events, formats, messages
 from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import folders, json_files, lineage, outer_log, wal
+from diloco_jax.storage import folders, json_files, outer_log, wal
+from diloco_jax.storage import lineage as lineage_lib
 from diloco_jax.transport import chunks, control_crc, translate
 from diloco_jax.verification.sim import disk as disk_lib
 from tests.transport import samples
@@ -272,10 +273,10 @@ def _mend_line(body: bytes) -> bytes:
   body = body.rstrip(b'\n').removesuffix(b'}').replace(b'\n', b' ')
   header = body.startswith(b'{"kind":"Header",')
   try:
-    before = json.loads(body + b'}')['previous'] if header else tape.GENESIS
+    before = json.loads(body + b'}')['previous'] if header else tape_lib.GENESIS
     chain = hashlib.sha256(str(before).encode() + body).hexdigest()
   except (ValueError, KeyError, TypeError, RecursionError):
-    chain = hashlib.sha256(tape.GENESIS.encode() + body).hexdigest()
+    chain = hashlib.sha256(tape_lib.GENESIS.encode() + body).hexdigest()
   return body + b',"hash":"' + chain.encode() + b'"}\n'
 
 
@@ -286,14 +287,16 @@ def _lines() -> list[bytes]:
 
 
 def _decode_line(data: bytes) -> None:
-  list(tape.Reader([data]))
+  list(tape_lib.Reader([data]))
 
 
 def _decode_turn(data: bytes) -> None:
-  tape.decode(tape.Record | tape.Crash, tape._parse(data.rstrip(b'\n').removesuffix(b'}')))
+  tape_lib.decode(
+    tape_lib.Record | tape_lib.Crash, tape_lib._parse(data.rstrip(b'\n').removesuffix(b'}'))
+  )
 
 
-_LINEAGE = lineage.Lineage(log=12, gone=('l1',))
+_LINEAGE = lineage_lib.Lineage(log=12, gone=('l1',))
 
 
 def _mend_lineage(data: bytes) -> bytes:
@@ -307,8 +310,8 @@ def _mend_lineage(data: bytes) -> bytes:
 
 def _read_lineage(workdir: pathlib.Path, data: bytes) -> None:
   folders.syncer_folder(workdir).mkdir(exist_ok=True)
-  (workdir / lineage.FILE).write_bytes(data)
-  lineage.read(workdir)
+  (workdir / lineage_lib.FILE).write_bytes(data)
+  lineage_lib.read(workdir)
 
 
 _ALLOWLIST = {
@@ -335,7 +338,7 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
   down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))
   broken, log = (control_crc.WireError,), (wal.WalDamaged, wal.WalUnsupported)
   # outer_log makes these the one error of a record that is not reproduced.
-  record = (ValueError, KeyError, TypeError, tape.TapeError)
+  record = (ValueError, KeyError, TypeError, tape_lib.TapeError)
   agreement = agreement_lib.encode({'model.width': 8, 'layout': 'x'})
   lines = tuple(_lines())
   found = (
@@ -353,13 +356,13 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
       json=True,
       slow=4,
     ),
-    Target('tape', lines, _decode_line, (tape.TapeError,), _mend_line, json=True, slow=4),
-    Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True, slow=4),
+    Target('tape', lines, _decode_line, (tape_lib.TapeError,), _mend_line, json=True, slow=4),
+    Target('turn', lines[1:], _decode_turn, (tape_lib.TapeError,), json=True, slow=4),
     Target(
       'lineage',
       (
         _mend_lineage(
-          json.dumps(formats.stamp('lineage') | json.loads(tape.encode(_LINEAGE))).encode()
+          json.dumps(formats.stamp('lineage') | json.loads(tape_lib.encode(_LINEAGE))).encode()
         ),
       ),
       functools.partial(_read_lineage, workdir),

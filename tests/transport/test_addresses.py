@@ -9,8 +9,7 @@ import pytest
 
 from diloco_jax.certs import private
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, link
-from diloco_jax.transport import listen as listen_lib
+from diloco_jax.transport import addresses, link, listen
 from tests.certs import mint
 from tests.transport import ends
 
@@ -90,7 +89,7 @@ def test_what_is_no_address_is_refused(address, access):
 # --- Unix sockets ---------------------------------------------------------------------------------
 
 
-def listen(address):
+def listening(address):
   return ends.syncer(LIMITS, LOCAL, address).transport
 
 
@@ -105,7 +104,7 @@ def connects(address):
 def test_the_socket_of_a_run_is_of_this_user_alone(tmp_path, name):
   workdir = tmp_path / name
   address = addresses.in_folder(workdir)
-  syncer = listen(address)
+  syncer = listening(address)
   assert syncer.address == address == addresses.in_folder(workdir)
   path = pathlib.Path(address.removeprefix('unix:'))
   assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
@@ -122,7 +121,7 @@ def test_a_long_workdir_has_its_socket_elsewhere(tmp_path, monkeypatch):
   assert address != addresses.in_folder(tmp_path / ('y' * 120))
   path = pathlib.Path(address.removeprefix('unix:'))
   assert path.parent.parent == tmp_path and path.parent.stat().st_mode & 0o777 == 0o700
-  syncer = listen(address)
+  syncer = listening(address)
   assert connects(address)
   syncer.shutdown(0.0)
   path.parent.chmod(0o777)  # as if another user had made it first
@@ -139,7 +138,7 @@ def test_a_workdir_with_a_comma_has_its_socket_elsewhere(tmp_path, monkeypatch):
   for folder in (workdir, link):
     address = addresses.in_folder(folder)
     assert ',' not in address and address == addresses.in_folder(folder)
-    syncer = listen(address)
+    syncer = listening(address)
     assert connects(address)
     syncer.shutdown(0.0)
   monkeypatch.setenv('XDG_RUNTIME_DIR', str(workdir))
@@ -186,10 +185,10 @@ def test_the_socket_of_a_killed_syncer_is_replaced_and_that_of_one_that_lives_is
   address = addresses.in_folder(tmp_path)
   with socket.socket(socket.AF_UNIX) as killed:
     killed.bind(address.removeprefix('unix:'))
-  syncer = listen(address)
+  syncer = listening(address)
   assert connects(address)
   with pytest.raises(OSError, match='another syncer listens there'):
-    listen(address)
+    listening(address)
   syncer.shutdown(0.0)
 
 
@@ -205,7 +204,7 @@ def test_no_channel_goes_through_a_web_proxy(tmp_path, monkeypatch, tls):
       monkeypatch.setenv(variable, f'http://127.0.0.1:{nowhere.getsockname()[1]}')
     for variable in ('no_proxy', 'no_grpc_proxy'):
       monkeypatch.delenv(variable, raising=False)
-    with listen_lib.dial(syncer.address, access('l0'), ()) as channel:
+    with listen.dial(syncer.address, access('l0'), ()) as channel:
       with pytest.raises(grpc.RpcError) as answer:
         channel.unary_unary('/diloco.v1.OwnModel/Bring')(b'', timeout=ends.DEADLINE_S)
   syncer.shutdown(0.0)

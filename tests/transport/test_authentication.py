@@ -14,7 +14,8 @@ from concurrent import futures
 import grpc
 import pytest
 
-from diloco_jax.certs import allowlist, authority, certificates, check, names, proofs
+from diloco_jax.certs import allowlist, authority, certificates, names, proofs
+from diloco_jax.certs import check as check_lib
 from diloco_jax.process import bring
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, credentials, grpc_server, grpc_session, link
@@ -71,12 +72,16 @@ SHUT = 'UNAVAILABLE'
 
 def _raw(folder, authority=None):
   """Credentials of files that `check` would not let a learner use; `authority`: in that folder."""
-  paths = (authority or folder) / check.AUTHORITY, folder / check.KEY, folder / check.CERTIFICATE
+  paths = (
+    (authority or folder) / check_lib.AUTHORITY,
+    folder / check_lib.KEY,
+    folder / check_lib.CERTIFICATE,
+  )
   return grpc.ssl_channel_credentials(*(path.read_bytes() for path in paths))
 
 
 def _no_certificate(world):
-  return grpc.ssl_channel_credentials((world.of('l0') / check.AUTHORITY).read_bytes())
+  return grpc.ssl_channel_credentials((world.of('l0') / check_lib.AUTHORITY).read_bytes())
 
 
 def _self_signed(world):
@@ -84,9 +89,9 @@ def _self_signed(world):
   made = authority.init(world.folder / f'self-{folder.name}', mint.RUN, proofs.utc_now())
   read = lambda name: (made.folder / name).read_bytes()
   return grpc.ssl_channel_credentials(
-    (world.of('l0') / check.AUTHORITY).read_bytes(),
+    (world.of('l0') / check_lib.AUTHORITY).read_bytes(),
     read(authority.AUTHORITY_KEY),
-    read(check.AUTHORITY),
+    read(check_lib.AUTHORITY),
   )
 
 
@@ -266,7 +271,7 @@ def test_a_learner_believes_no_syncer_but_that_of_its_run(world, closing, syncer
     port = server.add_insecure_port('127.0.0.1:0')
   else:
     read = lambda name: (folder / name).read_bytes()
-    pair = read(check.KEY), read(check.CERTIFICATE)
+    pair = read(check_lib.KEY), read(check_lib.CERTIFICATE)
     port = server.add_secure_port('127.0.0.1:0', grpc.ssl_server_credentials([pair]))
   server.start()
   closing.callback(lambda: server.stop(None).wait())
@@ -280,11 +285,11 @@ def test_a_learner_believes_no_syncer_but_that_of_its_run(world, closing, syncer
 def test_a_learner_does_not_dial_with_wrong_files(world, closing):
   """And says which: the syncer could only close the connection without a word."""
   folder = world.node(listed='l0')
-  (folder / check.KEY).chmod(0o644)
+  (folder / check_lib.KEY).chmod(0o644)
   with socket.create_server(('127.0.0.1', 0)) as unused:
     address = f'127.0.0.1:{unused.getsockname()[1]}'
     one = learner(address, addresses.Access(folder), closing)
-    assert f'chmod 600 {folder / check.KEY}' in _reason(one)
+    assert f'chmod 600 {folder / check_lib.KEY}' in _reason(one)
     unused.settimeout(0.0)
     with pytest.raises(BlockingIOError):
       unused.accept()
@@ -374,7 +379,7 @@ def test_certificates_are_renewed_while_a_session_goes_on(run, closing):
 
 def test_half_written_files_leave_those_before_in_force(run, closing):
   world, syncer, one = run
-  for name in (check.CERTIFICATE, allowlist.FILE):
+  for name in (check_lib.CERTIFICATE, allowlist.FILE):
     (world.syncer / name).write_bytes((world.syncer / name).read_bytes()[:100])
   syncer.transport._door._listener.credentials.refresh([])
   two = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
@@ -446,7 +451,7 @@ class Clocks:
 
 def test_a_clock_set_back_revives_no_certificate(world):
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
   clocks.judge.require(proof)
   clocks.passes((proof.not_after - clocks.wall()).total_seconds())
   clocks.set_to(proof.not_before)
@@ -468,7 +473,7 @@ def test_a_clock_that_wavers_ten_minutes_behind_is_told_of_once(world):
 
 def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
   for _ in range(3):
     clocks.shift(40 * 86400)
     clocks.passes(240)
@@ -482,7 +487,7 @@ def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
 def test_a_clock_that_stays_ahead_is_believed_after_minutes(world):
   """The machine slept, and the monotonic clock with it."""
   clocks = Clocks(world)
-  proof = certificates.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
   clocks.shift(40 * 86400)
   clocks.passes(290)
   clocks.judge.require(proof)
@@ -495,7 +500,7 @@ def test_changed_files_that_cannot_be_read_are_read_again(tmp_path, monkeypatch)
   """What was in the way, such as their owner, may go away without a trace in the files."""
   world, read, said = World(tmp_path), allowlist.read, []
   judge = credentials.SyncerCredentials(world.syncer, said.append)
-  proof = certificates.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
 
   def refuse(folder):
     raise ValueError('permission denied')
@@ -521,7 +526,7 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
     world.owner.revoke('l1')
     return found
 
-  proof = certificates.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
   monkeypatch.setattr(allowlist, 'read', read_just_before)
   judge = credentials.SyncerCredentials(world.syncer, print)
   judge.refresh([])
@@ -532,7 +537,7 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
 def test_the_syncer_warns_once_a_day_of_certificates_that_end_soon(world):
   clocks = Clocks(world)
   judge, said = clocks.judge, clocks.said
-  proof = certificates.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  proof = certificates.of_pem((world.of('l1') / check_lib.CERTIFICATE).read_bytes(), names.LEARNER)
   judge.refresh([proof])
   assert not said
   clocks.passes((proof.not_after - clocks.wall()).total_seconds() - 6 * 86400)
@@ -593,8 +598,8 @@ def test_a_resumed_tls_session_is_judged_anew(run, version, how):
   world, syncer, _ = run
   folder = world.node(uris=(_uri('l1'),), ends_s=300, listed='l1')
   syncer.transport._door._listener.credentials.refresh([])
-  context = ssl.create_default_context(cadata=(folder / check.AUTHORITY).read_text())
-  context.load_cert_chain(folder / check.CERTIFICATE, folder / check.KEY)
+  context = ssl.create_default_context(cadata=(folder / check_lib.AUTHORITY).read_text())
+  context.load_cert_chain(folder / check_lib.CERTIFICATE, folder / check_lib.KEY)
   context.set_alpn_protocols(['h2'])
   context.minimum_version = context.maximum_version = version
   reused, answer, ticket = _call_over_tls(context, syncer.transport.address)

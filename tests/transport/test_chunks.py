@@ -6,7 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from diloco_jax.transport import chunks, control_crc, payloads
+from diloco_jax.transport import chunks, control_crc
+from diloco_jax.transport import payloads as payloads_lib
 
 CHUNK = chunks.CHUNK_BYTES
 
@@ -67,7 +68,7 @@ def test_a_payload_arrives_whole(size, chunk):
   assert early == [None] * (len(frames) - 1)
   assert last.data == payload and last.data.readonly and last.crc32 == zlib.crc32(payload)
   if size:
-    assert np.frombuffer(last.data, np.uint8).ctypes.data % payloads.ALIGNMENT == 0
+    assert np.frombuffer(last.data, np.uint8).ctypes.data % payloads_lib.ALIGNMENT == 0
 
 
 def test_frames_are_made_on_demand():
@@ -94,8 +95,8 @@ def test_transfers_are_counted():
 @pytest.mark.parametrize('chunk', [CHUNK, chunks.LARGE_CHUNK_BYTES])
 @pytest.mark.parametrize('size', [0, 1, CHUNK, CHUNK + 1, 5 * CHUNK, 5 * CHUNK + 7])
 def test_frames_of_a_kept_payload_have_the_checksum_that_announces_it(size, chunk, monkeypatch):
-  data, store = bytes(range(256)) * (size // 256) + b'x' * (size % 256), payloads.PayloadStore()
-  payload_id, announced = payloads.keep(store, data)
+  data, store = bytes(range(256)) * (size // 256) + b'x' * (size % 256), payloads_lib.PayloadStore()
+  payload_id, announced = payloads_lib.keep(store, data)
   expected = list(chunks.split(data, chunk))
   monkeypatch.setattr(chunks.isal_zlib, 'crc32', only_headers(chunks.isal_zlib.crc32))
   assert list(chunks.split(store.get(payload_id), chunk)) == expected
@@ -113,13 +114,13 @@ def only_headers(crc32):
 
 
 def test_nothing_is_remembered_of_a_dropped_payload():
-  store, before = payloads.PayloadStore(), len(payloads._checksums)
-  ids = [payloads.keep(store, bytes([k]))[0] for k in range(5)]
-  assert len(payloads._checksums) == before + 5
+  store, before = payloads_lib.PayloadStore(), len(payloads_lib._checksums)
+  ids = [payloads_lib.keep(store, bytes([k]))[0] for k in range(5)]
+  assert len(payloads_lib._checksums) == before + 5
   for payload_id in ids:
     store.drop(payload_id)
-  assert len(payloads._checksums) == before
-  assert payloads.checksum(memoryview(b'0'), 1) is None
+  assert len(payloads_lib._checksums) == before
+  assert payloads_lib.checksum(memoryview(b'0'), 1) is None
 
 
 def test_a_frame_for_several_learners_is_made_once():

@@ -7,13 +7,13 @@ import zlib
 import numpy as np
 import pytest
 
-from diloco_jax.launch import spec
+from diloco_jax.launch import spec as spec_lib
 from diloco_jax.protocol import messages
-from diloco_jax.transport import payloads
+from diloco_jax.transport import payloads as payloads_lib
 
 
 def test_put_get_drop_and_no_id_is_used_again():
-  store = payloads.PayloadStore()
+  store = payloads_lib.PayloadStore()
   data = memoryview(bytearray(4))
   payload_id = store.put(data)
   assert store.get(payload_id) is data  # no copy
@@ -25,14 +25,14 @@ def test_put_get_drop_and_no_id_is_used_again():
 
 @pytest.mark.parametrize('method', ['get', 'drop'])
 def test_an_unknown_payload_id_is_a_clear_error(method):
-  store = payloads.PayloadStore()
+  store = payloads_lib.PayloadStore()
   store.drop(store.put(b'a'))
   with pytest.raises(KeyError, match='no payload has id 1.*dropped already or never put'):
     getattr(store, method)(1)
 
 
 def test_threads_get_different_payload_ids():
-  store = payloads.PayloadStore()
+  store = payloads_lib.PayloadStore()
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     payload_ids = list(pool.map(lambda k: store.put(bytes([k])), range(200)))
   assert len(set(payload_ids)) == 200
@@ -40,8 +40,8 @@ def test_threads_get_different_payload_ids():
 
 
 def test_bytes_to_send_are_kept_and_announced():
-  store = payloads.PayloadStore()
-  payload_id, payload = payloads.keep(store, memoryview(b'abc'))
+  store = payloads_lib.PayloadStore()
+  payload_id, payload = payloads_lib.keep(store, memoryview(b'abc'))
   assert bytes(store.get(payload_id)) == b'abc'
   assert payload == messages.Payload(size_bytes=3, crc32=zlib.crc32(b'abc'))
 
@@ -54,7 +54,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def test_memory_is_used_again_after_its_last_array_only():
-  memory = payloads.Memory()
+  memory = payloads_lib.Memory()
   first = memory.take(4 * MIB)
   place = _address(first)
   view = memoryview(first[MIB:])
@@ -68,7 +68,7 @@ def test_memory_is_used_again_after_its_last_array_only():
 
 
 def test_memory_is_held_for_no_more_than_was_in_use_at_once():
-  memory = payloads.Memory()
+  memory = payloads_lib.Memory()
   taken = [memory.take(2 * MIB) for _ in range(3)]
   taken.clear()
   large = memory.take(6 * MIB)
@@ -80,10 +80,10 @@ def test_memory_is_held_for_no_more_than_was_in_use_at_once():
 
 def test_memory_that_nothing_uses_is_given_back():
   """A joiner needs several times the memory of what follows."""
-  memory = payloads.Memory()
+  memory = payloads_lib.Memory()
   whole = [memory.take(8 * MIB), memory.take(64 * MIB)]
   whole.clear()
-  for _ in range(payloads.KEPT_TAKES + 1):
+  for _ in range(payloads_lib.KEPT_TAKES + 1):
     later = [memory.take(MIB), memory.take(MIB)]
     later.clear()
   assert memory.unused_bytes <= 2 * MIB
@@ -91,17 +91,17 @@ def test_memory_that_nothing_uses_is_given_back():
 
 @pytest.mark.parametrize('size', [1, 1000, MIB - 1, MIB, 2 * MIB + 7])
 def test_memory_is_aligned_and_can_be_written(size):
-  memory = payloads.Memory()
+  memory = payloads_lib.Memory()
   for fill in (1, 2):
     array = memory.take(size)
     assert array.dtype == np.uint8 and array.shape == (size,)
-    assert _address(array) % payloads.ALIGNMENT == 0
+    assert _address(array) % payloads_lib.ALIGNMENT == 0
     array[:] = fill
     assert array.sum() == fill * size
 
 
 def test_threads_never_share_memory():
-  memory = payloads.Memory()
+  memory = payloads_lib.Memory()
 
   def fill(mark: int) -> bool:
     array = memory.take(MIB + mark)
@@ -120,20 +120,20 @@ def _mallopt(environment, monkeypatch):
   """What mallopt is called with in a process that has this environment."""
   calls = {}
   library = types.SimpleNamespace(mallopt=calls.__setitem__)
-  monkeypatch.setattr(payloads.ctypes, 'CDLL', lambda _: library)
-  monkeypatch.setattr(payloads.os, 'environ', environment)
-  payloads.keep_freed_memory.__wrapped__()
+  monkeypatch.setattr(payloads_lib.ctypes, 'CDLL', lambda _: library)
+  monkeypatch.setattr(payloads_lib.os, 'environ', environment)
+  payloads_lib.keep_freed_memory.__wrapped__()
   return calls
 
 
 def test_a_process_that_somebody_else_starts_keeps_freed_memory_as_one_of_diloco_train(monkeypatch):
-  train = dict(part.split('=') for part in spec.ENVIRONMENT['GLIBC_TUNABLES'].split(':'))
+  train = dict(part.split('=') for part in spec_lib.ENVIRONMENT['GLIBC_TUNABLES'].split(':'))
   assert _mallopt({}, monkeypatch) == {
     TRIM_THRESHOLD: int(train['glibc.malloc.trim_threshold']),
     TOP_PAD: int(train['glibc.malloc.top_pad']),
     MMAP_THRESHOLD: int(train['glibc.malloc.mmap_threshold']),
   }
-  assert _mallopt(dict(spec.ENVIRONMENT), monkeypatch) == {}
+  assert _mallopt(dict(spec_lib.ENVIRONMENT), monkeypatch) == {}
 
 
 def test_what_the_environment_says_of_malloc_stays(monkeypatch):

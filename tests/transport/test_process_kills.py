@@ -8,7 +8,8 @@ import time
 import psutil
 import pytest
 
-from diloco_jax.verification.faults import chaos_report, conductor
+from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.faults import conductor as conductor_lib
 from diloco_jax.verification.replay import tape_files
 from tests.runs import test_processes
 from tests.runs.lib import slow_data
@@ -62,7 +63,7 @@ def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
     one.process.send_signal(signal.SIGTERM)
   ends = [one.end() for one in programs]
   assert ends == [0, 0, 0], [one.lines for one in (syncer, *learners)]
-  verdict = conductor.judge(workdir)
+  verdict = conductor_lib.judge(workdir)
   assert verdict.broken is None and not verdict.unread, verdict.text()
   lives = tape_files.find(workdir)
   for life in lives:

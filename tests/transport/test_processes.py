@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, grpc_server, payloads
-from diloco_jax.transport.processes import blocks, channel, parent
+from diloco_jax.transport import addresses, grpc_server
+from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.transport.processes import blocks, parent
+from diloco_jax.transport.processes import channel as channel_lib
 from tests.transport import test_transports
 
-SIZE = payloads.SMALL_BYTES
+SIZE = payloads_lib.SMALL_BYTES
 ACCESS = addresses.Access(plaintext_loopback=True)
 
 
 @pytest.fixture(name='ends')
 def _ends():
-  ends = [channel.Channel(one) for one in multiprocessing.Pipe()]
+  ends = [channel_lib.Channel(one) for one in multiprocessing.Pipe()]
   yield ends
   for end in ends:
     end.close()
@@ -74,7 +76,7 @@ def test_the_sender_keeps_a_payload_exactly_as_long_as_it_is_in_use(ends):
     os.fstat(block.descriptor)
 
 
-def _synchronize(here: channel.Channel, there: channel.Channel) -> None:
+def _synchronize(here: channel_lib.Channel, there: channel_lib.Channel) -> None:
   """What `there` has no use for any more is known `here`."""
   gc.collect()
   there.send('done')
@@ -105,7 +107,7 @@ def test_a_killed_process_ends_its_sessions_and_another_one_answers():
 def test_a_shutdown_while_a_process_starts_again_ends(monkeypatch):
   """The new process is not among those that the shutdown has told."""
   transport = parent.ProcessesTransport(
-    1, '127.0.0.1:0', print, payloads.PayloadStore(), test_transports.LIMITS, access=ACCESS
+    1, '127.0.0.1:0', print, payloads_lib.PayloadStore(), test_transports.LIMITS, access=ACCESS
   )
   begin, starts, told = transport._begin, threading.Event(), threading.Event()
 
@@ -127,21 +129,21 @@ def test_a_shutdown_while_a_process_starts_again_ends(monkeypatch):
 
 def test_a_second_syncer_cannot_share_the_port():
   first = parent.ProcessesTransport(
-    1, '127.0.0.1:0', print, payloads.PayloadStore(), test_transports.LIMITS, access=ACCESS
+    1, '127.0.0.1:0', print, payloads_lib.PayloadStore(), test_transports.LIMITS, access=ACCESS
   )
   try:
     with pytest.raises(OSError):
       grpc_server.Door(first.address, 1, access=ACCESS)
     with pytest.raises(OSError):
       parent.ProcessesTransport(
-        1, first.address, print, payloads.PayloadStore(), test_transports.LIMITS, access=ACCESS
+        1, first.address, print, payloads_lib.PayloadStore(), test_transports.LIMITS, access=ACCESS
       )
   finally:
     first.shutdown(0.0)
 
 
 def test_what_a_process_cannot_do_is_said_where_the_syncer_starts():
-  where = print, payloads.PayloadStore(), test_transports.LIMITS
+  where = print, payloads_lib.PayloadStore(), test_transports.LIMITS
   with pytest.raises(ValueError, match='need HOST:PORT'):
     parent.ProcessesTransport(1, 'unix:/nowhere/socket', *where)
   with pytest.raises(ValueError, match='needs certificates'):

@@ -24,8 +24,10 @@ from diloco_jax.transport import (
   grpc_server,
   grpc_session,
   link,
-  payloads,
   translate,
+)
+from diloco_jax.transport import (
+  payloads as payloads_lib,
 )
 from tests.transport import ends, samples
 
@@ -291,7 +293,7 @@ def admitting(pipe, limits):
   """A syncer that admits every learner, in a process of its own."""
   inbox = queue.Queue()
   door = grpc_server.Door('127.0.0.1:0', limits.seats, lambda line: None, access=ends.PLAIN)
-  transport = grpc_server.GrpcSyncerTransport(door, inbox.put, payloads.PayloadStore(), limits)
+  transport = grpc_server.GrpcSyncerTransport(door, inbox.put, payloads_lib.PayloadStore(), limits)
   pipe.send(int(transport.address.rpartition(':')[2]))
   while not pipe.poll():
     with contextlib.suppress(queue.Empty):

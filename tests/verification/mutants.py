@@ -26,28 +26,44 @@ from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.learner import pulls as pulls_lib
 from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import (
-  ledger,
-  members,
-  pace,
-  plausible,
-  published,
-  recovery,
-  screening,
-  shards,
-  syncs,
-  verdicts,
+  ledger as ledger_lib,
 )
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import (
+  members as members_lib,
+)
+from diloco_jax.protocol.syncer import (
+  pace as pace_lib,
+)
+from diloco_jax.protocol.syncer import (
+  plausible,
+  recovery,
+  verdicts,
+)
+from diloco_jax.protocol.syncer import (
+  published as published_lib,
+)
+from diloco_jax.protocol.syncer import (
+  screening as screening_lib,
+)
+from diloco_jax.protocol.syncer import (
+  shards as shards_lib,
+)
 from diloco_jax.protocol.syncer import sync as sync_lib
+from diloco_jax.protocol.syncer import (
+  syncs as syncs_lib,
+)
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.sim import arrays, network, processes
+from diloco_jax.verification.sim import arrays
+from diloco_jax.verification.sim import network as network_lib
+from diloco_jax.verification.sim import processes as sim_processes
 
 Reason = messages.Reason
 replace = dataclasses.replace
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
-Anchor, Member, Members = anchor_lib.Anchor, members.Member, members.Members
-Membership, Sync, Syncs = join_lib.Membership, sync_lib.Sync, syncs.Syncs
-Pace, Published, Shards = pace.Pace, published.Published, shards.Shards
+Anchor, Member, Members = anchor_lib.Anchor, members_lib.Member, members_lib.Members
+Membership, Sync, Syncs = join_lib.Membership, sync_lib.Sync, syncs_lib.Syncs
+Pace, Published, Shards = pace_lib.Pace, published_lib.Published, shards_lib.Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +151,7 @@ def _never_refuses(original, self, fragment, start, end, reason, gap):
   return True
 
 
-SETTLES = (ledger.Account, 'settle', _never_refuses)
+SETTLES = (ledger_lib.Account, 'settle', _never_refuses)
 ALL_COUNT = (Shards, 'counts', returns(True))
 
 
@@ -463,9 +479,9 @@ _ROWS = (
   _row('stale_base_merged', 'I6', 'The syncer merges a payload with an anchor of any age.',
        verdicts, 'judge', sees(oldest=0)),
   _row('merge_in_arrival_order', 'I15', 'The syncer merges payloads in the order of arrival.',
-       Syncs, 'merge', patched(syncs, 'sorted', list, create=True)),
+       Syncs, 'merge', patched(syncs_lib, 'sorted', list, create=True)),
   _row('discard_without_ledger', 'I7', 'The ledger does not record discarded tokens.',
-       ledger.Account, 'settle', only(lambda it: not it.reason, otherwise=True)),
+       ledger_lib.Account, 'settle', only(lambda it: not it.reason, otherwise=True)),
   _row('overwritten_payload_stays', 'I7 claim',
        'A payload stays in its open sync when its tokens are overwritten.',
        Syncs, '_withdraw', nothing, SETTLES),
@@ -561,11 +577,11 @@ _ROWS = (
   _row('captures_pile_up', 'I11', 'Captures pile up before a slow encoder.',
        LearnerMachine, '_answer', _answers_beside_the_queue),
   _row('counts_steps_that_still_run', 'I26', 'A learner counts steps of which none is complete.',
-       processes.Learner, 'post', sees(event=_posts_no_time)),
+       sim_processes.Learner, 'post', sees(event=_posts_no_time)),
 
   # Bad updates
   _row('nan_is_merged', 'claim', 'The syncer merges a payload with NaN.',
-       screening, 'refused',
+       screening_lib, 'refused',
        lambda original, norm, least, limit: norm >= 0 and original(norm, least, limit)),
   _row('refused_tokens_stay_merged', 'I7 I7c I16',
        'The tokens of a refused participant stay merged.',
@@ -619,9 +635,9 @@ _ROWS = (
        Members, 'offer', _offers_another),
   _row('lost_with_process_forgotten', 'I7 I16',
        'The ledger forgets the unsettled tokens of a replaced process.',
-       ledger.Account, 'close', only(lambda it: it.reason != Reason.LOST_WITH_PROCESS)),
+       ledger_lib.Account, 'close', only(lambda it: it.reason != Reason.LOST_WITH_PROCESS)),
   _row('replaced_account_disappears', 'I7 I16', 'The account of a replaced process disappears.',
-       ledger.Ledger, 'fold', lambda original, self, learner, incarnation, into='': (
+       ledger_lib.Ledger, 'fold', lambda original, self, learner, incarnation, into='': (
          self.accounts.pop((learner, incarnation)))),
   _row('jumped_clock_is_implausible', 'I13', 'A clock that jumped to an open sync is implausible.',
        plausible.Plausibility, '_newest_clock', lambda original, self, member: member.claimed),
@@ -659,7 +675,7 @@ _ROWS = (
        Members, 'live', _in_some_order),
   _row('payloads_before_heartbeats', 'L11',
        'A transport hands all payloads to the link at once, so heartbeats wait behind them.',
-       network.Link, '__init__', lambda original, *args, **settings: (
+       network_lib.Link, '__init__', lambda original, *args, **settings: (
        original(*args, **(settings | {'queue_ns': 10**12})))),
 
   # Durability
@@ -690,7 +706,7 @@ _ROWS = (
        outer_log, 'position',
        lambda original, log: {**original(log), 'log': log.committed + 1}),
   _row('compacts_too_early', 'I20', 'Compaction runs before the checkpoint is verified.',
-       processes.Syncer, '_checkpoint', _compacts_first),
+       sim_processes.Syncer, '_checkpoint', _compacts_first),
   _row('saves_during_a_merge', 'I16',
        'The syncer saves its state while an outer step is in progress.',
        SyncerMachine, '_save_waits', returns(False)),

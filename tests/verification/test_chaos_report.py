@@ -3,7 +3,8 @@
 import dataclasses
 
 from diloco_jax.protocol import facts
-from diloco_jax.report import run_facts, steps
+from diloco_jax.report import run_facts
+from diloco_jax.report import steps as steps_lib
 from diloco_jax.verification.faults import chaos_report
 
 LEDGER = facts.Ledger(
@@ -26,7 +27,7 @@ def run_of(ledger: facts.Ledger = LEDGER, steps_s=(11.0, 12.0, 15.0), merged_s=(
   run = run_facts.RunFacts(['l0', 'l1'], total_steps=100)
   run.learners['l0'].joined, run.learners['l1'].joined = [(1.0, 1), (9.0, 2)], [(2.0, 1)]
   run.learners['l0'].steps = [
-    steps.Step(at_s, tokens=0, step=0, loss=0.0, seconds=0.0) for at_s in steps_s
+    steps_lib.Step(at_s, tokens=0, step=0, loss=0.0, seconds=0.0) for at_s in steps_s
   ]
   run.merges_s, run.ledger = list(merged_s), ledger
   return run

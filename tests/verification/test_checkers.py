@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import actions as a
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events as e
-from diloco_jax.protocol import facts
-from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.tape import observers, tape
-from diloco_jax.verification.checks import checkers
+from diloco_jax.protocol.tape import observers
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.verification.checks import checkers as checkers_lib
 
 MS = 1_000_000
 AGREEMENT = '{}'
@@ -31,10 +29,10 @@ CONFIG = config_lib.ProtocolConfig(
   lease_ns=1000 * MS,
   strikes=1,
 )
-PAYLOAD = m.Payload(size_bytes=64, crc32=0)
-SYNCER = checkers.ObservedProcess(
+PAYLOAD = messages.Payload(size_bytes=64, crc32=0)
+SYNCER = checkers_lib.ObservedProcess(
   1,
-  tape.Start(
+  tape_lib.Start(
     role='syncer',
     node='syncer',
     config=CONFIG,
@@ -43,9 +41,9 @@ SYNCER = checkers.ObservedProcess(
     digests=(100,),
   ),
 )
-LEARNER = checkers.ObservedProcess(
+LEARNER = checkers_lib.ObservedProcess(
   2,
-  tape.Start(
+  tape_lib.Start(
     role='learner',
     node='l0',
     config=CONFIG,
@@ -53,28 +51,30 @@ LEARNER = checkers.ObservedProcess(
     identity=connection.Identity(learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1),
   ),
 )
-HELD = (m.Held(version=0, digest=100),)
+HELD = (messages.Held(version=0, digest=100),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
   """One turn: the process, the time (ms), the event, the actions."""
 
-  life: checkers.ObservedProcess
+  life: checkers_lib.ObservedProcess
   at: int
-  event: e.Event
-  out: tuple[a.Action, ...] = ()
+  event: events.Event
+  out: tuple[actions.Action, ...] = ()
 
 
-def got(message: m.Message, session: int = 1, payload_id: int | None = None) -> e.Received:
-  return e.Received(session=session, message=message, payload_id=payload_id)
+def got(
+  message: messages.Message, session: int = 1, payload_id: int | None = None
+) -> events.Received:
+  return events.Received(session=session, message=message, payload_id=payload_id)
 
 
-def say(message: m.Message, session: int = 1, payload_id: int | None = None) -> a.Send:
-  return a.Send(session=session, message=message, payload_id=payload_id)
+def say(message: messages.Message, session: int = 1, payload_id: int | None = None) -> actions.Send:
+  return actions.Send(session=session, message=message, payload_id=payload_id)
 
 
-def ledger(**changes: Any) -> a.Report:
+def ledger(**changes: Any) -> actions.Report:
   values = {
     'fragments': 1,
     'trained': 20,
@@ -88,10 +88,10 @@ def ledger(**changes: Any) -> a.Report:
     'skipped': 0,
     'sync': 2,
   }
-  return a.Report(fact=facts.Ledger(**{**values, **changes}))
+  return actions.Report(fact=facts.Ledger(**{**values, **changes}))
 
 
-def merging(**changes: Any) -> a.Report:
+def merging(**changes: Any) -> actions.Report:
   values = {
     'sync': 2,
     'fragment': 0,
@@ -104,18 +104,18 @@ def merging(**changes: Any) -> a.Report:
     'why': 'all 1 have answered',
     'staleness': 0,
   }
-  return a.Report(fact=facts.Merging(**{**values, **changes}))
+  return actions.Report(fact=facts.Merging(**{**values, **changes}))
 
 
-JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
-CONFIRM = m.Confirm(
+JOIN = messages.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
+CONFIRM = messages.Confirm(
   nonce=7, incarnation=1, clock=0, steps=0, tokens=0, held=HELD, shard=None, cursor=0
 )
-JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0,))
-USE = a.UseShard(shard=0, cursor=0, rewind=False)
-PULL = m.Pull(sync=2, fragment=0, now=True)
-OPENED = a.Report(fact=facts.Opened(sync=2, fragment=0))
-CONTRIBUTION = m.Contribution(
+JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0,))
+USE = actions.UseShard(shard=0, cursor=0, rewind=False)
+PULL = messages.Pull(sync=2, fragment=0, now=True)
+OPENED = actions.Report(fact=facts.Opened(sync=2, fragment=0))
+CONTRIBUTION = messages.Contribution(
   sync=2,
   fragment=0,
   version=0,
@@ -155,16 +155,18 @@ BOOKS = {
   'counts': {**SNAPSHOT['counts'], 'synced': 0},
   'data': {'holders': [[0, 'l0']], 'merged': [], 'moves': [[2, [['l0', 0, 0, 2]]]]},
 }
-MERGE = a.Merge(
+MERGE = actions.Merge(
   sync=2,
   fragment=0,
   version=1,
   machine_state=BOOKS,
-  participants=(a.Participant(learner='l0', incarnation=1, payload_id=5, tokens=20, steps=2),),
+  participants=(
+    actions.Participant(learner='l0', incarnation=1, payload_id=5, tokens=20, steps=2),
+  ),
 )
-DONE = e.MergeDone(sync=2, fragment=0, payload_id=6, payload=PAYLOAD, digest=101, norms=(5,))
-MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
-PUBLISH = m.Publish(
+DONE = events.MergeDone(sync=2, fragment=0, payload_id=6, payload=PAYLOAD, digest=101, norms=(5,))
+MERGED = messages.Settled(sync=2, fragment=0, merged=True, reason='')
+PUBLISH = messages.Publish(
   sync=2,
   fragment=0,
   version=1,
@@ -174,52 +176,56 @@ PUBLISH = m.Publish(
   keep=True,
   payload=PAYLOAD,
 )
-ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
-SAVE = a.Save(clock=2, machine_state=SNAPSHOT)
+ADOPTED = messages.Adopted(fragment=0, version=1, tokens=20, matched=True)
+SAVE = actions.Save(clock=2, machine_state=SNAPSHOT)
 
 
-def progress(step: int) -> m.Progress:
-  return m.Progress(clock=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
+def progress(step: int) -> messages.Progress:
+  return messages.Progress(clock=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
 
 
 STORY = {
-  'dial': Turn(LEARNER, 0, e.Wake(), (a.Dial(session=1),)),
-  'accept': Turn(SYNCER, 1, e.Connected(session=1)),
-  'connected': Turn(LEARNER, 1, e.Connected(session=1), (say(JOIN),)),
-  'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(run='r0', incarnation=1)),)),
-  'offer': Turn(LEARNER, 3, got(m.Offer(run='r0', incarnation=1)), (say(CONFIRM),)),
-  'confirm': Turn(SYNCER, 4, got(CONFIRM), (a.Admit(session=1), say(JOINED))),
-  'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(clock=0))),
+  'dial': Turn(LEARNER, 0, events.Wake(), (actions.Dial(session=1),)),
+  'accept': Turn(SYNCER, 1, events.Connected(session=1)),
+  'connected': Turn(LEARNER, 1, events.Connected(session=1), (say(JOIN),)),
+  'join': Turn(SYNCER, 2, got(JOIN), (say(messages.Offer(run='r0', incarnation=1)),)),
+  'offer': Turn(LEARNER, 3, got(messages.Offer(run='r0', incarnation=1)), (say(CONFIRM),)),
+  'confirm': Turn(SYNCER, 4, got(CONFIRM), (actions.Admit(session=1), say(JOINED))),
+  'joined': Turn(LEARNER, 5, got(JOINED), (USE, actions.Step(clock=0))),
   'step 1': Turn(
-    LEARNER, 6, e.StepDone(tokens=10, step_ns=MS), (say(progress(1)), a.Step(clock=1))
+    LEARNER, 6, events.StepDone(tokens=10, step_ns=MS), (say(progress(1)), actions.Step(clock=1))
   ),
   'progress 1': Turn(SYNCER, 7, got(progress(1))),
-  'step 2': Turn(LEARNER, 8, e.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
+  'step 2': Turn(LEARNER, 8, events.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
   'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL), OPENED)),
-  'pull': Turn(LEARNER, 10, got(PULL), (a.Encode(sync=2, fragment=0),)),
+  'pull': Turn(LEARNER, 10, got(PULL), (actions.Encode(sync=2, fragment=0),)),
   'encoded': Turn(
     LEARNER,
     11,
-    e.Encoded(sync=2, fragment=0, payload_id=3, payload=PAYLOAD),
-    (say(CONTRIBUTION, payload_id=3), a.Drop(payload_id=3)),
+    events.Encoded(sync=2, fragment=0, payload_id=3, payload=PAYLOAD),
+    (say(CONTRIBUTION, payload_id=3), actions.Drop(payload_id=3)),
   ),
   'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, payload_id=5), (MERGE, merging())),
-  'merged': Turn(SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, payload_id=6), a.Drop(payload_id=6))),
-  'save': Turn(SYNCER, 14, e.Wake(), (ledger(), SAVE)),
+  'merged': Turn(
+    SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, payload_id=6), actions.Drop(payload_id=6))
+  ),
+  'save': Turn(SYNCER, 14, events.Wake(), (ledger(), SAVE)),
   'publish': Turn(
     LEARNER,
     15,
     got(PUBLISH, payload_id=4),
-    (a.Adopt(fragment=0, version=1, payload_id=4, whole=False, keep=True, merged=True),),
+    (actions.Adopt(fragment=0, version=1, payload_id=4, whole=False, keep=True, merged=True),),
   ),
-  'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
+  'adopted': Turn(
+    LEARNER, 16, events.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)
+  ),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
-  'saved': Turn(SYNCER, 18, e.SaveDone(clock=2)),
+  'saved': Turn(SYNCER, 18, events.SaveDone(clock=2)),
 }
 
 
-def watch(story: dict[str, Turn]) -> checkers.Checkers:
-  watcher = checkers.Checkers(CONFIG)
+def watch(story: dict[str, Turn]) -> checkers_lib.Checkers:
+  watcher = checkers_lib.Checkers(CONFIG)
   for life in (SYNCER, LEARNER):
     watcher.born(0, life)
   for turn in story.values():
@@ -227,7 +233,7 @@ def watch(story: dict[str, Turn]) -> checkers.Checkers:
   return watcher
 
 
-def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
+def with_out(name: str, *out: actions.Action) -> Callable[[dict], None]:
   """The story with other actions in one turn."""
 
   def change(story):
@@ -236,7 +242,9 @@ def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
   return change
 
 
-def then(life: checkers.ObservedProcess, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
+def then(
+  life: checkers_lib.ObservedProcess, event: events.Event, *out: actions.Action, at: int = 20
+) -> Callable:
   """The story with an additional turn."""
 
   def change(story):
@@ -251,11 +259,11 @@ BROKEN = [  # what no mutant breaks before it breaks something else
     then(
       LEARNER,
       got(dataclasses.replace(PUBLISH, version=0, base_version=None), payload_id=8),
-      a.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),
+      actions.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),
     ),
   ),
-  ('I19', with_out('join', say(m.Finish()))),
-  ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
+  ('I19', with_out('join', say(messages.Finish()))),
+  ('P2', then(SYNCER, events.Wake(), actions.Exit(code=0, text=''))),
 ]
 
 
@@ -270,7 +278,7 @@ def test_a_broken_story_is_noticed(which):
   name, change = BROKEN[which]
   story = dict(STORY)
   change(story)
-  with pytest.raises(checkers.Violation) as caught:
+  with pytest.raises(checkers_lib.Violation) as caught:
     watch(story)
   assert caught.value.invariant == name, caught.value
 
@@ -278,13 +286,17 @@ def test_a_broken_story_is_noticed(which):
 def test_a_violation_names_its_sentence():
   story = dict(STORY)
   with_out('step 1', say(progress(1)))(story)
-  with pytest.raises(checkers.Violation, match='L1: A learner takes every step .* no step runs'):
+  with pytest.raises(
+    checkers_lib.Violation, match='L1: A learner takes every step .* no step runs'
+  ):
     watch(story)
 
 
-def again(number: int, machine_state: dict | None) -> checkers.ObservedProcess:
+def again(number: int, machine_state: dict | None) -> checkers_lib.ObservedProcess:
   """The syncer starts again."""
-  return checkers.ObservedProcess(number, dataclasses.replace(SYNCER.start, state=machine_state))
+  return checkers_lib.ObservedProcess(
+    number, dataclasses.replace(SYNCER.start, state=machine_state)
+  )
 
 
 def until(name: str) -> dict[str, Turn]:
@@ -292,7 +304,7 @@ def until(name: str) -> dict[str, Turn]:
   return {turn: STORY[turn] for turn in list(STORY)[: list(STORY).index(name) + 1]}
 
 
-def log(watcher: checkers.Checkers, *notes: tuple) -> None:
+def log(watcher: checkers_lib.Checkers, *notes: tuple) -> None:
   for kind, *values in notes:
     watcher.logged(40 * MS, observers.LogNote(kind, *values))
 
@@ -311,7 +323,7 @@ def test_a_syncer_continues_after_the_last_record_or_from_a_checkpoint():
 
 def test_a_syncer_that_continues_from_a_wrong_state_is_noticed():
   watcher = watch(STORY)
-  with pytest.raises(checkers.Violation, match='I10.*opened: 1, it should be 2'):
+  with pytest.raises(checkers_lib.Violation, match='I10.*opened: 1, it should be 2'):
     watcher.born(50 * MS, again(4, {**SNAPSHOT, 'opened': 1}))
 
 
@@ -329,30 +341,30 @@ def test_recovery_of_two_records_beyond_the_durable_ones_is_noticed():
   watcher = watch(until('contribution'))
   watcher.run.records.insert(0, watcher.run.records[0])
   log(watcher, ('durable', 0), ('appended', 2, 101))
-  with pytest.raises(checkers.Violation, match='I10: .*after record 2, 0 are durable'):
+  with pytest.raises(checkers_lib.Violation, match='I10: .*after record 2, 0 are durable'):
     watcher.born(40 * MS, again(3, RECOVERED))
 
 
 def test_a_state_that_differs_from_the_log_is_noticed():
   watcher = watch(until('merged'))
   watcher.born(40 * MS, again(3, RECOVERED))
-  with pytest.raises(checkers.Violation, match='I10: .*the log ends with record 2'):
+  with pytest.raises(checkers_lib.Violation, match='I10: .*the log ends with record 2'):
     log(watcher, ('recovered', 2))
-  with pytest.raises(checkers.Violation, match='I10: .*not JSON'):
+  with pytest.raises(checkers_lib.Violation, match='I10: .*not JSON'):
     log(watcher, ('not recovered', 0, 0, '', 'not JSON'))
 
 
 def test_the_loss_of_a_reported_outer_step_is_noticed():
-  with pytest.raises(checkers.Violation, match='I10: .*after record 0, 1 are durable'):
+  with pytest.raises(checkers_lib.Violation, match='I10: .*after record 0, 1 are durable'):
     watch(STORY).born(40 * MS, again(3, None))
   watcher = watch(until('contribution'))
   log(watcher, WRITTEN, ('durable', 1))  # no learner was told of it
-  with pytest.raises(checkers.Violation, match='I10: '):
+  with pytest.raises(checkers_lib.Violation, match='I10: '):
     watcher.born(40 * MS, again(3, None))
 
 
 def test_a_repair_of_an_undamaged_log_is_noticed():
-  with pytest.raises(checkers.Violation, match='I10: .*nothing has rotted'):
+  with pytest.raises(checkers_lib.Violation, match='I10: .*nothing has rotted'):
     log(watch(STORY), ('repaired', 0, 0, '', 'nothing has rotted'))
 
 
@@ -366,21 +378,21 @@ def test_versions_go_back_only_when_a_log_was_repaired():
     LEARNER,
     41 * MS,
     got(whole, payload_id=8),
-    (a.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),),
+    (actions.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),),
   )
 
 
 def test_a_process_that_never_joins_is_noticed():
-  watcher = checkers.Checkers(CONFIG)
+  watcher = checkers_lib.Checkers(CONFIG)
   for life in (SYNCER, LEARNER):
     watcher.born(0, life)
   watcher.healed(0)
-  with pytest.raises(checkers.Violation, match='L3'):
+  with pytest.raises(checkers_lib.Violation, match='L3'):
     watcher.finished(9_000 * MS)
 
 
 def test_every_invariant_has_its_own_id_and_sentence():
-  everything = checkers.INVARIANTS
+  everything = checkers_lib.INVARIANTS
   assert len({one.id for one in everything}) == len({one.sentence for one in everything})
   assert len({one.id for one in everything}) == len(everything)
   assert all(one.sentence.endswith('.') for one in everything)

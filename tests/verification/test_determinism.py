@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from diloco_jax.verification.sim import seeds, tapes
+from diloco_jax.verification.sim import seeds as seeds_lib
+from diloco_jax.verification.sim import tapes as sim_tapes
 from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -26,8 +27,8 @@ for seed in range(int(sys.argv[2])):
 def here(seeds_run: int = SEEDS) -> list[str]:
   lines = []
   for seed in range(seeds_run):
-    tape = tapes.Tapes()
-    outcome = seeds.run_seed(seed, [tape])
+    tape = sim_tapes.Tapes()
+    outcome = seeds_lib.run_seed(seed, [tape])
     lines.append(f'{seed} {outcome.events} {tape.hash}')
   return lines
 

@@ -12,7 +12,9 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.sim import arrays, engine, seeds
+from diloco_jax.verification.sim import arrays
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import seeds as seeds_lib
 from diloco_jax.verification.sim import world as world_lib
 
 DEATHS = 12
@@ -26,7 +28,7 @@ def calm_run(config: config_lib.ProtocolConfig) -> int:
   for which in range(config.learners):
     world.island(f'l{which}').noise = 200
     world.start(f'l{which}')
-  world.run(seeds.CALM_NS, done=lambda: world.finished)
+  world.run(seeds_lib.CALM_NS, done=lambda: world.finished)
   arrays.claim(world.finished, 'A run ends.', world.stuck())
   checkers.finished(world.now_ns)
   return count.events
@@ -65,7 +67,7 @@ def sizes(root: Any) -> collections.Counter[str]:
   todo = [(root, type(root).__name__)]
   while todo:
     one, way = todo.pop()
-    if id(one) in seen or isinstance(one, type | random.Random | engine.Engine):
+    if id(one) in seen or isinstance(one, type | random.Random | engine_lib.Engine):
       continue
     seen.add(id(one))
     if isinstance(one, list | tuple | set | frozenset | collections.deque | dict):
@@ -99,10 +101,10 @@ def test_books_of_machines_checkers_and_world_do_not_grow_with_deaths_nor_with_t
   def deaths() -> collections.Counter[str]:
     for which in range(DEATHS):
       name = f'l{which % config.learners}'
-      world.run(world.now_ns + 2 * engine.SECOND)
+      world.run(world.now_ns + 2 * engine_lib.SECOND)
       world.end(world.learners[name])
       world.start(name, restored=True)
-    world.run(world.now_ns + 2 * engine.SECOND)
+    world.run(world.now_ns + 2 * engine_lib.SECOND)
     return sizes(world)
 
   deaths()

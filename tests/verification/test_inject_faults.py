@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import records, run_facts
-from diloco_jax.verification.faults import inject_faults as inject_faults_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import run_facts
+from diloco_jax.verification.faults import inject_faults
 
 DEADLINE_S = 60.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
@@ -38,7 +39,7 @@ def _program(name: str, script: str = _TICKS) -> supervisor_lib.LocalProgram:
 class Stage:
   """A supervisor with its nemesis, and what the children said."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+  def __init__(self, workdir: pathlib.Path, recorder: records_lib.Recorder):
     self.lines: list[tuple[str, str]] = []
     self.supervisor = supervisor_lib.Supervisor(
       [_program('l0'), _program('l1')],
@@ -48,9 +49,7 @@ class Stage:
       listen=lambda name, line: self.lines.append((name, line)),
       stop_s=DEADLINE_S,
     )
-    self.nemesis = inject_faults_lib.Nemesis(
-      self.supervisor, lambda name: _program(f'{name}-second')
-    )
+    self.nemesis = inject_faults.Nemesis(self.supervisor, lambda name: _program(f'{name}-second'))
 
   def ticks(self, name: str) -> int:
     return self.lines.count((name, 'tick'))
@@ -79,7 +78,7 @@ def run(
   tmp_path: pathlib.Path, scenario: Callable[[Stage], Awaitable[None]], retire: bool = True
 ) -> tuple[supervisor_lib.Outcome, Stage]:
   """Runs a scenario on running children, then ends them."""
-  recorder = records.Recorder(tmp_path, 'supervisor', tensorboard=False)
+  recorder = records_lib.Recorder(tmp_path, 'supervisor', tensorboard=False)
 
   async def main():
     stage = Stage(tmp_path, recorder)

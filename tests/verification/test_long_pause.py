@@ -9,10 +9,11 @@ from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import engine, seeds
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import seeds as seeds_lib
 from diloco_jax.verification.sim import world as world_lib
 
-MS = engine.MS
+MS = engine_lib.MS
 STEP_NS = MS
 TOKENS = 100_000 * 524_288
 
@@ -57,7 +58,7 @@ def test_a_pause_of_many_tokens_is_merged_and_the_ledger_is_exact(steps):
   world.engine.at(500 * MS, lambda: link.cut.update(('up', 'down')))
   world.run(500 * MS + steps * STEP_NS)
   world.network.heal(link)
-  world.run(world.now_ns + seeds.CALM_NS, done=lambda: world.finished)
+  world.run(world.now_ns + seeds_lib.CALM_NS, done=lambda: world.finished)
   assert world.finished and weights.most_tokens >= 0.9 * TOKENS > 2**31
   assert world.syncer.reports[facts.Ledger].merged >= 0.9 * TOKENS
-  seeds._check_ledger(world)
+  seeds_lib._check_ledger(world)

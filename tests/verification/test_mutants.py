@@ -6,7 +6,7 @@ seeds are searched from 0 on. A mutant whose first violation is another one is n
 
 import pytest
 
-from diloco_jax.verification.checks import checkers
+from diloco_jax.verification.checks import checkers as checkers_lib
 from tests.verification import mutant_seeds, mutants
 
 
@@ -28,4 +28,4 @@ def test_every_mutant_has_a_seed():
 
 def test_every_invariant_has_a_mutant():
   named = {name for mutant in mutants.MUTANTS.values() for name in mutant.caught_by}
-  assert named == {one.id for one in checkers.INVARIANTS} | {'crash', 'claim'}
+  assert named == {one.id for one in checkers_lib.INVARIANTS} | {'crash', 'claim'}

@@ -4,7 +4,7 @@ import pytest
 
 from diloco_jax.transport import flow_control
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import network as network_lib
 
 SECOND = engine_lib.SECOND
 RATE = 1_000_000
@@ -15,7 +15,7 @@ class Line:
 
   def __init__(self):
     self.engine = engine_lib.Engine()
-    self.pipe = network.Pipe(self.engine, RATE)
+    self.pipe = network_lib.Pipe(self.engine, RATE)
     self.left = {}
 
   def send(self, name, size, session=1, control=False):
@@ -61,7 +61,7 @@ def test_control_overtakes_what_flow_control_keeps_back_and_nothing_else(line):
   line.send('payload', 10 * RATE)
   line.send('control', 0, control=True)
   line.send('more', 0, control=True)
-  window = network.FRAME_BYTES * 2  # of 0.46 s at this rate, in whole frames
+  window = network_lib.FRAME_BYTES * 2  # of 0.46 s at this rate, in whole frames
   left = line.run()
   assert left['control'] == pytest.approx(window / RATE)
   assert left['control'] <= left['more'] < left['payload'] == 10.0
@@ -76,7 +76,7 @@ def test_what_a_broken_session_has_queued_is_lost_and_frees_the_pipe(line):
 
 
 def test_the_window_is_that_of_the_transport():
-  assert (network.QUEUE_S, network.SPARE_S, network.FRAME_BYTES) == (
+  assert (network_lib.QUEUE_S, network_lib.SPARE_S, network_lib.FRAME_BYTES) == (
     flow_control.QUEUE_S,
     flow_control.SPARE_S,
     flow_control.LEAST_BYTES,

@@ -9,15 +9,17 @@ import dataclasses
 import pytest
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import anchor
+from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import engine, random_settings, seeds
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import random_settings
+from diloco_jax.verification.sim import seeds as seeds_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 from tests.verification import mutants
 
-MS = engine.MS
+MS = engine_lib.MS
 SEEDS, STEPS = 60, 9
 REBASE = config_lib.ADOPT.index('rebase')
 UNCAPPED = 10**6
@@ -47,9 +49,9 @@ def run(setting: random_settings.Setting, seed: int) -> world_lib.World:
   random_settings.furnish(world, setting)
   for which in range(setting.config.learners):
     world.start(f'l{which}')
-  world.run(seeds.CALM_NS, done=lambda: world.finished)
+  world.run(seeds_lib.CALM_NS, done=lambda: world.finished)
   assert world.finished, world.stuck()
-  world.run(world.now_ns + seeds.GOODBYE_NS, done=lambda: not world.learners)
+  world.run(world.now_ns + seeds_lib.GOODBYE_NS, done=lambda: not world.learners)
   checkers.finished(world.now_ns)
   return world
 
@@ -58,7 +60,9 @@ def run(setting: random_settings.Setting, seed: int) -> world_lib.World:
   'first', [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, SEEDS, 10))]
 )
 def test_without_faults_nothing_is_discarded(first, monkeypatch):
-  monkeypatch.setattr(anchor, 'MOST_VERSIONS', UNCAPPED)  # the slowest miss more than 8 versions
+  monkeypatch.setattr(
+    anchor_lib, 'MOST_VERSIONS', UNCAPPED
+  )  # the slowest miss more than 8 versions
   for seed in range(first, first + 10):
     setting = faultless(seed)
     ledger = run(setting, seed).ledger()
@@ -84,7 +88,7 @@ class Cut(observers.Observer):
 
 def run_with_cut(at: int) -> tuple[world_lib.World, Cut]:
   """A small run of two learners."""
-  config = transcript.protocol_config(
+  config = transcript.make_config(
     learners=2,
     fragments=2,
     period=3,
@@ -98,9 +102,9 @@ def run_with_cut(at: int) -> tuple[world_lib.World, Cut]:
   for name in ('l0', 'l1'):
     world.start(name)
     world.island(name).encode_ns = 30 * MS
-  world.run(seeds.CALM_NS, done=lambda: world.finished)
+  world.run(seeds_lib.CALM_NS, done=lambda: world.finished)
   assert world.finished, (at, world.stuck())
-  world.run(world.now_ns + seeds.GOODBYE_NS, done=lambda: not world.learners)
+  world.run(world.now_ns + seeds_lib.GOODBYE_NS, done=lambda: not world.learners)
   checkers.finished(world.now_ns)
   return world, cut
 
@@ -134,4 +138,4 @@ def test_the_world_sees_lost_and_doubled_tokens(name, sentence):
       random_settings.furnish(world, setting)
       for which in range(setting.config.learners):
         world.start(f'l{which}')
-      world.run(seeds.CALM_NS, done=lambda: world.finished)
+      world.run(seeds_lib.CALM_NS, done=lambda: world.finished)

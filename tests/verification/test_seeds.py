@@ -10,9 +10,10 @@ import pytest
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.sim import many_seeds, narrate, seeds
+from diloco_jax.verification.sim import many_seeds, narrate
+from diloco_jax.verification.sim import seeds as seeds_lib
 from tests import visits
 
 PROCESSES = 2
@@ -56,7 +57,7 @@ def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):
   """At most four deltas of all fragments are in flight to a learner."""
   monkeypatch.setattr(messages, 'MAX_DELTA_BYTES', 0)
   lags = []
-  send_delta = published.Published.send_delta
+  send_delta = published_lib.Published.send_delta
 
   def count(self, member, publish, payload_id):
     before = [copy.state for copy in member.copies].count('lags')
@@ -64,9 +65,9 @@ def test_learners_of_which_many_bytes_are_in_flight_lag(monkeypatch):
     if len(member.copies[publish.fragment].in_flight) < messages.MAX_VERSIONS_IN_FLIGHT:
       lags.append([copy.state for copy in member.copies].count('lags') - before)
 
-  monkeypatch.setattr(published.Published, 'send_delta', count)
+  monkeypatch.setattr(published_lib.Published, 'send_delta', count)
   for seed in range(12):
-    outcome = seeds.run_seed(seed)
+    outcome = seeds_lib.run_seed(seed)
     assert outcome.violation is None, many_seeds.explain(outcome, 'here')
   assert sum(lags) > 10
 
@@ -87,13 +88,13 @@ def test_a_machine_that_raises_is_a_violation_with_its_seed_story_and_command(
   owner, name, when, monkeypatch
 ):
   monkeypatch.setattr(owner, name, _raises)
-  outcome = seeds.run_seed(3)
+  outcome = seeds_lib.run_seed(3)
   assert outcome.violation.invariant == 'crash' and 'a seeded bug' in outcome.violation.detail
   text = many_seeds.explain(outcome, 'here')
   assert text.startswith('seed 3 at commit here breaks crash: No machine raises.')
   assert text.endswith('replay: diloco simulate --seed=3 --story')
   story = []
-  seeds.run_seed(3, [narrate.Story(story.append)])
+  seeds_lib.run_seed(3, [narrate.Story(story.append)])
   assert when == 'start' or 'raises KeyError' in story[-1]
 
 
@@ -114,4 +115,4 @@ class Again(observers.Observer):
 def test_machines_have_no_other_input(counts):
   """Of two machines with the same start and the same events, both ask for the same actions."""
   for seed in range(counts.seeds // 10):
-    assert seeds.run_seed(seed, [Again()]).violation is None
+    assert seeds_lib.run_seed(seed, [Again()]).violation is None

@@ -13,7 +13,8 @@ from diloco_jax.launch import cli, local_run
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.process import exits, run_folder
-from diloco_jax.storage import files, folders
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import folders
 
 RESUME = flags.DEFINE_bool('resume', False, 'local, ray: continue the run in --workdir.')
 _LISTEN = flags.DEFINE_string(
@@ -45,7 +46,7 @@ def run(
   config, workdir = request.config, pathlib.Path(known.workdir)
   here = programs is local_run.programs  # not on other machines
   whole = here and local_run.is_whole(config, described)
-  with exits.never_retry(ValueError, files.DirectoryError):
+  with exits.never_retry(ValueError, files_lib.DirectoryError):
     try:
       run_folder.open_workdir(
         config, workdir, resume=RESUME.value, changed=cli.overrides(), whole=whole

@@ -14,7 +14,8 @@ import sys
 
 from absl import flags
 
-from diloco_jax.certs import allowlist, check
+from diloco_jax.certs import allowlist
+from diloco_jax.certs import check as check_lib
 from diloco_jax.launch import children
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.launch import supervisor as supervisor_lib
@@ -98,7 +99,7 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
   path = {'PYTHONPATH': str(folders.CHECKOUT)} if folders.CHECKOUT else {}
   found, python = {}, (_NODE_PYTHON.value, '-P', '-X', 'utf8')
   for one in described.programs:
-    files = (*check.FILES, *([allowlist.FILE] if one.role == spec_lib.SYNCER else []))
+    files = (*check_lib.FILES, *([allowlist.FILE] if one.role == spec_lib.SYNCER else []))
     default = {'TPU': one.chips} if one.topology else {'CPU': 1}
     found[one.name] = {
       'name': one.name,

@@ -19,7 +19,7 @@ from absl import flags
 from diloco_jax.launch import cli
 from diloco_jax.launch import spec as spec_lib
 from diloco_jax.process import exits, restarts, run_folder
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 from diloco_jax.transport import addresses
 
 _SPARE_S = 10
@@ -49,7 +49,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
     if ours := [word for word in words if _OF_SCRIPT.match(word)]:
       raise ValueError(f'--{flag.name}: leave {" ".join(ours)} out, the script itself decides that')
   workdir = os.path.abspath(request.workdir)
-  files.require_name(pathlib.Path(workdir))
+  files_lib.require_name(pathlib.Path(workdir))
   return spec_lib.Known(
     workdir=workdir,
     syncer=f'file:{workdir}/{run_folder.ADDRESS}',

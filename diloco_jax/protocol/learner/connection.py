@@ -13,9 +13,10 @@ renews its own lease with heartbeats.
 import dataclasses
 import random
 
-from diloco_jax.protocol import action_list, actions, messages, states
+from diloco_jax.protocol import action_list, actions, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import alone as alone_lib
+from diloco_jax.protocol import states as protocol_states
+from diloco_jax.protocol.learner import alone
 from diloco_jax.protocol.learner import missing_step as missing_step_lib
 from diloco_jax.protocol.learner import stall_warning as stall_warning_lib
 
@@ -62,7 +63,7 @@ class Connection:
     self._heartbeat_ns = 0
     self._confirmed = False  # on this session: the learner has a lease to renew
     self.standing = stall_warning_lib.Standing(out)
-    self.alone = alone_lib.Alone()
+    self.alone = alone.Alone()
     self.missing_step = missing_step_lib.MissingStep(config, identity.learner, out)
     self._refusals = self._refused = 0  # how many in a row; the session of the last one
     self._unproved_ns: int | None = None  # since when certificates are refused; None: they are not
@@ -72,7 +73,7 @@ class Connection:
     return self.state == 'joined'
 
   def _move(self, state: str) -> None:
-    self.state = states.move(CONNECTION_STATES, self.state, state)
+    self.state = protocol_states.move(CONNECTION_STATES, self.state, state)
 
   def send(self, message: messages.FromLearner, payload_id: int | None = None) -> None:
     self._out.send(self.session, message, payload_id)

@@ -26,12 +26,12 @@ learner declines it if it may not step before.
 import collections
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages, states
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import states as protocol_states
 from diloco_jax.protocol.learner import anchor as anchor_lib
-from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
-from diloco_jax.protocol.learner import connection as connection_lib
+from diloco_jax.protocol.learner import checkpoints, connection
 from diloco_jax.protocol.learner import pulls as pulls_lib
 
 TRAINING_STATES = (
@@ -42,14 +42,17 @@ TRAINING_STATES = (
   ('trained', 'ended', 'Finish: every fragment is closed, or alone for too long'),
 )
 
-Identity = connection_lib.Identity
+Identity = connection.Identity
 
 
 class LearnerMachine:
   """The learner's half of the protocol (see the top of this file)."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, identity: Identity, digests: tuple[int, ...] | None
+    self,
+    config: config_lib.ProtocolConfig,
+    identity: Identity,
+    digests: tuple[int, ...] | None,
   ):
     """Starts a process.
 
@@ -63,7 +66,7 @@ class LearnerMachine:
     self._schedule = schedule_lib.Schedule(config)
     self._identity = identity
     self._out = action_list.ActionList()
-    self._connection = connection_lib.Connection(config, identity, self._out)
+    self._connection = connection.Connection(config, identity, self._out)
     self._missing_step = self._connection.missing_step
     # Where it reads, what its last Confirm claimed, and where it reads from the next boundary on.
     self._position: messages.ShardPosition | None = None
@@ -95,7 +98,7 @@ class LearnerMachine:
     self._running = self._exited = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._saving = checkpoints_lib.Saving(config, self._out)
+    self._saving = checkpoints.Saving(config, self._out)
 
   # --- The one entry ------------------------------------------------------------------------------
 
@@ -289,7 +292,7 @@ class LearnerMachine:
   # --- Training -----------------------------------------------------------------------------------
 
   def _train(self, state: str) -> None:
-    self._training = states.move(TRAINING_STATES, self._training, state)
+    self._training = protocol_states.move(TRAINING_STATES, self._training, state)
 
   def _step_done(self, now_ns: int, done: events.StepDone) -> None:
     self._running = False

@@ -28,7 +28,7 @@ from diloco_jax.protocol import facts, messages
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import grace as grace_lib
+from diloco_jax.protocol.syncer import grace
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
@@ -66,7 +66,7 @@ class Links:
     self.now_ns = 0  # of the present turn
     self._opened_ns: int | None = None
     self._delta_bytes: dict[int, int] = {}  # of the newest version of each fragment
-    self.slot_ns = grace_lib.Average()  # between two syncs
+    self.slot_ns = grace.Average()  # between two syncs
 
   # --- What happens -------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ process are lost. The code of joining is in join.py.
 import dataclasses
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import messages, states
-from diloco_jax.protocol.syncer import grace as grace_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import states as protocol_states
+from diloco_jax.protocol.syncer import grace
 
 CLIP = 4
 COPY_STATES = (
@@ -91,7 +92,7 @@ class Copy:
   differs: bool = False
 
   def move(self, state: str) -> None:
-    self.state = states.move(COPY_STATES, self.state, state)
+    self.state = protocol_states.move(COPY_STATES, self.state, state)
 
   def enter(self, version: int, published: bool) -> None:
     """The learner joins with this version, which is the published value or not."""
@@ -129,8 +130,8 @@ class Member:
   since: tuple[int, int] | None = None  # a clock and its time; None: of an earlier syncer process
   # Steps and the times of their reports; empty: of an earlier syncer process.
   steps_marks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-  step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # reported
-  report_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # measured
+  step_ns: grace.Average = dataclasses.field(default_factory=grace.Average)  # reported
+  report_ns: grace.Average = dataclasses.field(default_factory=grace.Average)  # measured
   reported_ns: int = 0
   loss: float | None = None  # reported
   told_steps: int = 0  # of all incarnations, when the records were last told of its progress
@@ -223,7 +224,7 @@ class Members:
     if member.nonce != nonce:
       member.clock = member.claimed = 0
       member.since, member.steps_marks = (0, now_ns), [(0, now_ns)]
-      member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
+      member.step_ns, member.report_ns = grace.Average(), grace.Average()
       member.loss, member.up, member.down = None, Uplink(), Downlink()
       member.copies = self._new_copies()
       member.strikes = member.max_strikes = 0

@@ -40,7 +40,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.syncer import ledger
+from diloco_jax.protocol.syncer import ledger as ledger_lib
 
 UNSAVED = 'unsaved'  # added by `replay_log`: how many outer steps no checkpoint holds
 
@@ -78,7 +78,7 @@ def without(machine_state: dict[str, Any], left: Collection[str]) -> dict[str, A
     row['left'] = row['left'] or row['learner'] in left
   for row in state['ledger']:
     if row[0] in left:
-      account = ledger.Account(**row[2])
+      account = ledger_lib.Account(**row[2])
       account.close(messages.Reason.LEFT)
       row[2] = account.state()
   holders = state['data']['holders']

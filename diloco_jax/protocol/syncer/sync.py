@@ -9,7 +9,8 @@ learner, one lease long, and needs no quorum. docs/protocol.md draws the states 
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import actions, messages, states
+from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import states as protocol_states
 
 SYNC_STATES = (
   ('due', 'announced', 'K live learners are within max(1, tau + ahead) steps of t'),
@@ -44,7 +45,7 @@ class Sync:
   facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its outer step, for reports
 
   def move(self, state: str) -> None:
-    self.state = states.move(SYNC_STATES, self.state, state)
+    self.state = protocol_states.move(SYNC_STATES, self.state, state)
 
   @property
   def merging(self) -> bool:

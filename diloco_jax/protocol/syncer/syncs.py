@@ -22,14 +22,13 @@ from collections.abc import Iterable
 from diloco_jax.protocol import actions, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import grace as grace_lib
+from diloco_jax.protocol.syncer import grace, verdicts
 from diloco_jax.protocol.syncer import links as links_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
-from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
 REST = 4  # leases after a wait for all in vain: who never answers costs a fifth of the time
@@ -54,7 +53,7 @@ class Syncs:
     self._published = published
     self._screening = screening
     self._links = links
-    self.grace = grace_lib.Grace()
+    self.grace = grace.Grace()
     self.open: dict[int, sync_lib.Sync] = {}
     self.announced: dict[int, sync_lib.Sync] = {}  # not open yet
     # By fragment: the next sync, if payloads were late for the last one.

@@ -19,7 +19,8 @@ from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import formats, ids, messages
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import published, screening
+from diloco_jax.protocol.syncer import published as published_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
 
 Reason = messages.Reason
@@ -35,7 +36,7 @@ def judge(
   message: messages.Contribution,
   learner: str,
   sync: sync_lib.Sync | None,
-  fragment: published.Fragment,
+  fragment: published_lib.Fragment,
   cursor: int,
   oldest: int,
 ) -> str:
@@ -137,7 +138,7 @@ def refuse_if_held(
   member = members.by_id.get(join.learner)
   if member is not None and members.quarantined(member):
     if member.nonce == join.nonce:
-      return screening.quarantine(member)
+      return screening_lib.quarantine(member)
     heard_ns = max(member.heard_ns, members.began_ns)  # a restarted syncer has heard no learner yet
     rests_ns = heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
     if rests_ns > 0:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from diloco_jax.protocol import actions, events
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 
 Actions = Sequence[actions.Action]
 
@@ -19,7 +19,7 @@ class ObservedProcess:
   """One process; `number` grows in the order of the starts of a run and is never used again."""
 
   number: int
-  start: tape.Start
+  start: tape_lib.Start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,11 +28,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from diloco_jax.protocol import actions as actions_lib
+from diloco_jax.protocol import actions, events, formats, safe_json
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events, formats, safe_json
 from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.tape import codec as tape_codec
+from diloco_jax.protocol.tape import codec
 
 if TYPE_CHECKING:
   from diloco_jax.protocol.learner import machine as learner_machine
@@ -44,12 +43,15 @@ GENESIS = '0' * 64  # the hash before the first line
 
 Machine: TypeAlias = 'syncer_machine.SyncerMachine | learner_machine.LearnerMachine'
 
-TapeError = tape_codec.TapeError
-encode = tape_codec.encode
-decode = tape_codec.decode
+TapeError = codec.TapeError
+encode = codec.encode
+decode = codec.decode
 
 
 # --- What is on a tape ----------------------------------------------------------------------------
+
+
+_Actions = tuple[actions.Action, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +93,10 @@ class Start:
   # A process loads its own machine alone.
 
   def _syncer(self) -> Machine:
-    from diloco_jax.protocol.syncer import machine
+    from diloco_jax.protocol.syncer import machine as syncer_machine
 
     if self.state is None:
-      return machine.SyncerMachine(
+      return syncer_machine.SyncerMachine(
         self.config,
         self.agreement,
         self.run,
@@ -102,16 +104,16 @@ class Start:
         self.payload_bytes,
         self.links_measured,
       )
-    return machine.SyncerMachine.restore(
+    return syncer_machine.SyncerMachine.restore(
       self.config, self.agreement, self.payload_bytes, self.state, self.links_measured
     )
 
   def _learner(self) -> Machine:
-    from diloco_jax.protocol.learner import machine
+    from diloco_jax.protocol.learner import machine as learner_machine
 
     if self.state is None:
-      return machine.LearnerMachine(self.config, self.identity, self.digests)
-    return machine.LearnerMachine.restore(self.config, self.identity, self.state)
+      return learner_machine.LearnerMachine(self.config, self.identity, self.digests)
+    return learner_machine.LearnerMachine.restore(self.config, self.identity, self.state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class Record:
   index: int
   now_ns: int
   event: events.Event
-  actions: tuple[actions_lib.Action, ...]
+  actions: _Actions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,9 +199,9 @@ class Writer:
     self._segment += 1
     return self._line(header)
 
-  def turn(self, now_ns: int, event: events.Event, actions: Sequence[actions_lib.Action]) -> bytes:
+  def turn(self, now_ns: int, event: events.Event, asked: Sequence[actions.Action]) -> bytes:
     """The line of the next turn. Raises TapeError for a value that JSON cannot hold."""
-    line = self._line(Record(self.index, now_ns, event, tuple(actions)))
+    line = self._line(Record(self.index, now_ns, event, tuple(asked)))
     self.index += 1
     return line
 
@@ -280,7 +282,7 @@ class Reader:
       return None
     match = _LINE.fullmatch(line)
     if match is None:
-      raise TapeError(f'this is not a line of a tape: {tape_codec.short(line)}')
+      raise TapeError(f'this is not a line of a tape: {codec.short(line)}')
     body, found = match[1], match[2].decode()
     header = self._header_of(body) if body.startswith(_HEADER) else None
     follows = _chain(header.previous if header else self.hash, body)
@@ -298,7 +300,7 @@ class Reader:
     versions = data.get('versions')
     program = versions.get(PROGRAM) if type(versions) is dict else ''
     if other := formats.refusal('tape', data.get('schema'), 'the tape', program):
-      raise OtherTape(f'{other}. It is of commit {tape_codec.short(data.get("commit"))}')
+      raise OtherTape(f'{other}. It is of commit {codec.short(data.get("commit"))}')
     return decode(Header, data, 'header')
 
   def _continue(self, header: Header | None) -> None:
@@ -331,7 +333,7 @@ class Reader:
     self.events += 1
     if isinstance(turn, Crash):
       self.end = 'crash'
-    elif any(isinstance(action, actions_lib.Exit) for action in turn.actions):
+    elif any(isinstance(action, actions.Exit) for action in turn.actions):
       self.end = 'exit'
     return turn
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diloco_jax.transport import payloads
-from diloco_jax.transport.processes import blocks as blocks_lib
+from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.transport.processes import blocks
 
 OBJECT, UNUSED, FREED = range(3)
 
@@ -49,7 +49,7 @@ class Channel:
   """One end. `send` never blocks and may be called from any thread, `receive` from one."""
 
   def __init__(self, pipe: connection.Connection):
-    self._pipe, self._blocks = pipe, blocks_lib.BLOCKS
+    self._pipe, self._blocks = pipe, blocks.BLOCKS
     self._lock = threading.Lock()
     self._queue: queue.SimpleQueue[tuple[tuple, int | None] | None] = queue.SimpleQueue()
     self._known: set[int] = set()  # blocks that the other end has mapped
@@ -65,7 +65,7 @@ class Channel:
     """Queues an object and its payload, which must not change any more."""
     if isinstance(payload, bytes):
       payload = memoryview(payload)
-    if payload is None or payload.nbytes < payloads.SMALL_BYTES:
+    if payload is None or payload.nbytes < payloads_lib.SMALL_BYTES:
       data = None if payload is None else bytes(payload)
       self._queue.put(((OBJECT, thing, data, False), None))
       return
@@ -121,7 +121,7 @@ class Channel:
 
   def _map(self, block: int) -> None:
     descriptor = reduction.recv_handle(self._pipe)
-    self._mapped[block] = blocks_lib.map_block(descriptor)
+    self._mapped[block] = blocks.map_block(descriptor)
     os.close(descriptor)
 
   def _payload(self, payload: _Location | bytes | None) -> memoryview | None:

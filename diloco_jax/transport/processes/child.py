@@ -14,8 +14,9 @@ import sys
 from multiprocessing import connection
 
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, grpc_server, link, payloads
-from diloco_jax.transport.processes import blocks as blocks_lib
+from diloco_jax.transport import addresses, grpc_server, link
+from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.transport.processes import blocks
 from diloco_jax.transport.processes import channel as channel_lib
 
 
@@ -37,7 +38,7 @@ class Child:
   """The transport of this process."""
 
   def __init__(self, channel: channel_lib.Channel, start: Start, totals: memoryview):
-    self._channel, self._store = channel, payloads.PayloadStore()
+    self._channel, self._store = channel, payloads_lib.PayloadStore()
     door = grpc_server.Door(
       start.address,
       start.limits.seats,
@@ -77,10 +78,10 @@ class Child:
 def main() -> None:
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
-  payloads.MEMORY.make = blocks_lib.BLOCKS.make
+  payloads_lib.MEMORY.make = blocks.BLOCKS.make
   pipe, totals_descriptor = map(int, sys.argv[1:])
   channel = channel_lib.Channel(connection.Connection(pipe))
-  totals = memoryview(blocks_lib.map_block(totals_descriptor)).cast('q')
+  totals = memoryview(blocks.map_block(totals_descriptor)).cast('q')
   try:
     start, _ = channel.receive()
     try:

@@ -19,10 +19,10 @@ from typing import Any
 from diloco_jax.node import payload as payload_lib
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import addresses, grpc_session, link, payloads
-from diloco_jax.transport.processes import blocks as blocks_lib
+from diloco_jax.transport import addresses, grpc_session, link
+from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.transport.processes import blocks, child
 from diloco_jax.transport.processes import channel as channel_lib
-from diloco_jax.transport.processes import child
 
 _START_S = 60.0  # for the start of a process
 _AGAIN_S = 1.0  # at least between two starts under the same index
@@ -103,9 +103,9 @@ class ProcessesTransport:
     _require_free(address)
     self._count, self._post, self._payloads = count, post, payloads_port
     self._say, self._start = say, (limits, access, about)
-    payloads.MEMORY.make = blocks_lib.BLOCKS.make
-    totals = blocks_lib.BLOCKS.make(16 * count)  # here each process counts its bytes
-    self._totals = blocks_lib.BLOCKS.of(totals).descriptor
+    payloads_lib.MEMORY.make = blocks.BLOCKS.make
+    totals = blocks.BLOCKS.make(16 * count)  # here each process counts its bytes
+    self._totals = blocks.BLOCKS.of(totals).descriptor
     self.traffic = link.Traffic(memoryview(totals).cast('q'))
     self.address = address
     self._closing = threading.Event()

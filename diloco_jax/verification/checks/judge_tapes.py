@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions
-from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.protocol.tape import observers
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.verification.checks import checkers as checkers_lib
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.model import run as run_book
@@ -36,8 +37,8 @@ class Tape:
   """The tape of one process: a name to print, its start, its turns."""
 
   name: str
-  start: tape.Start
-  turns: Iterable[tape.Record | tape.Crash]
+  start: tape_lib.Start
+  turns: Iterable[tape_lib.Record | tape_lib.Crash]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class _Reading:
     except (LookupError, AttributeError, TypeError) as error:
       # A message that no process sent, or a payload that does not exist: the model has no entry.
       broken = self._broken(
-        node_tape, 'model', 'Every turn follows from earlier turns.', tape.describe(error)
+        node_tape, 'model', 'Every turn follows from earlier turns.', tape_lib.describe(error)
       )
     return Verdict(len(self._node_tapes), self._turns, broken, unread)
 
@@ -135,7 +136,7 @@ class _Reading:
     self,
     node_tape: Tape,
     life: observers.ObservedProcess,
-    turn: tape.Record | tape.Crash,
+    turn: tape_lib.Record | tape_lib.Crash,
     last: bool,
   ) -> None:
     if self._healed_ns is not None and turn.now_ns >= self._healed_ns:
@@ -145,7 +146,7 @@ class _Reading:
     self._turns += 1
     if turn.index == 0:
       self._checkers.born(turn.now_ns, life)
-    if isinstance(turn, tape.Crash):
+    if isinstance(turn, tape_lib.Crash):
       raise _Crashed(turn.error)
     if node_tape.start.role == invariant.LEARNER:
       self._checkers.run.heard(turn.event)
@@ -163,7 +164,7 @@ class _Reading:
 
 def in_order(
   node_tapes: Sequence[Tape],
-) -> Iterator[tuple[Tape, observers.ObservedProcess, tape.Record | tape.Crash, bool]]:
+) -> Iterator[tuple[Tape, observers.ObservedProcess, tape_lib.Record | tape_lib.Crash, bool]]:
   """(tape, process, turn, whether it is the last of its tape) of all tapes, in order of time."""
   begun = []
   for node_tape in node_tapes:
@@ -194,7 +195,7 @@ def _with_last_mark(
   yield node_tape, life, turn, True
 
 
-def _describe_turn(node: str, turn: tape.Record | tape.Crash, began_ns: int) -> str:
+def _describe_turn(node: str, turn: tape_lib.Record | tape_lib.Crash, began_ns: int) -> str:
   """A turn in a line: time in ms since the first one shown, node, event, actions."""
   asked = [_cut(action) for action in getattr(turn, 'actions', ())]
   return (

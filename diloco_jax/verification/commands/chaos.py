@@ -16,11 +16,12 @@ import sys
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import cli as cli_lib
+from diloco_jax.launch import cli
 from diloco_jax.process import exits, run_folder
 from diloco_jax.report import live
 from diloco_jax.verification import plans
-from diloco_jax.verification.faults import chaos_run, conductor
+from diloco_jax.verification.faults import chaos_run
+from diloco_jax.verification.faults import conductor as conductor_lib
 
 # Enough steps for any plan (the learners leave at its end), leases that expire during a fault, and
 # syncs with time to wait for more than one learner (tau = 3).
@@ -32,7 +33,7 @@ DEFAULT_FLAGS = """
 
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
-cli_lib.define_config(f'; without it that of --workdir, or {DEFAULT_CONFIG}')
+cli.define_config(f'; without it that of --workdir, or {DEFAULT_CONFIG}')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'The folder of the run; else runs/NAME-DATE-TIME.')
 _PLAN = flags.DEFINE_string(
   'plan', plans.STORM, f'The faults, joined by commas: {", ".join((*plans.KINDS, plans.STORM))}.'
@@ -42,7 +43,7 @@ _FAULT_S = flags.DEFINE_float('fault_s', 4.0, 'Each fault lasts so many seconds.
 
 def main(argv: list[str]) -> int:
   del argv
-  config = cli_lib.config()
+  config = cli.config()
   names = run_config.learner_ids(config.sync.learners)
   with exits.never_retry(ValueError):
     if len(names) < 2:
@@ -55,14 +56,14 @@ def main(argv: list[str]) -> int:
       config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
     )
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
-  config_flags = cli_lib.config_flags_of_this_process()
+  config_flags = cli.config_flags_of_this_process()
   display = live.Display()
   make = functools.partial(
     chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display
   )
   try:
-    chaos, run = conductor.play(workdir, make)
-  except conductor.EndedEarly as error:
+    chaos, run = conductor_lib.play(workdir, make)
+  except conductor_lib.EndedEarly as error:
     print(f'the run ended before its plan did: {error.outcome.text}', file=sys.stderr)
     return error.outcome.code or 1
   text, as_promised = chaos.verdict()

@@ -13,7 +13,7 @@ import pathlib
 import traceback
 
 from diloco_jax.process import exits
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import tapes
 from diloco_jax.verification.replay import tape_files
 
@@ -33,9 +33,9 @@ def _replay(life: tapes.ProcessTape) -> bool:
   """Prints the result of one process's tape; returns whether it is identical."""
   try:
     replay = tape_files.replay(life)
-  except tape.OtherTape:
+  except tape_lib.OtherTape:
     raise
-  except (tape.TapeError, OSError) as error:
+  except (tape_lib.TapeError, OSError) as error:
     print(f'{life.name}: damaged: {exits.one_line(error)}')
     return False
   print(f'{life.name}: {replay.text()}')

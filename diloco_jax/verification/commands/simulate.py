@@ -21,10 +21,11 @@ from rich import progress
 
 from diloco_jax.launch import die_with_parent
 from diloco_jax.process import exits
-from diloco_jax.protocol import config as protocol_config
-from diloco_jax.storage import tapes as tapes_lib
-from diloco_jax.verification.sim import many_seeds, narrate, random_settings, tapes
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.storage import tapes
+from diloco_jax.verification.sim import many_seeds, narrate, random_settings
 from diloco_jax.verification.sim import seeds as seeds_lib
+from diloco_jax.verification.sim import tapes as sim_tapes
 
 _SEEDS = flags.DEFINE_string(
   'seeds', None, 'The seeds to run, FIRST:END without END; the default is 0:1000.'
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
 def _one(seed: int) -> int:
   """Runs one seed; prints its settings and, on request, its story, and writes its tapes."""
   print(_settings(seed))
-  tape = tapes.Tapes(_tapes_folder(), tapes_lib.commit())
+  tape = sim_tapes.Tapes(_tapes_folder(), tapes.commit())
   teller = narrate.Story(print)
   if _STORY.value:
     print(f'{"ms":>6} node')
@@ -77,7 +78,7 @@ def _settings(seed: int) -> str:
   config = random_settings.draw(seed).config
   drawn = [
     f'{one.name}={one.written(value)}'
-    for field, one in protocol_config.TABLE.items()
+    for field, one in config_lib.TABLE.items()
     if (value := getattr(config, field)) != one.default
   ]
   return textwrap.fill(f'seed {seed}: {", ".join(drawn)}', 80, subsequent_indent='  ')
@@ -114,7 +115,7 @@ def _many(first: int, beyond: int) -> int:
   print(
     f'{total.seeds:,} seeds, {total.events:,} events, {total.faults.total():,} faults: '
     f'{len(total.failed)} violations. {seconds:.0f} s, {total.seeds / seconds:.0f} seeds/s, '
-    f'{total.events / seconds:,.0f} events/s, commit {tapes_lib.commit()}'
+    f'{total.events / seconds:,.0f} events/s, commit {tapes.commit()}'
   )
   return code
 
@@ -122,7 +123,7 @@ def _many(first: int, beyond: int) -> int:
 def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
   failed = sorted((one for one in outcomes if one.violation), key=lambda one: one.seed)
   for outcome in failed[:_VIOLATIONS_SHOWN]:
-    print(many_seeds.explain(outcome, tapes_lib.commit()), end='\n\n')
+    print(many_seeds.explain(outcome, tapes.commit()), end='\n\n')
   if len(failed) > _VIOLATIONS_SHOWN:
     print('more violations: seeds', ' '.join(str(one.seed) for one in failed[_VIOLATIONS_SHOWN:]))
   if not failed:

@@ -15,11 +15,13 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.process import run_folder
 from diloco_jax.protocol import ids
-from diloco_jax.protocol.tape import tape
-from diloco_jax.report import live, programs, records, run_facts
-from diloco_jax.storage import files
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import live, programs, run_facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import files as files_lib
 from diloco_jax.verification import plans
-from diloco_jax.verification.faults import chaos_report, conductor
+from diloco_jax.verification.faults import chaos_report
+from diloco_jax.verification.faults import conductor as conductor_lib
 from diloco_jax.verification.faults import proxy as proxy_lib
 
 SECOND_NS = plans.SECOND_NS
@@ -36,7 +38,7 @@ _NETWORK = {
 _LOSES = ('kill', 'preempt', 'freeze', 'replace', 'reset', 'corrupt', *_NETWORK)
 
 
-class ChaosRun(conductor.Conductor):
+class ChaosRun(conductor_lib.Conductor):
   """A run with its plan, which waits for facts rather than for times.
 
   Attributes:
@@ -48,7 +50,7 @@ class ChaosRun(conductor.Conductor):
   def __init__(
     self,
     workdir: pathlib.Path,
-    recorder: records.Recorder,
+    recorder: records_lib.Recorder,
     config: run_config.Config,
     config_flags: Sequence[str],
     plan: list[plans.Fault],
@@ -99,10 +101,10 @@ class ChaosRun(conductor.Conductor):
     lines = [chaos_report.text(self.run, self.fault_runs)]
     complaints = chaos_report.complaints(self.run, self.fault_runs)
     try:
-      verdict = conductor.judge(self.workdir, self.healed_ns)
-    except (ValueError, tape.TapeError) as error:
+      verdict = conductor_lib.judge(self.workdir, self.healed_ns)
+    except (ValueError, tape_lib.TapeError) as error:
       return '\n'.join([*lines, f'VIOLATION: {error}']), False
-    folders = [self.workdir, *sorted((self.workdir / conductor.SECONDS).glob('*'))]
+    folders = [self.workdir, *sorted((self.workdir / conductor_lib.SECONDS).glob('*'))]
     replay = f'diloco replay {" ".join(map(str, folders))}'
     lines += [verdict.text(), f'Every machine can be replayed from its tape: {replay}']
     lines += [f'NOT AS PROMISED: {complaint}' for complaint in complaints]
@@ -110,11 +112,11 @@ class ChaosRun(conductor.Conductor):
 
   def _connect_to_proxy(self, program: supervisor_lib.LocalProgram) -> supervisor_lib.LocalProgram:
     if program.name == ids.SYNCER:
-      host = files.loopback().rpartition(':')[0]
-      return conductor.with_more(program, f'--listen={host}:0', '--plaintext_loopback')
+      host = files_lib.loopback().rpartition(':')[0]
+      return conductor_lib.with_more(program, f'--listen={host}:0', '--plaintext_loopback')
     address = f'file:{_proxy_file(self.workdir, program.name)}'
-    return conductor.with_more(
-      conductor.with_flag(program, 'syncer', address), '--plaintext_loopback'
+    return conductor_lib.with_more(
+      conductor_lib.with_flag(program, 'syncer', address), '--plaintext_loopback'
     )
 
   def _now_s(self) -> float:

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 from diloco_jax.config import run_config
 from diloco_jax.launch import local_run
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import live, records, run_facts
+from diloco_jax.report import live, run_facts
+from diloco_jax.report import records as records_lib
 from diloco_jax.verification.checks import judge_tapes
 from diloco_jax.verification.faults import inject_faults
 from diloco_jax.verification.replay import tape_files
@@ -84,7 +85,7 @@ class Conductor:
   def __init__(
     self,
     workdir: pathlib.Path,
-    recorder: records.Recorder,
+    recorder: records_lib.Recorder,
     config: run_config.Config,
     config_flags: Sequence[str],
     change: Callable[
@@ -110,7 +111,7 @@ class Conductor:
     self.said: list[str] = []
     self.facts: list[tuple[str, dict]] = []
     self._programs = {program.name: program for program in programs}
-    self._tail = records.TailAll(workdir)
+    self._tail = records_lib.TailAll(workdir)
     self._display = display
     self.supervisor = supervisor_lib.Supervisor(
       programs,
@@ -187,7 +188,7 @@ Conducted = TypeVar('Conducted', bound=Conductor)
 
 def play(
   workdir: pathlib.Path,
-  make: Callable[[pathlib.Path, records.Recorder], Conducted],
+  make: Callable[[pathlib.Path, records_lib.Recorder], Conducted],
   deadline_s: float | None = None,
 ) -> tuple[Conducted, Run]:
   """Conducts a run in a new folder to its end.
@@ -197,11 +198,11 @@ def play(
     TimeoutError: it did not end in time.
   """
   with contextlib.closing(
-    records.Recorder(workdir, local_run.SUPERVISOR, tensorboard=False)
+    records_lib.Recorder(workdir, local_run.SUPERVISOR, tensorboard=False)
   ) as recorder:
     conducted = make(workdir, recorder)
     outcome = asyncio.run(_play(conducted, deadline_s))
-  return conducted, Run(workdir, outcome, conducted.said, records.TailAll(workdir).read())
+  return conducted, Run(workdir, outcome, conducted.said, records_lib.TailAll(workdir).read())
 
 
 async def _play(conducted: Conductor, deadline_s: float | None) -> supervisor_lib.Outcome:

@@ -25,7 +25,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from diloco_jax.storage import files
+from diloco_jax.storage import files as files_lib
 
 READ_BYTES = 1 << 16
 HELD_READS = 16
@@ -151,7 +151,7 @@ class Proxy:
 
   async def start(self) -> None:
     """Listens on a port of the kernel's choice."""
-    host = files.loopback().rpartition(':')[0].strip('[]')
+    host = files_lib.loopback().rpartition(':')[0].strip('[]')
     self._server = await asyncio.start_server(self._accept, host, 0, limit=READ_BYTES)
 
   @property

@@ -8,8 +8,9 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from diloco_jax.protocol import actions as actions_lib
-from diloco_jax.protocol.tape import codec, tape
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.tape import codec
+from diloco_jax.protocol.tape import tape as tape_lib
 
 CONTEXT = 5  # turns that a divergence shows before it
 SHOWN_CHARS = codec.SHOWN_CHARS
@@ -22,9 +23,9 @@ class Divergence:
   `replayed` are the actions of the replayed machine, or the exception that it raised.
   """
 
-  turn: tape.Record | tape.Crash
-  replayed: tuple[actions_lib.Action, ...] | Exception
-  before: tuple[tape.Record | tape.Crash, ...]
+  turn: tape_lib.Record | tape_lib.Crash
+  replayed: tuple[actions.Action, ...] | Exception
+  before: tuple[tape_lib.Record | tape_lib.Crash, ...]
 
   def text(self) -> str:
     """Several lines for people: the turns before, the event, and the differing actions."""
@@ -32,7 +33,7 @@ class Divergence:
     lines = [_turn_text(earlier) for earlier in self.before]
     lines += [
       f'turn {turn.index} at {turn.now_ns} ns',
-      f'  event     {_cut(tape.encode(turn.event))}',
+      f'  event     {_cut(tape_lib.encode(turn.event))}',
     ]
     was, now = _answer(turn), _answer(self.replayed)
     for index in range(max(len(was), len(now))):
@@ -55,7 +56,7 @@ class Replay:
   machine that crashed as recorded, with its traceback.
   """
 
-  header: tape.Header | None
+  header: tape_lib.Header | None
   events: int
   hash: str
   end: str
@@ -88,11 +89,11 @@ def replay(lines: Iterable[bytes], where: Callable[[], str] | None = None) -> Re
   Raises:
     TapeError: the tape is damaged, or of a version that this code cannot read.
   """
-  reader = tape.Reader(lines, where)
+  reader = tape_lib.Reader(lines, where)
   divergence = crash = None
   if reader.header is not None:
     machine = _make(reader.header.start)
-    before: collections.deque[tape.Record | tape.Crash] = collections.deque(maxlen=CONTEXT)
+    before: collections.deque[tape_lib.Record | tape_lib.Crash] = collections.deque(maxlen=CONTEXT)
     for turn in reader:
       replayed = _take(machine, turn)
       if not _same(turn, replayed):
@@ -105,16 +106,18 @@ def replay(lines: Iterable[bytes], where: Callable[[], str] | None = None) -> Re
   )
 
 
-def _make(start: tape.Start) -> tape.Machine:
+def _make(start: tape_lib.Start) -> tape_lib.Machine:
   try:
     return start.make()
   except Exception as error:
-    raise tape.TapeError(f'no machine can be made of the header: {tape.describe(error)}') from error
+    raise tape_lib.TapeError(
+      f'no machine can be made of the header: {tape_lib.describe(error)}'
+    ) from error
 
 
 def _take(
-  machine: tape.Machine, turn: tape.Record | tape.Crash
-) -> tuple[actions_lib.Action, ...] | Exception:
+  machine: tape_lib.Machine, turn: tape_lib.Record | tape_lib.Crash
+) -> tuple[actions.Action, ...] | Exception:
   try:
     return tuple(machine.handle(turn.now_ns, turn.event))
   except Exception as error:  # any exception of the machine is a result here
@@ -122,31 +125,31 @@ def _take(
 
 
 def _same(
-  turn: tape.Record | tape.Crash, replayed: tuple[actions_lib.Action, ...] | Exception
+  turn: tape_lib.Record | tape_lib.Crash, replayed: tuple[actions.Action, ...] | Exception
 ) -> bool:
   """Compares every character of actions; of a crash only the class, since texts differ between
   Pythons."""
-  if isinstance(turn, tape.Crash):
+  if isinstance(turn, tape_lib.Crash):
     return type(replayed).__name__ == turn.error.split(':')[0]
-  return isinstance(replayed, tuple) and tape.encode(turn.actions) == tape.encode(replayed)
+  return isinstance(replayed, tuple) and tape_lib.encode(turn.actions) == tape_lib.encode(replayed)
 
 
-def _answer(answer: tape.Record | tape.Crash | tuple | Exception) -> list[str]:
+def _answer(answer: tape_lib.Record | tape_lib.Crash | tuple | Exception) -> list[str]:
   """The text of every action, or of the exception."""
   match answer:
-    case tape.Record(actions=answers):
-      return [tape.encode(action) for action in answers]
-    case tape.Crash(error=error):
+    case tape_lib.Record(actions=answers):
+      return [tape_lib.encode(action) for action in answers]
+    case tape_lib.Crash(error=error):
       return [f'raised {error}']
     case Exception():
-      return [f'raised {tape.describe(answer)}']
-  return [tape.encode(action) for action in answer]
+      return [f'raised {tape_lib.describe(answer)}']
+  return [tape_lib.encode(action) for action in answer]
 
 
-def _turn_text(turn: tape.Record | tape.Crash) -> str:
+def _turn_text(turn: tape_lib.Record | tape_lib.Crash) -> str:
   kinds = [type(action).__name__ for action in getattr(turn, 'actions', ())]
   return (
-    f'turn {turn.index} at {turn.now_ns} ns  {_cut(tape.encode(turn.event))} -> '
+    f'turn {turn.index} at {turn.now_ns} ns  {_cut(tape_lib.encode(turn.event))} -> '
     f'{", ".join(kinds) or "nothing"}'
   )
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diloco_jax.protocol import safe_json
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import tapes
-from diloco_jax.verification.replay import machines
+from diloco_jax.verification.replay import machines as replay_machines
 
 MAX_LINE_BYTES = safe_json.MAX_BYTES  # gzip makes 1000 of each byte
 
@@ -39,11 +39,11 @@ class Lines:
       try:
         line = file.readline(MAX_LINE_BYTES + 1)
       except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise tape.TapeError(f'{self.where()}: cannot be unpacked: {error}') from None
+        raise tape_lib.TapeError(f'{self.where()}: cannot be unpacked: {error}') from None
       if not line:
         return
       if len(line) > MAX_LINE_BYTES:
-        raise tape.TapeError(
+        raise tape_lib.TapeError(
           f'{self.where()}: it is longer than {MAX_LINE_BYTES} bytes, which no line of a tape is'
         )
       yield line
@@ -74,22 +74,22 @@ def find(path: pathlib.Path) -> list[tapes.ProcessTape]:
   return [one for one in tapes.process_tapes(path.parent) if (one.node, one.number) == (node, life)]
 
 
-def replay(life: tapes.ProcessTape) -> machines.Replay:
+def replay(life: tapes.ProcessTape) -> replay_machines.Replay:
   """Replays a tape. Raises tape.TapeError that names file and line, or file and node."""
   lines = Lines(life.segments)
-  replayed = machines.replay(lines, lines.where)
+  replayed = replay_machines.replay(lines, lines.where)
   _require_node(life, replayed.header)
   return replayed
 
 
-def read(life: tapes.ProcessTape) -> tape.Reader:
+def read(life: tapes.ProcessTape) -> tape_lib.Reader:
   """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
   lines = Lines(life.segments)
-  reader = tape.Reader(lines, lines.where)
+  reader = tape_lib.Reader(lines, lines.where)
   _require_node(life, reader.header)
   return reader
 
 
-def _require_node(life: tapes.ProcessTape, header: tape.Header | None) -> None:
+def _require_node(life: tapes.ProcessTape, header: tape_lib.Header | None) -> None:
   if header is not None and life.number and header.node != life.node:
-    raise tape.TapeError(f'{life.segments[0]} is a tape of {header.node}, not of {life.node}')
+    raise tape_lib.TapeError(f'{life.segments[0]} is a tape of {header.node}, not of {life.node}')

@@ -17,15 +17,15 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.storage import outer_log
 from diloco_jax.verification.checks.invariants import invariant
-from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import network as network_lib
 
 Span = tuple[int, int]
 Answers = list[tuple[events.Event, Any]]
 AGREEMENT = '{"model.width":8}'
-PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
+PAYLOAD = messages.Payload(size_bytes=network_lib.PAYLOAD_BYTES, crc32=0)
 NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
@@ -57,8 +57,8 @@ class Gradient:
     """In screening.UNIT. Honest norms vary, but per step by a factor of 2 at most, so the syncer
     must not refuse any for it."""
     if self.spoiled == NAN:
-      return screening.NOT_FINITE
-    honest = self.steps * (4 + value(self.nonce, self.start) % 5) * screening.UNIT
+      return screening_lib.NOT_FINITE
+    honest = self.steps * (4 + value(self.nonce, self.start) % 5) * screening_lib.UNIT
     return 1_000_000 * honest if self.spoiled else honest
 
   def encode(self) -> bytes:
@@ -246,7 +246,7 @@ def screened(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
   """The norms of the participants' payloads, and the learners that are refused."""
   norms = tuple(grad.norm for grad in grads)
-  refused = screening.left_out(participants, norms, live, factor)
+  refused = screening_lib.left_out(participants, norms, live, factor)
   for one, grad in zip(participants, grads):
     claim(
       grad.spoiled or one.apart or one.learner not in refused,
@@ -266,7 +266,7 @@ class Model:
   agreement, durable = AGREEMENT, True
 
   def __init__(self, fragments: int):
-    self.payload_bytes = (network.PAYLOAD_BYTES,) * fragments
+    self.payload_bytes = (network_lib.PAYLOAD_BYTES,) * fragments
     self.digests = initial(fragments)
 
   def learner(self, process: Any) -> 'Learner':

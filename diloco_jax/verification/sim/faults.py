@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from diloco_jax.verification import plans, random_streams
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import network, processes
+from diloco_jax.verification.sim import network as network_lib
+from diloco_jax.verification.sim import processes as sim_processes
 from diloco_jax.verification.sim import world as world_lib
 
 SYNCER = plans.SYNCER
@@ -108,7 +109,7 @@ class Nemesis:
         return self._to_host(fault)
     return True
 
-  def _to_learner(self, fault: plans.Fault, learner: processes.Learner) -> bool:
+  def _to_learner(self, fault: plans.Fault, learner: sim_processes.Learner) -> bool:
     match fault.kind:
       case 'kill':
         self._kill(learner)
@@ -163,7 +164,7 @@ class Nemesis:
         return False
     return True
 
-  def _kill_later(self, process: processes.Process, fault: plans.Fault) -> None:
+  def _kill_later(self, process: sim_processes.Process, fault: plans.Fault) -> None:
     """Kills a process that has not ended when its notice is over, and restarts it later."""
 
     def expire() -> None:
@@ -172,7 +173,7 @@ class Nemesis:
 
     self._world.engine.after(fault.amount, expire)
 
-  def _kill(self, process: processes.Process) -> None:
+  def _kill(self, process: sim_processes.Process) -> None:
     if not process.alive or self.healing:
       return
     powerless = random_streams.chance(self._draw, self._odds.power_lost)
@@ -182,7 +183,7 @@ class Nemesis:
       process.disk.flip()
     self._world.end(process, silent=powerless)
 
-  def _kill_syncer(self, syncer: processes.Syncer, when: str) -> None:
+  def _kill_syncer(self, syncer: sim_processes.Syncer, when: str) -> None:
     match when:
       case 'now':
         self._kill(syncer)
@@ -192,14 +193,14 @@ class Nemesis:
         syncer.disk.fuse = self._draw.randrange(CALLS)
         syncer.disk.fuse_power = random_streams.chance(self._draw, self._odds.power_lost)
 
-  def _kill_between(self, syncer: processes.Syncer) -> None:
+  def _kill_between(self, syncer: sim_processes.Syncer) -> None:
     """Kills a syncer that has no log once no outer step is in progress: nothing is half done."""
     if syncer.machine.state()['merging']:
       self._world.engine.after(engine_lib.MS, lambda: self._kill_between(syncer))
     else:
       self._kill(syncer)
 
-  def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
+  def _kill_within(self, syncer: sim_processes.Syncer, fsync_ns: int) -> None:
     """Kills the syncer while it waits for its disk, and restarts it."""
     syncer.ambush, engine = None, self._world.engine
     delay_ns = self._draw.randrange(fsync_ns + 1)
@@ -217,7 +218,7 @@ class Nemesis:
   def _names(self, node: str) -> list[str]:
     return sorted(self._world.learners) if node == SYNCER else [node]
 
-  def _links(self, node: str) -> list[network.Link]:
+  def _links(self, node: str) -> list[network_lib.Link]:
     return [self._world.link(name) for name in self._names(node)]
 
   # --- Repair -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ sees sizes, digests and norms only, and times are those of the world.
 from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import screening as screening_lib
 
 _DIGEST = 1
 Answers = list[tuple[events.Event, Any]]
@@ -68,7 +68,7 @@ class Syncer:
       fragment=p,
       digest=_DIGEST,
       failed='',
-      norms=tuple(one.steps * screening.UNIT for one in action.participants),
+      norms=tuple(one.steps * screening_lib.UNIT for one in action.participants),
       refused=(),
       **_sized(self._model.delta_bytes[p]),
     )

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification.sim import arrays
+from diloco_jax.verification.sim import arrays, simulated_log
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import simulated_log as simulated_log_lib
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # between two attempts to append to a full disk
@@ -318,7 +317,7 @@ class Syncer(Process):
     """Tells observers which records have become durable."""
     if self.log is None:
       return
-    durable = simulated_log_lib.durable(self.disk, max(self.durable, self.log.first))
+    durable = simulated_log.durable(self.disk, max(self.durable, self.log.first))
     if durable != self.durable:
       self.durable = durable
       self.world.logged('durable', durable)

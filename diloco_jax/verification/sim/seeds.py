@@ -12,9 +12,10 @@ from typing import Any
 
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import arrays, processes, random_settings
+from diloco_jax.verification.sim import arrays, random_settings
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import faults as faults_lib
+from diloco_jax.verification.sim import processes as sim_processes
 from diloco_jax.verification.sim import world as world_lib
 
 CALM_NS = 1_200 * engine_lib.SECOND  # far longer than any healed run
@@ -67,7 +68,7 @@ def run_seed(
     )
   except engine_lib.Circle as circle:
     violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
-  except processes.MachineCrash as crash:
+  except sim_processes.MachineCrash as crash:
     violation = Violation(
       invariant='crash', sentence='No machine raises.', detail=f'{crash}\n{_traceback()}'
     )

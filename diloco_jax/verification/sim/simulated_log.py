@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import disk as disk_lib
@@ -43,7 +43,7 @@ class Recovered(NamedTuple):
   torn: bool  # a record was unfinished
 
 
-def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
+def recover(disk: disk_lib.Disk, start: tape_lib.Start) -> Recovered:
   """Recovers from a disk; `start` is that of version 0.
 
   Raises:

@@ -5,7 +5,8 @@ import hashlib
 import pathlib
 
 from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.protocol.tape import observers
+from diloco_jax.protocol.tape import tape as tape_lib
 
 
 class Tapes(observers.Observer):
@@ -18,7 +19,7 @@ class Tapes(observers.Observer):
 
   def __init__(self, folder: pathlib.Path | None = None, commit: str = 'unknown'):
     self._folder, self._commit = folder, commit
-    self._writers: dict[int, tape.Writer] = {}
+    self._writers: dict[int, tape_lib.Writer] = {}
     self._files: dict[int, pathlib.Path] = {}
     self._lives: dict[str, int] = {}
     if folder is not None:
@@ -31,7 +32,7 @@ class Tapes(observers.Observer):
     return hashlib.sha256(ends.encode()).hexdigest()[:16]
 
   def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
-    writer = self._writers[life.number] = tape.Writer(life.start, commit=self._commit)
+    writer = self._writers[life.number] = tape_lib.Writer(life.start, commit=self._commit)
     node = life.start.node.replace('*', '-second')
     self._lives[node] = self._lives.get(node, 0) + 1
     if self._folder is not None:

@@ -16,13 +16,15 @@ from typing import Any
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.protocol.tape import observers
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import wal
 from diloco_jax.verification import random_streams
-from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log
+from diloco_jax.verification.sim import arrays, hardware, simulated_log
 from diloco_jax.verification.sim import disk as disk_lib
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import network as network_lib
+from diloco_jax.verification.sim import processes as sim_processes
 
 AGREEMENT, RUN = arrays.AGREEMENT, 'r0'
 CHECKED_ALWAYS = 16  # up to this number of learners, check() runs after every event
@@ -32,14 +34,14 @@ NEVER = 1 << 62
 class World:
   """Hosts and processes, and the functions that start and end them."""
 
-  learner_class, syncer_class = processes.Learner, processes.Syncer
+  learner_class, syncer_class = sim_processes.Learner, sim_processes.Syncer
 
   def __init__(
     self,
     config: config_lib.ProtocolConfig,
     seed: int = 0,
     watchers: Sequence[observers.Observer] = (),
-    model: processes.Model | None = None,
+    model: sim_processes.Model | None = None,
     slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
     links_measured: bool = True,
   ):
@@ -57,12 +59,12 @@ class World:
     self._islands: dict[str, hardware.Island] = {}
     self._slices = slices
     self._disks: dict[str, disk_lib.Disk] = {}
-    self.learners: dict[str, processes.Learner] = {}
+    self.learners: dict[str, sim_processes.Learner] = {}
     self.done: set[str] = set()  # learner ids whose process ended after Finish
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
     self.on_syncer_lost: Callable[[], None] = lambda: None
     self.flipped = 0  # adoptions with a wrong bit
-    self.syncer: processes.Syncer | None = None
+    self.syncer: sim_processes.Syncer | None = None
     self.start_syncer()
 
   # --- Hosts --------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class World:
 
   def start_syncer(self) -> bool:
     """Starts the syncer from the state on its disk; False: the disk does not allow it now."""
-    start = tape.Start(
+    start = tape_lib.Start(
       role='syncer',
       node='syncer',
       config=self.config,
@@ -144,7 +146,7 @@ class World:
     self._begin(self.syncer)
     return True
 
-  def _start_without_log(self, start: tape.Start) -> None:
+  def _start_without_log(self, start: tape_lib.Start) -> None:
     """Another process continues with the machine state of the last one (Nemesis kills none while an
     outer step is in progress), on the same host."""
     last = self.syncer
@@ -155,7 +157,7 @@ class World:
       self.syncer.merge_ns, self.syncer.read_ns = last.merge_ns, last.read_ns
     self._begin(self.syncer)
 
-  def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
+  def _recover(self, disk: disk_lib.Disk, start: tape_lib.Start) -> simulated_log.Recovered:
     """Recovers as production does, and repairs as an operator does where production refuses."""
     try:
       return simulated_log.recover(disk, start)
@@ -170,7 +172,7 @@ class World:
       raise
     return self._recover(disk, start)
 
-  def lose_syncer(self, process: processes.Syncer, text: str = '') -> None:
+  def lose_syncer(self, process: sim_processes.Syncer, text: str = '') -> None:
     """Ends the syncer in the middle of its work; `text`: the reason, if its disk has failed."""
     self.logged('broken' if text else 'cut', text=text)
     self.end(process)
@@ -178,7 +180,7 @@ class World:
 
   def start(
     self, name: str, agreement: str = '', restored: bool = False, second: bool = False
-  ) -> processes.Learner:
+  ) -> sim_processes.Learner:
     """Starts a learner's process; `restored`: from its newest whole checkpoint, if any; `second`:
     beside the first process of this id, on its own host."""
     nonce = next(self._nonces)
@@ -193,7 +195,7 @@ class World:
       seed=nonce,
     )
     life = self._life(
-      tape.Start(
+      tape_lib.Start(
         role='learner',
         node=key,
         config=self.config,
@@ -210,13 +212,13 @@ class World:
     """An observer has seen enough."""
     self._watchers = tuple(one for one in self._watchers if one is not watcher)
 
-  def _life(self, start: tape.Start) -> observers.ObservedProcess:
+  def _life(self, start: tape_lib.Start) -> observers.ObservedProcess:
     life = observers.ObservedProcess(next(self._lives), start)
     for watcher in self._watchers:
       watcher.born(self.now_ns, life)
     return life
 
-  def _begin(self, process: processes.Process) -> None:
+  def _begin(self, process: sim_processes.Process) -> None:
     self.engine.after(0, lambda: process.post(events.Wake()))
 
   def saw(
@@ -237,13 +239,13 @@ class World:
     for watcher in self._watchers:
       watcher.crashed(life, now_ns, event, error)
 
-  def end(self, process: processes.Process, killed: bool = True, silent: bool = False) -> None:
+  def end(self, process: sim_processes.Process, killed: bool = True, silent: bool = False) -> None:
     """Ends a process; its sessions break, messages in flight still arrive. `silent`: its host has
     lost power, so no peer gets an error."""
     process.alive = False
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
-    if isinstance(process, processes.Learner):
+    if isinstance(process, sim_processes.Learner):
       process.island.stop()
       if process.done:
         self.done.add(process.name.rstrip('*'))

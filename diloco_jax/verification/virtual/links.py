@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs
-from diloco_jax.protocol import actions, events, facts, tempo
+from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.sim import no_arrays
 from diloco_jax.verification.sim import world as world_lib
@@ -103,7 +104,7 @@ def predict(
   steps, with the syncs for which they wait then, on links of any speed, and nothing of that counts.
   Raises RuntimeError: the run does not end."""
   names, counts = run_config.learner_ids(config.learners), Counts()
-  measured = tempo.are_measured(model.payload_bytes)
+  measured = tempo_lib.are_measured(model.payload_bytes)
   world = world_lib.World(config, seed, (counts,), model, links_measured=measured)
 
   def run(done: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import tempo
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.virtual import conditions, delay_cost, links
 
@@ -77,7 +77,7 @@ class Run:
   @property
   def delayed(self) -> bool:
     """Whether the syncer waits a round trip longer for payloads: it does not wait a short one."""
-    return self.round_trip_s * config_lib.SECOND_NS >= tempo.LEAST_DELAY_NS
+    return self.round_trip_s * config_lib.SECOND_NS >= tempo_lib.LEAST_DELAY_NS
 
   @property
   def delays(self) -> dict[str, float]:

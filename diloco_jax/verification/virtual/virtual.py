@@ -31,7 +31,8 @@ from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import plans
 from diloco_jax.verification.sim import faults as faults_lib
-from diloco_jax.verification.sim import no_arrays, processes
+from diloco_jax.verification.sim import no_arrays
+from diloco_jax.verification.sim import processes as sim_processes
 from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import arrays, conditions, links
 
@@ -310,7 +311,7 @@ def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
 
 
 def _run(
-  assembled: build.Assembly, model: processes.Model, where: _Conditions, book: _Book
+  assembled: build.Assembly, model: sim_processes.Model, where: _Conditions, book: _Book
 ) -> Result:
   begun = time.monotonic()
   config, hardware, faults = assembled.config, where.hardware, where.faults

@@ -8,10 +8,10 @@ import pytest
 from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import alone, checkpoints
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import engine as engine_lib
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 def test_a_capture_of_an_old_session_is_not_sent_on_the_new_one():

@@ -9,7 +9,7 @@ from tests.protocol import transcript
 
 def pulls(**settings) -> pulls_lib.Pulls:
   return pulls_lib.Pulls(
-    transcript.protocol_config(
+    transcript.make_config(
       learners=2, fragments=2, period=6, overlap=2, quorum=1, total_steps=20, **settings
     )
   )

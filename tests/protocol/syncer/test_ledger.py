@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.syncer import ledger
+from diloco_jax.protocol.syncer import ledger as ledger_lib
 from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (
   adopted,
@@ -23,7 +23,7 @@ from tests.protocol.single import (
 
 def test_the_ledger_settles_ranges_once():
   """Every token that was trained is merged, or discarded with a reason."""
-  account = ledger.Ledger(2).open('l0', 1)
+  account = ledger_lib.Ledger(2).open('l0', 1)
   account.train(10, 100)
   assert account.settle(0, 20, 50, '', gap='overwritten')
   account.check()
@@ -37,7 +37,7 @@ def test_the_ledger_settles_ranges_once():
 
 def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_process():
   """The ledger adds up, also if another process took the id while the merge was under way."""
-  book = ledger.Ledger(1)
+  book = ledger_lib.Ledger(1)
   account = book.open('l0', 1)
   account.train(10, 100)
   assert account.settle(0, 0, 60, '', gap='undone')
@@ -49,7 +49,7 @@ def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_proc
 
 
 def test_what_a_learner_drops_it_has_trained_and_the_steps_of_a_replaced_process_stay():
-  book = ledger.Ledger(1)
+  book = ledger_lib.Ledger(1)
   account = book.open('l0', 1)
   account.train(3, 30)
   account.drop(0, 40, 'undone')  # its report of the last step is still on the way

@@ -1,12 +1,12 @@
 """Joining, incarnations and leases. Each test opens with the sentence and its source."""
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import engine as engine_lib
 from tests.protocol import single
 from tests.protocol.recording import Recording
 from tests.protocol.talk import Talk
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 def test_a_repeated_join_or_confirm_changes_nothing():

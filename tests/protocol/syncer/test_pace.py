@@ -10,9 +10,12 @@ import pytest
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import books as books_lib
-from diloco_jax.protocol.syncer import grace, members, pace
+from diloco_jax.protocol.syncer import grace
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.verification.sim import engine, network
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (
@@ -27,7 +30,7 @@ from tests.protocol.single import (
   two_learners_of,
 )
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 def test_a_fast_network_cannot_shrink_h():
@@ -69,20 +72,20 @@ def test_kth_step_agrees_with_a_naive_count():
   for steps in ([], [3], [1, 5], [4, 4, 2], [9, 1, 7, 7]):
     for k in range(1, 6):
       naive = max((s for s in range(11) if sum(x >= s for x in steps) >= k), default=0)
-      assert pace.kth_step(steps, k) == naive
+      assert pace_lib.kth_step(steps, k) == naive
 
 
-def _pace(*live: members.Member) -> pace.Pace:
+def _pace(*live: members_lib.Member) -> pace_lib.Pace:
   """That of a syncer with these members."""
   config = config_lib.ProtocolConfig(learners=len(live), period=4, fragments=4, total_steps=5_000)
   books = books_lib.begin(config)
   books.members.by_id = {one.learner: one for one in live}
   books.members.by_session = dict(enumerate(live))
-  return pace.Pace(books)
+  return pace_lib.Pace(books)
 
 
-def _reports(name: str, step_ns: int, report_ns: int) -> members.Member:
-  return members.Member(
+def _reports(name: str, step_ns: int, report_ns: int) -> members_lib.Member:
+  return members_lib.Member(
     name, step_ns=grace.Average(step_ns, 1), report_ns=grace.Average(report_ns, 1)
   )
 
@@ -94,9 +97,9 @@ def test_a_step_time_is_as_reported_within_what_the_reports_show(said: int, beli
 
 def test_the_usual_step_is_that_of_the_median_learner():
   steps = {number: _reports(f'l{number}', number, number) for number in (10, 20, 30)}
-  of = members.Members(config_lib.ProtocolConfig(learners=3))
+  of = members_lib.Members(config_lib.ProtocolConfig(learners=3))
   of.by_session = steps
-  assert pace.step_ns(of) == 20
+  assert pace_lib.step_ns(of) == 20
 
 
 def test_a_clock_that_jumps_counts_at_16_times_the_usual_speed():
@@ -121,13 +124,13 @@ def test_the_usual_speed_outlives_the_loss_of_all_learners():
 
 
 def test_after_a_restart_a_clock_counts_as_far_as_another_returned_one_allows():
-  back = [members.Member(f'l{n}', claimed=claimed) for n, claimed in enumerate((40, 4_000))]
+  back = [members_lib.Member(f'l{n}', claimed=claimed) for n, claimed in enumerate((40, 4_000))]
   of = _pace(*back)
   of._members.began_ns = 0
   of.measure(1)
-  assert [one.clock for one in back] == [40, pace.SPEED * 40 + 4]
+  assert [one.clock for one in back] == [40, pace_lib.SPEED * 40 + 4]
   del of._members.by_session[0]
-  for now_ns, clock in ((1, 4), (2 * of._config.lease_ns, pace.SPEED * 4_000 + 4)):
+  for now_ns, clock in ((1, 4), (2 * of._config.lease_ns, pace_lib.SPEED * 4_000 + 4)):
     back[1].clock = 0
     of.measure(now_ns)
     assert back[1].clock == min(clock, 4_000), 'alone it counts for a period, until a lease is over'
@@ -232,7 +235,7 @@ def test_a_learner_that_was_away_when_its_update_was_refused_keeps_nothing_of_it
   done = dataclasses.replace(merge_done(2), norms=(5, 7), refused=('l1',))
   machine.handle(5, done)
   restarted = syncer_machine.SyncerMachine.restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.state()
+    machine._config, world_lib.AGREEMENT, (network_lib.PAYLOAD_BYTES,), machine.state()
   )
   for syncer in (machine, restarted):
     again = dataclasses.replace(join(learner='l1', nonce=8), run='r0', incarnation=1)

@@ -8,13 +8,14 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import recovery
-from diloco_jax.verification.sim import engine, network
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single
 from tests.protocol.recording import Recording
 from tests.protocol.talk import Talk
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 def test_a_busy_syncer_saves_too():
@@ -84,7 +85,7 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
     type(talk.machine).load,
     talk.machine._config,
     world_lib.AGREEMENT,
-    (network.PAYLOAD_BYTES,) * 2,
+    (network_lib.PAYLOAD_BYTES,) * 2,
   )
   fresh = single.new_machine(fragments=2).state()
   following = talk.restarted(recovery.replay_log(load, fresh, [(merge, done)]))

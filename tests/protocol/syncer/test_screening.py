@@ -14,18 +14,19 @@ from diloco_jax.protocol import actions, events, messages, rate_limited_log
 from diloco_jax.protocol.syncer import books as books_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import recovery, screening
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import sync as sync_lib
-from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single, transcript
 from tests.protocol.talk import Talk
 
-UNIT, BAD = screening.UNIT, screening.NOT_FINITE
+UNIT, BAD = screening_lib.UNIT, screening_lib.NOT_FINITE
 
 
 def config(**changes):
-  return transcript.protocol_config(
+  return transcript.make_config(
     **{
       'norm_factor': 10,
       'learners': 1,
@@ -42,9 +43,9 @@ def config(**changes):
 # --- The limit of norms ---------------------------------------------------------------------------
 
 
-def usual(*norms: int, commits: int = 8, steps: int = 4) -> screening.Usual:
+def usual(*norms: int, commits: int = 8, steps: int = 4) -> screening_lib.Usual:
   """What is usual after merges of l0, l1, ..., each of them always with one norm."""
-  made = screening.Usual()
+  made = screening_lib.Usual()
   for _ in range(commits):
     made.merged({f'l{m}': (norm, steps) for m, norm in enumerate(norms)})
   return made
@@ -86,9 +87,9 @@ def test_steps_between_two_updates_of_an_accumulating_optimizer_have_no_vote():
 
 
 def test_norms_that_are_not_finite_are_always_refused():
-  assert screening.refused(BAD, 0, None) and screening.refused(BAD, 0, 10)
-  assert not screening.refused(11, 0, None) and not screening.refused(10, 0, 10)
-  assert screening.refused(11, 0, 10) and screening.refused(4, 5, 10)
+  assert screening_lib.refused(BAD, 0, None) and screening_lib.refused(BAD, 0, 10)
+  assert not screening_lib.refused(11, 0, None) and not screening_lib.refused(10, 0, 10)
+  assert screening_lib.refused(11, 0, 10) and screening_lib.refused(4, 5, 10)
 
 
 def test_one_learner_has_one_vote_however_often_it_is_merged():
@@ -96,13 +97,13 @@ def test_one_learner_has_one_vote_however_often_it_is_merged():
   for _ in range(1000):
     made.merged({'liar': (1, 4)})
   assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
-  assert sum(map(len, made.pairs.values())) <= screening.KEPT
+  assert sum(map(len, made.pairs.values())) <= screening_lib.KEPT
 
 
 @pytest.mark.parametrize('other', [1, 2**40 * UNIT])
 def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
   least, limit = usual(2 * UNIT, other).limits(4, config())
-  assert not screening.refused(2 * UNIT, least, limit)
+  assert not screening_lib.refused(2 * UNIT, least, limit)
 
 
 def test_a_single_vote_makes_no_norm_too_small():
@@ -129,7 +130,7 @@ def test_a_norm_that_is_common_among_the_live_learners_is_not_too_large():
       )
       for m in range(len(norms))
     ]
-    return screening.left_out(participants, norms, live, 10)
+    return screening_lib.left_out(participants, norms, live, 10)
 
   assert left_out(far, far, 2 * far, live=3) == ()
   assert left_out(UNIT, far, far, 2 * far, live=4) == ()
@@ -223,7 +224,7 @@ def test_after_a_stall_the_first_outer_step_waits_for_all_and_no_honest_norm_is_
   run.hears('l1', messages.Heartbeat())
   assert not run.all
   run.hears('l1', messages.Decline(sync=run.sync, fragment=0, reason='empty', tokens_to=170))
-  assert run.limits() == [20 * screening.GROWTH * UNIT]
+  assert run.limits() == [20 * screening_lib.GROWTH * UNIT]
   for _ in range(3):  # the next stall, soon after
     run.waits(0.5)
     run.steps('l0', 'l1', to=318)
@@ -293,7 +294,7 @@ def test_a_learner_far_ahead_of_one_that_returned_is_waited_for():
   run.hears('l1', dataclasses.replace(one_step, cursor=18), payload_id=4)
   assert not run.all
   run.hears('l0', ALL_STEPS, payload_id=3)
-  assert run.limits() == [20 * screening.GROWTH * UNIT, 20 * UNIT]
+  assert run.limits() == [20 * screening_lib.GROWTH * UNIT, 20 * UNIT]
 
 
 def test_an_outage_after_a_wait_in_vain_has_its_lease_too():
@@ -316,9 +317,9 @@ def test_an_outage_after_a_wait_in_vain_has_its_lease_too():
   'steps, joined, factor',
   [
     # D1: l0 lived on, l1 has joined a moment ago and knows nothing of the stall.
-    ((0, 0), True, screening.GROWTH),
+    ((0, 0), True, screening_lib.GROWTH),
     # The clock of l1 does not show the steps of l0.
-    ((150, 2), False, screening.LONGER),
+    ((150, 2), False, screening_lib.LONGER),
   ],
 )
 def test_the_steps_of_one_learner_count_as_far_as_the_clocks_of_those_that_were_there_show_them(
@@ -359,7 +360,7 @@ class Duo(Talk):
     refused = tuple(
       one.learner
       for one, norm in zip(self.merge.participants, norms)
-      if screening.refused(norm, one.least, one.limit)
+      if screening_lib.refused(norm, one.least, one.limit)
     )
     failed = 'every payload' if len(refused) == len(norms) else ''
     done = dataclasses.replace(
@@ -461,7 +462,7 @@ def test_a_norm_that_was_refused_changes_no_limit(rounds):
 def test_a_merge_of_the_process_before_makes_nobody_sure_of_its_successor():
   """Of `others_merged`: the norms of a process alone may be right, and the usual ones wrong."""
   books = books_lib.begin(config())
-  screen, members = screening.Screening(books), books.members
+  screen, members = screening_lib.Screening(books), books.members
   member = members.bind('l0', nonce=2, incarnation=2, session=1, now_ns=0)
   member.strikes = 1
   for name in ('l0', 'l1'):
@@ -504,7 +505,7 @@ def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
   members = books.members
   for m in range(8):
     members.bind(f'l{m}', m, 1, m, 0)
-  screen = screening.Screening(books)
+  screen = screening_lib.Screening(books)
 
   def merge(sync: int, norms: dict[str, int], refused: tuple[str, ...]) -> list[str]:
     participants = tuple(
@@ -632,7 +633,7 @@ def test_recovery_of_a_record_agrees_with_the_machine(norms, lost):
     syncer_machine.SyncerMachine.load,
     duo.machine._config,
     world_lib.AGREEMENT,
-    (network.PAYLOAD_BYTES,),
+    (network_lib.PAYLOAD_BYTES,),
   )
   done = dataclasses.replace(done, payload_id=None, payload=None)
   state = recovery.replay_log(load, before, [(merge, done)])

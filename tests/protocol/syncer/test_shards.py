@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.syncer import shards
-from diloco_jax.verification.sim import engine
+from diloco_jax.protocol.syncer import shards as shards_lib
+from diloco_jax.verification.sim import engine as engine_lib
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   connect,
@@ -20,14 +20,14 @@ from tests.protocol.single import (
   train,
 )
 
-MS = engine.MS
+MS = engine_lib.MS
 ShardPosition = messages.ShardPosition
 TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'shards': 2}
 
 
-def books(count: int = 3, **committed: int) -> shards.Shards:
+def books(count: int = 3, **committed: int) -> shards_lib.Shards:
   """Shards of which some are committed (v0=5: shard 0, its first five batches) for fragment 0."""
-  made = shards.Shards(count, fragments=2)
+  made = shards_lib.Shards(count, fragments=2)
   for name, cursor in committed.items():
     move(made, int(name[1:]), cursor)
   return made
@@ -39,7 +39,7 @@ def said(shard: int, cursor: int, fragment: int = 0, steps: int = 1) -> messages
   )
 
 
-def move(made: shards.Shards, shard: int, cursor: int, fragment: int = 0) -> None:
+def move(made: shards_lib.Shards, shard: int, cursor: int, fragment: int = 0) -> None:
   made.merge(99, fragment, [('l0', said(shard, cursor, fragment))])
   made.end(99, (), made=True)
 
@@ -146,7 +146,7 @@ def test_a_batch_counts_once_for_each_fragment():
 def test_an_outer_step_under_way_ends_after_a_restart_too(made, merged):
   before = books(2, v1=3)
   before.merge(4, 1, [('l0', said(0, 6))])
-  after = shards.Shards(2, 2)
+  after = shards_lib.Shards(2, 2)
   after.load(before.state())
   after.end(4, (), made)
   assert after.state()['merged'] == merged and after.state()['moves'] == []
@@ -176,7 +176,7 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
 
 
 def test_each_learner_with_data_of_its_own_has_a_number_of_its_own_for_good():
-  made = shards.Shards(10**6, fragments=2, local=True)
+  made = shards_lib.Shards(10**6, fragments=2, local=True)
   assert [made.assign(f'l{n}', None, None, {'l0'}).shard for n in range(40)] == [*range(40)]
   move(made, 1, 8)
   made.merge(4, 0, [('l2', said(2, 6))])

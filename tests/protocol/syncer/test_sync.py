@@ -7,11 +7,12 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.protocol import actions, events, facts, messages, tempo
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import tempo as tempo_lib
 from diloco_jax.protocol.syncer import grace
 from diloco_jax.protocol.syncer import sync as sync_lib
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import engine as engine_lib
 from tests.protocol import transcript
 from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (
@@ -29,24 +30,24 @@ from tests.protocol.single import (
   two_learners_of,
 )
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 def test_grace_formula():
   # Paper section 4: xi_slack = tau * xi_step - (xi_quorum + xi_sync),
   # 0 <= xi_grace <= gamma * xi_slack; counted from the opening, so that xi_quorum is its own.
-  config = transcript.protocol_config(
+  config = transcript.make_config(
     learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750
   )
-  window, settings = grace.Grace(), tempo.Tempo(config)
+  window, settings = grace.Grace(), tempo_lib.Tempo(config)
   assert window.window_ns(settings, 100) == 0, 'nothing is known yet'
   window.sync_ns.add(50)
   assert window.window_ns(settings, 100) == (2 * 100 - 50) * 750 // 1000
   assert window.window_ns(settings, 25) == 0, 'no slack: merge at once'
-  longer = tempo.Tempo(config, factor=3)
+  longer = tempo_lib.Tempo(config, factor=3)
   assert window.window_ns(longer, 100) == (3 * 2 * 100 - 50) * 750 // 1000
   window.sync_ns.add(450)  # now it takes 100
-  far = tempo.Tempo(config, delay=4)
+  far = tempo_lib.Tempo(config, delay=4)
   answer_ns = 4 * 100
   assert window.window_ns(far, 100) == answer_ns + 2 * 100 * 750 // 1000, (
     'no slack is needed for it'

@@ -18,8 +18,8 @@ import tempfile
 import pytest
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.tape import tape
-from diloco_jax.verification.replay import machines as replay_lib
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.verification.replay import machines as replay_machines
 from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -50,9 +50,9 @@ RUN = (
 # --- Tests ----------------------------------------------------------------------------------------
 
 
-def replay(path: pathlib.Path) -> replay_lib.Replay:
+def replay(path: pathlib.Path) -> replay_machines.Replay:
   with open(path, 'rb') as file:
-    return replay_lib.replay(file)
+    return replay_machines.replay(file)
 
 
 @pytest.mark.parametrize('path', TAPES, ids=lambda path: path.stem)
@@ -65,7 +65,7 @@ def test_a_golden_tape_replays(path: pathlib.Path):
 
 def test_the_golden_run_has_a_kill_and_a_restart():
   with open(TAPES[0], 'rb') as file:
-    turns = list(tape.Reader(file))
+    turns = list(tape_lib.Reader(file))
   joins = [
     turn.event.message
     for turn in turns

@@ -17,8 +17,8 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.tape import tape
-from diloco_jax.verification.replay import machines as replay_lib
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.verification.replay import machines as replay_machines
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer_machine.SyncerMachine, learner_machine.LearnerMachine)
@@ -40,8 +40,8 @@ def config(**settings: Any) -> config_lib.ProtocolConfig:
   )
 
 
-def start(**settings: Any) -> tape.Start:
-  return tape.Start(
+def start(**settings: Any) -> tape_lib.Start:
+  return tape_lib.Start(
     **{
       'role': 'learner',
       'node': 'l0',
@@ -72,7 +72,7 @@ EVENTS = (
 
 def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]:
   """The tape of a short learner process; a new segment before each of those turns."""
-  writer = tape.Writer(start(), 'digest', 'commit', {'python': '3'})
+  writer = tape_lib.Writer(start(), 'digest', 'commit', {'python': '3'})
   machine, lines = start().make(), [writer.header()]
   for time, event in enumerate(EVENTS):
     if time in segments:
@@ -88,8 +88,8 @@ def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]
         'Crash',
         index=len(EVENTS) - 1,
         now_ns=99,
-        event=json.loads(tape.encode(wrong)),
-        error=tape.describe(raised.value),
+        event=json.loads(tape_lib.encode(wrong)),
+        error=tape_lib.describe(raised.value),
       )
     ]
   return lines
@@ -120,7 +120,7 @@ def edited(lines: list[bytes], number: int, edit: Any) -> list[bytes]:
     del data['hash']
     if index == number:
       edit(data)
-    out[index] = sealed(hash_of(out[index - 1]) if index else tape.GENESIS, data)
+    out[index] = sealed(hash_of(out[index - 1]) if index else tape_lib.GENESIS, data)
   return out
 
 
@@ -142,10 +142,10 @@ EVERY_CLASS = [
   *classes(messages),
   config_lib.ProtocolConfig,
   connection.Identity,
-  tape.Start,
-  tape.Header,
-  tape.Record,
-  tape.Crash,
+  tape_lib.Start,
+  tape_lib.Header,
+  tape_lib.Record,
+  tape_lib.Crash,
 ]
 SAMPLES = {
   int: [0, -(2**80)],
@@ -184,9 +184,9 @@ def samples(hint: Any) -> list[Any]:
 @pytest.mark.parametrize('cls', EVERY_CLASS, ids=lambda cls: cls.__name__)
 def test_every_class_survives_a_round_trip(cls: type):
   for value in samples(cls):
-    text = tape.encode(value)
-    assert tape.decode(cls, json.loads(text)) == value
-    assert tape.encode(tape.decode(cls, json.loads(text))) == text
+    text = tape_lib.encode(value)
+    assert tape_lib.decode(cls, json.loads(text)) == value
+    assert tape_lib.encode(tape_lib.decode(cls, json.loads(text))) == text
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: A
   assert set(classes(module)) - PARTS == set(typing.get_args(union))
   for cls in typing.get_args(union):
     for value in samples(cls):
-      assert type(tape.decode(union, json.loads(tape.encode(value)))) is cls
+      assert type(tape_lib.decode(union, json.loads(tape_lib.encode(value)))) is cls
 
 
 @pytest.mark.parametrize(
@@ -244,43 +244,43 @@ def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: A
   ],
 )
 def test_unknown_data_is_an_error_with_both_values(data: Any, words: str):
-  with pytest.raises(tape.TapeError) as error:
-    tape.decode(events.Event, data)
+  with pytest.raises(tape_lib.TapeError) as error:
+    tape_lib.decode(events.Event, data)
   assert words in str(error.value)
 
 
 def test_an_impossible_config_is_an_error():
-  data = json.loads(tape.encode(config()))
+  data = json.loads(tape_lib.encode(config()))
   for name, value, words in (
     ('quorum', 9, 'quorum is 9, it must be between 1 and 2'),
     ('lease_ns', '1', "lease_ns is '1', it must be of type int"),
   ):
-    with pytest.raises(tape.TapeError, match=words):
-      tape.decode(config_lib.ProtocolConfig, {**data, name: value})
+    with pytest.raises(tape_lib.TapeError, match=words):
+      tape_lib.decode(config_lib.ProtocolConfig, {**data, name: value})
 
 
 @pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j, {(1, 2): 3}])
 def test_a_value_that_json_cannot_hold_is_an_error(value: Any):
   words = ': keys must be str' if isinstance(value, dict) else ''
-  with pytest.raises(tape.TapeError, match=f'cannot be put on a tape{words}'):
-    tape.encode(actions.Save(clock=1, machine_state={'a': value}))
+  with pytest.raises(tape_lib.TapeError, match=f'cannot be put on a tape{words}'):
+    tape_lib.encode(actions.Save(clock=1, machine_state={'a': value}))
 
 
 @pytest.mark.parametrize('name', ['syncer', 'learner'])
 def test_machine_states_are_plain_json(name: str):
   """A start that goes through a tape must make the same machine: no int keys, no tuples."""
   with open(GOLDEN / f'{name}.jsonl', 'rb') as file:
-    reader = tape.Reader(file)
+    reader = tape_lib.Reader(file)
     machine = reader.header.start.make()
     for turn in reader:
       machine.handle(turn.now_ns, turn.event)
-  assert json.loads(tape.encode(machine.state())) == machine.state()
+  assert json.loads(tape_lib.encode(machine.state())) == machine.state()
 
 
 # --- Start ----------------------------------------------------------------------------------------
 
 
-def starts() -> Iterator[tape.Start]:
+def starts() -> Iterator[tape_lib.Start]:
   of_syncer = start(
     role='syncer', node='syncer', agreement='{}', payload_bytes=(8, 8), identity=None
   )
@@ -300,13 +300,16 @@ def test_a_start_makes_the_machine_of_its_role():
 
 def test_a_whole_tape_is_identical():
   lines = recorded()
-  result = replay_lib.replay(lines)
+  result = replay_machines.replay(lines)
   assert result.text() == f'identical: {len(EVENTS)} events, hash {hash_of(lines[-1])}'
   assert (result.end, result.header.commit, result.header.segment) == ('exit', 'commit', 0)
 
 
 def test_segments_are_one_tape():
-  whole, cut = replay_lib.replay(recorded()), replay_lib.replay(recorded(segments=(0, 3, 7)))
+  whole, cut = (
+    replay_machines.replay(recorded()),
+    replay_machines.replay(recorded(segments=(0, 3, 7))),
+  )
   assert (cut.identical, cut.events, cut.end) == (True, whole.events, 'exit')
   assert cut.hash != whole.hash  # headers are in the chain
 
@@ -320,11 +323,11 @@ def test_segments_are_one_tape():
 )
 def test_a_tape_is_read_from_its_beginning(left: slice, words: str):
   lines = recorded(segments=(1, 7))
-  with pytest.raises(tape.TapeError, match=f'line 1: {words}'):
+  with pytest.raises(tape_lib.TapeError, match=f'line 1: {words}'):
     # Without the header the line's hash would be wrong too: make it right here.
     rest = lines[left]
-    replay_lib.replay(
-      [sealed(tape.GENESIS, without_hash(rest[0])), *rest[1:]] if 'first' in words else rest
+    replay_machines.replay(
+      [sealed(tape_lib.GENESIS, without_hash(rest[0])), *rest[1:]] if 'first' in words else rest
     )
 
 
@@ -338,13 +341,13 @@ def test_a_missing_or_foreign_segment_is_found():
   lines = recorded(segments=(3, 7))
   second = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 1)
   third = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 2)
-  with pytest.raises(tape.TapeError, match='segment 2 comes where segment 1 is due'):
-    replay_lib.replay(lines[:second] + lines[third:])
-  with pytest.raises(tape.TapeError, match='lines are missing between them'):
-    replay_lib.replay(lines[: second - 1] + lines[second:])
+  with pytest.raises(tape_lib.TapeError, match='segment 2 comes where segment 1 is due'):
+    replay_machines.replay(lines[:second] + lines[third:])
+  with pytest.raises(tape_lib.TapeError, match='lines are missing between them'):
+    replay_machines.replay(lines[: second - 1] + lines[second:])
   other = edited(lines, second, lambda data: data['start']['identity'].update(seed=9))
-  with pytest.raises(tape.TapeError, match='segment 1 is of a machine with another start'):
-    replay_lib.replay(other)
+  with pytest.raises(tape_lib.TapeError, match='segment 1 is of a machine with another start'):
+    replay_machines.replay(other)
 
 
 def test_every_changed_removed_or_moved_line_is_found():
@@ -352,41 +355,41 @@ def test_every_changed_removed_or_moved_line_is_found():
   for n, line in enumerate(lines):
     for at in (1, len(line) // 2, line.rindex(b'"hash":"') + 9):
       changed = line[:at] + (b'0' if line[at : at + 1] != b'0' else b'1') + line[at + 1 :]
-      with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        replay_lib.replay([*lines[:n], changed, *lines[n + 1 :]])
+      with pytest.raises(tape_lib.TapeError, match=f'line {n + 1}: '):
+        replay_machines.replay([*lines[:n], changed, *lines[n + 1 :]])
     if n + 1 < len(lines):  # without its last line a tape is a shorter tape
-      with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        replay_lib.replay([*lines[:n], *lines[n + 1 :]])
-      with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        replay_lib.replay([*lines[:n], lines[n + 1], line, *lines[n + 2 :]])
-    with pytest.raises(tape.TapeError, match=f'line {n + 2}: '):
-      replay_lib.replay([*lines[: n + 1], line, *lines[n + 1 :]])
+      with pytest.raises(tape_lib.TapeError, match=f'line {n + 1}: '):
+        replay_machines.replay([*lines[:n], *lines[n + 1 :]])
+      with pytest.raises(tape_lib.TapeError, match=f'line {n + 1}: '):
+        replay_machines.replay([*lines[:n], lines[n + 1], line, *lines[n + 2 :]])
+    with pytest.raises(tape_lib.TapeError, match=f'line {n + 2}: '):
+      replay_machines.replay([*lines[: n + 1], line, *lines[n + 1 :]])
 
 
 def test_a_torn_last_line_is_reported_and_is_not_a_divergence():
   lines = recorded()
   for keep in range(1, len(lines[-1])):
-    result = replay_lib.replay([*lines[:-1], lines[-1][:keep]])
+    result = replay_machines.replay([*lines[:-1], lines[-1][:keep]])
     assert (result.identical, result.torn, result.events) == (True, True, len(EVENTS) - 1)
   assert result.text().endswith('no exit (killed or running), the last line was cut off')
 
 
 def test_no_line_follows_a_torn_one():
   lines = recorded()
-  with pytest.raises(tape.TapeError, match='line 4: a line follows one that was cut off'):
-    replay_lib.replay([*lines[:2], lines[2][:-5], *lines[3:]])
+  with pytest.raises(tape_lib.TapeError, match='line 4: a line follows one that was cut off'):
+    replay_machines.replay([*lines[:2], lines[2][:-5], *lines[3:]])
 
 
 @pytest.mark.parametrize('keep', [0, 1, 200])
 def test_a_process_killed_before_its_first_turn(keep: int):
-  result = replay_lib.replay([line for line in [recorded()[0][:keep]] if line])
+  result = replay_machines.replay([line for line in [recorded()[0][:keep]] if line])
   assert (result.header, result.identical, result.events) == (None, True, 0)
 
 
 def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
   lines = edited(recorded(), 0, lambda data: data.update(schema=9))
-  with pytest.raises(tape.TapeError, match="tape format 9, .* reads 3[.].*'commit'"):
-    replay_lib.replay(lines)
+  with pytest.raises(tape_lib.TapeError, match="tape format 9, .* reads 3[.].*'commit'"):
+    replay_machines.replay(lines)
 
 
 @pytest.mark.parametrize(
@@ -398,8 +401,8 @@ def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
   ],
 )
 def test_the_error_names_an_invalid_line(edit: Any, words: str):
-  with pytest.raises(tape.TapeError, match=f'line 5: .*{words}'):
-    replay_lib.replay(edited(recorded(), 4, edit))
+  with pytest.raises(tape_lib.TapeError, match=f'line 5: .*{words}'):
+    replay_machines.replay(edited(recorded(), 4, edit))
 
 
 def test_no_turn_follows_the_end():
@@ -407,14 +410,14 @@ def test_no_turn_follows_the_end():
   more = tape_line_after(
     lines[-1], 'Record', index=len(EVENTS), now_ns=1, event={'kind': 'Wake'}, actions=[]
   )
-  with pytest.raises(tape.TapeError, match=r'comes after the end \(exit\)'):
-    replay_lib.replay([*lines, more])
+  with pytest.raises(tape_lib.TapeError, match=r'comes after the end \(exit\)'):
+    replay_machines.replay([*lines, more])
 
 
 def test_a_start_that_makes_no_machine_is_an_error():
   lines = edited(recorded(), 0, lambda data: data['start'].update(role='judge'))
-  with pytest.raises(tape.TapeError, match="no machine can be made of the header: .*'judge'"):
-    replay_lib.replay(lines)
+  with pytest.raises(tape_lib.TapeError, match="no machine can be made of the header: .*'judge'"):
+    replay_machines.replay(lines)
 
 
 # --- Divergence and crash -------------------------------------------------------------------------
@@ -424,7 +427,7 @@ def test_one_edited_action_is_shown_with_its_context():
   def edit(data: dict) -> None:
     data['actions'][0]['message']['tokens'] = 11
 
-  result = replay_lib.replay(edited(recorded(), 6, edit))
+  result = replay_machines.replay(edited(recorded(), 6, edit))
   assert (result.identical, result.events) == (False, 6)
   found = result.divergence
   assert (found.turn.index, found.turn.now_ns, found.turn.event) == (5, 5, EVENTS[5])
@@ -459,7 +462,7 @@ def test_one_edited_action_is_shown_with_its_context():
   ],
 )
 def test_any_difference_of_a_turn_is_a_divergence(edit: Any, words: str):
-  result = replay_lib.replay(edited(recorded(), 6, edit))
+  result = replay_machines.replay(edited(recorded(), 6, edit))
   assert result.divergence.turn.index == 5
   assert words in result.text()
 
@@ -471,20 +474,20 @@ def test_the_order_of_a_dict_matters():
     (save,) = [action for action in data['actions'] if action['kind'] == 'Save']
     save['machine_state'] = dict(reversed(save['machine_state'].items()))
 
-  assert replay_lib.replay(edited(recorded(), 9, edit)).divergence.turn.index == 8
+  assert replay_machines.replay(edited(recorded(), 9, edit)).divergence.turn.index == 8
 
 
 def test_a_long_difference_is_shown_at_its_position():
   a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
-  found = replay_lib.Divergence(
-    tape.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
+  found = replay_machines.Divergence(
+    tape_lib.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
   )
   lines = found.text().splitlines()
   assert 'xhere' in lines[-2] and 'xHERE' in lines[-1] and max(map(len, lines)) < 300
 
 
 def test_a_recorded_crash_is_reproduced_with_its_traceback():
-  result = replay_lib.replay(recorded(crash=True))
+  result = replay_machines.replay(recorded(crash=True))
   assert (result.identical, result.end, result.events) == (True, 'crash', len(EVENTS))
   assert 'crashes as recorded' in result.text()
   assert isinstance(result.crash, TypeError) and result.crash.__traceback__ is not None
@@ -499,5 +502,5 @@ def test_a_recorded_crash_is_reproduced_with_its_traceback():
 )
 def test_a_crash_that_is_not_reproduced_is_a_divergence(edit: Any, words: str):
   lines = recorded(crash=True)
-  result = replay_lib.replay(edited(lines, len(lines) - 1, edit))
+  result = replay_machines.replay(edited(lines, len(lines) - 1, edit))
   assert not result.identical and words in result.text()

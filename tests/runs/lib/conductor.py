@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import cli
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import tapes
-from diloco_jax.verification.faults import conductor
+from diloco_jax.verification.faults import conductor as conductor_lib
 from diloco_jax.verification.replay import tape_files
 from experiments.side_by_side import floor
 from tests import programs
@@ -47,7 +47,7 @@ def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
   ]
 
 
-class Run(conductor.Run):
+class Run(conductor_lib.Run):
   """A finished run."""
 
   def tapes(self) -> list[tapes.ProcessTape]:
@@ -65,13 +65,13 @@ class Run(conductor.Run):
     return lost
 
 
-class Conductor(conductor.Conductor):
+class Conductor(conductor_lib.Conductor):
   """Starts a run of a variant; `overrides`: fields of its config."""
 
   def __init__(
     self,
     workdir: pathlib.Path,
-    recorder: records.Recorder,
+    recorder: records_lib.Recorder,
     overrides: dict[str, Any],
     change: Callable[[supervisor_lib.LocalProgram], supervisor_lib.LocalProgram] = paced,
     variant: str = 'tiny',
@@ -103,18 +103,18 @@ Conducted = TypeVar('Conducted', bound=Conductor)
 
 def play(
   workdir: pathlib.Path,
-  make: Callable[[pathlib.Path, records.Recorder], Conducted],
+  make: Callable[[pathlib.Path, records_lib.Recorder], Conducted],
   deadline_s: float,
 ) -> tuple[Conducted, Run]:
   """Conducts a run in a new folder to its end."""
   made: list[Conducted] = []
 
-  def keep(workdir: pathlib.Path, recorder: records.Recorder) -> Conducted:
+  def keep(workdir: pathlib.Path, recorder: records_lib.Recorder) -> Conducted:
     made.append(make(workdir, recorder))
     return made[0]
 
   try:
-    conducted, left = conductor.play(workdir, keep, deadline_s)
+    conducted, left = conductor_lib.play(workdir, keep, deadline_s)
   except TimeoutError:
     raise AssertionError(f'not within {deadline_s:g} s: {made[0].unmet()}') from None
   return conducted, Run(**vars(left))

@@ -25,7 +25,8 @@ from typing import Any
 from diloco_jax import __main__
 from diloco_jax.launch import cli
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.storage import checkpoint, outer_log, store, wal
+from diloco_jax.storage import checkpoint, outer_log, wal
+from diloco_jax.storage import store as store_lib
 from diloco_jax.syncer import commit, stored
 
 VARIABLE = 'DILOCO_FAILPOINT'
@@ -38,7 +39,7 @@ PLACES: dict[str, tuple[Any, str, bool]] = {
   'save.after': (commit.CommitLog, 'compact_behind', BEFORE),
   'compact.after': (commit.CommitLog, 'compact_behind', AFTER),
   'store.after_put': (stored.Stored, 'before_commit', AFTER),
-  'store.in_copy': (store.Store, 'put_file', AFTER),
+  'store.in_copy': (store_lib.Store, 'put_file', AFTER),
   'store.after_copy': (stored.Stored, '_remove_old', BEFORE),
 }
 NAMES = tuple(PLACES)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import diloco_jax
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 
 mode, learner, syncer, workdir = sys.argv[1:]
 if mode == 'behind':
   behind = {'time': lambda: time.time() - 7200}
-  records.time = types.SimpleNamespace(**vars(time) | behind)
+  records_lib.time = types.SimpleNamespace(**vars(time) | behind)
 
 
 def read(shard: int, index: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from diloco_jax.certs import authority, proofs
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from tests.runs.lib import slow_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -135,9 +135,9 @@ class Launched:
 
   def facts(self, process: str, name: str) -> list[dict[str, Any]]:
     """Facts of a program so far, as this machine has them."""
-    if not (self.workdir / records.RECORDS).is_dir():
+    if not (self.workdir / records_lib.RECORDS).is_dir():
       return []
-    found = records.records(self.workdir)
+    found = records_lib.records(self.workdir)
     return [one for one in found if one['process'] == process and one['name'] == name]
 
   def joined(self, learner: str) -> list[int]:

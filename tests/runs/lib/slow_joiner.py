@@ -27,7 +27,8 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link
+from diloco_jax.transport import payloads as payloads_lib
 from diloco_jax.verification.faults import proxy as proxy_lib
 
 KB = 1_000
@@ -41,7 +42,7 @@ class Bytes:
   """Payloads of a size, each in memory of its own, with their announcement; counts those that
   exist."""
 
-  def __init__(self, store: payloads.PayloadStore, size: int):
+  def __init__(self, store: payloads_lib.PayloadStore, size: int):
     self._store, self._size = store, size
     self.payload = messages.Payload(size_bytes=size, crc32=zlib.crc32(bytes(size)))
     self.made, self.alive, self.most_alive = 0, set(), 0
@@ -123,7 +124,7 @@ class Records:
 
 def start(name, machine, make_transport, sizes, told):
   """A node on its own thread; returns its event queue, its transport and its work."""
-  inbox, store = loop.EventQueue(), payloads.PayloadStore()
+  inbox, store = loop.EventQueue(), payloads_lib.PayloadStore()
   transport, work = make_transport(inbox.post, store), Work(inbox.post, store, sizes)
   node = loop.Node(
     machine,

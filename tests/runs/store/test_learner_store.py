@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from diloco_jax.launch import cli, local_run
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import folders
 from diloco_jax.verification.faults import chaos_report
 from diloco_jax.verification.faults import conductor as conductor_lib
@@ -25,7 +25,9 @@ OVERRIDES = {**conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_st
 
 
 class InBucket(conductor.Conductor):
-  def __init__(self, workdir, recorder: records.Recorder, bucket, change=conductor.paced, **more):
+  def __init__(
+    self, workdir, recorder: records_lib.Recorder, bucket, change=conductor.paced, **more
+  ):
     self._bucket = bucket
     overrides = {**OVERRIDES, 'train.store': f'{bucket.url}/run', **more}
     super().__init__(workdir, recorder, overrides, change)
@@ -131,7 +133,7 @@ runpy.run_module('diloco_jax', run_name='__main__', alter_sys=True)
 class TwoHosts(InBucket):
   """l0 has two hosts, each with a workdir of its own; one is killed after a save."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, bucket):
+  def __init__(self, workdir: pathlib.Path, recorder: records_lib.Recorder, bucket):
     self._disk = workdir.parent / 'other-disk'
     task = slow_data.FLAG.partition('task=')[2]
     more = {'task': task, 'mesh.data': 2, 'mesh.fsdp': 2}

@@ -19,7 +19,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.configs import own_loop
-from diloco_jax.report import records
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import store as store_lib
 from tests import programs
@@ -45,7 +45,7 @@ class Conductor(kills.Conductor):
   def __init__(
     self,
     workdir: pathlib.Path,
-    recorder: records.Recorder,
+    recorder: records_lib.Recorder,
     plan: tuple[str, ...],
     overrides: dict[str, Any],
   ):

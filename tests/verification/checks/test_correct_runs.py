@@ -4,21 +4,21 @@ checker must still notice."""
 import pytest
 
 from diloco_jax.protocol import actions, events, facts, messages
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 
-MS = engine.MS
+MS = engine_lib.MS
 
 
 class Judged(observers.Observer):
   """A run that all checkers see; and what the syncer said: (session, message), (None, fact)."""
 
   def __init__(self, **settings):
-    config = transcript.protocol_config(**settings)
+    config = transcript.make_config(**settings)
     self._said: list = []
     self.world = world_lib.World(config, watchers=(self, checkers_lib.Checkers(config)))
 
@@ -79,13 +79,13 @@ def test_a_repair_waits_while_two_fragments_are_in_flight_and_no_delta_goes_befo
 
 def test_a_repair_that_waits_and_is_forgotten_is_noticed(monkeypatch):
   """No newer version comes, which would show it, too."""
-  replace = published.Published.replace
+  replace = published_lib.Published.replace
 
   def forgets(self, member, fragment):
     if sum(copy.is_whole for copy in member.copies) < messages.MAX_WHOLES:
       replace(self, member, fragment)
 
-  monkeypatch.setattr(published.Published, 'replace', forgets)
+  monkeypatch.setattr(published_lib.Published, 'replace', forgets)
   run = rejoins_with_wrong_bits(9000)
   with pytest.raises(checkers_lib.Violation, match='I4b: .* it is left at'):
     run.run(3000)

@@ -19,7 +19,7 @@ MS = transcript.MS
 
 
 def watched(**settings) -> world_lib.World:
-  config = transcript.protocol_config(
+  config = transcript.make_config(
     **{'learners': 1, 'quorum': 1, 'fragments': 1, 'period': 8, 'overlap': 2, 'shards': 4}
     | settings
   )
@@ -128,7 +128,7 @@ def test_ids_that_the_syncer_forgets(trains_ms):
 
 def test_a_tape_that_ended_before_its_syncer_is_judged_up_to_its_end(tmp_path):
   """Its disk was full; the syncer was killed later, and the next one continues after it."""
-  config = transcript.protocol_config(
+  config = transcript.make_config(
     learners=2, quorum=2, fragments=1, period=8, overlap=2, total_steps=60
   )
   world = world_lib.World(config, watchers=[sim_tapes.Tapes(tmp_path)])

@@ -9,14 +9,15 @@ import pytest
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import facts, messages
-from diloco_jax.protocol.learner import anchor
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.learner import anchor as anchor_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.sim import engine, seeds
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import seeds as seeds_lib
 from diloco_jax.verification.sim import world as world_lib
 
-STEP_NS, STEPS, FRAGMENTS = 100 * engine.MS, 160, 4
+STEP_NS, STEPS, FRAGMENTS = 100 * engine_lib.MS, 160, 4
 BEFORE, LEASE_STEPS = 40, 20  # steps before the absence, and of a lease
 LEARNERS = ('l0', 'l1', 'l2', 'l3')
 
@@ -60,9 +61,9 @@ class Run:
 
   def ledger(self) -> facts.Ledger:
     """At its end."""
-    self.world.run(seeds.CALM_NS, done=lambda: self.world.finished)
+    self.world.run(seeds_lib.CALM_NS, done=lambda: self.world.finished)
     assert self.world.finished, self.world.stuck()
-    self.world.run(self.world.now_ns + seeds.GOODBYE_NS, done=lambda: not self.world.learners)
+    self.world.run(self.world.now_ns + seeds_lib.GOODBYE_NS, done=lambda: not self.world.learners)
     self.checkers.finished(self.world.now_ns)
     return self.world.ledger()
 
@@ -90,7 +91,7 @@ def lost_steps(ledger: facts.Ledger) -> float:
 def test_a_learner_that_was_offline_for_long_drops_those_steps_and_no_others(offline):
   """It is lost, and returns as the same process more than MOST_VERSIONS versions later."""
   ledger = ledger_after(offline)
-  assert offline > (anchor.MOST_VERSIONS + 1) * FRAGMENTS
+  assert offline > (anchor_lib.MOST_VERSIONS + 1) * FRAGMENTS
   assert set(ledger.discarded) == {messages.Reason.LATE}
   assert ledger.merged + ledger.discarded[messages.Reason.LATE] == FRAGMENTS * ledger.trained
   assert lost_steps(ledger) == pytest.approx(offline, abs=FRAGMENTS + 2)
@@ -100,7 +101,7 @@ def test_a_learner_that_was_offline_for_long_drops_those_steps_and_no_others(off
   'offline',
   [
     pytest.param(5 * FRAGMENTS, marks=pytest.mark.long),
-    (anchor.MOST_VERSIONS - 1) * FRAGMENTS,
+    (anchor_lib.MOST_VERSIONS - 1) * FRAGMENTS,
   ],
 )
 def test_a_learner_that_was_offline_for_a_few_periods_loses_nothing(offline):
@@ -139,7 +140,7 @@ def outage(away: int, kind: str, dead: str = '', mute: str = '', period: int = F
   if dead:
     run.at(BEFORE, lambda: world.end(world.learners[dead]))
   if mute:
-    run.at(BEFORE, setattr, world.link(mute), 'bulk_up_ns', seeds.CALM_NS)
+    run.at(BEFORE, setattr, world.link(mute), 'bulk_up_ns', seeds_lib.CALM_NS)
   ledger, back_ns = run.ledger(), (BEFORE + away) * STEP_NS
   after = [one for one in run.merges.seen if one[0] > back_ns]
   first = {p: (who, (now_ns - back_ns) / STEP_NS) for now_ns, p, who in reversed(after)}
@@ -162,8 +163,8 @@ def test_the_first_outer_step_after_an_outage_has_all_learners_and_nothing_is_lo
 @pytest.mark.parametrize('kind', ['kill', pytest.param('partition', marks=pytest.mark.long)])
 def test_learners_that_have_trained_apart_for_too_long_go_on_from_one_of_them(kind, monkeypatch):
   """The same one for all fragments, or the model would be none that was ever trained."""
-  monkeypatch.setattr(screening, 'APART', 12)  # else the test takes ten times as long
-  away = (screening.APART + 2) * screening.SHORTEST
+  monkeypatch.setattr(screening_lib, 'APART', 12)  # else the test takes ten times as long
+  away = (screening_lib.APART + 2) * screening_lib.SHORTEST
   ledger, first, *_ = outage(away, kind)
   assert first == dict.fromkeys(range(FRAGMENTS), LEARNERS)
   lost = sorted(row['discarded'] / row['tokens'] for row in ledger.learners.values())

@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.verification.sim import engine, network, world
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
+from diloco_jax.verification.sim import world as world_lib
 from diloco_jax.verification.virtual import conditions, links
 
 CONFIG = config_lib.ProtocolConfig(
   learners=2, quorum=1, fragments=6, period=6, overlap=2, total_steps=60, save_steps=0
 )
 SIZES = links.sizes([32_000] * 6, 'int8', 'int8')
-WIRE_BYTES = network.wire_bytes(SIZES.payload_bytes[0])
+WIRE_BYTES = network_lib.wire_bytes(SIZES.payload_bytes[0])
 STEP = conditions.Hardware(step_s=1.0)
 
 
@@ -39,7 +41,7 @@ def test_a_line_in_lock_step_costs_its_transfers():
   sizes = links.sizes([320_000], 'int8', 'int8')
   line = conditions.Line(up=100_000, down=50_000)
   found = links.predict(config, sizes, STEP, conditions.Network(lines=(line,)))
-  wire_s = network.wire_bytes(sizes.payload_bytes[0]) * (1 / line.up + 1 / line.down)
+  wire_s = network_lib.wire_bytes(sizes.payload_bytes[0]) * (1 / line.up + 1 / line.down)
   # Five periods, and no sync between the last step and the end of the measured time.
   assert found.computing['l0'] == pytest.approx(30 / (30 + 4 * wire_s), abs=0.01)
 
@@ -79,13 +81,13 @@ def test_what_comes_before_the_warm_up_has_ended_does_not_count():
 
 
 def test_a_run_goes_on_after_its_sessions_broke_with_payloads_on_their_way():
-  run = world.World(CONFIG, 0, (), SIZES)
+  run = world_lib.World(CONFIG, 0, (), SIZES)
   thin = conditions.Network(lines=(conditions.Line(up=WIRE_BYTES, down=WIRE_BYTES, site='a'),))
   conditions.furnish(run, ['l0', 'l1'], STEP, thin, tokens=10)
   for name in ('l0', 'l1'):
     run.start(name)
   for at_s in (20, 40):
-    run.run(at_s * engine.SECOND)
+    run.run(at_s * engine_lib.SECOND)
     assert run.network.reset(run.learners['l0'])
-  run.run(3_600 * engine.SECOND, done=lambda: run.finished)
+  run.run(3_600 * engine_lib.SECOND, done=lambda: run.finished)
   assert run.finished and run.ledger().learners['l0']['steps'] > 40

@@ -12,7 +12,7 @@ from diloco_jax.configs import gemma, stdlib_lm
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.verification.commands import plan as command
-from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import network as network_lib
 from diloco_jax.verification.virtual import conditions, plan
 from tests.launch.lib import command_line
 
@@ -35,7 +35,7 @@ def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
   run = run_of(stdlib_lm.get_config('cpu'))
   found = plan.facts(run, step_tokens=1_000, tokens=4e6)
   codec, steps_s = codecs.get('int8'), run.protocol.period * 0.1
-  wire = sum(network.wire_bytes(codec.encoded_size(size)) for size in run.values)
+  wire = sum(network_lib.wire_bytes(codec.encoded_size(size)) for size in run.values)
   assert found['fits'] and not found['change']
   assert found['up_bytes'] == found['down_bytes'] == wire
   assert found['syncer_bytes_per_s'] == pytest.approx(2 * 4 * wire / steps_s)

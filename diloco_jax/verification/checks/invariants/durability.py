@@ -53,7 +53,12 @@ class DurableFirst(invariant.Invariant):
   )
 
   @invariant.on(
-    SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, facts.Cancelled
+    SYNCER,
+    messages.Settled,
+    messages.Publish,
+    messages.Joined,
+    messages.Finish,
+    facts.Cancelled,
   )
   def said(self, book: SyncerBook, now_ns: int, what: Any, event: Event) -> None:
     durable, told = self.run.durable, self.run.ended

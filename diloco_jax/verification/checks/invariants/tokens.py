@@ -1,7 +1,7 @@
 """Safety: every report about values and tokens is true, and the ledger adds up."""
 
 from diloco_jax.protocol import actions, events, facts, messages
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
 from diloco_jax.verification.checks.model import room
@@ -74,7 +74,7 @@ class TokensConserved(invariant.Invariant):
       true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps, slow
       if (one.learner, one.tokens, one.steps, one.slow) != true:
         self.fail(one, said)
-    far = screening.too_far([one.steps for one in merge.participants], self.config.period)
+    far = screening_lib.too_far([one.steps for one in merge.participants], self.config.period)
     left = far * (len(merge.participants) - 1)
     if sum(one.apart for one in merge.participants) != left:
       self.fail(merge)

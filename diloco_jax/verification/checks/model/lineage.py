@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import screening as screening_lib
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -234,7 +234,7 @@ class Record:
       if self.failed or one.learner in self.refused:
         account = lineage.account(one.learner, one.incarnation)
         account.merged -= one.tokens
-        account.discard(one.tokens, screening.reason(one))
+        account.discard(one.tokens, screening_lib.reason(one))
         holder = lineage.holders[one.learner]
         if holder.incarnation == one.incarnation:
           holder.refused |= {p}
