@@ -149,7 +149,7 @@ def graph(title: str, arrows: Sequence[tuple[str, str]], numbered: bool = False)
       place = f'cx="{middle[0]:.0f}" cy="{middle[1]:.0f}"'
       labels.append(f'<circle {place} r="9" fill="#fff" stroke="#888"/>')
       labels.append(text(middle[0], middle[1] + 4, str(number), ' font-size="11"'))
-  boxes = [box(layers.x[one], layers.y(one), one, _wide(one)) for one in layers.names]
+  boxes = [box(layers.x[name], layers.y(name), name, _wide(name)) for name in layers.names]
   return svg(title, *layers.size, [*shapes, *labels, *boxes])
 
 

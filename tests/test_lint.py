@@ -90,7 +90,7 @@ def test_bytes_and_named_encodings_pass(call):
 def unencoded(source: bytes) -> Iterator[int]:
   """The lines of a source that read or write text in the encoding of the locale."""
   for node in ast.walk(ast.parse(source)):
-    if isinstance(node, ast.Call) and 'encoding' not in {one.arg for one in node.keywords}:
+    if isinstance(node, ast.Call) and 'encoding' not in {keyword.arg for keyword in node.keywords}:
       if _is_text(node):
         yield node.lineno
 
@@ -101,8 +101,8 @@ def _is_text(call: ast.Call) -> bool:
   if attribute in TEXT:
     return len(call.args) <= TEXT[attribute]
   if name.startswith('subprocess.'):
-    return bool({'text', 'universal_newlines'} & {one.arg for one in call.keywords})
-  named = [one.value for one in call.keywords if one.arg == 'mode']
+    return bool({'text', 'universal_newlines'} & {keyword.arg for keyword in call.keywords})
+  named = [keyword.value for keyword in call.keywords if keyword.arg == 'mode']
   if name in OPEN:
     return 'b' not in _constant(*named, *call.args[1:2])
   return attribute == 'open' and _constant(*named, *call.args[:1]) in ('r', 'w', 'a', 'x')

@@ -99,7 +99,7 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
     assert not following.startswith('      --') or line.endswith('\\'), following
     assert not line.endswith('\\') or len(line.strip(' \\') + following) > 70, 'it fits'
   flags = re.findall(r'^  --\S+: (.*(?:\n      .*)*)', done.stdout, re.M)
-  for about in (re.sub(r'\s+', ' ', one) for one in flags):  # each a whole sentence
+  for about in (re.sub(r'\s+', ' ', flag) for flag in flags):  # each a whole sentence
     words = re.sub(r' \(default: .*\)$|^(gke|local|ray|slurm)(, \w+)*: ', '', about)
     assert words.endswith(('.', '...')) and len(words.split()) > 3, about
     assert not words.startswith(('Of ', 'To ', 'Instead ', 'On ', 'That ')), about

@@ -57,9 +57,9 @@ def flags_in(path: pathlib.Path) -> dict[str, str]:
   for node in ast.walk(ast.parse(path.read_text('utf-8'))):
     if isinstance(node, ast.Call):
       name = getattr(node.func, 'attr', '')
-      words = [*node.args, *(one.value for one in node.keywords)]
-      texts = [one.value for one in words if isinstance(one, ast.Constant)]
-      texts = [one for one in texts if isinstance(one, str)]
+      words = [*node.args, *(keyword.value for keyword in node.keywords)]
+      texts = [word.value for word in words if isinstance(word, ast.Constant)]
+      texts = [text for text in texts if isinstance(text, str)]
       if texts and (name.startswith('DEFINE_') or name == 'add_argument'):
         found[texts[0].lstrip('-')] = max(texts[1:], key=len, default='')
   return found
@@ -85,7 +85,7 @@ def test_run_syncer_names_the_settings_that_a_new_sync_would_change():
   (said,) = re.findall(
     r'SyncConfig\(\) has other (.*?),\s+so\b', diloco_jax.run_syncer.__doc__, re.S
   )
-  names = [one.name for one in dataclasses.fields(new)]
+  names = [field.name for field in dataclasses.fields(new)]
   differ = {name for name in names if getattr(usual, name) != getattr(new, name)}
   assert set(re.findall(r'\w+', said)) - {'and'} == differ
 

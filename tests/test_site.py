@@ -104,7 +104,9 @@ def test_the_reference_has_every_public_name_and_every_field(site):
 @pytest.mark.long
 def test_the_page_of_the_simulator_has_every_invariant_with_its_sentence(site):
   page = ' '.join(text_of(site / 'simulator.html').split())
-  assert all(f'{one.id} {one.sentence}' in page for one in checkers_lib.INVARIANTS)
+  assert all(
+    f'{invariant.id} {invariant.sentence}' in page for invariant in checkers_lib.INVARIANTS
+  )
 
 
 @pytest.mark.long

@@ -68,4 +68,6 @@ class Visits:
 
   def missing(self) -> list[str]:
     found = lists().items()
-    return [f'{what} {one}' for what, names in found for one in names if one not in self.seen[what]]
+    return [
+      f'{what} {name}' for what, names in found for name in names if name not in self.seen[what]
+    ]

@@ -90,7 +90,9 @@ class Run:
   def evaluations(self) -> Curve:
     """The held-out loss of the global model, or of the learner that trains alone."""
     run = self._read().run
-    clock, loss = ([getattr(one, what) for one in run.evaluations] for what in ('step', 'loss'))
+    clock, loss = (
+      [getattr(evaluation, what) for evaluation in run.evaluations] for what in ('step', 'loss')
+    )
     return _curve(clock, run.evaluated_tokens, run.evaluated_s, loss)
 
   def loss_at(self, tokens: int) -> float:

@@ -93,10 +93,10 @@ def judge(
       wrong.append(f'{key} is not the key of {cert}')
   except (ValueError, TypeError, exceptions.UnsupportedAlgorithm):
     wrong.append(f'{key} is not a private key in PEM without a password')
-  issuers = [one for one in authorities if _issued_by(certificate, one)]
+  issuers = [authority for authority in authorities if _issued_by(certificate, authority)]
   if not issuers:
     wrong.append(f'{cert} is not signed by {ca}: both must be of the same authority')
-  elif all(now >= one.not_valid_after_utc for one in issuers):
+  elif all(now >= issuer.not_valid_after_utc for issuer in issuers):
     wrong.append(f'{ca} has ended at {proofs.date(issuers[0].not_valid_after_utc)}')
   try:
     proof = of(certificate, role)

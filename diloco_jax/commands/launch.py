@@ -103,13 +103,13 @@ def _wrong_certificates(described: spec_lib.Spec) -> list[str]:
   """What is wrong with those of the programs. The syncer has to list those of the learners."""
   tls, wrong, now = pathlib.Path(_TLS.value), [], proofs.utc_now()
   syncer = tls / names.SYNCER
-  for one in described.programs if _TLS.value else ():
-    folder = check_lib.folder(tls, one.name)
+  for program in described.programs if _TLS.value else ():
+    folder = check_lib.folder(tls, program.name)
     try:
-      proof = check_lib.read(folder, one.role, now).proof
+      proof = check_lib.read(folder, program.role, now).proof
       listed = allowlist.read(syncer) if syncer.is_dir() else None  # else it is elsewhere
-      if one.role == names.LEARNER:
-        check_lib.require_learner(folder, one.name, now)
+      if program.role == names.LEARNER:
+        check_lib.require_learner(folder, program.name, now)
         if listed:
           listed.require(proof)
     except ValueError as error:

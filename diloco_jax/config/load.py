@@ -165,7 +165,7 @@ def _where(path: pathlib.Path, error: Exception) -> str:
   """The file, and its last line that led to the error."""
   frames = traceback.extract_tb(error.__traceback__)
   is_here = lambda name: pathlib.Path(name or '').resolve() == path.resolve()
-  lines = [one.lineno for one in frames if is_here(one.filename)]
+  lines = [frame.lineno for frame in frames if is_here(frame.filename)]
   if isinstance(error, SyntaxError) and is_here(error.filename):
     lines.append(error.lineno)
   return f'{path}:{lines[-1]}' if lines else f'{path}'

@@ -190,7 +190,10 @@ def _compiled(name: str, lower: Any) -> Function:
     needed = int(float(used[1]) * _UNITS[used[2]])
     return Function(name, 0, 0, needed, 0, {}, 0.0, time.process_time() - begun_s)
   sizes, text = made.memory_analysis(), made.as_text()
-  count = {one: text.count(f'{one}(') + text.count(f'{one}-start(') for one in _COLLECTIVES}
+  count = {
+    collective: text.count(f'{collective}(') + text.count(f'{collective}-start(')
+    for collective in _COLLECTIVES
+  }
   return Function(
     name,
     sizes.argument_size_in_bytes,

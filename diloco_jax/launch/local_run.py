@@ -125,23 +125,23 @@ def known(workdir: pathlib.Path, listen: str = '', tls: str = '') -> spec_lib.Kn
 
 def programs(described: spec_lib.Spec) -> list[supervisor_lib.LocalProgram]:
   """The same programs for the supervisor: with an interpreter, and shares of this machine."""
-  learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
+  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
   cpus = share_cpus(len(learners), available_cpus())
   environments = iter(())
   if learners:
-    processes = sum(one.hosts for one in learners)
+    processes = sum(learner.hosts for learner in learners)
     environments = iter(learner_environments(processes, learners[0].chips, accelerators.find()))
   found = []
-  for one in described.programs:
-    syncer = one.role == spec_lib.SYNCER
-    hosts = [environment(1)] if syncer else [next(environments) for _ in range(one.hosts)]
+  for program in described.programs:
+    syncer = program.role == spec_lib.SYNCER
+    hosts = [environment(1)] if syncer else [next(environments) for _ in range(program.hosts)]
     found.append(
       supervisor_lib.LocalProgram(
-        name=one.name,
-        command=spec_lib.command(one, cli.PROGRAM),
-        environment={**one.environment, **hosts[0]},
+        name=program.name,
+        command=spec_lib.command(program, cli.PROGRAM),
+        environment={**program.environment, **hosts[0]},
         hosts=hosts if len(hosts) > 1 else ({},),
-        cpus=() if syncer else cpus[learners.index(one)],
+        cpus=() if syncer else cpus[learners.index(program)],
       )
     )
   return found
@@ -204,7 +204,7 @@ def run_processes(
 ) -> supervisor_lib.Outcome:
   """Runs the programs under the supervisor. `make`: turns the programs into those that the
   supervisor runs. `kills`: of programs, on the way."""
-  names = [one.name for one in described.programs if one.role == spec_lib.LEARNER]
+  names = [program.name for program in described.programs if program.role == spec_lib.LEARNER]
   syncer = len(names) < len(described.programs)
   display = live.Display()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)

@@ -149,12 +149,14 @@ def make(request: Request, known: Known) -> Spec:
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
       f'connects to --syncer={request.syncer}; give --loop=COMMAND to start them'
     )
-  found = [one.name for one in programs]
+  found = [program.name for program in programs]
   for name in request.only:
     if name not in found:
       raise ValueError(f'--only={name}: there is no such program; use some of {", ".join(found)}')
   chosen = request.only or found
-  return Spec(name=request.run, programs=[one for one in programs if one.name in chosen])
+  return Spec(
+    name=request.run, programs=[program for program in programs if program.name in chosen]
+  )
 
 
 def _syncer(request: Request, known: Known) -> Program:

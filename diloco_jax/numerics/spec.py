@@ -39,8 +39,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     keywords: list[ast.keyword] = []
     if isinstance(call, ast.Call) and not call.args:
       call, keywords = call.func, call.keywords
-    if isinstance(call, ast.Name) and all(one.arg for one in keywords):
-      return call.id, {one.arg: ast.literal_eval(one.value) for one in keywords}
+    if isinstance(call, ast.Name) and all(keyword.arg for keyword in keywords):
+      return call.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
   except (SyntaxError, ValueError):  # not an expression, or an argument that is not a literal
     pass
   except (RecursionError, MemoryError):  # too many levels

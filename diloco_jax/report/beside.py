@@ -49,7 +49,7 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
     if all(curves):
       points = _points(curves, by)
       what = what.format(points[0][by]) if points else _NONE[by]
-      losses = [one['bits_per_byte'] if bits else one['loss'] for one in points]
+      losses = [point['bits_per_byte'] if bits else point['loss'] for point in points]
       add('  ' + what + ', bits per byte' * bits, '{:.3f}', losses or [None] * len(curves))
   add('training loss at its end', '{:.3f}', list(map(_training_loss, runs)))
   add('tokens trained', '{:,}', [run['tokens_trained'] for run in runs])
@@ -59,8 +59,8 @@ def text(found: Mapping[str, folder_lib.Read]) -> str:
   add('time', '{}', [header.duration(run['wall_seconds']) for run in runs])
   add('kills', '{}', [len(run['kills']) for run in runs])
   figures = [run['goodput'] or {} for run in runs]
-  add('goodput since joined', '{:.1%}', [one.get('training_since_joined') for one in figures])
-  add('token goodput', '{:.1%}', [one.get('token') for one in figures])
+  add('goodput since joined', '{:.1%}', [figure.get('training_since_joined') for figure in figures])
+  add('token goodput', '{:.1%}', [figure.get('token') for figure in figures])
   wide = max(map(len, rows)) + 2
   width = 2 + max(len(cell) for cells in rows.values() for cell in cells)
   lines = (name.ljust(wide) + ''.join(cell.rjust(width) for cell in rows[name]) for name in rows)

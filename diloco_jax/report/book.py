@@ -337,14 +337,16 @@ class Book:
   @property
   def _left(self) -> bool:
     """The last process of every learner has ended by itself."""
-    return all(one.doing in (_GONE, AFTER_END) for one in self.learners.values())
+    return all(learner.doing in (_GONE, AFTER_END) for learner in self.learners.values())
 
   # --- Results ------------------------------------------------------------------------------------
 
   @property
   def over(self) -> bool:
     """Some learners have trained to the end, and no other one trains."""
-    return bool(self._trained) and all(one.doing != _TRAINS for one in self.learners.values())
+    return bool(self._trained) and all(
+      learner.doing != _TRAINS for learner in self.learners.values()
+    )
 
   def partition(self, name: str, at_ns: int) -> dict[str, float]:
     """A learner's wall time in ns until now, by category; it adds up to the whole."""
@@ -392,11 +394,13 @@ class Book:
   def figures(self, at_ns: int) -> Figures:
     """Those of the run until now."""
     learners = self.learners.values()
-    ideal_ns = sum(one.ideal_ns for one in learners)
-    walls = [(one, at_ns - one.joined_ns) for one in learners if one.joined_ns is not None]
+    ideal_ns = sum(learner.ideal_ns for learner in learners)
+    walls = [
+      (learner, at_ns - learner.joined_ns) for learner in learners if learner.joined_ns is not None
+    ]
     merged = sum(map(self._merged, self.learners))
     return Figures(
-      training=ideal_ns * _inverse(sum(at_ns - one.began_ns for one in learners)),
+      training=ideal_ns * _inverse(sum(at_ns - learner.began_ns for learner in learners)),
       training_since_joined=ideal_ns * _inverse(sum(wall_ns for _, wall_ns in walls)),
       token=merged * _inverse(sum(one.rate * wall_ns for one, wall_ns in walls)),
       uptime=self._uptime(at_ns),
@@ -420,7 +424,7 @@ class Book:
     """A gap is usual if it takes the steps between two outer steps of the fastest learner."""
     if not self._gaps.count:
       return float(self._merged_ns is not None)
-    ideal_ns = [one.times.ideal_ns for one in self.learners.values() if one.times.count]
+    ideal_ns = [learner.times.ideal_ns for learner in self.learners.values() if learner.times.count]
     usual_ns = max(self._gaps.ideal_ns, self._steps_per_sync * min(ideal_ns, default=0))
     return 1 - self._gaps.beyond_ns(LONG_GAP * usual_ns) * _inverse(self._gaps.total_ns)
 

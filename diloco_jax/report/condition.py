@@ -151,11 +151,13 @@ def of_run(run: Any) -> Condition:
   learners = {name: run.condition(name) for name in run.ordered}
   syncer = None if run.syncer is None else run.condition(SYNCER)
   if syncer is None or (syncer.state == 'waiting' and not syncer.silent):
-    states = [one.state for one in learners.values()]
-    if states and all(one.is_gone for one in learners.values()):
+    states = [learner.state for learner in learners.values()]
+    if states and all(learner.is_gone for learner in learners.values()):
       return so(state='over' if 'done' in states else 'stopped')
-    silent = bool(states) and all(one.silent or one.is_gone for one in learners.values())
-    begun = any(one.steps for one in run.learners.values())
+    silent = bool(states) and all(
+      learner.silent or learner.is_gone for learner in learners.values()
+    )
+    begun = any(learner.steps for learner in run.learners.values())
     return so(state='training' if begun else 'starting', silent=silent)
   if syncer.state == 'done':
     return so(state='over', since_s=syncer.since_s)

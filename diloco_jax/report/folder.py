@@ -77,7 +77,9 @@ def has_ended(folder: pathlib.Path) -> bool:
   if 'syncer' in _names(folder) and not (folder / 'model').is_dir():
     return False  # without reading the records
   run = read(folder).run
-  ends = [one.state for one in run.learners.values()] if run.syncer is None else [run.syncer]
+  ends = (
+    [learner.state for learner in run.learners.values()] if run.syncer is None else [run.syncer]
+  )
   evaluated = not run.evaluations or run.evaluations[-1].step >= run.total_steps
   return run.progress >= 1 and evaluated and set(ends) == {'done'}
 

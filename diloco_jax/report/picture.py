@@ -72,7 +72,7 @@ def _draw_loss(axes: axes_lib.Axes, run: Mapping[str, Any], colours: Mapping[str
     lines_, labels = axes.get_legend_handles_labels()
     if len(colours) > MANY:  # one of each kind
       pairs = {label.partition(', ')[2]: line for line, label in zip(lines_, labels)}
-      lines_, labels = list(pairs.values()), [f'{len(colours)} learners, {one}' for one in pairs]
+      lines_, labels = list(pairs.values()), [f'{len(colours)} learners, {pair}' for pair in pairs]
       labels = [one.replace(f'{len(colours)} learners, held-out', 'held-out') for one in labels]
     axes.legend(lines_, labels, frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')

@@ -486,7 +486,7 @@ class RunFacts:
     self.participants.append(len(fact.participants))
     self.waited_ns.append(fact.waited_ns)
     self.staleness.append(fact.staleness)
-    self.live.append(sum(one.is_live for one in self.learners.values()))
+    self.live.append(sum(learner.is_live for learner in self.learners.values()))
     if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
       self.syncer_processes[-1].first_step_s = at_s
     for name in fact.participants:

@@ -31,7 +31,7 @@ def state(
     [*told, f'a period of {run.period} inner steps, chosen by the syncer'] if run.period else told
   )
   merges = run.merges_s, run.participants, run.live, run.staleness
-  connected = [one.connected for one in run.learners.values()]
+  connected = [learner.connected for learner in run.learners.values()]
   working = [one for name, one in run.learners.items() if one.steps and run.works(name)]
   found = {name: getattr(run, name) for name in _OF_RUN} | {
     'name': config.name if config else 'run',
@@ -90,7 +90,7 @@ def _mean_pace(
   run: run_facts.RunFacts, tokens: int, learners: Sequence[programs.LearnerFacts]
 ) -> float | None:
   """Tokens a second from the first step to the last one, without the long part of pauses."""
-  ends = [(one.steps[0].at_s, one.steps[-1].at_s) for one in learners if one.steps]
+  ends = [(learner.steps[0].at_s, learner.steps[-1].at_s) for learner in learners if learner.steps]
   began_s, ended_s = (
     min((one for one, _ in ends), default=0),
     max((one for _, one in ends), default=0),
@@ -150,7 +150,7 @@ def _lives(processes: list[programs.Process], now_s: float = 0.0) -> list[list]:
 def _pauses(run: run_facts.RunFacts) -> list[tuple[float, float]]:
   """(when, seconds) of each long time without a process."""
   pauses, until_s = [], 0.0
-  programs = [run.syncer_processes, *(one.processes for one in run.learners.values())]
+  programs = [run.syncer_processes, *(learner.processes for learner in run.learners.values())]
   for began_s, _, end_s, _ in sorted(
     itertools.chain(*map(_lives, programs)), key=lambda one: one[0]
   ):

@@ -125,11 +125,13 @@ def decode(payload: memoryview) -> OuterStep:
   done = codec.decode(events.MergeDone, header['done'])
   if not merge.participants:
     raise ValueError('it has no participants')
-  if not set(done.refused) <= {one.learner for one in merge.participants}:
+  if not set(done.refused) <= {participant.learner for participant in merge.participants}:
     raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
-  for one in merge.participants:
-    if not 0 <= one.tokens <= MAX_COUNT or not 0 <= one.steps <= MAX_COUNT:
-      raise ValueError(f'{one.learner} has {one.tokens} tokens of {one.steps} steps')
+  for participant in merge.participants:
+    if not 0 <= participant.tokens <= MAX_COUNT or not 0 <= participant.steps <= MAX_COUNT:
+      raise ValueError(
+        f'{participant.learner} has {participant.tokens} tokens of {participant.steps} steps'
+      )
   if header['sizes'] != [len(data)]:
     raise ValueError(f'{len(data)} bytes are no gradient of {codec.short(header["sizes"])} bytes')
   return OuterStep(merge, done, data)

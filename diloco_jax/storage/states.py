@@ -273,7 +273,7 @@ def _parts(
   for path in (*digests, None):
     size = 0 if path is None else tree_digest.num_bytes(leaves[path])
     if part and (path is None or size > room):
-      wanted = [np.ndarray if one in part else _LEFT_OUT for one in leaves]
+      wanted = [np.ndarray if leaf in part else _LEFT_OUT for leaf in leaves]
       read_in = orbax_context.ocp.load(folder, jax.tree.unflatten(structure, wanted))
       found = {one: leaf for one, leaf in tree_digest.by_path(read_in).items() if one in part}
       tree_digest.require_same_digests(part, tree_digest.digests_of_host(found))

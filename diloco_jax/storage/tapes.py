@@ -148,7 +148,11 @@ class Tape:
 
   def _open(self) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)
-    lives = (one.number for one in process_tapes(self._folder) if one.node == self._node)
+    lives = (
+      process_tape.number
+      for process_tape in process_tapes(self._folder)
+      if process_tape.node == self._node
+    )
     life = self._life or max(lives, default=0) + 1
     while self._file is None:
       self.path = self._folder / f'{self._node}.{life}.{self._segment + 1}.jsonl'

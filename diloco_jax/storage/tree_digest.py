@@ -99,7 +99,7 @@ _digest_tree = jax.jit(lambda tree: jax.tree.map(digest_leaf, tree))
 
 def _spans_hosts(tree: Any) -> bool:
   shardings = (getattr(leaf, 'sharding', None) for leaf in jax.tree.leaves(tree))
-  return not all(one is None or one.is_fully_addressable for one in shardings)
+  return not all(sharding is None or sharding.is_fully_addressable for sharding in shardings)
 
 
 def _bits(leaf: jax.Array) -> jax.Array:

@@ -166,7 +166,7 @@ class Followers:
         fragment.deltas.append(Update(before, publish, payload))
       else:
         fragment.deltas.clear()
-      while 2 * sum(one.payload.nbytes for one in fragment.deltas) > fragment.whole_bytes:
+      while 2 * sum(delta.payload.nbytes for delta in fragment.deltas) > fragment.whole_bytes:
         fragment.deltas.popleft()
       self._drop_unused()
       self._changed.notify_all()
@@ -323,9 +323,9 @@ class Followers:
 
   def _wholes(self) -> int:
     """How many whole fragments are in memory, or about to be."""
-    wholes = {id(one.whole) for one in self._fragments if one.whole}
+    wholes = {id(fragment.whole) for fragment in self._fragments if fragment.whole}
     wholes |= {id(one.sending) for one in self._live if one.sends_whole}
-    return len(wholes) + sum(one.reading for one in self._fragments)
+    return len(wholes) + sum(fragment.reading for fragment in self._fragments)
 
   def _drop_unused(self, full: bool = False) -> None:
     """Forgets whole fragments that no follower lacks or that lead nowhere, and, without followers,

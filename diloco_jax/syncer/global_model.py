@@ -58,11 +58,11 @@ class Theta:
     (outer_step.py); else on the CPU of this process, and they are bytes."""
     self._assembled = assembled
     layout = assembled.layout
-    labels = [[one.label for one in tensors] for tensors in layout.fragments]
+    labels = [[tensor.label for tensor in tensors] for tensors in layout.fragments]
     self._labels = labels
     own = lambda make, one: make(one) if isinstance(one, str) else one
     rules = {label: own(merge.make, rule) for label, rule in assembled.rules.items()}
-    self._rules = [merge.by_label(rules, one) for one in labels]
+    self._rules = [merge.by_label(rules, label) for label in labels]
     self._tiles = outer_step.Tiles(
       layout,
       assembled.codec_up,
@@ -213,7 +213,9 @@ class Theta:
     return self._next(p, *made, length)._replace(cosines=by_label)
 
   def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
-    steps = [one.steps for one in participants if one.learner not in refused]
+    steps = [
+      participant.steps for participant in participants if participant.learner not in refused
+    ]
     return outer.periods(steps, self._assembled.config.sync.period)
 
   def redo(

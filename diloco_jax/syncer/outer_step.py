@@ -119,7 +119,7 @@ class Tiles:
     """
     self._on_host = tile is not None  # payloads
     self._up, self._down, self._log = codec_up, codec_down, codec_log
-    self._shardings = [jax.sharding.SingleDeviceSharding(one) for one in devices]
+    self._shardings = [jax.sharding.SingleDeviceSharding(device) for device in devices]
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     usual = 2 * TILE if max(self._sizes) >= LARGE else TILE
@@ -136,7 +136,7 @@ class Tiles:
       np.array([one.padded_size // codecs.BLOCK for one in layout.fragments[p]])
       for p in range(count)
     ]
-    self._counts = [np.full(one.sum(), codecs.BLOCK, np.int32) for one in blocks]
+    self._counts = [np.full(block.sum(), codecs.BLOCK, np.int32) for block in blocks]
     for p in range(count):
       padding = [one.padded_size - one.size for one in layout.fragments[p]]
       self._counts[p][np.cumsum(blocks[p]) - 1] -= np.array(padding, np.int32)
@@ -430,7 +430,7 @@ class Tiles:
     if not self._on_host:
       (blocks_B,) = blocks
       return np.asarray(self._tensor_sums(tuple(self._blocks[p]), blocks_B), np.float64)
-    blocks_B = np.concatenate([np.asarray(one) for one in blocks])
+    blocks_B = np.concatenate([np.asarray(block) for block in blocks])
     with np.errstate(over='ignore', invalid='ignore'):  # what is not finite stays so
       return np.array(exchange.tensor_sums(self._blocks[p], blocks_B), np.float64)
 
@@ -446,4 +446,4 @@ class Tiles:
   def _vectors(self, p: int, tile: exchange.Values) -> list[jax.Array]:
     """The arrays of a tile that serve as buffers."""
     leaves = jax.tree.leaves(tile)
-    return [one for one in leaves if (one.shape, one.dtype) == ((self._n[p],), np.float32)]
+    return [leaf for leaf in leaves if (leaf.shape, leaf.dtype) == ((self._n[p],), np.float32)]

@@ -443,7 +443,7 @@ class Stored:
     self._store.remove(*sorted(old, key=lambda name: not name.endswith(states.MANIFEST)))
     if len(behind := self._positions()) == outer_log.CHECKPOINTS:
       limit = f'{self._at}wal/{wal.name_of(behind[-1])}'
-      self._store.remove(*(one for one in self._store.names(f'{self._at}wal/') if one <= limit))
+      self._store.remove(*(name for name in self._store.names(f'{self._at}wal/') if name <= limit))
 
   def _copy_model(self) -> None:
     self.forget_model()

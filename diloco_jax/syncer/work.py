@@ -118,7 +118,9 @@ class SyncerWork:
   def _merge(self, merge: actions.Merge) -> None:
     """Carries out an outer step, commits it, and only then posts anything about it."""
     p = merge.fragment
-    payloads, lengths = zip(*(self._measured(p, one.payload_id) for one in merge.participants))
+    payloads, lengths = zip(
+      *(self._measured(p, participant.payload_id) for participant in merge.participants)
+    )
     lengths_MxT = np.stack(lengths)
     screened = self._theta.screen(merge.participants, lengths_MxT, len(merge.live))
     merged = self._theta.merge(p, merge.participants, payloads, screened.refused, lengths_MxT)
@@ -135,9 +137,9 @@ class SyncerWork:
     if not merged.failed:  # it is read for its checksum while the disk writes
       announced = outer_step.threads().submit(payloads_lib.keep, self._payloads, merged.delta)
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient))
-    for one in merge.participants:
-      self._payloads.drop(one.payload_id)
-      del self._known[one.payload_id]
+    for participant in merge.participants:
+      self._payloads.drop(participant.payload_id)
+      del self._known[participant.payload_id]
     if merged.failed:
       self._post(done)
       return

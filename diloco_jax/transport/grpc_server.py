@@ -338,7 +338,7 @@ class GrpcSyncerTransport(sessions.Sessions):
     while True:
       sessions = self._sessions.values()
       members = sum(session.member for session in sessions)
-      strangers = [one for one in sessions if one.stranger and not one.learner]
+      strangers = [session for session in sessions if session.stranger and not session.learner]
       if self._closing or proved or members >= self._limits.max_members:
         return members, None
       now_s, stay_s = time.monotonic(), self._limits.stay_s
@@ -353,7 +353,11 @@ class GrpcSyncerTransport(sessions.Sessions):
 
   def _unjoined(self, learner: str) -> grpc_session.Session | None:
     """The session of a learner with a certificate that is no member's: it has one at most."""
-    own = (one for one in self._sessions.values() if one.learner == learner and one.stranger)
+    own = (
+      session
+      for session in self._sessions.values()
+      if session.learner == learner and session.stranger
+    )
     return next(own, None)
 
   def _refuse(self, context: grpc.ServicerContext, why: str) -> None:

@@ -162,7 +162,7 @@ def suite(length: int, most: int) -> dict[str, task_lib.Questions]:
   rows = [list(b'\0a %s of' % word.encode()) for word in _WORDS]
   right = [_WORDS.index(text.split()[1].decode()) for text in texts]
   asked = evaluate.multiple_choice([rows] * len(examples), right, length)
-  images_RxSxS = np.repeat(np.stack([one['image'] for one in examples]), len(rows), axis=0)
+  images_RxSxS = np.repeat(np.stack([example['image'] for example in examples]), len(rows), axis=0)
   return {
     'digits': dataclasses.replace(asked, inputs={'image': images_RxSxS, 'text': asked.inputs})
   }

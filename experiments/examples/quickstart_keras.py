@@ -25,7 +25,7 @@ class Diloco(keras.callbacks.Callback):
 
 
 def state_of(model: keras.Model) -> dict:
-  of = lambda variables: {one.path: one.value for one in variables}
+  of = lambda variables: {variable.path: variable.value for variable in variables}
   rest = [*model.non_trainable_variables, *model.optimizer.variables]
   return {'params': of(model.trainable_variables), 'rest': of(rest)}
 

@@ -54,7 +54,9 @@ def missing() -> list[str]:
   named = tomllib.loads((ROOT / 'pyproject.toml').read_text('utf-8'))['project']['dependencies']
   plain = lambda name: name.lower().replace('_', '-')
   names = [one.partition('>')[0].partition('[')[0] for one in named]
-  found = {plain(one.metadata['Name']) for one in importlib.metadata.distributions()}
+  found = {
+    plain(distribution.metadata['Name']) for distribution in importlib.metadata.distributions()
+  }
   return [name for name in names if plain(name) not in found]
 
 

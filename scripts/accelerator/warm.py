@@ -7,8 +7,8 @@ from diloco_jax.verification.virtual import virtual
 def configured(name: str, settings: tuple[str, ...]) -> run_config.Config:
   """The config with settings as on a command line, of numbers, words and truth values."""
   config = load.load(name)
-  for one in settings:
-    (section, field), value = one.partition('=')[0].split('.'), one.partition('=')[2]
+  for setting in settings:
+    (section, field), value = setting.partition('=')[0].split('.'), setting.partition('=')[2]
     part = getattr(config, section)
     kind = type(getattr(part, field))
     setattr(part, field, value == 'true' if kind is bool else kind(value))

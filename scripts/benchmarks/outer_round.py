@@ -240,11 +240,11 @@ def meet(pipes: list[connection.Connection]) -> list[Any]:
   """What each process sends at its next barrier: when it held its values, and had the result of a
   round. The processes begin the next step together: the step of one would take the cores of another
   whose round lasts."""
-  if not all(one.poll(DEADLINE_S) for one in pipes):
+  if not all(pipe.poll(DEADLINE_S) for pipe in pipes):
     raise TimeoutError(f'a process has not ended a round within {DEADLINE_S} s')
-  found = [one.recv() for one in pipes]
-  for one in pipes:
-    one.send(None)
+  found = [pipe.recv() for pipe in pipes]
+  for pipe in pipes:
+    pipe.send(None)
   return found
 
 

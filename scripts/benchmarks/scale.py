@@ -288,7 +288,7 @@ def outer_steps(learners: list[int], millions: list[int], rounds: int, at: int) 
       copies.append(made[at].memcpy())
   copy = measured.spread(copies)['median']
   found = {
-    cell: {name: measured.spread([one[name] for one in runs]) for name in runs[0]}
+    cell: {name: measured.spread([run[name] for run in runs]) for name in runs[0]}
     for cell, runs in taken.items()
   }
   print(f'memcpy of 4 bytes: {copy:.2f} CPU-ns for each parameter')

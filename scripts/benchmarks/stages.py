@@ -219,7 +219,7 @@ def main() -> None:
   print(f'{"":22}' + f'{"syncer":>16}{"a learner":>16}' * len(found) + '   CPU, wall')
   for name in NAMES:
     cells = [found[codec][who].get(name) for codec in found for who in ('syncer', 'learner')]
-    text = [f'{one[0]:.1f}, {one[1]:.1f}' if one and any(one) else '' for one in cells]
+    text = [f'{cell[0]:.1f}, {cell[1]:.1f}' if cell and any(cell) else '' for cell in cells]
     print(f'{name:22}' + ''.join(f'{one:>16}' for one in text))
   measured.write(flags.json, found)
 

@@ -87,14 +87,14 @@ def test_followers_change_nothing_and_leave_at_any_time(tmp_path):
   for count in (0, 3):
     with _syncer(sync=_sync(), workdir=tmp_path / str(count)) as server:
       models = [diloco_jax.follow(server.address) for _ in range(count)]
-      for one in models:
-        next(one)
-      for one in models[:1]:
-        one.close()
+      for model in models:
+        next(model)
+      for model in models[:1]:
+        model.close()
       _train(server.address)
       found.append(server.wait(DEADLINE_S))
-      for one in models[1:]:
-        *_, (_, params) = one
+      for model in models[1:]:
+        *_, (_, params) = model
         _equal(params, found[0])
   _equal(found[1], found[0])
 

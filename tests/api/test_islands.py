@@ -58,7 +58,7 @@ class _Run:
   def build(self, original: Callable[..., None], work: learner_work.LearnerWork, *rest) -> None:
     name = threading.current_thread().name
     if self.others_first and (ends := self.facts(name, 'exit')):
-      others = [one for one in self.controller.devices if one != name]
+      others = [device for device in self.controller.devices if device != name]
       since = lambda one: [s for s in self.facts(one, 'step') if s['t_ns'] > ends[-1]['t_ns']]
       self.until(lambda: all(len(since(one)) >= 3 for one in others))
     original(work, *rest)
@@ -102,7 +102,7 @@ class _Run:
     assert ledger['merged'] > 0
     verdict = conductor_lib.judge(self.folder)
     assert verdict.broken is None, verdict.text()
-    assert not {one.name for one in threading.enumerate()} & {'syncer', *exits}
+    assert not {thread.name for thread in threading.enumerate()} & {'syncer', *exits}
 
 
 @contextlib.contextmanager

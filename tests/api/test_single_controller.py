@@ -98,7 +98,7 @@ def test_two_learners_with_the_same_text_of_their_own_run_to_the_end(tmp_path):
   ledger = _facts(tmp_path / 'run', 'syncer', 'ledger')[-1]
   assert ledger['merged'] == ledger['fragments'] * ledger['trained'] > 0, ledger
   losses = {name: [row['loss'] for row in _facts(tmp_path / 'run', name, 'step')] for name in exits}
-  assert losses.pop('syncer') == [] and all(one[-1] < one[0] - 1.0 for one in losses.values())
+  assert losses.pop('syncer') == [] and all(loss[-1] < loss[0] - 1.0 for loss in losses.values())
   assert losses['l0'] != losses['l1'], 'both have read their text in the same order'
 
 

@@ -269,4 +269,4 @@ def test_a_file_that_is_far_too_large_is_no_certificate(owner, tmp_path):
     private.read(large)
   folder = owner.folder / 'l0'
   (folder / check_lib.CERTIFICATE).write_bytes(large.read_bytes())
-  assert any('more than' in one for one in check_lib.problems(folder, names.LEARNER, NOW))
+  assert any('more than' in problem for problem in check_lib.problems(folder, names.LEARNER, NOW))

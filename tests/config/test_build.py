@@ -75,7 +75,7 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   before = theta.master(0)
   deltas = [np.full(before.size, value, np.float32) for value in (0.25, -1.0)]
   payloads = [
-    np.asarray(assembled.codec_up.encode(jnp.asarray(one))[0]).tobytes() for one in deltas
+    np.asarray(assembled.codec_up.encode(jnp.asarray(delta))[0]).tobytes() for delta in deltas
   ]
   assert not theta.merge(0, participants(2), payloads, ()).failed
   moved = theta.master(0) - before
@@ -96,7 +96,9 @@ def test_an_outer_step_of_many_periods_moves_the_model_once_and_is_repeated_bit_
   def momentum(theta):
     return np.asarray(theta.arrays()['outer'][0][0].trace).max()
 
-  long = tuple(dataclasses.replace(one, steps=r * sync.period) for one in participants(2))
+  long = tuple(
+    dataclasses.replace(participant, steps=r * sync.period) for participant in participants(2)
+  )
   found = []
   for given in (participants(2), long):
     theta, again = global_model.Theta(assembled), global_model.Theta(assembled)

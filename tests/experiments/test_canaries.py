@@ -43,7 +43,7 @@ def _rows(tmp_path_factory) -> dict[str, list[dict]]:
 
 def schedule(row: dict) -> list[float]:
   figures = (row[name] for name in ('steps', 'merged', 'when_due', 'participants'))
-  return [round(one, 4) for one in figures]
+  return [round(figure, 4) for figure in figures]
 
 
 @pytest.mark.long

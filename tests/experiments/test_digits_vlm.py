@@ -118,7 +118,7 @@ def test_shards_share_no_image():
   loaded = digits_vlm.load()
   batches = 1437 // 4 // 8
   shards = [data_lib.make_shard(loaded, config, v) for v in range(4)]
-  rows = [{row.tobytes() for i in range(batches) for row in one[i]['image']} for one in shards]
+  rows = [{row.tobytes() for i in range(batches) for row in shard[i]['image']} for shard in shards]
   assert len(set.union(*rows)) == sum(map(len, rows))
   first, again = (data_lib.eval_batches(loaded, config) for _ in range(2))
   assert [one['text'].shape for one in first] == [(32, 27)] * 2

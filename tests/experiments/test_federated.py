@@ -40,7 +40,7 @@ def test_sites_together_read_digits_that_no_site_alone_has_seen_enough_of(tmp_pa
   exits = single_controller.run(config, tmp_path / 'run').exits
   assert {one.code for one in exits.values()} == {0}, exits
   facts = list(records_lib.records(tmp_path / 'run'))
-  ledger = [one for one in facts if one['name'] == 'ledger'][-1]
+  ledger = [fact for fact in facts if fact['name'] == 'ledger'][-1]
   assert 'duplicate' not in ledger['discarded']
-  together = [one['loss'] for one in facts if one['name'] == 'eval'][-1]
+  together = [fact['loss'] for fact in facts if fact['name'] == 'eval'][-1]
   assert together < 0.5 * min(alone), (together, alone)

@@ -137,8 +137,8 @@ def test_a_run_learns_while_a_trainer_and_a_worker_are_killed(tmp_path):
   for name in ('l1', 'w0'):
     assert f'{name} has ended with code -9: it is started again' in program.text
   facts = list(diloco_jax.records(tmp_path))
-  measured = [one for one in facts if one['name'] == 'metrics' and 'dropped' in one['values']]
+  measured = [fact for fact in facts if fact['name'] == 'metrics' and 'dropped' in fact['values']]
   assert {'reward', 'version'} < measured[-1]['values'].keys()
   assert measured[-1]['values']['version'] > 0
-  told = [one['values']['reward'] for one in facts if one['name'] == 'metrics']
+  told = [fact['values']['reward'] for fact in facts if fact['name'] == 'metrics']
   assert max(told) > 0.1

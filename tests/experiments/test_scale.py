@@ -77,8 +77,10 @@ def test_a_size_has_as_many_parameters_as_its_model():
 def test_all_methods_train_the_same_tokens_in_the_same_number_of_steps():
   for size in scale.SIZES:
     configs = [scale.arm(case(size, 20, *method), 0.01, 0).config for method in scale.METHODS]
-    together = {one.train.steps * one.data.batch_size * one.sync.learners for one in configs}
-    assert len(together) == 1 and len({one.train.steps for one in configs}) == 1
+    together = {
+      config.train.steps * config.data.batch_size * config.sync.learners for config in configs
+    }
+    assert len(together) == 1 and len({config.train.steps for config in configs}) == 1
     tokens = together.pop() * scale.LENGTH
     assert tokens == pytest.approx(20 * scale.parameters(size), rel=0.01)
 
@@ -121,7 +123,7 @@ def test_the_grid_ends_with_every_method_at_every_size(whole):
 @pytest.mark.long
 def test_the_trend_of_two_power_laws_is_their_quotient(whole, tmp_path):
   book, _ = whole
-  found = [one for one in scale.results(False, book) if one.case == case(one.case.size)]
+  found = [result for result in scale.results(False, book) if result.case == case(result.case.size)]
   far, decade = fit.trend(found)
   assert len(found) == 5 and sum(len(one.gaps) for one in found) == 12
   assert far == pytest.approx([law(4, fit.FAR)] * 3, abs=1e-6)

@@ -21,7 +21,7 @@ LIMIT_S = 120
 
 
 def job_sets(texts: dict[str, str]) -> list[dict]:
-  found = [one for text in manifests(texts).values() for one in schemas.documents(text)]
+  found = [document for text in manifests(texts).values() for document in schemas.documents(text)]
   return [one for one in found if one['kind'] == 'JobSet']
 
 
@@ -93,10 +93,10 @@ def test_the_schemas_find_no_error(topology, hosts):
 def test_long_names_fit():
   """JobSet refuses one whose pods would have names of more than 63 characters."""
   asked = rendered.request(12, 'v5p:4x4x4', name='run-' * 20)
-  for one in job_sets(rendered.texts(asked)):
-    (job,) = one['spec']['replicatedJobs']
+  for job_set in job_sets(rendered.texts(asked)):
+    (job,) = job_set['spec']['replicatedJobs']
     index = job['template']['spec']['completions'] - 1
-    assert len(f'{one["metadata"]["name"]}-{job["name"]}-0-{index}-abcde') <= 63
+    assert len(f'{job_set["metadata"]["name"]}-{job["name"]}-0-{index}-abcde') <= 63
 
 
 def test_a_learner_without_tpus():

@@ -289,8 +289,8 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   flags = ['--config=x.py:tiny', '--config.sync.quorum=2']
   programs = {p.name: p for p in local_run.programs(local_run.describe(config, tmp_path, flags))}
   assert list(programs) == ['syncer', 'l0', 'l1', 'l2']
-  for one in programs.values():
-    assert set(flags) | {f'--workdir={tmp_path}'} <= set(one.command)
+  for program in programs.values():
+    assert set(flags) | {f'--workdir={tmp_path}'} <= set(program.command)
   assert f'--syncer=file:{tmp_path}/syncer/address' in programs['l1'].command
   assert '--learner=l1' in programs['l1'].command
   assert programs['l1'].environment['JAX_NUM_CPU_DEVICES'] == '2'
@@ -300,7 +300,7 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
 def test_the_hosts_of_a_learner_share_its_devices(config, tmp_path):
   config.mesh.data, config.mesh.fsdp, config.mesh.hosts = 4, 2, 4
   programs = {p.name: p for p in local_run.programs(local_run.describe(config, tmp_path, []))}
-  assert [one['JAX_NUM_CPU_DEVICES'] for one in programs['l1'].hosts] == ['2'] * 4
+  assert [host['JAX_NUM_CPU_DEVICES'] for host in programs['l1'].hosts] == ['2'] * 4
   assert len(programs['syncer'].hosts) == 1
   config.mesh.hosts = 3
   with pytest.raises(ValueError, match='mesh.hosts is 3: 8 devices do not split evenly'):
@@ -370,12 +370,12 @@ def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
     if listed:
       monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
     _, *learners = local_run.programs(local_run.describe(config, tmp_path, []))
-    assert [one.environment['CUDA_VISIBLE_DEVICES'] for one in learners] == shares
-    assert not any('JAX_PLATFORMS' in one.environment for one in learners)
+    assert [learner.environment['CUDA_VISIBLE_DEVICES'] for learner in learners] == shares
+    assert not any('JAX_PLATFORMS' in learner.environment for learner in learners)
   for listed in ('0,1', '0,1,2,3,4,8', '-1', ''):  # too few, one that is not there, none
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
     _, *learners = local_run.programs(local_run.describe(config, tmp_path, []))
-    assert {one.environment['JAX_PLATFORMS'] for one in learners} == {'cpu'}
+    assert {learner.environment['JAX_PLATFORMS'] for learner in learners} == {'cpu'}
 
 
 def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, monkeypatch, capsys):
@@ -384,7 +384,7 @@ def test_a_syncer_alone_takes_no_accelerators_and_says_nothing_of_them(config, m
   monkeypatch.setattr(accelerators, 'find', lambda: tpu)
   asked = spec_lib.Request(config=config, config_flags=[], only=['syncer'])
   described = spec_lib.make(asked, local_run.known(pathlib.Path('/run')))
-  assert [one.name for one in local_run.programs(described)] == ['syncer']
+  assert [program.name for program in local_run.programs(described)] == ['syncer']
   assert capsys.readouterr().out == ''
 
 
@@ -392,7 +392,7 @@ def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeyp
   monkeypatch.delenv('JAX_PLATFORMS')
   found = accelerators.Accelerators('cuda', ('0',))
   environments = local_run.learner_environments(2, 1, found)
-  assert [one['JAX_PLATFORMS'] for one in environments] == ['cpu', 'cpu']
+  assert [environment['JAX_PLATFORMS'] for environment in environments] == ['cpu', 'cpu']
   assert 'use emulated CPU devices' in capsys.readouterr().out
   monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
   assert local_run.learner_environments(2, 1, found)[0]['JAX_PLATFORMS'] == 'cuda'

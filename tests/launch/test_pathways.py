@@ -121,7 +121,7 @@ def test_each_island_of_a_run_is_a_whole_slice_and_comes_back_from_its_checkpoin
   summary = json.loads((workdir / 'report' / 'summary.json').read_text())
   assert summary['outer_steps'] and summary['tokens_merged'] == summary['tokens_trained'] > 0
   costs = [one['cost'] for one in summary['learners'].values()]
-  assert [(one['devices'], one['kind'], one['memory_bytes']) for one in costs] == [
+  assert [(cost['devices'], cost['kind'], cost['memory_bytes']) for cost in costs] == [
     (4, 'TPU stub', 0)
   ] * 2
   done = train(workdir, *words, '--resume', '--config.train.steps=40')

@@ -32,7 +32,7 @@ def store(tmp_path):
 
 
 def leaves_nothing(cluster: ray_cluster.Cluster) -> bool:
-  return not any(cluster.processes(one.name, 'diloco_jax') for one in cluster.folder.iterdir())
+  return not any(cluster.processes(path.name, 'diloco_jax') for path in cluster.folder.iterdir())
 
 
 def test_a_run_with_a_learner_of_two_hosts_trains_to_its_end(tmp_path, certs, store):
@@ -141,8 +141,8 @@ def test_a_syncer_whose_machine_dies_continues_elsewhere_from_the_store(tmp_path
   lost = run.said('are gone: only the disk of')
   seen = [0] * 4  # by learners
   for learner in at:
-    for one in run.facts(learner, 'adopted'):
-      if one['time'] < recovered[0]['time']:
-        seen[one['fragment']] = max(seen[one['fragment']], one['version'])
+    for fact in run.facts(learner, 'adopted'):
+      if fact['time'] < recovered[0]['time']:
+        seen[fact['fragment']] = max(seen[fact['fragment']], fact['version'])
   has = recovered[0]['versions']
   assert all(have >= saw for have, saw in zip(has, seen)) and not lost, (has, seen)

@@ -67,12 +67,12 @@ class Run:
     return [one for one in found if one['process'] == process and one['name'] == name]
 
   def merges(self, learner: str) -> int:
-    return sum(learner in one['participants'] for one in self.facts('syncer', 'synced'))
+    return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
 
   def until_merged(self, *learners: str) -> None:
     """Waits until each of them has been in some more outer steps."""
-    at = {one: self.merges(one) for one in learners}
-    self.cluster.until(lambda: all(self.merges(one) >= at[one] + 3 for one in learners))
+    at = {learner: self.merges(learner) for learner in learners}
+    self.cluster.until(lambda: all(self.merges(learner) >= at[learner] + 3 for learner in learners))
 
   def text(self, process: str) -> str:
     return (self.workdir / 'logs' / f'{process}.log').read_text()
@@ -90,8 +90,8 @@ class Run:
   def end(self) -> list[str]:
     """Waits for the end of all jobs; returns their states and exit codes."""
     over = 'COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT'
-    self.cluster.until(lambda: all(one['JobState'] in over for one in self.jobs()))
-    return [f'{one["JobState"]} {one["ExitCode"]}' for one in self.jobs()]
+    self.cluster.until(lambda: all(job['JobState'] in over for job in self.jobs()))
+    return [f'{job["JobState"]} {job["ExitCode"]}' for job in self.jobs()]
 
 
 def test_a_run_whose_jobs_are_requeued_ends_in_order(cluster, tmp_path):
@@ -131,7 +131,7 @@ def test_a_run_whose_jobs_are_requeued_ends_in_order(cluster, tmp_path):
 
   (tmp_path / 'gate').touch()
   assert run.end() == ['COMPLETED 0:0'] * 4
-  assert [one['Restarts'] for one in run.jobs()] == ['1'] * 4
+  assert [job['Restarts'] for job in run.jobs()] == ['1'] * 4
   assert (run.workdir / 'report' / 'report.txt').is_file()
   assert (run.workdir / 'model').is_dir()
 
@@ -143,14 +143,14 @@ def test_what_is_refused_or_cancelled_is_not_started_again(cluster, tmp_path):
   run.submit()
   syncer, *learners = run.end()
   assert syncer == 'FAILED 42:0'
-  assert all(one.startswith('CANCELLED') for one in learners)
+  assert all(learner.startswith('CANCELLED') for learner in learners)
   (tmp_path / 'key.pem').rename(key)
   run.submit()
   run.until_merged(*LEARNERS)
   cluster.call('scancel', run.syncer, run.learners)
   assert all(one.startswith('CANCELLED') for one in run.end())
   assert all(run.said(name, 'preempted at clock') == 1 for name in LEARNERS)
-  assert [one['Restarts'] for one in run.jobs()] == ['0'] * 4
+  assert [job['Restarts'] for job in run.jobs()] == ['0'] * 4
 
 
 _LOOP = """

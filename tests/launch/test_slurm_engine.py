@@ -63,7 +63,7 @@ def _cluster(tmp_path, monkeypatch):
     monkeypatch.setenv(name, value)
 
   def calls() -> list[list[str]]:
-    return [one.splitlines() for one in (tmp_path / 'calls').read_text().split('\n\n')[:-1]]
+    return [word.splitlines() for word in (tmp_path / 'calls').read_text().split('\n\n')[:-1]]
 
   return calls
 
@@ -173,7 +173,7 @@ def test_the_end_of_a_program(cluster, tmp_path, monkeypatch, role, code, more, 
   done = run(script(request(workdir=str(tmp_path / 'x'))), tmp_path, role)
   assert done.returncode == code, done.stderr
   calls = cluster() if (tmp_path / 'calls').exists() else []
-  others = [one for one in calls if one[0] == 'scancel' or one[1] == 'requeue']
+  others = [call for call in calls if call[0] == 'scancel' or call[1] == 'requeue']
   assert others == ([last] if last else [])
 
 

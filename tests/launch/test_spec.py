@@ -61,12 +61,12 @@ def test_a_syncer_and_its_learners(learners):
     *('--syncer=gemma-1b-syncer:7070', '--hosts=auto'),
   ]
   assert described.name == 'gemma-1b'
-  assert [values(one) for one in described.programs] == [
+  assert [values(program) for program in described.programs] == [
     syncer,
     *({**learner, 'name': f'l{n}', 'argv': argv(f'l{n}')} for n in range(learners)),
   ]
   assert json.dumps(dataclasses.asdict(described)), 'an engine may send it elsewhere'
-  read = command_line.read([one.argv for one in described.programs])
+  read = command_line.read([program.argv for program in described.programs])
   assert (read[0]['listen'], read[0]['tls']) == ('0.0.0.0:7070', '/certs/syncer')
   for number, one in enumerate(read[1:]):
     assert (one['learner'], one['tls']) == (f'l{number}', f'/certs/l{number}')
@@ -105,7 +105,7 @@ def test_a_slice_has_hosts_of_four_chips(topology, hosts, chips):
 
 
 def names(asked: spec_lib.Request) -> list[str]:
-  return [one.name for one in spec_lib.make(asked, _KNOWN).programs]
+  return [program.name for program in spec_lib.make(asked, _KNOWN).programs]
 
 
 def test_a_part_of_a_run():

@@ -80,7 +80,9 @@ class Run:
 
   def family(self) -> list[int]:
     """The pids of the processes of this run, those that children started included."""
-    return [one.pid for one in psutil.Process().children(recursive=True) if one not in self._others]
+    return [
+      child.pid for child in psutil.Process().children(recursive=True) if child not in self._others
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -496,7 +498,7 @@ outcome = asyncio.run(supervisor.Supervisor(
     while b'l0' not in shown or len(psutil.Process(supervisor.pid).children()) < 2:
       shown += os.read(terminal, 1 << 16)
     os.close(theirs)
-    pids = [one.pid for one in psutil.Process(supervisor.pid).children()]
+    pids = [child.pid for child in psutil.Process(supervisor.pid).children()]
     os.close(terminal)
     assert supervisor.wait(_DEADLINE_S) == 0
   finally:

@@ -169,8 +169,8 @@ class Answers:
         self._payloads.drop(payload_id)
         self._post(events.AdoptDone(fragment=p, version=version, digest=7))
       case actions.Merge(sync=sync, fragment=p, participants=participants):
-        for one in participants:
-          self._payloads.drop(one.payload_id)
+        for participant in participants:
+          self._payloads.drop(participant.payload_id)
         self._post(
           events.MergeDone(
             sync=sync,

@@ -45,7 +45,7 @@ print(*(getattr(diloco_jax, name).__name__ for name in diloco_jax.__all__))
 
 
 def _packages(requirements: list[str]) -> set[str]:
-  names = (re.match(r'[A-Za-z0-9._-]+', one)[0] for one in requirements)
+  names = (re.match(r'[A-Za-z0-9._-]+', requirement)[0] for requirement in requirements)
   return {re.sub('[._-]+', '-', name).lower() for name in names}
 
 

@@ -514,7 +514,9 @@ def test_every_surface_tells_what_is_so(what, count, false):
 
 
 def test_a_new_state_has_its_row():
-  states = {one.state for one in SITUATIONS.values()} | {one.run for one in SITUATIONS.values()}
+  states = {situation.state for situation in SITUATIONS.values()} | {
+    situation.run for situation in SITUATIONS.values()
+  }
   assert states - {''} == set(condition.STATES) | set(condition.RUN_STATES) - _UNREACHED
 
 

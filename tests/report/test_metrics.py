@@ -39,7 +39,7 @@ def figures(port: int) -> dict[tuple[str, str], float]:
   """By name and learner."""
   families = parser.text_string_to_metric_families(ask(port)[1])
   samples = [sample for family in families for sample in family.samples]
-  return {(one.name, one.labels.get('learner', '')): one.value for one in samples}
+  return {(sample.name, sample.labels.get('learner', '')): sample.value for sample in samples}
 
 
 def until(port: int, name: str, learner: str = '', above: float = 0.0) -> float:

@@ -293,7 +293,7 @@ def test_prometheus_reads_the_metrics(port):
   status, text, _ = ask(port, '/metrics')
   families = list(parser.text_string_to_metric_families(text))
   documented = (ROOT / 'docs' / 'reference' / 'metrics.md').read_text()
-  assert all(one.type == 'gauge' and f'`{one.name}`' in documented for one in families)
+  assert all(family.type == 'gauge' and f'`{family.name}`' in documented for family in families)
   found = {
     (sample.name, sample.labels.get('learner')): sample.value
     for family in families
@@ -303,7 +303,7 @@ def test_prometheus_reads_the_metrics(port):
   assert found['diloco_learner_step', 'l0'] == STEPS + 9
   assert found['diloco_tokens', None] == 50 * (STEPS + 13)
   assert found['diloco_learner_connected', 'l1'] == found['diloco_learners_connected', None] == 0
-  assert all(one.documentation for one in families)
+  assert all(family.documentation for family in families)
 
 
 def test_the_command_serves_a_run_until_ctrl_c(workdir):

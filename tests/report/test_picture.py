@@ -22,8 +22,8 @@ def _run(**changed) -> dict:
     'l2': never | {'merges_s': []},
     'l3': {'lives': [], 'curve': ([], [], []), 'merges_s': []},
   }
-  for one in learners.values():
-    one['held_out'] = ([], [])  # of learners with models of their own
+  for learner in learners.values():
+    learner['held_out'] = ([], [])  # of learners with models of their own
   return {
     'name': 'a run',
     'folder': '',

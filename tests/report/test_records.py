@@ -383,7 +383,7 @@ def test_a_learner_on_another_machine_trains_again_after_a_restore():
     stepped(at_s, 20 + 2 * (at_s - 10))
   far = run.learners['l0']
   assert (far.state, far.step, far.incarnation) == ('training', 38, 2)
-  assert [one.ended for one in far.processes] == ['lost', 'done', '']
+  assert [process.ended for process in far.processes] == ['lost', 'done', '']
   config = stdlib_lm.get_config('tiny')
   events = state_lib.state(run, config)['events']
   assert [9.0, 'syncer', 'continues from clock 20 after a restore'] in events

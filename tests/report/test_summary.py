@@ -190,7 +190,9 @@ def test_a_syncer_that_nobody_saw_end_was_down_since_its_last_word():
       ('syncer', row(40, begins)),
     ]
   )
-  assert [(one.ended_s, one.ended) for one in run.syncer_processes] == [(10, 'lost'), (None, '')]
+  assert [
+    (syncer_process.ended_s, syncer_process.ended) for syncer_process in run.syncer_processes
+  ] == [(10, 'lost'), (None, '')]
   run.book.waits('l0', 0)
   assert run.book.partition('l0', 40 * 10**9)['syncer_down'] == 30 * 10**9
 
@@ -280,7 +282,10 @@ def test_a_process_that_was_not_seen_to_end_ends_with_its_last_fact():
   )
   assert state_lib.state(run, None)['pauses'] == [[3, 1_800]] and run.end_s == 1_806
   assert [process.last_s for process in run.learners['l1'].processes] == [2]
-  assert [(one.first_step_s, one.ended_s, one.ended) for one in run.syncer_processes] == [
+  assert [
+    (syncer_process.first_step_s, syncer_process.ended_s, syncer_process.ended)
+    for syncer_process in run.syncer_processes
+  ] == [
     (3, 3, 'stopped'),
     (None, 1_805, 'killed'),
   ]
@@ -292,7 +297,7 @@ def test_a_second_process_by_hand_is_a_process_of_its_own():
   run = run_facts.RunFacts(['l0'], 10).take(
     [('l0', step(1, 1, 1, 5.0)), ('l0', step(2, 2, 2, 5.0)), ('l0', step(9, 3, 1, 4.0))]
   )
-  assert [(one.started_s, one.ended_s) for one in run.learners['l0'].processes] == [
+  assert [(process.started_s, process.ended_s) for process in run.learners['l0'].processes] == [
     (0, 1),
     (8, None),
   ]
@@ -313,11 +318,11 @@ def test_processes_that_no_supervisor_starts_begin_with_their_first_fact():
       ]
     )
   for processes, ready, end in ((run.learners['l0'].processes, 3, 3), (run.syncer_processes, 4, 4)):
-    assert [(one.first_step_s, one.ended_s) for one in processes] == [
+    assert [(process.first_step_s, process.ended_s) for process in processes] == [
       (ready, end),
       (100 + ready, None),
     ]
-    assert [one.started_s for one in processes] == [4 - ready, 104 - ready]
+    assert [process.started_s for process in processes] == [4 - ready, 104 - ready]
 
 
 def test_a_learner_that_the_config_has_no_longer_is_passed_over():
@@ -599,7 +604,7 @@ def test_the_closing_evaluation_stands_at_all_tokens_and_none_twice(run):
   assert run.evaluated_tokens == [0, 250, 300]
   run.take([('syncer', row(27, report_facts.Eval(step=13, loss=3.0)))])
   assert run.evaluated_tokens == [0, 250, 300]
-  assert [one.loss for one in run.evaluations] == [5.5, 3.5, 3.0]
+  assert [evaluation.loss for evaluation in run.evaluations] == [5.5, 3.5, 3.0]
 
 
 @pytest.mark.parametrize('width', [40, 80, 200])

@@ -174,7 +174,11 @@ def test_a_replaced_process_is_fenced_and_never_merged(run):
   for record in _read(run, '', 'syncer'):
     for action in record.actions:
       if isinstance(action, actions.Merge) and record.now_ns > ended_ns:
-        assert all(one.incarnation == 2 for one in action.participants if one.learner == replaced)
+        assert all(
+          participant.incarnation == 2
+          for participant in action.participants
+          if participant.learner == replaced
+        )
 
 
 def test_the_records_account_for_all_time_of_every_learner(run):
@@ -223,7 +227,9 @@ def _merge(change):
   """Edits every Merge."""
 
   def edit(record: tape_lib.Record) -> tape_lib.Record:
-    asked = (change(one) if isinstance(one, actions.Merge) else one for one in record.actions)
+    asked = (
+      change(action) if isinstance(action, actions.Merge) else action for action in record.actions
+    )
     return dataclasses.replace(record, actions=tuple(asked))
 
   return edit
@@ -234,7 +240,8 @@ def _with_older_incarnations(merge):
   return dataclasses.replace(
     merge,
     participants=tuple(
-      dataclasses.replace(one, incarnation=one.incarnation - 1) for one in merge.participants
+      dataclasses.replace(participant, incarnation=participant.incarnation - 1)
+      for participant in merge.participants
     ),
   )
 

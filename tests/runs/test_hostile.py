@@ -238,7 +238,9 @@ def test_honest_learners_are_not_held_up(run, name):
   shows only that they go on."""
   phase, quiet = run.phases[name], run.phases['quiet']
   lost = 0.02 if run.full else 0.7
-  as_many = min(phase.steps_per_s(one) / quiet.steps_per_s(one) for one in LEARNERS) >= 1 - lost
+  as_many = (
+    min(phase.steps_per_s(learner) / quiet.steps_per_s(learner) for learner in LEARNERS) >= 1 - lost
+  )
   before, blocked = (statistics.mean(one.blocked.values()) for one in (quiet, phase))
   assert as_many or blocked - before <= lost * (1 - before), (before, blocked)
 

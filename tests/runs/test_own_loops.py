@@ -129,7 +129,7 @@ def test_a_killed_loop_comes_back_with_its_optimizer_state(start, tmp_path):
   first.send(signal.SIGKILL)
   assert first.end() == -signal.SIGKILL, first
 
-  merged = lambda: [one for one in _facts(workdir, 'synced') if 'l0' in one['participants']]
+  merged = lambda: [fact for fact in _facts(workdir, 'synced') if 'l0' in fact['participants']]
   before = len(merged())
   second = start(*again)
   programs.until(lambda: len(merged()) >= before + 4 or not second.running, second, syncer)

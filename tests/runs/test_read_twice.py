@@ -474,7 +474,7 @@ def _cells(bench: Bench) -> Iterator[tuple[str, str, str, str]]:
   kept = [*bench.whole.glob('*/**/ckpt/[0-9]*'), *bench.whole.glob('*/model')]
   for folder_ in sorted(kept, key=lambda path: (str(path.parent), _number(path))):
     name = folder_.relative_to(bench.whole).as_posix()
-    olders = [one for one in folder_.parent.glob('[0-9]*') if _number(one) < _number(folder_)]
+    olders = [path for path in folder_.parent.glob('[0-9]*') if _number(path) < _number(folder_)]
     before = max(olders, key=_number, default=None)
     for swap in ('another', 'older', 'moved', 'gone while it is read'):
       if before or swap not in ('older', 'moved'):

@@ -49,7 +49,7 @@ def _follower(start, run: pathlib.Path, out: pathlib.Path) -> programs.Program:
 
 
 def _count(*followers: programs.Program) -> int:
-  return sum(line.startswith('version ') for one in followers for line in one.lines)
+  return sum(line.startswith('version ') for follower in followers for line in follower.lines)
 
 
 @pytest.mark.timeout(1_800)

@@ -77,7 +77,9 @@ def of_manifests(folder: pathlib.Path) -> list[list[str]]:
   """The commands of the containers in manifests."""
   found = []
   for path in sorted(folder.glob('manifests/*.yaml')):
-    (one,) = [one for one in schemas.documents(path.read_text()) if one['kind'] == 'JobSet']
+    (one,) = [
+      document for document in schemas.documents(path.read_text()) if document['kind'] == 'JobSet'
+    ]
     job = one['spec']['replicatedJobs'][0]['template']['spec']
     found.append(job['template']['spec']['containers'][0]['args'])
   return found
@@ -137,5 +139,5 @@ def test_docker_runs_what_the_image_has(packages, tmp_path):
   (tmp_path / 'elsewhere').mkdir()
   assert found and len(command_line.read(found, packages, tmp_path / 'elsewhere')) == len(found)
   builds = [one for said in sections().values() for one in said if one.startswith('docker build')]
-  for one in builds:
-    image.build(**dict(re.findall(r'--build-arg (\w+)=(\S+)', one)))
+  for build in builds:
+    image.build(**dict(re.findall(r'--build-arg (\w+)=(\S+)', build)))

@@ -295,7 +295,7 @@ class FakeGcs:
     files, prefixes = self._storage.get_file_list(
       bucket, query.get('prefix'), query.get('delimiter'), query.get('matchGlob')
     )
-    found = {one['name']: one for one in files} | dict.fromkeys(prefixes)
+    found = {file['name']: file for file in files} | dict.fromkeys(prefixes)
     names = sorted(
       name
       for name in found

@@ -295,7 +295,7 @@ def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, c
       checkpoints.wait()
   checkpoints.close()
   assert caplog.text.count('failed') == 1 and 'Traceback' not in caplog.text
-  assert sorted(one.name for one in tmp_path.iterdir()) == ['1', '5']
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['1', '5']
   _assert_holds(_restore(tmp_path), 5)
 
 

@@ -47,18 +47,18 @@ class Fragment:
     return self._lib.lengths(self._p, self._lib.near(self._p, payload))
 
   def cosines(self, payloads: list[np.ndarray]) -> np.ndarray:
-    lengths_MxT = np.stack([self.lengths(one) for one in payloads])
-    near = [self._lib.near(self._p, one) for one in payloads]
+    lengths_MxT = np.stack([self.lengths(payload) for payload in payloads])
+    near = [self._lib.near(self._p, payload) for payload in payloads]
     return self._lib.cosines(self._p, near, lengths_MxT)
 
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
-    lengths_MxT = np.stack([self.lengths(one) for one in payloads])
+    lengths_MxT = np.stack([self.lengths(payload) for payload in payloads])
     asked = self._rule.cosines
     cosines = self.cosines(payloads) if asked else None
     rows = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
     factors = self._rule.factors(rows)
-    near = [self._lib.near(self._p, one) for one in payloads]
+    near = [self._lib.near(self._p, payload) for payload in payloads]
     totals, sums_T = self._lib.sums(self._p, list(zip(near, factors, strict=True)))
     stretch_T = self._rule.stretch(rows, sums_T)
     made = self._lib.merge(self._p, self._tiles, totals, stretch_T)

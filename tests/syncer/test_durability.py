@@ -266,7 +266,7 @@ def _expected(assembled) -> list[list]:
   after = [bits(theta)]
   for sync in range(1, SYNCS + 1):
     merge = merge_of(assembled, sync, store)
-    payloads = [store.get(one.payload_id) for one in merge.participants]
+    payloads = [store.get(participant.payload_id) for participant in merge.participants]
     refused = NAMES if sync == REFUSED else ()
     merged = theta.merge(merge.fragment, merge.participants, payloads, refused)
     assert bool(merged.failed) == (sync == REFUSED), merged
@@ -407,7 +407,7 @@ def test_a_payload_is_measured_once_before_its_outer_step(rig, expected, assembl
   lengths = life.theta.lengths
   life.theta.lengths = lambda p, data: measured.append(data) or lengths(p, data)
   merge = merge_of(assembled, 1, life.payloads)
-  arrived = [one.payload_id for one in merge.participants]
+  arrived = [participant.payload_id for participant in merge.participants]
   given = [life.payloads.get(payload_id) for payload_id in arrived]
   for payload_id in [*reversed(arrived), max(arrived) + 1]:
     life.work.submit(actions.Measure(fragment=merge.fragment, payload_id=payload_id))
@@ -442,7 +442,7 @@ def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_pat
   life = rig()
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
-  given = [life.payloads.get(one.payload_id) for one in merge.participants]
+  given = [life.payloads.get(participant.payload_id) for participant in merge.participants]
   life.log.write(outer_log.OuterStep(merge, ended(merge, 123), given[0]))
   life.crash()
   before = _content(tmp_path / 'wal')

@@ -48,7 +48,9 @@ def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
     for m in range(4)
   ]
   theta, without = global_model.Theta(assembled), global_model.Theta(assembled)
-  screened = theta.screen(participants, np.stack([theta.lengths(0, one) for one in payloads]))
+  screened = theta.screen(
+    participants, np.stack([theta.lengths(0, payload) for payload in payloads])
+  )
   assert screened.refused == ('l1', 'l3')
   assert screened.norms[1] == screening_lib.NOT_FINITE and screened.norms[3] > 1000 * limit
   honest = 1e-2 * math.sqrt(size) * screening_lib.UNIT

@@ -30,7 +30,7 @@ def test_a_task_of_one_file_trains_on_a_mesh(name):
   jax.tree.map(np.testing.assert_array_equal, island.params, assembled.init())
   before = island.evaluate()
   results = [island.step(clock) for clock in range(20)]
-  assert all(one.tokens == assembled.task.tokens_per_batch for one in results)
+  assert all(result.tokens == assembled.task.tokens_per_batch for result in results)
   assert island.evaluate() < before - 0.3
   labels = {piece.label for fragment in assembled.layout.fragments for piece in fragment}
   assert labels <= {'embedding', 'head', 'body'} and len(labels) > 1

@@ -29,10 +29,10 @@ DEADLINE_S = 60
 def _transport_processes(syncer: int) -> list[int]:
   """Those of a syncer that live, which has no other children."""
   found = []
-  for one in psutil.Process(syncer).children():
+  for child in psutil.Process(syncer).children():
     with contextlib.suppress(psutil.Error):
-      if one.status() != psutil.STATUS_ZOMBIE:
-        found.append(one.pid)
+      if child.status() != psutil.STATUS_ZOMBIE:
+        found.append(child.pid)
   return found
 
 
@@ -61,7 +61,7 @@ def test_killed_transport_processes_cost_no_outer_step(start, tmp_path):
   programs = *learners, syncer
   for one in programs:
     one.process.send_signal(signal.SIGTERM)
-  ends = [one.end() for one in programs]
+  ends = [program.end() for program in programs]
   assert ends == [0, 0, 0], [one.lines for one in (syncer, *learners)]
   verdict = conductor_lib.judge(workdir)
   assert verdict.broken is None and not verdict.unread, verdict.text()

@@ -27,8 +27,10 @@ class Weights(observers.Observer):
   def saw(self, life, now_ns, event, out):
     for action in out:
       if isinstance(action, actions.Merge):
-        tokens = [one.tokens for one in action.participants]
-        weights = merge.token_weights(tokens, [one.steps for one in action.participants])
+        tokens = [participant.tokens for participant in action.participants]
+        weights = merge.token_weights(
+          tokens, [participant.steps for participant in action.participants]
+        )
         assert np.isfinite(weights).all() and weights.min() > 0.0, action
         self.most_tokens = max(self.most_tokens, *tokens)
 

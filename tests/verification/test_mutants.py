@@ -28,4 +28,4 @@ def test_every_mutant_has_a_seed():
 
 def test_every_invariant_has_a_mutant():
   named = {name for mutant in mutants.MUTANTS.values() for name in mutant.caught_by}
-  assert named == {one.id for one in checkers_lib.INVARIANTS} | {'crash', 'claim'}
+  assert named == {invariant.id for invariant in checkers_lib.INVARIANTS} | {'crash', 'claim'}

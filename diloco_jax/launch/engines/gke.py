@@ -67,8 +67,8 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
   config, tokenizer = request.config, request.config.data.tokenizer
-  train = any(one.role == spec_lib.LEARNER for one in described.programs)
-  alone = all(one.hosts == 1 for one in described.programs)
+  train = any(program.role == spec_lib.LEARNER for program in described.programs)
+  alone = all(program.hosts == 1 for program in described.programs)
   stored = config.train.store.startswith(folders.BUCKET) or (alone and _WITHOUT_STORE.value)
   paths = {  # those of this machine are not in an image; an absolute one may be of the image
     'task': config.task if '.py:' in config.task else '',

@@ -53,7 +53,7 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
 
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
-  alone = all(one.hosts == 1 for one in described.programs)
+  alone = all(program.hosts == 1 for program in described.programs)
   return {
     f'--ray_python, a Python with Ray, and not {_PYTHON.value!r}: `python3 -m venv RAY && '
     'RAY/bin/pip install ray`, then --ray_python=RAY/bin/python': shutil.which(_PYTHON.value),
@@ -78,9 +78,9 @@ def run(described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Kno
     driver = [_PYTHON.value, '-I', str(_DRIVER), str(workdir / 'ray.json')]
     return [
       supervisor_lib.LocalProgram(
-        name=one.name, command=[*driver, one.name], environment=os.environ
+        name=program.name, command=[*driver, program.name], environment=os.environ
       )
-      for one in described.programs
+      for program in described.programs
     ]
 
   given = [one for one in flags.FLAGS.get_key_flags_for_module(__name__) if one.present]
@@ -98,16 +98,16 @@ def describe(described: spec_lib.Spec, tls: str, workdir: str) -> dict:
     raise ValueError(f'--ray_resources={_RESOURCES.value} is not JSON: {error}') from error
   path = {'PYTHONPATH': str(folders.CHECKOUT)} if folders.CHECKOUT else {}
   found, python = {}, (_NODE_PYTHON.value, '-P', '-X', 'utf8')
-  for one in described.programs:
-    files = (*check_lib.FILES, *([allowlist.FILE] if one.role == spec_lib.SYNCER else []))
-    default = {'TPU': one.chips} if one.topology else {'CPU': 1}
-    found[one.name] = {
-      'name': one.name,
-      'argv': spec_lib.command(one, [*python, '-m', 'diloco_jax']),
-      'environment': {**one.environment, **path},
-      'hosts': one.hosts,
-      'resources': resources.get(one.name, resources.get(one.role, default)),
-      'secrets': [str(pathlib.Path(tls, one.name, file).absolute()) for file in files],
+  for program in described.programs:
+    files = (*check_lib.FILES, *([allowlist.FILE] if program.role == spec_lib.SYNCER else []))
+    default = {'TPU': program.chips} if program.topology else {'CPU': 1}
+    found[program.name] = {
+      'name': program.name,
+      'argv': spec_lib.command(program, [*python, '-m', 'diloco_jax']),
+      'environment': {**program.environment, **path},
+      'hosts': program.hosts,
+      'resources': resources.get(program.name, resources.get(program.role, default)),
+      'secrets': [str(pathlib.Path(tls, program.name, file).absolute()) for file in files],
     }
   return {
     'address': _ADDRESS.value,

@@ -60,21 +60,21 @@ def known(request: spec_lib.Request) -> spec_lib.Known:
 
 
 def needs(described: spec_lib.Spec, request: spec_lib.Request) -> dict[str, object]:
-  learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
+  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
   gpus = re.search('gpu|-G', f'{_ALL.value} {_LEARNERS.value}')
   return {
     '--workdir=FOLDER, which all nodes share': request.workdir,
     '--tls, a folder that all nodes share and diloco certs made (diloco certs --help)': request.tls,
     "GPUs for each learner, as --sbatch_learners='--gres=gpu:8' (for learners on CPUs: "
     '--topology=cpu)': gpus or request.topology or not learners,
-    'learners of one host, --config.mesh.hosts=1': all(one.hosts == 1 for one in learners),
+    'learners of one host, --config.mesh.hosts=1': all(learner.hosts == 1 for learner in learners),
   }
 
 
 def render(
   described: spec_lib.Spec, request: spec_lib.Request, known: spec_lib.Known
 ) -> dict[str, str]:
-  learners = [one for one in described.programs if one.role == spec_lib.LEARNER]
+  learners = [program for program in described.programs if program.role == spec_lib.LEARNER]
   environment = dict(described.programs[0].environment)
   if request.topology == spec_lib.CPU:
     environment['JAX_PLATFORMS'] = 'cpu'
@@ -82,7 +82,7 @@ def render(
   if len(learners) < len(described.programs):
     jobs.append(_SUBMIT_SYNCER % {'options': _options(_SYNCER.value)})
   if learners:
-    numbers = ','.join(str(int(one.name[1:])) for one in learners)
+    numbers = ','.join(str(int(learner.name[1:])) for learner in learners)
     jobs.append(_SUBMIT_LEARNERS % {'array': numbers, 'options': _options(_LEARNERS.value)})
   words = {
     'run': described.name,
@@ -100,7 +100,7 @@ def render(
     'address': run_folder.ADDRESS,
     'commands': '\n'.join(
       f'  {role}) {_words(one, request, known)} & ;;'
-      for role, one in {one.role: one for one in described.programs}.items()
+      for role, one in {program.role: program for program in described.programs}.items()
     ),
     'never': exits.NEVER_RETRY,
     'short_s': int(restarts.SHORT_LIFE_S),

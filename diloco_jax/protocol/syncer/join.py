@@ -221,7 +221,9 @@ class Membership:
 
   def _forget_newcomers(self) -> None:
     """Forgets the oldest absent newcomers, if there are too many newcomers."""
-    busy = {one.learner for sync in self._syncs.open.values() for one in sync.participants}
+    busy = {
+      participant.learner for sync in self._syncs.open.values() for participant in sync.participants
+    }
     newcomers = [name for name in self._members.by_id if not self._ledger.merged(name)]
     absent = [n for n in newcomers if not self._members.by_id[n].live and n not in busy]
     for learner in absent[: max(0, len(newcomers) + 1 - NEWCOMERS * self._config.learners)]:

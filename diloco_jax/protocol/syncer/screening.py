@@ -181,7 +181,7 @@ def too_far(steps: Sequence[int], period: int) -> bool:
 
 def goes_on(participants: Sequence[actions.Participant]) -> bool:
   """Whether the run goes on from one of them, because they have trained apart for long."""
-  return any(one.apart for one in participants)
+  return any(participant.apart for participant in participants)
 
 
 def reason(one: actions.Participant) -> str:

@@ -85,7 +85,7 @@ class Sync:
 
   def set_facts(self, now_ns: int, base: int, why: str) -> None:
     """Its outer step begins, on version `base`."""
-    names = tuple(one.learner for one in self.participants)
+    names = tuple(participant.learner for participant in self.participants)
     self.facts = {
       'sync': self.t,
       'fragment': self.fragment,
@@ -94,7 +94,7 @@ class Sync:
       'late': tuple(name for name in names if self.given_for(name) != self.t),
       'waited_ns': now_ns - self.opened_ns,
       'grace_ns': self.grace_ns,
-      'tokens': sum(one.tokens for one in self.participants),
+      'tokens': sum(participant.tokens for participant in self.participants),
       'why': why,
       'staleness': max(base - message.version for message, _ in self.payloads.values()),
     }

@@ -391,10 +391,12 @@ class Syncs:
     """Of each (learner, incarnation) in an outer step of a fragment that is in progress: where the
     tokens of its contribution begin."""
     return {
-      (one.learner, one.incarnation): sync.payloads[one.learner][0].tokens_from
+      (participant.learner, participant.incarnation): sync.payloads[participant.learner][
+        0
+      ].tokens_from
       for sync in self.open.values()
       if sync.merging and sync.fragment == fragment
-      for one in sync.participants
+      for participant in sync.participants
     }
 
   def _participant(
@@ -437,17 +439,19 @@ class Syncs:
     sync.move('published')
     publish = self._published.advance(done)
     self.synced += 1
-    merged = [one for one in sync.participants if one.learner not in done.refused]
+    merged = [
+      participant for participant in sync.participants if participant.learner not in done.refused
+    ]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if sync.facts:  # else it was decided by the process before
       late = tuple(name for name in sync.facts['late'] if name in names)
       changed = {'participants': names, 'late': late, 'tokens': tokens}
       self._out.report(facts.Synced(**(sync.facts | changed)))
-    ends = {(one.learner, one.incarnation): '' for one in sync.participants}
-    for one in sync.participants:
-      if one.learner in done.refused:  # the new version is its fresh anchor
-        ends[one.learner, one.incarnation] = screening_lib.reason(one)
-        self._revoke(one, sync.fragment)
+    ends = {(participant.learner, participant.incarnation): '' for participant in sync.participants}
+    for participant in sync.participants:
+      if participant.learner in done.refused:  # the new version is its fresh anchor
+        ends[participant.learner, participant.incarnation] = screening_lib.reason(participant)
+        self._revoke(participant, sync.fragment)
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
       if end is not None and member.joined:  # else its Joined tells what is settled
@@ -459,12 +463,14 @@ class Syncs:
     """An outer step was refused: discards its participants' tokens and sends them a fresh anchor.
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
     self.grace.merge_failed(sync.fragment)
-    for one in sync.participants:
-      self._revoke(one, sync.fragment)
+    for participant in sync.participants:
+      self._revoke(participant, sync.fragment)
     text = f'Outer step {sync.t} refused: {why}'
     self._out.notices.say(now_ns, 'refused outer step', text)
     self.cancel(sync, why)
-    took_part = {(one.learner, one.incarnation) for one in sync.participants}
+    took_part = {
+      (participant.learner, participant.incarnation) for participant in sync.participants
+    }
     for member in self._members.live():
       if (member.learner, member.incarnation) in took_part and member.joined:
         self._published.replace(member, sync.fragment)

@@ -105,8 +105,8 @@ class Conductor:
     self.workdir = workdir
     programs = [
       changed
-      for one in local_run.programs(local_run.describe(config, workdir, config_flags))
-      if (changed := change(one)) is not None
+      for program in local_run.programs(local_run.describe(config, workdir, config_flags))
+      if (changed := change(program)) is not None
     ]
     self.said: list[str] = []
     self.facts: list[tuple[str, dict]] = []

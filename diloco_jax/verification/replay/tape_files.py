@@ -71,7 +71,11 @@ def find(path: pathlib.Path) -> list[tapes.ProcessTape]:
   if not tapes.NAME.fullmatch(path.name):
     return [tapes.ProcessTape(path.name, 0, (path,))]
   node, life, _ = tapes.parse(path)
-  return [one for one in tapes.process_tapes(path.parent) if (one.node, one.number) == (node, life)]
+  return [
+    process_tape
+    for process_tape in tapes.process_tapes(path.parent)
+    if (process_tape.node, process_tape.number) == (node, life)
+  ]
 
 
 def replay(life: tapes.ProcessTape) -> replay_machines.Replay:

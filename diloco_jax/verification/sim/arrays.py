@@ -380,11 +380,11 @@ class Syncer:
 
   def _merge(self, merge: actions.Merge) -> tuple[events.MergeDone, PublishedPayload | None]:
     process, theta, p = self._process, self._theta, merge.fragment
-    grads = [process.contents.pop(one.payload_id) for one in merge.participants]
+    grads = [process.contents.pop(participant.payload_id) for participant in merge.participants]
     norms, refused = screened(
       merge.participants, grads, len(merge.live), process.world.config.norm_factor
     )
-    payloads = [dataclasses.replace(one, overflows=process.not_finite).encode() for one in grads]
+    payloads = [dataclasses.replace(grad, overflows=process.not_finite).encode() for grad in grads]
     process.not_finite, base = False, theta.values[p]
     merged = theta.merge(p, merge.participants, payloads, refused)
     done = events.MergeDone(

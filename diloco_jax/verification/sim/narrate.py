@@ -27,7 +27,10 @@ def describe(action: Any) -> str:
     case actions.Close(reason=reason):
       return f'closes: {reason}'
     case actions.Merge(sync=sync, fragment=p, version=version, participants=participants):
-      shares = ', '.join(f'{one.learner} {one.tokens}/{one.steps}' for one in participants)
+      shares = ', '.join(
+        f'{participant.learner} {participant.tokens}/{participant.steps}'
+        for participant in participants
+      )
       return f'merges sync {sync} into version {version} of fragment {p}: {shares}'
     case actions.Adopt(fragment=p, version=version, whole=whole, keep=keep, merged=merged):
       kept = (

@@ -60,15 +60,15 @@ class Syncer:
       return [(event, b'')]
     if isinstance(action, actions.Measure):
       return []
-    for one in action.participants:
-      del self._contents[one.payload_id]
+    for participant in action.participants:
+      del self._contents[participant.payload_id]
     self._versions[p] += 1
     done = events.MergeDone(
       sync=action.sync,
       fragment=p,
       digest=_DIGEST,
       failed='',
-      norms=tuple(one.steps * screening_lib.UNIT for one in action.participants),
+      norms=tuple(participant.steps * screening_lib.UNIT for participant in action.participants),
       refused=(),
       **_sized(self._model.delta_bytes[p]),
     )

@@ -81,15 +81,15 @@ class Counts(observers.Observer):
       self.period = fact.period if isinstance(fact, facts.Tempo) else self.period
     late = {fact.sync: fact.late for fact in told if isinstance(fact, facts.Merging)}
     for merge in (one for one in out if isinstance(one, actions.Merge)):
-      for name in {*training} - {one.learner for one in merge.participants}:
+      for name in {*training} - {participant.learner for participant in merge.participants}:
         self._missed[name, merge.fragment] += 1
-      for one in merge.participants:
-        missed = self._missed.pop((one.learner, merge.fragment), 0)
-        self.merged[one.learner] += one.tokens
-        if one.learner in late[merge.sync]:  # nothing of its payload was due for this sync
-          self._missed[one.learner, merge.fragment] = 1
+      for participant in merge.participants:
+        missed = self._missed.pop((participant.learner, merge.fragment), 0)
+        self.merged[participant.learner] += participant.tokens
+        if participant.learner in late[merge.sync]:  # nothing of its payload was due for this sync
+          self._missed[participant.learner, merge.fragment] = 1
         else:
-          self.on_time[one.learner] += one.tokens / (missed + 1)
+          self.on_time[participant.learner] += participant.tokens / (missed + 1)
 
 
 def predict(

@@ -61,7 +61,7 @@ class Run:
     """By learner the bytes per second, up and down; a site's learners have equal parts."""
     given = self.lines or (conditions.Line(),)
     lines = list(itertools.islice(itertools.cycle(given), self.protocol.learners))
-    shared = [lines.count(one) if one.site else 1 for one in lines]
+    shared = [lines.count(line) if line.site else 1 for line in lines]
     return [tuple((rate or math.inf) / n for rate in one[:2]) for one, n in zip(lines, shared)]
 
   @property
@@ -83,7 +83,8 @@ class Run:
   def delays(self) -> dict[str, float]:
     """Their strength by kind, as of delay_cost, where they count: thin are most of its links."""
     slots = [
-      max(sum(of) / rate for of, rate in zip(self.bytes, one)) / self.period_s for one in self.parts
+      max(sum(of) / rate for of, rate in zip(self.bytes, part)) / self.period_s
+      for part in self.parts
     ]
     thin = sorted(slots)[(len(slots) - 1) // 2]
     latency = self.latency_s / min(self.step_s)

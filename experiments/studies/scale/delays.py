@@ -101,7 +101,7 @@ def _delays(size: str, ratio: int) -> tuple[Delay, ...]:
   thin = {4}
   if size == scale.SMALL:
     thin |= {strength for strength, ratios in THIN_ALSO.items() if ratio in ratios}
-  return tuple(one for one in DELAYS if not one.thin or one.thin in thin)
+  return tuple(delay for delay in DELAYS if not delay.thin or delay.thin in thin)
 
 
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:

@@ -46,7 +46,7 @@ def trend(
   somewhere. power: of ln(gap), a power law of the gap itself, and never does; its change is a share
   of the gap. None: fewer than two sizes or three runs, or the logarithm of a gap below zero.
   """
-  gaps = [(one.parameters, gap) for one in results for gap in one.gaps]
+  gaps = [(result.parameters, gap) for result in results for gap in result.gaps]
   if (
     len(gaps) < 3
     or len({size for size, _ in gaps}) < 2
@@ -62,22 +62,24 @@ def trend(
 
 def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
   """Draws OUT/scale.png; returns the tables of gaps and trends in Markdown."""
-  of, groups = {one.case: one for one in results}, {}
+  of, groups = {result.case: result for result in results}, {}
   rows = [
     '| case | rates | loss | baseline | behind | seeds | against lock step |',
     '|---|---|---|---|---|---|---|',
   ]
-  for one in results:
-    groups.setdefault(one.case._replace(size=''), []).append(one)
-    mine, base = map(statistics.mean, zip(*one.losses, strict=True))
-    gaps = ', '.join(f'{gap:+.2%}' for gap in one.gaps)
-    lock_step = of.get(one.case._replace(method='diloco'))
-    pairs = zip(one.losses, lock_step.losses if lock_step else (), strict=False)
+  for result in results:
+    groups.setdefault(result.case._replace(size=''), []).append(result)
+    mine, base = map(statistics.mean, zip(*result.losses, strict=True))
+    gaps = ', '.join(f'{gap:+.2%}' for gap in result.gaps)
+    lock_step = of.get(result.case._replace(method='diloco'))
+    pairs = zip(result.losses, lock_step.losses if lock_step else (), strict=False)
     others = [here / there - 1 for (here, _), (there, _) in pairs]
     other = f'{statistics.mean(others):+.2%}' if others else ''
-    rates = ', '.join(f'{rate:g}' for rate in one.rates)
-    behind = f'{statistics.mean(one.gaps):+.2%}' + f' ± {one.error:.2%}' * (one.error > 0)
-    rows.append(f'| {one.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other} |')
+    rates = ', '.join(f'{rate:g}' for rate in result.rates)
+    behind = f'{statistics.mean(result.gaps):+.2%}' + f' ± {result.error:.2%}' * (result.error > 0)
+    rows.append(
+      f'| {result.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other} |'
+    )
   rows += ['', '| trend | runs | ten times the parameters | at 1B | at 1B, power law of the gap |']
   rows += ['|---|---|---|---|---|']
   show = '{:+.2%} ({:+.2%} to {:+.2%})'.format
@@ -86,8 +88,8 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
       far, decade = (show(*one) for one in found)
       law_of_gap = trend(members, power=True)
       power = show(*law_of_gap[0]) if law_of_gap else ''
-      sizes = ' '.join(one.case.size for one in members)
-      runs = sum(len(one.gaps) for one in members)
+      sizes = ' '.join(member.case.size for member in members)
+      runs = sum(len(member.gaps) for member in members)
       rows.append(f'| {sizes}{case} | {runs} | {decade} | {far} | {power} |')
   _draw({case: groups[case] for case in groups if case.method == 'decoupled'}, out / 'scale.png')
   return '\n'.join([*rows, ''])
@@ -99,7 +101,9 @@ def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
   high, wide = -(-len(panels) // 2), min(2, len(panels))
   figure = matplotlib.figure.Figure(figsize=(6 * wide, 4.5 * high), layout='constrained')
   grid = figure.subplots(high, wide, sharey=True, squeeze=False).flat
-  top = max((gap for members in groups.values() for one in members for gap in one.gaps), default=0)
+  top = max(
+    (gap for members in groups.values() for member in members for gap in member.gaps), default=0
+  )
   for axes, (learners, ratio) in zip(grid, panels, strict=False):
     for case, members in groups.items():
       if (case.learners, case.ratio) == (learners, ratio):
@@ -115,9 +119,9 @@ def _draw(groups: dict[Any, list[Result]], path: pathlib.Path) -> None:
 
 
 def _series(axes: matplotlib.axes.Axes, members: list[Result], color: str) -> None:
-  sizes = [one.parameters for one in members]
-  means = [100 * statistics.mean(one.gaps) for one in members]
-  errors = [100 * one.error for one in members]
+  sizes = [member.parameters for member in members]
+  means = [100 * statistics.mean(member.gaps) for member in members]
+  errors = [100 * member.error for member in members]
   name = f'{members[0].case.optimizer}: mean and standard error'
   axes.errorbar(sizes, means, errors, fmt='o', color=color, capsize=3, label=name)
   for power in (False, True):

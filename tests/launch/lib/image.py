@@ -89,7 +89,7 @@ def context(root: pathlib.Path) -> list[pathlib.Path]:
   for folder, folders, files in os.walk(root):
     here = pathlib.Path(folder).relative_to(root)
     folders[:] = [one for one in folders if _may_have(here / one, rules)]
-    found += [here / one for one in files if not _ignored(here / one, rules)]
+    found += [here / file for file in files if not _ignored(here / file, rules)]
   return sorted(found)
 
 

@@ -77,7 +77,7 @@ def test_a_repeated_contribution_counts_once():
   assert again == [actions.Drop(payload_id=2)]
   out = machine.handle(3, received(2, contribution(shard=1), payload_id=3))
   (merge,) = [a for a in out if isinstance(a, actions.Merge)]
-  assert [one.payload_id for one in merge.participants] == [1, 3]
+  assert [participant.payload_id for participant in merge.participants] == [1, 3]
 
 
 def test_tokens_of_a_cancelled_sync_can_be_sent_again():

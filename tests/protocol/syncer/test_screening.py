@@ -200,10 +200,10 @@ class Stalled(Talk):
     self.now_ns += round(leases * self.lease_ns)
 
   def limits(self) -> list[int]:
-    return [one.limit for participants in self.all for one in participants]
+    return [participant.limit for participants in self.all for participant in participants]
 
   def merged(self) -> list[list[str]]:
-    return [[one.learner for one in participants] for participants in self.all]
+    return [[participant.learner for participant in participants] for participants in self.all]
 
   @property
   def open(self) -> Any:
@@ -254,7 +254,10 @@ def test_a_late_payload_of_the_time_before_a_stall_is_no_answer_for_the_steps_of
   run.tokens = 170
   run.contribute(168, 'l0', to=1680)
   (participants,) = run.all
-  assert [(one.learner, one.steps) for one in participants] == [('l0', 151), ('l1', 148)]
+  assert [(participant.learner, participant.steps) for participant in participants] == [
+    ('l0', 151),
+    ('l1', 148),
+  ]
 
 
 def test_what_was_open_before_a_stall_is_no_wait_in_vain():
@@ -389,7 +392,7 @@ class Duo(Talk):
 
   def is_usual(self) -> bool:
     """Whether the limit is that of the warm-up."""
-    return {one.limit for one in self.contribute().participants} == {20 * UNIT}
+    return {participant.limit for participant in self.contribute().participants} == {20 * UNIT}
 
 
 def closed(out: list) -> list[int]:
@@ -478,7 +481,7 @@ def test_a_refused_norm_does_not_enter_the_median():
   for _ in range(20):
     duo.round(2 * UNIT, 60 * UNIT)
     duo.round(2 * UNIT, 2 * UNIT)
-  assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}
+  assert {participant.limit for participant in duo.contribute().participants} == {20 * UNIT}
 
 
 def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():

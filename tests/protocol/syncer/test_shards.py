@@ -167,7 +167,7 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
   )
   out = machine.handle(7, received(session, again, payload_id=2))
   assert actions.Drop(payload_id=2) in out
-  assert 'duplicate' in [one.reason for one in contents(out, messages.Settled)]
+  assert 'duplicate' in [content.reason for content in contents(out, messages.Settled)]
   assert machine.state()['data']['merged'] == [[0, [2]]]
   machine.check()
 

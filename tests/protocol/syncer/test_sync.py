@@ -155,7 +155,11 @@ def test_a_payload_during_the_merge_of_the_late_one_before_counts_for_the_next_s
   machine.handle(8, merge_done(4))
   merges += [machine.handle(9, received(1, progress(6)))]
   made = [action for out in merges for action in out if isinstance(action, actions.Merge)]
-  assert [[one.payload_id for one in merge.participants] for merge in made] == [[1], [2], [3]]
+  assert [[participant.payload_id for participant in merge.participants] for merge in made] == [
+    [1],
+    [2],
+    [3],
+  ]
   machine.check()
 
 
@@ -174,7 +178,7 @@ def test_a_payload_that_is_due_replaces_a_late_one_that_waits_in_its_sync():
   ]
   made = machine.handle(8, received(1, progress(4)))
   (merge,) = [action for action in made if isinstance(action, actions.Merge)]
-  assert [one.payload_id for one in merge.participants] == [3]
+  assert [participant.payload_id for participant in merge.participants] == [3]
   answers = machine.handle(9, merge_done(4))
   settled = [
     a.message for a in answers if isinstance(getattr(a, 'message', None), messages.Settled)

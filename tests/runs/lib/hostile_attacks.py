@@ -138,7 +138,7 @@ def absurd_joins(run: hostile.Run, seconds: float) -> None:
   agreements = ('', '{}', '[]', 'null', '[' * 65_000, '{"a":' * 10_000, '9' * 60_000, '"\\ud800"')
   joins = [
     *(run.join(one) for one in ids),
-    *(run.join('x', agreement=one) for one in agreements),
+    *(run.join('x', agreement=agreement) for agreement in agreements),
     run.join('x', protocol=0),
     run.join('x', protocol=MOST),
     run.join('x', host='\x1b[2J\r\n[syncer] all good'),

@@ -83,10 +83,12 @@ class Cluster:
   def programs(self, machine: str, name: str) -> list[psutil.Process]:
     """The processes of a program on a machine."""
     words = 'diloco_jax syncer' if name == 'syncer' else f'--learner={name} '
-    return [one for one in self.processes(machine, words) if one.cmdline()[1:2] == ['-P']]
+    return [
+      process for process in self.processes(machine, words) if process.cmdline()[1:2] == ['-P']
+    ]
 
   def raylet(self, machine: str) -> psutil.Process:
-    [found] = [one for one in self.processes(machine) if one.name() == 'raylet']
+    [found] = [process for process in self.processes(machine) if process.name() == 'raylet']
     return found
 
   def kill(self, machine: str) -> None:
@@ -143,14 +145,14 @@ class Launched:
   def joined(self, learner: str) -> list[int]:
     """The incarnations with which a learner has joined, as the syncer says."""
     return [
-      one['incarnation']
-      for one in self.facts('syncer', 'member')
-      if one['learner'] == learner and one['state'] == 'joined'
+      fact['incarnation']
+      for fact in self.facts('syncer', 'member')
+      if fact['learner'] == learner and fact['state'] == 'joined'
     ]
 
   def merges(self, learner: str) -> int:
     """Outer steps in which a learner participated."""
-    return sum(learner in one['participants'] for one in self.facts('syncer', 'synced'))
+    return sum(learner in fact['participants'] for fact in self.facts('syncer', 'synced'))
 
   def end(self, deadline_s: float = DEADLINE_S) -> int:
     """Waits for the end; returns the exit code."""

@@ -82,8 +82,8 @@ class Work:
         self._store.drop(payload_id)
         self._post(events.AdoptDone(fragment=p, version=version, digest=7))
       case actions.Merge(sync=sync, fragment=p, version=version, participants=participants):
-        for one in participants:
-          self._store.drop(one.payload_id)
+        for participant in participants:
+          self._store.drop(participant.payload_id)
         self._versions[p] = version
         self._post(
           events.MergeDone(

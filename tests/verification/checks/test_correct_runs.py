@@ -69,7 +69,7 @@ def test_a_repair_waits_while_two_fragments_are_in_flight_and_no_delta_goes_befo
 
   def sent() -> list:
     publishes = [said for to, said in run.said(messages.Publish) if to == session]
-    return [(one.fragment, one.version, one.base_version) for one in publishes]
+    return [(publish.fragment, publish.version, publish.base_version) for publish in publishes]
 
   assert run.said(messages.Publish)[-1][1].version == 2
   assert sent() == [(1, 1, None), (2, 1, None)], 'to l0, which holds no version 1'

@@ -172,13 +172,13 @@ class Quorum(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    names = [one.learner for one in merge.participants]
+    names = [participant.learner for participant in merge.participants]
     if len(set(names)) != len(names) or len(names) < max(1, self.config.needed(merge.sync)):
       self.fail(merge)
     sync = book.syncs.get(merge.sync)
     if sync is None or sync.merging:
       self.fail(merge, 'this sync is not open')
-    if {one.payload_id for one in merge.participants} != sync.payloads.keys():
+    if {participant.payload_id for participant in merge.participants} != sync.payloads.keys():
       self.fail(merge, sync.payloads)
     silence_ns = self.config.lease_ns + self.config.heartbeat_ns
     for peer, _message in sync.payloads.values():
@@ -195,7 +195,7 @@ class Quorum(invariant.Invariant):
       self.fail(merging, f'{sync.waiting} have not answered')
     if merging.waited_ns != now_ns - sync.opened_ns:
       self.fail(merging, f'it opened at {sync.opened_ns}')
-    if merging.tokens != sum(one.tokens for one in sync.merging.participants):
+    if merging.tokens != sum(participant.tokens for participant in sync.merging.participants):
       self.fail(merging, sync.merging)
 
 
@@ -224,7 +224,7 @@ class InOrder(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    names = [one.learner for one in merge.participants]
+    names = [participant.learner for participant in merge.participants]
     if names != sorted(names):
       self.fail(merge)
 

@@ -19,11 +19,11 @@ class BatchesOnce(invariant.Invariant):
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     sync, shards = book.syncs[merge.sync], set()
-    for one in merge.participants:
-      _, message = sync.payloads[one.payload_id]
+    for participant in merge.participants:
+      _, message = sync.payloads[participant.payload_id]
       merged = book.lineage.batches.get((message.shard, merge.fragment), 0)
       if message.cursor - message.steps < merged:
-        self.fail(one, message, f'merged up to batch {merged}')
+        self.fail(participant, message, f'merged up to batch {merged}')
       if message.shard in shards:
         self.fail(merge, f'two learners read data shard {message.shard}')
       shards.add(message.shard)

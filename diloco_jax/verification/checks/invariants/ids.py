@@ -36,10 +36,10 @@ class Incarnations(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
-    for one in merge.participants:
-      holder = book.lineage.holders[one.learner]
-      if one.incarnation != holder.incarnation:
-        self.fail(one, holder)
+    for participant in merge.participants:
+      holder = book.lineage.holders[participant.learner]
+      if participant.incarnation != holder.incarnation:
+        self.fail(participant, holder)
 
 
 def _stays(peer: Peer, out: Sequence[actions.Action]) -> bool:

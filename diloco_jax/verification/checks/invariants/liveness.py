@@ -271,7 +271,7 @@ class Heard(invariant.Invariant):
   @invariant.on(LEARNER, actions.Close)
   def learner(self, book: LearnerBook, now_ns: int, close: actions.Close, event: Event) -> None:
     syncer = self.run.syncer
-    joins = () if syncer is None or syncer.exited else [one.join for one in syncer.peers.values()]
+    joins = () if syncer is None or syncer.exited else [peer.join for peer in syncer.peers.values()]
     heard = any(join and join.nonce == book.nonce for join in joins)  # else by a syncer before it
     if close.reason != 'the syncer fell silent':
       return

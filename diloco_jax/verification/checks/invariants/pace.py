@@ -97,7 +97,7 @@ class Pace(invariant.Invariant):
     return found
 
   def _alone(self, book: SyncerBook, t: int, p: int, said: Any) -> None:
-    others = (one for one in book.syncs.values() if one.t != t)
+    others = (sync for sync in book.syncs.values() if sync.t != t)
     skipped = lambda one: one.opened_ns is None and one.t < t
     if any(one.fragment == p and not skipped(one) for one in others) or book.stopping:
       self.fail(said, book.syncs)

@@ -68,15 +68,17 @@ class TokensConserved(invariant.Invariant):
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book: SyncerBook, now_ns: int, merge: actions.Merge, event: Event) -> None:
     sync = book.syncs[merge.sync]
-    for one in merge.participants:
-      peer, said = sync.payloads[one.payload_id]
+    for participant in merge.participants:
+      peer, said = sync.payloads[participant.payload_id]
       slow = book.is_pulled_less(peer)
       true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps, slow
-      if (one.learner, one.tokens, one.steps, one.slow) != true:
-        self.fail(one, said)
-    far = screening_lib.too_far([one.steps for one in merge.participants], self.config.period)
+      if (participant.learner, participant.tokens, participant.steps, participant.slow) != true:
+        self.fail(participant, said)
+    far = screening_lib.too_far(
+      [participant.steps for participant in merge.participants], self.config.period
+    )
     left = far * (len(merge.participants) - 1)
-    if sum(one.apart for one in merge.participants) != left:
+    if sum(participant.apart for participant in merge.participants) != left:
       self.fail(merge)
 
   @invariant.on(SYNCER, facts.Ledger)
@@ -223,7 +225,7 @@ class Verdicts(invariant.Invariant):
   def _was_late(self, book: SyncerBook, send: Send, event: Event) -> bool:
     """Whether a payload that was late for the sync is in a later one."""
     later = [*book.syncs.values(), *book.next.values()]
-    payloads = [one for sync in later for one in sync.payloads.values()]
+    payloads = [payload for sync in later for payload in sync.payloads.values()]
     payloads += book.ended.merged if isinstance(event, events.MergeDone) else ()
     given = (
       peer.session == send.session and one.sync == send.message.sync for peer, one in payloads
@@ -256,7 +258,7 @@ class Verdicts(invariant.Invariant):
     if event.payload_id in book.pending or not peer.joined or not peer.member or book.exiting:
       return
     syncs = book.syncs.get(message.sync), book.next_of(message.fragment)
-    held = [one for sync in syncs if sync for one in sync.payloads.values()]
+    held = [payload for sync in syncs if sync for payload in sync.payloads.values()]
     settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
     if settled or any(other is peer and one.sync >= message.sync for other, one in held):
       return  # a duplicate
@@ -336,7 +338,7 @@ class Bounded(invariant.Invariant):
       self.fail(book.syncs)
     for sync in book.next.values():
       gave = {peer.join.learner for peer, _ in sync.payloads.values()}
-      asked = (one for one in book.members.values() if one.caught_up)
+      asked = (member for member in book.members.values() if member.caught_up)
       sync.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
     late = sum(len(sync.payloads) for sync in book.next.values() if not sync.complete)
     if late > self.config.fragments:

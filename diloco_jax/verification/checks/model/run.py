@@ -104,7 +104,9 @@ class Run:
   def forget_dead(self, lineage: lineage_book.Lineage) -> None:
     """Processes that have ended and hold no id any more give nothing that could be merged."""
     holders = {holder.nonce for holder in lineage.holders.values()}
-    for book in [one for one in self.learners.values() if one.dead and one.nonce not in holders]:
+    for book in [
+      learner for learner in self.learners.values() if learner.dead and learner.nonce not in holders
+    ]:
       self.trained[book.learner] += book.tokens
       self.clock = max(self.clock, book.clock)
       del self.learners[book.nonce]
@@ -191,9 +193,9 @@ class Run:
     """Whether a machine state knows all participants of the outer steps in progress at a record."""
     members = {row['learner'] for row in machine_state['members']}
     return all(
-      one.learner in members
+      participant.learner in members
       for under_way in record.under_way
-      for one in under_way.merge.participants
+      for participant in under_way.merge.participants
     )
 
   def _state_after(self, number: int, machine_state: dict[str, Any]) -> lineage_book.Lineage:

@@ -160,7 +160,7 @@ class SyncerBook:
     self.account(peer).train(confirm.tokens)
 
   def _forget_strangers(self) -> None:
-    busy = {peer.join.learner for one in self.syncs.values() for peer, _ in one.merged}
+    busy = {peer.join.learner for sync in self.syncs.values() for peer, _ in sync.merged}
     for learner in self.lineage.surplus({*self.members, *busy}, self.config.learners):
       self.lineage.forget(learner)
       self.run.forget_dead(self.lineage)
@@ -202,7 +202,7 @@ class SyncerBook:
 
   def next_of(self, fragment: int) -> Sync | None:
     """The sync of the fragment that merges next, if it is announced or has late payloads."""
-    in_hand = (one for one in self.syncs.values() if one.fragment == fragment)
+    in_hand = (sync for sync in self.syncs.values() if sync.fragment == fragment)
     return next((one for one in in_hand if not one.merging), None) or self.next.get(fragment)
 
   def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
@@ -333,7 +333,7 @@ class SyncerBook:
   @property
   def open(self) -> list[Sync]:
     """The syncs that have opened."""
-    return [one for one in self.syncs.values() if one.opened_ns is not None]
+    return [sync for sync in self.syncs.values() if sync.opened_ns is not None]
 
   def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
     """A verdict on the contribution of this turn."""
@@ -360,7 +360,7 @@ class SyncerBook:
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     sync = self.syncs[merge.sync]
     sync.merging, self.merges = merge, self.merges + 1
-    sync.merged = tuple(sync.payloads[one.payload_id] for one in merge.participants)
+    sync.merged = tuple(sync.payloads[participant.payload_id] for participant in merge.participants)
     for one, (peer, message) in zip(merge.participants, sync.merged):
       reported = message.tokens_from, message.tokens_to
       self.account(peer).settle(merge.fragment, reported, '', self.gap)
