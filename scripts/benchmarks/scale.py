@@ -230,7 +230,7 @@ def control(fragments: int) -> float:
   config = config_lib.ProtocolConfig(
     learners=OF, fragments=fragments, period=fragments, total_steps=10**6, save_steps=0
   )
-  world = world_lib.World(config, model=no_arrays.equal(fragments))
+  world = world_lib.World(config, values=no_arrays.equal(fragments))
   spent_ns, handle = 0, world.syncer.machine.handle
 
   def timed(now_ns: int, event: events.Event) -> list[actions.Action]:

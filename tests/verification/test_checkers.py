@@ -58,7 +58,7 @@ HELD = (messages.Held(version=0, digest=100),)
 class Turn:
   """One turn: the process, the time (ms), the event, the actions."""
 
-  life: checkers_lib.ObservedProcess
+  process: checkers_lib.ObservedProcess
   at: int
   event: events.Event
   out: tuple[actions.Action, ...] = ()
@@ -226,10 +226,10 @@ STORY = {
 
 def watch(story: dict[str, Turn]) -> checkers_lib.Checkers:
   watcher = checkers_lib.Checkers(CONFIG)
-  for life in (SYNCER, LEARNER):
-    watcher.born(0, life)
+  for process in (SYNCER, LEARNER):
+    watcher.born(0, process)
   for turn in story.values():
-    watcher.saw(turn.life, turn.at * MS, turn.event, turn.out)
+    watcher.saw(turn.process, turn.at * MS, turn.event, turn.out)
   return watcher
 
 
@@ -243,12 +243,12 @@ def with_out(name: str, *out: actions.Action) -> Callable[[dict], None]:
 
 
 def then(
-  life: checkers_lib.ObservedProcess, event: events.Event, *out: actions.Action, at: int = 20
+  process: checkers_lib.ObservedProcess, event: events.Event, *out: actions.Action, at: int = 20
 ) -> Callable:
   """The story with an additional turn."""
 
   def change(story):
-    story['then'] = Turn(life, at, event, out)
+    story['then'] = Turn(process, at, event, out)
 
   return change
 
@@ -384,8 +384,8 @@ def test_versions_go_back_only_when_a_log_was_repaired():
 
 def test_a_process_that_never_joins_is_noticed():
   watcher = checkers_lib.Checkers(CONFIG)
-  for life in (SYNCER, LEARNER):
-    watcher.born(0, life)
+  for process in (SYNCER, LEARNER):
+    watcher.born(0, process)
   watcher.healed(0)
   with pytest.raises(checkers_lib.Violation, match='L3'):
     watcher.finished(9_000 * MS)

@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 from diloco_jax.verification.checks import checkers as checkers_lib
-from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.books import run as run_book
 from diloco_jax.verification.sim import arrays
 from diloco_jax.verification.sim import engine as engine_lib
 from diloco_jax.verification.sim import seeds as seeds_lib

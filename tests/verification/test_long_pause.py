@@ -24,7 +24,7 @@ class Weights(observers.Observer):
   def __init__(self):
     self.most_tokens = 0
 
-  def saw(self, life, now_ns, event, out):
+  def saw(self, process, now_ns, event, out):
     for action in out:
       if isinstance(action, actions.Merge):
         tokens = [participant.tokens for participant in action.participants]

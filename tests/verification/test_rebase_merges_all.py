@@ -78,7 +78,7 @@ class Cut(observers.Observer):
     self.clock = 0  # of the learner then
     self.world: world_lib.World | None = None
 
-  def saw(self, life, now_ns, event, out) -> None:
+  def saw(self, observed, now_ns, event, out) -> None:
     self.turns += 1
     if self.turns == self.at and 'l1' in self.world.learners:
       process = self.world.learners['l1']

@@ -104,12 +104,12 @@ class Again(observers.Observer):
   def __init__(self):
     self._machines: dict[int, Any] = {}
 
-  def born(self, now_ns, life) -> None:
-    self._machines[life.number] = life.start.make()
+  def born(self, now_ns, process) -> None:
+    self._machines[process.number] = process.start.make()
 
-  def saw(self, life, now_ns, event, out) -> None:
-    again = self._machines[life.number].handle(now_ns, event)
-    assert tuple(again) == tuple(out), (life.start.node, event)
+  def saw(self, process, now_ns, event, out) -> None:
+    again = self._machines[process.number].handle(now_ns, event)
+    assert tuple(again) == tuple(out), (process.start.node, event)
 
 
 def test_machines_have_no_other_input(counts):

@@ -7,9 +7,9 @@ after the update, and it never asks a machine. So the same checkers watch the si
 and read the tapes of real processes afterwards::
 
     checkers = Checkers(config)
-    checkers.born(now_ns, life)                       # a process begins
-    checkers.saw(life, now_ns, event, actions)        # a machine took a turn
-    checkers.died(now_ns, life, killed)               # a process ended
+    checkers.born(now_ns, process)                       # a process begins
+    checkers.saw(process, now_ns, event, actions)        # a machine took a turn
+    checkers.died(now_ns, process, killed)               # a process ended
     checkers.logged(now_ns, note)                     # simulated world: the syncer's disk
     checkers.healed(now_ns)                           # no fault happens from now on
     checkers.finished(now_ns)                         # the run is over: end-of-run statements
@@ -26,6 +26,9 @@ from typing import Any
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks.books import learner as learner_book
+from diloco_jax.verification.checks.books import run as run_book
+from diloco_jax.verification.checks.books import syncer as syncer_book
 from diloco_jax.verification.checks.invariants import (
   contributions,
   data,
@@ -36,9 +39,6 @@ from diloco_jax.verification.checks.invariants import (
   pace,
   tokens,
 )
-from diloco_jax.verification.checks.model import learner as learner_book
-from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.checks.model import syncer as syncer_book
 
 ObservedProcess = observers.ObservedProcess
 Violation = invariant.Violation
@@ -111,18 +111,18 @@ class Checkers(observers.Observer):
       self._after[role] = {kind: (*self._after[role][kind], *every) for kind in kinds}
       self._after[role][invariant.EVERY] = every
 
-  def born(self, now_ns: int, life: ObservedProcess) -> None:
+  def born(self, now_ns: int, process: ObservedProcess) -> None:
     try:
-      book = self.run.born(life)
+      book = self.run.born(process)
     except run_book.WrongState as error:
       self.invariants[durability.RecoveredState].fail(error)
-    if life.start.role == LEARNER:
+    if process.start.role == LEARNER:
       self.invariants[liveness.Joins].born(now_ns, book)
 
   def saw(
-    self, life: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self, process: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
-    book, role = self.run.books[life.number], life.start.role
+    book, role = self.run.books[process.number], process.start.role
     table, kind = self._on[role], type(event)
     if kind is events.Received:
       kind = type(event.message)
@@ -145,8 +145,8 @@ class Checkers(observers.Observer):
     for look in table[kind] if kind in table else table[invariant.EVERY]:
       look(book, now_ns, event, out)
 
-  def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
-    book = self.run.died(life)
+  def died(self, now_ns: int, process: ObservedProcess, killed: bool) -> None:
+    book = self.run.died(process)
     for one in self.invariants.values():
       one.died(now_ns, book, killed)
 

@@ -23,8 +23,8 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol.tape import observers
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.verification.checks import checkers as checkers_lib
+from diloco_jax.verification.checks.books import run as run_book
 from diloco_jax.verification.checks.invariants import invariant
-from diloco_jax.verification.checks.model import run as run_book
 
 SHOWN_TURNS = 50
 SHOWN_CHARACTERS = 200
@@ -114,9 +114,9 @@ class _Reading:
   def run(self) -> Verdict:
     broken, node_tape, now_ns, unread = None, None, 0, ''
     try:
-      for node_tape, life, turn, last in in_order(self._node_tapes):
+      for node_tape, process, turn, last in in_order(self._node_tapes):
         now_ns = turn.now_ns
-        self._take(node_tape, life, turn, last)
+        self._take(node_tape, process, turn, last)
       node_tape = None
       self._checkers.finished(now_ns)
     except checkers_lib.Violation as error:
@@ -135,7 +135,7 @@ class _Reading:
   def _take(
     self,
     node_tape: Tape,
-    life: observers.ObservedProcess,
+    process: observers.ObservedProcess,
     turn: tape_lib.Record | tape_lib.Crash,
     last: bool,
   ) -> None:
@@ -145,15 +145,15 @@ class _Reading:
     self._before.append((node_tape.name, turn))
     self._turns += 1
     if turn.index == 0:
-      self._checkers.born(turn.now_ns, life)
+      self._checkers.born(turn.now_ns, process)
     if isinstance(turn, tape_lib.Crash):
       raise _Crashed(turn.error)
     if node_tape.start.role == invariant.LEARNER:
       self._checkers.run.heard(turn.event)
-    self._checkers.saw(life, turn.now_ns, turn.event, turn.actions)
+    self._checkers.saw(process, turn.now_ns, turn.event, turn.actions)
     if last:
       ended = any(isinstance(action, actions.Exit) for action in turn.actions)
-      self._checkers.died(turn.now_ns, life, not ended)
+      self._checkers.died(turn.now_ns, process, not ended)
 
   def _broken(self, node_tape: Tape | None, id_: str, sentence: str, detail: str) -> Broken:
     name = 'all tapes together' if node_tape is None else node_tape.name
@@ -185,14 +185,14 @@ class _Crashed(Exception):
 
 
 def _with_last_mark(
-  node_tape: Tape, life: observers.ObservedProcess, first: Any, turns: Iterator
+  node_tape: Tape, process: observers.ObservedProcess, first: Any, turns: Iterator
 ) -> Iterator[tuple]:
   """The turns of a tape; the last one is marked as such."""
   turn = first
   for following in turns:
-    yield node_tape, life, turn, False
+    yield node_tape, process, turn, False
     turn = following
-  yield node_tape, life, turn, True
+  yield node_tape, process, turn, True
 
 
 def _describe_turn(node: str, turn: tape_lib.Record | tape_lib.Crash, began_ns: int) -> str:

@@ -24,21 +24,21 @@ def main(argv: list[str]) -> int:
   if len(argv) < 2:
     raise exits.NeverRetry('no tape given; for example: diloco replay runs/NAME')
   with exits.never_retry(ValueError):
-    lives = [life for path in argv[1:] for life in tape_files.find(pathlib.Path(path))]
-    identical = [_replay(life) for life in lives]
+    process_tapes = [tape for path in argv[1:] for tape in tape_files.find(pathlib.Path(path))]
+    identical = [_replay(process_tape) for process_tape in process_tapes]
   return int(not all(identical))
 
 
-def _replay(life: tapes.ProcessTape) -> bool:
+def _replay(process_tape: tapes.ProcessTape) -> bool:
   """Prints the result of one process's tape; returns whether it is identical."""
   try:
-    replay = tape_files.replay(life)
+    replay = tape_files.replay(process_tape)
   except tape_lib.OtherTape:
     raise
   except (tape_lib.TapeError, OSError) as error:
-    print(f'{life.name}: damaged: {exits.one_line(error)}')
+    print(f'{process_tape.name}: damaged: {exits.one_line(error)}')
     return False
-  print(f'{life.name}: {replay.text()}')
+  print(f'{process_tape.name}: {replay.text()}')
   if replay.crash is not None:
     print(''.join(traceback.format_exception(replay.crash)).rstrip())
   if not replay.identical:

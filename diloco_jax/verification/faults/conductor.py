@@ -40,10 +40,10 @@ def judge(workdir: pathlib.Path, healed_ns: int | None = None) -> judge_tapes.Ve
   liveness is not checked)."""
   node_tapes = []
   for folder in (workdir, *sorted((workdir / SECONDS).glob('*'))):
-    for life in tape_files.find(folder):
-      reader = tape_files.read(life)
+    for process_tape in tape_files.find(folder):
+      reader = tape_files.read(process_tape)
       if reader.header is not None:
-        name = life.name if folder == workdir else f'{life.name} (second)'
+        name = process_tape.name if folder == workdir else f'{process_tape.name} (second)'
         node_tapes.append(judge_tapes.Tape(name, reader.header.start, reader))
   return judge_tapes.judge(node_tapes, healed_ns)
 

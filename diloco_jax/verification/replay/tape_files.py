@@ -70,30 +70,32 @@ def find(path: pathlib.Path) -> list[tapes.ProcessTape]:
     raise ValueError(f'there is no tape {path} (seen from {pathlib.Path.cwd()})')
   if not tapes.NAME.fullmatch(path.name):
     return [tapes.ProcessTape(path.name, 0, (path,))]
-  node, life, _ = tapes.parse(path)
+  node, number, _ = tapes.parse(path)
   return [
     process_tape
     for process_tape in tapes.process_tapes(path.parent)
-    if (process_tape.node, process_tape.number) == (node, life)
+    if (process_tape.node, process_tape.number) == (node, number)
   ]
 
 
-def replay(life: tapes.ProcessTape) -> replay_machines.Replay:
+def replay(process_tape: tapes.ProcessTape) -> replay_machines.Replay:
   """Replays a tape. Raises tape.TapeError that names file and line, or file and node."""
-  lines = Lines(life.segments)
+  lines = Lines(process_tape.segments)
   replayed = replay_machines.replay(lines, lines.where)
-  _require_node(life, replayed.header)
+  _require_node(process_tape, replayed.header)
   return replayed
 
 
-def read(life: tapes.ProcessTape) -> tape_lib.Reader:
+def read(process_tape: tapes.ProcessTape) -> tape_lib.Reader:
   """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
-  lines = Lines(life.segments)
+  lines = Lines(process_tape.segments)
   reader = tape_lib.Reader(lines, lines.where)
-  _require_node(life, reader.header)
+  _require_node(process_tape, reader.header)
   return reader
 
 
-def _require_node(life: tapes.ProcessTape, header: tape_lib.Header | None) -> None:
-  if header is not None and life.number and header.node != life.node:
-    raise tape_lib.TapeError(f'{life.segments[0]} is a tape of {header.node}, not of {life.node}')
+def _require_node(process_tape: tapes.ProcessTape, header: tape_lib.Header | None) -> None:
+  if header is not None and process_tape.number and header.node != process_tape.node:
+    raise tape_lib.TapeError(
+      f'{process_tape.segments[0]} is a tape of {header.node}, not of {process_tape.node}'
+    )

@@ -260,7 +260,7 @@ def screened(
 # --- The model of a run (processes.py) ------------------------------------------------------------
 
 
-class Model:
+class Arrays:
   """The values of a run; each of its processes has its own."""
 
   agreement, durable = AGREEMENT, True
@@ -283,8 +283,8 @@ class Learner:
   """The values of a learner's process."""
 
   def __init__(self, process: Any):
-    self._process, start = process, process.life.start
-    digests = process.world.model.digests
+    self._process, start = process, process.observed.start
+    digests = process.world.arrays.digests
     self._values = [-1] * len(digests) if start.state is not None else list(digests)
     # By fragment: (tokens, steps) up to which local - anchor contains nothing, and of the newest
     # capture.

@@ -94,7 +94,7 @@ class Nemesis:
     if not syncer.alive:
       return False
     match fault.kind:
-      case 'kill' if not self._world.model.durable:
+      case 'kill' if not self._world.arrays.durable:
         self._kill_between(syncer)
       case 'kill':
         self._kill_syncer(syncer, self._draw.choice(KILLS))

@@ -105,16 +105,20 @@ class Story(observers.Observer):
     """A line that is not an action of a machine."""
     self._tell(f'{now_ns // MS:6} {text}')
 
-  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
-    if life.start.role == 'syncer':
+  def born(self, now_ns: int, process: observers.ObservedProcess) -> None:
+    if process.start.role == 'syncer':
       self._peers.clear()
     else:
-      self._nodes[life.start.identity.nonce] = life.start.node
+      self._nodes[process.start.identity.nonce] = process.start.node
 
   def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self,
+    process: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: observers.Actions,
   ) -> None:
-    syncer = life.start.role == 'syncer'
+    syncer = process.start.role == 'syncer'
     if syncer and isinstance(event, events.Received) and isinstance(event.message, messages.Join):
       self._peers[event.session] = self._nodes[event.message.nonce]
     for action in out:
@@ -123,12 +127,12 @@ class Story(observers.Observer):
         to = ''
         if syncer and isinstance(action, actions.Send | actions.Close):
           to = f' {self._peers.get(action.session, "?")}'
-        self.note(now_ns, f'{life.start.node:6}{to} {text}')
+        self.note(now_ns, f'{process.start.node:6}{to} {text}')
 
   def crashed(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
+    self, process: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
-    self.note(now_ns, f'{life.start.node:6} raises {type(error).__name__}: {error}, on {event}')
+    self.note(now_ns, f'{process.start.node:6} raises {type(error).__name__}: {error}, on {event}')
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     begins = note.kind == 'recovered' and not note.number

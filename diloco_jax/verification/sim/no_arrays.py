@@ -13,7 +13,7 @@ _DIGEST = 1
 Answers = list[tuple[events.Event, Any]]
 
 
-class Model:
+class Arrays:
   """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, each by
   fragment."""
 
@@ -40,22 +40,22 @@ class Model:
     pass
 
 
-def equal(fragments: int, size_bytes: int = 64) -> Model:
+def equal(fragments: int, size_bytes: int = 64) -> Arrays:
   """The model of a run whose payloads all have the same size."""
   sizes = (size_bytes,) * fragments
-  return Model('{}', sizes, sizes, sizes)
+  return Arrays('{}', sizes, sizes, sizes)
 
 
 class Syncer:
-  def __init__(self, model: Model, process: Any):
-    self._model, self._contents = model, process.contents
-    state = process.life.start.state or {}
-    self._versions = list(state.get('versions', [0] * len(model.payload_bytes)))
+  def __init__(self, values: Arrays, process: Any):
+    self._arrays, self._contents = values, process.contents
+    state = process.observed.start.state or {}
+    self._versions = list(state.get('versions', [0] * len(values.payload_bytes)))
 
   def perform(self, action: actions.Work) -> Answers:
     p = action.fragment
     if isinstance(action, actions.ReadFragment):
-      size = _sized(self._model.whole_bytes[p])
+      size = _sized(self._arrays.whole_bytes[p])
       event = events.FragmentRead(fragment=p, version=self._versions[p], digest=_DIGEST, **size)
       return [(event, b'')]
     if isinstance(action, actions.Measure):
@@ -70,19 +70,19 @@ class Syncer:
       failed='',
       norms=tuple(participant.steps * screening_lib.UNIT for participant in action.participants),
       refused=(),
-      **_sized(self._model.delta_bytes[p]),
+      **_sized(self._arrays.delta_bytes[p]),
     )
     return [(done, b'')]
 
 
 class Learner:
-  def __init__(self, model: Model, process: Any):
-    self._model, self._contents = model, process.contents
+  def __init__(self, values: Arrays, process: Any):
+    self._arrays, self._contents = values, process.contents
 
   def perform(self, action: actions.Work) -> Answers:
     match action:
       case actions.Encode(sync=sync, fragment=p):
-        size = _sized(self._model.payload_bytes[p])
+        size = _sized(self._arrays.payload_bytes[p])
         return [(events.Encoded(sync=sync, fragment=p, **size), b'')]
       case actions.Adopt(fragment=p, version=version, payload_id=payload_id):
         del self._contents[payload_id]

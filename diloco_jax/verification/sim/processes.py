@@ -33,7 +33,7 @@ class Work(Protocol):
     later, and the content of each one's payload (None: it has none)."""
 
 
-class Model(Protocol):
+class Arrays(Protocol):
   """The arrays of a run.
 
   Attributes:
@@ -62,10 +62,10 @@ class MachineCrash(Exception):
 class Process(abc.ABC):
   """One machine with its event queue, wake timer, payload ids and work lane."""
 
-  def __init__(self, world: Any, name: str, life: observers.ObservedProcess):
-    self.world, self.name, self.life = world, name, life
+  def __init__(self, world: Any, name: str, process: observers.ObservedProcess):
+    self.world, self.name, self.observed = world, name, process
     try:
-      self.machine = life.start.make()
+      self.machine = process.start.make()
     except Exception as error:
       raise MachineCrash(f'{name}: {type(error).__name__}: {error}, as it started') from error
     self.disk = world.disk(name)
@@ -73,7 +73,7 @@ class Process(abc.ABC):
     self.alive, self.frozen, self.exit = True, False, None
     self.contents: dict[int, Any] = {}
     self.reports: dict[type, facts.Fact] = {}  # the newest of every kind
-    self.save_ns = 5 * MS if world.model.durable else 0
+    self.save_ns = 5 * MS if world.arrays.durable else 0
     self._payload_ids = itertools.count(1)
     self._deferred: list[Callable[[], None]] = []
     self._wake = 0
@@ -101,9 +101,9 @@ class Process(abc.ABC):
     try:
       out = self.machine.handle(now_ns, event)
     except Exception as error:
-      self.world.crashed(self.life, now_ns, event, error)
+      self.world.crashed(self.observed, now_ns, event, error)
       raise MachineCrash(f'{self.name}: {type(error).__name__}: {error}') from error
-    self.world.saw(self.life, now_ns, event, out)
+    self.world.saw(self.observed, now_ns, event, out)
     self._check()
     for action in out:
       arrays.claim(self.alive, 'A process carries out no action after its exit.', self.name, action)
@@ -207,9 +207,9 @@ class Learner(Process):
   when it ends: what it reads cannot change meanwhile, since parameters change between steps only.
   """
 
-  def __init__(self, world: Any, name: str, life: observers.ObservedProcess):
-    super().__init__(world, name, life)
-    self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
+  def __init__(self, world: Any, name: str, process: observers.ObservedProcess):
+    super().__init__(world, name, process)
+    self.learner, self.nonce = process.start.identity.learner, process.start.identity.nonce
     self.island = world.island(name)
     self.nan: set[int] = set()  # fragments whose next capture holds a NaN
     self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and how many captures more
@@ -218,7 +218,7 @@ class Learner(Process):
     self.exact = True  # it has had one incarnation only
     self._training = False
     self._incarnation = 0
-    self._arrays = world.model.learner(self)
+    self._arrays = world.arrays.learner(self)
 
   def work(self, action: actions.Work) -> None:
     arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
@@ -285,17 +285,17 @@ class Syncer(Process):
   def __init__(
     self,
     world: Any,
-    life: observers.ObservedProcess,
+    process: observers.ObservedProcess,
     log: wal.Wal | None,
     theta: arrays.Theta | None,
   ):
-    super().__init__(world, 'syncer', life)
+    super().__init__(world, 'syncer', process)
     self.theta, self.log = theta, log
     self.merge_ns, self.read_ns, self.save_ns = (10 * MS, 5 * MS, 20 * MS) if log else (0, 0, 0)
     self.fsync_ns = world.fsync_ns
     self.not_finite = False  # whether the next outer step is not finite
     self.ambush: Callable[[int], None] | None = None  # called during the next commit
-    self._arrays = world.model.syncer(self)
+    self._arrays = world.arrays.syncer(self)
     self._jobs: collections.deque[Iterator[int]] = collections.deque()
     self._working = False
     self._step: outer_log.OuterStep | None = None

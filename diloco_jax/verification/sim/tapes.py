@@ -21,7 +21,7 @@ class Tapes(observers.Observer):
     self._folder, self._commit = folder, commit
     self._writers: dict[int, tape_lib.Writer] = {}
     self._files: dict[int, pathlib.Path] = {}
-    self._lives: dict[str, int] = {}
+    self._started: dict[str, int] = {}
     if folder is not None:
       folder.mkdir(parents=True, exist_ok=True)
 
@@ -31,25 +31,29 @@ class Tapes(observers.Observer):
     ends = ' '.join(writer.hash for _, writer in sorted(self._writers.items()))
     return hashlib.sha256(ends.encode()).hexdigest()[:16]
 
-  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
-    writer = self._writers[life.number] = tape_lib.Writer(life.start, commit=self._commit)
-    node = life.start.node.replace('*', '-second')
-    self._lives[node] = self._lives.get(node, 0) + 1
+  def born(self, now_ns: int, process: observers.ObservedProcess) -> None:
+    writer = self._writers[process.number] = tape_lib.Writer(process.start, commit=self._commit)
+    node = process.start.node.replace('*', '-second')
+    self._started[node] = self._started.get(node, 0) + 1
     if self._folder is not None:
-      self._files[life.number] = self._folder / f'{node}.{self._lives[node]}.0.jsonl'
-    self._write(life, writer.header())
+      self._files[process.number] = self._folder / f'{node}.{self._started[node]}.0.jsonl'
+    self._write(process, writer.header())
 
   def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self,
+    process: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: observers.Actions,
   ) -> None:
-    self._write(life, self._writers[life.number].turn(now_ns, event, out))
+    self._write(process, self._writers[process.number].turn(now_ns, event, out))
 
   def crashed(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
+    self, process: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
-    self._write(life, self._writers[life.number].crash(now_ns, event, error))
+    self._write(process, self._writers[process.number].crash(now_ns, event, error))
 
-  def _write(self, life: observers.ObservedProcess, line: bytes) -> None:
+  def _write(self, process: observers.ObservedProcess, line: bytes) -> None:
     if self._folder is not None:
-      with self._files[life.number].open('ab') as file:
+      with self._files[process.number].open('ab') as file:
         file.write(line)

@@ -41,20 +41,20 @@ class World:
     config: config_lib.ProtocolConfig,
     seed: int = 0,
     watchers: Sequence[observers.Observer] = (),
-    model: sim_processes.Model | None = None,
+    values: sim_processes.Arrays | None = None,
     slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
     links_measured: bool = True,
   ):
-    """`model`: by default simulated values. `slices`: of the islands of hosts whose chips fail, by
+    """`values`: by default simulated ones. `slices`: of the islands of hosts whose chips fail, by
     name. `links_measured`: as of the syncer."""
     self.config, self.seed, self.links_measured = config, seed, links_measured
-    self.model = model or arrays.Model(config.fragments)
-    # A model that is not durable is for runs that are not checked: seeds check the machines.
-    self.check_every = -(-config.learners // CHECKED_ALWAYS) if self.model.durable else NEVER
+    self.arrays = values or arrays.Arrays(config.fragments)
+    # A run that is not durable is not checked: seeds check the machines.
+    self.check_every = -(-config.learners // CHECKED_ALWAYS) if self.arrays.durable else NEVER
     self.engine = engine_lib.Engine()
     self.network = network_lib.Network(self.engine, lambda: self.syncer)
     self._watchers = tuple(watchers)
-    self._lives, self._nonces = itertools.count(1), itertools.count(1)
+    self._started, self._nonces = itertools.count(1), itertools.count(1)
     self._links: dict[str, network_lib.Link] = {}
     self._islands: dict[str, hardware.Island] = {}
     self._slices = slices
@@ -102,7 +102,7 @@ class World:
   def lose_disk(self, name: str) -> None:
     """Replaces the host by another one with an empty disk."""
     self._disks.pop(name, None)
-    self.model.forget(name)
+    self.arrays.forget(name)
 
   # --- Processes ----------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ class World:
       role='syncer',
       node='syncer',
       config=self.config,
-      agreement=self.model.agreement,
+      agreement=self.arrays.agreement,
       run=RUN,
-      payload_bytes=self.model.payload_bytes,
+      payload_bytes=self.arrays.payload_bytes,
       links_measured=self.links_measured,
-      digests=self.model.digests,
+      digests=self.arrays.digests,
     )
-    if not self.model.durable:
+    if not self.arrays.durable:
       self._start_without_log(start)
       return True
     disk = self.disk('syncer')
@@ -137,8 +137,8 @@ class World:
     except disk_lib.Cut:
       self.logged('cut', text='during its start')
       return False
-    life = self._life(dataclasses.replace(start, state=found.machine_state))
-    self.syncer = self.syncer_class(self, life, found.log, found.theta)
+    process = self._observe(dataclasses.replace(start, state=found.machine_state))
+    self.syncer = self.syncer_class(self, process, found.log, found.theta)
     self.logged('recovered', found.log.committed, text=' '.join(found.log.words))
     if found.torn:
       self.logged('torn')
@@ -152,7 +152,7 @@ class World:
     last = self.syncer
     if last is not None:
       start = dataclasses.replace(start, state=last.machine.state())
-    self.syncer = self.syncer_class(self, self._life(start), None, None)
+    self.syncer = self.syncer_class(self, self._observe(start), None, None)
     if last is not None:
       self.syncer.merge_ns, self.syncer.read_ns = last.merge_ns, last.read_ns
     self._begin(self.syncer)
@@ -164,7 +164,7 @@ class World:
     except wal.WalDamaged as damaged:
       self.logged('repaired', len(disk.rot), text=str(damaged))  # also if the repair fails half-way
       try:
-        simulated_log.repair(disk, self.model.agreement)
+        simulated_log.repair(disk, self.arrays.agreement)
       except OSError as error:
         raise wal.WalBroken(f'The repair failed: {error}') from error
     except simulated_log.NotRecovered as error:
@@ -189,22 +189,22 @@ class World:
     identity = learner_machine.Identity(
       learner=name,
       nonce=nonce,
-      agreement=agreement or self.model.agreement,
+      agreement=agreement or self.arrays.agreement,
       host=f'host{nonce}',
       pid=nonce,
       seed=nonce,
     )
-    life = self._life(
+    observed = self._observe(
       tape_lib.Start(
         role='learner',
         node=key,
         config=self.config,
         identity=identity,
         state=machine_state,
-        digests=self.model.digests if machine_state is None else None,
+        digests=self.arrays.digests if machine_state is None else None,
       )
     )
-    process = self.learners[key] = self.learner_class(self, key, life)
+    process = self.learners[key] = self.learner_class(self, key, observed)
     self._begin(process)
     return process
 
@@ -212,20 +212,24 @@ class World:
     """An observer has seen enough."""
     self._watchers = tuple(one for one in self._watchers if one is not watcher)
 
-  def _life(self, start: tape_lib.Start) -> observers.ObservedProcess:
-    life = observers.ObservedProcess(next(self._lives), start)
+  def _observe(self, start: tape_lib.Start) -> observers.ObservedProcess:
+    process = observers.ObservedProcess(next(self._started), start)
     for watcher in self._watchers:
-      watcher.born(self.now_ns, life)
-    return life
+      watcher.born(self.now_ns, process)
+    return process
 
   def _begin(self, process: sim_processes.Process) -> None:
     self.engine.after(0, lambda: process.post(events.Wake()))
 
   def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self,
+    process: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: observers.Actions,
   ) -> None:
     for watcher in self._watchers:
-      watcher.saw(life, now_ns, event, out)
+      watcher.saw(process, now_ns, event, out)
 
   def logged(self, kind: str, number: int = 0, **fields: Any) -> None:
     """Shows observers a fact about the syncer's log (observers.LogNote)."""
@@ -234,17 +238,17 @@ class World:
       watcher.logged(self.now_ns, note)
 
   def crashed(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
+    self, process: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
     for watcher in self._watchers:
-      watcher.crashed(life, now_ns, event, error)
+      watcher.crashed(process, now_ns, event, error)
 
   def end(self, process: sim_processes.Process, killed: bool = True, silent: bool = False) -> None:
     """Ends a process; its sessions break, messages in flight still arrive. `silent`: its host has
     lost power, so no peer gets an error."""
     process.alive = False
     for watcher in self._watchers:
-      watcher.died(self.now_ns, process.life, killed)
+      watcher.died(self.now_ns, process.observed, killed)
     if isinstance(process, sim_processes.Learner):
       process.island.stop()
       if process.done:

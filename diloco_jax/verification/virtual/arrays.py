@@ -56,7 +56,7 @@ class _Payloads:
     return found
 
 
-class Model:
+class Arrays:
   """The arrays of a run.
 
   Args:
@@ -96,7 +96,7 @@ class Model:
     return Syncer(self._assembled, self.theta, _Payloads(process.contents), self._on_evaluation)
 
   def learner(self, process: Any) -> 'Learner':
-    name, restored = process.name, process.life.start.state is not None
+    name, restored = process.name, process.observed.start.state is not None
     _, island = self._saved.get(name, (0, None)) if restored else (0, None)
     others = self._saved.values() if self._shared else ()
     origin = 'own' if restored else 'other' if others else 'fresh'

@@ -25,10 +25,10 @@ TOKENS = 1_000  # of an inner step
 LIMIT = 1_000  # a run may take so many times its steps
 
 
-def sizes(values: Sequence[int], up: str, down: str, agreement: str = '{}') -> no_arrays.Model:
+def sizes(values: Sequence[int], up: str, down: str, agreement: str = '{}') -> no_arrays.Arrays:
   """The payloads of fragments of so many values with these codecs; whole fragments are float32."""
   encoded = [tuple(map(codecs.get(name).encoded_size, values)) for name in (up, down)]
-  return no_arrays.Model(agreement, *encoded, tuple(4 * size for size in values))
+  return no_arrays.Arrays(agreement, *encoded, tuple(4 * size for size in values))
 
 
 class Prediction(NamedTuple):
@@ -65,9 +65,13 @@ class Counts(observers.Observer):
     self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
 
   def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self,
+    process: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: observers.Actions,
   ) -> None:
-    name = life.start.node
+    name = process.start.node
     if isinstance(event, events.StepDone):
       self.steps[name] += 1
       self.ended_ns[name] = now_ns
@@ -94,7 +98,7 @@ class Counts(observers.Observer):
 
 def predict(
   config: config_lib.ProtocolConfig,
-  model: no_arrays.Model,
+  values: no_arrays.Arrays,
   hardware: conditions.Hardware,
   network: conditions.Network,
   warm_up: int = 0,
@@ -104,8 +108,8 @@ def predict(
   steps, with the syncs for which they wait then, on links of any speed, and nothing of that counts.
   Raises RuntimeError: the run does not end."""
   names, counts = run_config.learner_ids(config.learners), Counts()
-  measured = tempo_lib.are_measured(model.payload_bytes)
-  world = world_lib.World(config, seed, (counts,), model, links_measured=measured)
+  measured = tempo_lib.are_measured(values.payload_bytes)
+  world = world_lib.World(config, seed, (counts,), values, links_measured=measured)
 
   def run(done: Callable[[], bool]) -> None:
     world.run(world.now_ns + LIMIT * hardware.ns(config.total_steps), done)

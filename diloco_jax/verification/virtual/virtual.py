@@ -72,7 +72,7 @@ class Result:
   Attributes:
     config: as it ran: `train.steps` is the T that was found.
     tokens: trained by all learners.
-    steps: inner steps of each learner, over all its lives.
+    steps: inner steps of each learner, over all its processes.
     curve: held-out loss of the global model; () without arrays or held-out batches, or if parts of
       the model are never sent.
     merges: every outer step in order.
@@ -167,7 +167,7 @@ def train(
 
   def evaluate(sync: int) -> None:
     if held_out:
-      curve.append(Point(time=book.time, tokens=book.tokens, loss=model.evaluate()))
+      curve.append(Point(time=book.time, tokens=book.tokens, loss=values.evaluate()))
 
   held_out = bool(assembled.task.eval_batches()) and not assembled.never_sent
   lies = dict.fromkeys(faults.flipped, np.negative) | {
@@ -175,16 +175,16 @@ def train(
     for index, name in enumerate(faults.noisy)
   }
   keep_moments = bool(faults.death_every or faults.plan)
-  model = arrays.Model(assembled, evaluate, keep_moments, lies, faults.shared)
+  values = arrays.Arrays(assembled, evaluate, keep_moments, lies, faults.shared)
   evaluate(0)
-  result = _run(assembled, model, where, book)
+  result = _run(assembled, values, where, book)
   evaluate(assembled.config.train.steps)
   return dataclasses.replace(
     result,
     curve=tuple(curve),
-    origins=dict(+model.origins),
-    theta_sha256=model.theta_sha256(),
-    params=model.params(),
+    origins=dict(+values.origins),
+    theta_sha256=values.theta_sha256(),
+    params=values.params(),
   )
 
 
@@ -253,15 +253,19 @@ class _Book(observers.Observer):
   def time(self) -> float:
     return self.world.now_ns / self._step_ns if self.world else 0.0
 
-  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
+  def died(self, now_ns: int, process: observers.ObservedProcess, killed: bool) -> None:
     self.deaths += killed
 
   def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self,
+    process: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: observers.Actions,
   ) -> None:
-    syncer = life.start.role == 'syncer'
+    syncer = process.start.role == 'syncer'
     if isinstance(event, events.StepDone):
-      self.steps[life.start.identity.learner] += 1
+      self.steps[process.start.identity.learner] += 1
       self.tokens += event.tokens
       if self._progress is not None:
         self._progress(self.tokens, self._target)
@@ -303,7 +307,7 @@ def _assemble(
   return build.assemble(config)
 
 
-def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
+def _no_arrays(assembled: build.Assembly) -> no_arrays.Arrays:
   """The model of an assembled run, without its arrays."""
   layout, sync = assembled.layout, assembled.config.sync
   values = [layout.size(p) for p in range(layout.num_fragments)]
@@ -311,12 +315,12 @@ def _no_arrays(assembled: build.Assembly) -> no_arrays.Model:
 
 
 def _run(
-  assembled: build.Assembly, model: sim_processes.Model, where: _Conditions, book: _Book
+  assembled: build.Assembly, values: sim_processes.Arrays, where: _Conditions, book: _Book
 ) -> Result:
   begun = time.monotonic()
   config, hardware, faults = assembled.config, where.hardware, where.faults
   learners = run_config.learner_ids(config.sync.learners)
-  world = book.world = world_lib.World(assembled.protocol, where.seed, (book,), model)
+  world = book.world = world_lib.World(assembled.protocol, where.seed, (book,), values)
   conditions.furnish(world, learners, hardware, where.network, assembled.task.tokens_per_batch)
   limit_ns = hardware.ns(LIMIT * assembled.protocol.total_steps * max(hardware.slowness)) + WAITS_NS
   nodes = (*learners, plans.SYNCER)

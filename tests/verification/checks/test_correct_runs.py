@@ -23,9 +23,13 @@ class Judged(observers.Observer):
     self.world = world_lib.World(config, watchers=(self, checkers_lib.Checkers(config)))
 
   def saw(
-    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+    self,
+    process: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: observers.Actions,
   ) -> None:
-    for action in out if life.start.role == 'syncer' else ():
+    for action in out if process.start.role == 'syncer' else ():
       match action:
         case actions.Send(session=session, message=message):
           self._said.append((session, message))

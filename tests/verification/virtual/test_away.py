@@ -28,7 +28,7 @@ class Merges(observers.Observer):
   def __init__(self):
     self.seen: list[tuple[int, int, tuple[str, ...]]] = []
 
-  def saw(self, life, now_ns, event, out):
+  def saw(self, process, now_ns, event, out):
     for action in out:
       fact = getattr(action, 'fact', None)
       if isinstance(fact, facts.Merging):

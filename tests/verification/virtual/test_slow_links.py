@@ -84,7 +84,7 @@ class Asked(observers.Observer):
   def __init__(self):
     self.facts: list[tuple[float, facts.Link]] = []
 
-  def saw(self, life, now_ns, event, out):
+  def saw(self, process, now_ns, event, out):
     for action in out:
       if isinstance(action, actions.Report) and isinstance(action.fact, facts.Link):
         self.facts.append((now_ns / HARDWARE.ns(1), action.fact))

@@ -1,11 +1,11 @@
 """Safety: each payload counts once, against the right version, in one order, unless it is bad."""
 
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.verification.checks.books import room
+from diloco_jax.verification.checks.books.learner import LearnerBook
+from diloco_jax.verification.checks.books.syncer import SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import room
-from diloco_jax.verification.checks.model.learner import LearnerBook
-from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 

@@ -1,10 +1,10 @@
 """Safety: every batch of the data shards counts once, and no batch is skipped."""
 
 from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.verification.checks.books.learner import LearnerBook
+from diloco_jax.verification.checks.books.syncer import SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Send
-from diloco_jax.verification.checks.model.learner import LearnerBook
-from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 

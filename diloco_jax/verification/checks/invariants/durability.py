@@ -4,10 +4,10 @@ from typing import Any
 
 from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks.books import lineage as lineage_book
+from diloco_jax.verification.checks.books.syncer import SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Send
-from diloco_jax.verification.checks.model import lineage as lineage_book
-from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 SYNCER = invariant.SYNCER
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.verification.checks.books.syncer import Peer, SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model.syncer import Peer, SyncerBook
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 

@@ -1,6 +1,6 @@
 """An invariant: a statement about every run, with an id, a sentence and the records that it checks.
 
-An invariant sees each record before the model (checks/model) is updated with it, and each turn
+An invariant sees each record before the model (checks/books) is updated with it, and each turn
 after the update, so it can compare what a machine does with what is true. It never asks a machine.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.books import run as run_book
 
 Event, Out, Send = events.Event, observers.Actions, actions.Send
 

@@ -2,12 +2,12 @@
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import verdicts
+from diloco_jax.verification.checks.books import room
+from diloco_jax.verification.checks.books import run as run_book
+from diloco_jax.verification.checks.books.learner import LearnerBook
+from diloco_jax.verification.checks.books.syncer import Peer, Sync, SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import room
-from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.checks.model.learner import LearnerBook
-from diloco_jax.verification.checks.model.syncer import Peer, Sync, SyncerBook
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
@@ -143,16 +143,16 @@ class Joins(invariant.Invariant):
     self._changed_ns: dict[str, int] = {}  # when a process of an id began or ended last
 
   def born(self, now_ns: int, book: LearnerBook) -> None:
-    self._alive[book.life.number] = book
+    self._alive[book.process.number] = book
     self._changed_ns[book.learner] = now_ns
 
   def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
-    if book.life.start.role != LEARNER:
+    if book.process.start.role != LEARNER:
       return
     busy = book.refused is not None and book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
     if busy and not killed and self._waits_in_vain(now_ns, book):
       self.fail(book, book.refused)
-    del self._alive[book.life.number]
+    del self._alive[book.process.number]
     self._changed_ns[book.learner] = now_ns
 
   def _waits_in_vain(self, now_ns: int, book: LearnerBook) -> bool:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.verification.checks.books import run as run_book
+from diloco_jax.verification.checks.books.syncer import SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.checks.model.syncer import SyncerBook
 
 EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 

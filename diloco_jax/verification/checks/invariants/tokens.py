@@ -2,12 +2,12 @@
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.verification.checks.books import room
+from diloco_jax.verification.checks.books import run as run_book
+from diloco_jax.verification.checks.books.learner import LearnerBook
+from diloco_jax.verification.checks.books.syncer import Sync, SyncerBook
 from diloco_jax.verification.checks.invariants import invariant
 from diloco_jax.verification.checks.invariants.invariant import Event, Out, Send
-from diloco_jax.verification.checks.model import room
-from diloco_jax.verification.checks.model import run as run_book
-from diloco_jax.verification.checks.model.learner import LearnerBook
-from diloco_jax.verification.checks.model.syncer import Sync, SyncerBook
 
 Reason = messages.Reason
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER

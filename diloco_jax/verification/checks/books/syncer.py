@@ -8,9 +8,9 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.checks.model import learner as learner_book
-from diloco_jax.verification.checks.model import lineage as lineage_book
-from diloco_jax.verification.checks.model.peer import Peer, Sync
+from diloco_jax.verification.checks.books import learner as learner_book
+from diloco_jax.verification.checks.books import lineage as lineage_book
+from diloco_jax.verification.checks.books.peer import Peer, Sync
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -19,8 +19,8 @@ Range = tuple[int, int]
 class SyncerBook:
   """One syncer's process."""
 
-  def __init__(self, run: Any, life: observers.ObservedProcess, lineage: lineage_book.Lineage):
-    self.run, self.life, self.lineage = run, life, lineage
+  def __init__(self, run: Any, process: observers.ObservedProcess, lineage: lineage_book.Lineage):
+    self.run, self.process, self.lineage = run, process, lineage
     self.config, self.schedule = run.config, run.schedule
     self.peers: dict[int, Peer] = {}
     self.members: dict[str, Peer] = {}
@@ -44,7 +44,7 @@ class SyncerBook:
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
   def __repr__(self) -> str:
-    return f'syncer (process {self.life.number})'
+    return f'syncer (process {self.process.number})'
 
   def receives(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     """A message arrives. If the syncer closes the session in this turn because no learner of the

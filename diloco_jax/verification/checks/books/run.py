@@ -13,9 +13,9 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import observers
-from diloco_jax.verification.checks.model import learner as learner_book
-from diloco_jax.verification.checks.model import lineage as lineage_book
-from diloco_jax.verification.checks.model import syncer as syncer_book
+from diloco_jax.verification.checks.books import learner as learner_book
+from diloco_jax.verification.checks.books import lineage as lineage_book
+from diloco_jax.verification.checks.books import syncer as syncer_book
 
 Book = learner_book.LearnerBook | syncer_book.SyncerBook
 KEPT = 256  # outer steps, and checkpoints, to which a syncer may go back
@@ -62,20 +62,20 @@ class Run:
     self.bases: dict[tuple[int, int, int], int] = {}
     self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
-  def born(self, life: observers.ObservedProcess) -> Book:
+  def born(self, process: observers.ObservedProcess) -> Book:
     """A new process. Raises WrongState if a syncer continues from a wrong state, TapeMissing if it
     continues from one after the end of the tapes."""
-    if life.start.role == 'learner':
-      book = learner_book.LearnerBook(self.config, self.schedule, life)
+    if process.start.role == 'learner':
+      book = learner_book.LearnerBook(self.config, self.schedule, process)
       self.learners[book.nonce] = book
     else:
-      book = self.syncer = syncer_book.SyncerBook(self, life, self._lineage(life.start))
-    self.books[life.number] = book
+      book = self.syncer = syncer_book.SyncerBook(self, process, self._lineage(process.start))
+    self.books[process.number] = book
     return book
 
-  def died(self, life: observers.ObservedProcess) -> Book:
+  def died(self, process: observers.ObservedProcess) -> Book:
     """A process has ended."""
-    book = self.books.pop(life.number)
+    book = self.books.pop(process.number)
     book.dead = True
     return book
 

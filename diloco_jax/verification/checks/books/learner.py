@@ -72,11 +72,11 @@ class LearnerBook:
     self,
     config: config_lib.ProtocolConfig,
     schedule: schedule_lib.Schedule,
-    life: observers.ObservedProcess,
+    process: observers.ObservedProcess,
   ):
-    digests = life.start.digests if life.start.state is None else None
-    self.life, self.config, self.schedule = life, config, schedule
-    self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
+    digests = process.start.digests if process.start.state is None else None
+    self.process, self.config, self.schedule = process, config, schedule
+    self.learner, self.nonce = process.start.identity.learner, process.start.identity.nonce
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
     self.untimed = 0  # counted steps of which no StepDone has told how long they took
     self.clock = self.incarnation = self.session = 0
@@ -103,7 +103,7 @@ class LearnerBook:
     self._set_limit()
 
   def __repr__(self) -> str:
-    return f'{self.learner} (process {self.life.number})'
+    return f'{self.learner} (process {self.process.number})'
 
   @property
   def reported_tokens(self) -> int:

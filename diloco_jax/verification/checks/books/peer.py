@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 from diloco_jax.protocol import actions, messages
-from diloco_jax.verification.checks.model import lineage as lineage_book
+from diloco_jax.verification.checks.books import lineage as lineage_book
 
 Range = tuple[int, int]
 
