@@ -141,22 +141,22 @@ def line(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
   """One line for each system, with the means over its seeds, and what must hold."""
-  found = {system: [r for r in rows if r['system'] == system] for system in systems.SYSTEMS}
+  by_system = {system: [r for r in rows if r['system'] == system] for system in systems.SYSTEMS}
   first = rows[0]
   lines = [
     '## Training through failures, side by side',
     '',
     f'{first["learners"]} learners, each killed once in {systems.EVERY_S:g} s on average and '
     f'started again {systems.DOWN_S:g} s later; {first["kills_s"]:g} s with kills a run; means '
-    f'over seeds {", ".join(str(r["seed"]) for r in found[systems.DECOUPLED])}, in brackets the '
-    'least and the greatest.',
+    f'over seeds {", ".join(str(r["seed"]) for r in by_system[systems.DECOUPLED])}, in brackets '
+    'the least and the greatest.',
     '',
     '| system | steps/s without failures | step to step | of it exchange and barrier | kills | '
     'goodput | token goodput | lost to own kills | lost waiting for others | kill to next step | '
     'the others wait, a kill | held-out loss |',
     '|---|---|---|---|---|---|---|---|---|---|---|---|',
   ]
-  for system, group in found.items():
+  for system, group in by_system.items():
     cells = [
       system,
       mean(group, 'rate', '.2f'),
@@ -172,13 +172,13 @@ def table(rows: Sequence[Row]) -> str:
       mean(group, 'loss', '.3f'),
     ]
     lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join([*lines, '', *_verdicts(found), *_busy(rows), ''])
+  return '\n'.join([*lines, '', *_verdicts(by_system), *_busy(rows), ''])
 
 
-def _verdicts(found: dict[str, list[Row]]) -> list[str]:
+def _verdicts(by_system: dict[str, list[Row]]) -> list[str]:
   """What must hold, with its figures."""
   ours, restarts, elastic = (
-    statistics.mean(row['goodput'] for row in found[system])
+    statistics.mean(row['goodput'] for row in by_system[system])
     for system in (systems.DECOUPLED, systems.RESTART_ALL, systems.ELASTIC)
   )
   kept = {True: 'holds', False: 'DOES NOT HOLD'}

@@ -84,46 +84,50 @@ def get_config(folder: str = '.') -> run_config.Config:
 def model_config(folder: pathlib.Path) -> train_config.ModelConfig:
   """The decoder that config.json describes. Raises ValueError: the decoder cannot compute it."""
   path = folder / 'config.json'
-  told = hugging_face.read_object(path, {'model_type': str})
-  family = told['model_type']
+  config = hugging_face.read_object(path, {'model_type': str})
+  family = config['model_type']
   if family not in FAMILIES:
     raise ValueError(f'{path}: model_type is {family!r}; known are {", ".join(FAMILIES)}')
-  json_files.require_keys(path, told, USED | USED_BY[family])
+  json_files.require_keys(path, config, USED | USED_BY[family])
   style, qk_norm, post_norms = FAMILIES[family]
-  heads, width, scaling, local = told['num_attention_heads'], told['hidden_size'], *rope(path, told)
-  made = train_config.ModelConfig(
-    vocab_size=told['vocab_size'],
-    num_layers=told['num_hidden_layers'],
+  heads, width, scaling, local = (
+    config['num_attention_heads'],
+    config['hidden_size'],
+    *rope(path, config),
+  )
+  model = train_config.ModelConfig(
+    vocab_size=config['vocab_size'],
+    num_layers=config['num_hidden_layers'],
     embed_dim=width,
     num_heads=heads,
-    num_kv_heads=told.get('num_key_value_heads') or heads,
-    head_dim=told.get('head_dim') or width // max(heads, 1),
-    hidden_dim=told['intermediate_size'],
-    tied_head=bool(told.get('tie_word_embeddings', style == 'gemma')),
+    num_kv_heads=config.get('num_key_value_heads') or heads,
+    head_dim=config.get('head_dim') or width // max(heads, 1),
+    hidden_dim=config['intermediate_size'],
+    tied_head=bool(config.get('tie_word_embeddings', style == 'gemma')),
     style=style,
-    norm_eps=told['rms_norm_eps'],
+    norm_eps=config['rms_norm_eps'],
     qk_norm=qk_norm,
     post_norms=post_norms,
     rope_theta=scaling['rope_theta'],
     rope_local_theta=local['rope_theta'] if family == GEMMA3 else 0.0,
     rope_factor=scaling.get('factor') or 1.0,
-    logit_softcap=told.get('final_logit_softcapping') or 0.0,
+    logit_softcap=config.get('final_logit_softcapping') or 0.0,
   )
-  if told.get('dtype', told.get('torch_dtype')) == 'bfloat16':
-    made.param_dtype = 'bfloat16'
+  if config.get('dtype', config.get('torch_dtype')) == 'bfloat16':
+    model.param_dtype = 'bfloat16'
   if family == GEMMA3:
-    made.window, made.global_every = windows(told)
-  require(path, told, made)
-  return made
+    model.window, model.global_every = windows(config)
+  require(path, config, model)
+  return model
 
 
-def rope(path: pathlib.Path, told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def rope(path: pathlib.Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Of layers without a window, and of those with one; as transformers 5 writes them, or 4. Raises
   ValueError: a key of them is not known, or the decoder has no such scaling."""
-  is_gemma3 = told['model_type'] == GEMMA3
-  older = {'rope_theta': told.get('rope_theta', 1e6 if is_gemma3 else 1e4)}
-  both = told.get('rope_parameters') or older | (told.get('rope_scaling') or {})
-  local = {'rope_theta': told.get('rope_local_base_freq', 1e4)}
+  is_gemma3 = config['model_type'] == GEMMA3
+  older = {'rope_theta': config.get('rope_theta', 1e6 if is_gemma3 else 1e4)}
+  both = config.get('rope_parameters') or older | (config.get('rope_scaling') or {})
+  local = {'rope_theta': config.get('rope_local_base_freq', 1e4)}
   if is_gemma3 and FULL in both:
     refuse_others(path, both, {FULL, SLIDING}, {})
     both, local = both[FULL], both.get(SLIDING, local)
@@ -136,37 +140,39 @@ def rope(path: pathlib.Path, told: dict[str, Any]) -> tuple[dict[str, Any], dict
   return both, local
 
 
-def windows(told: dict[str, Any]) -> tuple[int, int]:
+def windows(config: dict[str, Any]) -> tuple[int, int]:
   """`window` and `global_every` of Gemma 3; transformers 4 may write the second one only."""
-  kinds, patterns = told.get('layer_types'), [told.get(name) for name in PATTERN]
+  kinds, patterns = config.get('layer_types'), [config.get(name) for name in PATTERN]
   every = [*kinds, FULL].index(FULL) + 1 if kinds else next(filter(None, patterns), 6)
-  return told['sliding_window'], every
+  return config['sliding_window'], every
 
 
-def require(path: pathlib.Path, told: dict[str, Any], made: train_config.ModelConfig) -> None:
+def require(path: pathlib.Path, config: dict[str, Any], model: train_config.ModelConfig) -> None:
   """Raises ValueError, which names what the decoder would compute in another way, or may."""
-  wanted: dict[str, Any] = dict.fromkeys(OFF) | {'query_pre_attn_scalar': made.head_dim}
+  wanted: dict[str, Any] = dict.fromkeys(OFF) | {'query_pre_attn_scalar': model.head_dim}
   wanted['pretraining_tp'] = 1
-  wanted['layer_types'] = [FULL if full else SLIDING for full in made.sees_all]
+  wanted['layer_types'] = [FULL if full else SLIDING for full in model.sees_all]
   wanted['hidden_act'] = 'silu'
-  if made.style == 'gemma':
-    act = 'hidden_activation' if told.get('hidden_activation') else 'hidden_act'  # it comes first
-    wanted |= {'hidden_act': told.get('hidden_act'), act: 'gelu_pytorch_tanh'}
-  if told.get('rope_parameters'):  # the older keys are not read
-    wanted |= {'rope_theta': made.rope_theta, 'rope_scaling': None}
-    wanted['rope_local_base_freq'] = made.rope_local_theta
-  refuse_others(path, told, {*USED, *USED_BY[told['model_type']], *WITHOUT_EFFECT}, wanted)
+  if model.style == 'gemma':
+    act = 'hidden_activation' if config.get('hidden_activation') else 'hidden_act'  # it comes first
+    wanted |= {'hidden_act': config.get('hidden_act'), act: 'gelu_pytorch_tanh'}
+  if config.get('rope_parameters'):  # the older keys are not read
+    wanted |= {'rope_theta': model.rope_theta, 'rope_scaling': None}
+    wanted['rope_local_base_freq'] = model.rope_local_theta
+  refuse_others(path, config, {*USED, *USED_BY[config['model_type']], *WITHOUT_EFFECT}, wanted)
 
 
 def refuse_others(
-  path: pathlib.Path, told: dict[str, Any], known: Iterable[str], wanted: dict[str, Any]
+  path: pathlib.Path, config: dict[str, Any], known: Iterable[str], wanted: dict[str, Any]
 ) -> None:
   """Raises ValueError for a key that is neither known nor wanted, unless it is null, and for one
   that has another value than the wanted one, unless it is off (null, false, 0)."""
-  if other := {key: told[key] for key, one in wanted.items() if (told.get(key) or one) != one}:
+  if other := {
+    key: config[key] for key, usual in wanted.items() if (config.get(key) or usual) != usual
+  }:
     raise ValueError(f'{path}: the decoder has no {other}')
   known = {*known, *wanted}
-  if strange := {k: one for k, one in told.items() if one is not None and k not in known}:
+  if strange := {k: one for k, one in config.items() if one is not None and k not in known}:
     raise ValueError(
       f'{path} has {strange}, of which this reader does not know what it does to the logits: if it '
       'is without effect, remove it there'

@@ -32,8 +32,8 @@ def state_of(model: keras.Model) -> dict:
 
 def put(model: keras.Model, state: dict) -> None:
   values = state['params'] | state['rest']
-  for one in [*model.variables, *model.optimizer.variables]:
-    one.assign(values[one.path])
+  for variable in [*model.variables, *model.optimizer.variables]:
+    variable.assign(values[variable.path])
 
 
 def read(shard: int, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -108,8 +108,8 @@ def roll_out(params: dict, version: int, rng: np.random.Generator) -> dict[str, 
   completions, log_ps = map(np.asarray, sample(params, prompts, np.uint32(rng.integers(1 << 32))))
   rewards = verify(prompts, completions)
   time.sleep(VERIFY_S)
-  made = {'prompts': prompts, 'completions': completions, 'log_p': log_ps, 'rewards': rewards}
-  return made | {'version': np.int32(version)}
+  arrays = {'prompts': prompts, 'completions': completions, 'log_p': log_ps, 'rewards': rewards}
+  return arrays | {'version': np.int32(version)}
 
 
 @jax.jit

@@ -94,10 +94,10 @@ def main() -> None:
     }
     shares = dict(zip(cells, pool.map(functools.partial(goodput, hours=hours), cells)))
     show(f'goodput of islands, {hours} h: paper / ours', shares, published=True)
-    for delays, found in merged.items():
+    for delays, runs in merged.items():
       show(
         f'token goodput of machines, {times[1] / 60:g} minutes, {delays}',
-        dict(zip(decoupled, found)),
+        dict(zip(decoupled, runs)),
       )
   for name, rows in (('elastic and decoupled', False), ('rigid', True)):
     off = [

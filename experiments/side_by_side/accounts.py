@@ -86,7 +86,7 @@ def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
         own_ns += excess_ns
       else:
         others_ns += excess_ns
-  rate = sum(SECOND_NS / one for one in usual_ns.values())
+  rate = sum(SECOND_NS / step_ns for step_ns in usual_ns.values())
   steps = sum(map(len, during.values()))
   chips_ns = span_ns * len(learners)
   useful_ns = sum(len(during[name]) * usual_ns[name] for name in learners)
@@ -108,8 +108,8 @@ def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
 def merged(facts: Facts, fragments: int, window: Window) -> float:
   """The tokens that outer steps have brought into the model in the window with kills."""
   synced = (fact for _, fact in facts if fact['name'] == 'synced')
-  inside = (one for one in synced if window.kills_ns <= one['t_ns'] < window.end_ns)
-  return sum(one['tokens'] for one in inside) / fragments
+  inside = (fact for fact in synced if window.kills_ns <= fact['t_ns'] < window.end_ns)
+  return sum(fact['tokens'] for fact in inside) / fragments
 
 
 def clock_at(facts: Facts, at_ns: int) -> int:

@@ -117,13 +117,13 @@ class Side(conductor_lib.Conductor):
       raise TimeoutError(f'{self._cell.system} does not train: see {self.workdir}/logs')
 
   def _kill(self, node: str, down_s: float) -> bool:
-    found = self.nemesis.kill(node, down_s)
-    if found and self._restarts_all:
+    killed = self.nemesis.kill(node, down_s)
+    if killed and self._restarts_all:
       self._new_cluster()
       for other in self._cell.names:
         if other != node:
           self.supervisor.bring_down(other, 0.0, 'its cluster has lost a process')
-    return found
+    return killed
 
   def _new_cluster(self) -> None:
     """The next processes of restart-all meet at another address."""

@@ -82,14 +82,14 @@ def kills(seed: int, learners: list[str], seconds: float) -> list[plans.Fault]:
   [(27, 'l1'), (57, 'l0')]
   """
   draw = random_streams.random_stream(seed, 'kills')
-  found: list[plans.Fault] = []
-  while len(found) < round(len(learners) * seconds / EVERY_S):
+  faults: list[plans.Fault] = []
+  while len(faults) < round(len(learners) * seconds / EVERY_S):
     at_ns, node = round(draw.uniform(0, seconds) * _SECOND_NS), draw.choice(learners)
     down_ns = round(DOWN_S * _SECOND_NS)
     apart_ns = down_ns + _SECOND_NS  # so that its next process has been started
-    if all(one.node != node or abs(one.at_ns - at_ns) > apart_ns for one in found):
-      found.append(plans.Fault(at_ns=at_ns, kind='kill', node=node, for_ns=down_ns))
-  return sorted(found, key=lambda one: one.at_ns)
+    if all(fault.node != node or abs(fault.at_ns - at_ns) > apart_ns for fault in faults):
+      faults.append(plans.Fault(at_ns=at_ns, kind='kill', node=node, for_ns=down_ns))
+  return sorted(faults, key=lambda fault: fault.at_ns)
 
 
 def program(
@@ -109,6 +109,6 @@ def program(
 
 def free_address() -> str:
   """An address of this machine with a port that the kernel has just found free."""
-  with socket.socket() as found:
-    found.bind(('127.0.0.1', 0))
-    return f'127.0.0.1:{found.getsockname()[1]}'
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{listener.getsockname()[1]}'

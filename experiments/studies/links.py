@@ -30,37 +30,37 @@ _SIZES: dict[tuple[int, str], int] = {}  # of a payload, by the number of fragme
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   """All arms of a seed have the same clock: those without l3 train three quarters of the tokens."""
   del book
-  found = []
+  planned = []
   for seed in (0,) if quick else range(5):
-    found += [_arm(quick, seed, WITHOUT, learners=3), _arm(quick, seed, 'four good links')]
+    planned += [_arm(quick, seed, WITHOUT, learners=3), _arm(quick, seed, 'four good links')]
     for steps in UP[1:3] if quick else UP:
-      found.append(_arm(quick, seed, f'up {steps:g} steps', up=steps))
+      planned.append(_arm(quick, seed, f'up {steps:g} steps', up=steps))
     if not quick:
-      found.append(_arm(quick, seed, 'down 2 steps', down=2.0))
+      planned.append(_arm(quick, seed, 'down 2 steps', down=2.0))
     for steps in () if quick else UP[1:3]:
-      found.append(_arm(quick, seed, f'up and down {steps:g} steps', up=steps, down=steps))
+      planned.append(_arm(quick, seed, f'up and down {steps:g} steps', up=steps, down=steps))
     for share in OFFLINE[:1] if quick else OFFLINE:
-      found.append(_arm(quick, seed, f'offline {share:.0%} of the run', offline=share))
-  return found + _all_links(quick)
+      planned.append(_arm(quick, seed, f'offline {share:.0%} of the run', offline=share))
+  return planned + _all_links(quick)
 
 
 def _all_links(quick: bool) -> list[arms.Arm]:
   """All links thin, and all far: with the period that the syncer chooses, and as it is set."""
-  found = []
+  lines = []
   for seed in (0,) if quick else range(3):
     for steps in (0.0, *(THIN[:1] if quick else THIN)):
       name = f'all up and down {steps:g} steps' if steps else ALL_GOOD
       for text, bound in BOUNDS.items() if steps else (('', {}),):
         shape = {'fragments': 4, 'period': 4}
         arm = _arm(quick, seed, name + text, of_all=steps, against=ALL_GOOD, **shape, **bound)
-        found.append(arm)
+        lines.append(arm)
     if not quick:  # a payload of int4 takes 17 steps, a delta of int8 about twice as many
       more = {'of_all': 17.0, 'against': ALL_GOOD, 'codec_up': 'int4', **shape}
-      found.append(_arm(quick, seed, 'all 17 steps, int4 up', **more))
+      lines.append(_arm(quick, seed, 'all 17 steps, int4 up', **more))
     for latency in (0.0, *(LATENCIES[1:] if quick else LATENCIES)):
       for text, bound in BOUNDS.items() if latency else (('', {}),):
-        found.append(_far(quick, seed, latency, text, **bound))
-  return found
+        lines.append(_far(quick, seed, latency, text, **bound))
+  return lines
 
 
 def _far(quick: bool, seed: int, latency: float, text: str, **sync: Any) -> arms.Arm:
@@ -96,7 +96,7 @@ def _arm(
   """An arm of the tiny model; `up`, `down`: inner steps that a payload of mean size takes on the
   link of l3, `of_all` on all links and both ways, 0: none; `offline`: the share of the run."""
   steps = STEPS // 3 if quick else STEPS
-  made = arms.decoupled(
+  planned = arms.decoupled(
     'links',
     name,
     False,
@@ -110,9 +110,11 @@ def _arm(
     outer='nesterov(learning_rate=0.7, momentum=0.5)',
     **({'codec_up': 'int8', 'codec_down': 'int8'} | sync),
   )
-  made.config.model = stdlib_lm.tiny().model
+  planned.config.model = stdlib_lm.tiny().model
   up, down = of_all or up, of_all or down
-  line = conditions.Line(up=_bytes_per_s(made, up), down=_bytes_per_s(made, down), scale=SCALE)
+  line = conditions.Line(
+    up=_bytes_per_s(planned, up), down=_bytes_per_s(planned, down), scale=SCALE
+  )
   others = line if of_all else conditions.Line()
   fault = plans.Fault(
     at_ns=HARDWARE.ns(steps / 4), kind='partition', node='l3', for_ns=HARDWARE.ns(offline * steps)
@@ -123,7 +125,7 @@ def _arm(
     'faults': conditions.Faults(plan=(fault,) if offline else ()),
   }
   more = 'four learners against three' if against == WITHOUT and learners > 3 else ''
-  return dataclasses.replace(made, where=where, unequal=more)
+  return dataclasses.replace(planned, where=where, unequal=more)
 
 
 def _bytes_per_s(arm: arms.Arm, steps: float) -> float:

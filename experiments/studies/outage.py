@@ -60,14 +60,14 @@ def arm(name: str, steps: int, seed: int, **more: object) -> arms.Arm:
 
 def _away(case: str, periods: int, steps: int, seed: int) -> arms.Arm:
   nodes, kind = CASES[case]
-  made = arm(f'{case}, {periods} periods', steps, seed, against=f'in step, {steps} steps')
-  ns = made.where['hardware'].ns
+  planned = arm(f'{case}, {periods} periods', steps, seed, against=f'in step, {steps} steps')
+  ns = planned.where['hardware'].ns
   plan = (
     plans.Fault(at_ns=ns(steps / 3), kind=kind, node=node, for_ns=ns(periods * PERIOD))
     for node in nodes
   )
-  made.where['faults'] = conditions.Faults(plan=tuple(plan))
-  return made
+  planned.where['faults'] = conditions.Faults(plan=tuple(plan))
+  return planned
 
 
 def conclude(quick: bool, book: study_lib.Book, folder: pathlib.Path) -> str:

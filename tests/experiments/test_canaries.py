@@ -34,11 +34,11 @@ def _rows(tmp_path_factory) -> dict[str, list[dict]]:
     [sys.executable, *words], cwd=ROOT, env=os.environ | plain, stderr=subprocess.PIPE, text=True
   )
   assert done.returncode == 0, done.stderr
-  found: dict[str, list[dict]] = {}
+  by_study: dict[str, list[dict]] = {}
   rows = map(json.loads, (out / 'rows.jsonl').read_text('utf-8').splitlines())
   for row in sorted(rows, key=lambda row: row['seed']):
-    found.setdefault(row['arm'], []).append(row)
-  return found
+    by_study.setdefault(row['arm'], []).append(row)
+  return by_study
 
 
 def schedule(row: dict) -> list[float]:
@@ -55,5 +55,5 @@ def test_parity_and_the_worth_of_a_learner_with_a_thin_link_are_what_they_were(r
   behind = losses[arm] / losses[against]
   assert behind == pytest.approx(LOSSES[arm] / LOSSES[against], abs=OFF / 2), losses
   assert losses == pytest.approx({name: LOSSES[name] for name in losses}, rel=OFF), losses
-  found = {name: [*map(schedule, rows[name])] for name in losses if name in SCHEDULES}
-  assert found == {name: SCHEDULES[name] for name in found}
+  schedules = {name: [*map(schedule, rows[name])] for name in losses if name in SCHEDULES}
+  assert schedules == {name: SCHEDULES[name] for name in schedules}

@@ -17,15 +17,17 @@ NAMES = [f'l{n}' for n in range(4)]
 def test_each_learner_is_killed_once_a_minute_on_average_and_only_while_it_runs(seed: int):
   plan = systems.kills(seed, NAMES, 120.0)
   assert len(plan) == 8 and plan == systems.kills(seed, NAMES, 120.0)
-  assert plan == sorted(plan, key=lambda one: one.at_ns)
+  assert plan == sorted(plan, key=lambda fault: fault.at_ns)
   for name in NAMES:
-    times_s = [one.at_ns / SECOND_NS for one in plan if one.node == name]
-    assert all(later - one > systems.DOWN_S for one, later in zip(times_s, times_s[1:]))
+    times_s = [fault.at_ns / SECOND_NS for fault in plan if fault.node == name]
+    assert all(later - earlier > systems.DOWN_S for earlier, later in zip(times_s, times_s[1:]))
 
 
 def test_the_kills_of_a_seed_are_the_same_for_all_systems():
   cells = chaos_bench.cells(short=False)
-  by_seed = {cell.seed: [one.plan for one in cells if one.seed == cell.seed] for cell in cells}
+  by_seed = {
+    cell.seed: [other.plan for other in cells if other.seed == cell.seed] for cell in cells
+  }
   assert len(by_seed) == 3
   for plans in by_seed.values():
     assert len(plans) == len(systems.SYSTEMS) and all(plan == plans[0] for plan in plans)
@@ -44,8 +46,8 @@ def test_restart_all_runs_its_own_programs_and_no_syncer_and_elastic_one_that_wa
   syncer = ['python', '-m', 'diloco_jax', 'syncer', '--workdir=w']
 
   def command(system: str, words: list[str]) -> list[str] | None:
-    one = supervisor_lib.LocalProgram(name='one', command=words, environment={})
-    changed = systems.program(system, 0.2, one)
+    program = supervisor_lib.LocalProgram(name='one', command=words, environment={})
+    changed = systems.program(system, 0.2, program)
     return changed and list(changed.command)
 
   assert command(systems.RESTART_ALL, syncer) is None
@@ -82,11 +84,11 @@ def window(*kills: tuple[int, str]) -> accounts.Window:
 
 def test_without_a_kill_nothing_is_lost():
   facts = [*steps('l0', *every_second(0, 30)), *steps('l1', *every_second(0, 30))]
-  found = accounts.account(facts, ['l0', 'l1'], window())
-  assert (found.rate, found.steps, found.goodput) == (2.0, 40, 1.0)
-  assert (found.own, found.others, found.waits_s, found.restarts_s) == (0.0, 0.0, 0.0, ())
-  assert found.cycle_s == 1.0 and found.exchange_s == pytest.approx(0.25)
-  assert found.curve[:3] == (0, 2, 4) and found.curve[-1] == 60
+  account = accounts.account(facts, ['l0', 'l1'], window())
+  assert (account.rate, account.steps, account.goodput) == (2.0, 40, 1.0)
+  assert (account.own, account.others, account.waits_s, account.restarts_s) == (0.0, 0.0, 0.0, ())
+  assert account.cycle_s == 1.0 and account.exchange_s == pytest.approx(0.25)
+  assert account.curve[:3] == (0, 2, 4) and account.curve[-1] == 60
 
 
 def test_lost_time_is_a_learners_own_or_waited_for_others():
@@ -96,16 +98,16 @@ def test_lost_time_is_a_learners_own_or_waited_for_others():
     *steps('l0', *every_second(0, 12), *every_second(18, 30)),
     *steps('l1', *every_second(0, 12), *every_second(14, 30)),
   ]
-  found = accounts.account(facts, ['l0', 'l1'], window((12, 'l0')))
-  assert found.own == pytest.approx(6 / 40) and found.others == pytest.approx(2 / 40)
-  assert found.goodput == pytest.approx(1 - found.own - found.others) == 32 / 40
-  assert found.restarts_s == (6.5,) and found.waits_s == pytest.approx(2.0)
+  account = accounts.account(facts, ['l0', 'l1'], window((12, 'l0')))
+  assert account.own == pytest.approx(6 / 40) and account.others == pytest.approx(2 / 40)
+  assert account.goodput == pytest.approx(1 - account.own - account.others) == 32 / 40
+  assert account.restarts_s == (6.5,) and account.waits_s == pytest.approx(2.0)
 
 
 def test_a_learner_that_does_not_return_is_down_until_the_end():
   facts = [*steps('l0', *every_second(0, 20)), *steps('l1', *every_second(0, 30))]
-  found = accounts.account(facts, ['l0', 'l1'], window((20, 'l0')))
-  assert found.own == pytest.approx(10 / 40, abs=0.02) and found.restarts_s == ()
+  account = accounts.account(facts, ['l0', 'l1'], window((20, 'l0')))
+  assert account.own == pytest.approx(10 / 40, abs=0.02) and account.restarts_s == ()
 
 
 def test_tokens_in_the_model_are_those_merged_in_the_window():
@@ -162,4 +164,4 @@ def test_another_setting_is_another_run():
   cell = run.Cell(system=systems.DECOUPLED, seed=0, clean_s=1.0, kills_s=60.0)
   changes = [{'seed': 1}, {'system': systems.ELASTIC}, {'kills_s': 75.0}, {'floor_s': 0.1}]
   changed = [dataclasses.replace(cell, **change) for change in changes]
-  assert len({cell.key, *(one.key for one in changed)}) == 5
+  assert len({cell.key, *(other.key for other in changed)}) == 5

@@ -69,7 +69,7 @@ def test_a_caption_depends_on_the_whole_image_and_on_no_later_byte(model, batch)
 
 def test_the_loss_is_that_of_the_caption_alone(model, batch):
   params = jax.device_put(decoder.init_params(model, 0, digits_vlm.VisionDecoder))
-  log_p = jax.nn.log_softmax(jax.jit(lambda one: _logits(model, params, one))(batch))
+  log_p = jax.nn.log_softmax(jax.jit(lambda batch_in: _logits(model, params, batch_in))(batch))
   chosen = np.take_along_axis(np.asarray(log_p), batch['text'][:, 1:, None].astype(int), axis=2)
   value, grads = jax.jit(jax.value_and_grad(lambda p: digits_vlm.loss(model, p, batch)))(params)
   assert float(value) == pytest.approx(-chosen.mean(), rel=1e-5)
@@ -136,8 +136,8 @@ def test_the_suite_asks_which_digit_a_held_out_image_shows(model, data):
 
   task = dataclasses.replace(_task(model, data), logits=knows)
   texts_NxL = np.array([list(text) for text in texts])
-  found = evaluate.scores(task, texts_NxL, task.suite(400))['digits']
-  assert (found.percent, found.error, len(found.right_N)) == (100, 0, 360)
+  score = evaluate.scores(task, texts_NxL, task.suite(400))['digits']
+  assert (score.percent, score.error, len(score.right_N)) == (100, 0, 360)
   others = evaluate.scores(task, np.roll(texts_NxL, 1, axis=0), task.suite(400))['digits']
   digits = [text.split()[1] for text in texts]
   alike = np.mean([one == other for one, other in zip(digits, np.roll(digits, 1))])

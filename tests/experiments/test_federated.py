@@ -38,7 +38,7 @@ def test_sites_together_read_digits_that_no_site_alone_has_seen_enough_of(tmp_pa
     alone.append(float(own.loss(jax.device_get(island.params), batch, sharding)[0]))
 
   exits = single_controller.run(config, tmp_path / 'run').exits
-  assert {one.code for one in exits.values()} == {0}, exits
+  assert {ended.code for ended in exits.values()} == {0}, exits
   facts = list(records_lib.records(tmp_path / 'run'))
   ledger = [fact for fact in facts if fact['name'] == 'ledger'][-1]
   assert 'duplicate' not in ledger['discarded']

@@ -77,10 +77,10 @@ def _run(model) -> Callable[[str], pathlib.Path]:
     if name not in runs:
       settings = SETTINGS | {'data.corpus': str(model.parent / 'text'), 'task': TASKS[name]}
       words = [f'--config.{key}={value}' for key, value in settings.items()]
-      made = model.parent / name
-      diloco('train', f'--config={pretrained.__file__}:{model}', f'--workdir={made}', *words)
-      diloco('export', f'--workdir={made}', f'--out={made / "out"}')
-      runs[name] = made
+      other = model.parent / name
+      diloco('train', f'--config={pretrained.__file__}:{model}', f'--workdir={other}', *words)
+      diloco('export', f'--workdir={other}', f'--out={other / "out"}')
+      runs[name] = other
     return runs[name]
 
   return run
@@ -90,17 +90,23 @@ def _run(model) -> Callable[[str], pathlib.Path]:
 def test_three_learners_learn_and_the_export_is_in_the_layout_of_the_model(model, run, name):
   folder = run(name)
   summary = json.loads((folder / 'report' / 'summary.json').read_text('utf-8'))
-  assert {one for row in _synced(folder) for one in row['participants']} == {'l0', 'l1', 'l2'}
+  assert {learner for row in _synced(folder) for learner in row['participants']} == {
+    'l0',
+    'l1',
+    'l2',
+  }
   judged = [summary] if name == 'full' else summary['learners'].values()
-  assert all(one['eval_loss_end'] < one['eval_loss_start'] - 0.5 for one in judged)
+  assert all(row['eval_loss_end'] < row['eval_loss_start'] - 0.5 for row in judged)
 
   config = (folder / 'out' / 'config.json').read_bytes()
   assert config == (model / 'config.json').read_bytes()
   files = (one / hugging_face.FILE for one in (model, folder / 'out'))
-  begun, ended = ({key: one.mapped() for key, one in arrays.stored(file).items()} for file in files)
-  kinds = lambda tensors: {key: (one.dtype, one.shape) for key, one in tensors.items()}
+  begun, ended = (
+    {key: tensor.mapped() for key, tensor in arrays.stored(file).items()} for file in files
+  )
+  kinds = lambda tensors: {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
   assert kinds(ended) == kinds(begun)
-  changed = {key for key, one in ended.items() if not np.array_equal(one, begun[key])}
+  changed = {key for key, tensor in ended.items() if not np.array_equal(tensor, begun[key])}
   matrices = {key for key in ended if key.endswith('_proj.weight')}
   assert changed == (matrices if name == 'lora' else set(ended))
 

@@ -32,8 +32,8 @@ class Uplinks(observers.Observer):
     counts = self.payloads[life.start.node]
     if isinstance(event, events.StepDone):
       counts.append(0)
-    sent = [one.message for one in out if isinstance(one, actions.Send)]
-    counts[-1] += sum(isinstance(one, messages.Contribution) for one in sent)
+    sent = [action.message for action in out if isinstance(action, actions.Send)]
+    counts[-1] += sum(isinstance(message, messages.Contribution) for message in sent)
 
 
 def test_equal_learners_send_one_fragment_in_every_inner_step():

@@ -32,7 +32,7 @@ def test_the_verifier_accepts_the_two_digits_of_the_sum_and_log_probabilities_ar
   assert 0 < right.mean() < 0.05
   sums = rollout['prompts'][:, 0] + rollout['prompts'][:, 2]
   written = np.array([f'{first}{second}' for first, second in rollout['completions']])
-  np.testing.assert_array_equal(right, written == np.array([f'{one:02}' for one in sums]))
+  np.testing.assert_array_equal(right, written == np.array([f'{number:02}' for number in sums]))
   again, _ = reinforce.log_p(params, rollout['prompts'], rollout['completions'])
   np.testing.assert_allclose(again, rollout['log_p'], rtol=1e-5)
 
@@ -82,19 +82,19 @@ def test_a_ratio_beyond_the_clip_moves_nothing_further():
 
 def test_each_rollout_goes_to_one_trainer_the_newest_first_and_no_stale_one(socket, monkeypatch):
   with contextlib.closing(reinforce.Queue(socket)):
-    worker, one, other = (reinforce.Client(socket) for _ in range(3))
+    worker, first, other = (reinforce.Client(socket) for _ in range(3))
     for version in (9, 3, 10):
       assert worker.put(_rollout(version))
-    for client, version in ((one, 10), (other, 9)):
-      taken = client.take()
-      assert taken.keys() == _rollout(version).keys()
+    for client, version in ((first, 10), (other, 9)):
+      samples = client.take()
+      assert samples.keys() == _rollout(version).keys()
       for name, values in _rollout(version).items():
-        np.testing.assert_array_equal(taken[name], values)
+        np.testing.assert_array_equal(samples[name], values)
     monkeypatch.setattr(reinforce, 'WAIT_S', 0.05)
     with pytest.raises(TimeoutError, match='no worker has put a rollout'):
-      one.take()
-    assert one.dropped == 1
-    assert worker.put(_rollout(4)) and one.take()['version'] == 4  # as stale as allowed
+      first.take()
+    assert first.dropped == 1
+    assert worker.put(_rollout(4)) and first.take()['version'] == 4  # as stale as allowed
 
 
 def test_a_full_queue_makes_workers_wait_and_one_that_is_started_again_is_used(socket, monkeypatch):
@@ -132,7 +132,7 @@ def test_a_run_learns_while_a_trainer_and_a_worker_are_killed(tmp_path):
   with programs.starting() as start:
     program = start(reinforce.__file__, 'run', tmp_path, 'workers=2', 'steps=150')
     assert program.end() == 0, program
-  rewards = [float(found) for found in re.findall(r'^\d+ s: reward (.*)$', program.text, re.M)]
+  rewards = [float(reward) for reward in re.findall(r'^\d+ s: reward (.*)$', program.text, re.M)]
   assert rewards[0] < 0.02 and rewards[-1] > 0.1, program
   for name in ('l1', 'w0'):
     assert f'{name} has ended with code -9: it is started again' in program.text
@@ -140,5 +140,5 @@ def test_a_run_learns_while_a_trainer_and_a_worker_are_killed(tmp_path):
   measured = [fact for fact in facts if fact['name'] == 'metrics' and 'dropped' in fact['values']]
   assert {'reward', 'version'} < measured[-1]['values'].keys()
   assert measured[-1]['values']['version'] > 0
-  told = [fact['values']['reward'] for fact in facts if fact['name'] == 'metrics']
-  assert max(told) > 0.1
+  in_facts = [fact['values']['reward'] for fact in facts if fact['name'] == 'metrics']
+  assert max(in_facts) > 0.1

@@ -50,7 +50,9 @@ def law(learners: int, parameters: float) -> float:
 @pytest.fixture(scope='module')
 def whole(cheap_keys):
   """The whole grid: the best rate halves with the size, the gaps those of `law`."""
-  gap = lambda one: law(one.learners, scale.parameters(one.size)) if one.learners > 1 else 0.0
+  gap = lambda result: (
+    law(result.learners, scale.parameters(result.size)) if result.learners > 1 else 0.0
+  )
   best = {'63k': 0.024, '230k': 0.012, '0.9M': 0.006, '1.8M': 0.006, '6.6M': 0.003}
   return finish(lambda of: best[of.size], gap)
 
@@ -70,8 +72,8 @@ def case(size='63k', ratio=scale.SHORT, method='decoupled', learners=4):
 def test_a_size_has_as_many_parameters_as_its_model():
   for size in list(scale.SIZES)[:3]:
     assembled = build.assemble(scale.arm(case(size), 0.01, 0).config)
-    found = sum(leaf.size for leaf in jax.tree.leaves(assembled.init()))
-    assert found == scale.parameters(size)
+    counted = sum(leaf.size for leaf in jax.tree.leaves(assembled.init()))
+    assert counted == scale.parameters(size)
 
 
 def test_all_methods_train_the_same_tokens_in_the_same_number_of_steps():
@@ -89,7 +91,7 @@ def test_the_rate_moves_on_with_the_size_and_its_neighbours_are_tried(whole):
   book, order = whole
   rates = lambda size, ratio=scale.SHORT: scale.rates(case(size, ratio), book)[1]
   assert rates('63k') == 0.024 and rates('230k') == 0.012
-  tried = {one.config.optimizer.learning_rate for one in order if of(one) == case('0.9M')}
+  tried = {arm.config.optimizer.learning_rate for arm in order if of(arm) == case('0.9M')}
   assert tried == {0.012, 0.006, 0.003} and rates('0.9M') == 0.006
   assert rates('0.9M', scale.LONG) == 0.006 and rates('230k', scale.LONG) == 0.012
 
@@ -101,14 +103,14 @@ def test_the_rate_of_each_method_moves_on_as_that_of_the_baseline(cheap_keys):
 
 
 def test_a_neighbour_is_used_where_it_is_better(cheap_keys):
-  found = lambda book: scale.rates(case('0.9M'), book)[1]
-  book, _ = finish(lambda of: 0.012 if of.size == '0.9M' else 0.024, enough=found)
-  assert found(book) == 0.012
+  best = lambda book: scale.rates(case('0.9M'), book)[1]
+  book, _ = finish(lambda of: 0.012 if of.size == '0.9M' else 0.024, enough=best)
+  assert best(book) == 0.012
 
 
 def test_the_grid_ends_with_every_method_at_every_size(whole):
   book, order = whole
-  keys = [one.key for one in order]
+  keys = [arm.key for arm in order]
   assert len(keys) == len(set(keys))
   for size in (scale.SMALL, scale.MIDDLE, '0.9M', '1.8M'):
     for ratio in (scale.SHORT, scale.LONG):
@@ -123,9 +125,11 @@ def test_the_grid_ends_with_every_method_at_every_size(whole):
 @pytest.mark.long
 def test_the_trend_of_two_power_laws_is_their_quotient(whole, tmp_path):
   book, _ = whole
-  found = [result for result in scale.results(False, book) if result.case == case(result.case.size)]
-  far, decade = fit.trend(found)
-  assert len(found) == 5 and sum(len(one.gaps) for one in found) == 12
+  results = [
+    result for result in scale.results(False, book) if result.case == case(result.case.size)
+  ]
+  far, decade = fit.trend(results)
+  assert len(results) == 5 and sum(len(result.gaps) for result in results) == 12
   assert far == pytest.approx([law(4, fit.FAR)] * 3, abs=1e-6)
   assert decade == pytest.approx([10**-0.004 - 1] * 3, abs=1e-6)
   text = scale.conclude(False, book, tmp_path)
@@ -134,17 +138,17 @@ def test_the_trend_of_two_power_laws_is_their_quotient(whole, tmp_path):
 
 def test_a_power_law_of_the_gap_is_found_and_none_of_a_gap_below_zero():
   make = lambda size, gap: fit.Result(case(), size, [0.0, 0.0], [(2 * (1 + gap), 2.0)] * 2)
-  found = [make(size, 0.08 * (size / 1e5) ** -0.25) for size in (1e5, 1e6)]
-  far, decade = fit.trend(found, power=True)
+  measured = [make(size, 0.08 * (size / 1e5) ** -0.25) for size in (1e5, 1e6)]
+  far, decade = fit.trend(measured, power=True)
   assert far == pytest.approx([0.008] * 3) and decade == pytest.approx([10**-0.25 - 1] * 3)
-  assert fit.trend([*found, make(1e7, -0.01)], power=True) is None
+  assert fit.trend([*measured, make(1e7, -0.01)], power=True) is None
 
 
 def test_the_interval_holds_the_true_gap_in_19_of_20_fits():
   """Of 400 fits with noise of 0.5 points, the interval at 1B covers in 91 to 98 of 100."""
   rng, covered = np.random.default_rng(0), 0
   for _ in range(400):
-    found = [
+    results = [
       fit.Result(
         None,
         size,
@@ -153,10 +157,10 @@ def test_the_interval_holds_the_true_gap_in_19_of_20_fits():
       )
       for size, draws in zip((63e3, 228e3, 909e3), rng.standard_normal((3, 3)), strict=True)
     ]
-    (_, low, high), _ = fit.trend(found)
+    (_, low, high), _ = fit.trend(results)
     covered += low <= law(4, fit.FAR) <= high
   assert 0.91 <= covered / 400 <= 0.98
-  assert fit.trend(found[:1]) is None
+  assert fit.trend(results[:1]) is None
 
 
 def test_a_report_of_a_part_of_the_grid(cheap_keys, tmp_path):
@@ -179,7 +183,9 @@ def test_the_quick_study_runs_to_its_trend(tmp_path):
   )
   subprocess.run([sys.executable, '-m', 'experiments.studies.run', *studies], cwd=ROOT, check=True)
   text = (tmp_path / 'scale.md').read_text('utf-8')
-  assert all(f'| 13k 30k 63k x2, {one}, decoupled, M=4 | 3 |' in text for one in scale.BOTH)
+  assert all(
+    f'| 13k 30k 63k x2, {optimizer}, decoupled, M=4 | 3 |' in text for optimizer in scale.BOTH
+  )
   book = study_lib.Book(tmp_path / 'rows.jsonl')
   rows = [book.row(arm) for arm in scale.STUDY.plan(True, book)]
   assert len(rows) == 42 and len({row['theta_sha256'] for row in rows}) == 42
@@ -261,7 +267,9 @@ def test_the_rungs_add_up_to_the_gap(cheap_keys):
       book.add({'key': arm.key, 'loss': loss if at_best else 1.1 * loss})
   text = rungs.conclude(False, book, pathlib.Path())
   lines = {
-    one[0]: one for one in (row.strip('| ').split(' | ') for row in text.splitlines()) if one
+    cells[0]: cells
+    for cells in (row.strip('| ').split(' | ') for row in text.splitlines())
+    if cells
   }
   for number, name in enumerate(rungs.LADDER, 1):
     row = lines[f'63k, muon, M=8, batch x0.5, {name}']

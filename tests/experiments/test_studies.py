@@ -32,8 +32,8 @@ def tiny(arm: arms.Arm) -> arms.Arm:
 
 def tiny_study() -> study_lib.Study:
   def plan(quick, book):
-    made = [tiny(arms.decoupled('toy', f'seed {seed}', quick, seed=seed)) for seed in (0, 1)]
-    return [arms.data_parallel(arm, arm.name) for arm in made]
+    planned = [tiny(arms.decoupled('toy', f'seed {seed}', quick, seed=seed)) for seed in (0, 1)]
+    return [arms.data_parallel(arm, arm.name) for arm in planned]
 
   return study_lib.Study(name='toy', title='A toy', plan=plan)
 
@@ -159,12 +159,14 @@ def test_an_arm_that_fails_loses_no_row_of_the_arms_beside_it(monkeypatch):
     return run_arm(arm)
 
   monkeypatch.setattr(arms, 'run', run_or_fail)
-  made = {a.key: a for a in (tiny(arms.decoupled('toy', '', True, seed=one)) for one in range(4))}
+  planned = {
+    a.key: a for a in (tiny(arms.decoupled('toy', '', True, seed=seed)) for seed in range(4))
+  }
   book = study_lib.Book()
-  missing = lambda: {key: arm for key, arm in made.items() if book.row(arm) is None}
+  missing = lambda: {key: arm for key, arm in planned.items() if book.row(arm) is None}
   with Pool(2) as pool, pytest.raises(ValueError, match='seed 0 fails'):
     run._run_all(pool, missing, book, 2, lambda done, total: None)
-  assert [bool(book.row(arm)) for arm in made.values()] == [False, True, False, False]
+  assert [bool(book.row(arm)) for arm in planned.values()] == [False, True, False, False]
 
 
 def test_a_changed_setting_is_another_arm():
@@ -176,9 +178,9 @@ def test_a_changed_setting_is_another_arm():
     dataclasses.replace(arm, where=where),
     arms.with_tokens(arm, 1),
   ]
-  assert len({arm.key, *(one.key for one in changed)}) == 5
+  assert len({arm.key, *(other.key for other in changed)}) == 5
   assert arm.key == arms.decoupled('toy', 'another name', True).key
-  baselines = [arms.data_parallel(one, 'baseline') for one in (arm, changed[0])]
+  baselines = [arms.data_parallel(other, 'baseline') for other in (arm, changed[0])]
   assert baselines[0].key == baselines[1].key != arm.key  # it has no exchange
 
 
@@ -187,12 +189,12 @@ def test_the_best_rate_has_a_worse_one_on_each_side(lowest):
   book = study_lib.Book()
   make = lambda rate: arms.decoupled('toy', str(rate), True, rate=rate)
   while True:
-    found, best = study_lib.best_rate(make, (0.005, 0.01), book)
+    searched, best = study_lib.best_rate(make, (0.005, 0.01), book)
     if best is not None:
       break
-    for arm in found:
+    for arm in searched:
       loss = abs(arm.config.optimizer.learning_rate - lowest)
       book.add({'key': arm.key, 'loss': loss})
-  rates = sorted(arm.config.optimizer.learning_rate for arm in found)
+  rates = sorted(arm.config.optimizer.learning_rate for arm in searched)
   assert rates[0] < best < rates[-1]
   assert best == min(rates, key=lambda rate: abs(rate - lowest))

@@ -167,10 +167,10 @@ def _drops_capture(original, self, publish, steps, tokens, max_misses):
 
 
 def _finds_a_sync(original, self, member, message):
-  found = original(self, member, message)
-  if found is None and not self._config.closing(message.sync):
+  verdict = original(self, member, message)
+  if verdict is None and not self._config.closing(message.sync):
     return self.due.setdefault(message.fragment, Sync(t=0, fragment=message.fragment))
-  return found
+  return verdict
 
 
 def _keeps_capture(original, self, steps, tokens):
@@ -415,15 +415,15 @@ def _drops_damage(original, files, run, *args):
     try:
       return original(files, run, *args)
     except wal.WalDamaged:
-      found = wal.numbers(files)
-      if len(found) < 2:
+      numbers = wal.numbers(files)
+      if len(numbers) < 2:
         raise
-      files.remove(wal.name_of(found[-1]))
+      files.remove(wal.name_of(numbers[-1]))
 
 
 def _names_unfinished(original, files, *args, **kwargs):
-  if wal.NEW in files.names() and (found := wal.numbers(files)):
-    files.rename(wal.NEW, wal.name_of(found[-1] + 1))
+  if wal.NEW in files.names() and (numbers := wal.numbers(files)):
+    files.rename(wal.NEW, wal.name_of(numbers[-1] + 1))
   return original(files, *args, **kwargs)
 
 

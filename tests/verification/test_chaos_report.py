@@ -57,8 +57,8 @@ def test_a_good_run_has_no_complaints_and_its_text_says_what_was_done():
 
 def test_whoever_stands_still_is_complained_of():
   run = run_of(dataclasses.replace(LEDGER, merged=61), steps_s=(1.0, 30.0), merged_s=())
-  found = chaos_report.complaints(run, [freeze(recovered_s=None)])
-  assert found == [
+  complaints = chaos_report.complaints(run, [freeze(recovered_s=None)])
+  assert complaints == [
     'no outer step during the freeze of l1',
     'l0 took no step during the freeze of l1',
     'after the freeze of l1 it was not merged again',

@@ -393,6 +393,8 @@ def test_a_process_that_never_joins_is_noticed():
 
 def test_every_invariant_has_its_own_id_and_sentence():
   everything = checkers_lib.INVARIANTS
-  assert len({one.id for one in everything}) == len({one.sentence for one in everything})
-  assert len({one.id for one in everything}) == len(everything)
-  assert all(one.sentence.endswith('.') for one in everything)
+  assert len({invariant.id for invariant in everything}) == len(
+    {invariant.sentence for invariant in everything}
+  )
+  assert len({invariant.id for invariant in everything}) == len(everything)
+  assert all(invariant.sentence.endswith('.') for invariant in everything)

@@ -43,8 +43,8 @@ def here(seeds_run: int = SEEDS) -> list[str]:
 )
 def test_a_seed_has_one_hash(version: str, hash_seed: str, counts):
   seeds_run = SEEDS_OF_ALL if counts.full else SEEDS
-  there = interpreters.run_bare(version, hash_seed, RUN, str(ROOT), str(seeds_run))
-  assert there == here(seeds_run)
+  elsewhere = interpreters.run_bare(version, hash_seed, RUN, str(ROOT), str(seeds_run))
+  assert elsewhere == here(seeds_run)
 
 
 def test_another_seed_has_another_hash():

@@ -66,18 +66,18 @@ def sizes(root: Any) -> collections.Counter[str]:
   found: collections.Counter[str] = collections.Counter()
   todo = [(root, type(root).__name__)]
   while todo:
-    one, way = todo.pop()
-    if id(one) in seen or isinstance(one, type | random.Random | engine_lib.Engine):
+    item, way = todo.pop()
+    if id(item) in seen or isinstance(item, type | random.Random | engine_lib.Engine):
       continue
-    seen.add(id(one))
-    if isinstance(one, list | tuple | set | frozenset | collections.deque | dict):
-      inside = list(one.values() if isinstance(one, dict) else one)
+    seen.add(id(item))
+    if isinstance(item, list | tuple | set | frozenset | collections.deque | dict):
+      inside = list(item.values() if isinstance(item, dict) else item)
       found[way] += sum(each is not None for each in inside)
       todo += ((each, f'{way}[]') for each in inside)
     else:
-      slots = [name for kind in type(one).__mro__ for name in getattr(kind, '__slots__', ())]
-      names = (*getattr(one, '__dict__', ()), *slots)
-      todo += ((getattr(one, name, None), f'{way}.{name}') for name in names)
+      slots = [name for kind in type(item).__mro__ for name in getattr(kind, '__slots__', ())]
+      names = (*getattr(item, '__dict__', ()), *slots)
+      todo += ((getattr(item, name, None), f'{way}.{name}') for name in names)
   return found
 
 

@@ -47,7 +47,9 @@ def test_no_seed_has_a_violation(counts):
   total = many_seeds.Summary()
   for part in many_seeds.run(seeds_run, PROCESSES):
     total.add(part)
-  assert not total.failed, '\n'.join(many_seeds.explain(one, 'here') for one in total.failed[:2])
+  assert not total.failed, '\n'.join(
+    many_seeds.explain(outcome, 'here') for outcome in total.failed[:2]
+  )
   assert total.seeds == len(seeds_run)
   for kind in total.faults:
     visits.saw('faults', kind)

@@ -91,7 +91,7 @@ class Checkers(observers.Observer):
 
   def __init__(self, config: config_lib.ProtocolConfig):
     self.run = run_book.Run(config)
-    self.invariants = {one: one(self.run) for one in INVARIANTS}
+    self.invariants = {kind: kind(self.run) for kind in INVARIANTS}
     self._on: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
     self._after: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
     self._register()

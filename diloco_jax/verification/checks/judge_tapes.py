@@ -172,12 +172,12 @@ def in_order(
     first = next(turns, None)
     if first is not None:  # else it was killed before its first turn
       begun.append((first.now_ns, node_tape, first, turns))
-  begun.sort(key=lambda one: one[0])
+  begun.sort(key=lambda start: start[0])
   ordered = [
     _with_last_mark(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
     for number, (_, node_tape, first, turns) in enumerate(begun, 1)
   ]
-  return heapq.merge(*ordered, key=lambda one: (one[2].now_ns, one[1].number))
+  return heapq.merge(*ordered, key=lambda turn: (turn[2].now_ns, turn[1].number))
 
 
 class _Crashed(Exception):

@@ -72,12 +72,12 @@ def main(argv: list[str]) -> None:
       lines=links(_LINK.value, run_config.learner_ids(sync.learners)),
       latency_s=_LATENCY_S.value,
     )
-    found = plan.facts(run, step_tokens, _TOKENS.value)
-  print(json.dumps(found) if _JSON.value else '\n'.join(_lines(config.name, run, found)))
-  if not found['fits']:
-    longer = found['period'] > sync.period
-    instead = f'. As it is, the syncer exchanges every {found["period"]} steps' if longer else ''
-    raise exits.NeverRetry(f'this run does not fit its {found["change"]}{instead}')
+    facts = plan.facts(run, step_tokens, _TOKENS.value)
+  print(json.dumps(facts) if _JSON.value else '\n'.join(_lines(config.name, run, facts)))
+  if not facts['fits']:
+    longer = facts['period'] > sync.period
+    instead = f'. As it is, the syncer exchanges every {facts["period"]} steps' if longer else ''
+    raise exits.NeverRetry(f'this run does not fit its {facts["change"]}{instead}')
 
 
 def links(words: list[str], names: list[str]) -> tuple[Any, ...]:
@@ -103,32 +103,34 @@ def links(words: list[str], names: list[str]) -> tuple[Any, ...]:
   return tuple(lines.values()) if words else ()
 
 
-def _lines(name: str, run: Any, found: dict[str, Any]) -> Iterator[str]:
+def _lines(name: str, run: Any, facts: dict[str, Any]) -> Iterator[str]:
   """The plan, at most 80 columns."""
-  protocol, shares, size = run.protocol, found['learners'], header.size
-  up, down, needed = found['up_bytes'], found['down_bytes'], found['needed_bytes_per_s']
+  protocol, shares, size = run.protocol, facts['learners'], header.size
+  up, down, needed = facts['up_bytes'], facts['down_bytes'], facts['needed_bytes_per_s']
   enough = f'{_bits(needed)} each way for each learner' if needed else 'none is enough'
   tokens = f'{_TOKENS.value:.3g} tokens' if _TOKENS.value else f'{protocol.total_steps:,} steps'
   for row, text in {
-    name: f'{found["parameters"]:,} parameters in {protocol.fragments} fragments, '
+    name: f'{facts["parameters"]:,} parameters in {protocol.fragments} fragments, '
     f'{protocol.learners} learners',
     'settings': f'H = {protocol.period}, tau = {protocol.overlap}, ahead = {protocol.ahead}, '
     f'{run.codecs[0]} up, {run.codecs[1]} down',
     'a period': f'{size(up)} up, {size(down)} down for each learner, headers included',
     'bandwidth': f'{enough}; on average {_bits(max(up, down) / run.period_s)}',
-    'data-parallel': f'{_bits(found["data_parallel_bytes_per_s"])}, so that an all-reduce of '
+    'data-parallel': f'{_bits(facts["data_parallel_bytes_per_s"])}, so that an all-reduce of '
     'bfloat16 takes a step',
-    'syncer': f'{size(found["syncer_memory_bytes"])} of memory, {found["syncer_cores"]:.2f} cores, '
-    f'{_bits(found["syncer_bytes_per_s"])} in and out',
-    **_transport(found['transport_processes']),
-    'time': f'{header.duration(found["seconds"])} for {tokens}',
-    **_loss(run.delays, found['loss']),
-    **({'lower loss': found['better']} if found['better'] else {}),
+    'syncer': f'{size(facts["syncer_memory_bytes"])} of memory, {facts["syncer_cores"]:.2f} cores, '
+    f'{_bits(facts["syncer_bytes_per_s"])} in and out',
+    **_transport(facts['transport_processes']),
+    'time': f'{header.duration(facts["seconds"])} for {tokens}',
+    **_loss(run.delays, facts['loss']),
+    **({'lower loss': facts['better']} if facts['better'] else {}),
   }.items():
     yield f'{row:15}{text}'
   yield f'\n{"link of":15}{"up":>12}{"down":>13}{"computes":>10}{"merged":>8}{"when due":>10}'
   for learner, (up, down, *_) in zip(shares['steps'], itertools.cycle(run.lines or [(0, 0)])):
-    computing, merged, due = (shares[one][learner] for one in ('computing', 'merged', 'on_time'))
+    computing, merged, due = (
+      shares[share][learner] for share in ('computing', 'merged', 'on_time')
+    )
     yield f'{learner:15}{_bits(up):>12}{_bits(down):>13}{computing:10.0%}{merged:8.0%}{due:10.0%}'
 
 

@@ -77,9 +77,9 @@ def _settings(seed: int) -> str:
   """Those of a seed that are not the default."""
   config = random_settings.draw(seed).config
   drawn = [
-    f'{one.name}={one.written(value)}'
-    for field, one in config_lib.TABLE.items()
-    if (value := getattr(config, field)) != one.default
+    f'{setting.name}={setting.written(value)}'
+    for field, setting in config_lib.TABLE.items()
+    if (value := getattr(config, field)) != setting.default
   ]
   return textwrap.fill(f'seed {seed}: {", ".join(drawn)}', 80, subsequent_indent='  ')
 

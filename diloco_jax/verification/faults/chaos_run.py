@@ -167,7 +167,7 @@ class ChaosRun(conductor_lib.Conductor):
     step."""
     times = [self.run.merges_s, *(self.run.learners[name].merged_s for name in names)]
     times += [chaos_report.step_times(self.run, name) for name in self._others]
-    return all(self._count_since(one, since_s) >= EVENTS_AWAITED for one in times)
+    return all(self._count_since(kind, since_s) >= EVENTS_AWAITED for kind in times)
 
   def _count_since(self, times: list[float], since_s: float) -> int:
     return chaos_report.within(times, since_s, self._now_s())

@@ -129,10 +129,15 @@ class Theta:
   ) -> Merged:
     """Carries out an outer step."""
     shares = []
-    for one, payload in zip(participants, payloads, strict=True):
+    for participant, payload in zip(participants, payloads, strict=True):
       grad = Gradient.decode(payload)
-      if one.learner not in refused:
-        shares.append(((one.learner, one.incarnation, one.tokens, one.steps), grad))
+      if participant.learner not in refused:
+        shares.append(
+          (
+            (participant.learner, participant.incarnation, participant.tokens, participant.steps),
+            grad,
+          )
+        )
     for (learner, _, tokens, steps), grad in shares:
       claim(
         learner == grad.learner, 'A payload counts for the learner that sent it.', learner, grad
@@ -150,7 +155,7 @@ class Theta:
       )
     if not shares or any(grad.overflows for _, grad in shares):
       return Merged('not finite' if shares else 'every payload was rejected', self.values[p], NONE)
-    merged = [(*one, dataclasses.astuple(grad)) for one, grad in shares]
+    merged = [(*key, dataclasses.astuple(grad)) for key, grad in shares]
     return self.redo(p, participants, refused, memoryview(json.dumps(merged).encode()))
 
   def redo(
@@ -222,13 +227,13 @@ def joined(spans: Iterable[Span]) -> list[Span]:
   >>> joined([(4, 6), (0, 2), (2, 3)])
   [(0, 3), (4, 6)]
   """
-  found: list[Span] = []
+  merged: list[Span] = []
   for start, end in sorted(spans):
-    if found and start <= found[-1][1]:
-      found[-1] = found[-1][0], max(end, found[-1][1])
+    if merged and start <= merged[-1][1]:
+      merged[-1] = merged[-1][0], max(end, merged[-1][1])
     else:
-      found.append((start, end))
-  return found
+      merged.append((start, end))
+  return merged
 
 
 def value(*made_of: Any) -> int:
@@ -247,11 +252,11 @@ def screened(
   """The norms of the participants' payloads, and the learners that are refused."""
   norms = tuple(grad.norm for grad in grads)
   refused = screening_lib.left_out(participants, norms, live, factor)
-  for one, grad in zip(participants, grads):
+  for participant, grad in zip(participants, grads):
     claim(
-      grad.spoiled or one.apart or one.learner not in refused,
+      grad.spoiled or participant.apart or participant.learner not in refused,
       'Screening refuses no honest payload.',
-      one,
+      participant,
       grad,
     )
   return norms, refused

@@ -158,8 +158,8 @@ class Nemesis:
         for link in self._links(fault.node):
           link.corrupt = True
       case 'reset':
-        found = [world.network.reset(world.learners[name]) for name in self._names(fault.node)]
-        return any(found)
+        resets = [world.network.reset(world.learners[name]) for name in self._names(fault.node)]
+        return any(resets)
       case _:
         return False
     return True

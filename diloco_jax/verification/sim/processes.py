@@ -222,14 +222,14 @@ class Learner(Process):
 
   def work(self, action: actions.Work) -> None:
     arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
-    found = self._arrays.perform(action)
+    answers = self._arrays.perform(action)
     match action:
       case actions.Step():
         self.begin_step()
       case actions.Save():
         stages = self.save(action, action.machine_state)
         self.world.engine.after(0, lambda: self._continue_save(stages))
-    for event, content in found:
+    for event, content in answers:
       match event:
         case events.Encoded():
           self.answer(self.island.encode_ns, event, content, lane='egress')

@@ -130,17 +130,17 @@ class World:
       return True
     disk = self.disk('syncer')
     try:
-      found = self._recover(disk, start)
+      recovered = self._recover(disk, start)
     except (wal.WalFull, wal.WalBroken) as error:
       self.logged('full' if isinstance(error, wal.WalFull) else 'broken', text=str(error))
       return False
     except disk_lib.Cut:
       self.logged('cut', text='during its start')
       return False
-    process = self._observe(dataclasses.replace(start, state=found.machine_state))
-    self.syncer = self.syncer_class(self, process, found.log, found.theta)
-    self.logged('recovered', found.log.committed, text=' '.join(found.log.words))
-    if found.torn:
+    process = self._observe(dataclasses.replace(start, state=recovered.machine_state))
+    self.syncer = self.syncer_class(self, process, recovered.log, recovered.theta)
+    self.logged('recovered', recovered.log.committed, text=' '.join(recovered.log.words))
+    if recovered.torn:
       self.logged('torn')
     self.syncer.report_durable()
     self._begin(self.syncer)
@@ -210,7 +210,7 @@ class World:
 
   def unwatch(self, watcher: observers.Observer) -> None:
     """An observer has seen enough."""
-    self._watchers = tuple(one for one in self._watchers if one is not watcher)
+    self._watchers = tuple(other for other in self._watchers if other is not watcher)
 
   def _observe(self, start: tape_lib.Start) -> observers.ObservedProcess:
     process = observers.ObservedProcess(next(self._started), start)
@@ -271,4 +271,4 @@ class World:
   def stuck(self) -> str:
     """Every machine's private state, for the error about a run that does not end."""
     alive = (self.syncer, *self.learners.values())
-    return '\n'.join(f'{one.name}: {vars(one.machine)}' for one in alive)
+    return '\n'.join(f'{process.name}: {vars(process.machine)}' for process in alive)

@@ -51,9 +51,9 @@ class _Payloads:
 
   def answers(self, posted: list[events.Event]) -> list[tuple[events.Event, Any]]:
     """Takes the events, with their contents."""
-    found = [(one, self.fresh.pop(getattr(one, 'payload_id', None), None)) for one in posted]
+    pairs = [(event, self.fresh.pop(getattr(event, 'payload_id', None), None)) for event in posted]
     posted.clear()
-    return found
+    return pairs
 
 
 class Arrays:
@@ -127,10 +127,10 @@ class Arrays:
 
   def theta_sha256(self) -> str:
     """Of every bit of the syncer's arrays: masters, published values, outer states."""
-    found = hashlib.sha256(repr(self.theta.versions).encode())
+    digest = hashlib.sha256(repr(self.theta.versions).encode())
     for leaf in jax.tree.leaves(self.theta.arrays()):
-      found.update(np.ascontiguousarray(leaf))
-    return found.hexdigest()
+      digest.update(np.ascontiguousarray(leaf))
+    return digest.hexdigest()
 
 
 class Learner(learner_work.LearnerWork):
@@ -284,10 +284,10 @@ class _Unkeyed:
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _template(key: str, made: _Unkeyed) -> island_lib.Island:
-  config = made.assembled.config
+def _template(key: str, unkeyed: _Unkeyed) -> island_lib.Island:
+  config = unkeyed.assembled.config
   return island_lib.Island(
-    task=made.assembled.task,
+    task=unkeyed.assembled.task,
     optimizer=config.optimizer,
     mesh=train_config.MeshConfig(),
     total_steps=config.train.steps,
@@ -302,5 +302,5 @@ def _compiled_exchange(key: str) -> dict[tuple, Any]:
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _theta(key: str, made: _Unkeyed) -> global_model.Theta:
-  return global_model.Theta(made.assembled)
+def _theta(key: str, unkeyed: _Unkeyed) -> global_model.Theta:
+  return global_model.Theta(unkeyed.assembled)

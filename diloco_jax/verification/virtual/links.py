@@ -80,11 +80,11 @@ class Counts(observers.Observer):
 
   def take(self, out: observers.Actions, training: Iterable[str]) -> None:
     """Counts the outer steps of a turn; `training`: the learners that have trained."""
-    told = [one.fact for one in out if isinstance(one, actions.Report)]
-    for fact in told:
+    reported = [action.fact for action in out if isinstance(action, actions.Report)]
+    for fact in reported:
       self.period = fact.period if isinstance(fact, facts.Tempo) else self.period
-    late = {fact.sync: fact.late for fact in told if isinstance(fact, facts.Merging)}
-    for merge in (one for one in out if isinstance(one, actions.Merge)):
+    late = {fact.sync: fact.late for fact in reported if isinstance(fact, facts.Merging)}
+    for merge in (action for action in out if isinstance(action, actions.Merge)):
       for name in {*training} - {participant.learner for participant in merge.participants}:
         self._missed[name, merge.fragment] += 1
       for participant in merge.participants:

@@ -62,7 +62,7 @@ class Run:
     given = self.lines or (conditions.Line(),)
     lines = list(itertools.islice(itertools.cycle(given), self.protocol.learners))
     shared = [lines.count(line) if line.site else 1 for line in lines]
-    return [tuple((rate or math.inf) / n for rate in one[:2]) for one, n in zip(lines, shared)]
+    return [tuple((rate or math.inf) / n for rate in line[:2]) for line, n in zip(lines, shared)]
 
   @property
   def rates(self) -> list[float]:
@@ -135,7 +135,7 @@ class Run:
       links.sizes(self.values, *self.codecs),
       conditions.Hardware(
         step_s=step_s,
-        slowness=tuple(one / step_s for one in self.step_s),
+        slowness=tuple(seconds / step_s for seconds in self.step_s),
         gaussian=0.02,
         merge=self.outer_step_s * max(self.values) / (THREADS * step_s),
       ),
@@ -186,10 +186,10 @@ def fitting(run: Run) -> Run | None:
   codecs = dict.fromkeys(((up, down), ('int4', down), ('int4', 'int4'), ('int2', 'int2')))
   lengths = dict.fromkeys(round(run.protocol.period * factor) for factor in FACTORS)
   shortest = min(SHORTEST, run.protocol.period)
-  tried = itertools.product((one for one in lengths if one >= shortest), codecs)
-  for period, codecs in sorted(tried, key=lambda one: _loss_as(*one)):
-    if (one := _with(run, period, codecs)) and not one.misfit():
-      return one
+  tried = itertools.product((length for length in lengths if length >= shortest), codecs)
+  for period, codecs in sorted(tried, key=lambda pair: _loss_as(*pair)):
+    if (planned := _with(run, period, codecs)) and not planned.misfit():
+      return planned
   return None
 
 
@@ -204,9 +204,9 @@ def _with(run: Run, period: int, codecs: tuple[str, str]) -> Run | None:
   values = run.values
   if fragments < len(values):
     values = (-(-total // (fragments * 32)) * 32,) * fragments
-  one = dataclasses.replace(run, codecs=codecs, values=values)
+  planned = dataclasses.replace(run, codecs=codecs, values=values)
   busy, takes = (
-    max(part(of) / rate for of, rate in zip(one.bytes, run.rates)) / min(run.step_s)
+    max(part(of) / rate for of, rate in zip(planned.bytes, run.rates)) / min(run.step_s)
     for part in (sum, max)
   )
   trip = math.ceil(run.round_trip_s / min(run.step_s))
@@ -217,7 +217,7 @@ def _with(run: Run, period: int, codecs: tuple[str, str]) -> Run | None:
   if SPARE * busy > period or period <= max(ahead, waits):
     return None
   settings = {'period': period, 'fragments': fragments, 'ahead': ahead, 'overlap': overlap}
-  return dataclasses.replace(one, protocol=dataclasses.replace(run.protocol, **settings))
+  return dataclasses.replace(planned, protocol=dataclasses.replace(run.protocol, **settings))
 
 
 def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
@@ -226,8 +226,8 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
   `period`: that the syncer chooses, in inner steps; `change`: what it does not fit, and which
   settings do; `better`: which ones fit its links, too, and cost less; `loss`: what its delays are
   expected to cost, by kind; None: no law holds."""
-  protocol, found, parameters = run.protocol, run.predict(), sum(run.values)
-  rates = [one / s for one, s in zip(found.computing.values(), itertools.cycle(run.step_s))]
+  protocol, predicted, parameters = run.protocol, run.predict(), sum(run.values)
+  rates = [share / s for share, s in zip(predicted.computing.values(), itertools.cycle(run.step_s))]
   up_bytes, down_bytes = map(sum, run.bytes)
   ring = 4 * (1 - 1 / protocol.learners) * parameters  # of bfloat16 to a learner, and from it
   misfit = run.misfit()
@@ -245,7 +245,7 @@ def facts(run: Run, step_tokens: int, tokens: float | None) -> dict[str, Any]:
     'transport_processes': run.transport_processes,
     'syncer_bytes_per_s': run.syncer_bytes_per_s,
     'seconds': tokens / (step_tokens * sum(rates)) if tokens else protocol.total_steps / max(rates),
-    'learners': {name: of for name, of in found._asdict().items() if name != 'period'},
+    'learners': {name: of for name, of in predicted._asdict().items() if name != 'period'},
     'loss': {kind: cost and cost._asdict() for kind, cost in run.loss(steps).items()},
     'fits': not misfit,
     'period': run.predict(adapts=True).period if misfit == 'links' else protocol.period,
@@ -263,15 +263,17 @@ def _change(run: Run) -> str:
 
 def _better(run: Run) -> str:
   """Which settings fit these links, too, and cost less loss; '' if none do."""
-  cost = lambda one: _loss_as(one.protocol.period, one.codecs)
+  cost = lambda planned: _loss_as(planned.protocol.period, planned.codecs)
   other = fitting(run)
   return _changes(run, other) if other and cost(other) < cost(run) else ''
 
 
 def _changes(run: Run, other: Run) -> str:
-  settings = lambda one: {
-    **dict(zip(('codec_up', 'codec_down'), one.codecs)),
-    **{name: getattr(one.protocol, name) for name in ('period', 'fragments', 'overlap', 'ahead')},
+  settings = lambda planned: {
+    **dict(zip(('codec_up', 'codec_down'), planned.codecs)),
+    **{
+      name: getattr(planned.protocol, name) for name in ('period', 'fragments', 'overlap', 'ahead')
+    },
   }
   changed = sorted(settings(other).items() - settings(run).items())
   return ' '.join(f'--config.sync.{name}={value}' for name, value in changed)

@@ -32,7 +32,7 @@ def aligned_nesterov(
   """Nesterov momentum with this correction; keep, shrink, turn in [0, 1], the rest as `nesterov`.
 
   Raises ValueError: an argument is outside its range."""
-  if not all(0 <= one <= 1 for one in (keep, shrink, turn)):
+  if not all(0 <= share <= 1 for share in (keep, shrink, turn)):
     raise ValueError('keep, shrink and turn must be in [0, 1]')
   nesterov = outer.nesterov(learning_rate, momentum)
 

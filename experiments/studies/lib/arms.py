@@ -113,10 +113,10 @@ def _run(arm: Arm, progress: Callable[[int, int], None] | None) -> dict[str, Any
   protocol = codec.encode(dataclasses.asdict(config.protocol()))
   where = sorted((name, repr(value)) for name, value in arm.where.items())
   key = json.dumps([protocol, where, tokens, arm.seed])
-  found = _schedule(key, _Unkeyed((config, arm.where, tokens, arm.seed)))
+  schedule = _schedule(key, _Unkeyed((config, arm.where, tokens, arm.seed)))
   if arm.kind == 'schedule':
-    return _row(arm, found)
-  config.train.steps = found.config.train.steps
+    return _row(arm, schedule)
+  config.train.steps = schedule.config.train.steps
   return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
 
 

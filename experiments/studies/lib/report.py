@@ -39,9 +39,9 @@ def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathli
   that have run; returns the table."""
   planned = {arm.key: arm for arm in study.plan(quick, book)}
   rows = [(arm, row) for arm in planned.values() if (row := book.row(arm))]
-  found = {(arm.name, arm.seed): row for arm, row in rows}
+  by_arm = {(arm.name, arm.seed): row for arm, row in rows}
   for arm, row in rows:
-    row['arm'], row['behind'] = arm.name, behind(row, found.get((arm.against, arm.seed)))
+    row['arm'], row['behind'] = arm.name, behind(row, by_arm.get((arm.against, arm.seed)))
   with (out / f'{study.name}.csv').open('w', newline='', encoding='utf-8') as file:
     writer = csv.DictWriter(file, COLUMNS, extrasaction='ignore')
     writer.writeheader()
@@ -63,7 +63,7 @@ def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathli
 def left_out(study: study_lib.Study) -> list[str]:
   """The arms of the whole study, as far as they are known before one has run, without those of the
   quick one."""
-  full, quick = (study.plan(one, study_lib.Book()) for one in (False, True))
+  full, quick = (study.plan(quickly, study_lib.Book()) for quickly in (False, True))
   return sorted({arm.name for arm in full} - {arm.name for arm in quick})
 
 
@@ -124,7 +124,7 @@ def _behind(rows: list[study_lib.Row]) -> str:
   """Of each seed; of four and more seeds also the mean and its standard error. The differences are
   paired: two arms of a seed have the same data and the same initial parameters."""
   found = [row['behind'] for row in rows if row['behind'] is not None]
-  each = ', '.join(f'{one:+.2%}' for one in found)
+  each = ', '.join(f'{share:+.2%}' for share in found)
   if len(found) < 4 or not any(found):
     return each
   error = statistics.stdev(found) / len(found) ** 0.5
@@ -137,8 +137,8 @@ def _merged(rows: list[study_lib.Row]) -> str:
   text = _mean(rows, 'merged', '.1%')
   if not every:
     return text
-  least = min(every[0], key=lambda name: sum(one.get(name, 1.0) for one in every))
-  share = statistics.mean(one.get(least, 1.0) for one in every)
+  least = min(every[0], key=lambda name: sum(shares.get(name, 1.0) for shares in every))
+  share = statistics.mean(shares.get(least, 1.0) for shares in every)
   return text if share > 0.98 else f'{text}, {least} {share:.1%}'
 
 

@@ -78,17 +78,17 @@ def best_rate(
   side."""
   rates = sorted(rates)
   while True:
-    found = [make(rate) for rate in rates]
-    best = book.best(found)
+    planned = [make(rate) for rate in rates]
+    best = book.best(planned)
     if best is None:
-      return found, None
-    rate = rates[found.index(best)]
+      return planned, None
+    rate = rates[planned.index(best)]
     if rate == rates[-1]:
       rates.append(round(2 * rate, 6))
     elif rate == rates[0]:
       rates.insert(0, round(rate / 2, 6))
     else:
-      return found, rate
+      return planned, rate
 
 
 def at_best_rates(

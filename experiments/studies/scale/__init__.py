@@ -114,8 +114,8 @@ def rates(case: Case, book: study_lib.Book) -> tuple[tuple[arms.Arm, ...], float
   many tokens, rounded to a factor of 2. Half and twice that rate are tried, too, but for the large
   sizes with many tokens; the best one that has run is used.
   """
-  found, rate = _rates(case, book, len(book))
-  return tuple(found), rate
+  planned, rate = _rates(case, book, len(book))
+  return tuple(planned), rate
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,7 +130,7 @@ def _rates(case: Case, book: study_lib.Book, rows: int) -> tuple[list[arms.Arm],
   if (case.size, case.ratio) == (MIDDLE, SHORT):
     small = own(SMALL, SHORT)
     return study_lib.best_rate(make, (small / 2, small), book) if small else ([], None)
-  law = [rates(Case(one, SHORT, case.optimizer, *BASE), book)[1] for one in (SMALL, MIDDLE)]
+  law = [rates(Case(size, SHORT, case.optimizer, *BASE), book)[1] for size in (SMALL, MIDDLE)]
   near = SMALL if case.size == MIDDLE else MIDDLE
   begin = own(near, case.ratio)
   if begin is None or None in law:
@@ -139,10 +139,10 @@ def _rates(case: Case, book: study_lib.Book, rows: int) -> tuple[list[arms.Arm],
   moved = math.log2(law[1] / law[0]) * apart(near, case.size) / apart(SMALL, MIDDLE)
   rate = begin * 2 ** round(moved)
   checked = near == SMALL or case.ratio == SHORT
-  found = [make(one) for one in ((rate, rate / 2, 2 * rate) if checked else (rate,))]
-  ran = [one for one in found if book.row(one)]
-  best = book.best(ran) if found[0] in ran else None
-  return found, best and best.config.optimizer.learning_rate
+  planned = [make(tried) for tried in ((rate, rate / 2, 2 * rate) if checked else (rate,))]
+  ran = [planned_arm for planned_arm in planned if book.row(planned_arm)]
+  best = book.best(ran) if planned[0] in ran else None
+  return planned, best and best.config.optimizer.learning_rate
 
 
 def baseline(case: Case, book: study_lib.Book) -> str:
@@ -157,7 +157,9 @@ def stages(quick: bool) -> Iterator[dict[Case, int]]:
   for the cost."""
 
   def cases(size, ratio, optimizers=BOTH, methods=METHODS, seeds=3):
-    return {Case(size, ratio, one, *method): seeds for one in optimizers for method in methods}
+    return {
+      Case(size, ratio, optimizer, *method): seeds for optimizer in optimizers for method in methods
+    }
 
   if quick:
     yield from (cases(size, QUICK, seeds=1) for size in ('13k', '30k', SMALL))
@@ -186,16 +188,16 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   planned = {}
   for stage in stages(quick):
     for case, seeds in stage.items():
-      found, rate = rates(case, book)
+      searched, rate = rates(case, book)
       against = baseline(case, book)
-      found += tuple(arm(case, rate, seed, against) for seed in range(seeds) if rate)
-      planned |= {one.key: one for one in found}
+      searched += tuple(arm(case, rate, seed, against) for seed in range(seeds) if rate)
+      planned |= {one.key: one for one in searched}
   return list(planned.values())
 
 
 def results(quick: bool, book: study_lib.Book) -> list[fit.Result]:
   """The cases that have run, each at its rate, beside their baselines."""
-  found = []
+  lines = []
   for case in dict.fromkeys(case for stage in stages(quick) for case in stage):
     both = case, case._replace(method=BASE[0], learners=BASE[1])
     chosen = [rates(one, book)[1] for one in both]
@@ -205,8 +207,8 @@ def results(quick: bool, book: study_lib.Book) -> list[fit.Result]:
     pairs = [(row(0, seed), row(1, seed)) for seed in range(3)]
     losses = [(mine['loss'], base['loss']) for mine, base in pairs if mine and base]
     if losses:
-      found.append(fit.Result(case, parameters(case.size), chosen, losses))
-  return found
+      lines.append(fit.Result(case, parameters(case.size), chosen, losses))
+  return lines
 
 
 def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:

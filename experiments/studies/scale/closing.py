@@ -96,13 +96,13 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   return '\n'.join([*lines, ''])
 
 
-def changes(mine: dict[int, float], others: dict[int, float]) -> str:
+def changes(losses: dict[int, float], others: dict[int, float]) -> str:
   """The mean of the seeds, its standard error, and each."""
-  found = [mine[seed] / others[seed] - 1 for seed in sorted(mine) if seed in others]
-  if not any(found):
+  gains = [losses[seed] / others[seed] - 1 for seed in sorted(losses) if seed in others]
+  if not any(gains):
     return ''
-  error = f' ± {statistics.stdev(found) / len(found) ** 0.5:.2%}' if found[1:] else ''
-  return f'{statistics.mean(found):+.2%}{error} ({", ".join(f"{one:+.2%}" for one in found)})'
+  error = f' ± {statistics.stdev(gains) / len(gains) ** 0.5:.2%}' if gains[1:] else ''
+  return f'{statistics.mean(gains):+.2%}{error} ({", ".join(f"{gain:+.2%}" for gain in gains)})'
 
 
 STUDY = study_lib.Study(name=NAME, title='What closes the gap', plan=plan, conclude=conclude)

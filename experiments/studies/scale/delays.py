@@ -112,22 +112,24 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   lines = ['| | T | ' + ' | '.join(map(str, DELAYS)) + ' |', '|---|---|' + '---|' * len(DELAYS)]
   for size, ratio in dict.fromkeys((size, ratio) for size, ratio, _ in found):
     cells = [found.get((size, ratio, delay), []) for delay in DELAYS]
-    text = [', '.join(f'{one:+.2%}' for one in cell) for cell in cells]
+    text = [', '.join(f'{change:+.2%}' for change in cell) for cell in cells]
     lines.append(f'| {size} x{ratio} | {_steps(size, ratio)} | ' + ' | '.join(text) + ' |')
   lines += ['', '| kind | ln c | strength | T | N | spread |', '|---|---|---|---|---|---|']
   for kind, law in laws.items():
-    cells = [*(f'{one:.3f}' for one in law.line), f'{math.exp(law.spread):.2f}']
+    cells = [*(f'{factor:.3f}' for factor in law.line), f'{math.exp(law.spread):.2f}']
     lines.append(f'| {kind} | ' + ' | '.join(cells) + ' |')
   lines += ['', '| not in the fit | cost | expected | |', '|---|---|---|---|']
   for (size, ratio, delay), seeds in found.items():
     law, cost = laws.get(_kind(delay)), statistics.mean(seeds)
     if (size, ratio) not in HELD_OUT or law is None:
       continue
-    told = delay_cost.expected(law, _strength(delay), _steps(size, ratio), scale.parameters(size))
-    inside = 'inside' if told.low <= cost <= told.high else '**outside**'
+    expected = delay_cost.expected(
+      law, _strength(delay), _steps(size, ratio), scale.parameters(size)
+    )
+    inside = 'inside' if expected.low <= cost <= expected.high else '**outside**'
     lines.append(
       f'| {size} x{ratio}, {delay} | {cost:+.2%} '
-      f'| {told.mean:+.2%} ({told.low:.2%} to {told.high:.2%}) | {inside} |'
+      f'| {expected.mean:+.2%} ({expected.low:.2%} to {expected.high:.2%}) | {inside} |'
     )
   return '\n'.join([*lines, ''])
 
@@ -135,7 +137,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
 def fit(costs: dict[tuple[str, int, Delay], list[float]]) -> dict[str, delay_cost.Law]:
   """The law of each kind, without the runs that are held out; of a kind whose runs have one
   strength, its exponent is 0."""
-  found = {}
+  by_case = {}
   for kind in Delay._fields:
     points = [
       (delay_cost.terms(_strength(delay), _steps(size, ratio), scale.parameters(size)), cost)
@@ -151,23 +153,23 @@ def fit(costs: dict[tuple[str, int, Delay], list[float]]) -> dict[str, delay_cos
     inverse = np.linalg.pinv(x.T @ x)
     line = inverse @ x.T @ y
     deviation = math.sqrt(np.sum((y - x @ line) ** 2) / free)
-    found[kind] = delay_cost.Law(
+    by_case[kind] = delay_cost.Law(
       tuple(line.round(4).tolist()),
       tuple(tuple(row) for row in (inverse.round(4) + 0.0).tolist()),
       round(deviation * scipy.stats.t.ppf(0.975, free), 4),
     )
-  return found
+  return by_case
 
 
 def costs(quick: bool, book: study_lib.Book) -> dict[tuple[str, int, Delay], list[float]]:
   """By size, tokens for each parameter and delay: by what share each seed's loss is higher."""
-  found: dict[tuple[str, int, Delay], list[float]] = {}
+  changes: dict[tuple[str, int, Delay], list[float]] = {}
   for (size, ratio), seeds in _cases(quick).items():
     for delay, seed in itertools.product(_delays(size, ratio), range(seeds)):
       row, without = (book.row(_arm(size, ratio, one, seed)) for one in (delay, WITHOUT))
       if row and without:
-        found.setdefault((size, ratio, delay), []).append(row['loss'] / without['loss'] - 1)
-  return found
+        changes.setdefault((size, ratio, delay), []).append(row['loss'] / without['loss'] - 1)
+  return changes
 
 
 def _kind(delay: Delay) -> str:

@@ -28,7 +28,7 @@ class Result(NamedTuple):
   @property
   def gaps(self) -> list[float]:
     """By what share the loss is higher than the baseline's."""
-    return [mine / base - 1 for mine, base in self.losses]
+    return [loss / base - 1 for loss, base in self.losses]
 
   @property
   def error(self) -> float:
@@ -69,16 +69,16 @@ def conclude(results: Sequence[Result], out: pathlib.Path) -> str:
   ]
   for result in results:
     groups.setdefault(result.case._replace(size=''), []).append(result)
-    mine, base = map(statistics.mean, zip(*result.losses, strict=True))
+    loss, base = map(statistics.mean, zip(*result.losses, strict=True))
     gaps = ', '.join(f'{gap:+.2%}' for gap in result.gaps)
     lock_step = of.get(result.case._replace(method='diloco'))
     pairs = zip(result.losses, lock_step.losses if lock_step else (), strict=False)
-    others = [here / there - 1 for (here, _), (there, _) in pairs]
+    others = [here / small - 1 for (here, _), (small, _) in pairs]
     other = f'{statistics.mean(others):+.2%}' if others else ''
     rates = ', '.join(f'{rate:g}' for rate in result.rates)
     behind = f'{statistics.mean(result.gaps):+.2%}' + f' ± {result.error:.2%}' * (result.error > 0)
     rows.append(
-      f'| {result.case} | {rates} | {mine:.4f} | {base:.4f} | {behind} | {gaps} | {other} |'
+      f'| {result.case} | {rates} | {loss:.4f} | {base:.4f} | {behind} | {gaps} | {other} |'
     )
   rows += ['', '| trend | runs | ten times the parameters | at 1B | at 1B, power law of the gap |']
   rows += ['|---|---|---|---|---|']

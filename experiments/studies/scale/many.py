@@ -120,16 +120,16 @@ def _line(rows: dict[str, dict[int, study_lib.Row]], size: str, learners: int, f
   """An arm; its gap is compared with that of M=4 without a factor, over the seeds of both."""
   found = lambda *name: rows[_name(size, *name)]
   losses = lambda *name: {seed: row['loss'] for seed, row in found(*name).items()}
-  mine, plain, few, base = (
+  loss, plain, few, base = (
     losses(*name) for name in ((learners, factor), (learners,), (FEW,), (BASE,))
   )
   other = losses(BASE, factor) or base
-  cells = [_name(size, learners, factor), f'{statistics.mean(mine.values()):.4f}']
-  cells += [closing.changes(mine, plain), closing.changes(mine, other)]
-  shared = sorted(mine.keys() & few.keys() & other.keys())
+  cells = [_name(size, learners, factor), f'{statistics.mean(loss.values()):.4f}']
+  cells += [closing.changes(loss, plain), closing.changes(loss, other)]
+  shared = sorted(loss.keys() & few.keys() & other.keys())
   gap = lambda of, to: statistics.mean(of[seed] / to[seed] - 1 for seed in shared)
   apart = shared and learners != BASE
-  cells.append(f'{gap(mine, other) / gap(few, base):.2f}' if apart else '')
+  cells.append(f'{gap(loss, other) / gap(few, base):.2f}' if apart else '')
   sent = [row['up_bytes'] + row['down_bytes'] for row in found(learners, factor).values() if apart]
   cells.append(f'{statistics.mean(sent) / learners / 1e6:.1f}' if sent else '')
   return '| ' + ' | '.join(cells) + ' |'

@@ -97,7 +97,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
     )
     if record.learners == 1 or 0 not in rows:
       continue
-    losses = [{seed: row['loss'] for seed, row in one.items()} for one in (rows, base)]
+    losses = [{seed: row['loss'] for seed, row in by_seed.items()} for by_seed in (rows, base)]
     sent = [row['up_bytes'] + row['down_bytes'] for row in rows.values()]
     size, learners, settings = _name(record).split(', ', 2)
     cells = [f'{size}, {learners}', closing.changes(*losses), settings]

@@ -121,7 +121,9 @@ def _before(name: str, names: tuple[str, ...]) -> str:
   """The rung of these that one is compared with."""
   if name in BESIDE:
     return 'int4'
-  return next((one for one in reversed(names[: names.index(name)]) if one not in AGES), '')
+  return next(
+    (earlier for earlier in reversed(names[: names.index(name)]) if earlier not in AGES), ''
+  )
 
 
 def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
@@ -129,9 +131,9 @@ def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
   rung = _rung(name)
   method, learners = ('decoupled', case.learners) if rung else scale.BASE
   ratio = scale.QUICK if case.size == '13k' else scale.SHORT
-  one = scale.arm(scale.Case(case.size, ratio, case.optimizer, method, learners), rate, seed)
-  one.config.data.seq_len //= case.short
-  one.config.data.batch_size *= case.short
+  arm = scale.arm(scale.Case(case.size, ratio, case.optimizer, method, learners), rate, seed)
+  arm.config.data.seq_len //= case.short
+  arm.config.data.batch_size *= case.short
   fields = {'batch': case.batch if rung else BATCHES[case.size]}
   fields |= records.WEIGHT if case.optimizer == 'muon' else {}
   fields |= records.SLOW if case.size == scale.SMALL else {}
@@ -139,12 +141,12 @@ def _arm(case: Case, name: str, rate: float, seed: int) -> arms.Arm:
   words = [
     case.size,
     case.optimizer,
-    *([f'windows of {one.config.data.seq_len}'] * (case.short > 1)),
+    *([f'windows of {arm.config.data.seq_len}'] * (case.short > 1)),
   ]
   words += [f'M={learners}, batch x{case.batch:g}'] if rung else []
-  one = scale.changed(one, NAME, ', '.join([*words, name, f'{rate:g}']), fields)
+  arm = scale.changed(arm, NAME, ', '.join([*words, name, f'{rate:g}']), fields)
   quiet = rung and rung.late is not None
-  return dataclasses.replace(one, where=dict(QUIET)) if quiet else one
+  return dataclasses.replace(arm, where=dict(QUIET)) if quiet else arm
 
 
 def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm], float | None]:
@@ -152,9 +154,9 @@ def _search(case: Case, name: str, book: study_lib.Book) -> tuple[list[arms.Arm]
   unknown."""
   rates = RATES[case.size, case.optimizer][case.learners if _rung(name) else 1]
   rates = rates[1:2] if name in AGES else rates
-  found = [_arm(case, name, rate, 0) for rate in rates]
-  best = book.best(found) if found[1:] else found[0]
-  return found, best and best.config.optimizer.learning_rate
+  planned = [_arm(case, name, rate, 0) for rate in rates]
+  best = book.best(planned) if planned[1:] else planned[0]
+  return planned, best and best.config.optimizer.learning_rate
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
@@ -162,9 +164,9 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   planned: dict[str, arms.Arm] = {}
   for case, names, seeds in QUICK if quick else CASES:
     for name in (BASE, *names):
-      found, rate = _search(case, name, book)
-      found = found + [_arm(case, name, rate, seed) for seed in range(1, seeds) if rate]
-      planned |= {one.key: one for one in found}
+      searched, rate = _search(case, name, book)
+      searched = searched + [_arm(case, name, rate, seed) for seed in range(1, seeds) if rate]
+      planned |= {arm.key: arm for arm in searched}
   return list(planned.values())
 
 

@@ -56,12 +56,12 @@ MIDDLE_SETTINGS = {  # beside what is set
   'M=4': (
     'weight 0.7',
     NEAR['M=4'],
-    *(f'{NEAR["M=4"]}, batch {one}' for one in ('x0.5', 'x0.5, P=H=12', 'x0.25')),
+    *(f'{NEAR["M=4"]}, batch {setting}' for setting in ('x0.5', 'x0.5, P=H=12', 'x0.25')),
   ),
   'M=8': (
     'weight 0.7',
     NEAR['M=8'],
-    *(f'{NEAR["M=8"]}, batch {one}' for one in ('x0.5', 'x0.5, P=H=12')),
+    *(f'{NEAR["M=8"]}, batch {setting}' for setting in ('x0.5', 'x0.5, P=H=12')),
   ),
 }
 LARGE = '0.9M'  # where a run takes minutes: the best settings of the middle size, not searched
@@ -95,30 +95,30 @@ def _search(
   """The arms of the search for the best rate, and the choice, None while it is unknown."""
   make = lambda rate: _arm(size, method, setting, rate, 0, quick)
   if setting not in _settings(size, method):
-    found, rate = [], None
+    planned, rate = [], None
   elif quick:
-    found, rate = [make(scale.RATES[1])], scale.RATES[1]
+    planned, rate = [make(scale.RATES[1])], scale.RATES[1]
   elif size == LARGE:
     rate = LARGE_RATES[method, setting]
-    found = [make(rate)]
+    planned = [make(rate)]
   elif _beside(setting) and 'batch' not in SETTINGS[setting]:
     near = _search(size, method, NEAR[method], quick, book)[1]
-    found, rate = ([make(near.rate)], near.rate) if near else ([], None)
+    planned, rate = ([make(near.rate)], near.rate) if near else ([], None)
   else:
     first = (2.4e-2, 4.8e-2) if size == scale.SMALL else (1.2e-2, 2.4e-2)
-    found, rate = study_lib.best_rate(make, first, book)
+    planned, rate = study_lib.best_rate(make, first, book)
   row = book.row(make(rate)) if rate else None
-  return found, Choice(setting, rate, row['loss']) if rate and row else None
+  return planned, Choice(setting, rate, row['loss']) if rate and row else None
 
 
 def _settings(size: str, method: str) -> list[str]:
   """Those of the inner optimizer for all methods, of the exchange where learners exchange, and
   those near the best, in which each learner reads whole windows."""
-  inner = lambda one: not any(name.startswith('sync.') for name in SETTINGS[one])
-  near = lambda one: size in _sizes(quick=False) and one.startswith(f'{NEAR.get(method)}, ')
+  inner = lambda setting: not any(name.startswith('sync.') for name in SETTINGS[setting])
+  near = lambda setting: size in _sizes(quick=False) and setting.startswith(f'{NEAR.get(method)}, ')
   learners = METHODS[method][1]
   windows = scale.arm(scale.Case(size, scale.SHORT, 'muon', *METHODS[method]), 1.0, 0)
-  whole = lambda one: windows.config.data.batch_size * SETTINGS[one].get('batch', 1.0) >= 1
+  whole = lambda setting: windows.config.data.batch_size * SETTINGS[setting].get('batch', 1.0) >= 1
   known = list(SETTINGS)
   if size == scale.MIDDLE:
     known = ['as set', *MIDDLE_SETTINGS[method]] if method in MIDDLE_SETTINGS else []
@@ -140,15 +140,15 @@ def _sizes(quick: bool) -> tuple[str, ...]:
 def _chosen(size: str, method: str, quick: bool, book: study_lib.Book) -> list[Choice]:
   """As set, and the best setting, of those that have run; of the large size the best one. The first
   seed decides which other seeds run, then all."""
-  found = [_search(size, method, setting, quick, book)[1] for setting in _settings(size, method)]
-  known = [one for one in found if one]
+  choices = [_search(size, method, setting, quick, book)[1] for setting in _settings(size, method)]
+  known = [choice for choice in choices if choice]
   if not known:
     return []
-  best = min(known, key=lambda one: one.loss)
-  seeds = {one: _rows(size, method, one, quick, book) for one in known}
+  best = min(known, key=lambda choice: choice.loss)
+  seeds = {choice: _rows(size, method, choice, quick, book) for choice in known}
   if len(seeds[best]) == len(SEEDS):  # then by all seeds, of those that have them
-    complete = [one for one in known if len(seeds[one]) == len(SEEDS)]
-    best = min(complete, key=lambda one: sum(seeds[one].values()))
+    complete = [choice for choice in known if len(seeds[choice]) == len(SEEDS)]
+    best = min(complete, key=lambda choice: sum(seeds[choice].values()))
   return [best] if size == LARGE else list(dict.fromkeys((known[0], best)))
 
 
@@ -162,8 +162,8 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
     for method in METHODS:
       for choice in _chosen(size, method, quick, book):
         for seed in SEEDS[: 1 if quick else None]:
-          one = _arm(size, method, choice.setting, choice.rate, seed, quick)
-          planned[one.key] = one
+          arm = _arm(size, method, choice.setting, choice.rate, seed, quick)
+          planned[arm.key] = arm
   return list(planned.values())
 
 
@@ -174,9 +174,9 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
   for size in _sizes(quick):
     known = {one for method in METHODS for one in _settings(size, method)}
     for setting in (one for one in SETTINGS if one in known):
-      found = [_search(size, method, setting, quick, book)[1] for method in METHODS]
-      cells = [f'{one.loss:.4f} ({one.rate:g})' if one else '' for one in found]
-      lines += [f'| {size}, {setting} | ' + ' | '.join(cells) + ' |'] * any(found)
+      choices = [_search(size, method, setting, quick, book)[1] for method in METHODS]
+      cells = [f'{one.loss:.4f} ({one.rate:g})' if one else '' for one in choices]
+      lines += [f'| {size}, {setting} | ' + ' | '.join(cells) + ' |'] * any(choices)
   lines += ['', '| all seeds | rate | loss | gap to the best baseline |', '|---|---|---|---|']
   for size in _sizes(quick):
     best = list(_losses(size, BASE, quick, book).values())[-1:]
@@ -192,10 +192,10 @@ def _losses(
   size: str, method: str, quick: bool, book: study_lib.Book
 ) -> dict[Choice, dict[int, float]]:
   """By seed, of each choice; the best choice is the last."""
-  found: dict[Choice, dict[int, float]] = {}
+  by_choice: dict[Choice, dict[int, float]] = {}
   for choice in _chosen(size, method, quick, book):
-    found[choice] = _rows(size, method, choice, quick, book)
-  return found
+    by_choice[choice] = _rows(size, method, choice, quick, book)
+  return by_choice
 
 
 def _rows(

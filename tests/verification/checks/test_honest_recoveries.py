@@ -155,9 +155,9 @@ def test_a_tape_that_ended_before_its_syncer_is_judged_up_to_its_end(tmp_path):
 
 
 def judge(folder):
-  read = [tape_files.read(one) for one in tape_files.find(folder)]
+  read = [tape_files.read(process_tape) for process_tape in tape_files.find(folder)]
   return judge_tapes.judge(
-    [judge_tapes.Tape(one.header.node, one.header.start, one) for one in read]
+    [judge_tapes.Tape(reader.header.node, reader.header.start, reader) for reader in read]
   )
 
 

@@ -142,7 +142,7 @@ def outage(away: int, kind: str, dead: str = '', mute: str = '', period: int = F
   if mute:
     run.at(BEFORE, setattr, world.link(mute), 'bulk_up_ns', seeds_lib.CALM_NS)
   ledger, back_ns = run.ledger(), (BEFORE + away) * STEP_NS
-  after = [one for one in run.merges.seen if one[0] > back_ns]
+  after = [merge for merge in run.merges.seen if merge[0] > back_ns]
   first = {p: (who, (now_ns - back_ns) / STEP_NS) for now_ns, p, who in reversed(after)}
   times = [at for _, at in first.values()]
   return ledger, {p: who for p, (who, _) in first.items()}, min(times), max(times)

@@ -29,10 +29,10 @@ def test_sizes_are_those_of_the_codecs_and_whole_fragments_are_float32():
 
 
 def test_on_good_links_everything_is_merged_on_time_and_the_bytes_are_those_of_the_schedule():
-  found = predict(conditions.Line(up=1e8, down=1e8))
-  assert set(found.computing.values()) == set(found.merged.values()) == {1.0}
-  assert min(found.on_time.values()) > 0.98
-  for count in (*found.up_bytes.values(), *found.down_bytes.values()):
+  predicted = predict(conditions.Line(up=1e8, down=1e8))
+  assert set(predicted.computing.values()) == set(predicted.merged.values()) == {1.0}
+  assert min(predicted.on_time.values()) > 0.98
+  for count in (*predicted.up_bytes.values(), *predicted.down_bytes.values()):
     assert count == pytest.approx(60 * WIRE_BYTES, rel=0.05)
 
 
@@ -40,10 +40,10 @@ def test_a_line_in_lock_step_costs_its_transfers():
   config = dataclasses.replace(CONFIG, overlap=0, quorum=2, fragments=1, total_steps=30)
   sizes = links.sizes([320_000], 'int8', 'int8')
   line = conditions.Line(up=100_000, down=50_000)
-  found = links.predict(config, sizes, STEP, conditions.Network(lines=(line,)))
+  predicted = links.predict(config, sizes, STEP, conditions.Network(lines=(line,)))
   wire_s = network_lib.wire_bytes(sizes.payload_bytes[0]) * (1 / line.up + 1 / line.down)
   # Five periods, and no sync between the last step and the end of the measured time.
-  assert found.computing['l0'] == pytest.approx(30 / (30 + 4 * wire_s), abs=0.01)
+  assert predicted.computing['l0'] == pytest.approx(30 / (30 + 4 * wire_s), abs=0.01)
 
 
 def test_a_site_shares_its_line_and_a_thin_line_is_its_own_learners_alone():
@@ -59,13 +59,13 @@ def test_a_site_shares_its_line_and_a_thin_line_is_its_own_learners_alone():
 
 
 def test_what_the_exchange_adds_to_a_step_is_not_computing():
-  found = predict(hardware=conditions.Hardware(step_s=1.0, exchange=0.25))
-  assert found.computing['l0'] == pytest.approx(0.8)
+  predicted = predict(hardware=conditions.Hardware(step_s=1.0, exchange=0.25))
+  assert predicted.computing['l0'] == pytest.approx(0.8)
 
 
 def test_a_learner_with_a_step_as_long_as_the_run_ends_behind_the_others():
-  found = predict(hardware=conditions.Hardware(step_s=1.0, slowness=(1.0, 100.0)))
-  assert found.steps['l0'] == 60 and found.on_time['l0'] > 0.98
+  predicted = predict(hardware=conditions.Hardware(step_s=1.0, slowness=(1.0, 100.0)))
+  assert predicted.steps['l0'] == 60 and predicted.on_time['l0'] > 0.98
 
 
 def test_what_comes_before_the_warm_up_has_ended_does_not_count():

@@ -33,15 +33,15 @@ def run_of(config, **more) -> plan.Run:
 def test_the_plan_of_the_demo_is_its_arithmetic(monkeypatch):
   monkeypatch.setattr(plan, 'PERIODS', 3)
   run = run_of(stdlib_lm.get_config('cpu'))
-  found = plan.facts(run, step_tokens=1_000, tokens=4e6)
+  facts = plan.facts(run, step_tokens=1_000, tokens=4e6)
   codec, steps_s = codecs.get('int8'), run.protocol.period * 0.1
   wire = sum(network_lib.wire_bytes(codec.encoded_size(size)) for size in run.values)
-  assert found['fits'] and not found['change']
-  assert found['up_bytes'] == found['down_bytes'] == wire
-  assert found['syncer_bytes_per_s'] == pytest.approx(2 * 4 * wire / steps_s)
-  assert found['data_parallel_bytes_per_s'] == pytest.approx(2 * 3 / 4 * 2 * sum(run.values) / 0.1)
-  assert found['seconds'] == pytest.approx(4e6 / (4 * 1_000 / 0.1), rel=0.03)
-  assert wire / steps_s <= found['needed_bytes_per_s'] < 3 * wire / steps_s
+  assert facts['fits'] and not facts['change']
+  assert facts['up_bytes'] == facts['down_bytes'] == wire
+  assert facts['syncer_bytes_per_s'] == pytest.approx(2 * 4 * wire / steps_s)
+  assert facts['data_parallel_bytes_per_s'] == pytest.approx(2 * 3 / 4 * 2 * sum(run.values) / 0.1)
+  assert facts['seconds'] == pytest.approx(4e6 / (4 * 1_000 / 0.1), rel=0.03)
+  assert wire / steps_s <= facts['needed_bytes_per_s'] < 3 * wire / steps_s
 
 
 @pytest.mark.full
@@ -50,8 +50,8 @@ def test_what_one_process_cannot_carry_needs_transport_processes_until_the_machi
   run = plan.Run(
     protocol=protocol, values=(500_000_000,) * 24, codecs=('int8', 'int8'), step_s=(2.6,)
   )
-  found = plan.facts(run, step_tokens=1_000, tokens=None)
-  assert found['fits'] and found['transport_processes'] == 6 and found['syncer_cores'] < 6
+  facts = plan.facts(run, step_tokens=1_000, tokens=None)
+  assert facts['fits'] and facts['transport_processes'] == 6 and facts['syncer_cores'] < 6
   small = dataclasses.replace(run, values=(50_000_000,) * 24)
   assert plan.facts(small, 1_000, None)['transport_processes'] == 0
   fast = dataclasses.replace(run, step_s=(0.6,), codecs=('int4', 'int4'))
@@ -157,10 +157,10 @@ def test_the_command_refuses_a_run_that_cannot_fit_and_says_what_to_change():
   words = '--config=own_loop --parameters=25e6 --step_s=0.25 --link=l1=20Mbit'.split()
   ended = command_line.diloco('plan', *words, '--json')
   assert ended.returncode == 42
-  found = json.loads(ended.stdout)
-  on_time = found['learners']['on_time']
+  planned = json.loads(ended.stdout)
+  on_time = planned['learners']['on_time']
   assert on_time['l1'] < plan.FITS < on_time['l0']
-  assert found['change'] in ended.stderr and '--config.sync.' in found['change']
+  assert planned['change'] in ended.stderr and '--config.sync.' in planned['change']
 
 
 def test_the_period_that_the_syncer_will_choose_is_in_the_plan():
@@ -178,8 +178,8 @@ def test_the_period_that_the_syncer_will_choose_is_in_the_plan():
     )
     return plan.facts(run, step_tokens=1_000, tokens=None)
 
-  found = plan_of(200_000)
-  assert not found['fits'] and found['period'] >= 3 * protocol.period
+  planned = plan_of(200_000)
+  assert not planned['fits'] and planned['period'] >= 3 * protocol.period
   assert plan_of(20_000)['period'] == protocol.period
 
 
@@ -191,9 +191,11 @@ def test_a_plan_says_what_its_delays_cost_and_where_no_law_holds(monkeypatch):
   )
   thin = conditions.Line(*[max(map(sum, run.bytes)) / run.period_s / 4] * 2)  # a quarter
   for lines, steps, kinds in (((), 600, {'latency'}), ((thin,), 600, {'latency', 'thin'})):
-    found = dataclasses.replace(run, lines=lines).loss(steps)
-    assert set(found) == kinds and all(one.low < one.mean < one.high for one in found.values())
-  assert 0.01 < found['latency'].mean < 0.04 and 0.07 < found['thin'].mean < 0.15
+    losses = dataclasses.replace(run, lines=lines).loss(steps)
+    assert set(losses) == kinds and all(
+      loss.low < loss.mean < loss.high for loss in losses.values()
+    )
+  assert 0.01 < losses['latency'].mean < 0.04 and 0.07 < losses['thin'].mean < 0.15
   longer = dataclasses.replace(run, lines=(thin,)).loss(6_000)
-  assert all(longer[kind].mean < found[kind].mean for kind in found)
+  assert all(longer[kind].mean < losses[kind].mean for kind in losses)
   assert dataclasses.replace(run, lines=(thin,)).loss(200)['thin'] is None

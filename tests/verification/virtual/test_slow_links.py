@@ -68,14 +68,14 @@ def test_a_slow_link_costs_the_others_nothing(takes, down, monkeypatch):
   got = {'default': run(*ways), 'int8': run(*ways, slow='')}
   today(monkeypatch)
   before = run(*ways, slow='')
-  for name, one in (got | {'nothing adapts': before}).items():
-    show(f'{takes} steps up{" and down" if down else ""}, {name}', one)
-  for one in got.values():
-    assert min(share for name, share in one.merged.items() if name != SLOW) >= 0.995
-    assert sum(one.up_bytes.values()) <= sum(before.up_bytes.values())
-    assert sum(one.down_bytes.values()) <= 1.01 * sum(before.down_bytes.values())
+  for name, result in (got | {'nothing adapts': before}).items():
+    show(f'{takes} steps up{" and down" if down else ""}, {name}', result)
+  for result in got.values():
+    assert min(share for name, share in result.merged.items() if name != SLOW) >= 0.995
+    assert sum(result.up_bytes.values()) <= sum(before.up_bytes.values())
+    assert sum(result.down_bytes.values()) <= 1.01 * sum(before.down_bytes.values())
   if not down:
-    assert min(one.merged[SLOW] for one in got.values()) >= 0.95
+    assert min(result.merged[SLOW] for result in got.values()) >= 0.95
 
 
 class Asked(observers.Observer):

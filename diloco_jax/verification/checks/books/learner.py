@@ -55,13 +55,13 @@ def add_batch(reads: list[Batches], shard: int, batch: int) -> None:
 
 def last_batches(reads: list[Batches], steps: int) -> tuple[Batches, ...]:
   """The batches of the last `steps` steps."""
-  found: list[Batches] = []
+  spans: list[Batches] = []
   for shard, first, end in reversed(reads):
     if steps <= 0:
       break
-    found.append((shard, max(first, end - steps), end))
+    spans.append((shard, max(first, end - steps), end))
     steps -= end - first
-  return tuple(reversed(found))
+  return tuple(reversed(spans))
 
 
 class LearnerBook:

@@ -111,7 +111,7 @@ class Lineage:
     return dataclasses.replace(
       self,
       **{name: list(getattr(self, name)) for name in lists},
-      holders={name: copy.copy(one) for name, one in self.holders.items()},
+      holders={name: copy.copy(holder) for name, holder in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
       batches=dict(self.batches),
       readers=dict(self.readers),
@@ -220,7 +220,10 @@ class Record:
   def moves(self) -> list[list[Any]]:
     """Which cursors in the data it moves, as a machine state has them."""
     shares = zip(self.merge.participants, self.batches)
-    return [[one.learner, shard, self.merge.fragment, end] for one, (shard, _, end) in shares]
+    return [
+      [participant.learner, shard, self.merge.fragment, end]
+      for participant, (shard, _, end) in shares
+    ]
 
   def end(self, lineage: Lineage) -> None:
     """Updates the lineage with the end of this outer step."""
@@ -230,18 +233,18 @@ class Record:
     else:
       lineage.versions[p] += 1
       lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
-    for one, (shard, _, end) in zip(self.merge.participants, self.batches):
-      if self.failed or one.learner in self.refused:
-        account = lineage.account(one.learner, one.incarnation)
-        account.merged -= one.tokens
-        account.discard(one.tokens, screening_lib.reason(one))
-        holder = lineage.holders[one.learner]
-        if holder.incarnation == one.incarnation:
+    for participant, (shard, _, end) in zip(self.merge.participants, self.batches):
+      if self.failed or participant.learner in self.refused:
+        account = lineage.account(participant.learner, participant.incarnation)
+        account.merged -= participant.tokens
+        account.discard(participant.tokens, screening_lib.reason(participant))
+        holder = lineage.holders[participant.learner]
+        if holder.incarnation == participant.incarnation:
           holder.refused |= {p}
-          holder.refusals += one.learner in self.refused and not one.apart
+          holder.refusals += participant.learner in self.refused and not participant.apart
       else:
         lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
-        lineage.readers[shard] = one.learner
+        lineage.readers[shard] = participant.learner
 
 
 def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
@@ -255,15 +258,16 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
     for row in machine_state['members']
   }
   true['members'] = {
-    name: (one.nonce, one.incarnation, one.left) for name, one in lineage.holders.items()
+    name: (holder.nonce, holder.incarnation, holder.left)
+    for name, holder in lineage.holders.items()
   }
   seen['ledger'] = {
     (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
     for learner, incarnation, row in machine_state['ledger']
   }
   true['ledger'] = {
-    key: (one.trained, one.merged, one.cursors, one.discarded)
-    for key, one in lineage.accounts.items()
+    key: (account.trained, account.merged, account.cursors, account.discarded)
+    for key, account in lineage.accounts.items()
   }
   counts = 'synced', 'cancelled', 'repaired'
   seen['counts'] = tuple(machine_state['counts'][name] for name in counts)

@@ -164,8 +164,8 @@ class Run:
     if start.state is None:
       number, lineage = 0, self._initial(start.digests)
     else:
-      found = (self._state_at(number, start.state) for number in range(len(self.records), -1, -1))
-      number, lineage = next((one for one in found if one is not None), (None, None))
+      states = (self._state_at(number, start.state) for number in range(len(self.records), -1, -1))
+      number, lineage = next((state for state in states if state is not None), (None, None))
     if number is None:
       raise WrongState(self._describe_difference(start.state))
     first = self.ended if self.durable is None else max(self.ended, self.durable)
@@ -202,13 +202,16 @@ class Run:
     """The lineage after a record if the syncer decided nothing more."""
     record = self.records[number - 1]
     lineage = record.lineage.copy()
-    for one in record.under_way:
-      p = one.merge.fragment
-      if one.digest is None:  # unknown: take it from the machine state
-        made = machine_state['versions'][p] == one.merge.version
-        one.digest, one.failed = machine_state['digests'][p], '' if made else 'unknown'
-        one.refused = _refused(one, machine_state)
-      one.end(lineage)
+    for under_way in record.under_way:
+      p = under_way.merge.fragment
+      if under_way.digest is None:  # unknown: take it from the machine state
+        is_merged = machine_state['versions'][p] == under_way.merge.version
+        under_way.digest, under_way.failed = (
+          machine_state['digests'][p],
+          '' if is_merged else 'unknown',
+        )
+        under_way.refused = _refused(under_way, machine_state)
+      under_way.end(lineage)
     return lineage
 
   def first_sync_after(self, after: lineage_book.Saved | lineage_book.Record) -> int:
@@ -249,8 +252,8 @@ def _refused(record: lineage_book.Record, machine_state: dict[str, Any]) -> tupl
   """The learners refused in an outer step known only from a machine state: their cursors stayed."""
   ends = dict(machine_state['data']['merged'])
   return tuple(
-    one.learner
-    for one, (shard, _, end) in zip(record.merge.participants, record.batches)
+    participant.learner
+    for participant, (shard, _, end) in zip(record.merge.participants, record.batches)
     if shard not in ends or ends[shard][record.merge.fragment] < end
   )
 

@@ -190,8 +190,8 @@ class SyncerBook:
       sync.waiting.discard(peer.join.learner)
     dropped = any(type(a) is actions.Drop and a.payload_id == payload_id for a in out)
     later = self.next_of(message.fragment) if sync is None or sync.merging else None
-    told = [a.fact for a in out if type(a) is actions.Report]
-    cancelled = [fact.sync for fact in told if type(fact) is facts.Cancelled]
+    reported = [a.fact for a in out if type(a) is actions.Report]
+    cancelled = [fact.sync for fact in reported if type(fact) is facts.Cancelled]
     if dropped and (later is None or later.t not in cancelled):
       return
     if sync is None or sync.merging:
@@ -203,7 +203,7 @@ class SyncerBook:
   def next_of(self, fragment: int) -> Sync | None:
     """The sync of the fragment that merges next, if it is announced or has late payloads."""
     in_hand = (sync for sync in self.syncs.values() if sync.fragment == fragment)
-    return next((one for one in in_hand if not one.merging), None) or self.next.get(fragment)
+    return next((sync for sync in in_hand if not sync.merging), None) or self.next.get(fragment)
 
   def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -310,7 +310,7 @@ class SyncerBook:
     """Another period, or only another delay. With another period the announced syncs end."""
     if fact.factor != self.tempo.factor:
       self.lineage.next = fact.sync
-      self.syncs = {t: one for t, one in self.syncs.items() if one.opened_ns is not None}
+      self.syncs = {t: sync for t, sync in self.syncs.items() if sync.opened_ns is not None}
     self.tempo = fact
 
   def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
@@ -371,16 +371,17 @@ class SyncerBook:
     sync.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
     record.undecided = self._undecided()
     record.batches = tuple(
-      (one.shard, one.cursor - one.steps, one.cursor) for _, one in sync.merged
+      (contribution.shard, contribution.cursor - contribution.steps, contribution.cursor)
+      for _, contribution in sync.merged
     )
     under_way = (other.record for other in self.syncs.values() if other.record is not None)
     record.number = len(self.run.records) + 1
-    record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
+    record.under_way = tuple(sorted(under_way, key=lambda move: move.number))
     self.run.decided(record)
 
   def _undecided(self) -> tuple[int, ...]:
     """The syncs that end if this process ends now."""
-    return tuple(one.t for one in self.open if one.record is None)
+    return tuple(sync.t for sync in self.open if sync.record is None)
 
   def cancels(self, now_ns: int, cancelled: facts.Cancelled, event: Any) -> None:
     """A sync is cancelled; after a failed merge it is already counted."""

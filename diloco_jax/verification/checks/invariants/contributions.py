@@ -231,9 +231,9 @@ class InOrder(invariant.Invariant):
   @invariant.after(SYNCER, events.MergeDone, events.FragmentRead)
   def published(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     names = [
-      book.peers[one.session].join.learner
-      for one in out
-      if type(one) is actions.Send and type(one.message) is messages.Publish
+      book.peers[action.session].join.learner
+      for action in out
+      if type(action) is actions.Send and type(action.message) is messages.Publish
     ]
     if names != sorted(names):
       self.fail(event, names)

@@ -30,7 +30,7 @@ class CheckpointIsACut(invariant.Invariant):
     """The same holds for the machine state in a Merge, at the moment of its decision."""
     merge = book.syncs[merging.sync].merging
     self._same(merge.machine_state, book.lineage)
-    under_way = {t: one.record.moves for t, one in book.syncs.items() if one.merging}
+    under_way = {t: sync.record.moves for t, sync in book.syncs.items() if sync.merging}
     if sorted(merge.machine_state['merging']) != sorted(under_way):
       self.fail(
         f'the outer steps in progress are {[*under_way]}, not {merge.machine_state["merging"]}'
@@ -61,9 +61,9 @@ class DurableFirst(invariant.Invariant):
     facts.Cancelled,
   )
   def said(self, book: SyncerBook, now_ns: int, what: Any, event: Event) -> None:
-    durable, told = self.run.durable, self.run.ended
-    if durable is not None and durable < told:
-      self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
+    durable, announced = self.run.durable, self.run.ended
+    if durable is not None and durable < announced:
+      self.fail(what, f'{announced} outer steps have ended, {durable} records are durable')
 
 
 class FinishIsKnown(invariant.Invariant):
@@ -77,8 +77,8 @@ class FinishIsKnown(invariant.Invariant):
   def finish(self, book: SyncerBook, now_ns: int, send: Send, event: Event) -> None:
     """That syncer loads the newest checkpoint, or the machine state of a later outer step."""
     last, records = book.schedule.last, self.run.records
-    verified = (one for one in reversed(self.run.saved) if one.verified)
-    saved = max(verified, key=lambda one: one.position, default=None)
+    verified = (save for save in reversed(self.run.saved) if save.verified)
+    saved = max(verified, key=lambda save: save.position, default=None)
     if saved is not None and saved.position == len(records):
       known = self.run.first_sync_after(saved)
     else:
@@ -111,6 +111,6 @@ class CompactionKeeps(invariant.Invariant):
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     if note.kind == 'compacted':
-      verified = max((one.position for one in self.run.saved if one.verified), default=0)
+      verified = max((save.position for save in self.run.saved if save.verified), default=0)
       if note.number > verified + 1:
         self.fail(f'record {note.number} is the oldest, the newest checkpoint holds {verified}')

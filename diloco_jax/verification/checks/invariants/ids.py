@@ -45,7 +45,7 @@ class Incarnations(invariant.Invariant):
 def _stays(peer: Peer, out: Sequence[actions.Action]) -> bool:
   """Whether this session is open and is not closed in this turn."""
   return peer.open and not any(
-    type(one) is actions.Close and one.session == peer.session for one in out
+    type(action) is actions.Close and action.session == peer.session for action in out
   )
 
 
@@ -117,7 +117,7 @@ class OnlyMembers(invariant.Invariant):
   def confirm(self, book: SyncerBook, now_ns: int, event: Event, out: Out) -> None:
     peer = book.peer
     new = not (peer.member or peer.join is None or book.exiting) and _stays(peer, out)
-    if [one.session for one in out if type(one) is actions.Admit] != [peer.session] * new:
+    if [action.session for action in out if type(action) is actions.Admit] != [peer.session] * new:
       self.fail(event, out)
 
   @invariant.on(SYNCER, actions.Admit)

@@ -55,7 +55,7 @@ class Invariant:
     self.run, self.config = run, run.config
 
   def fail(self, *seen: Any) -> None:
-    raise Violation(self.id, self.sentence, ', '.join(str(one) for one in seen))
+    raise Violation(self.id, self.sentence, ', '.join(str(value) for value in seen))
 
   def died(self, now_ns: int, book: run_book.Book, killed: bool) -> None:
     """A process has ended."""

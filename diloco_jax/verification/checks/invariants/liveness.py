@@ -86,7 +86,7 @@ class EveryPullIsAnswered(invariant.Invariant):
   def turn(self, book: LearnerBook, now_ns: int, event: Event, out: Out) -> None:
     if not book.pulls or book.exited or len(book.encoding) >= self.config.in_flight:
       return
-    boundary = not book.running or any(type(one) is actions.Step for one in out)
+    boundary = not book.running or any(type(action) is actions.Step for action in out)
     for p in book.pulls if boundary else ():
       comes = not book.trained_on(book.anchors[p]) and (book.running or book.ending)
       waits = comes or book.anchors[p].contributed

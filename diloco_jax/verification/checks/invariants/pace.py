@@ -98,8 +98,8 @@ class Pace(invariant.Invariant):
 
   def _alone(self, book: SyncerBook, t: int, p: int, said: Any) -> None:
     others = (sync for sync in book.syncs.values() if sync.t != t)
-    skipped = lambda one: one.opened_ns is None and one.t < t
-    if any(one.fragment == p and not skipped(one) for one in others) or book.stopping:
+    skipped = lambda sync: sync.opened_ns is None and sync.t < t
+    if any(other.fragment == p and not skipped(other) for other in others) or book.stopping:
       self.fail(said, book.syncs)
 
   @invariant.after(SYNCER, EVERY)

@@ -36,7 +36,9 @@ class HonestDigests(invariant.Invariant):
     anchor = book.last_adopted
     if anchor.sound or not book.joined or anchor is not book.anchors[done.fragment]:
       return
-    if not any(type(one) is actions.Send and type(one.message) is messages.Adopted for one in out):
+    if not any(
+      type(action) is actions.Send and type(action.message) is messages.Adopted for action in out
+    ):
       self.fail(book, done, anchor)
 
   @invariant.on(LEARNER, messages.Joined)
@@ -44,15 +46,15 @@ class HonestDigests(invariant.Invariant):
     """The syncer may not have heard it on the session before."""
     if event.session != book.session or book.joined:
       return  # of an old session, or a duplicate
-    told = {
-      one.message.fragment
-      for one in out
-      if type(one) is actions.Send
-      and type(one.message) is messages.Adopted
-      and not one.message.matched
+    discarded = {
+      action.message.fragment
+      for action in out
+      if type(action) is actions.Send
+      and type(action.message) is messages.Adopted
+      and not action.message.matched
     }
     for p, anchor in enumerate(book.anchors):
-      if not anchor.sound and p not in {*event.message.due, *told}:
+      if not anchor.sound and p not in {*event.message.due, *discarded}:
         self.fail(book, event, anchor)
 
 
@@ -228,7 +230,8 @@ class Verdicts(invariant.Invariant):
     payloads = [payload for sync in later for payload in sync.payloads.values()]
     payloads += book.ended.merged if isinstance(event, events.MergeDone) else ()
     given = (
-      peer.session == send.session and one.sync == send.message.sync for peer, one in payloads
+      peer.session == send.session and message.sync == send.message.sync
+      for peer, message in payloads
     )
     return self.config.rebases and any(given)
 
@@ -260,7 +263,9 @@ class Verdicts(invariant.Invariant):
     syncs = book.syncs.get(message.sync), book.next_of(message.fragment)
     held = [payload for sync in syncs if sync for payload in sync.payloads.values()]
     settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
-    if settled or any(other is peer and one.sync >= message.sync for other, one in held):
+    if settled or any(
+      other is peer and held_message.sync >= message.sync for other, held_message in held
+    ):
       return  # a duplicate
     for action in out:
       if (
@@ -273,14 +278,14 @@ class Verdicts(invariant.Invariant):
 
   @invariant.after(SYNCER, events.MergeDone)
   def merge_done(self, book: SyncerBook, now_ns: int, done: events.MergeDone, out: Out) -> None:
-    told = {
-      (one.session, one.message.sync, one.message.merged)
-      for one in out
-      if type(one) is actions.Send and type(one.message) is messages.Settled
+    published = {
+      (action.session, action.message.sync, action.message.merged)
+      for action in out
+      if type(action) is actions.Send and type(action.message) is messages.Settled
     }
     for peer, message in book.ended.merged:
       merged = not done.failed and peer.join.learner not in done.refused
-      if peer.member and (peer.session, message.sync, merged) not in told:
+      if peer.member and (peer.session, message.sync, merged) not in published:
         self.fail(done, f'{peer.join.learner} was not told')
 
 
@@ -339,7 +344,7 @@ class Bounded(invariant.Invariant):
     for sync in book.next.values():
       gave = {peer.join.learner for peer, _ in sync.payloads.values()}
       asked = (member for member in book.members.values() if member.caught_up)
-      sync.complete |= bool(gave) and all(one.join.learner in gave for one in asked)
+      sync.complete |= bool(gave) and all(peer.join.learner in gave for peer in asked)
     late = sum(len(sync.payloads) for sync in book.next.values() if not sync.complete)
     if late > self.config.fragments:
       self.fail(book.next)
