@@ -31,8 +31,6 @@ STUDIES = (
   'liars',
   'outage',
   'scale',
-  'scale.closing',
-  'scale.many',
   'scale.tuned',
   'scale.rungs',
   'scale.records',

@@ -15,7 +15,7 @@ from diloco_jax.verification.virtual import delay_cost
 from experiments.studies import scale
 from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import closing, delays, fit, many, records, rungs
+from experiments.studies.scale import delays, fit, records, rungs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -177,7 +177,7 @@ def test_a_report_of_a_part_of_the_grid(cheap_keys, tmp_path):
 @pytest.mark.timeout(1_800)  # three minutes on two quiet cores
 def test_the_quick_study_runs_to_its_trend(tmp_path):
   studies = (
-    '--study=scale,scale.closing,scale.many,scale.tuned,scale.delays',
+    '--study=scale,scale.tuned,scale.delays',
     '--quick',
     f'--out={tmp_path}',
   )
@@ -192,35 +192,14 @@ def test_the_quick_study_runs_to_its_trend(tmp_path):
   assert all(len(row['curve']) >= 5 and row['seconds'] > 0 for row in rows)
 
 
-def test_a_gap_of_many_learners_is_compared_with_that_of_few_over_the_seeds_of_both(
-  cheap_keys, tmp_path
-):
-  book = study_lib.Book()
-  losses = {'63k, M=1': 2.0, '63k, M=4': 2.1, '63k, M=8': 2.3, '63k, M=8, int4, P=H=6': 2.15}
-  for arm in many.plan(False, book):
-    if arm.name in losses and (arm.seed == 0 or arm.name != '63k, M=4'):
-      row = {'key': arm.key, 'loss': losses[arm.name] + arm.seed}
-      book.add(row | {'up_bytes': 8_000_000, 'down_bytes': 8_000_000})
-  lines = many.conclude(False, book, tmp_path).splitlines()
-  assert '| 63k, M=4 | 2.1000 |  | +5.00% (+5.00%) | 1.00 | 4.0 |' in lines
-  [line] = [line for line in lines if 'int4' in line]
-  assert line.startswith('| 63k, M=8, int4, P=H=6 | 3.1500 | -4.85%') and ' | 1.50 | 2.0 |' in line
-
-
 @pytest.mark.parametrize(
   'study',
-  [scale.STUDY, closing.STUDY, many.STUDY, delays.STUDY, rungs.STUDY],
+  [scale.STUDY, delays.STUDY, rungs.STUDY],
   ids=lambda study: study.name,
 )
 def test_the_document_has_the_tables_of_its_rows(study, cheap_keys, tmp_path):
   book, documents = study_lib.Book(), ROOT / 'docs/studies'
-  for name in (
-    'scale',
-    'closing',
-    'many',
-    'delays',
-    'rungs',
-  ):  # the rates that closing needs are in rows of scale
+  for name in ('scale', 'delays', 'rungs'):
     for row in map(json.loads, (documents / f'rows/{name}.jsonl').read_text('utf-8').splitlines()):
       book.add(row | {'key': f'{row["arm"]}, {row["seed"]}'})
   document = (documents / f'scale/{study.name.split(".")[-1]}.md').read_text('utf-8')

@@ -76,8 +76,6 @@ def test_a_quick_report_has_what_it_leaves_out(tmp_path):
 ALIKE = (
   'settings',
   'scale',
-  'scale.closing',
-  'scale.many',
   'scale.tuned',
   'scale.delays',
 )  # parity's

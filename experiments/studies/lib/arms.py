@@ -14,17 +14,10 @@ from absl import flags
 
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.numerics import outer
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 from diloco_jax.train import evaluate
 from diloco_jax.verification.virtual import conditions, virtual
-from experiments.studies.lib import aligned, delayed
-
-outer.OUTERS |= {  # in each process of a pool
-  'delayed_nesterov': delayed.delayed_nesterov,
-  'aligned_nesterov': aligned.aligned_nesterov,
-}
 
 # The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
 USUAL = {

@@ -175,3 +175,12 @@ def _plot(
     axes.set(xlabel='share of trained fragment-tokens that were merged')
   axes.set_title(study.title)
   figure.savefig(path, dpi=120)
+
+
+def changes(losses: dict[int, float], others: dict[int, float]) -> str:
+  """The mean of the seeds, its standard error, and each."""
+  gains = [losses[seed] / others[seed] - 1 for seed in sorted(losses) if seed in others]
+  if not any(gains):
+    return ''
+  error = f' ± {statistics.stdev(gains) / len(gains) ** 0.5:.2%}' if gains[1:] else ''
+  return f'{statistics.mean(gains):+.2%}{error} ({", ".join(f"{gain:+.2%}" for gain in gains)})'

@@ -10,9 +10,8 @@ import statistics
 from typing import Any, NamedTuple
 
 from experiments.studies import scale
-from experiments.studies.lib import arms
+from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import closing
 
 NAME = 'scale.records'
 
@@ -100,7 +99,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
     losses = [{seed: row['loss'] for seed, row in by_seed.items()} for by_seed in (rows, base)]
     sent = [row['up_bytes'] + row['down_bytes'] for row in rows.values()]
     size, learners, settings = _name(record).split(', ', 2)
-    cells = [f'{size}, {learners}', closing.changes(*losses), settings]
+    cells = [f'{size}, {learners}', report.changes(*losses), settings]
     cells += [f'{statistics.mean(sent) / record.learners / 1e6:.1f}', str(len(rows))]
     lines.append('| ' + ' | '.join([*cells, f'`{rows[0]["theta_sha256"][:12]}`']) + ' |')
   return '\n'.join([*lines, ''])

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from diloco_jax.verification.virtual import conditions
 from experiments.studies import scale
-from experiments.studies.lib import arms
+from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import closing, records
+from experiments.studies.scale import records
 
 NAME = 'scale.rungs'
 LARGE = '0.9M'
@@ -191,8 +191,8 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
       if losses:
         before, rate = found.get(_before(name, tuple(found)), {}), _search(case, name, book)[1]
         cells = [_arm(case, name, rate, 0).name.rsplit(',', 1)[0], f'{rate:g}']
-        cells += [f'{statistics.mean(losses.values()):.4f}', closing.changes(losses, before)]
-        lines.append('| ' + ' | '.join([*cells, closing.changes(losses, found[BASE])]) + ' |')
+        cells += [f'{statistics.mean(losses.values()):.4f}', report.changes(losses, before)]
+        lines.append('| ' + ' | '.join([*cells, report.changes(losses, found[BASE])]) + ' |')
   return '\n'.join([*dict.fromkeys(lines), ''])  # cases share rungs
 
 

@@ -8,9 +8,9 @@ import pathlib
 from typing import Any, NamedTuple
 
 from experiments.studies import scale
-from experiments.studies.lib import arms
+from experiments.studies.lib import arms, report
 from experiments.studies.lib import study as study_lib
-from experiments.studies.scale import closing, many
+from experiments.studies.scale import records
 
 NAME = 'scale.tuned'
 METHODS = {
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
   'momentum 0.9': {'optimizer.momentum': 0.9},
   'weight 0.7': {'optimizer.momentum_weight': 0.7},
   'weight 0.5': {'optimizer.momentum_weight': 0.5},
-  'weight 0.7, int4, P=H=6': {'optimizer.momentum_weight': 0.7} | many.FACTORS['int4, P=H=6'],
+  'weight 0.7, int4, P=H=6': {'optimizer.momentum_weight': 0.7} | records.exchange('int4', 6, 3),
 }
 # What else may matter, beside the best of these, at its rate. `batch`: so many times the windows,
 # at equal tokens; its rate is searched.
@@ -184,7 +184,7 @@ def conclude(quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
       for choice, losses in _losses(size, method, quick, book).items():
         name = f'| {size}, {method}, {choice.setting} | {choice.rate:g} '
         mean = sum(losses.values()) / len(losses)
-        lines.append(f'{name}| {mean:.4f} | {closing.changes(losses, *best) if best else ""} |')
+        lines.append(f'{name}| {mean:.4f} | {report.changes(losses, *best) if best else ""} |')
   return '\n'.join([*lines, ''])
 
 
