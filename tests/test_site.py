@@ -68,7 +68,7 @@ def test_the_pages_name_commands_flags_and_fields_that_exist(flags):
 
 
 def test_a_plan_prints_what_its_page_shows():
-  page = ' '.join((ROOT / 'docs' / 'howto' / 'plan.md').read_text().replace('\\\n', '').split())
+  page = ' '.join((ROOT / 'docs' / 'howto' / 'choose.md').read_text().replace('\\\n', '').split())
   (words,) = re.findall(r'diloco (plan --config=own_loop.*?) own_loop', page)
   done = command_line.diloco(*words.split())
   table, error = (' '.join(text.split()) for text in (done.stdout, done.stderr))
