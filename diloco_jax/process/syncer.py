@@ -73,7 +73,7 @@ class Syncer:
     """Runs the syncer of loops of the user's own to its end. `make`: the model of a run that has
     none. Raises ValueError, OSError, StateError, and as `run`."""
     with contextlib.ExitStack() as cleanup:
-      store = cleanup.enter_context(stored.opened(self.config, self.folder, self.records.say))
+      store = cleanup.enter_context(stored.open_store(self.config, self.folder, self.records.say))
       door = None
       with exits.never_retry(ValueError, OSError, states.StateError):
         addresses.check(self.address, self.access)
@@ -131,7 +131,7 @@ class Syncer:
       with exits.never_retry(ValueError, OSError):
         ports = post, payloads, dial.limits(assembled)
         about = assembled.about or f'{assembled.agreement.encode()}\n'.encode()
-        about += f'\n{lineage_lib.begun(self.folder).run}'.encode()
+        about += f'\n{lineage_lib.begin(self.folder).run}'.encode()
         if self.processes:
           if door:  # the learner may not have its answer yet
             door.close(_ANSWER_S)

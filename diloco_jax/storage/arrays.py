@@ -43,24 +43,24 @@ def start(path: str, shapes: Any) -> Any:
   try:
     if path.endswith('.safetensors'):
       files_lib.require_file(path)
-      found = _safetensors().load_file(path)
+      saved = _safetensors().load_file(path)
     else:
-      found = by_name(load(pathlib.Path(path)))
+      saved = by_name(load(pathlib.Path(path)))
   except Exception as error:  # Rust's
     raise ValueError(f'cannot read {path}: {error}') from error
   wanted = by_name(shapes)
   shape_of = lambda named: {name: leaf.shape for name, leaf in named.items()}
-  require_shapes(path, shape_of(found), shape_of(wanted))
-  leaves = [np.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
+  require_shapes(path, shape_of(saved), shape_of(wanted))
+  leaves = [np.asarray(saved[name], leaf.dtype) for name, leaf in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def require_shapes(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def require_shapes(path: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
   """Raises ValueError, which names the first tensor that differs."""
-  for name in [*wanted, *found]:
-    here, there = (shapes.get(name, 'absent') for shapes in (found, wanted))
-    if here != there:
-      raise ValueError(f'{path}: {name} is {here}, in the model of this run {there}')
+  for name in [*wanted, *saved]:
+    shape, wanted_shape = saved.get(name, 'absent'), wanted.get(name, 'absent')
+    if shape != wanted_shape:
+      raise ValueError(f'{path}: {name} is {shape}, in the model of this run {wanted_shape}')
 
 
 class Tensor(NamedTuple):
@@ -72,7 +72,7 @@ class Tensor(NamedTuple):
   shape: tuple[int, ...]
   at: int  # its first byte
 
-  def mapped(self) -> np.ndarray:
+  def map(self) -> np.ndarray:
     """Raises ValueError, OSError."""
     if self.kind not in _DTYPES:
       raise ValueError(
@@ -81,7 +81,7 @@ class Tensor(NamedTuple):
     return np.memmap(self.path, _DTYPES[self.kind], 'r', self.at, self.shape)
 
 
-def stored(path: pathlib.Path) -> dict[str, Tensor]:
+def tensors_in(path: pathlib.Path) -> dict[str, Tensor]:
   """The tensors in a *.safetensors file by name. Their bytes are side by side, from the end of the
   header to that of the file. Raises ValueError, OSError."""
   files_lib.require_file(path)
@@ -89,19 +89,20 @@ def stored(path: pathlib.Path) -> dict[str, Tensor]:
     size = int.from_bytes(file.read(8), 'little')
     header = json_files.require_keys(path, file.read(min(size, safe_json.MAX_BYTES + 1)), {})
   header.pop('__metadata__', None)
-  for name, one in header.items():
-    json_files.require_keys(f'{path}: {name}', one, _ENTRY)
-  found, at = {}, 8 + size
-  for name, one in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
-    found[name] = new = Tensor(path, f'{name} in {path}', one['dtype'], tuple(one['shape']), at)
-    begin, at = (8 + size + offset for offset in one['data_offsets'])
+  for name, entry in header.items():
+    json_files.require_keys(f'{path}: {name}', entry, _ENTRY)
+  tensors, at = {}, 8 + size
+  for name, entry in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
+    new = Tensor(path, f'{name} in {path}', entry['dtype'], tuple(entry['shape']), at)
+    tensors[name] = new
+    begin, at = (8 + size + offset for offset in entry['data_offsets'])
     item = np.dtype(_DTYPES.get(new.kind, 'V0')).itemsize  # 0: not known
     is_full = not item or at - begin == item * math.prod(new.shape)
     if begin != new.at or not is_full or min((at - begin, *new.shape)) < 0:
       raise ValueError(f'{new.where} has other bytes than its type, its shape and its neighbours')
   if at != path.stat().st_size:
     raise ValueError(f'{path.name} has {path.stat().st_size} bytes, by its header {at}')
-  return found
+  return tensors
 
 
 def _safetensors() -> types.ModuleType:

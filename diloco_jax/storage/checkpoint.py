@@ -68,7 +68,7 @@ class Checkpoints:
     store: in which the root lies. While it is away nothing is created or saved.
 
   Attributes:
-    held: the number of one that is kept for now, whatever its age.
+    pinned: the number of a checkpoint that is not removed for now, whatever its age.
 
   Raises:
     ValueError: the folder cannot be written, or `files.require_name` refuses its path, or a library
@@ -92,9 +92,9 @@ class Checkpoints:
     # the loads of each, and they would wait for each other.
     self._reads_back = jax.process_count() > 1
     self._keep_every = keep_every
-    self.held: int | None = None
+    self.pinned: int | None = None
     self._under_way: futures.Future[int] | None = None
-    self._awaited: futures.Future[int] | None = None  # its caller hears how it ended
+    self._awaited: futures.Future[int] | None = None  # a caller waits for it
     self._closed = False
     self._newest = -1  # the number of the newest; a step waits for no bucket that lists them
     self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
@@ -278,7 +278,7 @@ class Checkpoints:
   def _remove_old(self) -> None:
     """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
     kept = orbax_context.kept(self.numbers, CHECKPOINTS_KEPT, self._keep_every)
-    for number in sorted(set(self.numbers) - {*kept, self.held}):
+    for number in sorted(set(self.numbers) - {*kept, self.pinned}):
       self._remove(self._root / str(number))
 
   def _remove_left_over(self) -> None:
@@ -303,12 +303,12 @@ class Checkpoints:
 
   def _wait_or_warn(self) -> None:
     """Waits like `wait`, but only warns of a failure, since the next save may succeed; not if the
-    caller of that save hears of it."""
-    told = self._under_way is self._awaited
+    caller of that save waits for it."""
+    is_awaited = self._under_way is self._awaited
     try:
       self.wait()
     except states.StateError as error:
-      if not told:
+      if not is_awaited:
         self._notices.say(time.monotonic_ns(), 'save', str(error))
 
   def _set_aside(self, number: int, error: Exception) -> None:
@@ -330,11 +330,11 @@ class Checkpoints:
         self._remove_left_over()
     with contextlib.suppress(Exception):
       self._checkpointer.reload()  # it counts what was removed
-    left = 'there is no earlier one'
+    earlier = 'there is no earlier one'
     if self._newest >= 0:
-      left = f'checkpoint {self._newest} is still there'
+      earlier = f'checkpoint {self._newest} is still there'
     return states.StateError(
-      f'saving {self._root / str(number)} failed: {states.one_line(error)}; {left}'
+      f'saving {self._root / str(number)} failed: {states.one_line(error)}; {earlier}'
     )
 
 

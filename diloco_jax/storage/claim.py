@@ -44,7 +44,7 @@ class Denied(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-  """What the claim says.
+  """The content of the claim.
 
   Attributes:
     lineage: of the newest state of the run, and the disk whose folder is that state.
@@ -79,14 +79,14 @@ class Content:
 
 def read(store: store_lib.Store) -> tuple[Content | None, bytes | None]:
   """The claim, and its generation. Raises StoreError; Denied if it is none."""
-  found = store.read(NAME)
-  if found is None:
+  stored = store.read(NAME)
+  if stored is None:
     return None, None
   place = f'{store.place}/{NAME}'
   try:
-    values = json_files.opened(safe_json.parse_object(found.data))
+    values = json_files.opened(safe_json.parse_object(stored.data))
     content = formats.taken('claim', values, place).get('content')
-    return codec.decode(Content, content, 'it'), found.generation
+    return codec.decode(Content, content, 'it'), stored.generation
   except formats.OtherFormat as error:
     raise Denied(str(error)) from error
   except (ValueError, codec.TapeError) as error:
@@ -103,8 +103,8 @@ def take(
   begin: Callable[[], Content],
   say: Callable[[str], None],
 ) -> tuple[Content | None, 'Claim']:
-  """Takes the claim, and waits for that if need be; from then on it is renewed. Returns what it
-  said before, and the claim.
+  """Takes the claim, and waits for that if need be; from then on it is renewed. Returns its content
+  before, and the claim.
 
   Args:
     store: of the run.
@@ -124,11 +124,11 @@ def take(
       f'{store.place} holds the run {before.lineage.run}, this folder the run {here.run}. Nothing '
       'was changed. Choose another train.store, or another folder'
     )
-  at_once = before is None or before.released
-  at_once = at_once or (has(before, here.disk) and (before.lock, before.host) == (lock, host))
-  if before and not at_once:
+  is_free = before is None or before.released
+  is_free = is_free or (has(before, here.disk) and (before.lock, before.host) == (lock, host))
+  if before and not is_free:
     before, generation = _wait_until_free(store, before, generation, say)
-  mine = dataclasses.replace(
+  content = dataclasses.replace(
     before or begin(),
     lock=lock,
     process=secrets.token_hex(8),
@@ -136,7 +136,7 @@ def take(
     pid=os.getpid(),
     released=False,
   )
-  claim = Claim(store, mine, generation, say)
+  claim = Claim(store, content, generation, say)
   claim.renew()
   claim.thread.start()
   return before, claim
@@ -177,7 +177,7 @@ class Claim:
   """A claim of this process. Any thread may call it.
 
   Attributes:
-    content: what it says.
+    content: its content.
     next: fields that the next renewal changes.
     on_loss: called if the claim is taken.
     thread: renews it.
@@ -222,15 +222,15 @@ class Claim:
       self.content = dataclasses.replace(self.content, **changes)
       values = json.loads(codec.encode(formats.stamp('claim') | {'content': self.content}))
       data = json.dumps(json_files.sealed(values)).encode()
-      while (made := self._store.replace(NAME, data, self._generation)) is None:
-        found, self._generation = read(self._store)  # an earlier write of this process, perhaps
-        if found is not None and found.process != self.content.process:
+      while (generation := self._store.replace(NAME, data, self._generation)) is None:
+        stored, self._generation = read(self._store)  # an earlier write of this process, perhaps
+        if stored is not None and stored.process != self.content.process:
           self._lost = Denied(
-            f'this syncer has lost its claim in {self._store.place}: the {found.holder} has taken '
+            f'this syncer has lost its claim in {self._store.place}: the {stored.holder} has taken '
             'it. It commits nothing more'
           )
           raise self._lost
-      self._generation, self._fresh_until_s = made, since_s + FRESH_S
+      self._generation, self._fresh_until_s = generation, since_s + FRESH_S
 
   def close(self) -> None:
     """Releases the claim: nothing of this process is under way any more."""

@@ -47,9 +47,9 @@ def require_name(folder: pathlib.Path) -> None:
   save by a pattern that begins with the path, so that a letter of a pattern in it finds nothing, or
   the parts of a save in another folder."""
   for path in (folder.absolute(), folder.resolve()):
-    if found := sorted(_PATTERN & set(str(path))):
+    if letters := sorted(_PATTERN & set(str(path))):
       raise ValueError(
-        f'{path} has {" ".join(found)} in its path, and below such a path no checkpoint could be '
+        f'{path} has {" ".join(letters)} in its path, and below such a path no checkpoint could be '
         'read. Nothing was changed. Choose another folder, or rename this one'
       )
 
@@ -113,14 +113,15 @@ class Files:
 
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
     self._require_open()
-    with open(self._path / name, 'rb', buffering=0, opener=_plain) as file:
+    descriptor = os.open(self._path / name, os.O_RDONLY | _PLAIN)
+    with open(descriptor, 'rb', buffering=0) as file:
       file.seek(offset)
       if count is None:
         return file.readall()
       parts = []
-      while count and (found := file.read(count)):  # short: a signal, or the end of the file
-        parts.append(found)
-        count -= len(found)
+      while count and (part := file.read(count)):  # short: a signal, or the end of the file
+        parts.append(part)
+        count -= len(part)
     return parts[0] if len(parts) == 1 else b''.join(parts)
 
   def write(self, name: str, *buffers: bytes | bytearray | memoryview) -> None:
@@ -239,10 +240,6 @@ class Files:
       f'{self.place} is not writable: {error}. Not started. Check its owner, its mode and the '
       f'space on its disk (this process is user {os.geteuid()}).'
     )
-
-
-def _plain(path: str, flags: int) -> int:
-  return os.open(path, flags | _PLAIN)
 
 
 def _write(descriptor: int, views: Sequence[memoryview]) -> None:

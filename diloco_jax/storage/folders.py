@@ -54,9 +54,9 @@ def compiled(base: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 def home_cache() -> pathlib.Path | None:
   """The folder of caches in this user's home; None without a home that can be written."""
-  found = pathlib.Path(os.path.expanduser('~/.cache'))  # as it is without HOME and passwd
-  made = found if os.path.lexists(found) else found.parent
-  return found if found.is_absolute() and os.access(made, os.W_OK) else None
+  folder = pathlib.Path(os.path.expanduser('~/.cache'))  # as it is without HOME and passwd
+  existing = folder if os.path.lexists(folder) else folder.parent
+  return folder if folder.is_absolute() and os.access(existing, os.W_OK) else None
 
 
 def place(text: str) -> json_files.Place:
@@ -127,8 +127,8 @@ def numbers_in(root: json_files.Place) -> list[int]:
 def new_aside(place: json_files.Place) -> json_files.Place:
   """A new folder for what is moved out of a run's way. Raises OSError."""
   with json_files.as_os_errors():
-    taken = json_files.numbers(path.name.removeprefix('aside-') for path in place.glob('aside-*'))
-    aside = place / f'aside-{max(taken, default=0) + 1}'
+    names = (path.name.removeprefix('aside-') for path in place.glob('aside-*'))
+    aside = place / f'aside-{max(json_files.numbers(names), default=0) + 1}'
     aside.mkdir()
   return aside
 

@@ -54,31 +54,29 @@ def read(folder: str, like: Any) -> Any:
   ValueError: they cannot be read, or are of another model."""
   matches = _matches(like)
   wanted = {theirs: _shape(*match) for theirs, match in matches.items()}
-  found = _tensors(pathlib.Path(folder), lambda theirs: not theirs.endswith(_COMPUTED))
-  if _HEAD not in wanted and _HEAD in found:
-    _require_equal(found.pop(_HEAD), found.get(_EMBEDDING))
-  here = {theirs: tensor.shape for theirs, tensor in found.items()}
-  arrays.require_shapes(folder, here, wanted)
+  tensors = _tensors(pathlib.Path(folder), lambda theirs: not theirs.endswith(_COMPUTED))
+  if _HEAD not in wanted and _HEAD in tensors:
+    head = tensors.pop(_HEAD)
+    if not _are_equal(head, tensors.get(_EMBEDDING)):
+      raise ValueError(
+        f'{head.where} is not {_EMBEDDING}, and the model of this run has one tensor for both. '
+        'Nothing was changed: set tie_word_embeddings to false in config.json, or remove the tensor'
+      )
+  shapes = {theirs: tensor.shape for theirs, tensor in tensors.items()}
+  arrays.require_shapes(folder, shapes, wanted)
   leaves = []
   for theirs, (name, leaf) in matches.items():
-    tensor = found[theirs].mapped() if name == 'embedding' else found[theirs].mapped().T
-    leaves.append(np.asarray(tensor.reshape(leaf.shape), leaf.dtype))
+    rows = tensors[theirs].map()
+    rows = rows if name == 'embedding' else rows.T
+    leaves.append(np.asarray(rows.reshape(leaf.shape), leaf.dtype))
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _require_equal(head: arrays.Tensor, embedding: arrays.Tensor | None) -> None:
-  """Raises ValueError."""
-  if not _are_equal(head, embedding):
-    raise ValueError(
-      f'{head.where} is not {_EMBEDDING}, and the model of this run has one tensor for both. '
-      'Nothing was changed: set tie_word_embeddings to false in config.json, or remove the tensor'
-    )
-
-
-def _are_equal(one: arrays.Tensor, other: arrays.Tensor | None) -> bool:
-  rows = [np.atleast_1d(tensor.mapped()) for tensor in (one, other or one)]
-  alike = other is not None and rows[0].shape == rows[1].shape
-  return alike and all(map(np.array_equal, *rows))  # a row at a time, as they may be large
+def _are_equal(tensor: arrays.Tensor, other: arrays.Tensor | None) -> bool:
+  if other is None or tensor.shape != other.shape:
+    return False
+  rows, other_rows = np.atleast_1d(tensor.map()), np.atleast_1d(other.map())
+  return all(map(np.array_equal, rows, other_rows))  # a row at a time, as they may be large
 
 
 def tensors_of(params: Any) -> dict[str, np.ndarray]:
@@ -98,12 +96,12 @@ def write(folder: pathlib.Path, named: dict[str, np.ndarray], source: pathlib.Pa
   like = _tensors(source, named.__contains__)
   if absent := [name for name in named if name not in like]:
     raise ValueError(f'{source} is of another model: it has no {absent[0]}')
-  typed = {name: tensor.astype(like[name].mapped().dtype) for name, tensor in named.items()}
+  typed = {name: tensor.astype(like[name].map().dtype) for name, tensor in named.items()}
   for file in source.iterdir():
     if _COPIED.fullmatch(file.name):
       json_files.replace(folder / file.name, file.read_bytes())
   arrays.export(folder / FILE, typed, {'format': 'pt'})
-  written = {name: one.mapped() for name, one in arrays.stored(folder / FILE).items()}
+  written = {name: tensor.map() for name, tensor in arrays.tensors_in(folder / FILE).items()}
   if tree_digest.digests_of_host(typed) != tree_digest.digests_of_host(written):
     raise OSError(errno.EIO, f'{folder / FILE} does not read back')
 
@@ -142,24 +140,25 @@ def _tensors(folder: pathlib.Path, is_read: Callable[[str], bool]) -> dict[str, 
   index, whole = (folder / _INDEX).is_file(), {}
   try:
     if not index or (folder / FILE).is_file():
-      found = arrays.stored(folder / FILE)
-      whole = {name: one for name, one in found.items() if is_read(name)}
+      tensors = arrays.tensors_in(folder / FILE)
+      whole = {name: tensor for name, tensor in tensors.items() if is_read(name)}
     if not index:
       return whole
-    told = read_object(folder / _INDEX, {'weight_map': dict[str, Any]})['weight_map']
-    file_of, found = {name: file for name, file in told.items() if is_read(name)}, {}
+    weight_map = read_object(folder / _INDEX, {'weight_map': dict[str, Any]})['weight_map']
+    file_of = {name: file for name, file in weight_map.items() if is_read(name)}
     for name, file in file_of.items():
       if not re.fullmatch(r'[^/]+\.safetensors', str(file)):
         raise ValueError(f'{_INDEX} has {name} in {file!r}, no *.safetensors beside it')
+    parts = {}
     for file in sorted(set(file_of.values())):
-      here = arrays.stored(folder / file).items()
-      found |= {name: one for name, one in here if file_of.get(name) == file}
-    if absent := sorted(file_of.keys() - found.keys()):
+      tensors = arrays.tensors_in(folder / file)
+      parts |= {name: tensor for name, tensor in tensors.items() if file_of.get(name) == file}
+    if absent := sorted(file_of.keys() - parts.keys()):
       raise ValueError(f'{absent[0]} is not in {file_of[absent[0]]}, where the index has it')
-    for name in whole and whole.keys() | found:
-      if name not in whole or not _are_equal(whole[name], found.get(name)):
+    for name in whole and whole.keys() | parts:
+      if name not in whole or not _are_equal(whole[name], parts.get(name)):
         raise ValueError(f'{name} is not the same in both')
-    return found
+    return parts
   except (OSError, ValueError) as error:
     both = f'{FILE} and {_INDEX} are there, remove one: ' if whole and index else ''
     raise ValueError(f'cannot read the model in {folder}: {both}{error}') from error

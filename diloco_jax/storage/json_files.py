@@ -1,6 +1,6 @@
 """Files of a run's folder that are read or replaced as a whole: JSON and short texts.
 
-Nothing here follows a symbolic link or believes a file: it must be a regular one of a limited size,
+Nothing here follows a symbolic link or trusts a file: it must be a regular one of a limited size,
 and its JSON is read by protocol/safe_json.py. A file that is replaced is complete and durable on
 return, and after an error it is as it was before.
 
@@ -48,13 +48,13 @@ def read_bytes(path: Place, max_bytes: int) -> bytes:
   # Without O_NONBLOCK, opening a pipe would wait for its other end.
   descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
   try:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
       raise safe_json.Unreadable('it is not a regular file')
-    if found.st_size > max_bytes:
-      raise safe_json.Unreadable(f'it has {found.st_size} bytes, at most {max_bytes} are read')
+    if status.st_size > max_bytes:
+      raise safe_json.Unreadable(f'it has {status.st_size} bytes, at most {max_bytes} are read')
     with open(descriptor, 'rb', closefd=False) as file:
-      return file.read(found.st_size + 1)  # not max_bytes: it is allocated at once
+      return file.read(status.st_size + 1)  # not max_bytes: it is allocated at once
   finally:
     os.close(descriptor)
 
@@ -64,14 +64,14 @@ def require_keys(where: object, value: Any, keys: Mapping[str, Any]) -> dict[str
   `int | None`); it may have others. Raises ValueError, which names the file and the key."""
   try:
     value = safe_json.parse(value, finite=False) if isinstance(value, bytes) else value
-    found = codec.decode(dict[str, Any], value, 'it')
+    values = codec.decode(dict[str, Any], value, 'it')
     for key, hint in keys.items():
-      codec.decode(hint, found.get(key), f'`{key}`')
+      codec.decode(hint, values.get(key), f'`{key}`')
   except (codec.TapeError, safe_json.Unreadable) as error:
     raise ValueError(
       f'{where}: {error}. Nothing was changed: mend the file, or copy it again from its source'
     ) from None
-  return found
+  return values
 
 
 def sha256(values: dict[str, Any]) -> str:
@@ -180,7 +180,7 @@ def number(name: str) -> int | None:
 
 def numbers(names: Iterable[str]) -> list[int]:
   """The numbers among the names of files, ascending; other names are left out."""
-  return sorted(one for one in map(number, names) if one is not None)
+  return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
 def files_in(folder: Place) -> list[pathlib.Path]:
@@ -189,7 +189,7 @@ def files_in(folder: Place) -> list[pathlib.Path]:
   if not isinstance(folder, pathlib.Path):
     return []
   _require_kind(folder, stat.S_ISDIR)
-  found, folders = [], [folder]
+  files, folders = [], [folder]
   while folders:
     with os.scandir(folders.pop()) as entries:
       for entry in entries:
@@ -198,8 +198,8 @@ def files_in(folder: Place) -> list[pathlib.Path]:
           folders.append(path)
         else:
           _require_kind(path, stat.S_ISREG)
-          found.append(path)
-  return sorted(found)
+          files.append(path)
+  return sorted(files)
 
 
 def _require_kind(path: pathlib.Path, is_kind: Any) -> None:

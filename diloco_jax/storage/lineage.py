@@ -70,13 +70,13 @@ class Lineage:
 def read(workdir: pathlib.Path, repeats: str = '') -> Lineage | None:
   """As `peek`. Raises DirectoryError if a restore or a take-over has not ended and the caller does
   not repeat it."""
-  found = peek(workdir)
-  if found and found.changing not in ('', repeats):
+  lineage = peek(workdir)
+  if lineage and lineage.changing not in ('', repeats):
     raise files_lib.DirectoryError(
-      f'{workdir} is in the middle of a {found.changing} ({workdir / FILE}). Nothing is lost, '
-      f'nothing was started. {_AGAIN[found.changing]}'
+      f'{workdir} is in the middle of a {lineage.changing} ({workdir / FILE}). Nothing is lost, '
+      f'nothing was started. {_AGAIN[lineage.changing]}'
     )
-  return found
+  return lineage
 
 
 def peek(workdir: pathlib.Path) -> Lineage | None:
@@ -93,7 +93,7 @@ def peek(workdir: pathlib.Path) -> Lineage | None:
   except (OSError, ValueError, codec.TapeError) as error:
     raise ValueError(
       f'{path} does not read back: {error}. Nothing was started or changed. Remove it, then run '
-      f'{wal.restore(f"{workdir}/syncer/wal")}, which writes it again'
+      f'{wal.restore_command(f"{workdir}/syncer/wal")}, which writes it again'
     ) from error
 
 
@@ -103,13 +103,13 @@ def write(workdir: pathlib.Path, lineage: Lineage) -> None:
   json_files.write(workdir / FILE, json_files.sealed(values))
 
 
-def begun(workdir: pathlib.Path) -> Lineage:
+def begin(workdir: pathlib.Path) -> Lineage:
   """The lineage of a folder; a run that begins there gets its name. Raises as `read`, OSError."""
-  found = read(workdir) or Lineage()
-  if not found.run:
-    found = dataclasses.replace(found, run=secrets.token_hex(8))
-    write(workdir, found)
-  return found
+  lineage = read(workdir) or Lineage()
+  if not lineage.run:
+    lineage = dataclasses.replace(lineage, run=secrets.token_hex(8))
+    write(workdir, lineage)
+  return lineage
 
 
 def go_back(

@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   from orbax.checkpoint import v1
 
-  _quieten()
+  _hide_errors_of_saves()
   return globals().setdefault(name, v1)
 
 
@@ -80,27 +80,18 @@ def context(alone: bool = False) -> Any:
   return context
 
 
-def _quieten() -> None:
-  """Hides what Orbax and TensorStore print of a save that fails, beside the error that they raise:
-  on a full disk thousands of lines."""
-  logging.getLogger('absl').addFilter(_is_news)
-  for name in ('gcsfs', 'fsspec'):  # they log with a traceback what they raise
+def _hide_errors_of_saves() -> None:
+  """Hides what Orbax and TensorStore print of a save that fails, on a full disk thousands of lines:
+  they raise the error in the thread that waits for the save."""
+  # Orbax logs the error in each of its threads, with a traceback; gcsfs and fsspec do so, too.
+  is_of_orbax = lambda record: record.exc_info and '/orbax/checkpoint/' in record.pathname
+  logging.getLogger('absl').addFilter(lambda record: not is_of_orbax(record))
+  for name in ('gcsfs', 'fsspec'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  _hide_threads_of_failed_saves()
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-  """Orbax raises the error of a save, and also logs it in each of its threads, with a traceback."""
-  return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
-
-
-def _hide_threads_of_failed_saves() -> None:
-  """When one write of a save fails, Orbax closes its event loop; the other writes end later in
-  threads of TensorStore, and each prints a traceback because the loop is closed. The failure itself
-  has been raised in the thread that waits for the save."""
   before = sys.unraisablehook
 
   def hook(unraisable: Any) -> None:
+    # After a failed write Orbax closes its event loop; then threads of TensorStore end the others.
     if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
       before(unraisable)
 

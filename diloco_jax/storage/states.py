@@ -53,7 +53,7 @@ class Damaged(StateError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-  """What a state says of itself.
+  """The content of a state.
 
   Attributes:
     name: 'l0/30', the node and the number of a checkpoint, or 'model'.
@@ -93,17 +93,17 @@ class Manifest:
     return {path: digest for path, *_, digest in self.arrays if path.startswith(within)}
 
 
-def _parsed(data: bytes, place: object, name: str, run: str) -> Manifest:
+def _parse(data: bytes, place: object, name: str, run: str) -> Manifest:
   """The manifest in a file. Raises OtherFormat; Damaged: it is not what was written, or not that of
   `name` or `run`."""
   try:
     values = json_files.opened(safe_json.parse_object(data, _MAX_MANIFEST_BYTES))
-    found = codec.decode(Manifest, formats.taken('state', values, place).get('manifest'), 'it')
-    if name not in ('', found.name):
-      raise ValueError(f'it is that of {codec.short(found.name)}')
-    if run not in ('', found.run):
-      raise ValueError(f'it is of the run {codec.short(found.run)}, this is the run {run}')
-    return found
+    manifest = codec.decode(Manifest, formats.taken('state', values, place).get('manifest'), 'it')
+    if name not in ('', manifest.name):
+      raise ValueError(f'it is that of {codec.short(manifest.name)}')
+    if run not in ('', manifest.run):
+      raise ValueError(f'it is of the run {codec.short(manifest.run)}, this is the run {run}')
+    return manifest
   except formats.OtherFormat:
     raise
   except (ValueError, codec.TapeError) as error:
@@ -120,7 +120,7 @@ def read(folder: json_files.Place, name: str = '', run: str = '') -> Manifest:
     raise Damaged(f'{folder} has no {MANIFEST}') from error
   except (OSError, ValueError) as error:
     raise Damaged(f'{folder / MANIFEST} does not read back: {one_line(error)}') from error
-  return _parsed(data, folder / MANIFEST, name, run)
+  return _parse(data, folder / MANIFEST, name, run)
 
 
 def verify(folder: json_files.Place, name: str = '', run: str = '') -> Manifest:
@@ -131,8 +131,8 @@ def verify(folder: json_files.Place, name: str = '', run: str = '') -> Manifest:
     file = folder / path
     try:
       with json_files.as_os_errors():
-        found = file.stat().st_size if isinstance(file, pathlib.Path) else file.stat().length
-      if found != size or (digest and digest != sha256(file)):
+        bytes_there = file.stat().st_size if isinstance(file, pathlib.Path) else file.stat().length
+      if bytes_there != size or (digest and digest != sha256(file)):
         raise Damaged(f'{file} is not what was written')
     except OSError as error:
       raise Damaged(f'{file} does not read back: {one_line(error)}') from error
@@ -148,15 +148,15 @@ def sha256(path: pathlib.Path) -> str:
 
 
 def newest(
-  found: Callable[[], Sequence[Any]],
+  list_states: Callable[[], Sequence[Any]],
   use: Callable[[Any], _T | None],
   passed_over: Callable[[Any, Exception], object],
 ) -> _T | None:
   """What `use` returns for the newest state that it can read, None if there is none for it.
 
   Args:
-    found: lists the states, the newest last. It is called again and again: a run under way removes
-      old ones, also while they are read.
+    list_states: lists the states, the newest last. It is called again and again: a run under way
+      removes old ones, also while they are read.
     use: reads one; None: it is whole, and not for this caller. Damaged means that it cannot be
       read; any other error is raised, as of a disk that is full.
     passed_over: called with each that is there and cannot be read, and why.
@@ -167,13 +167,13 @@ def newest(
   unread: dict[Any, Exception] = {}
   others: list[Any] = []
   looks = 0
-  while left := [one for one in found() if one not in unread and one not in others]:
+  while left := [state for state in list_states() if state not in (*unread, *others)]:
     try:
       if (result := use(left[-1])) is not None:
         return result
       others.append(left[-1])
     except Damaged as error:
-      if left[-1] in found():
+      if left[-1] in list_states():
         unread[left[-1]] = error
         passed_over(left[-1], error)
       elif (looks := looks + 1) == _LOOKS:
@@ -275,9 +275,9 @@ def _parts(
     if part and (path is None or size > room):
       wanted = [np.ndarray if leaf in part else _LEFT_OUT for leaf in leaves]
       read_in = orbax_context.ocp.load(folder, jax.tree.unflatten(structure, wanted))
-      found = {one: leaf for one, leaf in tree_digest.by_path(read_in).items() if one in part}
-      tree_digest.require_same_digests(part, tree_digest.digests_of_host(found))
-      yield found
+      arrays = {key: leaf for key, leaf in tree_digest.by_path(read_in).items() if key in part}
+      tree_digest.require_same_digests(part, tree_digest.digests_of_host(arrays))
+      yield arrays
       part, room = {}, _PART_BYTES
     if path is not None:
       part[path], room = digests[path], room - size
@@ -328,15 +328,15 @@ def write(
       for path in json_files.files_in(folder)
     ]
     durable.result()
-  made = Manifest(name=name, files=tuple(sizes), arrays=tuple(arrays), record=record)
-  values = json.loads(codec.encode(formats.stamp('state') | {'manifest': made}))
+  manifest = Manifest(name=name, files=tuple(sizes), arrays=tuple(arrays), record=record)
+  values = json.loads(codec.encode(formats.stamp('state') | {'manifest': manifest}))
   data = json.dumps(json_files.sealed(values)).encode()
   if isinstance(folder, pathlib.Path):
     json_files.replace(folder / MANIFEST, data)
   else:
     with json_files.as_os_errors():
       (folder / MANIFEST).write_bytes(data)
-  return made
+  return manifest
 
 
 def _by_number(error: Exception) -> Exception:
@@ -356,8 +356,8 @@ def one_line(error: Exception) -> str:
 def copies(store: store_lib.Store, part: str) -> list[str]:
   """The places of the complete copies of checkpoints in a part of a store, <part>ckpt/N-H, the
   newest last: checkpoint N of the syncer, H a hash of its manifest. Raises StoreError."""
-  found = [match[1] for match in map(_COPY.fullmatch, store.names(f'{part}ckpt/')) if match]
-  return sorted(found, key=number)
+  places = [match[1] for match in map(_COPY.fullmatch, store.names(f'{part}ckpt/')) if match]
+  return sorted(places, key=number)
 
 
 def number(copy: str) -> int:
@@ -365,14 +365,14 @@ def number(copy: str) -> int:
   return int(copy.rsplit('/', 1)[1].split('-')[0])
 
 
-def described(
+def fetch_manifest(
   store: store_lib.Store, at: str, name: str = '', run: str = ''
 ) -> tuple[Manifest, bytes]:
   """The manifest of a copy in a store, and its bytes. Raises as `fetch`."""
   place = f'{store.place}/{at}/{MANIFEST}'
-  if (found := store.read(f'{at}/{MANIFEST}', _MAX_MANIFEST_BYTES)) is None:
+  if (stored := store.read(f'{at}/{MANIFEST}', _MAX_MANIFEST_BYTES)) is None:
     raise Damaged(f'{place} is not there')
-  return _parsed(found.data, place, name, run), found.data
+  return _parse(stored.data, place, name, run), stored.data
 
 
 def fetch(
@@ -381,7 +381,7 @@ def fetch(
   """Writes the files of a copy in a store to a new folder, and returns its manifest. `name`, `run`:
   of the state that should be there. Raises Damaged: an object is not what was put, or not there;
   StateError: the folder cannot be written; StoreError, OtherFormat."""
-  manifest, data = described(store, at, name, run)
+  manifest, data = fetch_manifest(store, at, name, run)
   new = folder.with_name(f'{folder.name}.new')
   try:
     if new.exists():

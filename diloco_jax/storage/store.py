@@ -67,8 +67,8 @@ class Store:
 
   def read(self, name: str, size: int = 0) -> Object | None:
     """An object, None if there is none. `size`: of a large one. Raises StoreError."""
-    found = self._do(name, self._objects.read(name), size)
-    return None if found.state == 'missing' else Object(found.value, found.stamp.generation)
+    result = self._do(name, self._objects.read(name), size)
+    return None if result.state == 'missing' else Object(result.value, result.stamp.generation)
 
   def is_there(self) -> bool:
     """Whether a run has begun there. Raises StoreError."""
@@ -91,8 +91,8 @@ class Store:
         json_files.replace(self._folder / name, parts)
         return
       try:
-        with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open('wb') as made:
-          made.writelines(parts)
+        with json_files.as_os_errors(), folders.place(f'{self.place}/{name}').open('wb') as copy:
+          copy.writelines(parts)
       except OSError as error:
         raise StoreError(f'{self.place}/{name}: {error}') from error
 
@@ -116,19 +116,17 @@ class Store:
     """Writes an object if it has this generation (None: if there is none); returns its new one, or
     None if another write came before. Raises StoreError."""
     self._require_not_away()
-    made = self._do(
-      name, self._objects.write(name, data, if_equal=generation or _ABSENT), len(data)
-    ).generation
-    if made:
-      return made
-    found = self.read(name, len(data))
-    return found.generation if found and found.data == data else None
+    write = self._objects.write(name, data, if_equal=generation or _ABSENT)
+    if new_generation := self._do(name, write, len(data)).generation:
+      return new_generation
+    stored = self.read(name, len(data))
+    return stored.generation if stored and stored.data == data else None
 
   def names(self, prefix: str = '') -> list[str]:
     """The names of the objects that begin so, sorted. Raises StoreError."""
     end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ''
-    found = self._do(prefix, self._objects.list(tensorstore.KvStore.KeyRange(prefix, end)))
-    return sorted(map(bytes.decode, found))
+    names = self._do(prefix, self._objects.list(tensorstore.KvStore.KeyRange(prefix, end)))
+    return sorted(map(bytes.decode, names))
 
   def remove(self, *names: str) -> None:
     """Removes objects; one that does not exist is no error. Raises StoreError."""

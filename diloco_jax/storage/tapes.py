@@ -188,14 +188,10 @@ class Tape:
     except (OSError, tape_lib.TapeError) as error:
       self.ended = str(error)
       self._say(f'[{self._node}] the tape ends here, the run continues: {error}')
-      self._cut()
-
-  def _cut(self) -> None:
-    """Cuts off a partly written line."""
-    if self._file is not None:
-      with contextlib.suppress(OSError):  # a reader will report the torn line
-        self._file.truncate(self._written)
-      self._close()
+      if self._file is not None:
+        with contextlib.suppress(OSError):  # a reader will report the torn line
+          self._file.truncate(self._written)
+        self._close()
 
   def _close(self) -> None:
     file, self._file = self._file, None
@@ -228,13 +224,13 @@ def _digest(config: dict[str, Any] | None) -> str:
 
 def versions() -> dict[str, str]:
   """The versions that decide the results of a run: Python, this package, jax and numpy."""
-  found = {'python': platform.python_version(), tape_lib.PROGRAM: version.__version__}
+  numbers = {'python': platform.python_version(), tape_lib.PROGRAM: version.__version__}
   for name in ('jax', 'numpy'):
     try:
-      found[name] = importlib.metadata.version(name)
+      numbers[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-      found[name] = UNKNOWN
-  return found
+      numbers[name] = UNKNOWN
+  return numbers
 
 
 def commit(checkout: pathlib.Path = _CHECKOUT) -> str:
@@ -282,15 +278,15 @@ class ProcessTape:
 
 def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   """All tapes in a folder, sorted by node and number."""
-  found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
+  tapes: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
     if NAME.fullmatch(path.name) and path.is_file():
       node, life, segment = parse(path)
       # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
-      found.setdefault((node, life), {})[segment] = path
+      tapes.setdefault((node, life), {})[segment] = path
   return [
     ProcessTape(node, life, tuple(path for _, path in sorted(segments.items())))
-    for (node, life), segments in sorted(found.items())
+    for (node, life), segments in sorted(tapes.items())
   ]
 
 

@@ -44,14 +44,14 @@ def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None
 def describe(tree: Any) -> list[tuple[str, list[int], str, int]]:
   """Path, shape, type and digest of each leaf of a tree of arrays."""
   on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
-  found = digests_of_host(tree) if on_host else digests(tree)
-  return [(path, *shape, found[path]) for path, shape in shapes(tree).items()]
+  numbers = digests_of_host(tree) if on_host else digests(tree)
+  return [(path, *shape, numbers[path]) for path, shape in shapes(tree).items()]
 
 
 def digests(tree: Any) -> dict[str, int]:
   """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
-  found = _digest_tree(tree) if _spans_hosts(tree) else jax.tree.map(_digest_leaf, tree)
-  return {path: int(value) for path, value in jax.device_get(by_path(found)).items()}
+  numbers = _digest_tree(tree) if _spans_hosts(tree) else jax.tree.map(_digest_leaf, tree)
+  return {path: int(value) for path, value in jax.device_get(by_path(numbers)).items()}
 
 
 def require_digests(tree: Any) -> None:

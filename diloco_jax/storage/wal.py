@@ -122,7 +122,7 @@ def run_in(file: bytes) -> str:
   return file[_CHAIN_AT + 32 : _CHAIN_AT + 32 + RUN_BYTES].rstrip(b'\0').decode(errors='replace')
 
 
-def restore(place: str) -> str:
+def restore_command(place: str) -> str:
   """The command that repairs the log of a run's folder, WORKDIR/syncer/wal: it moves the log aside
   and begins a new one behind the newest checkpoint."""
   return shlex.join(['diloco', 'restore', f'--workdir={place.rsplit("/", 2)[0]}', '--to=latest'])
@@ -185,19 +185,21 @@ def _header(files: files_port.Files, run: str, number: int, first: int) -> tuple
   body, crc = header[: -_CRC.size], header[-_CRC.size :]
   if len(header) < HEADER_BYTES or body[:8] != _MAGIC or _CRC.pack(zlib.crc32(body)) != crc:
     raise _damaged(files, number, first, 'its header is damaged or cut off')
-  _, version, kind, own, size, chain, found = _HEADER.unpack(body)
+  _, version, kind, number_there, size, chain, run_there = _HEADER.unpack(body)
   if other := formats.refusal('log', version, f'WAL {files.place}/{name}'):
     raise WalUnsupported(f'{other}.')
-  if (found := found.rstrip(b'\0').decode(errors='backslashreplace')) != run:
-    shown = found.encode('unicode_escape').decode()
+  run_text = run_there.rstrip(b'\0').decode(errors='backslashreplace')
+  if run_text != run:
+    printable = run_text.encode('unicode_escape').decode()
     raise WalUnsupported(
-      f'WAL {files.place}/{name} belongs to the run "{shown}", not to "{run}". Nothing was '
+      f'WAL {files.place}/{name} belongs to the run "{printable}", not to "{run}". Nothing was '
       'changed. Use another folder.'
     )
-  if own != number:
-    raise _damaged(files, number, first, f'it is record {own}')
-  if (bytes_ := files.size(name)) != HEADER_BYTES + size:
-    raise _damaged(files, number, first, f'it has {bytes_} bytes of {HEADER_BYTES + size}')
+  if number_there != number:
+    raise _damaged(files, number, first, f'it is record {number_there}')
+  file_bytes = files.size(name)
+  if file_bytes != HEADER_BYTES + size:
+    raise _damaged(files, number, first, f'it has {file_bytes} bytes of {HEADER_BYTES + size}')
   return kind, size, chain
 
 
@@ -258,7 +260,7 @@ def _damaged(files: files_port.Files, number: int, base: int, why: str) -> WalDa
   return WalDamaged(
     f'WAL {files.place}/{name_of(number)} is damaged: {why}. Nothing was changed; {whole}. Put the '
     'file back, or go back to the newest checkpoint, with the log moved aside: the run repeats the '
-    f'outer steps behind that checkpoint: {restore(files.place)}',
+    f'outer steps behind that checkpoint: {restore_command(files.place)}',
     number,
   )
 
@@ -268,7 +270,7 @@ def _misfit(files: files_port.Files, after: int, why: str) -> WalDamaged:
   return WalDamaged(
     f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not '
     'started, nothing changed. Restore the missing files of the log, or a checkpoint that fits, or '
-    f'set the log aside and continue from the newest checkpoint: {restore(files.place)}'
+    f'set the log aside and continue from the newest checkpoint: {restore_command(files.place)}'
   )
 
 

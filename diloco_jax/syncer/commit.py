@@ -25,7 +25,7 @@ FULL_S = 300.0
 
 
 class Closed(Exception):
-  """The log takes no outer step any more."""
+  """No outer step is written to the log any more."""
 
 
 class CommitLog:
@@ -77,12 +77,15 @@ class CommitLog:
   def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
     """As outer_log.recover; the refusal of another run's log names the settings that differ."""
     path = pathlib.Path(self._files.place) / outer_log.AGREEMENT
-    before = _read_agreement(path)
+    try:
+      before = json_files.read_bytes(path, MAX_AGREEMENT_BYTES).decode()
+    except (OSError, ValueError):
+      before = ''  # the last process has written none that can be read
     try:
       self._wal, ended = outer_log.recover(self._files, self._agreement, theta, position)
     except wal.WalUnsupported as error:
-      found = agreement_lib.differences(self._agreement, before or self._agreement)
-      raise wal.WalUnsupported(' '.join([str(error), '; '.join(found)])) from error
+      differences = agreement_lib.differences(self._agreement, before or self._agreement)
+      raise wal.WalUnsupported(' '.join([str(error), '; '.join(differences)])) from error
     for line in self._wal.words:
       self._say(line)
     if before != self._agreement:
@@ -151,11 +154,3 @@ class CommitLog:
     """Unlocks the folder."""
     self.stop()
     self._files.close()
-
-
-def _read_agreement(path: pathlib.Path) -> str:
-  """The agreement that the last process wrote; '' if it cannot be read."""
-  try:
-    return json_files.read_bytes(path, MAX_AGREEMENT_BYTES).decode()
-  except (OSError, ValueError):
-    return ''

@@ -71,21 +71,22 @@ class Evaluation:
 
   def _run(self) -> None:
     if self._measure is not None:
-      while (asked := self._next()) is not None:
-        self._records.measured(asked[0], self._measure(asked[1]))
+      while (waiting := self._next()) is not None:
+        self._records.measured(waiting[0], self._measure(waiting[1]))
     if self._task is None:
       return
-    asked = self._next()  # before it prepares: the first evaluation is of the first model
+    waiting = self._next()  # before it prepares: the first evaluation is of the first model
     (device,) = self._theta.sharding.device_set
     held_out = evaluate.HeldOut(self._task, self._theta.shapes, device)
-    while asked is not None:
-      step, params = asked
+    while waiting is not None:
+      step, params = waiting
       if held_out.batches:
-        found = held_out.evaluate(params, lambda: self._stopped)
-        if found is None:
+        losses = held_out.evaluate(params, lambda: self._stopped)
+        if losses is None:
           return
-        self._records.evaluated(report_facts.Eval(step=step, loss=found[0], bits_per_byte=found[1]))
-      asked = self._next()
+        loss, bits = losses
+        self._records.evaluated(report_facts.Eval(step=step, loss=loss, bits_per_byte=bits))
+      waiting = self._next()
 
   def _next(self) -> tuple[int, Any] | None:
     """The model to evaluate next; None: there is none any more."""
@@ -95,6 +96,6 @@ class Evaluation:
       self._changed.wait_for(lambda: self._waiting is not None or self._stopped)
       if self._stopped:
         return None
-      asked, self._waiting = self._waiting, None
+      waiting, self._waiting = self._waiting, None
       self._busy = True
-      return asked
+      return waiting

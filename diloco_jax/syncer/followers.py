@@ -87,8 +87,8 @@ class _Fragment:
 
   def next(self, held: Held) -> Update | None:
     """The update of a version that is not the newest, if it is in memory."""
-    found = (delta for delta in self.deltas if delta.base == held)
-    return next(found, self.whole)
+    deltas = (delta for delta in self.deltas if delta.base == held)
+    return next(deltas, self.whole)
 
 
 class _Follower:
@@ -107,8 +107,8 @@ class _Follower:
     self.gone.set()
     self._cancel()
 
-  def give(self, frame: bytes) -> Iterator[bytes]:
-    """Measures how long a frame waits for the follower."""
+  def send(self, frame: bytes) -> Iterator[bytes]:
+    """Yields a frame, and measures how long it waits for the follower."""
     self._since_s = time.monotonic()
     yield frame
     self._blocked_s += time.monotonic() - self._since_s
@@ -148,16 +148,15 @@ class Followers:
     self._read: Callable[[int], None] | None = None
     self._over = False
 
-  # --- What the syncer tells ----------------------------------------------------------------------
+  # --- From the syncer ----------------------------------------------------------------------------
 
   def begin(self, read: Callable[[int], None]) -> None:
-    """From now on fragments can be read: `read` asks for the copy of one, which `take_whole`
-    takes."""
+    """From now on fragments can be read: `read` asks for a copy, which `add_whole` gets."""
     with self._changed:
       self._read = read
       self._changed.notify_all()
 
-  def take_delta(self, publish: messages.Publish, payload: memoryview) -> None:
+  def add_delta(self, publish: messages.Publish, payload: memoryview) -> None:
     """An outer step has published a version."""
     with self._changed:
       fragment = self._fragments[publish.fragment]
@@ -172,7 +171,7 @@ class Followers:
       self._changed.notify_all()
     self._cut_off()
 
-  def take_whole(self, publish: messages.Publish, payload: memoryview) -> None:
+  def add_whole(self, publish: messages.Publish, payload: memoryview) -> None:
     """A fragment was read: its newest version."""
     with self._changed:
       fragment = self._fragments[publish.fragment]
@@ -208,7 +207,7 @@ class Followers:
   def live(self) -> list[tuple[Callable[..., None], proofs.Proof]]:
     """Of each follower that has proved a name: a function that ends its call, and its proof."""
     with self._changed:
-      return [(one.fail, proof) for one, proof in self._live.items() if proof]
+      return [(follower.fail, proof) for follower, proof in self._live.items() if proof]
 
   # --- A call, on its own thread ------------------------------------------------------------------
 
@@ -219,7 +218,7 @@ class Followers:
     proof: proofs.Proof | None = None,
   ) -> Iterator[bytes]:
     follower = self._enter(context, proof)
-    follower.held = self._asked(requests, context)
+    follower.held = self._read_request(requests, context)
     context.send_initial_metadata(((grpc_session.FOLLOWS, 'yes'),))
     seal, numbers = control_crc.Seal(), itertools.count(1)
     while (update := self._next(follower)) is not None:
@@ -229,7 +228,7 @@ class Followers:
         self._wait_turn(follower, len(frame) if index else PUBLISH_BYTES)
         if follower.gone.is_set():
           break
-        yield from follower.give(frame)
+        yield from follower.send(frame)
       else:
         with self._changed:
           follower.held[update.publish.fragment] = update.held
@@ -249,25 +248,25 @@ class Followers:
         self._live[follower] = proof
     if full:
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f'no seat of {SEATS} is free: dial again')
-    if not context.add_callback(lambda: self._left(follower)):  # it has ended meanwhile
-      self._left(follower)
+    if not context.add_callback(lambda: self._remove(follower)):  # it has ended meanwhile
+      self._remove(follower)
     return follower
 
-  def _left(self, follower: _Follower) -> None:
+  def _remove(self, follower: _Follower) -> None:
     with self._changed:
       follower.gone.set()
       self._live.pop(follower, None)
       self._drop_unused()
       self._changed.notify_all()
 
-  def _asked(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> list[Held]:
+  def _read_request(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> list[Held]:
     """The versions that a follower has, by fragment; the call ends if no request comes in time."""
     timer = grpc_session.start_timer(link.Limits.handshake_s, context.cancel)
     try:
       data, count = next(requests, b''), len(self._fragments)
       values = safe_json.parse_object(data, _REQUEST_BYTES + _ITEM_BYTES * count)
-      asked = formats.taken('protocol', values, 'This follower')
-      if asked.get('layout') != self._layout or not _are_held(asked.get('held'), count):
+      fields = formats.taken('protocol', values, 'This follower')
+      if fields.get('layout') != self._layout or not _are_held(fields.get('held'), count):
         raise ValueError(
           'the follower has another model or other fragments than this run: give it the '
           'config.json of this run, or for own loops nothing but the address'
@@ -276,7 +275,7 @@ class Followers:
       context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[: grpc_session.REASON_CHARS])
     finally:
       timer.cancel()
-    return [(version, digest) for version, digest in asked['held']]
+    return [(version, digest) for version, digest in fields['held']]
 
   def _next(self, follower: _Follower) -> Update | None:
     """Waits for what the follower lacks; None: it has gone, or nothing more of an ended run will
@@ -291,11 +290,11 @@ class Followers:
         lacking = sorted(filter(behind, range(len(self._fragments))), key=behind, reverse=True)
         updates = [self._fragments[p].next(follower.held[p]) for p in lacking]
         self._ask([p for p, update in zip(lacking, updates) if update is None], now_s)
-        if (found := next(filter(None, updates), None)) is not None:
-          follower.begin(found)
+        if (update := next(filter(None, updates), None)) is not None:
+          follower.begin(update)
           if follower.sends_whole:  # there may be room that it took before
             self._changed.notify_all()
-          return found
+          return update
         if self._over and not any(self._fragments[p].reading for p in lacking):
           return None
         # Until something changes; or until the next whole fragment may be read.
@@ -324,7 +323,7 @@ class Followers:
   def _wholes(self) -> int:
     """How many whole fragments are in memory, or about to be."""
     wholes = {id(fragment.whole) for fragment in self._fragments if fragment.whole}
-    wholes |= {id(one.sending) for one in self._live if one.sends_whole}
+    wholes |= {id(follower.sending) for follower in self._live if follower.sends_whole}
     return len(wholes) + sum(fragment.reading for fragment in self._fragments)
 
   def _drop_unused(self, full: bool = False) -> None:
@@ -336,15 +335,19 @@ class Followers:
         fragment.deltas.clear()
       if (whole := fragment.whole) is not None:
         leads = whole.held == fragment.newest or any(d.base == whole.held for d in fragment.deltas)
-        lacks = lambda one: self._behind(one, p) and fragment.next(one.held[p]) is whole
-        busy = lambda one: full and one.sends_whole and one.sending is not whole
-        if not leads or not any(lacks(one) and not busy(one) for one in self._live):
+        wait = [
+          follower
+          for follower in self._live
+          if self._behind(follower, p) and fragment.next(follower.held[p]) is whole
+          if not (full and follower.sends_whole and follower.sending is not whole)
+        ]
+        if not leads or not wait:
           fragment.whole = None
 
   def _cut_off(self) -> None:
     with self._changed:
       now_s = time.monotonic()
-      slow = [one for one in self._live if one.stalls(now_s) or self._is_late(one)]
+      slow = [each for each in self._live if each.stalls(now_s) or self._is_late(each)]
     for follower in slow:
       follower.fail('the follower reads too slowly')
 
@@ -367,6 +370,6 @@ class Followers:
 
 def _are_held(held: Any, count: int) -> bool:
   """Whether that is a list of so many versions and digests."""
-  is_number = lambda one: type(one) is int and -1 <= one < 1 << 64
-  is_pair = lambda one: isinstance(one, list) and len(one) == 2 and all(map(is_number, one))
+  is_number = lambda value: type(value) is int and -1 <= value < 1 << 64
+  is_pair = lambda row: isinstance(row, list) and len(row) == 2 and all(map(is_number, row))
   return isinstance(held, list) and len(held) == count and all(map(is_pair, held))

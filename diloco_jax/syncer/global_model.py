@@ -27,7 +27,6 @@ from diloco_jax.syncer import outer_step
 from diloco_jax.transport import payloads as payloads_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
-LARGEST = float(np.finfo(np.float32).max)
 ALL_REJECTED = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
@@ -60,15 +59,15 @@ class Theta:
     layout = assembled.layout
     labels = [[tensor.label for tensor in tensors] for tensors in layout.fragments]
     self._labels = labels
-    own = lambda make, one: make(one) if isinstance(one, str) else one
-    rules = {label: own(merge.make, rule) for label, rule in assembled.rules.items()}
+    from_spec = lambda make, spec: make(spec) if isinstance(spec, str) else spec
+    rules = {label: from_spec(merge.make, rule) for label, rule in assembled.rules.items()}
     self._rules = [merge.by_label(rules, label) for label in labels]
     self._tiles = outer_step.Tiles(
       layout,
       assembled.codec_up,
       assembled.codec_down,
       assembled.codec_log,
-      own(outer.make, assembled.transform),
+      from_spec(outer.make, assembled.transform),
       devices or jax.local_devices(backend='cpu')[:1],
       None if devices else 0,
     )
@@ -76,7 +75,7 @@ class Theta:
     self._warm = False
     self.versions = [0] * layout.num_fragments
     self._shapes = fragments.by_path(assembled.exchanged)
-    self._packed = [fragments.packed(its, self._shapes) for its in layout.fragments]
+    self._packed = [fragments.packed(pieces, self._shapes) for pieces in layout.fragments]
     self._to_leaves = jax.jit(self._assemble)
 
   def twin(self, assembled: build.Assembly) -> 'Theta':
@@ -91,16 +90,16 @@ class Theta:
     """Raises ValueError if an initial parameter is not finite: no outer step could mend it."""
     layout = self._assembled.layout
     last = {piece.path: p for p, pieces in enumerate(layout.fragments) for piece in pieces}
-    found = fragments.by_path(self._assembled.init())
-    leaves = {path: found.pop(path) for path in last}
-    del found  # what is never sent takes no memory
+    initial = fragments.by_path(self._assembled.init())
+    leaves = {path: initial.pop(path) for path in last}
+    del initial  # what is never sent takes no memory
     values = []
     for p, pieces in enumerate(layout.fragments):
       value_N = np.zeros(sum(piece.padded_size for piece in pieces), np.float32)
       for piece, start, _ in fragments.spans(pieces):
-        here = value_N[start : start + piece.size]
-        here[:] = np.asarray(fragments.rows(leaves, piece)).reshape(-1)
-        if not np.isfinite(here).all():
+        piece_n = value_N[start : start + piece.size]
+        piece_n[:] = np.asarray(fragments.rows(leaves, piece)).reshape(-1)
+        if not np.isfinite(piece_n).all():
           raise ValueError(
             f'{piece.path} has initial values that are not finite (NaN or infinite). Nothing was '
             'trained, nothing is lost: correct the initial parameters and start again'
@@ -183,39 +182,38 @@ class Theta:
       refused: participants that count as absent learners.
       lengths_MxT: of the payloads' tensors, if they are known.
     """
-    counts = [m for m, one in enumerate(participants) if one.learner not in refused]
-    if not counts:
+    rows = [m for m, participant in enumerate(participants) if participant.learner not in refused]
+    if not rows:
       return self._failed(p, ALL_REJECTED)
-    given = [self.near(p, payloads[m]) for m in counts]
+    near = [self.near(p, payloads[m]) for m in rows]
     if lengths_MxT is None:
-      lengths_MxT = np.stack([self._tiles.lengths(p, one) for one in given])
+      lengths_MxT = np.stack([self._tiles.lengths(p, payload) for payload in near])
     else:
-      lengths_MxT = lengths_MxT[counts]
-    rule, merged = self._rules[p], [participants[m] for m in counts]
+      lengths_MxT = lengths_MxT[rows]
+    rule, merged = self._rules[p], [participants[m] for m in rows]
     weighed = merge.weigh(
       rule,
-      [one.tokens for one in merged],
-      [one.steps for one in merged],
-      [one.slow for one in merged],
+      [participant.tokens for participant in merged],
+      [participant.steps for participant in merged],
+      [participant.slow for participant in merged],
       lengths_MxT,
       self._assembled.config.sync.period,
-      self._tiles.cosines(p, given, lengths_MxT) if rule.cosines else None,
+      self._tiles.cosines(p, near, lengths_MxT) if rule.cosines else None,
     )
-    totals, sums_T = self._tiles.sums(p, list(zip(given, weighed.factors_MxT, strict=True)))
+    totals, sums_T = self._tiles.sums(p, list(zip(near, weighed.factors_MxT, strict=True)))
     stretch_T = rule.stretch(weighed.rows, sums_T)
     periods = self._periods(participants, refused)
     alone = screening_lib.goes_on(participants)
-    made = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
-    if not made:
+    result = self._tiles.merge(p, self._whole()[p], totals, stretch_T, periods, alone)
+    if not result:
       return self._failed(p, NOT_FINITE)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
     by_label = merge.mean_cosines(weighed.factors_MxT * lengths_MxT, sums_T, self._labels[p])
-    return self._next(p, *made, length)._replace(cosines=by_label)
+    return self._next(p, *result, length)._replace(cosines=by_label)
 
   def _periods(self, participants: Sequence[actions.Participant], refused: Collection[str]) -> int:
-    steps = [
-      participant.steps for participant in participants if participant.learner not in refused
-    ]
+    merged = [participant for participant in participants if participant.learner not in refused]
+    steps = [participant.steps for participant in merged]
     return outer.periods(steps, self._assembled.config.sync.period)
 
   def redo(
@@ -269,26 +267,27 @@ class Theta:
   def params(self) -> Any:
     """Returns the published model as a parameter tree in new buffers; None stands for what is never
     sent."""
-    published = [[tile.published_n for tile in one] for one in self._whole()]
-    leaves, found = self._to_leaves(jax.device_put(published, self.sharding)), self._shapes
+    published = [[tile.published_n for tile in tiles] for tiles in self._whole()]
+    leaves = self._to_leaves(jax.device_put(published, self.sharding))
+    params = dict(self._shapes)
     for piece, paths, _ in itertools.chain(*self._packed):
       like = [self._shapes[path] for path in paths]
-      found = found | dict(zip(paths, fragments.unpack(leaves[piece.path], like)))
-    return jax.tree.unflatten(jax.tree.structure(self.shapes), found.values())
+      params.update(zip(paths, fragments.unpack(leaves[piece.path], like)))
+    return jax.tree.unflatten(jax.tree.structure(self.shapes), params.values())
 
   def _assemble(self, published: list[list[jax.Array]]) -> dict[str, jax.Array]:
     packed = itertools.chain(*self._packed)
     leaves = {piece.path: jnp.zeros(leaf.shape, leaf.dtype) for piece, _, leaf in packed}
-    for found, parts in zip(self._packed, published):
+    for packed, parts in zip(self._packed, published):
       # Copies: an array that is returned as it came would change with the next outer step.
       value_N = jnp.concatenate([jnp.copy(part) for part in parts])
-      for piece, start, stop in fragments.spans([piece for piece, *_ in found]):
+      for piece, start, stop in fragments.spans([piece for piece, *_ in packed]):
         fragments.replace_rows(leaves, piece, fragments.shaped(piece, value_N[start:stop]))
     return leaves
 
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
     whole = map(exchange.Values, arrays['masters'], arrays['published'], arrays['outer'])
-    self._values = [self._tiles.cut(p, one) for p, one in enumerate(whole)]
+    self._values = [self._tiles.cut(p, values) for p, values in enumerate(whole)]
     self.versions = list(versions)
 
 
@@ -301,6 +300,6 @@ def norm(lengths_T: np.ndarray) -> int:
   """The norm of a payload in screening.UNIT, or screening.NOT_FINITE, also if its square is too
   large for a float32."""
   square = float(np.sum(np.square(lengths_T)))
-  if not square <= LARGEST:
+  if not square <= np.finfo(np.float32).max:
     return screening_lib.NOT_FINITE
   return int(math.sqrt(square) * screening_lib.UNIT)

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from diloco_jax.config import brought, build
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, facts, rate_limited_log
@@ -59,9 +57,8 @@ class SyncerRecords:
     self._steps = assembled.config.train.steps
     self._next_s = 0.0
     self.say = records.say
-    self._notices = rate_limited_log.Notices(
-      int(_SAY_S * 1e9), records.say
-    )  # who comes again and again
+    # For a learner that comes again and again.
+    self._notices = rate_limited_log.Notices(int(_SAY_S * 1e9), records.say)
 
   def report(self, fact: facts.Fact) -> None:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
@@ -141,7 +138,7 @@ def run(
     store: of the run, if the caller has opened it.
     measure: of the published model, where there is no task.
     followers: of the run, whom the transport serves.
-    last_word: what learners hear as the transport shuts down, after an error perhaps.
+    last_word: the text for learners as the transport shuts down, after an error perhaps.
 
   Returns:
     The machine's Exit; its saves are on disk, and in the store. NOT_IN_TIME: not in the store yet.
@@ -156,11 +153,11 @@ def run(
   """
   with contextlib.ExitStack() as cleanup:
     config = assembled.config
-    store = store or cleanup.enter_context(stored.opened(config, workdir, records.say))
+    store = store or cleanup.enter_context(stored.open_store(config, workdir, records.say))
     log_files = store.log_files if store else files_lib.Files(folders.log_folder(workdir))
     log = commit.CommitLog(log_files, assembled.agreement, records.say, store=store)
     cleanup.callback(log.close)
-    lineage = lineage_lib.begun(workdir)  # behind the lock: now no restore begins
+    lineage = lineage_lib.begin(workdir)  # behind the lock: now no restore begins
     _introduce(assembled, records)
     payloads = payloads_lib.PayloadStore()
     transport = make_transport(event_queue.post, payloads)
@@ -188,12 +185,11 @@ def run(
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
-    post_own, fail = event_queue.post, event_queue.fail
     work = syncer_work.SyncerWork(
       assembled,
       theta,
-      post_own,
-      fail,
+      event_queue.post,
+      event_queue.fail,
       payloads,
       records,
       checkpoints,
@@ -243,9 +239,9 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
   """Says what the run trains and exchanges."""
   config, layout = assembled.config, assembled.layout
   sync, steps, tokens = config.sync, config.train.steps, 0
-  kept = len(assembled.never_sent)
-  kept = f' and {kept} arrays that never leave a learner' if kept else ''
-  trained = f'{assembled.parameters:,} parameters{kept}, T = {steps:,} inner steps'
+  count = len(assembled.never_sent)
+  never_sent = f' and {count} arrays that never leave a learner' if count else ''
+  trained = f'{assembled.parameters:,} parameters{never_sent}, T = {steps:,} inner steps'
   if assembled.task:
     tokens = assembled.task.tokens_per_batch
     trained += f' of {tokens:,} tokens: {tokens * steps * sync.learners:,} on all learners'
@@ -323,9 +319,7 @@ def recover(
   lineage: lineage_lib.Lineage,
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start."""
-  like = theta.like
-  shardings = jax.tree.map(lambda _: theta.sharding, like)
-  restored = checkpoints.restore(shardings, like, lineage.run)
+  restored = checkpoints.restore(theta.sharding, theta.like, lineage.run)
   records_lib.report_startup(records, 'restored')
   sizes = assembled.payload_bytes
   start = tape_lib.Start(
@@ -390,7 +384,7 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   )
 
 
-_NO_STATE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+_WRONG_STATE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
 @contextlib.contextmanager
@@ -398,9 +392,9 @@ def _refusing_foreign_state(log: commit.CommitLog) -> Iterator[None]:
   """Refuses a machine state that no syncer has written, whatever it leads to."""
   try:
     yield
-  except _NO_STATE as error:
+  except _WRONG_STATE as error:
     raise outer_log.NotReproduced(
       f'The machine state in the checkpoint or in the log of {log.place} is none that a syncer has '
       f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
-      f'to a checkpoint: {wal.restore(log.place)}'
+      f'to a checkpoint: {wal.restore_command(log.place)}'
     ) from error

@@ -133,21 +133,20 @@ class Tiles:
     self._tx = [tx if by_value else outer.by_tensor(tx, layout, p) for p in range(count)]
     # By fragment: how many blocks each tensor has, how many values each block has.
     self._blocks = blocks = [
-      np.array([one.padded_size // codecs.BLOCK for one in layout.fragments[p]])
+      np.array([piece.padded_size // codecs.BLOCK for piece in layout.fragments[p]])
       for p in range(count)
     ]
     self._counts = [np.full(block.sum(), codecs.BLOCK, np.int32) for block in blocks]
     for p in range(count):
-      padding = [one.padded_size - one.size for one in layout.fragments[p]]
+      padding = [piece.padded_size - piece.size for piece in layout.fragments[p]]
       self._counts[p][np.cumsum(blocks[p]) - 1] -= np.array(padding, np.int32)
     self._spare: dict[tuple[int, jax.sharding.Sharding], list[jax.Array]] = {}
-    statistic = [[one.label == fragments.STATISTIC for one in its] for its in layout.fragments]
     # By fragment: whether each block belongs to a statistic; None if the model has none.
-    self._statistic = (
-      [np.repeat(one, its) for one, its in zip(statistic, blocks)]
-      if any(map(any, statistic))
-      else None
-    )
+    self._statistic: list[np.ndarray] | None = None
+    is_statistic = lambda piece: piece.label == fragments.STATISTIC
+    flags = [list(map(is_statistic, pieces)) for pieces in layout.fragments]
+    if any(map(any, flags)):
+      self._statistic = [np.repeat(flags[p], blocks[p]) for p in range(count)]
     self._make_functions()
 
   def _make_functions(self) -> None:
@@ -244,19 +243,20 @@ class Tiles:
     tile one decoded row exists at a time."""
 
     def products(start: int) -> list[jax.Array]:
-      found = []
+      blocks = []
       for m, payload in enumerate(payloads[:-1]):
         row_n = self._decode(*self._read(p, payload, start, self._buffer(p)))
         for other in payloads[m + 1 :]:
-          found.append(self._products(*self._read(p, other, start, row_n)))
+          blocks.append(self._products(*self._read(p, other, start, row_n)))
         self._keep(p, [row_n])
-      return found
+      return blocks
 
-    there = lengths_MxT > 0
-    cosines_MxMxT = np.eye(len(payloads))[..., None] * there
+    moved_MxT = lengths_MxT > 0
+    cosines_MxMxT = np.eye(len(payloads))[..., None] * moved_MxT
     pairs = itertools.combinations(range(len(payloads)), 2)
     for (m, k), blocks in zip(pairs, zip(*self._each(self.starts(p), products)), strict=True):
-      scale_T = np.where(there[m] & there[k], lengths_MxT[m] * lengths_MxT[k], np.inf)
+      both_T = moved_MxT[m] & moved_MxT[k]
+      scale_T = np.where(both_T, lengths_MxT[m] * lengths_MxT[k], np.inf)
       cosines_MxMxT[m, k] = cosines_MxMxT[k, m] = self._by_tensor(p, blocks) / scale_T
     return cosines_MxMxT
 
@@ -267,17 +267,17 @@ class Tiles:
     def add(start: int) -> tuple[jax.Array, jax.Array]:
       total_n, squares_B, done = self._buffer(p), None, 0
       while done < len(rows):
-        count = next(one for one in AT_ONCE if one <= len(rows) - done)
-        mine = range(done, done + count)
+        count = next(most for most in AT_ONCE if most <= len(rows) - done)
+        span = range(done, done + count)
         total_n, squares_B = self._add_rows(
           self._up,
           total_n,
-          [self._sections(self._up, p, rows[m][0], start, self._n[p]) for m in mine],
-          [self._of_blocks(p, factors[m], start) for m in mine],
+          [self._sections(self._up, p, rows[m][0], start, self._n[p]) for m in span],
+          [self._of_blocks(p, factors[m], start) for m in span],
           np.bool_(done == 0),
-          np.bool_(mine.stop == len(rows)),
+          np.bool_(span.stop == len(rows)),
         )
-        done = mine.stop
+        done = span.stop
       return total_n, squares_B
 
     totals, squares = zip(*self._each(self.starts(p), add))

@@ -53,7 +53,7 @@ _RETRY_S, _LOOK_S, _SAY_NS = 5.0, 0.1, 60 * 10**9
 
 
 @contextlib.contextmanager
-def opened(
+def open_store(
   config: run_config.Config, workdir: pathlib.Path, say: Callable[[str], None]
 ) -> Iterator['Stored | None']:
   """Locks the folder of a run, takes the claim in its store and makes the folder the newest state
@@ -86,7 +86,7 @@ def opened(
 
 
 class Stored:
-  """The store of one syncer process. `opened` makes it; then `begin`, then the other calls."""
+  """The store of one syncer process. `open_store` makes it; then `begin`, then the other calls."""
 
   def __init__(
     self,
@@ -101,7 +101,7 @@ class Stored:
     self._store = store_lib.Store(config.train.store)
     self._claim: claim_lib.Claim | None = None
     self._at = ''  # where copies and records are
-    self._begun: dict[str, Any] = {}  # what the claim says once the run goes on here
+    self._begun: dict[str, Any] = {}  # fields of the claim once the run goes on here
     self._checkpoints: checkpoint.Checkpoints | None = None
     self._notices = rate_limited_log.Notices(_SAY_NS, say)
     # What is to be copied, by its kind: what people call it, and what copies it.
@@ -114,7 +114,7 @@ class Stored:
   # --- The start ----------------------------------------------------------------------------------
 
   def open(self) -> None:
-    """Takes the claim, and makes the folder the newest state of the run. Raises as `opened`."""
+    """Takes the claim, and makes the folder the newest state of the run. Raises as `open_store`."""
     here = lineage_lib.read(self._workdir, lineage_lib.TAKE_OVER) or lineage_lib.Lineage()
     if here.store == self._store.place and not self._store.is_there():
       raise store_lib.StoreError(
@@ -140,13 +140,16 @@ class Stored:
     restored = tuple(dict.fromkeys((*claimed.restored, *here.restored)))
     store_is_behind = restored != claimed.restored  # of a restore of this folder
     self._at = lineage_lib.Lineage(restored=restored).part
-    mine = before is None or (claim_lib.has(before, here.disk) and not here.changing)
+    has_newest = before is None or (claim_lib.has(before, here.disk) and not here.changing)
     if store_is_behind:
       for number in folders.checkpoints(self._folder)[-1:]:
         with contextlib.suppress(states.Damaged):  # `recover` says what to do
           self._copy(number)
     elif before:
-      self._take_over(before, here, mine)
+      # What the last holder has is older than the store only if its disk itself went back.
+      newest, end = max(self._positions(), default=0), self._end()
+      if not has_newest or newest > end or (before.log and not wal.numbers(self.log_files)):
+        self._go_to_copy(before, here)
     self._fetch_own_model()
     lineage = dataclasses.replace(
       here if store_is_behind else claimed,
@@ -157,10 +160,10 @@ class Stored:
       changing='',
     )
     lineage_lib.write(self._workdir, lineage)
-    # If this process cannot continue the run, the disk that had it still has.
+    # If this process cannot continue the run, the disk that had it still has it.
     self._begun = {'lineage': lineage, 'taker': '', 'over': False}
     if before and not store_is_behind:
-      self._fetch_records(before, mine)
+      self._fetch_records(before, has_newest)
     if not store_is_behind:
       self._claim.renew(taker=lineage.disk, log=max(self._claim.content.log, self._end()))
 
@@ -168,9 +171,9 @@ class Stored:
     """Of a store without a claim. Raises Denied if the store has a run that is not in the
     folder."""
     self._at = here.part
-    mine = here.disk and here.run and not here.changing
-    behind = mine and max(self._positions(here.run), default=0) > self._end()
-    if behind or (not mine and self._store.names('syncer/')):
+    has_run = here.disk and here.run and not here.changing
+    is_behind = has_run and max(self._positions(here.run), default=0) > self._end()
+    if is_behind or (not has_run and self._store.names('syncer/')):
       raise claim_lib.Denied(
         f'{self._store.place} has a run, and no {claim_lib.NAME} that says which. Nothing was '
         'changed. Start the syncer on the disk that had the run: it writes the claim again. If '
@@ -184,21 +187,14 @@ class Stored:
   def _positions(self, run: str = '') -> list[int]:
     """The positions in the log of the newest copies of this run (the claimed one) whose manifests
     read back, as many as the log serves, the newest first. Raises StoreError, OtherFormat."""
-    found, run = [], run or self._claim.content.lineage.run
+    positions, run = [], run or self._claim.content.lineage.run
     for name in reversed(states.copies(self._store, self._at)):
       with contextlib.suppress(states.Damaged):
-        about, _ = states.described(self._store, name, f'syncer/{states.number(name)}', run)
-        found.append(about.record['protocol'][outer_log.POSITION])
-      if len(found) == outer_log.CHECKPOINTS:
+        manifest, _ = states.fetch_manifest(self._store, name, f'syncer/{states.number(name)}', run)
+        positions.append(manifest.record['protocol'][outer_log.POSITION])
+      if len(positions) == outer_log.CHECKPOINTS:
         break
-    return found
-
-  def _take_over(self, before: claim_lib.Content, here: lineage_lib.Lineage, mine: bool) -> None:
-    """Makes the folder the newest checkpoint of the run. That of the last holder (`mine`) is older
-    than the store only if the disk itself went back."""
-    newest = max(self._positions(), default=0)
-    if not mine or newest > self._end() or (before.log and not wal.numbers(self.log_files)):
-      self._go_to_copy(before, here)
+    return positions
 
   def _go_to_copy(self, before: claim_lib.Content, here: lineage_lib.Lineage) -> None:
     """Fetches the newest copy that is whole, and goes back to it."""
@@ -217,7 +213,7 @@ class Stored:
     with contextlib.suppress(states.Damaged):
       whole = None
       whole = states.newest(copies, fetch, passed_over)
-    first = self._store.read(f'{self._at}wal/{wal.name_of(1)}', _LARGE)
+    first = self._store.read(self._record_name(1), _LARGE)
     if not whole and not first and (damaged or before.log):
       raise claim_lib.Denied(
         f'{self._store.place} has no whole copy of the run {before.lineage.run}, of which '
@@ -230,9 +226,9 @@ class Stored:
       chain = wal.first_chain(outer_log.run_of(before.agreement)).hex()
       position = {outer_log.POSITION: 0, outer_log.CHAIN: chain}
     self._store.remove(*damaged)  # the run goes on without them, so no later start may take them
-    there = self._folder / folders.CHECKPOINTS
-    paths = [path for path in (self._workdir / folders.OWN_MODEL, there) if path.exists()]
-    put = functools.partial(json_files.move, staging, there) if whole else lambda: None
+    checkpoints = self._folder / folders.CHECKPOINTS
+    paths = [path for path in (self._workdir / folders.OWN_MODEL, checkpoints) if path.exists()]
+    put = functools.partial(json_files.move, staging, checkpoints) if whole else lambda: None
     for aside in lineage_lib.go_back(
       self._workdir,
       here,
@@ -263,38 +259,42 @@ class Stored:
           json_files.move(own_model, folders.new_aside(self._workdir) / folders.OWN_MODEL)
         states.fetch(self._store, folders.OWN_MODEL, own_model, folders.VERSION_0)
 
-  def _fetch_records(self, before: claim_lib.Content, mine: bool) -> None:
+  def _record_name(self, number: int) -> str:
+    """The name of a record in the store."""
+    return f'{self._at}wal/{wal.name_of(number)}'
+
+  def _fetch_records(self, before: claim_lib.Content, has_newest: bool) -> None:
     """Adds the records that follow those of the folder. Raises Denied: one is damaged."""
     names, begun = set(self._store.names(f'{self._at}wal/')), self._end()
-    name_of = lambda number: f'{self._at}wal/{wal.name_of(number)}'
     end = begun
-    if name_of(end) not in names or self._same_history(end):
-      while name_of(end + 1) in names:
+    if self._record_name(end) not in names or self._has_same_history(end):
+      while self._record_name(end + 1) in names:
         end += 1
-        if (record := self._store.read(name_of(end), _LARGE)) is None:
-          raise store_lib.StoreError(f'{self._store.place}/{name_of(end)} was removed: start again')
+        name = self._record_name(end)
+        if (record := self._store.read(name, _LARGE)) is None:
+          raise store_lib.StoreError(f'{self._store.place}/{name} was removed: start again')
         json_files.replace(folders.log_folder(self._workdir) / wal.name_of(end), record.data)
     if end > begun:
       try:
         wal.check(self.log_files, wal.run_in(self._header(begun)), begun, end)
       except wal.WalDamaged as error:
         raise claim_lib.Denied(
-          f'{self._store.place}/{name_of(error.number)} is damaged. Put it back and start again, '
-          f'or go on without it and all behind it: {wal.restore(self.log_files.place)}'
+          f'{self._store.place}/{self._record_name(error.number)} is damaged. Put it back and '
+          'start again, or go on without it and all behind it: '
+          f'{wal.restore_command(self.log_files.place)}'
         ) from error
-    if end < before.log or not (mine or before.released or self._config.train.store_log):
+    if end < before.log or not (has_newest or before.released or self._config.train.store_log):
       about = f'to about {before.log}' if end < before.log else 'and later, if there were any,'
       self._say(
         f'outer steps {end + 1} {about} are gone: only the disk of {before.host} had them. The run '
         f'continues behind outer step {end}. With train.store_log=true none would be gone'
       )
 
-  def _same_history(self, number: int) -> bool:
+  def _has_same_history(self, number: int) -> bool:
     """Whether a record of the folder has the hash of that in the store: the run may have gone on
     without this store, or with another. Raises StoreError."""
-    there = self._store.read(f'{self._at}wal/{wal.name_of(number)}', _LARGE)
-    here = self._header(number)
-    return there is not None and wal.chain_in(there.data) == wal.chain_in(here)
+    record = self._store.read(self._record_name(number), _LARGE)
+    return record is not None and wal.chain_in(record.data) == wal.chain_in(self._header(number))
 
   def _header(self, number: int) -> bytes:
     """Of a record in the folder."""
@@ -336,14 +336,14 @@ class Stored:
     copied = max(self._positions(), default=0)
     if copied < first:
       self._copy(numbers[-1])  # the folder has no record that could follow an older one
-    there = self._store.names(f'{self._at}wal/')
-    common = [number for number in others if f'{self._at}wal/{wal.name_of(number)}' in there]
-    if common and not self._same_history(common[-1]):
-      self._store.remove(*there)
-      there = []
+    names = self._store.names(f'{self._at}wal/')
+    common = [number for number in others if self._record_name(number) in names]
+    if common and not self._has_same_history(common[-1]):
+      self._store.remove(*names)
+      names = []
     for number in others:
-      name = f'{self._at}wal/{wal.name_of(number)}'
-      if number > copied and name not in there:
+      name = self._record_name(number)
+      if number > copied and name not in names:
         self._store.put_new(name, self.log_files.read(wal.name_of(number)))
 
   # --- Outer steps --------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Stored:
     claim was taken; WalBroken if a process before this one has put another record late."""
     self._claim.require()
     if self._config.train.store_log:
-      name = f'{self._at}wal/{wal.name_of(number)}'
+      name = self._record_name(number)
       if not self._store.put_new(name, record()):
         self._claim.renew()
         raise wal.WalBroken(
@@ -398,7 +398,7 @@ class Stored:
         try:
           call()
         except claim_lib.Denied:
-          return  # the node hears of it from the claim
+          return  # the claim ends the node
         except states.Damaged as error:  # a later one, or that of the next process, may be copied
           self._damaged[kind] = f'{text} is damaged, so it is not in {self._store.place}: {error}'
           self._say(self._damaged[kind])
@@ -417,7 +417,7 @@ class Stored:
   def _copy(self, number: int) -> None:
     folder = self._folder / folders.CHECKPOINTS / str(number)
     if self._checkpoints:
-      self._checkpoints.held = number  # two later saves would remove it meanwhile
+      self._checkpoints.pinned = number  # two later saves would remove it meanwhile
     digest = states.sha256(folder / states.MANIFEST)[:8]
     name = f'{self._at}ckpt/{number}-{digest}'
     if self._store.read(f'{name}/{states.MANIFEST}') is None:
@@ -442,7 +442,7 @@ class Stored:
     old = [name for name in names if not name.startswith(stay)]
     self._store.remove(*sorted(old, key=lambda name: not name.endswith(states.MANIFEST)))
     if len(behind := self._positions()) == outer_log.CHECKPOINTS:
-      limit = f'{self._at}wal/{wal.name_of(behind[-1])}'
+      limit = self._record_name(behind[-1])
       self._store.remove(*(name for name in self._store.names(f'{self._at}wal/') if name <= limit))
 
   def _copy_model(self) -> None:
@@ -469,16 +469,16 @@ class Stored:
       with self._changed:
         self._changed.wait_for(lambda: not self._due, _LOOK_S)
     again = '. Start the syncer again: it goes on from what is whole, and copies that'
-    told = [text + again for text in self._damaged.values()]
+    lines = [text + again for text in self._damaged.values()]
     if left := ' and '.join(text for text, _ in list(self._due.values())):
-      told.append(
+      lines.append(
         f'{left} is not in {self._store.place}: there was no time. The folder has it; start the '
         'syncer there again, and it is copied'
       )
-    if told and finished:
-      return actions.Exit(code=actions.NOT_IN_TIME, text='. '.join(told))
-    for text in told:
-      self._say(text)
+    if lines and finished:
+      return actions.Exit(code=actions.NOT_IN_TIME, text='. '.join(lines))
+    for line in lines:
+      self._say(line)
     return result
 
   def close(self) -> None:

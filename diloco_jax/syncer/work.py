@@ -55,8 +55,8 @@ class SyncerWork:
     store: stored.Stored | None = None,
     followers: followers_lib.Followers | None = None,
   ):
-    """`fail` ends the node: without the work thread nothing is merged or saved. `store`: takes a
-    copy of each checkpoint."""
+    """`fail` ends the node: without the work thread nothing is merged or saved. `store`: for a copy
+    of each checkpoint."""
     self._assembled = assembled
     self._theta = theta
     self._post = post
@@ -83,7 +83,7 @@ class SyncerWork:
     self._queue.put(action)
 
   def read_for_followers(self, fragment: int) -> None:
-    """Asks for a copy of a fragment, which the followers take."""
+    """Asks for a copy of a fragment for the followers."""
     self._queue.put(fragment)
 
   def stop(self) -> None:
@@ -102,10 +102,10 @@ class SyncerWork:
   def _perform(self, action: actions.Work | int) -> None:
     match action:
       case int(fragment):
-        self._show(fragment)
+        self._copy_for_followers(fragment)
       case actions.Measure(fragment=fragment, payload_id=payload_id):
         with contextlib.suppress(LookupError):  # dropped since, with its session
-          self._measured(fragment, payload_id)
+          self._measure(fragment, payload_id)
       case actions.Merge():
         self._merge(action)
       case actions.ReadFragment(fragment=fragment):
@@ -119,7 +119,7 @@ class SyncerWork:
     """Carries out an outer step, commits it, and only then posts anything about it."""
     p = merge.fragment
     payloads, lengths = zip(
-      *(self._measured(p, participant.payload_id) for participant in merge.participants)
+      *(self._measure(p, participant.payload_id) for participant in merge.participants)
     )
     lengths_MxT = np.stack(lengths)
     screened = self._theta.screen(merge.participants, lengths_MxT, len(merge.live))
@@ -146,7 +146,7 @@ class SyncerWork:
     payload_id, payload = announced.result()
     if self._followers:
       publish = self._publish(p, merge.sync, merged.digest, payload)
-      self._followers.take_delta(publish, self._payloads.get(payload_id))
+      self._followers.add_delta(publish, self._payloads.get(payload_id))
     self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
       report_facts.Outer(
@@ -169,12 +169,12 @@ class SyncerWork:
       return
     self._due = self._due or merge.sync
     last = merge.machine_state['last_sync']
-    oldest = min([merge.sync, *(one for p, one in enumerate(last) if p != merge.fragment)])
+    oldest = min([merge.sync, *last[: merge.fragment], *last[merge.fragment + 1 :]])
     if merge.sync - oldest <= periods or merge.sync - self._due >= periods:
       self._evaluated, self._due = merge.sync, 0
       self._evaluation.submit(merge.sync)
 
-  def _measured(self, p: int, payload_id: int) -> Measured:
+  def _measure(self, p: int, payload_id: int) -> Measured:
     """A payload of fragment p, which is measured once. Raises LookupError: it was dropped."""
     if payload_id in self._known:
       return self._known[payload_id]
@@ -209,13 +209,12 @@ class SyncerWork:
       )
     )
 
-  def _show(self, p: int) -> None:
-    """Copies a fragment for the followers."""
+  def _copy_for_followers(self, p: int) -> None:
     assert self._followers
     payload_id, payload = payloads_lib.keep(self._payloads, self._theta.published(p))
     copy = self._payloads.get(payload_id)
     self._payloads.drop(payload_id)
-    self._followers.take_whole(self._publish(p, 0, self._theta.digest(p), payload), copy)
+    self._followers.add_whole(self._publish(p, 0, self._theta.digest(p), payload), copy)
 
   def _publish(self, p: int, sync: int, digest: int, payload: messages.Payload) -> messages.Publish:
     """The message to followers about a version: the delta that a sync has published, or (0) the

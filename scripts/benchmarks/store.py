@@ -157,7 +157,7 @@ def saves(stores: dict[str, str], folder: pathlib.Path, rounds: int) -> dict[str
 def open_store(url: str, workdir: pathlib.Path) -> contextlib.AbstractContextManager:
   config = own_loop.get_config()
   config.train.store, config.train.store_log = url, bool(url)
-  return stored.opened(config, workdir, lambda text: None)
+  return stored.open_store(config, workdir, lambda text: None)
 
 
 def timed(call: Callable, times: list[float]) -> Callable:

@@ -132,7 +132,7 @@ def test_an_export_is_rounded_once_and_copies_what_is_known(run, tmp_path):
   base, pair = (params[name]['layers'][0]['out'] for name in ('base', 'lora'))
   whole = base.astype(np.float32) + (pair['a'] @ pair['b']).reshape(base.shape)
   once = whole.reshape(-1, base.shape[-1]).T.astype(ml_dtypes.bfloat16)
-  np.testing.assert_array_equal(found.mapped(), once)
+  np.testing.assert_array_equal(found.map(), once)
   assert (once != np.asarray(base).reshape(once.T.shape).T).any()
   _flip(tmp_path / 'gemma' / 'config.json')
   done = diloco('export', f'--workdir={run}', f'--out={tmp_path / "other"}')

@@ -102,7 +102,7 @@ def test_three_learners_learn_and_the_export_is_in_the_layout_of_the_model(model
   assert config == (model / 'config.json').read_bytes()
   files = (one / hugging_face.FILE for one in (model, folder / 'out'))
   begun, ended = (
-    {key: tensor.mapped() for key, tensor in arrays.stored(file).items()} for file in files
+    {key: tensor.map() for key, tensor in arrays.tensors_in(file).items()} for file in files
   )
   kinds = lambda tensors: {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
   assert kinds(ended) == kinds(begun)

@@ -164,7 +164,7 @@ def _restore(here: pathlib.Path) -> checkpoint.Restored | None:
 def _stored(here: pathlib.Path, disk: str):
   config = load.load('stdlib_lm:tiny')
   config.train.store = str(here / 'store')
-  with stored.opened(config, here.parent / disk, print) as there:
+  with stored.open_store(config, here.parent / disk, print) as there:
     yield there
 
 

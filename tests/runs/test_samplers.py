@@ -100,6 +100,6 @@ def test_the_versions_end_with_the_run_and_the_last_is_the_model_that_is_exporte
     assert refused.end() == 42 and 'a folder needs the Hugging Face folder' in refused.text
   numbers = [int(re.match(r'version (\d+): ', line)[1]) for line in follower.lines]
   assert numbers == sorted(set(numbers)) and numbers
-  ours, theirs = (arrays.stored(one / hugging_face.FILE) for one in (out / 'latest', end))
+  ours, theirs = (arrays.tensors_in(one / hugging_face.FILE) for one in (out / 'latest', end))
   assert ours.keys() == theirs.keys()
-  assert all((ours[name].mapped() == theirs[name].mapped()).all() for name in ours)
+  assert all((ours[name].map() == theirs[name].map()).all() for name in ours)

@@ -121,7 +121,7 @@ def test_ids_are_those_of_the_reference(name):
 
 def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
   files = sorted(folder.glob('*.safetensors'))
-  return {name: one.mapped() for file in files for name, one in arrays.stored(file).items()}
+  return {name: one.map() for file in files for name, one in arrays.tensors_in(file).items()}
 
 
 @pytest.mark.parametrize('scan', [False, True])

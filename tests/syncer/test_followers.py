@@ -91,14 +91,14 @@ class Rig:
 
   def _read(self, p):
     self.reads.append(p)
-    self._work.submit(lambda: self.followers.take_whole(*self._made(p, None, self._whole_bytes)))
+    self._work.submit(lambda: self.followers.add_whole(*self._made(p, None, self._whole_bytes)))
 
   def publish(self, p, size=1000):
     self._work.submit(self._publish, p, size).result()
 
   def _publish(self, p, size):
     self.versions[p] += 1
-    self.followers.take_delta(*self._made(p, self.versions[p] - 1, size))
+    self.followers.add_delta(*self._made(p, self.versions[p] - 1, size))
 
   def held(self, p):
     return self.versions[p], 100 * self.versions[p] + p

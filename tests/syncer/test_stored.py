@@ -50,7 +50,7 @@ class Life(durability.Rig):
     config.train.store, config.train.store_log = place, store_log
     records = durability.Records()
     self.disk_folder, self._end = disk, contextlib.ExitStack()
-    self.store = self._end.enter_context(stored.opened(config, disk, records.say))
+    self.store = self._end.enter_context(stored.open_store(config, disk, records.say))
     try:
       super().__init__(assembled, disk / 'syncer', store=self.store, records=records)
     except BaseException:

@@ -237,9 +237,9 @@ def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_befor
   with pytest.raises(
     files_lib.DirectoryError, match=r'middle of a take-over.*the same train\.store'
   ):
-    lineage_lib.begun(here.folder / 'b')
+    lineage_lib.begin(here.folder / 'b')
   assert bits(here.live('b', True).theta) == expected[4]
-  assert not lineage_lib.begun(here.folder / 'b').changing
+  assert not lineage_lib.begin(here.folder / 'b').changing
 
 
 def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):
