@@ -232,7 +232,13 @@ class Checkpoints:
   def _open(self) -> None:
     """Makes the folder, and opens it for saves."""
     if _leads():
-      _probe(self._root)
+      self._root.mkdir(parents=True, exist_ok=True)
+      probe = self._root / '.writable'
+      try:
+        probe.write_text('probe', 'utf-8')
+      except FileNotFoundError as error:
+        raise ValueError(f'there is no such bucket ({error})') from error
+      probe.unlink(missing_ok=True)  # a request whose answer was lost is sent again
       self._remove_left_over()
       self._newest = max(self.numbers, default=-1)
     self._checkpointer = orbax_context.checkpointer(
@@ -277,7 +283,7 @@ class Checkpoints:
 
   def _remove_old(self) -> None:
     """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
-    kept = orbax_context.kept(self.numbers, CHECKPOINTS_KEPT, self._keep_every)
+    kept = orbax_context.kept_numbers(self.numbers, CHECKPOINTS_KEPT, self._keep_every)
     for number in sorted(set(self.numbers) - {*kept, self.pinned}):
       self._remove(self._root / str(number))
 
@@ -341,17 +347,6 @@ class Checkpoints:
 def _leads() -> bool:
   """Whether this process changes the files. All hosts of a learner save and read its arrays."""
   return jax.process_index() == 0
-
-
-def _probe(root: json_files.Place) -> None:
-  """Makes a folder for checkpoints, and writes to it."""
-  root.mkdir(parents=True, exist_ok=True)
-  probe = root / '.writable'
-  try:
-    probe.write_text('probe', 'utf-8')
-  except FileNotFoundError as error:
-    raise ValueError(f'there is no such bucket ({error})') from error
-  probe.unlink(missing_ok=True)  # a request whose answer was lost is sent again
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ that the process before it had (storage/files.py), so that one is dead. It also 
 that has ended in order, which releases the claim. Any other waits for EXPIRED_S, and is refused if
 the claim is renewed twice meanwhile; one renewal may have been on its way when its sender died.
 
-Times are those of one host's monotonic clock, so two clocks need not agree. A host that stands
-still without its clock seeing it (a paused virtual machine) may publish what it had just committed;
+Times are those of one host's monotonic clock, so two clocks need not agree. A host that is
+paused while its clock does not run on (a virtual machine) may publish what it had just committed;
 the records of `train.store_log` have no such gap, since a record is put once (syncer/stored.py).
 """
 

@@ -39,7 +39,7 @@ _KINDS = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a named pipe', stat.S_IFSOCK:
 
 
 class DirectoryError(RuntimeError):
-  """The directory is unusable; one line says why and what to do."""
+  """The directory is unusable; the text is one line: why, and what to do."""
 
 
 def require_name(folder: pathlib.Path) -> None:

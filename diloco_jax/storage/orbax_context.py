@@ -26,13 +26,13 @@ def __getattr__(name: str) -> Any:
   return globals().setdefault(name, v1)
 
 
-def kept(numbers: Sequence[int], newest: int, every: int) -> list[int]:
+def kept_numbers(numbers: Sequence[int], newest: int, every: int) -> list[int]:
   """Which checkpoints are kept: the newest ones and the first of every so many numbers.
 
   Of Orbax's policies EveryNStepsClosest is near to this, but takes the last one *before* a multiple
   if that is closer: then the other nodes' are an interval older.
 
-  >>> kept([3, 9, 10, 14, 21, 25, 26], newest=2, every=10)
+  >>> kept_numbers([3, 9, 10, 14, 21, 25, 26], newest=2, every=10)
   [3, 10, 21, 25, 26]
   """
   first = {number // every: number for number in reversed(numbers)} if every else {}

@@ -72,7 +72,7 @@ class Theta(Protocol):
   ) -> Merged:
     """Repeats an outer step of fragment p from its encoded outer gradient: makes its next version.
     An empty gradient is that of an outer step that was refused. `participants`, in the order of
-    learner ids, without the `refused` say how many periods the outer step covers. Raises
+    learner ids, without the `refused`, decide how many periods the outer step covers. Raises
     ValueError."""
 
 
@@ -144,9 +144,14 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
   """Repeats the outer step of a record, on the Theta directly before it.
 
   Raises:
-    NotReproduced: the record does not follow, or gives another result than the committed one.
+    NotReproduced: the record does not follow, or its result is not the committed one.
   """
-  step = _decoded(record, place)
+  if record.kind != OUTER_STEP:
+    raise _refused(record, place, f'has kind {record.kind}, which this release does not know')
+  try:
+    step = decode(record.payload)
+  except (ValueError, KeyError, TypeError, codec.TapeError) as error:
+    raise _refused(record, place, f'cannot be read by this release ({error})') from error
   merge, done = step.merge, step.done
   if not 0 <= merge.fragment < len(theta.versions):
     raise _refused(record, place, f'is of fragment {merge.fragment}, there is none')
@@ -173,15 +178,6 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
       'of machine that committed it; if none of these has changed, test the memory of this host',
     )
   return step
-
-
-def _decoded(record: wal.Record, place: str) -> OuterStep:
-  if record.kind != OUTER_STEP:
-    raise _refused(record, place, f'has kind {record.kind}, which this release does not know')
-  try:
-    return decode(record.payload)
-  except (ValueError, KeyError, TypeError, codec.TapeError) as error:
-    raise _refused(record, place, f'cannot be read by this release ({error})') from error
 
 
 def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:

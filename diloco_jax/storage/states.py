@@ -1,4 +1,4 @@
-"""A state: a folder of arrays, and a manifest that says what is in it.
+"""A state: a folder of arrays, and a manifest of what is in it.
 
   <folder>/manifest.json   written last: without it there is no state
   <folder>/...             the arrays, as plain Orbax reads them: ocp.load(folder)

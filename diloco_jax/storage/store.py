@@ -26,7 +26,7 @@ _ABSENT = b'\x02'  # TensorStore's generation of what does not exist
 PART_BYTES = 8 << 20  # of a file
 LIMIT_S = 30.0  # for the answer to a small request
 _BYTES_PER_S = 1 << 19  # of the slowest network that is waited for
-# TensorStore's own 32 attempts would take a quarter of an hour; its callers try again, and say so.
+# TensorStore's own 32 attempts would take a quarter of an hour; its callers try again themselves.
 _RETRIES = {'max_retries': 4, 'initial_delay': '100ms', 'max_delay': '2s'}
 
 

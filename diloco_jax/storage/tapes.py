@@ -83,7 +83,9 @@ class Tape:
     self._say = say
     self._segment_bytes = min(segment_bytes, limit_bytes // _SEGMENTS)
     self._half_bytes = limit_bytes // 2
-    self._writer = tape_lib.Writer(start, _digest(config), commit(), versions())
+    text = json.dumps(config, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest() if config else ''
+    self._writer = tape_lib.Writer(start, digest, commit(), versions())
     self._life, self._segment = 0, -1
     self._written = 0  # bytes of the segment
     self._backlog: collections.deque[bytes] = collections.deque()  # lines for a disk that is full
@@ -214,12 +216,6 @@ def _compress(path: pathlib.Path) -> None:
     path.unlink()
   except OSError:
     fresh.unlink(missing_ok=True)  # no space: the segment stays unpacked
-
-
-def _digest(config: dict[str, Any] | None) -> str:
-  if config is None:
-    return ''
-  return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:

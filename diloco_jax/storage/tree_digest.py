@@ -77,7 +77,7 @@ def compile_digests(tree: Any) -> None:
 
 
 def digest_leaf(leaf: jax.Array) -> jax.Array:
-  """sum_i mixed(bits_i, i) mod 2^32: exact in any order, so any sharding gives the same number.
+  """sum_i mixed(bits_i, i) mod 2^32: exact in any order, so the same with any sharding.
 
   A change of one element of at most 32 bits always changes the sum. Terms that are linear in the
   bits would not do: a flipped bit in a compressed file changes the signs of several values, and two

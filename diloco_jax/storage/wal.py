@@ -1,8 +1,8 @@
 """The write-ahead log of the syncer, a file for each record: committed records survive every crash.
 
 A record holds all data that is needed to repeat one outer step, bit for bit. `append` writes it to
-the file `record.new`; `commit` makes its bytes durable, gives it its name, NUMBER.rec, and makes
-the name durable. No consequence of a record (an acknowledgement, a publication, a metric) may leave
+the file `record.new`; `commit` makes its bytes durable, renames it to NUMBER.rec, and makes the
+name durable. No consequence of a record (an acknowledgement, a publication, a metric) may leave
 the process before its commit has returned. So every file with a name was whole and durable:
 recovery removes `record.new`, verifies all other files, and refuses a log of which any byte behind
 the checkpoint differs. No file is ever changed, so a store of whole objects could hold a log, too.
@@ -217,7 +217,7 @@ def _records(files: files_port.Files, run: str, base: int, last: int) -> Iterato
 
 def _verify(files: files_port.Files, run: str, after: int, chain: bytes | None) -> 'Wal':
   """The log of a directory that has one. Every record behind the checkpoint is whole; damage of
-  those that it holds is said. `after`, `chain`: as for open_log."""
+  records that it contains is in the log's `words`. `after`, `chain`: as for open_log."""
   present = set(numbers(files))
   if not present:
     raise _misfit(files, after, 'there is no log')

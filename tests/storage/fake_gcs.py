@@ -72,8 +72,8 @@ class Request(NamedTuple):
   @property
   def name(self) -> str:
     """Of the object; '' of a list, and of an upload of several parts."""
-    named = _OBJECT.match(self.path)
-    return urllib.parse.unquote(named[2]) if named else self.query.get('name', '')
+    path = _OBJECT.match(self.path)
+    return urllib.parse.unquote(path[2]) if path else self.query.get('name', '')
 
 
 class Answer(NamedTuple):
@@ -174,8 +174,8 @@ class FakeGcs:
 
   def add_bucket(self, name: str) -> None:
     with self._lock:
-      made = buckets.create_bucket(name, self._storage)
-      made['softDeletePolicy'] = {'retentionDurationSeconds': 0}
+      bucket = buckets.create_bucket(name, self._storage)
+      bucket['softDeletePolicy'] = {'retentionDurationSeconds': 0}
 
   def objects(self, bucket: str) -> dict[str, bytes]:
     """All objects of a bucket, by name."""
@@ -239,8 +239,8 @@ class FakeGcs:
 
   def _generation(self, bucket: str, name: str) -> int:
     """0: there is no such object."""
-    found = self._storage.objects.get(bucket, {}).get(name)
-    return int(found['generation']) if found else 0
+    resource = self._storage.objects.get(bucket, {}).get(name)
+    return int(resource['generation']) if resource else 0
 
   def _refuses(self, request: Request, bucket: str, name: str) -> Answer | None:
     now = self._generation(bucket, name)
@@ -255,10 +255,10 @@ class FakeGcs:
     if bucket not in self._storage.buckets:
       return _error(404, 'notFound')
     kind = 'application/octet-stream'
-    made = resources._make_object_resource('', bucket, name, kind, str(len(data)))
-    made = resources._checksums(data, made)
-    self._storage.create_file(bucket, name, data, made)
-    return _json(made)
+    resource = resources._make_object_resource('', bucket, name, kind, str(len(data)))
+    resource = resources._checksums(data, resource)
+    self._storage.create_file(bucket, name, data, resource)
+    return _json(resource)
 
   def _move(self, bucket: str, name: str, to: str) -> Answer:
     if not self._generation(bucket, name):
@@ -295,17 +295,17 @@ class FakeGcs:
     files, prefixes = self._storage.get_file_list(
       bucket, query.get('prefix'), query.get('delimiter'), query.get('matchGlob')
     )
-    found = {file['name']: file for file in files} | dict.fromkeys(prefixes)
+    entries = {file['name']: file for file in files} | dict.fromkeys(prefixes)
     names = sorted(
       name
-      for name in found
+      for name in entries
       if name >= query.get('startOffset', '')
       and (not query.get('endOffset') or name < query['endOffset'])
       and name > query.get('pageToken', '')
     )
     page = names[: min(PAGE, int(query.get('maxResults', PAGE)))]
-    answer = {'kind': 'storage#objects', 'items': [found[name] for name in page if found[name]]}
-    answer['prefixes'] = [name for name in page if found[name] is None]
+    answer = {'kind': 'storage#objects', 'items': [entries[name] for name in page if entries[name]]}
+    answer['prefixes'] = [name for name in page if entries[name] is None]
     if len(page) < len(names):
       answer['nextPageToken'] = page[-1]
     return _json(answer)
@@ -385,11 +385,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def emulate(self, storage: Storage, request: Request) -> Answer:
     """What the emulator answers."""
     if self._is_chunk(request.query) and request.body:
-      found = re.match(r'bytes (\d+)-\d+/', self.headers['Content-Range'])
-      if found:  # of a truncated upload the range says more than has come
-        last = int(found[1]) + len(request.body) - 1
-        total = self.headers['Content-Range'].split('/')[1]
-        self.headers.replace_header('Content-Range', f'bytes {found[1]}-{last}/{total}')
+      span = re.match(r'bytes (\d+)-\d+/(.*)', self.headers['Content-Range'])
+      if span:  # of a truncated upload the range has more bytes than have come
+        last = int(span[1]) + len(request.body) - 1
+        self.headers.replace_header('Content-Range', f'bytes {span[1]}-{last}/{span[2]}')
     self.storage = storage
     files, self.rfile, self.wfile = (self.rfile, self.wfile), io.BytesIO(request.body), io.BytesIO()
     length = str(len(request.body))
@@ -476,8 +475,8 @@ def forget_in_this_process() -> None:
   fsspec.config.conf['gs'] = {'token': 'anon', 'project': 'fake'}  # the environment was read before
   from gcsfs import GCSFileSystem
 
-  for one in GCSFileSystem._cache.values():
-    one.invalidate_cache()
+  for file_system in GCSFileSystem._cache.values():
+    file_system.invalidate_cache()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import sys
 import textwrap
 import threading
 import types
@@ -52,18 +53,23 @@ def _save(root: pathlib.Path, *steps: int) -> None:
   checkpoints.close()
 
 
+@pytest.fixture(name='checkpoints')
+def _checkpoints(tmp_path) -> Iterator[checkpoint.Checkpoints]:
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  yield checkpoints
+  checkpoints.close()
+
+
 def _assert_holds(restored: checkpoint.Restored, step: int) -> None:
   assert (restored.step, restored.data_state) == (step, 10 * step)
   jax.tree.map(np.testing.assert_array_equal, restored.state, _state(step))
 
 
-def test_reads_back_the_saved_state(tmp_path):
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+def test_reads_back_the_saved_state(checkpoints):
   checkpoints.save(7, _state(7), 70, {'versions': [3, 4], 'steps': {'0': 1}})
   restored = checkpoints.restore(_shardings(train_config.MeshConfig(), _state(0)), _state(0))
   _assert_holds(restored, 7)
   assert restored.protocol == {'versions': [3, 4], 'steps': {'0': 1}}
-  checkpoints.close()
 
 
 def _skipping_the_merge(*args, **kwargs):
@@ -75,16 +81,14 @@ def _skipping_the_merge(*args, **kwargs):
   return nothing()
 
 
-def test_a_save_that_cannot_be_read_is_none(tmp_path, monkeypatch):
+def test_a_save_that_cannot_be_read_is_none(tmp_path, checkpoints, monkeypatch):
   """The caller would rely on it, and the log would drop what it holds."""
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with monkeypatch.context() as patch:
     patch.setattr(ocdbt_utils, 'merge_ocdbt_per_process_files', _skipping_the_merge)
     with pytest.raises(states.StateError, match='saving .* failed.* no earlier one'):
       checkpoints.save(1, _state(1), 10)()
   assert checkpoints.numbers == []
   checkpoints.save(2, _state(2), 20)()
-  checkpoints.close()
   _assert_holds(_restore(tmp_path), 2)
 
 
@@ -111,8 +115,8 @@ def test_a_state_is_read_in_parts_and_each_is_verified(tmp_path, monkeypatch):
   monkeypatch.setattr(orbax_context.ocp, 'load', spy)
   states.save(tmp_path / 'model', 'model', tree, {})
   assert len(parts) == 5
-  found = states.load_on_host(tmp_path / 'model')[1]
-  jax.tree.map(np.testing.assert_array_equal, found, tree)
+  loaded = states.load_on_host(tmp_path / 'model')[1]
+  jax.tree.map(np.testing.assert_array_equal, loaded, tree)
   assert len(parts) == 10
 
 
@@ -122,12 +126,13 @@ def test_a_path_in_which_orbax_finds_nothing_is_refused(letter, tmp_path):
   link = tmp_path / 'link'
   link.symlink_to(folder.parent)
   for path in (folder, link / 'run'):
-    with pytest.raises(ValueError, match='no checkpoint could be read. Nothing was changed'):
-      checkpoint.Checkpoints(str(path))
-    with pytest.raises(ValueError, match='Choose another folder, or rename this one'):
-      states.save(path, 'model', _state(1), {})
-    with pytest.raises(ValueError, match='Choose another folder, or rename this one'):
-      arrays.load(path)
+    for call in (
+      lambda path=path: checkpoint.Checkpoints(str(path)),
+      lambda path=path: states.save(path, 'model', _state(1), {}),
+      lambda path=path: arrays.load(path),
+    ):
+      with pytest.raises(ValueError, match='could be read. Nothing was changed. Choose another f'):
+        call()
   assert not folder.parent.exists()
 
 
@@ -166,29 +171,26 @@ def test_the_first_of_every_interval_is_kept_also_by_a_later_process(tmp_path):
   assert [states.read(tmp_path / f'{number}').record['step'] for number in (3, 41)] == [3, 41]
 
 
-def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path):
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path, checkpoints):
   assert checkpoints.save(5, _state(1), 1)() == 5
   assert checkpoints.save(5, _state(5), 50)() == 6
   assert checkpoints.save(4, _state(4), 40)() == 7
   assert checkpoints.numbers == [6, 7]
-  checkpoints.close()
   _assert_holds(_restore(tmp_path), 4)
 
 
-def test_a_donation_after_save_does_not_change_the_checkpoint(tmp_path):
+def test_a_donation_after_save_does_not_change_the_checkpoint(tmp_path, checkpoints):
   add_one = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
   state = add_one(_state(1))
   checkpoints.save(2, state, 20)
   for _ in range(20):
     state = add_one(state)
-  checkpoints.close()
+  checkpoints.wait()
   _assert_holds(_restore(tmp_path), 2)
 
 
 @pytest.mark.parametrize('what', ['checkpoint', 'arrays'])
-def test_what_was_saved_is_durable(tmp_path, monkeypatch, what):
+def test_what_was_saved_is_durable(tmp_path, checkpoints, monkeypatch, what):
   """The log drops its records on the strength of a checkpoint, and a model is written but once."""
   durable, fsync = set(), os.fsync
 
@@ -198,14 +200,11 @@ def test_what_was_saved_is_durable(tmp_path, monkeypatch, what):
 
   monkeypatch.setattr(os, 'fsync', spy)
   if what == 'checkpoint':
-    checkpoints = checkpoint.Checkpoints(str(tmp_path))
     checkpoints.save(7, _state(7), 70)()
   else:
     states.save(tmp_path / '7', '7', _state(7), {})
   paths = tmp_path, tmp_path / '7', *(tmp_path / '7').rglob('*')
   assert {path.stat().st_ino for path in paths} <= durable
-  if what == 'checkpoint':
-    checkpoints.close()
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
@@ -234,9 +233,8 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
   for leaf in restored.state.values():
     np.testing.assert_array_equal(leaf, np.arange(2**19, dtype=np.float32))
 
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  checkpoints.save(2, restored.state, 20)
-  checkpoints.close()
+  with contextlib.closing(checkpoint.Checkpoints(str(tmp_path))) as checkpoints:
+    checkpoints.save(2, restored.state, 20)
   assert _restore(tmp_path, like).step == 2
 
 
@@ -276,9 +274,8 @@ def test_opening_starts_no_thread(tmp_path, monkeypatch):
   checkpoint.Checkpoints(str(tmp_path)).close()
 
 
-def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, caplog):
-  """With a wait for each save its caller says it; without one there is one warning."""
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, checkpoints, caplog):
+  """With a wait for each save its caller gets the error; without one there is one warning."""
   checkpoints.save(1, _state(1), 10)()
   (tmp_path / 'new_1.orbax-checkpoint-tmp').mkdir()  # threads of an earlier save have written on
   with _small_files():
@@ -299,33 +296,24 @@ def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, c
   _assert_holds(_restore(tmp_path), 5)
 
 
-_IN_A_THREAD_OF_TENSORSTORE = """
-import sys, types
-sys.unraisablehook = lambda error: print('said', error.exc_value, file=sys.stderr)
-from diloco_jax.storage import orbax_context
-orbax_context.ocp
-for text in ('Event loop is closed', 'another'):
-  sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text), object=None))
-"""
+def test_threads_of_a_failed_save_print_no_traceback(monkeypatch):
+  printed = []
+  monkeypatch.setattr(sys, 'unraisablehook', lambda error: printed.append(str(error.exc_value)))
+  orbax_context._hide_errors_of_saves()
+  for text in ('Event loop is closed', 'another'):
+    sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text), object=None))
+  assert printed == ['another']
 
 
-def test_threads_of_a_failed_save_print_no_traceback():
-  ended = command_line.python('-c', _IN_A_THREAD_OF_TENSORSTORE)
-  assert ended.stderr.splitlines() == ['said another'] and ended.returncode == 0
-
-
-def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+def test_the_end_of_a_save_can_be_awaited_in_another_thread(checkpoints):
   with futures.ThreadPoolExecutor(4) as pool:
     ends = [pool.submit(checkpoints.save(step, _state(step), 10 * step)) for step in range(1, 5)]
     assert len({end.result() for end in ends}) == 4
   assert checkpoints.numbers == [3, 4]
-  checkpoints.close()
 
 
-def test_a_closed_folder_takes_no_save(tmp_path):
+def test_a_closed_folder_takes_no_save(tmp_path, checkpoints):
   """Another process may have it by then."""
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
   checkpoints.close()
   with pytest.raises(states.StateError, match='is closed'):
     checkpoints.save(1, _state(1), 10)
@@ -334,28 +322,15 @@ def test_a_closed_folder_takes_no_save(tmp_path):
   _assert_holds(_restore(tmp_path), 2)
 
 
-def test_one_changed_bit_is_detected(tmp_path):
-  """The record of a state detects one changed bit, even if the storage does not."""
-  _save(tmp_path, 1, 2)
-  record = tmp_path / '2' / 'manifest.json'
-  digest = str(tree_digest.digests(_state(2))['w'])
-  changed = _state(2)
-  changed['w'] = changed['w'].at[3, 4].set(np.nextafter(np.float32(30), np.float32(31)))
-  other = str(tree_digest.digests(changed)['w'])
-  assert digest != other and digest in record.read_text()
-  record.write_text(record.read_text().replace(digest, other))
-  _assert_holds(_restore(tmp_path), 1)
-
-
-def test_signs_that_change_together_are_detected():
-  """As one flipped bit of a compressed file changes them."""
+def test_one_changed_bit_and_signs_that_change_together_are_detected():
+  """One flipped bit of a compressed file changes several signs."""
   values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-  digests = {tree_digest.digests_of_host({'w': values})['w']}
+  changed = [values.copy() for _ in range(5)]
+  changed[0][34] = np.nextafter(values[34], np.float32(9))
   for count in (1, 2, 4):
-    changed = values.copy()
-    changed[7 : 7 + 90 * count : 90] *= -1
-    digests.add(tree_digest.digests_of_host({'w': changed})['w'])
-  assert len(digests) == 4
+    changed[count][7 : 7 + 90 * count : 90] *= -1
+  digests = {tree_digest.digests_of_host({'w': array})['w'] for array in changed}
+  assert len(digests) == 5  # changed[3] is as it was
 
 
 def test_arrays_of_another_checkpoint_are_not_restored(tmp_path):
@@ -366,18 +341,12 @@ def test_arrays_of_another_checkpoint_are_not_restored(tmp_path):
   _assert_holds(_restore(tmp_path), 1)
 
 
-def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
-  assert _restore(tmp_path) is None
-  _save(tmp_path, 1)
-  (tmp_path / '1' / 'manifest.json').write_text('{')
-  for _ in range(2):  # the second process does not start over either
-    with pytest.raises(states.StateError, match=r'none of the checkpoints \[1\]'):
-      _restore(tmp_path)
-
-
-def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch):
+def test_a_failure_to_read_sets_nothing_aside_and_no_checkpoint_is_no_failure(
+  tmp_path, monkeypatch
+):
   """The cause may pass: here no file can be opened."""
   root = tmp_path / 'ckpt'
+  assert _restore(root) is None
   _save(root, 1, 2)
 
   def fail(*args):
@@ -385,8 +354,9 @@ def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch):
 
   with monkeypatch.context() as patch:
     patch.setattr(states.json_files, 'read_bytes', fail)
-    with pytest.raises(states.StateError, match=r'\[1, 2\] .*/2/.*Too many open files'):
-      _restore(root)
+    for _ in range(2):  # the second process does not start over either
+      with pytest.raises(states.StateError, match=r'\[1, 2\] .*/2/.*Too many open files'):
+        _restore(root)
   assert sorted(path.name for path in root.iterdir()) == ['1', '2']
   _assert_holds(_restore(root), 2)
 
@@ -394,11 +364,8 @@ def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch):
 def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
   _save(tmp_path, 1)
   wider = _state(0) | {'w': jnp.zeros((8, 9))}
-  with pytest.raises(
-    ValueError,
-    match=r'w was saved as \[\[8, 8\].*this island has '
-    r'\[\[8, 9\].*configuration it was saved with',
-  ):
+  differ = r'w was saved as \[\[8, 8\].*this island has \[\[8, 9\].*configuration it was saved with'
+  with pytest.raises(ValueError, match=differ):
     _restore(tmp_path, wider)
   with pytest.raises(ValueError, match='w was saved as .* no such leaf'):
     _restore(tmp_path, {'count': jnp.int32(0)})
@@ -419,9 +386,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     checkpoint.Checkpoints(str(tmp_path / 'file' / 'checkpoints'))
 
 
-def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path):
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path, checkpoints):
   with pytest.raises(TypeError, match='JSON'):
     checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})
-  checkpoints.close()
   assert _restore(tmp_path) is None

@@ -17,15 +17,12 @@ from tests.storage import fake_gcs
 from tests.storage import test_checkpoint as on_disk
 
 
-def _restore(url: str, devices: int = 4) -> tuple[checkpoint.Restored, list[int]]:
+def _restore(url: str) -> tuple[checkpoint.Restored, list[int]]:
   """What a process on an empty disk finds, and the numbers that are left."""
   like = on_disk._state(0)
-  checkpoints = checkpoint.Checkpoints(url)
-  try:
-    shardings = on_disk._shardings(train_config.MeshConfig(fsdp=devices), like)
+  shardings = on_disk._shardings(train_config.MeshConfig(fsdp=4), like)
+  with contextlib.closing(checkpoint.Checkpoints(url)) as checkpoints:
     return checkpoints.restore(shardings, like), checkpoints.numbers
-  finally:
-    checkpoints.close()
 
 
 def test_a_process_on_another_machine_reads_what_was_saved_with_its_own_mesh(bucket):
@@ -71,24 +68,19 @@ def test_no_step_waits_for_the_bucket(bucket):
 
 
 @pytest.mark.parametrize(
-  'prepare, url, kind, words',
+  'door, url, kind, words',
   [
-    (
-      lambda door: None,
-      'gs://no-such-bucket/run',
-      ValueError,
-      'cannot write checkpoints under gs:',
-    ),
-    (lambda door: setattr(door, 'refuses_with', 403), '', ValueError, 'Forbidden'),
-    (lambda door: setattr(door, 'refuses_with', 401), '', ValueError, 'cannot write'),
-    (lambda door: setattr(door, 'shut', True), '', states.StateError, 'does not answer'),
+    ({}, 'gs://no-such-bucket/run', ValueError, 'cannot write checkpoints under gs:'),
+    ({'refuses_with': 403}, '', ValueError, 'Forbidden'),
+    ({'refuses_with': 401}, '', ValueError, 'cannot write'),
+    ({'shut': True}, '', states.StateError, 'does not answer'),
   ],
   ids=['missing', 'forbidden', 'unknown', 'shut'],
 )
 def test_a_bucket_that_cannot_be_written_is_refused_at_the_start(
-  prepare, url, kind, words, bucket, quick, capfd
+  door, url, kind, words, bucket, quick, capfd
 ):
-  prepare(bucket.door)
+  vars(bucket.door).update(door)
   with pytest.raises(kind, match=words) as refused:
     checkpoint.Checkpoints(url or f'{bucket.url}/run/ckpt')
   assert '\n' not in str(refused.value) and not capfd.readouterr().err

@@ -179,23 +179,22 @@ def test_a_closed_directory_takes_nothing_more(tmp_path: pathlib.Path):
   files.close()
 
 
-def test_an_empty_lock_file_still_locks(tmp_path: pathlib.Path):
+@pytest.mark.parametrize(
+  'holder, words',
+  [
+    ([], 'used by another process'),
+    # In containers with a common folder all may have one pid.
+    (
+      {'role': 'learner', 'pid': os.getpid(), 'host': 'pod-7'},
+      'on pod-7. Nothing .* Stop that process',
+    ),
+  ],
+)
+def test_a_lock_file_without_a_name_or_with_that_of_another_host_locks(tmp_path, holder, words):
   files, other = files_lib.Files(tmp_path), files_lib.Files(tmp_path)
   files.lock()
-  (tmp_path / files_lib.LOCK).write_text('[]')
-  with pytest.raises(files_lib.DirectoryError, match='used by another process'):
-    other.lock()
-  files.close()
-  other.close()
-
-
-def test_a_process_of_another_host_is_not_taken_for_this_one(tmp_path: pathlib.Path):
-  """In containers with a common folder all may have one pid."""
-  files, other = files_lib.Files(tmp_path), files_lib.Files(tmp_path)
-  files.lock()
-  holder = {'role': 'learner', 'pid': os.getpid(), 'host': 'pod-7'}
   (tmp_path / files_lib.LOCK).write_text(json.dumps(holder))
-  with pytest.raises(files_lib.DirectoryError, match='on pod-7. Nothing .* Stop that process'):
+  with pytest.raises(files_lib.DirectoryError, match=words):
     other.lock()
   files.close()
   other.close()

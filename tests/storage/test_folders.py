@@ -38,21 +38,21 @@ def test_without_a_home_it_is_a_folder_of_this_user_alone(home, monkeypatch, tmp
     _without_home(monkeypatch)
   else:
     monkeypatch.setenv('HOME', str(tmp_path / home))
-  found = folders.cache()
-  assert found == folders.cache() == tmp_path / f'diloco_jax-{os.getuid()}'
-  assert stat.S_IMODE(found.stat().st_mode) == 0o700
+  cache = folders.cache()
+  assert cache == folders.cache() == tmp_path / f'diloco_jax-{os.getuid()}'
+  assert stat.S_IMODE(cache.stat().st_mode) == 0o700
   (tmp_path / 'text').write_text('abc', 'utf-8')
-  made = corpus_files.cached('it', str(tmp_path / 'text'), lambda folder: None)
-  assert found in made.parents
+  corpus = corpus_files.cached('it', str(tmp_path / 'text'), lambda folder: None)
+  assert cache in corpus.parents
 
 
 @pytest.mark.parametrize('kind', ['file', 'dangling link'])
 def test_a_name_that_is_taken_hinders_nobody(kind, monkeypatch, tmp_path):
   """Every user of the machine can take it."""
   _without_home(monkeypatch)
-  taken = tmp_path / f'diloco_jax-{os.getuid()}'
-  taken.write_text('', 'utf-8') if kind == 'file' else taken.symlink_to(tmp_path / 'nothing')
-  assert folders.cache().is_dir() and folders.cache() != taken
+  path = tmp_path / f'diloco_jax-{os.getuid()}'
+  path.write_text('', 'utf-8') if kind == 'file' else path.symlink_to(tmp_path / 'nothing')
+  assert folders.cache().is_dir() and folders.cache() != path
 
 
 def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
@@ -61,9 +61,9 @@ def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
   user = os.getuid()
   (tmp_path / f'diloco_jax-{user + 1}').mkdir()  # its owner is `user`
   monkeypatch.setattr(folders.os, 'getuid', lambda: user + 1)
-  found = folders.cache()
-  assert found.name.startswith('diloco_jax-') and found.parent == tmp_path
-  assert found.name != f'diloco_jax-{user + 1}'
+  cache = folders.cache()
+  assert cache.name.startswith('diloco_jax-') and cache.parent == tmp_path
+  assert cache.name != f'diloco_jax-{user + 1}'
 
 
 def test_what_is_moved_aside_gets_a_new_folder_also_if_an_older_one_is_gone(tmp_path):

@@ -28,14 +28,14 @@ def test_the_newest_that_can_be_read_is_used_and_the_others_are_said(tmp_path):
   shutil.copytree(tmp_path / '2', tmp_path / '3')  # an older one in the place of a newer
   (tmp_path / '4' / states.MANIFEST).unlink()
   passed = {}
-  found = lambda: sorted(tmp_path.iterdir())
-  assert states.newest(found, _read, passed.__setitem__) == 2
+  folders = lambda: sorted(tmp_path.iterdir())
+  assert states.newest(folders, _read, passed.__setitem__) == 2
   assert "is that of 'node/2'" in str(passed[tmp_path / '3'])
   assert 'has no manifest.json' in str(passed[tmp_path / '4']) and len(passed) == 2
   for number in (1, 2):
     shutil.rmtree(tmp_path / str(number))
   with pytest.raises(states.Damaged, match='4 has no manifest.json'):
-    states.newest(found, _read, passed.__setitem__)
+    states.newest(folders, _read, passed.__setitem__)
   assert states.newest(list, _read, passed.__setitem__) is None
 
 
@@ -51,8 +51,8 @@ def test_what_is_removed_while_it_is_read_is_not_damaged(tmp_path):
     return _read(folder)
 
   passed = []
-  found = lambda: sorted(tmp_path.iterdir())
-  assert states.newest(found, use, lambda *one: passed.append(one)) == 3
+  folders = lambda: sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
+  assert states.newest(folders, use, lambda *words: passed.append(words)) == 3
   assert not passed
 
   def gone(folder):
@@ -61,7 +61,7 @@ def test_what_is_removed_while_it_is_read_is_not_damaged(tmp_path):
     return _read(folder)
 
   with pytest.raises(states.StateError, match='saves faster than this process reads'):
-    states.newest(lambda: sorted(tmp_path.iterdir(), key=lambda one: int(one.name)), gone, print)
+    states.newest(folders, gone, print)
 
 
 def test_a_state_of_another_run_is_damaged(tmp_path):
@@ -91,10 +91,10 @@ def test_each_file_of_a_copy_is_compared(tmp_path):
   states.put(store, 'copy', tmp_path / 'made', lambda: None)
   states.fetch(store, 'copy', tmp_path / 'fetched')
   assert states.load_on_host(tmp_path / 'fetched')[1]['w'][0, 0] == 7
-  found = {name: store.read(name).data for name in store.names('copy/')}
-  largest = max(found, key=lambda name: len(found[name]))
+  objects = {name: store.read(name).data for name in store.names('copy/')}
+  largest = max(objects, key=lambda name: len(objects[name]))
   for name in (largest, f'copy/{states.MANIFEST}', 'copy/state/_METADATA'):
-    whole = found[name]
+    whole = objects[name]
     for data in (b'', whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
       store.put(name, data)
       with pytest.raises(states.Damaged):

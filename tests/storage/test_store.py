@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 import tracemalloc
+from concurrent import futures
 
 import pytest
 
@@ -42,7 +43,9 @@ def test_a_large_file_is_copied_in_parts(kind, tmp_path, request, monkeypatch):
   bucket = request.getfixturevalue('bucket') if kind == 'bucket' else None
   store = store_lib.Store(f'{bucket.url}/run/x' if bucket else str(tmp_path / 'store'))
   if bucket:  # which is in this process
-    bucket.door.faults = fake_gcs.Faults(1, 1.0, only=lambda one: requests.append(len(one.body)))
+    bucket.door.faults = fake_gcs.Faults(
+      1, 1.0, only=lambda asked: requests.append(len(asked.body))
+    )
   tracemalloc.start()
   store.put_file('model/d/0', tmp_path / 'file')
   if not bucket:
@@ -67,14 +70,10 @@ def test_names_begin_with_the_prefix_and_are_sorted(store):
   assert store.names() == ['a/1', 'bb']
 
 
-def test_an_object_that_exists_is_never_replaced_by_put_new(store):
-  assert store.put_new('wal/1.rec', b'one')
-  assert store.put_new('wal/1.rec', b'one')  # the answer to the first may have been lost
-  assert not store.put_new('wal/1.rec', b'another')
-  assert store.read('wal/1.rec').data == b'one'
-
-
-def test_replace_needs_the_present_generation(store):
+def test_replace_needs_the_present_generation_and_put_new_that_there_is_no_object(store):
+  for _ in range(2):  # the answer to the first may have been lost
+    assert store.put_new('claim', b'a')
+  assert not store.put_new('claim', b'another')
   first = store.replace('claim', b'a', None)
   assert store.read('claim') == (b'a', first)
   second = store.replace('claim', b'b', first)
@@ -88,18 +87,15 @@ def test_replace_needs_the_present_generation(store):
 
 def test_of_several_that_replace_an_object_one_succeeds(store):
   generation = store.replace('claim', b'', None)
-  won, together = [], threading.Barrier(RACERS)
+  won, start = [], threading.Barrier(RACERS)
 
-  def race(mine: bytes) -> None:
-    together.wait()
-    if store.replace('claim', mine, generation):
-      won.append(mine)
+  def race(data: bytes) -> None:
+    start.wait()
+    if store.replace('claim', data, generation):
+      won.append(data)
 
-  racers = [threading.Thread(target=race, args=(b'%d' % one,)) for one in range(RACERS)]
-  for racer in racers:
-    racer.start()
-  for racer in racers:
-    racer.join()
+  with futures.ThreadPoolExecutor(RACERS) as pool:
+    list(pool.map(race, [b'%d' % number for number in range(RACERS)]))
   assert [store.read('claim').data] == won
 
 
@@ -145,23 +141,21 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 @pytest.mark.parametrize('kind', ['503', 'reset', 'lost answer', 'truncated answer',
                                   'truncated upload'])  # fmt: skip
 def test_one_failure_of_any_kind_goes_unnoticed(bucket, kind):
-  from tests.storage import fake_gcs
-
   store = store_lib.Store(f'{bucket.url}/run')
 
   def fails_once(call):
     bucket.door.faults = fake_gcs.Faults(1, 1.0, (kind,), most=1)
-    found = call()
+    result = call()
     assert bucket.door.faults.injected.total() == 1
-    return found
+    return result
 
   data = os.urandom(1 << 18)
   assert fails_once(lambda: store.put_new('wal/1', data))
   assert not fails_once(lambda: store.put_new('wal/1', b'another'))
-  found = fails_once(lambda: store.read('wal/1'))
-  assert found.data == data
-  assert fails_once(lambda: store.replace('wal/1', b'b', found.generation))
-  assert fails_once(lambda: store.replace('wal/1', b'c', found.generation)) is None
+  stored = fails_once(lambda: store.read('wal/1'))
+  assert stored.data == data
+  assert fails_once(lambda: store.replace('wal/1', b'b', stored.generation))
+  assert fails_once(lambda: store.replace('wal/1', b'c', stored.generation)) is None
   assert fails_once(lambda: store.names()) == ['wal/1']
   fails_once(lambda: store.remove('wal/1'))
   assert bucket.objects == {}

@@ -84,29 +84,18 @@ class Storage(disk_lib.Disk):
     """Carries out a call wholly, in part or not at all, as planned."""
     fault = self.plan.get(len(self.calls))
     self.calls.append(call)
-    match fault:
-      case None:
-        whole()
-      case 'power lost after':
-        whole()
-        raise PowerLoss
-      case 'power lost within':
-        part()
-        raise PowerLoss
-      case 'killed within':
-        part()
-        raise Killed
-      case 'killed after':
-        whole()
-        raise Killed
-      case 'disk full':
-        part()
-        raise OSError(self.full_errno, 'No space left on device')
-      case 'I/O error':
-        (failed or part)()
-        raise OSError(errno.EIO, 'Input/output error')
-      case _:
-        raise ValueError(fault)
+    if fault is None:
+      whole()
+    elif fault in DEATHS:
+      part() if fault.endswith('within') else whole()
+      raise PowerLoss if fault.startswith('power lost') else Killed
+    elif fault == 'disk full':
+      part()
+      raise OSError(self.full_errno, 'No space left on device')
+    else:
+      assert fault == 'I/O error'
+      (failed or part)()
+      raise OSError(errno.EIO, 'Input/output error')
 
 
 DEATHS = ['power lost within', 'power lost after', 'killed within', 'killed after']
@@ -135,9 +124,10 @@ def chain_after(records: list[tuple[int, bytes]]) -> bytes:
   return chain
 
 
-def write_log(disk: Storage, records: int) -> wal.Wal:
-  log = wal.open_log(disk, RUN)
-  for number in range(1, records + 1):
+def write_log(disk: Storage, last: int, **after) -> wal.Wal:
+  """A log with records up to the last; `after`: of the first, by open_log."""
+  log = wal.open_log(disk, RUN, **after)
+  for number in range(log.committed + 1, last + 1):
     assert log.append(1, payload(number)) == number
     assert log.commit() == number
   return log
@@ -202,10 +192,7 @@ def test_the_hash_depends_on_the_history_only():
   log = write_log(other, 9)
   log.drop_before(5)
   log.append(1, b'unfinished')
-  log = wal.open_log(other, RUN, after=9)
-  for number in range(10, 21):
-    log.append(1, payload(number))
-    log.commit()
+  log = write_log(other, 20, after=9)
   assert log.chain == plain.chain == chain_after(expected(20))
 
 
@@ -405,23 +392,18 @@ def quiet() -> list[str]:
   story = Story(Storage())
   story.run()
   story.recover()
+  assert set(story.disk.calls) == set(FAULTS)
   return story.disk.calls
 
 
 CALLS = quiet()
 
 
-def test_the_story_uses_every_call():
-  assert set(CALLS) == set(FAULTS)
-
-
 @pytest.mark.parametrize('fault', sorted({word for words in FAULTS.values() for word in words}))
 def test_every_call_failing(fault: str):
   """One fault at each call in turn, then a second one at a later call, then a power loss."""
   broken = 0
-  for call, name in enumerate(CALLS):
-    if fault not in FAULTS[name]:
-      continue
+  for call in (call for call, name in enumerate(CALLS) if fault in FAULTS[name]):
     disk = Storage(seed=call)
     disk.plan[call] = fault
     second = call + random.Random(call).randrange(1, 40)
@@ -453,14 +435,19 @@ def test_a_full_disk_accepts_the_record_later(calls: int, full: int):
   assert read_log(wal.open_log(disk, RUN)) == [*expected(3), (1, b'another record 4')]
 
 
-STEPS = ['writing a record', 'fsync of a record', 'naming a record', 'fsync of the directory']
-
-
-@pytest.mark.parametrize('doing', STEPS)
-def test_a_failed_call_ends_the_log(doing: str):
+@pytest.mark.parametrize(
+  'call, doing',
+  [
+    (0, 'writing a record'),
+    (1, 'fsync of a record'),
+    (2, 'naming a record'),
+    (3, 'fsync of the directory'),
+  ],
+)
+def test_a_failed_call_ends_the_log(call: int, doing: str):
   disk = Storage()
   log = write_log(disk, 3)
-  disk.plan[len(disk.calls) + STEPS.index(doing)] = 'I/O error'
+  disk.plan[len(disk.calls) + call] = 'I/O error'
   with pytest.raises(wal.WalBroken, match=f'^{doing} failed .* Safe up to record 3'):
     log.append(1, payload(4))
     log.commit()
@@ -473,23 +460,20 @@ def test_a_failed_call_ends_the_log(doing: str):
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def test_a_log_of_another_version_is_refused_with_both(monkeypatch):
+def test_a_log_of_another_version_or_run_is_refused_with_both(monkeypatch):
   disk = Storage()
   with monkeypatch.context() as older:
     older.setattr(wal, 'VERSION', 3)
     write_log(disk, 1)
   words = refused(disk, wal.WalUnsupported)
   assert 'has log format 3, diloco_jax' in words and 'reads 4. Nothing was changed' in words
-
-
-def test_a_log_of_another_run_is_refused():
   disk = Storage()
   write_log(disk, 1)
   assert '"torture", not to "other"' in refused(disk, wal.WalUnsupported, run='other')
 
 
-def test_a_record_of_another_history_is_refused():
-  """A whole record at its place whose hash does not follow from the record before."""
+def test_a_record_of_another_history_or_another_number_is_refused():
+  """A whole record whose hash does not follow from the record before, or that has another name."""
   disk, other = Storage(), Storage()
   write_log(disk, 2)
   log = wal.open_log(other, RUN)
@@ -499,14 +483,8 @@ def test_a_record_of_another_history_is_refused():
   name = wal.name_of(2)
   words = refused(Storage(files=disk.copy() | {name: other.copy()[name]}))
   assert f'{name} is damaged' in words and 'does not follow from the records before it' in words
-
-
-def test_a_record_under_another_name_is_refused():
-  disk = Storage()
-  write_log(disk, 3)
-  files = disk.copy()
-  files[wal.name_of(2)] = files[wal.name_of(3)]
-  assert f'{wal.name_of(2)} is damaged: it is record 3' in refused(Storage(files=files))
+  words = refused(Storage(files=disk.copy() | {name: disk.copy()[wal.name_of(1)]}))
+  assert f'{name} is damaged: it is record 1' in words
 
 
 def test_log_and_snapshot_are_of_one_history():
@@ -517,9 +495,8 @@ def test_log_and_snapshot_are_of_one_history():
   assert 'ends with record 4' in refused(disk, after=5)
   assert 'there is no log' in refused(Storage(), after=5)
   fresh = Storage()
-  log = wal.begin(fresh, RUN, after=4, chain=chain)
-  assert log.append(1, payload(5)) == 5
-  log.commit()
+  wal.begin(fresh, RUN, after=4, chain=chain)
+  write_log(fresh, 5, after=4, chain=chain)
   again = wal.open_log(fresh, RUN, after=4, chain=chain)
   assert again.chain == chain_after(expected(5)) and read_log(again) == [(1, payload(5))]
   assert 'another history' in refused(fresh, after=4, chain=bytes(32))
@@ -568,10 +545,9 @@ def test_compaction_keeps_every_record_behind_the_number():
     log.drop_before(number)
     assert disk.calls[before:] == ['remove'] * base
     assert wal.numbers(disk) == list(range(base, 21)) and log.first == base
-    for again in (log, wal.open_log(disk, RUN, after=base, chain=chain_after(expected(base)))):
-      assert read_log(again) == expected(20)[base:]
-    again.append(1, payload(21))
-    again.commit()
+    assert read_log(log) == expected(20)[base:]
+    again = write_log(disk, 21, after=base, chain=chain_after(expected(base)))
+    assert read_log(again) == expected(21)[base:]
     assert again.chain == chain_after(expected(21))
 
 
