@@ -31,7 +31,7 @@ ALL_REJECTED = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
 class Merged(NamedTuple):
-  """The result of an outer step; if it was refused (`failed` says why), nothing has changed."""
+  """The result of an outer step; if it was refused (`failed`: why), nothing has changed."""
 
   failed: str
   digest: int  # of the published value after it
@@ -265,7 +265,7 @@ class Theta:
     self._values, self.versions = None, [0] * len(self.versions)
 
   def params(self) -> Any:
-    """Returns the published model as a parameter tree in new buffers; None stands for what is never
+    """Returns the published model as a parameter tree in new buffers, with None for what is never
     sent."""
     published = [[tile.published_n for tile in tiles] for tiles in self._whole()]
     leaves = self._to_leaves(jax.device_put(published, self.sharding))

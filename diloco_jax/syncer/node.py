@@ -249,7 +249,7 @@ def _introduce(assembled: build.Assembly, records: records_lib.Recorder) -> None
   sizes = [layout.size(p) for p in range(layout.num_fragments)]
   down = sum(map(assembled.codec_down.encoded_size, sizes))
   labels = {piece.path: piece.label for pieces in layout.fragments for piece in pieces}
-  if assembled.task:  # a loop of the user's own says itself what never leaves it
+  if assembled.task:  # a user's loop prints itself what never leaves it
     labels |= {name: assembled.task.label(name) for name in assembled.never_sent}
   waits = '' if sync.max_lag is None else f', max_lag = {sync.max_lag}'
   lines = [

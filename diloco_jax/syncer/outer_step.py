@@ -18,9 +18,9 @@ one order (exchange.tensor_sums). A transform that looks at whole tensors gets t
 are one tile each (numerics/outer.py).
 
 On the devices of a single controller each fragment is one tile, too. They are spread over the
-devices: a payload goes there from the learner's devices, and the delta from there to those of the
-learners. The host receives the lengths of tensors, flags, digests and, for the log, the encoded
-outer gradient.
+devices: a payload goes there from the devices of its learner, and the delta from there to the
+devices of all learners. The host receives the lengths of tensors, flags, digests and, for the log,
+the encoded outer gradient.
 """
 
 import functools
@@ -236,7 +236,7 @@ class Tiles:
     self._check_size(p, payload, self._up)
     codec, n = self._up, self._measured[p]
     squares_of = lambda start: self._squares(codec, n, self._sections(codec, p, payload, start, n))
-    return self._lengths(p, self._each(range(0, self._sizes[p], n), squares_of))
+    return np.sqrt(self._by_tensor(p, self._each(range(0, self._sizes[p], n), squares_of)))
 
   def cosines(self, p: int, payloads: Sequence[np.ndarray], lengths_MxT: np.ndarray) -> np.ndarray:
     """Between the payloads, float64[M, M, T], of each tensor; 0 where one of them is zero. Of a
@@ -281,7 +281,7 @@ class Tiles:
       return total_n, squares_B
 
     totals, squares = zip(*self._each(self.starts(p), add))
-    return list(totals), self._lengths(p, squares)
+    return list(totals), np.sqrt(self._by_tensor(p, squares))
 
   def merge(
     self,
@@ -339,7 +339,7 @@ class Tiles:
     periods: int,
     alone: bool,
   ) -> Stepped | None:
-    """Tile by tile: `gradient` gives the sections of the outer gradient where a tile starts, and
+    """Tile by tile: `gradient` returns the sections of the outer gradient where a tile starts, and
     whether it is finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
     count = np.int32(periods) if periods > 1 else None
@@ -420,10 +420,6 @@ class Tiles:
     first, count = start // codecs.BLOCK, self._n[p] // codecs.BLOCK
     part = values_B[first : first + count]
     return part if len(part) == count else np.pad(part, (0, count - len(part)))
-
-  def _lengths(self, p: int, squares: Iterable[jax.Array]) -> np.ndarray:
-    """From the sums of squares of the blocks, tile by tile."""
-    return np.sqrt(self._by_tensor(p, squares))
 
   def _by_tensor(self, p: int, blocks: Iterable[jax.Array]) -> np.ndarray:
     """The sum for each tensor, of one number for each block, tile by tile."""

@@ -143,7 +143,7 @@ class Stored:
     has_newest = before is None or (claim_lib.has(before, here.disk) and not here.changing)
     if store_is_behind:
       for number in folders.checkpoints(self._folder)[-1:]:
-        with contextlib.suppress(states.Damaged):  # `recover` says what to do
+        with contextlib.suppress(states.Damaged):  # the error of `recover` has the remedy
           self._copy(number)
     elif before:
       # What the last holder has is older than the store only if its disk itself went back.
@@ -264,7 +264,7 @@ class Stored:
     return f'{self._at}wal/{wal.name_of(number)}'
 
   def _fetch_records(self, before: claim_lib.Content, has_newest: bool) -> None:
-    """Adds the records that follow those of the folder. Raises Denied: one is damaged."""
+    """Adds the records that follow the newest one of the folder. Raises Denied: one is damaged."""
     names, begun = set(self._store.names(f'{self._at}wal/')), self._end()
     end = begun
     if self._record_name(end) not in names or self._has_same_history(end):
@@ -367,7 +367,7 @@ class Stored:
     self._claim.renew(over=True)
 
   def committed(self, number: int, clock: int) -> None:
-    """An outer step was committed: the claim will say so. Raises StoreError, and Denied, while
+    """An outer step was committed: the next renewal writes it. Raises StoreError, and Denied, while
     nothing about it may leave the process: the disk may have been slow."""
     self._claim.next = {'log': number, 'clock': clock}
     self._claim.require()
@@ -436,7 +436,8 @@ class Stored:
     self._claim.require()
     copies = states.copies(self._store, self._at)
     numbers = sorted(map(states.number, copies))
-    kept = orbax_context.kept(numbers, checkpoint.CHECKPOINTS_KEPT, self._config.sync.keep_every)
+    every = self._config.sync.keep_every
+    kept = orbax_context.kept_numbers(numbers, checkpoint.CHECKPOINTS_KEPT, every)
     stay = tuple(f'{name}/' for name in copies if states.number(name) in kept)
     names = self._store.names(f'{self._at}ckpt/')
     old = [name for name in names if not name.startswith(stay)]
@@ -457,7 +458,7 @@ class Stored:
   ) -> actions.Exit:
     """Waits until everything is copied, or half of the time of an orderly end has passed since the
     process was asked to stop (`stopped`: it was). Returns the Exit of the process, after a line
-    that says what is not copied. `finished`: the run is over. Raises Denied."""
+    about what is not copied. `finished`: the run is over. Raises Denied."""
     until_s = None
     while self._due:
       if isinstance(event_queue.take(0), events.Stop):

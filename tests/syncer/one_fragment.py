@@ -37,10 +37,16 @@ class Fragment:
   ):
     self.codec = codecs.get(up)
     self._p = p
-    self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
-    made = layout, self.codec, codecs.get(down), self.codec, tx
-    places = devices or jax.local_devices(backend='cpu')[:1]
-    self._lib = outer_step.Tiles(*made, places, None if devices else tile)
+    self._rule = merge.by_label(rules, [piece.label for piece in layout.fragments[p]])
+    self._lib = outer_step.Tiles(
+      layout,
+      self.codec,
+      codecs.get(down),
+      self.codec,
+      tx,
+      devices or jax.local_devices(backend='cpu')[:1],
+      None if devices else tile,
+    )
     self._tiles = self._lib.begin(p, values_N)
 
   def lengths(self, payload: np.ndarray) -> np.ndarray:
@@ -54,24 +60,23 @@ class Fragment:
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
     lengths_MxT = np.stack([self.lengths(payload) for payload in payloads])
-    asked = self._rule.cosines
-    cosines = self.cosines(payloads) if asked else None
+    cosines = self.cosines(payloads) if self._rule.cosines else None
     rows = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
     factors = self._rule.factors(rows)
     near = [self._lib.near(self._p, payload) for payload in payloads]
     totals, sums_T = self._lib.sums(self._p, list(zip(near, factors, strict=True)))
     stretch_T = self._rule.stretch(rows, sums_T)
-    made = self._lib.merge(self._p, self._tiles, totals, stretch_T)
-    if made is None:
+    result = self._lib.merge(self._p, self._tiles, totals, stretch_T)
+    if result is None:
       return None
-    self.gradient, stepped = made
-    return self._take(stepped)
+    self.gradient, stepped = result
+    return self._keep(stepped)
 
   def redo(self, payload: np.ndarray) -> outer_step.Stepped | None:
     """The outer step of an encoded outer gradient."""
-    return self._take(self._lib.redo(self._p, self._tiles, self._lib.near(self._p, payload)))
+    return self._keep(self._lib.redo(self._p, self._tiles, self._lib.near(self._p, payload)))
 
-  def _take(self, stepped: outer_step.Stepped | None) -> outer_step.Stepped | None:
+  def _keep(self, stepped: outer_step.Stepped | None) -> outer_step.Stepped | None:
     if stepped is not None:
       self._lib.recycle(self._p, self._tiles)
       self._tiles = stepped.tiles

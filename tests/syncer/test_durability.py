@@ -156,12 +156,8 @@ class Rig:
     return self.posted.get(timeout=DEADLINE_S)
 
   def save(self, sync: int) -> events.SaveDone:
-    machine_state = {
-      **books(self.assembled, sync),
-      **self._published(),
-      'merging': [],
-      'run': self.start.run,
-    }
+    machine_state = books(self.assembled, sync) | self._published()
+    machine_state |= {'merging': [], 'run': self.start.run}
     self.work.submit(actions.Save(clock=sync, machine_state=machine_state))
     return self.posted.get(timeout=DEADLINE_S)
 
@@ -179,8 +175,11 @@ class Rig:
 def _rig(assembled, tmp_path):
   rigs = []
 
-  def make(full_s: float = commit.FULL_S) -> Rig:
+  def make(merges: int = 0, full_s: float = commit.FULL_S) -> Rig:
+    """A process that has merged these first syncs."""
     rigs.append(Rig(assembled, tmp_path, full_s))
+    for sync in range(1, merges + 1):
+      rigs[-1].merge(sync)
     return rigs[-1]
 
   yield make
@@ -194,8 +193,8 @@ def merge_of(
 ) -> actions.Merge:
   """Sync s is of fragment s % 2; two participants in even syncs, three in odd ones."""
   p, names = sync % 2, NAMES[: 2 + sync % 2]
-  made = [s for s in range(1, sync + 1) if s % 2 == p and s != REFUSED]
-  version = len(made) + (sync == REFUSED)
+  merged = [s for s in range(1, sync + 1) if s % 2 == p and s != REFUSED]
+  version = len(merged) + (sync == REFUSED)
   participants = tuple(
     actions.Participant(
       learner=name,
@@ -237,18 +236,9 @@ def books(assembled: build.Assembly, sync: int) -> dict:
   machine_state['opened'], machine_state['next'] = sync, sync + 1
   account = dataclasses.asdict(ledger_lib.Account([0, 0], merged=sync * 1000))
   machine_state['ledger'] = [[name, 1, account] for name in NAMES]
+  member = {'clock': 0, 'left': False, 'strikes': 0, 'spoiled': [], 'max_strikes': 0}
   machine_state['members'] = [
-    {
-      'learner': name,
-      'shard': m,
-      'incarnation': 1,
-      'clock': 0,
-      'left': False,
-      'strikes': 0,
-      'spoiled': [],
-      'max_strikes': 0,
-    }
-    for m, name in enumerate(NAMES)
+    {'learner': name, 'shard': m, 'incarnation': 1, **member} for m, name in enumerate(NAMES)
   ]
   return machine_state
 
@@ -316,9 +306,7 @@ def test_theta_recovers_bit_for_bit_after_any_kill(rig, expected, assembled):
 
 
 def test_the_refused_outer_step_has_settled_its_tokens(rig):
-  life = rig()
-  for sync in range(1, REFUSED + 1):
-    life.merge(sync)
+  life = rig(REFUSED)
   life.crash()
   ledger = {name: fields for name, _, fields in rig().start.state['ledger']}
   assert ledger['l1']['merged'] == REFUSED * 1000 - TOKENS - 32
@@ -344,9 +332,7 @@ def test_the_log_begins_at_the_older_checkpoint(rig, expected, tmp_path):
 
 
 def test_without_its_only_checkpoint_the_log_has_the_run(rig, expected, tmp_path):
-  life = rig()
-  for sync in range(1, 4):
-    life.merge(sync)
+  life = rig(3)
   assert not life.save(3).error
   life.crash()
   life.checkpoints.close()
@@ -368,10 +354,7 @@ def test_a_full_disk_still_gives_up_the_records_that_both_checkpoints_hold(rig):
 
 
 def test_recovery_holds_one_machine_state(rig, assembled, tmp_path):
-  life = rig()
-  for sync in range(1, 4):
-    life.merge(sync)
-  life.crash()
+  rig(3).crash()
   with contextlib.closing(
     commit.CommitLog(Disk(tmp_path / 'wal'), assembled.agreement, print)
   ) as log:
@@ -405,15 +388,15 @@ def test_a_payload_is_measured_once_before_its_outer_step(rig, expected, assembl
   """One that was dropped meanwhile harms nothing."""
   life, measured = rig(), []
   lengths = life.theta.lengths
-  life.theta.lengths = lambda p, data: measured.append(data) or lengths(p, data)
+  life.theta.lengths = lambda p, data: measured.append(bytes(data)) or lengths(p, data)
   merge = merge_of(assembled, 1, life.payloads)
   arrived = [participant.payload_id for participant in merge.participants]
-  given = [life.payloads.get(payload_id) for payload_id in arrived]
+  payloads = [bytes(life.payloads.get(payload_id)) for payload_id in arrived]
   for payload_id in [*reversed(arrived), max(arrived) + 1]:
     life.work.submit(actions.Measure(fragment=merge.fragment, payload_id=payload_id))
   life.work.submit(merge)
   assert not life.posted.get(timeout=DEADLINE_S).failed
-  assert list(map(bytes, measured)) == [*map(bytes, reversed(given))]
+  assert measured == payloads[::-1]
   assert len(life.payloads) == 1, 'the new version'
   assert bits(life.theta) == expected[1]
 
@@ -439,11 +422,10 @@ def test_a_payload_that_is_lost_with_the_devices_of_its_learner_is_refused(rig, 
 
 
 def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_path, assembled):
-  life = rig()
-  life.merge(1)
+  life = rig(1)
   merge = merge_of(assembled, 2, life.payloads)
-  given = [life.payloads.get(participant.payload_id) for participant in merge.participants]
-  life.log.write(outer_log.OuterStep(merge, ended(merge, 123), given[0]))
+  gradient = life.payloads.get(merge.participants[0].payload_id)
+  life.log.write(outer_log.OuterStep(merge, ended(merge, 123), gradient))
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(
@@ -483,8 +465,7 @@ def _content(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
-  life = rig()
-  life.merge(1)
+  life = rig(1)
   drain_lines(life)
   life.disk.full = True
   for sync in (2, 3):
@@ -523,8 +504,7 @@ def test_each_time_that_the_disk_is_full_has_its_own_patience(rig, expected, mon
 
 def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
   """Learners would train for nothing."""
-  life = rig(full_s=0.0)
-  life.merge(1)
+  life = rig(1, full_s=0.0)
   life.disk.full = True
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
@@ -537,8 +517,7 @@ def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
 
 
 def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected):
-  life = rig()
-  life.merge(1)
+  life = rig(1)
   life.disk.broken = True
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
@@ -589,8 +568,7 @@ def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_pat
 
 
 def test_a_stopped_log_writes_no_outer_step(rig, expected):
-  life = rig()
-  life.merge(1)
+  life = rig(1)
   life.log.stop()
   life.submit(2)
   assert isinstance(life.failed.get(timeout=DEADLINE_S), commit.Closed)
@@ -615,11 +593,8 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
 @pytest.mark.parametrize(
   'number, end',
   [
-    (errno.ENOSPC, exits.DiskFailed),
-    (errno.EIO, exits.DiskFailed),
-    (errno.EMFILE, exits.DiskFailed),
-    (errno.EACCES, exits.NeverRetry),
-    (errno.EROFS, exits.NeverRetry),
+    *((number, exits.DiskFailed) for number in (errno.ENOSPC, errno.EIO, errno.EMFILE)),
+    *((number, exits.NeverRetry) for number in (errno.EACCES, errno.EROFS)),
   ],
 )
 def test_what_a_later_start_may_mend_is_74(assembled, tmp_path, monkeypatch, number, end):

@@ -1,6 +1,5 @@
 """Evaluations never pile up, and a stop waits for none of them."""
 
-import contextlib
 import dataclasses
 import threading
 
@@ -57,9 +56,9 @@ def _assembled():
 
 @pytest.fixture(name='records')
 def _records(tmp_path):
-  made = Records(tmp_path)
-  yield made
-  made.close()
+  records = Records(tmp_path)
+  yield records
+  records.close()
 
 
 @pytest.fixture(name='gate')
@@ -112,28 +111,27 @@ def test_a_stop_ends_the_wait_for_the_last_evaluation(assembled, gate, records):
   last.submit(7)
   assert gate.began.wait(DEADLINE_S)
   event_queue.post(events.Stop(reason='preempted'))
-  syncer_node._wait_or_stop(last, event_queue)
+  assert syncer_node._wait_or_stop(last, event_queue)
   last.stop()
   assert not records.steps
 
 
-def test_a_failed_evaluation_is_said_and_fails_nothing_else(assembled, tmp_path, capsys):
+def test_a_failed_evaluation_is_printed_and_fails_nothing_else(assembled, records, capsys):
   """Without it a finished run would be started again and again, and fail each time."""
 
   def unread():
     raise OSError('the held-out text is gone')
 
   task = dataclasses.replace(assembled.task, eval_batches=unread)
-  with contextlib.closing(Records(tmp_path)) as records:
-    evaluations = evaluation_lib.Evaluation(task, global_model.Theta(assembled), records)
-    for step in (1, 2):
-      evaluations.submit(step)
-      assert evaluations.wait(DEADLINE_S)
-    evaluations.stop()
+  evaluations = evaluation_lib.Evaluation(task, global_model.Theta(assembled), records)
+  for step in (1, 2):
+    evaluations.submit(step)
+    assert evaluations.wait(DEADLINE_S)
+  evaluations.stop()
   assert records.steps == []
-  said = capsys.readouterr().out
-  assert said.count('the held-out text is gone') == 1
-  assert 'the run continues without held-out losses' in said
+  printed = capsys.readouterr().out
+  assert printed.count('the held-out text is gone') == 1
+  assert 'the run continues without held-out losses' in printed
 
 
 @pytest.mark.parametrize('stuck, step', [(False, 104), (True, 109)])
@@ -141,9 +139,9 @@ def test_the_first_evaluation_after_an_outage_waits_for_all_fragments_but_not_fo
   assembled, stuck, step
 ):
   """P = H = 4, an evaluation in 8 steps. The last sync before the outage was 8."""
-  found, last_sync = [], [5, 6, 7, 8]
+  evaluated, last_sync = [], [5, 6, 7, 8]
   theta, payloads = global_model.Theta(assembled), arrays._Payloads({})
-  work = arrays.Syncer(assembled, theta, payloads, found.append)
+  work = arrays.Syncer(assembled, theta, payloads, evaluated.append)
   for sync in range(101, 112):
     p = (sync - 1) % 4
     state = {'last_sync': list(last_sync)}
@@ -151,4 +149,4 @@ def test_the_first_evaluation_after_an_outage_waits_for_all_fragments_but_not_fo
     if not (stuck and p == 3):
       work._evaluate(merge)
       last_sync[p] = sync
-  assert found == [step]
+  assert evaluated == [step]

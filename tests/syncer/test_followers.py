@@ -26,9 +26,7 @@ from diloco_jax.transport import (
   listen,
   translate,
 )
-from diloco_jax.transport import (
-  payloads as payloads_lib,
-)
+from diloco_jax.transport import payloads as payloads_lib
 from tests.transport import ends
 
 VALUES = 1 << 18  # of each fragment: 1 MiB whole
@@ -48,21 +46,21 @@ NARROW = ('grpc.http2.bdp_probe', 0), ('grpc.http2.lookahead_bytes', 1 << 16)
 
 
 class Counted(followers_lib.Followers):
-  """Counts what it sends to each call and takes from it, in the order of the calls."""
+  """Counts the bytes that it sends to each call and its requests, in the order of the calls."""
 
   def __init__(self, *args):
     super().__init__(*args)
-    self.sent, self.taken = [], []
+    self.sent, self.requests = [], []
     self.most_wholes = 0
 
   def serve(self, requests, *call):
     index = len(self.sent)
     self.sent.append(0)
-    self.taken.append(0)
+    self.requests.append(0)
 
     def counted():
       for request in requests:
-        self.taken[index] += 1
+        self.requests[index] += 1
         yield request
 
     for frame in super().serve(counted(), *call):
@@ -91,19 +89,19 @@ class Rig:
 
   def _read(self, p):
     self.reads.append(p)
-    self._work.submit(lambda: self.followers.add_whole(*self._made(p, None, self._whole_bytes)))
+    self._work.submit(lambda: self.followers.add_whole(*self._version(p, None, self._whole_bytes)))
 
   def publish(self, p, size=1000):
     self._work.submit(self._publish, p, size).result()
 
   def _publish(self, p, size):
     self.versions[p] += 1
-    self.followers.add_delta(*self._made(p, self.versions[p] - 1, size))
+    self.followers.add_delta(*self._version(p, self.versions[p] - 1, size))
 
   def held(self, p):
     return self.versions[p], 100 * self.versions[p] + p
 
-  def _made(self, p, base, size):
+  def _version(self, p, base, size):
     data = memoryview(np.full(size, self.versions[p] % 256, np.uint8))
     _, payload = payloads_lib.keep(payloads_lib.PayloadStore(), data)
     version, digest = self.held(p)
@@ -128,7 +126,9 @@ class Rig:
   def calls(self, held=None, requests=(), layout=None, options=()):
     held = [followers_lib.NOTHING] * self._layout.num_fragments if held is None else held
     first = followers_lib.request((layout or self._layout).digest(), held)
-    return self.follow(*options)(itertools.chain([first], requests), timeout=ends.DEADLINE_S)
+    call = self.follow(*options)(itertools.chain([first], requests), timeout=ends.DEADLINE_S)
+    self._cleanup.callback(call.cancel)
+    return call
 
 
 @pytest.fixture(name='cleanup')
@@ -150,8 +150,8 @@ def received(call):
     if not buffer.waits:
       decoded = translate.SYNCER_TO_LEARNER.decode(seal.open(frame), 3)
       assert buffer.on_message(*decoded) is None
-    elif (one := assembler.add(frame)) is not None:
-      publish, payload = buffer.on_transfer(one.number, one.data, one.crc32)
+    elif (transfer := assembler.add(frame)) is not None:
+      publish, payload = buffer.on_transfer(transfer.number, transfer.data, transfer.crc32)
       assert set(payload) == {publish.version % 256}
       yield publish
 
@@ -160,10 +160,17 @@ def catch_up(rig, follower):
   """Receives until every fragment is the newest; returns the base of the first of each."""
   newest, bases = {}, {}
   while newest != dict(enumerate(rig.versions)):
-    one = next(follower)
-    newest[one.fragment] = one.version
-    bases.setdefault(one.fragment, one.base_version)
+    publish = next(follower)
+    newest[publish.fragment] = publish.version
+    bases.setdefault(publish.fragment, publish.base_version)
   return bases
+
+
+def receive_all(rig):
+  """The calls of a follower that has received both fragments whole."""
+  follower = received(rig.calls())
+  assert len([next(follower), next(follower)]) == 2
+  return follower
 
 
 def ends_with(call):
@@ -185,7 +192,7 @@ def until(condition):
 def test_a_follower_gets_every_fragment_whole_and_then_deltas(rig):
   follower = received(rig.calls())
   wholes = [next(follower) for _ in range(2)]
-  assert [(one.fragment, one.base_version) for one in wholes] == [(0, None), (1, None)]
+  assert [(whole.fragment, whole.base_version) for whole in wholes] == [(0, None), (1, None)]
   for p in (1, 0, 1):
     rig.publish(p)
     delta = next(follower)
@@ -195,8 +202,7 @@ def test_a_follower_gets_every_fragment_whole_and_then_deltas(rig):
 
 
 def test_one_that_dials_again_gets_only_what_it_lacks(rig):
-  first = received(rig.calls())
-  assert len([next(first), next(first)]) == 2
+  receive_all(rig)
   held = [rig.held(0), rig.held(1)]
   rig.publish(1)
   again = received(rig.calls(held))
@@ -207,8 +213,7 @@ def test_one_that_dials_again_gets_only_what_it_lacks(rig):
 
 
 def test_one_that_is_far_behind_or_of_another_lineage_gets_the_newest_whole(rig):
-  first = received(rig.calls())
-  assert len([next(first), next(first)]) == 2
+  receive_all(rig)
   held = [rig.held(0), (7, 99)]  # before a restore there was a version 7
   for _ in range(9):  # as many bytes as the whole
     rig.publish(0, VALUES // 2)
@@ -221,7 +226,7 @@ def test_after_the_end_of_the_run_it_gets_the_newest_version_and_the_call_ends_i
   assert len([next(follower), next(follower)]) == 2
   rig.publish(0)
   rig.followers.finish()
-  assert [one.version for one in follower] == [1]
+  assert [publish.version for publish in follower] == [1]
   assert call.code() is grpc.StatusCode.OK
   assert dict(call.trailing_metadata())[grpc_session.REASON] == b'the run has ended'
 
@@ -272,8 +277,7 @@ def test_of_one_that_never_reads_little_is_queued_and_it_is_cut_off(cleanup, mon
   rig = Rig(cleanup, layout=layout_of(MOST // 4))
   stuck = rig.calls(options=NARROW)
   until(lambda: rig.followers.sent and rig.followers.sent[0])
-  follower = received(rig.calls())
-  assert len([next(follower), next(follower)]) == 2  # all of the 8 MiB have come to this one
+  follower = receive_all(rig)  # 8 MiB
   assert rig.followers.sent[0] <= MOST // 4
   assert rig.followers.state()[0] == 2
   monkeypatch.setattr(followers_lib, 'STALL_S', 0.0)
@@ -301,61 +305,53 @@ def test_two_that_never_read_do_not_keep_the_memory_for_whole_fragments(cleanup,
 
 
 def test_no_more_whole_fragments_are_in_memory_than_two(rig):
-  stuck = [rig.calls() for _ in range(3)]
+  for _ in range(3):
+    rig.calls()  # is never read
   follower = received(rig.calls())
   for _ in range(6):
     next(follower)
     rig.publish(0, 3 * VALUES)  # too long to be kept: the next one is whole, too
     rig.publish(1, 3 * VALUES)
   assert rig.followers.most_wholes <= followers_lib.WHOLES
-  for one in stuck:
-    one.cancel()
 
 
-def test_one_that_never_reads_keeps_no_fragment_from_others(cleanup):
-  rig = Rig(cleanup, layout=layout_of(MOST // 4, 4))
-  stuck = rig.calls(options=NARROW)
-  until(lambda: rig.followers.sent and rig.followers.sent[0])
+@pytest.mark.parametrize('asks', [True, False])
+def test_one_that_never_reads_or_never_asks_keeps_no_fragment_from_others(cleanup, asks):
+  rig, end = Rig(cleanup, layout=layout_of(MOST // 4, 4)), threading.Event()
+  if asks:
+    stuck = rig.calls(options=NARROW)
+    until(lambda: rig.followers.sent and rig.followers.sent[0])
+  else:
+    stuck = rig.follow()(iter(end.wait, None))
+    until(lambda: rig.followers.state()[0])
   follower = received(rig.calls())
   assert {next(follower).fragment for _ in range(4)} == {0, 1, 2, 3}
-  assert rig.followers.most_wholes <= followers_lib.WHOLES
+  assert rig.followers.most_wholes <= followers_lib.WHOLES and stuck.is_active()
+  end.set()
   stuck.cancel()
-
-
-def test_one_that_never_asks_keeps_no_fragment_from_others(cleanup):
-  rig, asks = Rig(cleanup, layout=layout_of(VALUES, 4)), threading.Event()
-  silent = rig.follow()(iter(asks.wait, None))
-  until(lambda: rig.followers.state()[0])
-  follower = received(rig.calls())
-  assert {next(follower).fragment for _ in range(4)} == {0, 1, 2, 3}
-  assert silent.is_active()
-  asks.set()
-  silent.cancel()
 
 
 def test_those_that_never_read_keep_no_more_deltas_than_a_fragment_has_bytes(cleanup):
   rig, size = Rig(cleanup, layout=layout_of(VALUES * 4)), VALUES * 6  # of 16 a fragment has
-  first, stuck = received(rig.calls()), []
-  assert len([next(first), next(first)]) == 2
+  first, stuck = receive_all(rig), []
   for count in range(2, 6):
     held = [rig.held(0), rig.held(1)]
     rig.publish(0, size)
     assert next(first).base_version == held[0][0]
     stuck.append(rig.calls(held, options=NARROW))
     until(lambda: len(rig.followers.sent) == count and rig.followers.sent[-1])
-  for one in stuck[:-2]:
-    assert ends_with(one)[0] is grpc.StatusCode.CANCELLED
+  for call in stuck[:-2]:
+    assert ends_with(call)[0] is grpc.StatusCode.CANCELLED
   until(lambda: rig.followers.state()[0] == 3)
 
 
 def test_what_one_says_beyond_its_request_is_not_read(rig):
-  flooding = rig.calls(requests=itertools.repeat(bytes(1 << 16)))
+  rig.calls(requests=itertools.repeat(bytes(1 << 16)))
   follower = received(rig.calls())
   for _ in range(20):
     rig.publish(0)
     next(follower)
-  assert rig.followers.taken == [1, 1]
-  flooding.cancel()
+  assert rig.followers.requests == [1, 1]
   assert rig.inbox.empty()
 
 

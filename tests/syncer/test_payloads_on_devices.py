@@ -45,18 +45,18 @@ def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, axis, codec):
     monkeypatch.setattr(module, name, _counted(calls, name, getattr(module, name)))
   to_host = payloads_lib.to_host
   monkeypatch.setattr(
-    payloads_lib, 'to_host', lambda one: copied.append(to_host(one)) or copied[-1]
+    payloads_lib, 'to_host', lambda payload: copied.append(to_host(payload)) or copied[-1]
   )
   monkeypatch.setattr(commit.CommitLog, 'compact_behind', lambda *args: None)  # it stays whole
   config = _config(300, axis)
   config.sync.codec_up = codec
   exits = single_controller.run(config, tmp_path).exits
-  assert {one.code for one in exits.values()} == {0}, exits
+  assert {ended.code for ended in exits.values()} == {0}, exits
   assert not calls, calls
 
   assembled = build.assemble(config)
   theta, records, size_bytes = global_model.Theta(assembled), 0, 0
-  copied_bytes = sum(one.nbytes for one in copied)
+  copied_bytes = sum(payload.nbytes for payload in copied)
   files = files_lib.Files(tmp_path / 'syncer' / 'wal')
   for record in wal.open_log(files, outer_log.run_of(assembled.agreement)).records():
     step = outer_log.decode(record.payload)
@@ -68,8 +68,7 @@ def test_no_payload_passes_through_the_host(tmp_path, monkeypatch, axis, codec):
     records += 1
   assert records > 4 and copied_bytes == size_bytes
   trained = diloco_jax.load_params(tmp_path)
-  for ours, its in zip(jax.tree.leaves(theta.params()), jax.tree.leaves(trained), strict=True):
-    np.testing.assert_array_equal(ours, its)
+  jax.tree.map(np.testing.assert_array_equal, theta.params(), trained)
 
 
 def _counted(calls, name, function):

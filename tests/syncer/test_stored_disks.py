@@ -10,13 +10,11 @@ import shutil
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from diloco_jax.config import build
-from diloco_jax.configs import own_loop
 from diloco_jax.node import loop
-from diloco_jax.process import own_model, restore
+from diloco_jax.process import restore
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import claim as claim_lib
 from diloco_jax.storage import files as files_lib
@@ -36,8 +34,7 @@ def test_a_process_that_cannot_continue_the_run_leaves_it_to_the_disk_that_has_i
   here, expected, monkeypatch
 ):
   """As one of other settings, or on another kind of machine, after the store was read."""
-  run_until(here.live('a'), range(1, 6), saves=(2,))
-  here.kill()
+  here.run('a', range(1, 6), (2,))
 
   def fails(*_):
     raise wal.WalUnsupported('of another run')
@@ -53,54 +50,45 @@ def test_a_process_that_cannot_continue_the_run_leaves_it_to_the_disk_that_has_i
   assert not any('has gone on without this disk' in line for line in drain_lines(again))
 
 
-def test_a_copy_of_the_folder_on_the_same_host_is_another_disk(here, monkeypatch):
-  life = here.live('a')
-  run_until(life, range(1, 3))
-  shutil.copytree(here.folder / 'a', here.folder / 'copied')
-  monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
-  with pytest.raises(claim_lib.Denied, match='is in use'):
-    here.live('copied')
-  life.merge(3)
-
-
-def test_a_run_that_goes_on_after_an_orderly_end_is_claimed_again(here, monkeypatch):
-  """The end has released the claim, and nobody waits for a claim that is released."""
+def test_another_disk_or_a_copy_of_the_folder_is_refused_also_after_an_orderly_end(
+  here, monkeypatch
+):
+  """The end has released the claim, for which nobody waits; the next process claims the run
+  again."""
   life = here.live('a')
   run_until(life, range(1, 3))
   life.end()
   life = here.live('a')
+  shutil.copytree(here.folder / 'a', here.folder / 'copied')
   monkeypatch.setattr(claim_lib, 'EXPIRED_S', DEADLINE_S)
-  with pytest.raises(claim_lib.Denied, match='is in use'):
-    here.live('b')
+  for disk in ('copied', 'b'):
+    with pytest.raises(claim_lib.Denied, match='is in use'):
+      here.live(disk)
   life.merge(3)
 
 
 def test_a_renewal_that_was_on_its_way_is_no_sign_of_life(here, expected, monkeypatch):
   """The holder was killed a moment after it had sent it."""
-  life = here.live('a', store_log=True)
-  run_until(life, range(1, 4))
-  here.kill()
+  life = here.run('a', range(1, 4), store_log=True)
   monkeypatch.setattr(claim_lib, 'EXPIRED_S', 0.5)
   looked = threading.Event()
   read = claim_lib.read
 
   def reads(store):
-    found = read(store)
+    content = read(store)
     if not looked.is_set():
       looked.set()
       life.store._claim.renew()
-    return found
+    return content
 
   monkeypatch.setattr(claim_lib, 'read', reads)
   assert bits(here.live('b', store_log=True).theta) == expected[3]
 
 
-@pytest.mark.parametrize('size', [0, 100])
-def test_a_copy_whose_manifest_is_cut_is_passed_over(here, expected, size):
-  run_until(here.live('a'), range(1, 7), saves=(2, 6))
-  here.kill()
+def test_a_copy_whose_manifest_is_cut_is_passed_over(here, expected):
+  here.run('a', range(1, 7), (2, 6))
   (name,) = [name for name in here.store.names('syncer/ckpt/6-') if states.MANIFEST in name]
-  here.store.put(name, here.store.read(name).data[:size])
+  here.store.put(name, here.store.read(name).data[:100])
   other = here.live('b')
   assert any(f'{name} does not read back' in line for line in drain_lines(other))
   assert bits(other.theta) == expected[2]
@@ -108,8 +96,7 @@ def test_a_copy_whose_manifest_is_cut_is_passed_over(here, expected, size):
 
 def test_a_copy_that_was_passed_over_is_not_taken_later(here, expected):
   """Else each start of a healthy disk would go back behind it."""
-  run_until(here.live('a'), range(1, 7), saves=(2, 6))
-  here.kill()
+  here.run('a', range(1, 7), (2, 6))
   names = here.store.names('syncer/ckpt/6-')
   (damaged,) = [name for name in names if name.endswith('state/_METADATA')]
   whole = here.store.read(damaged).data
@@ -130,10 +117,10 @@ def test_a_slow_disk_publishes_nothing_once_the_claim_may_be_taken(here, monkeyp
   monkeypatch.setattr(claim_lib, 'FRESH_S', 1.0)
   life = here.live('a', store_log=store_log)
   run_until(life, range(1, 3))
-  commit, taken = wal.Wal.commit, threading.Event()
+  commit, go = wal.Wal.commit, threading.Event()
 
   def slow(self):
-    assert taken.wait(DEADLINE_S)
+    assert go.wait(DEADLINE_S)
     return commit(self)
 
   monkeypatch.setattr(wal.Wal, 'commit', slow)
@@ -146,7 +133,7 @@ def test_a_slow_disk_publishes_nothing_once_the_claim_may_be_taken(here, monkeyp
   taker = claim_lib.Claim(here.store, dataclasses.replace(content, process='b'), generation, print)
   taker.renew()
   drain_lines(life)
-  taken.set()
+  go.set()
   line = life.records.lines.get(timeout=DEADLINE_S)
   assert 'could not be renewed for 1 s' in line and life.posted.empty()
   with pytest.raises(claim_lib.Denied):
@@ -157,8 +144,7 @@ def test_a_slow_disk_publishes_nothing_once_the_claim_may_be_taken(here, monkeyp
 
 def test_a_record_of_a_history_that_was_left_is_replaced(here, expected, monkeypatch):
   """The run went on without this store, behind a record that was put there and not committed."""
-  run_until(here.live('a', store_log=True), range(1, 4))
-  here.kill()
+  here.run('a', range(1, 4), store_log=True)
   other = here.folder / 'other'
   shutil.copytree(here.folder / 'a', other)
   life = here.live('a', store_log=True)
@@ -169,8 +155,7 @@ def test_a_record_of_a_history_that_was_left_is_replaced(here, expected, monkeyp
   here.kill()
   shutil.rmtree(here.folder / 'a')
   other.rename(here.folder / 'a')  # it lacks record 4
-  run_until(here.live('a', place=str(here.folder / 'elsewhere')), range(4, 6))
-  here.kill()
+  here.run('a', range(4, 6), place=str(here.folder / 'elsewhere'))
   assert bits(here.live('a', store_log=True).theta) == expected[5]
   here.kill()
   assert bits(here.live('b', store_log=True).theta) == expected[5]
@@ -178,9 +163,11 @@ def test_a_record_of_a_history_that_was_left_is_replaced(here, expected, monkeyp
 
 @pytest.mark.parametrize('store_log', [False, True])
 def test_a_store_without_its_claim_is_not_empty(here, expected, store_log):
-  """A person has removed a damaged claim: the disk that has the run writes it again, no other."""
-  run_until(here.live('a', store_log), range(1, 4), saves=(2,))
-  here.kill()
+  """A person has removed a damaged claim: the disk that has the run writes it again, no other, and
+  none that is behind the store."""
+  here.run('a', range(0), store_log=store_log)
+  shutil.copytree(here.folder / 'a', here.folder / 'old')
+  here.run('a', range(1, 4), (2,), store_log=store_log)
   here.store.put(claim_lib.NAME, b'{')
   with pytest.raises(
     claim_lib.Denied, match='is no claim.* Remove it, and start the syncer on the'
@@ -188,29 +175,17 @@ def test_a_store_without_its_claim_is_not_empty(here, expected, store_log):
     here.live('a', store_log)
   here.store.remove(claim_lib.NAME)
   before = here.objects()
-  with pytest.raises(claim_lib.Denied, match='has a run, and no syncer/claim that says which'):
-    here.live('b', store_log)
+  for disk in ('b', 'old'):
+    with pytest.raises(claim_lib.Denied, match='has a run, and no syncer/claim that says which'):
+      here.live(disk, store_log)
   assert here.objects() == before
   assert bits(here.live('a', store_log).theta) == expected[3]
-
-
-def test_a_disk_that_is_behind_the_store_writes_no_claim(here):
-  old = here.folder / 'old'
-  here.live('a')
-  here.kill()
-  shutil.copytree(here.folder / 'a', old)
-  run_until(here.live('a'), range(1, 4), saves=(2,))
-  here.kill()
-  here.store.remove(claim_lib.NAME)
-  with pytest.raises(claim_lib.Denied, match='has a run, and no syncer/claim that says which'):
-    here.live('old')
 
 
 @pytest.mark.parametrize('store_log', [False, True])
 def test_the_command_of_damaged_checkpoints_works(here, expected, store_log):
   """All on the disk are damaged, the store is whole."""
-  run_until(here.live('my disk', store_log), range(1, 7), saves=(2, 4))
-  here.kill()
+  here.run('my disk', range(1, 7), (2, 4), store_log=store_log)
   for number in ('2', '4'):
     durability._damage(here.folder / 'my disk' / 'syncer' / 'ckpt' / number)
   with pytest.raises(states.StateError, match='none of the checkpoints') as error:
@@ -224,8 +199,7 @@ def test_the_command_of_damaged_checkpoints_works(here, expected, store_log):
 def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_before(
   here, expected, monkeypatch
 ):
-  run_until(here.live('a', True), range(1, 5), saves=(2,))
-  here.kill()
+  here.run('a', range(1, 5), (2,), store_log=True)
 
   def fails(*_):
     raise OSError('no space')
@@ -244,15 +218,12 @@ def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_befor
 
 def test_a_restore_without_a_learner_is_followed_on_another_disk_too(here):
   """The disk of the restore is lost before its syncer has saved again."""
-  life = here.live('a')
-  run_until(life, range(1, 4), saves=(2,))
-  here.kill()
+  life = here.run('a', range(1, 4), (2,))
   config = copy.deepcopy(life.assembled.config)
   config.train.store, config.sync.learners, config.sync.quorum = here.place, 1, 1
   restore.restore(config, here.folder / 'a', 'latest', print)
   here.assembled = build.assemble(config)
-  here.live('a')
-  here.kill()
+  here.run('a', range(0))
   shutil.rmtree(here.folder / 'a')
   other = here.live('b')
   left = {row['learner']: row['left'] for row in other.start.state['members']}
@@ -311,8 +282,7 @@ def test_a_claim_that_was_removed_alone_is_made_again(here):
 
 
 def test_a_record_that_is_damaged_in_the_store_is_named_there_with_the_way_on(here, expected):
-  run_until(here.live('a', store_log=True), range(1, 6), saves=(1, 2))
-  here.kill()
+  here.run('a', range(1, 6), (1, 2), store_log=True)
   name = f'syncer/wal/{wal.name_of(4)}'
   data = bytearray(here.store.read(name).data)
   data[len(data) // 2] ^= 1
@@ -328,21 +298,9 @@ def test_a_record_that_is_damaged_in_the_store_is_named_there_with_the_way_on(he
   run_until(life, range(3, 5))
 
 
-def test_a_damaged_model_of_a_loop_is_taken_from_the_store(here):
-  model = own_model.describe({'w': np.arange(32, dtype=np.float32)}, None)
-  own_model.write(here.folder / 'a', model, own_loop.get_config())
-  here.live('a')
-  here.kill()
-  durability._damage(here.folder / 'a' / folders.OWN_MODEL)
-  here.live('a')
-  assert np.array_equal(own_model.read(here.folder / 'a').values()['w'], np.arange(32))
-  assert (here.folder / 'a' / 'aside-1' / folders.OWN_MODEL).is_dir()
-
-
 def test_a_full_disk_takes_nothing_over_and_costs_the_store_nothing(here, expected, monkeypatch):
   """What cannot be written here is whole in the store."""
-  run_until(here.live('a'), range(1, 7), saves=(2, 6))
-  here.kill()
+  here.run('a', range(1, 7), (2, 6))
   before, full = here.objects(), [OSError(errno.ENOSPC, 'No space left on device')]
   replace = json_files.replace
 
@@ -381,11 +339,9 @@ def test_what_is_damaged_here_is_said_and_not_waited_for(here, monkeypatch, fini
 
 
 def test_a_copy_of_another_run_is_none_of_this(here, expected, tmp_path):
-  run_until(here.live('a'), range(1, 7), saves=(2, 6))
-  here.kill()
+  here.run('a', range(1, 7), (2, 6))
   other = test_stored.Site(here.assembled, tmp_path / 'other', str(tmp_path / 'other_store'))
-  run_until(other.live('a'), range(1, 8), saves=(7,))
-  other.kill()
+  other.run('a', range(1, 8), (7,))
   for name, data in other.objects().items():
     if '/ckpt/7-' in name:
       here.store.put(name, data)
@@ -396,8 +352,7 @@ def test_a_copy_of_another_run_is_none_of_this(here, expected, tmp_path):
 
 def test_a_damaged_checkpoint_behind_a_restore_is_refused_with_the_way_on(here, expected):
   """The log begins behind it, so no older one would do: another start could not help."""
-  run_until(here.live('a', store_log=True), range(1, 7), saves=(2, 6))
-  here.kill()
+  here.run('a', range(1, 7), (2, 6), store_log=True)
   restored = here.lives[0].assembled.config, here.folder / 'a'
   restore.restore(*restored, '6', print)
   durability._damage(here.folder / 'a' / 'syncer' / folders.CHECKPOINTS / '6')

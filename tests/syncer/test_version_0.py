@@ -21,6 +21,6 @@ def test_version_0_is_the_canonical_gathered_tree():
   theta = global_model.Theta(assembled)
   for p in range(2):
     expected = codecs.canonical(fragments.gather(assembled.layout, p, assembled.init()))
-    found = theta._tiles.join(p, theta._whole()[p]).published_n
-    np.testing.assert_array_equal(found.view(np.uint32), np.asarray(expected).view(np.uint32))
-    assert (found == 0).sum() > 100
+    published = theta._tiles.join(p, theta._whole()[p]).published_n
+    np.testing.assert_array_equal(published.view(np.uint32), np.asarray(expected).view(np.uint32))
+    assert (published == 0).sum() > 100
