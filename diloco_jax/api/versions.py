@@ -59,7 +59,7 @@ class Versions:
     self._kept = [*(one for one in self._kept if one != path), path]
     relative = path.relative_to(self._folder)
     index = {'version': number, 'path': relative.as_posix(), 'files': found}
-    json_files.write(self._folder / INDEX, json_files.sealed(index))
+    json_files.write(self._folder / INDEX, json_files.seal(index))
     link = self._folder / f'{LATEST}.{_NEW}'
     link.unlink(missing_ok=True)
     link.symlink_to(relative)

@@ -84,7 +84,7 @@ def read(store: store_lib.Store) -> tuple[Content | None, bytes | None]:
     return None, None
   place = f'{store.place}/{NAME}'
   try:
-    values = json_files.opened(safe_json.parse_object(stored.data))
+    values = json_files.unseal(safe_json.parse_object(stored.data))
     content = formats.taken('claim', values, place).get('content')
     return codec.decode(Content, content, 'it'), stored.generation
   except formats.OtherFormat as error:
@@ -221,7 +221,7 @@ class Claim:
       changes = self.next | changes | {'renewed': self.content.renewed + 1}
       self.content = dataclasses.replace(self.content, **changes)
       values = json.loads(codec.encode(formats.stamp('claim') | {'content': self.content}))
-      data = json.dumps(json_files.sealed(values)).encode()
+      data = json.dumps(json_files.seal(values)).encode()
       while (generation := self._store.replace(NAME, data, self._generation)) is None:
         stored, self._generation = read(self._store)  # an earlier write of this process, perhaps
         if stored is not None and stored.process != self.content.process:

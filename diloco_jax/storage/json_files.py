@@ -80,13 +80,13 @@ def sha256(values: dict[str, Any]) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sealed(values: dict[str, Any]) -> dict[str, Any]:
-  """A JSON object with its own SHA-256, which `opened` compares."""
+def seal(values: dict[str, Any]) -> dict[str, Any]:
+  """A JSON object with its own SHA-256, which `unseal` compares."""
   return {**values, _SEAL: sha256(values)}
 
 
-def opened(values: dict[str, Any]) -> dict[str, Any]:
-  """The object that was `sealed`. Raises Unreadable: it is another one."""
+def unseal(values: dict[str, Any]) -> dict[str, Any]:
+  """The object of `seal`. Raises Unreadable: it is another one."""
   inside = {name: value for name, value in values.items() if name != _SEAL}
   if values.get(_SEAL) != sha256(inside):
     raise safe_json.Unreadable('it is not what was written')

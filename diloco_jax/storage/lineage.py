@@ -84,7 +84,7 @@ def peek(workdir: pathlib.Path) -> Lineage | None:
   not what was written."""
   path = workdir / FILE
   try:
-    values = json_files.opened(json_files.read(path))
+    values = json_files.unseal(json_files.read(path))
     return codec.decode(Lineage, formats.taken('lineage', values, path), 'it')
   except FileNotFoundError:
     return None
@@ -100,7 +100,7 @@ def peek(workdir: pathlib.Path) -> Lineage | None:
 def write(workdir: pathlib.Path, lineage: Lineage) -> None:
   """Replaces the lineage of a folder, durably. Raises OSError."""
   values = formats.stamp('lineage') | json.loads(codec.encode(lineage))
-  json_files.write(workdir / FILE, json_files.sealed(values))
+  json_files.write(workdir / FILE, json_files.seal(values))
 
 
 def begin(workdir: pathlib.Path) -> Lineage:

@@ -97,7 +97,7 @@ def _parse(data: bytes, place: object, name: str, run: str) -> Manifest:
   """The manifest in a file. Raises OtherFormat; Damaged: it is not what was written, or not that of
   `name` or `run`."""
   try:
-    values = json_files.opened(safe_json.parse_object(data, _MAX_MANIFEST_BYTES))
+    values = json_files.unseal(safe_json.parse_object(data, _MAX_MANIFEST_BYTES))
     manifest = codec.decode(Manifest, formats.taken('state', values, place).get('manifest'), 'it')
     if name not in ('', manifest.name):
       raise ValueError(f'it is that of {codec.short(manifest.name)}')
@@ -330,7 +330,7 @@ def write(
     durable.result()
   manifest = Manifest(name=name, files=tuple(sizes), arrays=tuple(arrays), record=record)
   values = json.loads(codec.encode(formats.stamp('state') | {'manifest': manifest}))
-  data = json.dumps(json_files.sealed(values)).encode()
+  data = json.dumps(json_files.seal(values)).encode()
   if isinstance(folder, pathlib.Path):
     json_files.replace(folder / MANIFEST, data)
   else:

@@ -94,7 +94,7 @@ def _read(out: pathlib.Path) -> int:
   if (out / 'latest').is_symlink():
     by_link = _number((out / 'latest').resolve())
   if (out / 'index.json').exists():
-    told = json_files.opened(json_files.read(out / 'index.json'))
+    told = json_files.unseal(json_files.read(out / 'index.json'))
     assert _number(out / told['path']) == told['version']
     for name, size, digest in told['files']:
       file = out / told['path'] / name

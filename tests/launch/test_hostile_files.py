@@ -79,9 +79,9 @@ NUMBERS = (
 
 def _resaved(path: pathlib.Path, change: Callable[[dict], None]) -> None:
   """Changes the record of a checkpoint, or a lineage; its digest is right."""
-  values = json_files.opened(json.loads(path.read_bytes()))
+  values = json_files.unseal(json.loads(path.read_bytes()))
   change(values['manifest']['record'] if 'manifest' in values else values)
-  path.write_text(json.dumps(json_files.sealed(values)), encoding='utf-8')
+  path.write_text(json.dumps(json_files.seal(values)), encoding='utf-8')
 
 
 @pytest.mark.parametrize(

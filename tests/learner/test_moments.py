@@ -43,10 +43,10 @@ def test_the_newest_whole_checkpoint_of_any_other_learner_is_read(tmp_path):
   assert moments_lib.find(tmp_path, 'l1', like, print).step == 7, 'its own first'
 
   path = moments_lib.folder(tmp_path, 'l0') / '9' / states.MANIFEST
-  values = json_files.opened(json.loads(path.read_text()))
+  values = json_files.unseal(json.loads(path.read_text()))
   for row in values['manifest']['arrays']:
     row[-1] ^= row[0] == 'opt_state/mu'
-  path.write_text(json.dumps(json_files.sealed(values)))
+  path.write_text(json.dumps(json_files.seal(values)))
   said = []
   assert moments_lib.find(tmp_path, 'l2', like, said.append)[:2] == ('l1', 7)
   assert 'l0/ckpt/9 does not read back: opt_state/mu has digest' in said[0] and len(said) == 1

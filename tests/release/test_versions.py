@@ -120,10 +120,10 @@ def _write_model(here: pathlib.Path) -> None:
 
 def _change_header(here: pathlib.Path, number: int | None) -> None:
   path = here / 'syncer' / 'model' / states.MANIFEST
-  values = json_files.opened(json.loads(path.read_text('utf-8')))
+  values = json_files.unseal(json.loads(path.read_text('utf-8')))
   record = values['manifest']['record']
   record['header'] = json.dumps(_restamp(json.loads(record['header']), number))
-  path.write_text(json.dumps(json_files.sealed(values)), 'utf-8')
+  path.write_text(json.dumps(json_files.seal(values)), 'utf-8')
 
 
 def _log_files(here: pathlib.Path) -> files_lib.Files:

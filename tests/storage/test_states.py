@@ -77,9 +77,9 @@ def test_a_manifest_that_leads_out_of_its_folder_is_none(path, tmp_path):
   store = store_lib.Store(str(tmp_path / 'store'))
   _save(tmp_path / 'made')
   states.put(store, 'copy', tmp_path / 'made', lambda: None)
-  values = json_files.opened(json.loads(store.read(f'copy/{states.MANIFEST}').data))
+  values = json_files.unseal(json.loads(store.read(f'copy/{states.MANIFEST}').data))
   values['manifest']['files'][0][0] = path
-  store.put(f'copy/{states.MANIFEST}', json.dumps(json_files.sealed(values)).encode())
+  store.put(f'copy/{states.MANIFEST}', json.dumps(json_files.seal(values)).encode())
   with pytest.raises(states.Damaged, match=f'it names {codec.short(path)}'):
     states.fetch(store, 'copy', tmp_path / 'fetched')
   assert not (tmp_path / 'fetched').exists() and not (tmp_path / 'out').exists()

@@ -303,7 +303,7 @@ def _mend_lineage(data: bytes) -> bytes:
   try:
     value = json.loads(data)
     value.pop(json_files._SEAL, None)
-    return json.dumps(json_files.sealed(value)).encode()
+    return json.dumps(json_files.seal(value)).encode()
   except (ValueError, AttributeError, TypeError, RecursionError):
     return data
 
