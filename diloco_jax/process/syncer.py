@@ -155,7 +155,7 @@ class Syncer:
         self._write_address(addresses.ENDED)
       with contextlib.suppress(store_lib.StoreError):
         if store:
-          store.run_is_over()
+          store.record_end()
 
     def last_word(error: BaseException | None) -> str:
       final = isinstance(error, wal.WalError | ValueError) and not isinstance(error, _PASSING)

@@ -31,7 +31,7 @@ def load(path: pathlib.Path) -> Any:
     for part in path.rglob('*'):
       if not part.is_dir():
         files_lib.require_file(part)
-    with orbax_context.operation(alone=True):
+    with orbax_context.run_operation(alone=True):
       return orbax_context.ocp.load(path.absolute())
   except Exception as error:  # Orbax raises many kinds
     raise states.StateError(f'cannot read {path}: {states.one_line(error)}') from error

@@ -40,7 +40,7 @@ def kept_numbers(numbers: Sequence[int], newest: int, every: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def operation(alone: bool = False) -> Iterator[None]:
+def run_operation(alone: bool = False) -> Iterator[None]:
   """Around one operation of Orbax, for which it waits. `alone`: the other hosts of the learner do
   not take part."""
   with ONE_OPERATION, context(alone):
@@ -63,7 +63,7 @@ def checkpointer(root: Any, prefix: str | None) -> Any:
 
 
 def context(alone: bool = False) -> Any:
-  """An Orbax context, as of `operation`.
+  """An Orbax context, as of `run_operation`.
 
   One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
   more than half of the time that `save` blocks a small island. Nor does a save look first whether

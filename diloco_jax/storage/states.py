@@ -207,7 +207,7 @@ def load(
   """
   manifest = read(folder, name, run)
   tree_digest.require_same_shapes(manifest.shapes(), tree_digest.shapes(like))
-  with _reading(folder), orbax_context.operation():
+  with _reading(folder), orbax_context.run_operation():
     tree = orbax_context.ocp.load(folder, like)
     tree_digest.require_same_digests(manifest.digests(), tree_digest.digests(tree))
   return manifest, tree
@@ -240,7 +240,7 @@ def load_on_host(
     tree_digest.require_same_shapes(
       manifest.shapes(within), {within + path: row for path, row in shapes}
     )
-  with _reading(folder), orbax_context.operation(alone=True):
+  with _reading(folder), orbax_context.run_operation(alone=True):
     described = orbax_context.ocp.metadata(folder).metadata
     if most_bytes is not None:
       tree_digest.require_size(jax.tree.leaves(described), most_bytes)
@@ -295,7 +295,7 @@ def save(folder: pathlib.Path, name: str, tree: Any, record: dict[str, Any]) -> 
   tree = jax.tree.map(np.asarray, tree)
   new = folder.with_name(f'{folder.name}.new')
   try:
-    with orbax_context.operation(alone=True):
+    with orbax_context.run_operation(alone=True):
       orbax_context.ocp.save(new, tree, overwrite=True)
       read_back(new, write(new, name, tree_digest.describe(tree), record))
     if folder.exists():
@@ -308,7 +308,7 @@ def save(folder: pathlib.Path, name: str, tree: Any, record: dict[str, Any]) -> 
 
 def read_back(folder: json_files.Place, manifest: Manifest) -> None:
   """Reads all arrays of a state that this process has just written: what was never read may be no
-  state. The caller has the lock of `orbax_context.operation`. Raises as `_parts`."""
+  state. The caller has the lock of `orbax_context.run_operation`. Raises as `_parts`."""
   for _ in _parts(folder, orbax_context.ocp.metadata(folder).metadata, manifest):
     pass
 

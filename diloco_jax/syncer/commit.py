@@ -115,7 +115,7 @@ class CommitLog:
         self._wal.commit()
         durable = True
         if self._store:
-          self._store.committed(number, step.merge.sync)
+          self._store.after_commit(number, step.merge.sync)
         break
       except wal.WalFull as full:
         number, why, remedy = None, full, 'make space'

@@ -130,8 +130,8 @@ class Theta:
     """Where the arrays of a checkpoint are read, for `restore`."""
     return self._tiles.sharding(0)
 
-  def at_home(self) -> contextlib.AbstractContextManager[Any]:
-    return self._tiles.at_home()
+  def use_own_device(self) -> contextlib.AbstractContextManager[Any]:
+    return self._tiles.use_own_device()
 
   def near(self, p: int, payload: payload_lib.Payload) -> payload_lib.Payload:
     """A payload of fragment p where `lengths` and `merge` compute with it: itself if it is near."""

@@ -170,7 +170,7 @@ def run(
       str(folder / folders.CHECKPOINTS), keep_every, if_all_are_damaged(folder, log_files, store)
     )
     cleanup.callback(checkpoints.close)
-    cleanup.enter_context(theta.at_home())
+    cleanup.enter_context(theta.use_own_device())
     start = recover(assembled, theta, checkpoints, log, records, lineage)
     tape = tapes.Tape(workdir, start, records.say, config.to_dict())
     cleanup.callback(tape.close)

@@ -381,12 +381,12 @@ class Tiles:
     """The results of `work` where tiles start, in order, of several threads."""
 
     def on_cpu(start: int) -> Any:
-      with self.at_home():
+      with self.use_own_device():
         return work(start)
 
     return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
-  def at_home(self) -> Any:
+  def use_own_device(self) -> Any:
     """Here jax computes on a device of the global model what is on no device yet, not on one of
     an island."""
     return jax.default_device(next(iter(self.sharding(0).device_set)))

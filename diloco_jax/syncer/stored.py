@@ -362,11 +362,11 @@ class Stored:
         )
       self._claim.require()
 
-  def run_is_over(self) -> None:
+  def record_end(self) -> None:
     """Tells learners that dial after the end, by the claim. Raises Denied; StoreError."""
     self._claim.renew(over=True)
 
-  def committed(self, number: int, clock: int) -> None:
+  def after_commit(self, number: int, clock: int) -> None:
     """An outer step was committed: the next renewal writes it. Raises StoreError, and Denied, while
     nothing about it may leave the process: the disk may have been slow."""
     self._claim.next = {'log': number, 'clock': clock}

@@ -93,7 +93,7 @@ class SyncerWork:
 
   def _run(self) -> None:
     try:
-      with self._theta.at_home():
+      with self._theta.use_own_device():
         while (action := self._queue.get()) is not None:
           self._perform(action)
     except BaseException as error:  # raised again where the node runs

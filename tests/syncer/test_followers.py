@@ -142,7 +142,7 @@ def _rig(cleanup):
   return Rig(cleanup)
 
 
-def received(call):
+def receive(call):
   """(the Publish, the payload) of each version, in the order of their arrival."""
   seal, assembler = control_crc.Seal(), chunks.Assembler(max_payload_bytes=MOST)
   buffer = link.ReceiveBuffer(MOST, 1)
@@ -168,7 +168,7 @@ def catch_up(rig, follower):
 
 def receive_all(rig):
   """The calls of a follower that has received both fragments whole."""
-  follower = received(rig.calls())
+  follower = receive(rig.calls())
   assert len([next(follower), next(follower)]) == 2
   return follower
 
@@ -190,7 +190,7 @@ def until(condition):
 
 
 def test_a_follower_gets_every_fragment_whole_and_then_deltas(rig):
-  follower = received(rig.calls())
+  follower = receive(rig.calls())
   wholes = [next(follower) for _ in range(2)]
   assert [(whole.fragment, whole.base_version) for whole in wholes] == [(0, None), (1, None)]
   for p in (1, 0, 1):
@@ -205,7 +205,7 @@ def test_one_that_dials_again_gets_only_what_it_lacks(rig):
   receive_all(rig)
   held = [rig.held(0), rig.held(1)]
   rig.publish(1)
-  again = received(rig.calls(held))
+  again = receive(rig.calls(held))
   assert (delta := next(again)).base_version == 0 and delta.fragment == 1
   rig.publish(0)
   assert next(again).fragment == 0
@@ -217,12 +217,12 @@ def test_one_that_is_far_behind_or_of_another_lineage_gets_the_newest_whole(rig)
   held = [rig.held(0), (7, 99)]  # before a restore there was a version 7
   for _ in range(9):  # as many bytes as the whole
     rig.publish(0, VALUES // 2)
-  assert catch_up(rig, received(rig.calls(held))) == {0: None, 1: None}
+  assert catch_up(rig, receive(rig.calls(held))) == {0: None, 1: None}
 
 
 def test_after_the_end_of_the_run_it_gets_the_newest_version_and_the_call_ends_in_order(rig):
   call = rig.calls()
-  follower = received(call)
+  follower = receive(call)
   assert len([next(follower), next(follower)]) == 2
   rig.publish(0)
   rig.followers.finish()
@@ -234,14 +234,14 @@ def test_after_the_end_of_the_run_it_gets_the_newest_version_and_the_call_ends_i
 def test_one_that_comes_after_the_end_of_the_run_delays_nothing(rig):
   rig.followers.finish()
   call = rig.calls()
-  assert list(received(call)) == rig.reads == []
+  assert list(receive(call)) == rig.reads == []
   assert call.code() is grpc.StatusCode.OK
   until(lambda: rig.followers.state() == (0, 0))
 
 
 def test_a_syncer_that_stops_says_so(rig):
   call = rig.calls()
-  next(received(call))
+  next(receive(call))
   rig.followers.shutdown(0.0)
   code, details = ends_with(call)
   assert code is grpc.StatusCode.UNAVAILABLE and 'may start again' in details
@@ -266,7 +266,7 @@ def test_all_followers_together_keep_to_the_budget(cleanup):
   budget = 4 << 20
   rig, begun_s = Rig(cleanup, bytes_per_s=budget), time.monotonic()
   with futures.ThreadPoolExecutor(2) as pool:
-    calls = [received(rig.calls()) for _ in range(2)]
+    calls = [receive(rig.calls()) for _ in range(2)]
     list(pool.map(lambda call: [next(call), next(call)], calls))
   allowed = (time.monotonic() - begun_s) * budget
   assert sum(rig.followers.sent) <= allowed + 2 * chunks.CHUNK_BYTES
@@ -296,7 +296,7 @@ def test_two_that_never_read_do_not_keep_the_memory_for_whole_fragments(cleanup,
   stuck.append(rig.calls([rig.held(0), *NOTHING], options=NARROW))
   until(lambda: len(rig.followers.sent) == 2 and rig.followers.sent[1])
   assert rig.reads == [0, 1]
-  follower = received(rig.calls([rig.held(0), rig.held(1), NOTHING[0]]))
+  follower = receive(rig.calls([rig.held(0), rig.held(1), NOTHING[0]]))
   monkeypatch.setattr(followers_lib, 'STALL_S', 0.0)
   monkeypatch.setattr(followers_lib, 'LEAST_BYTES_PER_S', FAST)
   rig.publish(0)
@@ -307,7 +307,7 @@ def test_two_that_never_read_do_not_keep_the_memory_for_whole_fragments(cleanup,
 def test_no_more_whole_fragments_are_in_memory_than_two(rig):
   for _ in range(3):
     rig.calls()  # is never read
-  follower = received(rig.calls())
+  follower = receive(rig.calls())
   for _ in range(6):
     next(follower)
     rig.publish(0, 3 * VALUES)  # too long to be kept: the next one is whole, too
@@ -324,7 +324,7 @@ def test_one_that_never_reads_or_never_asks_keeps_no_fragment_from_others(cleanu
   else:
     stuck = rig.follow()(iter(end.wait, None))
     until(lambda: rig.followers.state()[0])
-  follower = received(rig.calls())
+  follower = receive(rig.calls())
   assert {next(follower).fragment for _ in range(4)} == {0, 1, 2, 3}
   assert rig.followers.most_wholes <= followers_lib.WHOLES and stuck.is_active()
   end.set()
@@ -347,7 +347,7 @@ def test_those_that_never_read_keep_no_more_deltas_than_a_fragment_has_bytes(cle
 
 def test_what_one_says_beyond_its_request_is_not_read(rig):
   rig.calls(requests=itertools.repeat(bytes(1 << 16)))
-  follower = received(rig.calls())
+  follower = receive(rig.calls())
   for _ in range(20):
     rig.publish(0)
     next(follower)
@@ -373,7 +373,7 @@ def test_one_that_dials_a_thousand_times_keeps_no_learner_out(rig):
 
 def test_one_beyond_the_seats_is_told_to_dial_again(rig, monkeypatch):
   monkeypatch.setattr(followers_lib, 'SEATS', 1)
-  follower = received(rig.calls())
+  follower = receive(rig.calls())
   next(follower)
   code, details = ends_with(rig.calls())
   assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and 'dial again' in details

@@ -158,7 +158,7 @@ def copies(site: Site) -> list[int]:
   return [states.number(name) for name in states.copies(site.store, 'syncer/')]
 
 
-def gone(life: Life) -> list[str]:
+def lines_of_loss(life: Life) -> list[str]:
   return [line for line in drain_lines(life) if 'gone:' in line]
 
 
@@ -171,7 +171,7 @@ def test_with_the_log_in_the_store_no_outer_step_is_lost(site, expected, saves):
   other = site.live('b', store_log=True)
   assert bits(other.theta) == expected[SYNCS]
   assert other.start.state['versions'] == other.theta.versions
-  assert not gone(other)
+  assert not lines_of_loss(other)
 
 
 def test_without_it_the_run_continues_behind_the_last_copy_and_says_what_is_gone(site, expected):
@@ -181,7 +181,7 @@ def test_without_it_the_run_continues_behind_the_last_copy_and_says_what_is_gone
   life.kill()
   other = site.live('b')
   assert bits(other.theta) == expected[5]
-  (line,) = gone(other)
+  (line,) = lines_of_loss(other)
   assert line.startswith('outer steps 6 to about 7 are gone: only the disk of ')
   for sync in (6, 7):
     other.merge(sync)
@@ -219,7 +219,7 @@ def test_a_run_of_which_the_store_has_nothing_is_not_started_over(here):
     here.live('b')
   assert here.store.names() == names
   again = here.live('a')  # and its own disk still counts
-  assert again.log.position['log'] == 3 and not gone(again)
+  assert again.log.position['log'] == 3 and not lines_of_loss(again)
 
 
 def test_a_forgotten_train_steps_does_not_end_the_run(here, expected):
@@ -325,7 +325,7 @@ def test_its_own_disk_and_a_process_that_ended_in_order_are_followed_at_once(
   life.copied()
   life.end()
   other = here.live('b')
-  assert bits(other.theta) == expected[3] and not gone(other)
+  assert bits(other.theta) == expected[3] and not lines_of_loss(other)
 
 
 def test_what_an_old_disk_has_moves_aside(here, expected):
@@ -521,7 +521,7 @@ def test_a_learner_that_was_down_at_the_end_of_the_run_hears_of_it(here, monkeyp
   resolve = dial.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
   life = here.live('a')
   assert resolve() == '127.0.0.1:7070'
-  life.store.run_is_over()
+  life.store.record_end()
   with pytest.raises(addresses.RunEnded, match='the run has ended: the claim in .*store says so'):
     resolve()
   here.kill()
@@ -529,7 +529,7 @@ def test_a_learner_that_was_down_at_the_end_of_the_run_hears_of_it(here, monkeyp
   assert resolve() == '127.0.0.1:7070'
   monkeypatch.setattr(dial, 'CLAIM_TRUSTED_S', 1e6)
   here.kill()
-  here.live('a').store.run_is_over()
+  here.live('a').store.record_end()
   late = dial.resolver('127.0.0.1:7070', addresses.Access(plaintext_loopback=True), here.place)
   assert late() == '127.0.0.1:7070'  # its syncer may be about to start again
 

@@ -24,7 +24,7 @@ from diloco_jax.storage import store as store_lib
 from tests.syncer import test_durability as durability
 from tests.syncer import test_stored
 from tests.syncer.test_durability import DEADLINE_S, bits, drain_lines
-from tests.syncer.test_stored import gone, run_until, wait
+from tests.syncer.test_stored import lines_of_loss, run_until, wait
 
 assembled, expected = durability._assembled, durability._expected
 _soon, here = test_stored._soon, test_stored._here
@@ -193,7 +193,7 @@ def test_the_command_of_damaged_checkpoints_works(here, expected, store_log):
   durability.paste(str(error.value))
   after = here.live('my disk', store_log)
   assert bits(after.theta) == expected[6 if store_log else 4]
-  assert bool(gone(after)) == (not store_log)
+  assert bool(lines_of_loss(after)) == (not store_log)
 
 
 def test_a_take_over_that_was_cut_short_is_done_again_and_no_syncer_starts_before(
