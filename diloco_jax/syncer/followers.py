@@ -335,13 +335,13 @@ class Followers:
         fragment.deltas.clear()
       if (whole := fragment.whole) is not None:
         leads = whole.held == fragment.newest or any(d.base == whole.held for d in fragment.deltas)
-        wait = [
+        waiting = [
           follower
           for follower in self._live
           if self._behind(follower, p) and fragment.next(follower.held[p]) is whole
           if not (full and follower.sends_whole and follower.sending is not whole)
         ]
-        if not leads or not wait:
+        if not leads or not waiting:
           fragment.whole = None
 
   def _cut_off(self) -> None:

@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import pathlib
-import resource
 import shutil
 import signal
 import sys
@@ -26,6 +25,7 @@ from diloco_jax.train import config as train_config
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from tests.launch.lib import command_line
+from tests.storage.test_tapes import full_disk
 
 
 def _state(value: float):
@@ -255,17 +255,6 @@ def _noise():
   return {'noise': jnp.asarray(np.random.default_rng(0).standard_normal(2**20, np.float32))}
 
 
-@contextlib.contextmanager
-def _small_files() -> Iterator[None]:
-  """The limit on file sizes gives the same kind of error as a full disk."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_opening_starts_no_thread(tmp_path, monkeypatch):
   """One of Orbax, which looked for old saves, printed its traceback below the error of a process
   that ended at once."""
@@ -278,14 +267,14 @@ def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, c
   """With a wait for each save its caller gets the error; without one there is one warning."""
   checkpoints.save(1, _state(1), 10)()
   (tmp_path / 'new_1.orbax-checkpoint-tmp').mkdir()  # threads of an earlier save have written on
-  with _small_files():
+  with full_disk(2**20):
     for step in range(2, 5):
       with pytest.raises(states.StateError, match=f'saving .*/{step} failed'):
         checkpoints.save(step, _noise(), 20)()
   _assert_holds(_restore(tmp_path), 1)
   checkpoints.save(5, _state(5), 50)()
   assert not caplog.text
-  with _small_files():
+  with full_disk(2**20):
     for step in range(6, 9):
       checkpoints.save(step, _noise(), 20)
     with pytest.raises(states.StateError, match='saving .* failed'):

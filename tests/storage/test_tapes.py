@@ -204,7 +204,7 @@ def test_a_killed_process_loses_no_turn(tmp_path):
 
 
 @contextlib.contextmanager
-def _full(limit: int):
+def full_disk(limit: int):
   """A disk that takes no more than so many bytes of a file."""
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -218,7 +218,7 @@ def _full(limit: int):
 def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
   start, turns = golden()
   lines: list[str] = []
-  with _full(limit), contextlib.closing(tapes.Tape(tmp_path, start, lines.append)) as out:
+  with full_disk(limit), contextlib.closing(tapes.Tape(tmp_path, start, lines.append)) as out:
     record(out, turns[:100])
   assert len(lines) == 1 and 'the tape ends here, the run continues' in lines[0]
   [process_tape] = tape_files.find(tmp_path)
@@ -231,12 +231,12 @@ def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
 def test_a_tape_goes_on_without_a_gap_once_there_is_space_again(tmp_path):
   start, turns = golden()
   lines: list[str] = []
-  with _full(100):  # less than the header
+  with full_disk(100):  # less than the header
     out = tapes.Tape(tmp_path, start, lines.append, segment_bytes=20_000)
     record(out, turns[:20])
   with contextlib.closing(out):
     record(out, turns[20:60])
-    with _full(out.path.stat().st_size + 9):  # within a turn
+    with full_disk(out.path.stat().st_size + 9):  # within a turn
       record(out, turns[60:120])
     record(out, turns[120:])
   [process_tape] = tape_files.find(tmp_path)

@@ -141,6 +141,14 @@ def _here(assembled, tmp_path):
   site.kill()
 
 
+@pytest.fixture(name='online')
+def _online(assembled, bucket, tmp_path):
+  """On a bucket only: what asks for failures of a network."""
+  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+  yield site
+  site.kill()
+
+
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
   files = (path for path in folder.rglob('*') if path.is_file())
   return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
@@ -368,18 +376,16 @@ def test_a_late_record_of_the_process_before_is_no_gap(here, expected):
   assert bits(here.live('b', store_log=True).theta) == expected[3]
 
 
-def test_a_store_that_may_not_be_written_is_refused_one_that_fails_is_not(bucket, assembled,
-                                                                          tmp_path):  # fmt: skip
-  site = Site(assembled, tmp_path, f'{bucket.url}/run')
+def test_a_store_that_may_not_be_written_is_refused_one_that_fails_is_not(bucket, online):
   bucket.door.refuses_with = 403
   with pytest.raises(claim_lib.Denied, match='PERMISSION_DENIED.*check train.store'):
-    site.live('a')
+    online.live('a')
   bucket.door.refuses_with = 503
   with pytest.raises(store_lib.StoreError, match='UNAVAILABLE|attempts failed'):
-    site.live('a')
+    online.live('a')
   bucket.door.refuses_with = 0
   with pytest.raises(claim_lib.Denied, match='NOT_FOUND'):
-    site.live('a', place=f'{bucket.url}-of-no-name/run')
+    online.live('a', place=f'{bucket.url}-of-no-name/run')
 
 
 @pytest.mark.parametrize(
@@ -423,11 +429,9 @@ def test_a_holder_whose_claim_was_taken_ends_and_changes_nothing(site):
   assert before == {**site.objects(), claim_lib.NAME: b''}
 
 
-def test_a_holder_that_is_cut_off_commits_nothing_until_it_is_back(bucket, assembled, tmp_path,
-                                                                   monkeypatch):  # fmt: skip
+def test_a_holder_that_is_cut_off_commits_nothing_until_it_is_back(bucket, online, monkeypatch):
   monkeypatch.setattr(claim_lib, 'FRESH_S', 1.0)
-  site = Site(assembled, tmp_path, f'{bucket.url}/run')
-  life = site.live('a')
+  life = online.live('a')
   life.merge(1)
   drain_lines(life)
   bucket.door.shut = True
@@ -440,7 +444,6 @@ def test_a_holder_that_is_cut_off_commits_nothing_until_it_is_back(bucket, assem
   assert life.log.position['log'] == 1
   bucket.door.shut = False
   assert life.posted.get(timeout=DEADLINE_S).sync == 2
-  site.kill()
 
 
 # --- Copies ---------------------------------------------------------------------------------------
@@ -469,9 +472,8 @@ def test_the_newest_checkpoint_is_copied_and_no_outer_step_waits(here, monkeypat
   assert copies(here) == [1, 5]
 
 
-def test_a_copy_that_fails_is_tried_again_and_said_once(bucket, assembled, tmp_path):
-  site = Site(assembled, tmp_path, f'{bucket.url}/run')
-  life = site.live('a')
+def test_a_copy_that_fails_is_tried_again_and_said_once(bucket, online):
+  life = online.live('a')
   life.merge(1)
   drain_lines(life)
   only = lambda request: '/ckpt/' in str(request)
@@ -480,9 +482,8 @@ def test_a_copy_that_fails_is_tried_again_and_said_once(bucket, assembled, tmp_p
   life.copied()
   lines = [line for line in drain_lines(life) if 'checkpoint 1 is not in the store yet' in line]
   assert len(lines) == 1 and bucket.door.faults.injected.total() == 7
-  site.kill()
-  assert site.live('b').theta.versions == life.theta.versions
-  site.kill()
+  life.kill()
+  assert online.live('b').theta.versions == life.theta.versions
 
 
 @pytest.mark.parametrize('finished', [False, True])
