@@ -76,6 +76,7 @@ GEMMA_3_1B = {
 
 
 FULL_ROPE = {'full_attention': {'rope_theta': 1e6}}
+YARN = {'type': 'llama3', 'rope_type': 'yarn', 'factor': 1.0}
 SCALED = {'sliding_attention': {'rope_theta': 1e4, 'factor': 8.0}}
 PARTIAL = {'rope_theta': 1e4, 'partial_rotary_factor': 0.5}
 MIXED = {'num_hidden_layers': 2, 'layer_types': ['full_attention', 'sliding_attention']}
@@ -405,7 +406,7 @@ def test_configs_of_the_hub_are_understood(tmp_path):
     (LLAMA_3_2_1B, {'rope_scaling': {'type': 'linear', 'factor': 2.0}}, "no {'type': 'linear'}"),
     (LLAMA_3_2_1B, {'rope_scaling': {'factor': 8.0}}, "config.json has {'factor': 8.0}"),
     (LLAMA_3_2_1B, {'rope_scaling': {'type': 'llama3'}}, 'config.json: RoPE: `factor` is None'),
-    (LLAMA_3_2_1B, {'rope_scaling': {'type': 'llama3', 'rope_type': 'yarn'}}, "'yarn'}"),
+    (LLAMA_3_2_1B, {'rope_scaling': YARN}, "'yarn'}"),
     (LLAMA_3_2_1B, {'rope_parameters': {'rope_theta': 1e4}}, "no {'rope_theta': 500000.0, 'rope"),
     (LLAMA_3_2_1B, {'rope_parameters': FULL_ROPE}, 'config.json: RoPE: `rope_theta` is None'),
     (LLAMA_3_2_1B, {'final_logit_softcapping': 30.0}, "has {'final_logit_softcapping': 30.0}"),
